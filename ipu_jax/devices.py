@@ -1,0 +1,193 @@
+"""Virtual IPUs: one XLA device each, whatever the platform.
+
+On a laptop or in CI the devices are forced host devices of the CPU backend; on a GPU or TPU machine they are the real
+ones. The program is the same. They form one mesh, a row per replica:
+
+                      axis "ipu"
+                    +------+------+
+    axis "replica"  | IPU0 | IPU1 |   replica 0:  make_mesh(replicas=2, ipus_per_replica=2)
+                    +------+------+
+                    | IPU0 | IPU1 |   replica 1
+                    +------+------+
+
+    configure(4)              # before anything else touches jax
+    mesh = make_mesh(2, 2)
+    window = InFlight()       # so that a loop that never waits cannot queue steps without bound
+
+Importing this module touches no device.
+"""
+
+import collections
+import contextlib
+import enum
+import os
+import re
+from typing import Any, Final
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+REPLICA_AXIS: Final = "replica"
+IPU_AXIS: Final = "ipu"
+
+
+class AllIpus(enum.Enum):
+    """The type of `ALL_IPUS`, its only member: an enum, so that it stays one object through pickle and deepcopy."""
+
+    ALL_IPUS = "ALL_IPUS"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+ALL_IPUS: Final = AllIpus.ALL_IPUS
+"""Where a concurrent stage runs: on every IPU of its replica."""
+
+
+def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
+    """Gives this process at least `num_ipus` virtual IPUs, and starts the jax backend.
+
+    On CPU that many host devices are made, which only works before the backend starts: call this first (but after
+    `jax.distributed.initialize`, where several processes work together). A larger count set before, by an earlier call
+    or `JAX_NUM_CPU_DEVICES`, is kept. On GPU and TPU the devices are those that are there.
+
+    Args:
+        num_ipus: how many IPUs the program needs in this process, at least 1.
+
+    Returns:
+        The first `num_ipus` devices of this process.
+
+    Raises:
+        ValueError: `num_ipus` is not a positive int, or there are fewer devices and no more can be made.
+
+    >>> len(configure(4))
+    4
+    """
+    _check_count("num_ipus", num_ipus)
+    # Harmless on GPU and TPU, whose devices it leaves alone: so the platform need not be known yet. jax raises where
+    # the backend runs already and the count would change; there may be enough devices nonetheless.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", max(num_ipus, _cpu_devices_asked_for()))
+    devices = jax.local_devices()
+    if len(devices) >= num_ipus:
+        return devices[:num_ipus]
+    raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
+
+
+def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
+    """The mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices that there are.
+
+    Args:
+        replicas: copies of the model, at least 1: the size of axis "replica".
+        ipus_per_replica: IPUs that share one copy, at least 1: the size of axis "ipu".
+
+    Returns:
+        A mesh with axes `("replica", "ipu")`, both of type Auto (the Explicit axes that `jax.make_mesh` makes by
+        default are refused by plain Flax training).
+
+    Raises:
+        ValueError: a count is not a positive int, or there are too few devices.
+
+    >>> mesh = make_mesh(2, 2)
+    >>> dict(mesh.shape)
+    {'replica': 2, 'ipu': 2}
+    """
+    _check_count("replicas", replicas)
+    _check_count("ipus_per_replica", ipus_per_replica)
+    needed, devices = replicas * ipus_per_replica, jax.devices()
+    if len(devices) < needed:
+        raise ValueError(
+            f"replicas={replicas} x ipus_per_replica={ipus_per_replica} needs {needed} IPUs, "
+            f"but {_too_few(needed, len(devices), devices[0].platform)}"
+        )
+    return jax.make_mesh(
+        (replicas, ipus_per_replica),
+        (REPLICA_AXIS, IPU_AXIS),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=devices[:needed],
+    )
+
+
+class InFlight:
+    """Bounds how many steps are dispatched and not finished.
+
+    jax dispatches without waiting. On the CPU backend some 45 queued steps with collectives exhaust the threads that
+    XLA's rendezvous needs, and the process aborts or hangs; so whoever runs steps in a loop shows each one to a window.
+
+    A step is remembered by its smallest output: XLA makes all the outputs of one computation ready together, and
+    holding a scalar keeps no weights alive. An output that a later step was given to reuse (`donate_argnums`) can no
+    longer be waited for, and the window then waits for the oldest step that still can be: correct, but if everything
+    is donated that is the newest one, so include an output that nobody donates, such as the loss.
+
+    Args:
+        limit: steps that may be outstanding after `admit` returns, at least 1.
+
+    Raises:
+        ValueError: `limit` is not a positive int.
+
+    >>> window = InFlight(limit=2)
+    >>> step = jax.jit(lambda x: x + 1)
+    >>> x = 0
+    >>> for _ in range(100):
+    ...     x = step(x)
+    ...     window.admit(x)
+    >>> int(x), window.outstanding
+    (100, 2)
+    """
+
+    def __init__(self, limit: int = 4):
+        _check_count("limit", limit)
+        self._limit = limit
+        self._steps: collections.deque[jax.Array] = collections.deque()
+
+    @property
+    def outstanding(self) -> int:
+        """How many steps are remembered and were not waited for."""
+        return len(self._steps)
+
+    def admit(self, outputs: Any) -> None:
+        """Remembers a step that was just dispatched; waits for the oldest ones until `limit` are outstanding.
+
+        Args:
+            outputs: what the step returned: a pytree with a `jax.Array` in it.
+
+        Raises:
+            ValueError: `outputs` holds no array that can be waited for.
+        """
+        leaves = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
+        if not leaves:
+            raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
+        self._steps.append(min(leaves, key=lambda leaf: leaf.nbytes))
+        while len(self._steps) > self._limit:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        while self._steps:
+            output = self._steps.popleft()
+            if not output.is_deleted():
+                output.block_until_ready()
+                return
+
+
+def _check_count(name: str, count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name}={count!r} must be a positive int")
+
+
+def _cpu_devices_asked_for() -> int:
+    """The host devices that the configuration asks for by now, or less than 1 if it says nothing."""
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
+
+
+def _too_few(needed: int, there: int, platform: str) -> str:
+    """What there is, and the mend: the end of an error message."""
+    if platform == "cpu":
+        return (
+            f"jax already started its CPU backend with {there}: "
+            f"call configure({needed}) before any other use of jax, or set JAX_NUM_CPU_DEVICES={needed}."
+        )
+    return (
+        f"this machine's {platform.upper()} platform has {there}: "
+        "use fewer IPUs (--ipus), or set JAX_PLATFORMS=cpu for virtual ones."
+    )

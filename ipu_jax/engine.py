@@ -1,0 +1,441 @@
+"""The staged scan: one `lax.scan` over ticks inside one `shard_map`, which runs whatever schedule it is given.
+
+A tick is the clock of `schedule.py`, five phases in straight-line code:
+
+    entry   broadcast y -> F of concurrent segments                                     (predicate: the tick alone)
+    F       each IPU: F of its local segments, if the schedule says so                  (predicate: tick and IPU)
+            ppermute y to the neighbour
+    head    broadcast y -> F and B of the loss head on all IPUs -> reduce dx            (predicate: the tick alone)
+    B       each IPU: B of its local segments                                           (predicate: tick and IPU)
+            ppermute dx to the neighbour
+    exit    broadcast dy -> B of concurrent segments -> reduce dx                       (predicate: the tick alone)
+
+Gradients are taken inside, by `jax.vjp`; nothing differentiates through the scan, so memory does not grow with the
+micro-batches. What a predicate guards is a loop of no or one iteration (`_guard`): it does nothing when idle, and XLA
+updates a loop's carry in place, so that a gradient accumulator or the stash is never copied.
+
+The program runs under `check_vma=False`, so that a stage may be any plain function. There JAX's rule is that the
+differentiated scalar is the sum over the devices: a value that all IPUs hold alike gets its cotangent in equal parts of
+1/n, and the partial cotangents of a replicated input are summed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ipu_jax import packing
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.packing import Group, Layout, Sharded
+from ipu_jax.schedule import Schedule
+from ipu_jax.stage import Halves, Segment, halves_of, split_floats
+
+IDLE_FILL = 0.0
+"""What registers and stash hold before anything is written. Tests make it NaN: a bubble that leaks shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one program.
+
+    Attributes:
+        segments, halves: per segment, its stages and its traced F and B.
+        forward, backward: (ticks, segments) tables of the micro-batch to run, -1 where idle.
+        lanes: per boundary between segment i and i+1, the register that carries it.
+        routes: per register that crosses IPUs, its `(source, destination)` pairs; none where it doesn't cross.
+    """
+
+    segments: tuple[Segment, ...]
+    halves: tuple[Halves, ...]
+    schedule: Schedule
+    forward: np.ndarray
+    backward: np.ndarray
+    lanes: tuple[int, ...]
+    routes: tuple[tuple[tuple[int, int], ...], ...]
+    messages: tuple[Any, ...]  # per register, the tree of shapes
+
+    def depth(self, i: int) -> int:
+        return self.schedule.stash_depth(self.segments[i].first)
+
+
+def make_plan(
+    segments: tuple[Segment, ...], schedule: Schedule, layout: Layout, params: dict[str, Any], microbatch: Any
+) -> Plan:
+    """Traces every segment, inside the shard_map (axis names must be in scope), and lays out the registers.
+
+    Args:
+        segments: the model.
+        schedule: when each stage runs.
+        layout: where the weights are; its `ipus` are the replica's.
+        params: `{group: tree of this IPU's shapes}`.
+        microbatch: shapes of one micro-batch.
+    """
+    halves: list[Halves] = []
+    x: Any = None
+    for i, segment in enumerate(segments):
+        weights = {name: params[name] for name in segment.groups}
+        halves.append(halves_of(segment, weights, x, microbatch, last=i == len(segments) - 1))
+        x = halves[-1].y
+    lanes: list[int] = []
+    routes: list[list[tuple[int, int]]] = []
+    messages: list[Any] = []
+    for i in range(len(segments) - 1):
+        source, target = segments[i].place, segments[i + 1].place
+        crossing = [] if source is None or target is None else [(source, target)]
+        lane = next((k for k in range(len(routes)) if crossing and _fits(crossing[0], halves[i].y, routes[k], messages[k])), None)
+        if lane is None:
+            lane = len(routes)
+            routes.append([])
+            messages.append(halves[i].y)
+        routes[lane] += crossing
+        lanes.append(lane)
+    return Plan(
+        segments=segments,
+        halves=tuple(halves),
+        schedule=schedule,
+        forward=_table(schedule.forward, segments, schedule.ticks),
+        backward=_table(schedule.backward, segments, schedule.ticks),
+        lanes=tuple(lanes),
+        routes=tuple(map(tuple, routes)),
+        messages=tuple(messages),
+    )
+
+
+def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: Any) -> bool:
+    """Like messages share a register and one ppermute, in which an IPU sends once and receives once."""
+    return bool(taken) and message == y and all(pair[0] != a and pair[1] != b for a, b in taken)
+
+
+def _table(rows: tuple[tuple[int, ...], ...], segments: tuple[Segment, ...], ticks: int) -> np.ndarray:
+    table = np.full((ticks, len(segments)), -1, np.int32)
+    for i, segment in enumerate(segments):
+        for microbatch, tick in enumerate(rows[segment.first]):
+            table[tick, i] = microbatch
+    return table
+
+
+def _guard(active: Any, body: Callable[[Callable[[Any], Any], Any], Any], carry: Any) -> Any:
+    """`body(fence, carry)` where `active`, else `carry`, as a loop of one or no iteration.
+
+    A loop rather than `lax.cond`: XLA gives a loop's carry one buffer, in and out, whereas a conditional that passes a
+    buffer through may copy it. `body` must pass what it reads through `fence`, which ties it to the iteration: what does
+    not depend on the iteration, XLA is free to compute before the loop, active or not.
+    """
+
+    def once(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        i, carry = state
+        return i + 1, body(lambda tree: lax.optimization_barrier((tree, i))[0], carry)
+
+    return lax.while_loop(lambda state: state[0] < active.astype(jnp.int32), once, (jnp.int32(0), carry))[1]
+
+
+class Stash:
+    """One flat buffer a dtype, in which each segment has a ring of `depth` micro-batches.
+
+    Local segments of different IPUs share the same region, so that the buffer is as long as the fullest IPU needs.
+    """
+
+    def __init__(self, plan: Plan, ipus: int):
+        self._rings: dict[int, list[tuple[str, int, int, jax.ShapeDtypeStruct]]] = {}
+        used: list[dict[str, int]] = [{} for _ in range(ipus)]
+        # concurrent segments first: their rings lie at the same place on every IPU
+        order = sorted(range(len(plan.segments)), key=lambda i: plan.segments[i].place is not None)
+        for i in order:
+            place = plan.segments[i].place
+            if plan.schedule.phase(plan.segments[i].first, "F") == "head":
+                continue  # its B follows its F at once
+            self._rings[i] = []
+            for shape in plan.halves[i].stash:
+                dtype, size = np.dtype(shape.dtype).name, int(np.prod(shape.shape))
+                owner = used[place or 0]
+                self._rings[i].append((dtype, owner.get(dtype, 0), size, shape))
+                owner[dtype] = owner.get(dtype, 0) + size * plan.depth(i)
+                if place is None:
+                    used = [dict(owner) for _ in used]
+        dtypes = sorted({dtype for owner in used for dtype in owner})
+        self.sizes = {dtype: max(owner.get(dtype, 0) for owner in used) for dtype in dtypes}
+        self._depth = {i: plan.depth(i) for i in self._rings}
+
+    def empty(self) -> dict[str, jax.Array]:
+        return {dtype: _idle(jax.ShapeDtypeStruct((size,), dtype)) for dtype, size in self.sizes.items()}
+
+    def write(self, buffers: dict[str, Any], i: int, microbatch: Any, values: list[Any]) -> dict[str, Any]:
+        buffers = dict(buffers)
+        for (dtype, base, size, _), value in zip(self._rings[i], values, strict=True):
+            at = base + microbatch % self._depth[i] * size
+            buffers[dtype] = lax.dynamic_update_slice(buffers[dtype], value.reshape(-1), (at,))
+        return buffers
+
+    def read(self, buffers: dict[str, Any], i: int, microbatch: Any) -> list[Any]:
+        return [
+            lax.dynamic_slice(buffers[dtype], (base + microbatch % self._depth[i] * size,), (size,)).reshape(shape.shape)
+            for dtype, base, size, shape in self._rings[i]
+        ]
+
+
+def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.full(shape.shape, IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0, shape.dtype)
+
+
+def _floats(message: Any) -> list[Any]:
+    return split_floats(message)[0]
+
+
+def _broadcast(tree: Any, source: int) -> Any:
+    """Every IPU gets what `source` holds. Communicates one psum a leaf; what the others hold never counts."""
+    me = lax.axis_index(IPU_AXIS)
+
+    def one(leaf: jax.Array) -> jax.Array:
+        bits = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+        return lax.psum(jnp.where(me == source, bits, jnp.zeros_like(bits)), IPU_AXIS).astype(leaf.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def run(plan: Plan, params: Sharded, batch: Any, *, seed: float, replicas: int, backward: bool) -> tuple[Any, Any, Any]:
+    """The program of one IPU: call it inside `shard_map` over axes ("replica", "ipu") with `check_vma=False`.
+
+    Args:
+        plan: from `make_plan`.
+        params: this IPU's shards; a slot is (1, *slot.shape).
+        batch: leaves (M, micro-batch, ...), the same on every IPU of the replica.
+        seed: the cotangent of one micro-batch's loss.
+        replicas: size of axis "replica".
+        backward: whether to compute gradients; without, only F runs.
+
+    Returns:
+        `(loss, aux, gradients)`: the mean loss over micro-batches and replicas; aux with a leading M; gradients laid
+        out as `params`, summed over replicas, or None. Loss and aux are the same on every IPU.
+    """
+    return _Program(plan, params, batch, seed, replicas, backward).run()
+
+
+class _Program:
+    """One trace of the staged scan."""
+
+    def __init__(self, plan: Plan, params: Sharded, batch: Any, seed: float, replicas: int, backward: bool):
+        self.plan, self.params, self.batch, self.seed = plan, params, batch, seed
+        self.replicas, self.backward = replicas, backward
+        self.layout = params.layout
+        self.me = lax.axis_index(IPU_AXIS)
+        self.slots = [slot[0] for slot in params.slots]
+        self.stash = Stash(plan, self.layout.ipus)
+        self.last = len(plan.segments) - 1
+
+    # what a segment reads
+
+    def groups(self, i: int) -> list[Group]:
+        return [self.layout.group(name) for name in self.plan.segments[i].groups]
+
+    def weights(self, i: int, slots: Sequence[Any], concurrent: dict[str, Any]) -> dict[str, Any]:
+        return {
+            g.name: packing.read(slots, g) if g.ipu is not None else jax.tree.unflatten(g.treedef, concurrent[g.name])
+            for g in self.groups(i)
+        }
+
+    def held(self, i: int) -> Any:
+        """The packed weights that segment i uses, and nothing else."""
+        used = {leaf.slot for g in self.groups(i) if g.ipu is not None for leaf in g.leaves}
+        slots = [slot if k in used else None for k, slot in enumerate(self.slots)]
+        return slots, {g.name: self.params.concurrent[g.name] for g in self.groups(i) if g.ipu is None}
+
+    def microbatch(self, at: Any) -> Any:
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), self.batch)
+
+    # the state of the scan
+
+    def start(self) -> dict[str, Any]:
+        plan = self.plan
+        loss = plan.halves[-1].y
+        state: dict[str, Any] = {
+            "y": [jax.tree.map(_idle, message) for message in plan.messages],
+            "y_in": [jax.tree.map(_idle, m) if r else None for m, r in zip(plan.messages, plan.routes, strict=True)],
+            "loss": jnp.zeros((), jnp.promote_types(loss[0].dtype, jnp.float32)),
+            "aux": jax.tree.map(
+                lambda a: jnp.zeros((plan.schedule.micro_batches, *a.shape), a.dtype), loss[1]
+            ),
+        }
+        if self.backward:
+            zeros = lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))  # noqa: E731
+            floats = [[_idle(leaf) for leaf in _floats(message)] for message in plan.messages]
+            state |= {
+                "dx": floats,
+                "dx_in": [f if r else None for f, r in zip(floats, plan.routes, strict=True)],
+                "stash": self.stash.empty(),
+                "sums": [zeros(slot) for slot in self.slots],
+                "concurrent_sums": jax.tree.map(zeros, self.params.concurrent),
+            }
+        return state
+
+    # F and B of one segment
+
+    def x_of(self, i: int, state: dict[str, Any]) -> Any:
+        """What segment i reads: `(value, where it must be broadcast from or None)`."""
+        if i == 0:
+            return None, None
+        lane, before, here = self.plan.lanes[i - 1], self.plan.segments[i - 1].place, self.plan.segments[i].place
+        if before is not None and here is not None:
+            return state["y_in"][lane], None
+        return state["y"][lane], before if here is None else None
+
+    def dy_of(self, i: int, state: dict[str, Any]) -> tuple[Any, int | None]:
+        """The cotangent of segment i's result, likewise."""
+        lane, here, after = self.plan.lanes[i], self.plan.segments[i].place, self.plan.segments[i + 1].place
+        if here is not None and after is not None:
+            return state["dx_in"][lane], None
+        return state["dx"][lane], after if here is None else None
+
+    def keep_result(self, i: int, y: Any, at: Any, state: dict[str, Any]) -> dict[str, Any]:
+        if i < self.last:
+            return {"y": _replaced(state["y"], self.plan.lanes[i], y)}
+        loss, aux = y
+        return {
+            "loss": state["loss"] + loss.astype(state["loss"].dtype),
+            "aux": jax.tree.map(lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, at, 0), state["aux"], aux),
+        }
+
+    def keep_gradients(self, i: int, dparams: Any, dx: list[Any], state: dict[str, Any]) -> dict[str, Any]:
+        sums, concurrent = state["sums"], dict(state["concurrent_sums"])
+        for group in self.groups(i):
+            if group.ipu is not None:
+                sums = packing.accumulate(sums, group, dparams[group.name])
+            else:
+                new = jax.tree.leaves(dparams[group.name])
+                concurrent[group.name] = [
+                    total + g.astype(total.dtype) for total, g in zip(concurrent[group.name], new, strict=True)
+                ]
+        kept: dict[str, Any] = {"sums": sums, "concurrent_sums": concurrent}
+        if i > 0:
+            if self.plan.segments[i].place is None:
+                dx = [lax.psum(leaf, IPU_AXIS) for leaf in dx]
+            kept["dx"] = _replaced(state["dx"], self.plan.lanes[i - 1], dx)
+        return kept
+
+    def run_forward(self, i: int, at: Any, state: dict[str, Any]) -> dict[str, Any]:
+        segment, halves = self.plan.segments[i], self.plan.halves[i]
+        x, source = self.x_of(i, state)
+
+        def body(fence: Callable[[Any], Any], carry: dict[str, Any]) -> dict[str, Any]:
+            (slots, concurrent), x_here, at_here = fence((self.held(i), x, at))
+            if source is not None:
+                x_here = _broadcast(x_here, source)
+            y, stash = halves.forward(self.weights(i, slots, concurrent), x_here, self.microbatch(at_here))
+            kept = self.keep_result(i, y, at_here, carry)
+            if "stash" in carry:
+                kept["stash"] = self.stash.write(carry["stash"], i, at_here, stash)
+            return {**carry, **kept}
+
+        return self.guarded(segment, at, body, state, ["stash", "y"] if i < self.last else ["stash", "loss", "aux"])
+
+    def run_backward(self, i: int, at: Any, state: dict[str, Any]) -> dict[str, Any]:
+        segment, halves, plan = self.plan.segments[i], self.plan.halves[i], self.plan
+        stash = state["stash"]
+        dy, source = (None, None) if i == self.last else self.dy_of(i, state)
+        x_shape = plan.messages[plan.lanes[i - 1]] if i > 0 else None
+
+        def body(fence: Callable[[Any], Any], carry: dict[str, Any]) -> dict[str, Any]:
+            (slots, concurrent), dy_here, at_here = fence((self.held(i), dy, at))
+            if i == self.last:
+                dy_here = [jnp.full((), self.seed, halves.y[0].dtype)]
+            if source is not None:
+                dy_here = _broadcast(dy_here, source)
+            if segment.place is None:
+                dy_here = [leaf / self.layout.ipus for leaf in dy_here]
+            saved = self.stash.read(stash, i, at_here)
+            x_shaped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x_shape)  # never read: only its shapes matter
+            weights = self.weights(i, slots, concurrent)
+            dparams, dx = halves.backward(weights, x_shaped, self.microbatch(at_here), saved, dy_here)
+            return {**carry, **self.keep_gradients(i, dparams, dx, carry)}
+
+        return self.guarded(segment, at, body, state, ["sums", "concurrent_sums", "dx"])
+
+    def run_head(self, at: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """F and B of the concurrent loss head in one go: nothing of it is stashed."""
+        i, halves = self.last, self.plan.halves[self.last]
+        x, source = self.x_of(i, state)
+
+        def body(fence: Callable[[Any], Any], carry: dict[str, Any]) -> dict[str, Any]:
+            (slots, concurrent), x_here, at_here = fence((self.held(i), x, at))
+            if source is not None:
+                x_here = _broadcast(x_here, source)
+            weights, microbatch = self.weights(i, slots, concurrent), self.microbatch(at_here)
+            y, saved = halves.forward(weights, x_here, microbatch)
+            seed = [jnp.full((), self.seed / self.layout.ipus, y[0].dtype)]
+            dparams, dx = halves.backward(weights, x_here, microbatch, saved, seed)
+            return {**carry, **self.keep_result(i, y, at_here, carry), **self.keep_gradients(i, dparams, dx, carry)}
+
+        return self.guarded(self.plan.segments[i], at, body, state, ["loss", "aux", "sums", "concurrent_sums", "dx"])
+
+    def guarded(self, segment: Segment, at: Any, body: Any, state: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+        active = at >= 0 if segment.place is None else (at >= 0) & (self.me == segment.place)
+        carry = {key: state[key] for key in keys if key in state}
+        return {**state, **_guard(active, body, carry)}
+
+    # the tick
+
+    def exchange(self, state: dict[str, Any], key: str, *, back: bool) -> dict[str, Any]:
+        received = list(state[f"{key}_in"])
+        for lane, pairs in enumerate(self.plan.routes):
+            if pairs:
+                permutation = [(b, a) for a, b in pairs] if back else list(pairs)
+                received[lane] = jax.tree.map(lambda v, p=permutation: lax.ppermute(v, IPU_AXIS, p), state[key][lane])
+        return {**state, f"{key}_in": received}
+
+    def tick(self, state: dict[str, Any], row: tuple[Any, Any]) -> tuple[dict[str, Any], None]:
+        f, b = row
+        segments, schedule = self.plan.segments, self.plan.schedule
+        phase = [schedule.phase(segment.first, "F") for segment in segments]
+        every = range(len(segments))
+        for i in every:
+            if phase[i] == "entry":
+                state = self.run_forward(i, f[i], state)
+        for i in every:
+            if phase[i] == "F":
+                state = self.run_forward(i, f[i], state)
+        state = self.exchange(state, "y", back=False)
+        if phase[-1] == "head":
+            run = self.run_head if self.backward else lambda at, state: self.run_forward(self.last, at, state)
+            state = run(f[self.last], state)
+        if self.backward:
+            for i in reversed(every):
+                if phase[i] == "F":
+                    state = self.run_backward(i, b[i], state)
+            state = self.exchange(state, "dx", back=True)
+            for i in reversed(every):
+                if phase[i] == "entry":
+                    state = self.run_backward(i, b[i], state)
+        return state, None
+
+    def run(self) -> tuple[Any, Any, Any]:
+        ticks = self.plan.schedule.ticks if self.backward else self.plan.schedule.forward_ticks
+        rows = (jnp.asarray(self.plan.forward[:ticks]), jnp.asarray(self.plan.backward[:ticks]))
+        state, _ = lax.scan(self.tick, self.start(), rows)
+        loss, aux = state["loss"] / self.plan.schedule.micro_batches, state["aux"]
+        place = self.plan.segments[-1].place
+        if place is not None:
+            loss, aux = _broadcast((loss, aux), place)
+        if self.replicas > 1:
+            loss = lax.pmean(loss, REPLICA_AXIS)
+        return loss, aux, self.gradients(state) if self.backward else None
+
+    def gradients(self, state: dict[str, Any]) -> Sharded:
+        sums, concurrent = state["sums"], dict(state["concurrent_sums"])
+        for group in self.layout.groups:
+            if group.ipu is None:
+                # what every IPU holds whole got a part of its gradient on each
+                concurrent[group.name] = [
+                    g if IPU_AXIS in leaf.spec else lax.psum(g, IPU_AXIS)
+                    for leaf, g in zip(group.leaves, concurrent[group.name], strict=True)
+                ]
+        found = Sharded([total[None] for total in sums], concurrent, self.layout)
+        if self.replicas > 1:
+            found = jax.tree.map(lambda g: lax.psum(g, REPLICA_AXIS), found)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), found, self.params)
+
+
+def _replaced(values: Sequence[Any], at: int, value: Any) -> list[Any]:
+    return [value if i == at else old for i, old in enumerate(values)]

@@ -1,0 +1,280 @@
+"""Weights of unlike stages in one SPMD program: slots, so that an IPU holds its own stages' weights only.
+
+Every IPU runs the same program, so every IPU's arguments have the same shapes; but IPU 0 may own an MLP and IPU 1 a
+classifier. Each IPU's leaves are matched with the other IPUs' into *slots*, arrays with a leading `ipu` dim:
+
+                 slot 0 (2560x1280 flat)     slot 1 (784x2560)   slot 2 (2560)   slot 3 (1280)
+        IPU 0    MLP layer 1 weights         layer 0 weights     layer 0 bias    layer 1 bias
+        IPU 1    classifier weights, 0 …     0 …                 classifier bias, 0 …
+
+A slot whose leaves have one shape keeps that shape, and reading it costs nothing: like stages are simply stacked. Any
+other slot is flat, as long as its largest leaf; a leaf that fills it is a reshape, a smaller one a prefix. So an IPU's
+bytes are the sum over the slots of the largest leaf in each: its own weights where stages are balanced, and never the
+sum over the stages. Concurrent groups are split by their PartitionSpecs, dims that don't divide padded with zeros.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.devices import IPU_AXIS
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One packed array: globally `(ipus, *shape)`, `shape` on each IPU."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One weight: its own shape and dtype, and where it is kept (`slot` of a local group, `spec` of a concurrent one)."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    slot: int = -1
+    spec: PartitionSpec = PartitionSpec()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A parameter group: `ipu` owns it, or None where it is concurrent."""
+
+    name: str
+    ipu: int | None
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every leaf of every group is kept. Hashable: it is the static part of a `Sharded`."""
+
+    ipus: int
+    groups: tuple[Group, ...]
+    slots: tuple[Slot, ...]
+
+    def group(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """Parameters, or gradients, or any tree like them, placed on the IPUs. A pytree: optax and `jax.tree.map` work.
+
+    Attributes:
+        slots: the local groups' weights; each array is `(ipus, *slot.shape)` globally, an IPU holding one row.
+        concurrent: per concurrent group the list of its leaves, padded globally, an IPU holding its shard.
+        layout: static; which leaf is where.
+    """
+
+    slots: list[Any]
+    concurrent: dict[str, list[Any]]
+    layout: Layout = dataclasses.field(metadata={"static": True})
+
+
+def plan_layout(
+    params: Mapping[str, Any], owners: Mapping[str, int | None], specs: Mapping[str, Any], ipus: int
+) -> Layout:
+    """Decides where each leaf goes.
+
+    Args:
+        params: `{group: pytree of arrays}`, the whole (unsharded) weights.
+        owners: per group, its IPU, or None where it is concurrent.
+        specs: per concurrent group, a PartitionSpec, or a pytree of them that is a prefix of the group's own.
+        ipus: IPUs of a replica.
+
+    Returns:
+        The `Layout`.
+
+    Raises:
+        ValueError: missing or unknown groups, a leaf that isn't a floating array, a spec that doesn't fit its leaf.
+    """
+    missing, unknown = sorted(owners.keys() - params.keys()), sorted(params.keys() - owners.keys())
+    if missing or unknown:
+        what = "; ".join(
+            f"{word} {', '.join(map(repr, names))}" for word, names in (("missing", missing), ("unknown", unknown)) if names
+        )
+        raise ValueError(f"params: {what}. The stages name the groups {', '.join(map(repr, sorted(owners)))}")
+    groups = []
+    for name, ipu in owners.items():
+        paths, treedef = jax.tree.flatten_with_path(params[name])
+        leaves = [_leaf(name, path, value) for path, value in paths]
+        if ipu is None:
+            leaves = _with_specs(name, leaves, treedef, specs, ipus)
+        groups.append(Group(name, ipu, treedef, tuple(leaves)))
+    slots, groups = _assign_slots(groups, ipus)
+    return Layout(ipus, groups, slots)
+
+
+def _leaf(group: str, path: Any, value: Any) -> Leaf:
+    where = f"params[{group!r}]{jax.tree_util.keystr(path)}"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise ValueError(f"{where} is {value!r}: a weight must be an array")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(f"{where} is {value.dtype}: weights must be floating; carry other data in the batch")
+    return Leaf(where, tuple(value.shape), np.dtype(value.dtype).name)
+
+
+def _with_specs(name: str, leaves: list[Leaf], treedef: Any, specs: Mapping[str, Any], ipus: int) -> list[Leaf]:
+    if name not in specs:
+        raise ValueError(
+            f"group {name!r} is concurrent and has no PartitionSpecs: give specs={{{name!r}: PartitionSpec(...)}}, "
+            f"with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole"
+        )
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    try:
+        whole = jax.tree.broadcast(specs[name], jax.tree.unflatten(treedef, leaves), is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(f"specs[{name!r}] does not fit the group's tree: {error}") from error
+    found = []
+    for leaf, spec in zip(leaves, jax.tree.leaves(whole, is_leaf=is_spec), strict=True):
+        named = [axis for axis in spec if axis is not None]
+        if not is_spec(spec) or any(axis != IPU_AXIS for axis in named) or len(named) > 1 or len(spec) > len(leaf.shape):
+            raise ValueError(
+                f"{leaf.path} of shape {leaf.shape} has spec {spec}: give a PartitionSpec of at most "
+                f"{len(leaf.shape)} dims, with 'ipu' at most once and None elsewhere"
+            )
+        found.append(dataclasses.replace(leaf, spec=spec))
+    return found
+
+
+def _assign_slots(groups: list[Group], ipus: int) -> tuple[tuple[Slot, ...], tuple[Group, ...]]:
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(ipus)]  # per IPU, (group, leaf) indices
+    for g, group in enumerate(groups):
+        if group.ipu is not None:
+            owned[group.ipu] += [(g, i) for i in range(len(group.leaves))]
+    leaf_of = lambda at: groups[at[0]].leaves[at[1]]  # noqa: E731
+    slots: list[Slot] = []
+    chosen: dict[tuple[int, int], int] = {}
+    owners = [leaves for leaves in owned if leaves]
+    # first what is alike on every owner, so that like parts are stacked as they are; then the rest by size
+    kinds = [{(leaf_of(at).shape, leaf_of(at).dtype) for at in leaves} for leaves in owners]
+    for shape, dtype in sorted(set.intersection(*kinds)) if kinds else []:
+        rows = [[at for at in leaves if (leaf_of(at).shape, leaf_of(at).dtype) == (shape, dtype)] for leaves in owners]
+        for ranked in zip(*rows, strict=False):
+            chosen.update(dict.fromkeys(ranked, len(slots)))
+            slots.append(Slot(shape, dtype))
+    for dtype in sorted({leaf.dtype for group in groups for leaf in group.leaves}):
+        rows = [[at for at in leaves if at not in chosen and leaf_of(at).dtype == dtype] for leaves in owners]
+        rows = [sorted(row, key=lambda at: -leaf_of(at).size) for row in rows]
+        for rank in range(max(map(len, rows), default=0)):
+            ranked = [row[rank] for row in rows if rank < len(row)]
+            shapes = {leaf_of(at).shape for at in ranked}
+            flat = (max(leaf_of(at).size for at in ranked),)
+            chosen.update(dict.fromkeys(ranked, len(slots)))
+            slots.append(Slot(shapes.pop() if len(shapes) == 1 else flat, dtype))
+    placed = tuple(
+        dataclasses.replace(
+            group,
+            leaves=tuple(
+                leaf if group.ipu is None else dataclasses.replace(leaf, slot=chosen[g, i])
+                for i, leaf in enumerate(group.leaves)
+            ),
+        )
+        for g, group in enumerate(groups)
+    )
+    return tuple(slots), placed
+
+
+def specs_of(layout: Layout) -> Sharded:
+    """The PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
+    concurrent = {g.name: [leaf.spec for leaf in g.leaves] for g in layout.groups if g.ipu is None}
+    return Sharded([PartitionSpec(IPU_AXIS)] * len(layout.slots), concurrent, layout)
+
+
+def place(params: Mapping[str, Any], layout: Layout, mesh: Mesh) -> Sharded:
+    """Puts `{group: pytree}` on the IPUs. Communicates host to device only; an IPU gets what it owns."""
+    local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
+    concurrent: dict[str, list[Any]] = {}
+    for group in layout.groups:
+        values = jax.tree.leaves(params[group.name])
+        if group.ipu is None:
+            concurrent[group.name] = [
+                _put(padded(np.asarray(value), leaf, layout.ipus), mesh, leaf.spec)
+                for leaf, value in zip(group.leaves, values, strict=True)
+            ]
+        else:
+            local.update({(group.ipu, leaf.slot): (leaf, v) for leaf, v in zip(group.leaves, values, strict=True)})
+    slots = []
+    for k, slot in enumerate(layout.slots):
+        whole = np.zeros((layout.ipus, *slot.shape), slot.dtype)
+        for ipu in range(layout.ipus):
+            if (ipu, k) in local:
+                leaf, value = local[ipu, k]
+                whole[ipu].reshape(-1)[: leaf.size] = np.asarray(value).reshape(-1)
+        slots.append(_put(whole, mesh, PartitionSpec(IPU_AXIS)))
+    return Sharded(slots, concurrent, layout)
+
+
+def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    # from a callback, and copied: each device takes its own block, and no later change of the host's array reaches it
+    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index].copy())
+
+
+def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
+    """`value` with its split dim padded by zeros to a multiple of `ipus`."""
+    widths = [(0, -size % ipus if axis == IPU_AXIS else 0) for size, axis in _dims(value.shape, leaf.spec)]
+    return np.pad(value, widths) if any(after for _, after in widths) else value
+
+
+def _dims(shape: Sequence[int], spec: PartitionSpec) -> list[tuple[int, Any]]:
+    return [(size, spec[i] if i < len(spec) else None) for i, size in enumerate(shape)]
+
+
+def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
+    """The shape of one IPU's shard of a concurrent leaf."""
+    return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in _dims(leaf.shape, leaf.spec))
+
+
+def fetch(sharded: Sharded) -> dict[str, Any]:
+    """The inverse of `place`: `{group: pytree}` with the shapes that were given, padding dropped."""
+    groups: dict[str, Any] = {}
+    slots = [np.asarray(slot) for slot in sharded.slots]
+    for group in sharded.layout.groups:
+        values = []
+        for i, leaf in enumerate(group.leaves):
+            if group.ipu is None:
+                whole = np.asarray(sharded.concurrent[group.name][i])
+                value = whole[tuple(slice(size) for size in leaf.shape)]
+            else:
+                value = slots[leaf.slot][group.ipu].reshape(-1)[: leaf.size].reshape(leaf.shape)
+            values.append(jnp.asarray(value))
+        groups[group.name] = jax.tree.unflatten(group.treedef, values)
+    return groups
+
+
+def read(slots: Sequence[jax.Array], group: Group) -> Any:
+    """Inside the program, on the owner: the group's tree from this IPU's row of each slot (`slot.shape` each)."""
+    values = []
+    for leaf in group.leaves:
+        slot = slots[leaf.slot]
+        values.append(slot if slot.shape == leaf.shape else slot.reshape(-1)[: leaf.size].reshape(leaf.shape))
+    return jax.tree.unflatten(group.treedef, values)
+
+
+def accumulate(accumulators: Sequence[jax.Array], group: Group, gradients: Any) -> list[jax.Array]:
+    """Inside the program, on the owner: the slots with the group's gradients added, in place where XLA can."""
+    sums = list(accumulators)
+    for leaf, gradient in zip(group.leaves, jax.tree.leaves(gradients), strict=True):
+        total = sums[leaf.slot]
+        if total.shape == leaf.shape:
+            sums[leaf.slot] = total + gradient.astype(total.dtype)
+        else:
+            prefix = total[: leaf.size] + gradient.reshape(-1).astype(total.dtype)
+            sums[leaf.slot] = jax.lax.dynamic_update_slice(total, prefix, (0,))
+    return sums
