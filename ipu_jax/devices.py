@@ -25,7 +25,10 @@ import re
 from typing import Any, Final
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
+
+from ipu_jax.options import check_count
 
 REPLICA_AXIS: Final = "replica"
 IPU_AXIS: Final = "ipu"
@@ -63,7 +66,7 @@ def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInval
     >>> len(configure(4))
     4
     """
-    _check_count("num_ipus", num_ipus)
+    check_count("num_ipus", num_ipus)
     # Harmless on GPU and TPU, whose devices it leaves alone: so the platform need not be known yet. jax raises where
     # the backend runs already and the count would change; there may be enough devices nonetheless.
     with contextlib.suppress(RuntimeError):
@@ -92,8 +95,8 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     >>> dict(mesh.shape)
     {'replica': 2, 'ipu': 2}
     """
-    _check_count("replicas", replicas)
-    _check_count("ipus_per_replica", ipus_per_replica)
+    check_count("replicas", replicas)
+    check_count("ipus_per_replica", ipus_per_replica)
     needed, devices = replicas * ipus_per_replica, jax.devices()
     if len(devices) < needed:
         raise ValueError(
@@ -114,10 +117,10 @@ class InFlight:
     jax dispatches without waiting. On the CPU backend some 45 queued steps with collectives exhaust the threads that
     XLA's rendezvous needs, and the process aborts or hangs; so whoever runs steps in a loop shows each one to a window.
 
-    A step is remembered by its smallest output: XLA makes all the outputs of one computation ready together, and
-    holding a scalar keeps no weights alive. An output that a later step was given to reuse (`donate_argnums`) can no
-    longer be waited for, and the window then waits for the oldest step that still can be: correct, but if everything
-    is donated that is the newest one, so include an output that nobody donates, such as the loss.
+    A step is remembered by its small outputs, up to a kilobyte each, or by its smallest: XLA makes all the outputs of
+    one computation ready together, and holding a scalar keeps no weights alive. An output that a later step was given
+    to reuse (`donate_argnums`) can no longer be waited for. If a step has no other, the window waits for the next one
+    that has: safe, but without overlap, so include an output that nobody donates, such as the loss.
 
     Args:
         limit: steps that may be outstanding after `admit` returns, at least 1.
@@ -136,9 +139,9 @@ class InFlight:
     """
 
     def __init__(self, limit: int = 4):
-        _check_count("limit", limit)
+        check_count("limit", limit)
         self._limit = limit
-        self._steps: collections.deque[jax.Array] = collections.deque()
+        self._steps: collections.deque[list[jax.Array]] = collections.deque()
 
     @property
     def outstanding(self) -> int:
@@ -148,30 +151,31 @@ class InFlight:
     def admit(self, outputs: Any) -> None:
         """Remembers a step that was just dispatched; waits for the oldest ones until `limit` are outstanding.
 
+        Inside a `jax.jit` nothing is dispatched yet, and nothing is done.
+
         Args:
             outputs: what the step returned: a pytree with a `jax.Array` in it.
 
         Raises:
             ValueError: `outputs` holds no array that can be waited for.
         """
-        leaves = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
+        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        if any(isinstance(array, Tracer) for array in arrays):
+            return
+        leaves = [array for array in arrays if not array.is_deleted()]
         if not leaves:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
-        self._steps.append(min(leaves, key=lambda leaf: leaf.nbytes))
+        smallest = min(leaf.nbytes for leaf in leaves)
+        self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
         while len(self._steps) > self._limit:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
         while self._steps:
-            output = self._steps.popleft()
-            if not output.is_deleted():
-                output.block_until_ready()
+            live = [output for output in self._steps.popleft() if not output.is_deleted()]
+            if live:
+                live[0].block_until_ready()
                 return
-
-
-def _check_count(name: str, count: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name}={count!r} must be a positive int")
 
 
 def _cpu_devices_asked_for() -> int:

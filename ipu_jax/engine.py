@@ -25,156 +25,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ipu_jax import packing
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.packing import Group, Layout, Sharded
-from ipu_jax.schedule import Schedule
-from ipu_jax.stage import Halves, Segment, halves_of, split_floats
+from ipu_jax.packing import Group, Sharded
+from ipu_jax.plan import Plan, Stash
+from ipu_jax.stage import Segment, split_floats
 
 IDLE_FILL = 0.0
 """What registers and stash hold before anything is written. Tests make it NaN: a bubble that leaks shows."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything static about one program.
+class Fence:
+    """Ties values to the iteration of a guard's loop.
 
-    Attributes:
-        segments, halves: per segment, its stages and its traced F and B.
-        forward, backward: (ticks, segments) tables of the micro-batch to run, -1 where idle.
-        lanes: per boundary between segment i and i+1, the register that carries it.
-        routes: per register that crosses IPUs, its `(source, destination)` pairs; none where it doesn't cross.
+    What does not depend on the iteration, XLA is free to compute before the loop, active or not. `zero` is the
+    iteration's number, 0 in the only one, which XLA does not know.
     """
 
-    segments: tuple[Segment, ...]
-    halves: tuple[Halves, ...]
-    schedule: Schedule
-    forward: np.ndarray
-    backward: np.ndarray
-    lanes: tuple[int, ...]
-    routes: tuple[tuple[tuple[int, int], ...], ...]
-    messages: tuple[Any, ...]  # per register, the tree of shapes
+    zero: Any
 
-    def depth(self, i: int) -> int:
-        return self.schedule.stash_depth(self.segments[i].first)
+    def __call__(self, tree: Any) -> Any:
+        return lax.optimization_barrier((tree, self.zero))[0]
 
 
-def make_plan(
-    segments: tuple[Segment, ...], schedule: Schedule, layout: Layout, params: dict[str, Any], microbatch: Any
-) -> Plan:
-    """Traces every segment, inside the shard_map (axis names must be in scope), and lays out the registers.
-
-    Args:
-        segments: the model.
-        schedule: when each stage runs.
-        layout: where the weights are; its `ipus` are the replica's.
-        params: `{group: tree of this IPU's shapes}`.
-        microbatch: shapes of one micro-batch.
-    """
-    halves: list[Halves] = []
-    x: Any = None
-    for i, segment in enumerate(segments):
-        weights = {name: params[name] for name in segment.groups}
-        halves.append(halves_of(segment, weights, x, microbatch, last=i == len(segments) - 1))
-        x = halves[-1].y
-    lanes: list[int] = []
-    routes: list[list[tuple[int, int]]] = []
-    messages: list[Any] = []
-    for i in range(len(segments) - 1):
-        source, target = segments[i].place, segments[i + 1].place
-        crossing = [] if source is None or target is None else [(source, target)]
-        lane = next((k for k in range(len(routes)) if crossing and _fits(crossing[0], halves[i].y, routes[k], messages[k])), None)
-        if lane is None:
-            lane = len(routes)
-            routes.append([])
-            messages.append(halves[i].y)
-        routes[lane] += crossing
-        lanes.append(lane)
-    return Plan(
-        segments=segments,
-        halves=tuple(halves),
-        schedule=schedule,
-        forward=_table(schedule.forward, segments, schedule.ticks),
-        backward=_table(schedule.backward, segments, schedule.ticks),
-        lanes=tuple(lanes),
-        routes=tuple(map(tuple, routes)),
-        messages=tuple(messages),
-    )
-
-
-def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: Any) -> bool:
-    """Like messages share a register and one ppermute, in which an IPU sends once and receives once."""
-    return bool(taken) and message == y and all(pair[0] != a and pair[1] != b for a, b in taken)
-
-
-def _table(rows: tuple[tuple[int, ...], ...], segments: tuple[Segment, ...], ticks: int) -> np.ndarray:
-    table = np.full((ticks, len(segments)), -1, np.int32)
-    for i, segment in enumerate(segments):
-        for microbatch, tick in enumerate(rows[segment.first]):
-            table[tick, i] = microbatch
-    return table
-
-
-def _guard(active: Any, body: Callable[[Callable[[Any], Any], Any], Any], carry: Any) -> Any:
+def _guard(active: Any, body: Callable[[Fence, Any], Any], carry: Any) -> Any:
     """`body(fence, carry)` where `active`, else `carry`, as a loop of one or no iteration.
 
     A loop rather than `lax.cond`: XLA gives a loop's carry one buffer, in and out, whereas a conditional that passes a
-    buffer through may copy it. `body` must pass what it reads through `fence`, which ties it to the iteration: what does
-    not depend on the iteration, XLA is free to compute before the loop, active or not.
+    buffer through may copy it. `body` must pass what it reads through its `Fence`.
     """
 
     def once(state: tuple[Any, Any]) -> tuple[Any, Any]:
         i, carry = state
-        return i + 1, body(lambda tree: lax.optimization_barrier((tree, i))[0], carry)
+        return i + 1, body(Fence(i), carry)
 
     return lax.while_loop(lambda state: state[0] < active.astype(jnp.int32), once, (jnp.int32(0), carry))[1]
-
-
-class Stash:
-    """One flat buffer a dtype, in which each segment has a ring of `depth` micro-batches.
-
-    Local segments of different IPUs share the same region, so that the buffer is as long as the fullest IPU needs.
-    """
-
-    def __init__(self, plan: Plan, ipus: int):
-        self._rings: dict[int, list[tuple[str, int, int, jax.ShapeDtypeStruct]]] = {}
-        used: list[dict[str, int]] = [{} for _ in range(ipus)]
-        # concurrent segments first: their rings lie at the same place on every IPU
-        order = sorted(range(len(plan.segments)), key=lambda i: plan.segments[i].place is not None)
-        for i in order:
-            place = plan.segments[i].place
-            if plan.schedule.phase(plan.segments[i].first, "F") == "head":
-                continue  # its B follows its F at once
-            self._rings[i] = []
-            for shape in plan.halves[i].stash:
-                dtype, size = np.dtype(shape.dtype).name, int(np.prod(shape.shape))
-                owner = used[place or 0]
-                self._rings[i].append((dtype, owner.get(dtype, 0), size, shape))
-                owner[dtype] = owner.get(dtype, 0) + size * plan.depth(i)
-                if place is None:
-                    used = [dict(owner) for _ in used]
-        dtypes = sorted({dtype for owner in used for dtype in owner})
-        self.sizes = {dtype: max(owner.get(dtype, 0) for owner in used) for dtype in dtypes}
-        self._depth = {i: plan.depth(i) for i in self._rings}
-
-    def empty(self) -> dict[str, jax.Array]:
-        return {dtype: _idle(jax.ShapeDtypeStruct((size,), dtype)) for dtype, size in self.sizes.items()}
-
-    def write(self, buffers: dict[str, Any], i: int, microbatch: Any, values: list[Any]) -> dict[str, Any]:
-        buffers = dict(buffers)
-        for (dtype, base, size, _), value in zip(self._rings[i], values, strict=True):
-            at = base + microbatch % self._depth[i] * size
-            buffers[dtype] = lax.dynamic_update_slice(buffers[dtype], value.reshape(-1), (at,))
-        return buffers
-
-    def read(self, buffers: dict[str, Any], i: int, microbatch: Any) -> list[Any]:
-        return [
-            lax.dynamic_slice(buffers[dtype], (base + microbatch % self._depth[i] * size,), (size,)).reshape(shape.shape)
-            for dtype, base, size, shape in self._rings[i]
-        ]
 
 
 def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -255,9 +143,7 @@ class _Program:
             "y": [jax.tree.map(_idle, message) for message in plan.messages],
             "y_in": [jax.tree.map(_idle, m) if r else None for m, r in zip(plan.messages, plan.routes, strict=True)],
             "loss": jnp.zeros((), jnp.promote_types(loss[0].dtype, jnp.float32)),
-            "aux": jax.tree.map(
-                lambda a: jnp.zeros((plan.schedule.micro_batches, *a.shape), a.dtype), loss[1]
-            ),
+            "aux": jax.tree.map(lambda a: jnp.zeros((plan.schedule.micro_batches, *a.shape), a.dtype), loss[1]),
         }
         if self.backward:
             zeros = lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))  # noqa: E731
@@ -265,7 +151,7 @@ class _Program:
             state |= {
                 "dx": floats,
                 "dx_in": [f if r else None for f, r in zip(floats, plan.routes, strict=True)],
-                "stash": self.stash.empty(),
+                "stash": {d: _idle(jax.ShapeDtypeStruct((n,), d)) for d, n in self.stash.sizes.items()},
                 "sums": [zeros(slot) for slot in self.slots],
                 "concurrent_sums": jax.tree.map(zeros, self.params.concurrent),
             }
@@ -298,11 +184,11 @@ class _Program:
             "aux": jax.tree.map(lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, at, 0), state["aux"], aux),
         }
 
-    def keep_gradients(self, i: int, dparams: Any, dx: list[Any], state: dict[str, Any]) -> dict[str, Any]:
+    def keep_gradients(self, i: int, dparams: Any, dx: list[Any], state: dict[str, Any], zero: Any) -> dict[str, Any]:
         sums, concurrent = state["sums"], dict(state["concurrent_sums"])
         for group in self.groups(i):
             if group.ipu is not None:
-                sums = packing.accumulate(sums, group, dparams[group.name])
+                sums = packing.accumulate(sums, group, dparams[group.name], zero)
             else:
                 new = jax.tree.leaves(dparams[group.name])
                 concurrent[group.name] = [
@@ -319,7 +205,7 @@ class _Program:
         segment, halves = self.plan.segments[i], self.plan.halves[i]
         x, source = self.x_of(i, state)
 
-        def body(fence: Callable[[Any], Any], carry: dict[str, Any]) -> dict[str, Any]:
+        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             (slots, concurrent), x_here, at_here = fence((self.held(i), x, at))
             if source is not None:
                 x_here = _broadcast(x_here, source)
@@ -337,7 +223,7 @@ class _Program:
         dy, source = (None, None) if i == self.last else self.dy_of(i, state)
         x_shape = plan.messages[plan.lanes[i - 1]] if i > 0 else None
 
-        def body(fence: Callable[[Any], Any], carry: dict[str, Any]) -> dict[str, Any]:
+        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             (slots, concurrent), dy_here, at_here = fence((self.held(i), dy, at))
             if i == self.last:
                 dy_here = [jnp.full((), self.seed, halves.y[0].dtype)]
@@ -346,10 +232,12 @@ class _Program:
             if segment.place is None:
                 dy_here = [leaf / self.layout.ipus for leaf in dy_here]
             saved = self.stash.read(stash, i, at_here)
-            x_shaped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x_shape)  # never read: only its shapes matter
+            x_shaped = jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), x_shape
+            )  # never read: only its shapes matter
             weights = self.weights(i, slots, concurrent)
             dparams, dx = halves.backward(weights, x_shaped, self.microbatch(at_here), saved, dy_here)
-            return {**carry, **self.keep_gradients(i, dparams, dx, carry)}
+            return {**carry, **self.keep_gradients(i, dparams, dx, carry, fence.zero)}
 
         return self.guarded(segment, at, body, state, ["sums", "concurrent_sums", "dx"])
 
@@ -358,7 +246,7 @@ class _Program:
         i, halves = self.last, self.plan.halves[self.last]
         x, source = self.x_of(i, state)
 
-        def body(fence: Callable[[Any], Any], carry: dict[str, Any]) -> dict[str, Any]:
+        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             (slots, concurrent), x_here, at_here = fence((self.held(i), x, at))
             if source is not None:
                 x_here = _broadcast(x_here, source)
@@ -366,7 +254,11 @@ class _Program:
             y, saved = halves.forward(weights, x_here, microbatch)
             seed = [jnp.full((), self.seed / self.layout.ipus, y[0].dtype)]
             dparams, dx = halves.backward(weights, x_here, microbatch, saved, seed)
-            return {**carry, **self.keep_result(i, y, at_here, carry), **self.keep_gradients(i, dparams, dx, carry)}
+            return {
+                **carry,
+                **self.keep_result(i, y, at_here, carry),
+                **self.keep_gradients(i, dparams, dx, carry, fence.zero),
+            }
 
         return self.guarded(self.plan.segments[i], at, body, state, ["loss", "aux", "sums", "concurrent_sums", "dx"])
 

@@ -25,6 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.devices import IPU_AXIS
 
+WHOLE = PartitionSpec()
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
@@ -36,13 +38,13 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One weight: its own shape and dtype, and where it is kept (`slot` of a local group, `spec` of a concurrent one)."""
+    """One weight: its shape and dtype, and where it is kept (`slot` of a local group, `spec` of a concurrent one)."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     slot: int = -1
-    spec: PartitionSpec = PartitionSpec()
+    spec: PartitionSpec = WHOLE
 
     @property
     def size(self) -> int:
@@ -107,7 +109,9 @@ def plan_layout(
     missing, unknown = sorted(owners.keys() - params.keys()), sorted(params.keys() - owners.keys())
     if missing or unknown:
         what = "; ".join(
-            f"{word} {', '.join(map(repr, names))}" for word, names in (("missing", missing), ("unknown", unknown)) if names
+            f"{word} {', '.join(map(repr, names))}"
+            for word, names in (("missing", missing), ("unknown", unknown))
+            if names
         )
         raise ValueError(f"params: {what}. The stages name the groups {', '.join(map(repr, sorted(owners)))}")
     groups = []
@@ -144,7 +148,12 @@ def _with_specs(name: str, leaves: list[Leaf], treedef: Any, specs: Mapping[str,
     found = []
     for leaf, spec in zip(leaves, jax.tree.leaves(whole, is_leaf=is_spec), strict=True):
         named = [axis for axis in spec if axis is not None]
-        if not is_spec(spec) or any(axis != IPU_AXIS for axis in named) or len(named) > 1 or len(spec) > len(leaf.shape):
+        if (
+            not is_spec(spec)
+            or any(axis != IPU_AXIS for axis in named)
+            or len(named) > 1
+            or len(spec) > len(leaf.shape)
+        ):
             raise ValueError(
                 f"{leaf.path} of shape {leaf.shape} has spec {spec}: give a PartitionSpec of at most "
                 f"{len(leaf.shape)} dims, with 'ipu' at most once and None elsewhere"
@@ -267,14 +276,19 @@ def read(slots: Sequence[jax.Array], group: Group) -> Any:
     return jax.tree.unflatten(group.treedef, values)
 
 
-def accumulate(accumulators: Sequence[jax.Array], group: Group, gradients: Any) -> list[jax.Array]:
-    """Inside the program, on the owner: the slots with the group's gradients added, in place where XLA can."""
+def accumulate(accumulators: Sequence[jax.Array], group: Group, gradients: Any, zero: Any) -> list[jax.Array]:
+    """Inside the program, on the owner: the slots with the group's gradients added, in place.
+
+    `zero` is a traced 0. Where a leaf is a prefix of its slot, XLA updates in place only if it cannot know the index;
+    at a constant 0 it rewrites the whole slot.
+    """
     sums = list(accumulators)
     for leaf, gradient in zip(group.leaves, jax.tree.leaves(gradients), strict=True):
         total = sums[leaf.slot]
         if total.shape == leaf.shape:
             sums[leaf.slot] = total + gradient.astype(total.dtype)
         else:
-            prefix = total[: leaf.size] + gradient.reshape(-1).astype(total.dtype)
-            sums[leaf.slot] = jax.lax.dynamic_update_slice(total, prefix, (0,))
+            prefix = jax.lax.dynamic_slice(total, (zero,), (leaf.size,))
+            prefix += gradient.reshape(-1).astype(total.dtype)
+            sums[leaf.slot] = jax.lax.dynamic_update_slice(total, prefix, (zero,))
     return sums

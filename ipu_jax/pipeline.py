@@ -22,6 +22,7 @@ from ipu_jax import engine, packing
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.packing import Layout, Sharded
+from ipu_jax.plan import make_plan
 from ipu_jax.schedule import Schedule, make
 from ipu_jax.stage import Stage, segments_of
 
@@ -68,7 +69,9 @@ class Pipeline:
         placement = tuple(stage.place for stage in self.stages)
         self.mesh = make_mesh(1, 1 + max((p for p in placement if p is not None), default=0)) if mesh is None else mesh
         if tuple(self.mesh.axis_names) != (REPLICA_AXIS, IPU_AXIS):
-            raise ValueError(f"mesh has axes {self.mesh.axis_names}: make it with make_mesh(replicas, ipus_per_replica)")
+            raise ValueError(
+                f"mesh has axes {self.mesh.axis_names}: make it with make_mesh(replicas, ipus_per_replica)"
+            )
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         for number, (stage, place) in enumerate(zip(self.stages, placement, strict=True)):
             if place is not None and place >= self.ipus:
@@ -150,8 +153,7 @@ class Pipeline:
     def _bounded(self, program: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
         self._check(params, batch)
         result = program(params, batch)
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch))):
-            self._window.admit(result)  # a loop that never waits would exhaust the CPU backend's rendezvous
+        self._window.admit(result)  # a loop that never waits would exhaust the CPU backend's rendezvous
         return result
 
     def _check(self, params: Any, batch: Any) -> None:
@@ -184,12 +186,8 @@ class Pipeline:
             if self.replicas > 1:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
             shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-            plan = engine.make_plan(
-                self._segments, self.schedule, layout, _local_shapes(layout), jax.tree.map(shape_of, batch)
-            )
-            loss, aux, gradients = engine.run(
-                plan, params, batch, seed=seed, replicas=self.replicas, backward=backward
-            )
+            plan = make_plan(self._segments, self.schedule, _local_shapes(layout), jax.tree.map(shape_of, batch))
+            loss, aux, gradients = engine.run(plan, params, batch, seed=seed, replicas=self.replicas, backward=backward)
             if self.replicas > 1:
                 aux = jax.tree.map(lambda leaf: leaf[None], aux)
             return loss, aux, gradients

@@ -1,8 +1,8 @@
 """The same stages, unsharded: the program that a pipeline must equal, and the comparison.
 
 `reference_value_and_grad` runs the stages one after the other on one device, micro-batch by micro-batch, on whole
-weights, differentiated by `jax.value_and_grad`. A stage's `reference` function takes the place of its `fn`; a concurrent
-stage without one runs on a mesh of a single IPU, where its collectives do nothing. `verify` compares.
+weights, differentiated by `jax.value_and_grad`. A stage's `reference` function takes the place of its `fn`; a
+concurrent stage without one runs on a mesh of a single IPU, where its collectives do nothing. `verify` compares.
 """
 
 import dataclasses

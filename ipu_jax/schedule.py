@@ -121,11 +121,15 @@ class Schedule:
             return "head"
         return "entry" if kind == "F" else "exit"
 
+    @property
+    def _tables(self) -> tuple[tuple[Kind, tuple[tuple[int, ...], ...]], ...]:
+        return ("F", self.forward), ("B", self.backward)
+
     def tasks(self, tick: int) -> list[Task]:
         """The tasks of a tick, in the order of the clock."""
         found = [
             Task(stage, kind, microbatch)
-            for kind, table in (("F", self.forward), ("B", self.backward))
+            for kind, table in self._tables
             for stage, row in enumerate(table)
             for microbatch, when in enumerate(row)
             if when == tick
@@ -201,8 +205,10 @@ def make(name: str, *, micro_batches: int, ipus: int | None = None, placement: P
     Raises:
         ValueError: unknown name (with the nearest), a count below 1, no stages, a stage on an IPU that isn't there.
 
-    >>> make("sequential", ipus=4, micro_batches=8).bubble(), round(make("grouped", ipus=4, micro_batches=8).bubble(), 4)
-    (0.75, 0.2727)
+    >>> make("sequential", ipus=4, micro_batches=8).bubble()
+    0.75
+    >>> round(make("grouped", ipus=4, micro_batches=8).bubble(), 4)
+    0.2727
     """
     check_choice("schedule", name, NAMES)
     check_count("micro_batches", micro_batches)
@@ -237,7 +243,7 @@ def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
     backward = [forward[-1]] * len(placement)
     for s in range(len(placement) - 2, -1, -1):
         here, after = placement[s], placement[s + 1]
-        # a gradient leaves its IPU at the end of phase B, in time for `exit`; what `exit` yields waits for the next tick
+        # a gradient leaves its IPU at the end of phase B, in time for `exit`; what `exit` yields waits a tick
         stays = here is None or here == after or s + 1 > last_local
         backward[s] = backward[s + 1] + (0 if stays else 1)
     return forward, backward
@@ -295,7 +301,8 @@ def _check_dependencies(schedule: Schedule, stage: int, microbatch: int) -> None
         if due <= sent or (crosses and due[0] <= sent[0]):
             why = ": a message between IPUs takes until the next tick" if crosses else ""
             raise ValueError(
-                f"schedule {schedule.name!r}: {target} in tick {due[0]} needs {source}, which runs in tick {sent[0]}{why}"
+                f"schedule {schedule.name!r}: {target} in tick {due[0]} needs {source}, "
+                f"which runs in tick {sent[0]}{why}"
             )
         following = Task(source.stage, source.kind, microbatch + 1)
         if source.stage != target.stage and microbatch + 1 < schedule.micro_batches:
@@ -303,8 +310,8 @@ def _check_dependencies(schedule: Schedule, stage: int, microbatch: int) -> None
             # a register holds one message: the next F or B of the sender may run only once this one has been used
             if overwritten <= due and overwritten[0] < due[0]:
                 raise ValueError(
-                    f"schedule {schedule.name!r}: {following} in tick {overwritten[0]} overwrites the message of {source} "
-                    f"before {target} in tick {due[0]} has used it"
+                    f"schedule {schedule.name!r}: {following} in tick {overwritten[0]} overwrites the message "
+                    f"of {source} before {target} in tick {due[0]} has used it"
                 )
 
 

@@ -228,7 +228,8 @@ def halves_of(segment: Segment, params: Any, x: Any, microbatch: Any, *, last: b
 
 def loss_and_aux(y: Any, segment: Segment) -> tuple[Any, Any]:
     """What the last stage returned as `(loss, aux)`; aux is None where there is none."""
-    loss, aux = y if isinstance(y, tuple) and len(y) == 2 else (y, None)
+    loss: Any = y[0] if isinstance(y, tuple) and len(y) == 2 else y
+    aux = y[1] if loss is not y else None
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
         raise ValueError(
@@ -274,9 +275,7 @@ def _keep_only(traced: Any, outvars: list[Any]) -> Any:
             eqns.append(eqn)
             needed.update(var for var in eqn.invars if not isinstance(var, core.Literal))
     debug = traced.jaxpr.debug_info.with_unknown_names() if outvars else traced.jaxpr.debug_info
-    return core.ClosedJaxpr(
-        traced.jaxpr.replace(eqns=eqns[::-1], outvars=outvars, debug_info=debug), traced.consts
-    )
+    return core.ClosedJaxpr(traced.jaxpr.replace(eqns=eqns[::-1], outvars=outvars, debug_info=debug), traced.consts)
 
 
 def _refuse_collectives(segment: Segment, jaxpr: Any) -> None:

@@ -1,0 +1,74 @@
+# `make mnist` and `make test` set up .venv by themselves. Another Python: make venv PYTHON=/path/to/python3.12
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
+
+MNIST_FLAGS ?=
+PYTEST_FLAGS ?= -n 2
+
+# What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.
+FINGERPRINT := $(CURDIR)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test mnist bench format clean
+
+# A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
+  REMAKE := yes
+else ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
+  REMAKE := yes
+else ifdef PYTHON
+  SAY_VERSION := -c 'import sys; print(sys.version)'
+  ifneq ($(shell $(BIN)/python $(SAY_VERSION)),$(shell $(PYTHON) $(SAY_VERSION) 2>/dev/null))
+    REMAKE := yes
+  endif
+endif
+
+ifdef REMAKE
+.PHONY: $(STAMP)
+endif
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## set up .venv with everything installed
+
+$(STAMP): pyproject.toml
+ifdef REMAKE
+	@# A name on the PATH proves nothing: a version manager's stub may fail, and Debian splits venv off.
+	@for python in $(PYTHONS); do \
+	    if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	        echo "Setting up $(VENV) with $$("$$python" --version): a minute or two."; \
+	        exec "$$python" -m venv --clear $(VENV); \
+	    fi; \
+	done; \
+	echo "No working Python >= 3.11 with venv among: $(PYTHONS). Name one: make venv PYTHON=/path/to/python" >&2; exit 1
+endif
+	@rm -f $@
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
+	@echo '$(FINGERPRINT)' > $@
+
+test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two epochs
+	$(BIN)/run-sharded-mnist --pipeline-mode concurrent --epochs 2 $(MNIST_FLAGS)
+
+bench: $(STAMP) ## run every benchmark and check its bounds
+	@short=''; for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do \
+	    echo "== $$script"; $(BIN)/python "$$script" --check || short="$$short $$script"; \
+	done; \
+	if [ -n "$$short" ]; then echo "Fell short:$$short" >&2; exit 1; fi
+
+format: $(STAMP) ## rewrite the code as ruff wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv, build outputs and caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,72 @@
+"""What every benchmark shares: figures with bounds, and measuring two programs side by side.
+
+A figure is a ratio of what ran in one process, or a count: absolute times mean nothing on a shared machine. Each prints
+as a line `name  value  bound`; with `--check` the script exits 1 and names the figures above their bounds.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The least seconds of one call: on the clock, and of CPU work over all threads."""
+
+    wall: float
+    cpu: float
+
+
+class Figures:
+    """Collects figures, prints each as it comes, and gives the exit status."""
+
+    def __init__(self, description: str, argv: list[str] | None = None):
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--check", action="store_true", help="exit 1 where a figure is above its bound")
+        self._check = parser.parse_args(argv).check
+        self._short: list[str] = []
+
+    def add(self, name: str, value: float, bound: float | None = None) -> None:
+        """Prints one figure; `bound` is the most it may be, None where it is only told."""
+        falls_short = bound is not None and not value <= bound
+        shown = "" if bound is None else f"<= {bound:.6g}" + ("  FALLS SHORT" if falls_short else "")
+        print(f"{name:<72}  {value:<12.6g}  {shown}".rstrip(), flush=True)
+        if falls_short:
+            self._short.append(name)
+
+    def status(self) -> int:
+        """0, or 1 where `--check` was given and a figure falls short."""
+        if self._check and self._short:
+            print("falls short: " + "; ".join(self._short), file=sys.stderr)
+            return 1
+        return 0
+
+
+def side_by_side(*calls: Callable[[], Any], rounds: int = 8) -> list[Cost]:
+    """Runs the calls in turn, `rounds` times after a warm-up, and gives each one's least cost.
+
+    In turn, so that a noisy neighbour meets them all; the least, since noise only adds.
+    """
+    found = [Cost(float("inf"), float("inf"))] * len(calls)
+    for i in range(rounds + 2):
+        for k, call in enumerate(calls):
+            cpu, wall = time.process_time(), time.perf_counter()
+            jax.block_until_ready(call())
+            cost = Cost(time.perf_counter() - wall, time.process_time() - cpu)
+            if i >= 2:
+                found[k] = Cost(min(found[k].wall, cost.wall), min(found[k].cpu, cost.cpu))
+    return found
+
+
+def largest_relative_difference(found: Any, expected: Any) -> float:
+    """Over the leaves of two trees: the largest difference, relative to the leaf's largest expected magnitude."""
+    ratios = [
+        float(abs(f - e).max() / max(abs(e).max(), 1e-30))
+        for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    ]
+    return max(ratios)

@@ -1,0 +1,1 @@
+"""Handwritten digits on virtual IPUs: an MLP on one of them, its classifier on another or, sharded, on all of them."""

@@ -1,0 +1,249 @@
+"""Handwritten digits, from wherever there are some.
+
+    --data-dir  ->  $MNIST_DIR  ->  the download cache  ->  a public mirror  ->  scikit-learn's digits
+    (IDX files, .gz or not)         (checksums)             (given up in 5 s)    (offline: small, and said loudly)
+
+What is named must work: a data dir that lacks a file or holds a broken one is an error, never a reason to go on to the
+next source. Only the network may fail, and then the program trains on the 1,797 real digits that scikit-learn carries.
+
+The IDX format is a magic number (two zero bytes, the dtype, the number of dims), the dims as big-endian int32, and the
+values: http://yann.lecun.com/exdb/mnist. No maintained library reads it, and it takes one small function.
+"""
+
+import dataclasses
+import gzip
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pooch
+import requests
+
+_log = logging.getLogger(__name__)
+
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+_SHA256 = {
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}
+_MEND = "put the four MNIST files there again, or leave the data dir out to download them"
+
+# What all mirrors together may take to answer; the remaining seconds of the promised 5 are for loading the digits.
+_ANSWER_SECONDS = 3.5
+_STALL_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MNIST:
+    """Digits to train on and digits to test with.
+
+    `*_images` are uint8 (N, 28, 28), white (255) on black; `*_labels` are uint8 (N,), 0 to 9. The arrays may be
+    read-only.
+    """
+
+    train_images: npt.NDArray[np.uint8]
+    train_labels: npt.NDArray[np.uint8]
+    test_images: npt.NDArray[np.uint8]
+    test_labels: npt.NDArray[np.uint8]
+    source: str
+    """Where they came from, for people to read."""
+
+
+def load_mnist(
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    mirrors: Sequence[str] = MIRRORS,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> MNIST:
+    """Loads MNIST from the first source there is: see the module's picture.
+
+    Args:
+        data_dir: a folder with the four IDX files, `train-images-idx3-ubyte.gz` and so on, with or without `.gz`.
+            None: the folder that `$MNIST_DIR` names, else the download cache, else a download, else scikit-learn's.
+        mirrors: URLs of folders to download from, each ending in "/". The first that answers serves.
+        cache_dir: where downloads are kept; None: the user's cache folder.
+
+    Raises:
+        ValueError: the data dir isn't one or lacks a file, or a file there is not IDX, is truncated, holds something
+            other than 28x28 images or labels 0 to 9, or its count is not that of its twin.
+    """
+    if data_dir is not None:
+        return _load_folder(Path(data_dir), f"--data-dir {os.fspath(data_dir)}")
+    if folder := os.environ.get("MNIST_DIR"):
+        return _load_folder(Path(folder), f"$MNIST_DIR {folder}")
+    cache = Path(cache_dir) if cache_dir is not None else Path(pooch.os_cache("ipu-jax")) / "mnist"
+    failures = [] if _is_complete(cache) else _download(cache, mirrors)
+    if _is_complete(cache):
+        return _load_folder(cache, f"the download in {cache}")
+    _log.warning(
+        "MNIST could not be downloaded: %s. Training on scikit-learn's digits instead: 1,797 images of 8x8, scaled to "
+        "28x28. Accuracies are not MNIST's. For the real one, name a folder with its four files: --data-dir.",
+        "; ".join(failures) or "no mirror was given",
+    )
+    return _bundled_digits()
+
+
+def synthetic_mnist(seed: int, n_train: int = 60_000, n_test: int = 10_000) -> MNIST:
+    """Random pixels and labels in MNIST's shapes, to measure speed without data: nothing can be learned from them.
+
+    Args:
+        seed: the same seed gives the same arrays.
+        n_train: training images, at least 1.
+        n_test: test images, at least 1.
+
+    Raises:
+        ValueError: a count below 1, or a negative seed.
+
+    >>> digits = synthetic_mnist(seed=0, n_train=6, n_test=2)
+    >>> digits.train_images.shape, digits.train_images.dtype, digits.test_labels.shape, digits.source
+    ((6, 28, 28), dtype('uint8'), (2,), 'synthetic data, seed 0')
+    """
+    for name, value, least in (("seed", seed, 0), ("n_train", n_train, 1), ("n_test", n_test, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    random = np.random.default_rng(seed)
+
+    def images_and_labels(count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        return images, random.integers(0, 10, count, dtype=np.uint8)
+
+    return MNIST(*images_and_labels(n_train), *images_and_labels(n_test), source=f"synthetic data, seed {seed}")
+
+
+def _bundled_digits() -> MNIST:
+    """scikit-learn's digits: each pixel becomes 3x3 pixels, with MNIST's own kind of empty border of 2 around."""
+    # They take a second to import, and are rarely needed.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    images = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    images = np.pad(images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
+    labels = labels.astype(np.uint8)
+    train, test = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=0)
+    source = "scikit-learn's digits, 8x8 scaled"
+    return MNIST(images[train], labels[train], images[test], labels[test], source=source)
+
+
+def _load_folder(folder: Path, origin: str) -> MNIST:
+    if not folder.is_dir():
+        raise ValueError(f"{origin} is not a folder: {_MEND}")
+    paths = {name: _find(folder, name) for name in _SHA256}
+    if missing := [name for name, path in paths.items() if path is None]:
+        raise ValueError(f"{origin} lacks {', '.join(missing)}: {_MEND}")
+    arrays: list[npt.NDArray[np.uint8]] = []
+    for split in ("train", "t10k"):
+        images_path, labels_path = paths[f"{split}-images-idx3-ubyte.gz"], paths[f"{split}-labels-idx1-ubyte.gz"]
+        assert images_path is not None, "every path was found above"
+        assert labels_path is not None, "every path was found above"
+        images, labels = _read_idx(images_path, dims=3), _read_idx(labels_path, dims=1)
+        if images.shape[1:] != (28, 28):
+            raise ValueError(f"{images_path} holds images of {images.shape[1]}x{images.shape[2]}, not 28x28: {_MEND}")
+        if labels.max() > 9:
+            raise ValueError(f"{labels_path} holds the label {labels.max()}, and digits go to 9: {_MEND}")
+        if len(images) != len(labels):
+            raise ValueError(f"{images_path} holds {len(images)} images, {labels_path} {len(labels)} labels: {_MEND}")
+        arrays += [images, labels]
+    return MNIST(*arrays, source=f"MNIST from {origin}")
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    candidates = (folder / name, folder / name.removesuffix(".gz"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
+    """Reads one IDX file of unsigned bytes, (N, ...) with `dims` dims, compressed or not whatever its name says."""
+    raw = path.read_bytes()
+    if raw.startswith(b"\x1f\x8b"):
+        try:
+            raw = gzip.decompress(raw)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{path} is broken or truncated, it cannot be unzipped ({error}): {_MEND}") from error
+    header = 4 + 4 * dims
+    magic = bytes([0, 0, 8, dims])
+    if raw[:4] != magic:
+        raise ValueError(f"{path} starts with {raw[:4].hex() or 'nothing'}, not with {magic.hex()}: {_MEND}")
+    if len(raw) < header:
+        raise ValueError(f"{path} is truncated within its header, after {len(raw)} bytes: {_MEND}")
+    shape = tuple(int(dim) for dim in np.frombuffer(raw, ">u4", count=dims, offset=4))
+    expected = math.prod(shape)
+    if expected == 0:
+        raise ValueError(f"{path} holds nothing, its shape is {shape}: {_MEND}")
+    if len(raw) - header != expected:
+        kind = "is truncated" if len(raw) - header < expected else "is too long"
+        raise ValueError(f"{path} {kind}: shape {shape} takes {expected} bytes, not {len(raw) - header}: {_MEND}")
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+
+
+def _is_complete(cache: Path) -> bool:
+    return all(
+        (cache / name).is_file() and pooch.file_hash(str(cache / name)) == sha256 for name, sha256 in _SHA256.items()
+    )
+
+
+def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
+    """Fetches what the cache lacks from the first mirror that can; returns what went wrong, in words.
+
+    pooch checks a file before it moves it into the cache, so that a broken download never lies there.
+    """
+    failures: list[str] = []
+    left = list(mirrors)
+    while left:
+        mirror = _first_to_answer(left)
+        if mirror is None:
+            return [*failures, f"no good answer within {_ANSWER_SECONDS:g} s from {' or '.join(left)}"]
+        files = pooch.create(path=cache, base_url=mirror, registry=_SHA256)
+        try:
+            for name in _SHA256:
+                # Without a time limit, requests waits for ever on a host that falls silent.
+                downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=_STALL_SECONDS)
+                files.fetch(name, downloader=downloader)  # pyright: ignore[reportArgumentType] (pooch's own mismatch)
+            return failures
+        except (requests.RequestException, OSError, ValueError) as error:
+            failures.append(f"{mirror} failed ({error})")
+            left.remove(mirror)
+    return failures
+
+
+def _first_to_answer(mirrors: Sequence[str]) -> str | None:
+    """The mirror that first says that it has the data, or None when none does in time.
+
+    All are asked at once, by threads that may be left behind: no timeout of requests covers the name resolution, which
+    offline can hang for a long time.
+    """
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def ask(mirror: str) -> None:
+        try:
+            url = mirror + next(iter(_SHA256))
+            has_it = requests.head(url, timeout=_ANSWER_SECONDS, allow_redirects=True).ok
+        except (requests.RequestException, OSError, ValueError):
+            has_it = False
+        answers.put(mirror if has_it else None)
+
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    for mirror in mirrors:
+        threading.Thread(target=ask, args=(mirror,), daemon=True).start()
+    for _ in mirrors:
+        try:
+            answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return None
+        if answer is not None:
+            return answer
+    return None

@@ -1,0 +1,206 @@
+"""Virtual IPUs and the window of steps in flight. What depends on a backend that has not started runs in a process."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
+
+
+def in_a_fresh_process(code: str, **environment: str) -> str:
+    env = {key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-c", f"from ipu_jax.devices import configure, make_mesh\nimport jax\n{code}"],
+        env=env | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_all_ipus_is_one_object_with_a_plain_repr():
+    assert repr(ALL_IPUS) == "ALL_IPUS"
+    assert pickle.loads(pickle.dumps(ALL_IPUS)) is ALL_IPUS
+    assert copy.deepcopy(ALL_IPUS) is ALL_IPUS
+    assert isinstance(ALL_IPUS, AllIpus)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, "2", None])
+def test_a_count_is_a_positive_int(count):
+    with pytest.raises(ValueError, match=f"^num_ipus={count!r} is not a count"):
+        configure(count)
+    with pytest.raises(ValueError, match=f"^replicas={count!r} is not a count"):
+        make_mesh(count, 1)
+    with pytest.raises(ValueError, match=f"^ipus_per_replica={count!r} is not a count"):
+        make_mesh(1, count)
+    with pytest.raises(ValueError, match=f"^limit={count!r} is not a count"):
+        InFlight(limit=count)
+
+
+@pytest.mark.parametrize("num_ipus", [1, 3, 8])
+def test_configure_is_content_with_a_backend_that_holds_enough(num_ipus):
+    assert configure(num_ipus) == jax.devices()[:num_ipus]
+
+
+def test_configure_says_how_many_there_are_and_the_mend():
+    with pytest.raises(ValueError, match="num_ipus=9") as caught:
+        configure(9)
+    assert str(caught.value) == (
+        "num_ipus=9, but jax already started its CPU backend with 8: "
+        "call configure(9) before any other use of jax, or set JAX_NUM_CPU_DEVICES=9."
+    )
+
+
+def test_make_mesh_says_how_many_there_are_and_the_mend():
+    with pytest.raises(ValueError, match="replicas=3") as caught:
+        make_mesh(3, 4)
+    assert str(caught.value) == (
+        "replicas=3 x ipus_per_replica=4 needs 12 IPUs, but jax already started its CPU backend with 8: "
+        "call configure(12) before any other use of jax, or set JAX_NUM_CPU_DEVICES=12."
+    )
+
+
+def test_the_mend_on_a_real_accelerator_is_another(monkeypatch):
+    class OneGpu:
+        platform = "gpu"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [OneGpu()])
+    with pytest.raises(ValueError, match="num_ipus=2") as caught:
+        configure(2)
+    assert str(caught.value) == (
+        "num_ipus=2, but this machine's GPU platform has 1: "
+        "use fewer IPUs (--ipus), or set JAX_PLATFORMS=cpu for virtual ones."
+    )
+
+
+def test_configure_makes_host_devices_before_the_backend_starts():
+    assert in_a_fresh_process("print(len(configure(5)), len(jax.devices()))") == "5 5"
+
+
+@pytest.mark.parametrize(
+    "asked_before", [{"JAX_NUM_CPU_DEVICES": "6"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}]
+)
+def test_configure_keeps_a_larger_count_that_was_asked_for(asked_before):
+    assert in_a_fresh_process("print(len(configure(2)), len(jax.devices()))", **asked_before) == "2 6"
+
+
+def test_configure_twice_with_fewer_is_fine():
+    assert in_a_fresh_process("configure(4); print(len(configure(3)), len(jax.devices()))") == "3 4"
+
+
+@pytest.mark.parametrize(("replicas", "ipus_per_replica"), [(1, 1), (1, 8), (2, 4), (8, 1), (3, 2)])
+def test_make_mesh_names_its_axes_and_takes_the_first_devices(replicas, ipus_per_replica):
+    mesh = make_mesh(replicas, ipus_per_replica)
+    assert mesh.axis_names == (REPLICA_AXIS, IPU_AXIS) == ("replica", "ipu")
+    assert mesh.devices.shape == (replicas, ipus_per_replica)
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert list(mesh.devices.flat) == jax.devices()[: replicas * ipus_per_replica]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate):
+    mesh = make_mesh(1, 8)
+
+    @partial(jax.jit, donate_argnums=(0,) if donate else ())
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(IPU_AXIS), out_specs=(PartitionSpec(IPU_AXIS),) * 2)
+    def step(state):
+        total = jax.lax.psum(state, IPU_AXIS)
+        return state + 1.0, total / 8
+
+    window = InFlight(limit=4)
+    state = jax.device_put(jnp.zeros((8, 64)), jax.sharding.NamedSharding(mesh, PartitionSpec(IPU_AXIS)))
+    means = None
+    for _ in range(1000):
+        state, means = step(state)
+        window.admit((state, means))
+        assert window.outstanding <= 4
+    assert means is not None
+    np.testing.assert_array_equal(means, np.full((8, 64), 999.0))
+
+
+def test_all_outputs_of_a_step_are_ready_when_the_smallest_is():
+    """The window rests on this: it holds for an output computed early, and for an input that is merely handed on."""
+    mesh = make_mesh(1, 8)
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(IPU_AXIS)),
+        out_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(IPU_AXIS)),
+    )
+    def step(handed_on, early, x):
+        def layer(x, _):
+            return jnp.sin(x @ x) + jax.lax.psum(x, IPU_AXIS), None
+
+        return handed_on, early + 1, jax.lax.scan(layer, x, None, length=4)[0]
+
+    arguments = jnp.float32(0), jnp.float32(0), jnp.ones((8 * 150, 150))
+    jax.block_until_ready(step(*arguments))
+    for which in (0, 1):
+        outputs = step(*arguments)
+        outputs[which].block_until_ready()
+        assert outputs[2].is_ready()
+
+
+def test_the_window_waits_for_the_oldest_step_that_still_can_be():
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    window = InFlight(limit=2)
+    x = increment(jnp.zeros(()))
+    for _ in range(10):
+        window.admit(x)
+        x = increment(x)
+        assert window.outstanding <= 2
+    assert x == 11
+
+
+def test_the_window_keeps_its_overlap_beside_a_donated_counter():
+    step = jax.jit(lambda count: (count + 1, count * 0.5), donate_argnums=0)
+    window = InFlight(limit=3)
+    count = jnp.int32(0)
+    for _ in range(10):
+        count, loss = step(count)
+        window.admit((count, loss))
+    assert window.outstanding == 3
+
+
+def test_the_window_holds_no_large_output():
+    step = jax.jit(lambda x: (x + 1, x.sum()))
+    window = InFlight(limit=3)
+    x, loss = step(jnp.zeros(10_000))
+    window.admit((x, loss))
+    large = weakref.ref(x)
+    del x
+    gc.collect()
+    assert large() is None
+
+
+def test_the_window_leaves_a_step_alone_that_is_being_traced():
+    window = InFlight(limit=1)
+
+    @jax.jit
+    def step(x):
+        window.admit(x)
+        return x + 1
+
+    assert step(1) == 2
+    assert window.outstanding == 0
+
+
+@pytest.mark.parametrize("outputs", [(), None, {"loss": 1.0}])
+def test_the_window_refuses_a_step_without_arrays(outputs):
+    with pytest.raises(ValueError, match=r"^outputs hold no live jax\.Array to wait for"):
+        InFlight().admit(outputs)
