@@ -1,0 +1,68 @@
+"""Unlike stages: what does pipelining MNIST's MLP and classifier over 2 virtual IPUs cost?
+
+One weight update of the MNIST example in both modes, against the same model unsharded (a jitted scan over micro-batches,
+plain jnp and optax), at micro-batches of 64 and of 8 images. The MLP is 400 times the classifier, so two IPUs cannot be
+faster than one that has both cores: the figures say what is lost, and the CPU work says what is computed besides.
+
+    python benchmarks/mnist.py [--check]
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from figures import Figures, side_by_side
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax import configure
+from mnist_example.model import init_params, make_pipeline
+
+# micro-batch, micro-batches an update, the most CPU work over the unsharded program's
+SIZES = ((64, 16, 1.10), (8, 84, 1.15))
+
+
+@jax.jit
+def unsharded(params: Any, batch: Any) -> Any:
+    """Loss and summed gradients on one device."""
+
+    def loss_of(params: Any, microbatch: Any) -> Any:
+        x = microbatch["images"].reshape(-1, 784) / jnp.float32(255)
+        for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+        logits = x @ params["classifier"]["w"] + params["classifier"]["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean()
+
+    def add(sums: Any, microbatch: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
+
+    return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)[0]
+
+
+def main() -> int:
+    figures = Figures("unlike stages: images per second and CPU work of both MNIST modes over the unsharded program's")
+    configure(2)
+    params = init_params(0)
+    for rows, count, most_cpu in SIZES:
+        keys = jax.random.split(jax.random.key(1))
+        batch = {
+            "images": jax.random.randint(keys[0], (count, rows, 28, 28), 0, 256).astype(jnp.uint8),
+            "labels": jax.random.randint(keys[1], (count, rows), 0, 10),
+        }
+        calls, modes = [lambda batch=batch: unsharded(params, batch)], ("basic", "concurrent")
+        for mode in modes:
+            pipeline = make_pipeline(mode, gradient_accumulation=count)
+            sharded, spread = pipeline.shard(params), jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+            calls.append(lambda p=pipeline, w=sharded, b=spread: p.value_and_grad(w, b))
+        dense, *pipelined = side_by_side(*calls)
+        for mode, cost in zip(modes, pipelined, strict=True):
+            where = f"{mode}, micro-batch {rows}, M={count}"
+            figures.add(f"images/s / unsharded on both cores, {where}", dense.wall / cost.wall)
+            figures.add(f"CPU work / unsharded, {where}", cost.cpu / dense.cpu, most_cpu)
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
