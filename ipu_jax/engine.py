@@ -1,14 +1,16 @@
 """The staged scan: one `lax.scan` over ticks inside one `shard_map`, which runs whatever schedule it is given.
 
-A tick is the clock of `schedule.py`, five phases in straight-line code:
+A tick is the clock of `schedule.py`, in straight-line code. Under the two-phase clock:
 
     entry   broadcast y -> F of concurrent segments                                     (predicate: the tick alone)
     F       each IPU: F of its local segments, if the schedule says so                  (predicate: tick and IPU)
             ppermute y to the neighbour
     head    broadcast y -> F and B of the loss head on all IPUs -> reduce dx            (predicate: the tick alone)
-    B       each IPU: B of its local segments                                           (predicate: tick and IPU)
+    B       each IPU: B (and W) of its local segments                                   (predicate: tick and IPU)
             ppermute dx to the neighbour
     exit    broadcast dy -> B of concurrent segments -> reduce dx                       (predicate: the tick alone)
+
+Under the one-phase clock F, B and W stand together, before both exchanges and the head.
 
 Gradients are taken inside, by `jax.vjp`; nothing differentiates through the scan, so memory does not grow with the
 micro-batches. What a predicate guards is a loop of no or one iteration (`_guard`): it does nothing when idle, and XLA
@@ -31,7 +33,8 @@ from ipu_jax import packing
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.packing import Group, Sharded
 from ipu_jax.plan import Plan, Stash
-from ipu_jax.stage import Segment, split_floats
+from ipu_jax.halves import split_floats
+from ipu_jax.stage import Segment
 
 IDLE_FILL = 0.0
 """What registers and stash hold before anything is written. Tests make it NaN: a bubble that leaks shows."""
@@ -159,21 +162,28 @@ class _Program:
 
     # F and B of one segment
 
-    def x_of(self, i: int, state: dict[str, Any]) -> Any:
-        """What segment i reads: `(value, where it must be broadcast from or None)`."""
+    def incoming(self, i: int, state: dict[str, Any]) -> tuple[Any, int | None]:
+        """The register that segment i reads its x from, and the IPU that it must be broadcast from (or None)."""
         if i == 0:
             return None, None
         lane, before, here = self.plan.lanes[i - 1], self.plan.segments[i - 1].place, self.plan.segments[i].place
-        if before is not None and here is not None:
-            return state["y_in"][lane], None
-        return state["y"][lane], before if here is None else None
+        return self.register(lane, "y", state), before if here is None else None
 
-    def dy_of(self, i: int, state: dict[str, Any]) -> tuple[Any, int | None]:
-        """The cotangent of segment i's result, likewise."""
+    def outgoing(self, i: int, state: dict[str, Any]) -> tuple[Any, int | None]:
+        """The register that segment i reads the cotangent of its result from, likewise."""
+        if i == self.last:
+            return None, None
         lane, here, after = self.plan.lanes[i], self.plan.segments[i].place, self.plan.segments[i + 1].place
-        if here is not None and after is not None:
-            return state["dx_in"][lane], None
-        return state["dx"][lane], after if here is None else None
+        return self.register(lane, "dx", state), after if here is None else None
+
+    def register(self, lane: int, key: str, state: dict[str, Any]) -> Any:
+        return state[f"{key}_in" if self.plan.routes[lane] else key][lane]
+
+    def arrived(self, key: tuple[str, int], register: Any, source: int | None, at: Any, carry: dict[str, Any]) -> Any:
+        """The message itself: out of its ring where messages queue up, and on all IPUs where all need it."""
+        if key in self.stash:
+            register = jax.tree.unflatten(jax.tree.structure(register), self.stash.read(carry["stash"], key, at))
+        return register if source is None else _broadcast(register, source)
 
     def keep_result(self, i: int, y: Any, at: Any, state: dict[str, Any]) -> dict[str, Any]:
         if i < self.last:
@@ -184,7 +194,7 @@ class _Program:
             "aux": jax.tree.map(lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, at, 0), state["aux"], aux),
         }
 
-    def keep_gradients(self, i: int, dparams: Any, dx: list[Any], state: dict[str, Any], zero: Any) -> dict[str, Any]:
+    def keep_sums(self, i: int, dparams: Any, state: dict[str, Any], zero: Any) -> dict[str, Any]:
         sums, concurrent = state["sums"], dict(state["concurrent_sums"])
         for group in self.groups(i):
             if group.ipu is not None:
@@ -194,76 +204,102 @@ class _Program:
                 concurrent[group.name] = [
                     total + g.astype(total.dtype) for total, g in zip(concurrent[group.name], new, strict=True)
                 ]
-        kept: dict[str, Any] = {"sums": sums, "concurrent_sums": concurrent}
-        if i > 0:
-            if self.plan.segments[i].place is None:
-                dx = [lax.psum(leaf, IPU_AXIS) for leaf in dx]
-            kept["dx"] = _replaced(state["dx"], self.plan.lanes[i - 1], dx)
-        return kept
+        return {"sums": sums, "concurrent_sums": concurrent}
+
+    def keep_dx(self, i: int, dx: list[Any], state: dict[str, Any]) -> dict[str, Any]:
+        if i == 0:
+            return {}
+        if self.plan.segments[i].place is None:
+            dx = [lax.psum(leaf, IPU_AXIS) for leaf in dx]
+        return {"dx": _replaced(state["dx"], self.plan.lanes[i - 1], dx)}
 
     def run_forward(self, i: int, at: Any, state: dict[str, Any]) -> dict[str, Any]:
-        segment, halves = self.plan.segments[i], self.plan.halves[i]
-        x, source = self.x_of(i, state)
+        halves = self.plan.halves[i]
+        register, source = self.incoming(i, state)
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            (slots, concurrent), x_here, at_here = fence((self.held(i), x, at))
-            if source is not None:
-                x_here = _broadcast(x_here, source)
-            y, stash = halves.forward(self.weights(i, slots, concurrent), x_here, self.microbatch(at_here))
+            (slots, concurrent), register_here, at_here = fence((self.held(i), register, at))
+            x = self.arrived(("x", i), register_here, source, at_here, carry)
+            y, stash = halves.forward(self.weights(i, slots, concurrent), x, self.microbatch(at_here))
             kept = self.keep_result(i, y, at_here, carry)
-            if "stash" in carry:
-                kept["stash"] = self.stash.write(carry["stash"], i, at_here, stash)
+            if self.backward and ("stash", i) in self.stash:
+                kept["stash"] = self.stash.write(carry["stash"], ("stash", i), at_here, stash)
             return {**carry, **kept}
 
-        return self.guarded(segment, at, body, state, ["stash", "y"] if i < self.last else ["stash", "loss", "aux"])
+        keys = ["stash", "y"] if i < self.last else ["stash", "loss", "aux"]
+        return self.guarded(self.plan.segments[i].place, at, body, state, keys)
 
     def run_backward(self, i: int, at: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """B: dx, and dparams unless the segment has a W of its own."""
         segment, halves, plan = self.plan.segments[i], self.plan.halves[i], self.plan
-        stash = state["stash"]
-        dy, source = (None, None) if i == self.last else self.dy_of(i, state)
+        register, source = self.outgoing(i, state)
         x_shape = plan.messages[plan.lanes[i - 1]] if i > 0 else None
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            (slots, concurrent), dy_here, at_here = fence((self.held(i), dy, at))
+            (slots, concurrent), register_here, at_here = fence((self.held(i), register, at))
+            dy = self.arrived(("dy", i), register_here, source, at_here, carry)
             if i == self.last:
-                dy_here = [jnp.full((), self.seed, halves.y[0].dtype)]
-            if source is not None:
-                dy_here = _broadcast(dy_here, source)
+                dy = [jnp.full((), self.seed, halves.y[0].dtype)]
             if segment.place is None:
-                dy_here = [leaf / self.layout.ipus for leaf in dy_here]
-            saved = self.stash.read(stash, i, at_here)
-            x_shaped = jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype), x_shape
-            )  # never read: only its shapes matter
-            weights = self.weights(i, slots, concurrent)
-            dparams, dx = halves.backward(weights, x_shaped, self.microbatch(at_here), saved, dy_here)
-            return {**carry, **self.keep_gradients(i, dparams, dx, carry, fence.zero)}
+                dy = [leaf / self.layout.ipus for leaf in dy]
+            saved = self.stash.read(carry["stash"], ("stash", i), at_here)
+            weights, microbatch = self.weights(i, slots, concurrent), self.microbatch(at_here)
+            if plan.is_split(i):
+                dx, cut = halves.backward_input(weights, microbatch, saved, dy)
+                stash = self.stash.write(carry["stash"], ("cut", i), at_here, cut)
+                return {**carry, **self.keep_dx(i, dx, carry), "stash": stash}
+            x_shaped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x_shape)  # only its shapes matter
+            dparams, dx = halves.backward(weights, x_shaped, microbatch, saved, dy)
+            return {**carry, **self.keep_sums(i, dparams, carry, fence.zero), **self.keep_dx(i, dx, carry)}
 
-        return self.guarded(segment, at, body, state, ["sums", "concurrent_sums", "dx"])
+        keys = ["stash", "dx"] if plan.is_split(i) else ["stash", "sums", "concurrent_sums", "dx"]
+        return self.guarded(segment.place, at, body, state, keys)
+
+    def run_weight(self, i: int, at: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """W: dparams, from what F stashed and B cut."""
+        halves = self.plan.halves[i]
+
+        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
+            (slots, concurrent), at_here = fence((self.held(i), at))
+            saved = self.stash.read(carry["stash"], ("stash", i), at_here)
+            cut = self.stash.read(carry["stash"], ("cut", i), at_here)
+            weights = self.weights(i, slots, concurrent)
+            dparams = halves.backward_weight(weights, self.microbatch(at_here), saved, cut)
+            return {**carry, **self.keep_sums(i, dparams, carry, fence.zero)}
+
+        return self.guarded(self.plan.segments[i].place, at, body, state, ["stash", "sums", "concurrent_sums"])
 
     def run_head(self, at: Any, state: dict[str, Any]) -> dict[str, Any]:
         """F and B of the concurrent loss head in one go: nothing of it is stashed."""
         i, halves = self.last, self.plan.halves[self.last]
-        x, source = self.x_of(i, state)
+        register, source = self.incoming(i, state)
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            (slots, concurrent), x_here, at_here = fence((self.held(i), x, at))
-            if source is not None:
-                x_here = _broadcast(x_here, source)
+            (slots, concurrent), register_here, at_here = fence((self.held(i), register, at))
+            x = self.arrived(("x", i), register_here, source, at_here, carry)
             weights, microbatch = self.weights(i, slots, concurrent), self.microbatch(at_here)
-            y, saved = halves.forward(weights, x_here, microbatch)
+            y, saved = halves.forward(weights, x, microbatch)
             seed = [jnp.full((), self.seed / self.layout.ipus, y[0].dtype)]
-            dparams, dx = halves.backward(weights, x_here, microbatch, saved, seed)
-            return {
-                **carry,
-                **self.keep_result(i, y, at_here, carry),
-                **self.keep_gradients(i, dparams, dx, carry, fence.zero),
-            }
+            dparams, dx = halves.backward(weights, x, microbatch, saved, seed)
+            kept = {**self.keep_result(i, y, at_here, carry), **self.keep_sums(i, dparams, carry, fence.zero)}
+            return {**carry, **kept, **self.keep_dx(i, dx, carry)}
 
-        return self.guarded(self.plan.segments[i], at, body, state, ["loss", "aux", "sums", "concurrent_sums", "dx"])
+        return self.guarded(None, at, body, state, ["stash", "loss", "aux", "sums", "concurrent_sums", "dx"])
 
-    def guarded(self, segment: Segment, at: Any, body: Any, state: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-        active = at >= 0 if segment.place is None else (at >= 0) & (self.me == segment.place)
+    def queue_up(self, key: tuple[str, int], lane: int, at: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """Puts the message that just came into its ring, on the IPU that holds it, where messages queue up."""
+        if key not in self.stash:
+            return state
+        register = self.register(lane, "y" if key[0] == "x" else "dx", state)
+
+        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
+            leaves, at_here = fence((jax.tree.leaves(register), at))
+            return {"stash": self.stash.write(carry["stash"], key, at_here, leaves)}
+
+        return self.guarded(self.stash.holder(key), at, body, state, ["stash"])
+
+    def guarded(self, place: int | None, at: Any, body: Any, state: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+        active = at >= 0 if place is None else (at >= 0) & (self.me == place)
         carry = {key: state[key] for key in keys if key in state}
         return {**state, **_guard(active, body, carry)}
 
@@ -277,34 +313,61 @@ class _Program:
                 received[lane] = jax.tree.map(lambda v, p=permutation: lax.ppermute(v, IPU_AXIS, p), state[key][lane])
         return {**state, f"{key}_in": received}
 
-    def tick(self, state: dict[str, Any], row: tuple[Any, Any]) -> tuple[dict[str, Any], None]:
-        f, b = row
-        segments, schedule = self.plan.segments, self.plan.schedule
-        phase = [schedule.phase(segment.first, "F") for segment in segments]
-        every = range(len(segments))
-        for i in every:
-            if phase[i] == "entry":
-                state = self.run_forward(i, f[i], state)
-        for i in every:
-            if phase[i] == "F":
-                state = self.run_forward(i, f[i], state)
-        state = self.exchange(state, "y", back=False)
-        if phase[-1] == "head":
-            run = self.run_head if self.backward else lambda at, state: self.run_forward(self.last, at, state)
-            state = run(f[self.last], state)
-        if self.backward:
-            for i in reversed(every):
-                if phase[i] == "F":
-                    state = self.run_backward(i, b[i], state)
+    def sent(self, i: int, f: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """After F of segment i, and its exchange if there is one."""
+        return state if i == self.last else self.queue_up(("x", i + 1), self.plan.lanes[i], f[i], state)
+
+    def sent_back(self, i: int, b: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """After B of segment i, and its exchange if there is one."""
+        return state if i == 0 else self.queue_up(("dy", i - 1), self.plan.lanes[i - 1], b[i], state)
+
+    def tick(self, state: dict[str, Any], row: tuple[Any, Any, Any]) -> tuple[dict[str, Any], None]:
+        f, b, w = row
+        plan = self.plan
+        local = [i for i, segment in enumerate(plan.segments) if segment.place is not None]
+        entry = [i for i, s in enumerate(plan.segments) if plan.schedule.phase(s.first, "F") == "entry"]
+        one_phase = plan.schedule.clock == "one-phase"
+
+        def backward(state: dict[str, Any]) -> dict[str, Any]:
+            for i in reversed(local):
+                state = self.run_backward(i, b[i], state)
+            for i in local:
+                if plan.is_split(i):
+                    state = self.run_weight(i, w[i], state)
+            return state
+
+        def back(state: dict[str, Any]) -> dict[str, Any]:
             state = self.exchange(state, "dx", back=True)
-            for i in reversed(every):
-                if phase[i] == "entry":
-                    state = self.run_backward(i, b[i], state)
+            for i in local:
+                state = self.sent_back(i, b, state)
+            return state
+
+        for i in entry:
+            state = self.sent(i, f, self.run_forward(i, f[i], state))
+        for i in local:
+            state = self.run_forward(i, f[i], state)
+        if self.backward and one_phase:
+            state = backward(state)
+        state = self.exchange(state, "y", back=False)
+        for i in local:
+            state = self.sent(i, f, state)
+        if self.backward and one_phase:
+            state = back(state)
+        if plan.segments[-1].place is None:
+            if self.backward:
+                state = self.sent_back(self.last, f, self.run_head(f[self.last], state))
+            else:
+                state = self.run_forward(self.last, f[self.last], state)
+        if self.backward:
+            if not one_phase:
+                state = back(backward(state))
+            for i in reversed(entry):
+                state = self.sent_back(i, b, self.run_backward(i, b[i], state))
         return state, None
 
     def run(self) -> tuple[Any, Any, Any]:
         ticks = self.plan.schedule.ticks if self.backward else self.plan.schedule.forward_ticks
-        rows = (jnp.asarray(self.plan.forward[:ticks]), jnp.asarray(self.plan.backward[:ticks]))
+        rows = tuple(jnp.asarray(table[:ticks]) for table in (self.plan.forward, self.plan.backward, self.plan.weight))
         state, _ = lax.scan(self.tick, self.start(), rows)
         loss, aux = state["loss"] / self.plan.schedule.micro_batches, state["aux"]
         place = self.plan.segments[-1].place

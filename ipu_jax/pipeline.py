@@ -85,7 +85,8 @@ class Pipeline:
         if unused:
             raise ValueError(f"specs for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
         self.schedule = self._schedule(schedule, placement)
-        self._segments = segments_of(self.stages)
+        # without B there is nothing to interleave: evaluation fills the pipeline as fast as it can
+        self._forward_schedule = make("grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement)
         self._window = InFlight()
         # jitted once each: every call with like shapes runs the same program
         self._value_and_grad = jax.jit(lambda params, batch: self._run(params, batch, backward=True))
@@ -182,11 +183,14 @@ class Pipeline:
         of_batch = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
         of_params = packing.specs_of(layout)
 
+        schedule = self.schedule if backward else self._forward_schedule
+        segments = segments_of(self.stages, schedule)
+
         def program(params: Sharded, batch: Any) -> Any:
             if self.replicas > 1:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
             shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-            plan = make_plan(self._segments, self.schedule, _local_shapes(layout), jax.tree.map(shape_of, batch))
+            plan = make_plan(segments, schedule, _local_shapes(layout), jax.tree.map(shape_of, batch))
             loss, aux, gradients = engine.run(plan, params, batch, seed=seed, replicas=self.replicas, backward=backward)
             if self.replicas > 1:
                 aux = jax.tree.map(lambda leaf: leaf[None], aux)

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.packing import Sharded
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.stage import Segment, loss_and_aux
+from ipu_jax.halves import loss_and_aux
+from ipu_jax.stage import Segment
 
 
 class VerificationError(AssertionError):

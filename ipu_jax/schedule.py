@@ -1,4 +1,4 @@
-"""Schedules as plain data: in which tick each stage runs F (forward) and B (backward) of which micro-batch.
+"""Schedules as plain data: in which tick each stage runs F (forward), B (backward) and W of which micro-batch.
 
 Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is stage, F or B, micro-batch):
 
@@ -8,59 +8,28 @@ Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is st
     IPU 1           1F0  1F1      1F2 1B0  1F3 1B1  1B2      1B3
     IPU 2                2F0 2B0  2F1 2B1  2F2 2B2  2F3 2B3
 
-The clock. A tick of the engine has five phases, in this order; within a phase each IPU does its own tasks:
+A schedule is two or three tables of ticks and a clock that says what a tick is made of (`clock`). Where there is W, the
+backward pass is split: B gives the gradient of a stage's input, which another IPU waits for, and W the gradients of its
+weights, which nobody waits for, so that W fills what would be bubbles.
 
-    entry  F of concurrent stages that a local stage follows (an embedding), all IPUs together
-    F      F of local stages; at its end neighbours exchange activations
-    head   F, then B, of concurrent stages that no local stage follows (a loss head), all IPUs together
-    B      B of local stages, last stage first; at its end neighbours exchange gradients
-    exit   B of the concurrent stages of `entry`
+`make` knows the schedules that have names (`families`); a table of your own runs as well, if `replay` finds nothing
+wrong with it; and `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
 
-This module knows no jax. A schedule is two tables (the tick of F and of B, per stage and micro-batch), and `validate`
-replays any pair of tables against the clock: what the engine runs is what was checked.
-
-Sources: Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (1F1B and its bubble); Huang et al. 2019, arXiv:1811.06965
-(micro-batches); Graphcore, "Multi-IPU Programming Overview" (ramp-up, main execution, ramp-down; sharded execution).
+This module knows no jax.
 """
 
 import dataclasses
-import re
-from typing import Literal
+import operator
+from functools import cached_property
 
+from ipu_jax import clock, families, grid, simulation
+from ipu_jax.clock import Clock, Kind, Placement, Rows, Task
+from ipu_jax.families import NAMES
 from ipu_jax.options import check_choice, check_count
+from ipu_jax.replay import validate
+from ipu_jax.simulation import Cost, Simulation
 
-Kind = Literal["F", "B"]
-Placement = tuple[int | None, ...]
-PHASES = ("entry", "F", "head", "B", "exit")
-NAMES = ("sequential", "grouped")
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Task:
-    """One cell of a schedule. Prints as `2F0` (stage 2, forward, micro-batch 0) and parses back.
-
-    >>> str(Task(stage=2, kind="F", microbatch=0)), Task.parse("2B11")
-    ('2F0', Task(stage=2, kind='B', microbatch=11))
-    """
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Task":
-        """The task that `text` names.
-
-        Raises:
-            ValueError: the text is not a stage number, F or B, and a micro-batch number.
-        """
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
-        if match is None:
-            raise ValueError(f"{text!r} is not a task: write stage, F or B, micro-batch, as in '2F0'")
-        return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
+__all__ = ["NAMES", "Clock", "Cost", "Kind", "Placement", "Schedule", "Simulation", "Task", "make", "validate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +41,13 @@ class Schedule:
         placement: per stage, its IPU, or None for a concurrent stage (all IPUs together).
         ipus: IPUs of a replica.
         forward, backward: `forward[stage][microbatch]` is the tick of that F, `backward` likewise of that B.
+        weight: likewise of W, or None where B does the whole backward pass. A concurrent stage has no W: its row
+            repeats its B.
+        clock: "two-phase" (a tick has an F and a B for each of an IPU's stages) or "one-phase" (an IPU does one
+            segment's F, B or W in a tick; messages may wait).
 
     Raises:
-        ValueError: a dependency, a stash slot or a message is violated; the text names the cell.
+        ValueError: the first thing that is wrong; the text names the cell and the mend.
 
     >>> schedule = make("grouped", ipus=2, micro_batches=3)
     >>> print(schedule)
@@ -89,10 +62,17 @@ class Schedule:
     name: str
     placement: Placement
     ipus: int
-    forward: tuple[tuple[int, ...], ...]
-    backward: tuple[tuple[int, ...], ...]
+    forward: Rows
+    backward: Rows
+    weight: Rows | None = None
+    clock: Clock = "two-phase"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", tuple(self.placement))
+        for kind in ("forward", "backward", "weight"):
+            rows = getattr(self, kind)
+            if rows is not None:
+                object.__setattr__(self, kind, tuple(tuple(map(operator.index, row)) for row in rows))
         validate(self)
 
     @property
@@ -101,227 +81,196 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        return 1 + max(max(row) for row in (*self.forward, *self.backward))
+        return 1 + max(tick for _, rows in clock.tables_of(self) for row in rows for tick in row)
 
     @property
     def forward_ticks(self) -> int:
         """How many ticks a forward-only run of this schedule takes."""
-        return 1 + max(max(row) for row in self.forward)
-
-    def stash_depth(self, stage: int) -> int:
-        """How many micro-batches stage `stage` holds at once: begun by its F and not yet freed by its B."""
-        pairs = list(zip(self.forward[stage], self.backward[stage], strict=True))
-        return max(sum(f <= tick <= b for f, b in pairs) for tick, _ in pairs)
-
-    def phase(self, stage: int, kind: Kind) -> str:
-        """In which phase of the tick the stage's F or B runs."""
-        if self.placement[stage] is not None:
-            return kind
-        if all(ipu is None for ipu in self.placement[stage:]):
-            return "head"
-        return "entry" if kind == "F" else "exit"
+        return 1 + max(map(max, self.forward))
 
     @property
-    def _tables(self) -> tuple[tuple[Kind, tuple[tuple[int, ...], ...]], ...]:
-        return ("F", self.forward), ("B", self.backward)
+    def segments(self) -> tuple[range, ...]:
+        """The stages of each segment: neighbouring stages of one place, which share their ticks."""
+        return clock.segments_of(self.placement)
+
+    def phase(self, stage: int, kind: Kind) -> str:
+        """In which phase of the tick the stage's F, B or W runs."""
+        return clock.phase(self, stage, kind)
+
+    def stash_depth(self, stage: int) -> int:
+        """How many micro-batches a stage holds at once: begun by its F, and not yet freed by its last use.
+
+        The last use is W, or B where the stage has no W. Slots are micro-batch modulo depth.
+        """
+        return clock.depth(clock.stash_spans(self, stage))
+
+    def cut_depth(self, stage: int) -> int:
+        """How many micro-batches a stage holds at once between B and W; 0 where it has no W."""
+        return clock.depth(clock.cut_spans(self, stage))
+
+    def inbox_depth(self, boundary: int, kind: Kind) -> int:
+        """How many messages lie at once between stage `boundary` and the next; 1 where a register is enough.
+
+        A message is there from the end of the phase in which it was made until the task that uses it. Slots are
+        micro-batch modulo depth.
+
+        Args:
+            boundary: between stage `boundary` and stage `boundary + 1`.
+            kind: "F" for activations, "B" for their gradients.
+        """
+        return max(1, clock.depth(clock.inbox_spans(self, boundary, kind)))
+
+    @cached_property
+    def _by_tick(self) -> dict[int, list[Task]]:
+        found: dict[int, list[Task]] = {}
+        for task in clock.tasks_of(self):
+            found.setdefault(clock.tick_of(self, task), []).append(task)
+        return found
 
     def tasks(self, tick: int) -> list[Task]:
         """The tasks of a tick, in the order of the clock."""
-        found = [
-            Task(stage, kind, microbatch)
-            for kind, table in self._tables
-            for stage, row in enumerate(table)
-            for microbatch, when in enumerate(row)
-            if when == tick
-        ]
-        return sorted(found, key=self._order)
+        return list(self._by_tick.get(tick, []))
 
-    def _order(self, task: Task) -> tuple[int, int, int]:
-        # B runs last stage first: it frees its slot before its neighbour needs the gradient
-        turn = task.stage if task.kind == "F" else 2 * len(self.placement) - task.stage
-        return PHASES.index(self.phase(task.stage, task.kind)), turn, task.microbatch
+    def order(self, ipu: int) -> list[Task]:
+        """The tasks of an IPU, concurrent ones among them, in the order in which it runs them."""
+        return [task for task in clock.tasks_of(self) if self.placement[task.stage] in (None, ipu)]
+
+    def simulate(
+        self,
+        forward: Cost = 1.0,
+        backward: Cost = 2.0,
+        weight: Cost | None = None,
+        transfer: float = 0.0,
+        *,
+        lockstep: bool = False,
+    ) -> Simulation:
+        """A run in which tasks take time: each IPU does its tasks in order, each as soon as its inputs are there.
+
+        Args:
+            forward: the cost of F. A number is what an IPU's whole share of the model costs, divided evenly among its
+                local stages, and what a concurrent stage costs; a sequence has a cost for each stage. Of a concurrent
+                stage's cost each IPU bears an equal part.
+            backward: likewise, the cost of the whole backward pass.
+            weight: likewise, what W takes of it where the schedule has W; half of `backward` unless given.
+            transfer: how long a message from one IPU to another, or to all of them, takes.
+            lockstep: whether all IPUs also wait for each other at the end of each phase.
+
+        Returns:
+            A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `simulation` has the closed forms.
+
+        Raises:
+            ValueError: a negative cost, not as many costs as stages, or a `weight` greater than `backward`.
+
+        >>> zbv = make("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
+        >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
+        (25.5, 0.0588, (8, 8, 8, 8))
+        """
+        return simulation.simulate(self, forward, backward, weight, transfer, lockstep=lockstep)
 
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """The idle share of the IPUs' time, every stage costing `forward` for F and `backward` for B.
 
-        A concurrent stage's cost is divided by the IPUs. A phase lasts as long as its busiest IPU. For S local stages
-        on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives 1-1/S.
+        A concurrent stage's cost is divided by the IPUs. Under the two-phase clock a phase lasts as long as its
+        busiest IPU. For S local stages on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives 1-1/S.
         """
-        makespan = busy = 0.0
-        for tick in range(self.ticks):
-            load = {phase: [0.0] * self.ipus for phase in PHASES}
-            for task in self.tasks(tick):
-                cost = forward if task.kind == "F" else backward
-                ipu = self.placement[task.stage]
-                for k in range(self.ipus):
-                    load[self.phase(task.stage, task.kind)][k] += (
-                        cost / self.ipus if ipu is None else cost if ipu == k else 0.0
-                    )
-            makespan += sum(max(row) for row in load.values())
-            busy += sum(sum(row) for row in load.values())
-        return 1.0 - busy / (self.ipus * makespan)
+        stages = len(self.placement)
+        return self.simulate([forward] * stages, [backward] * stages, lockstep=self.clock == "two-phase").bubble
 
-    def _phase_name(self, tick: int) -> str:
-        """The pipeline's phase: main while the first stage's newest F and the last stage's B are both still running."""
-        if tick < self.backward[-1][0]:
-            return "ramp-up"
-        return "main" if tick <= max(self.forward[-1]) else "ramp-down"
+    @classmethod
+    def from_text(cls, text: str) -> "Schedule":
+        """The schedule that a text draws: what `str(schedule)` gives, or a grid of your own.
+
+        A grid needs a row for each IPU. Cells stand under the numbers of a line "tick", or are apart by "|" or by two
+        blanks or more, with "." for a tick in which the IPU is idle. A stage stands on the IPU in whose row it is; one
+        that is in all rows is concurrent. Without a header the name is "custom", and the clock is "one-phase" unless
+        an IPU does several things in a tick.
+
+        Raises:
+            ValueError: the text is no such drawing, or what it draws is no valid schedule.
+
+        >>> schedule = Schedule.from_text('''
+        ...     IPU 0 | 0F0 |     | 0B0 | 0F1 |     | 0B1
+        ...     IPU 1 |     | 1F0 | 1B0 |     | 1F1 | 1B1
+        ... ''')
+        Traceback (most recent call last):
+        ...
+        ValueError: schedule 'custom': IPU 0, tick 2, 0B0: it needs 1B0, which runs in tick 2, and a message between \
+IPUs takes until the next tick: move it to tick 3 or later
+        >>> schedule = Schedule.from_text('''
+        ...     IPU 0  0F0  0F1  .    0B0  .    0B1
+        ...     IPU 1  .    1F0  1B0  1F1  1B1  .
+        ... ''')
+        >>> schedule.placement, schedule.clock, schedule.inbox_depth(0, "F")
+        ((0, 1), 'one-phase', 1)
+        >>> Schedule.from_text(str(schedule)) == schedule
+        True
+        """
+        return cls(*grid.parse(text))
+
+    def to_text(self) -> str:
+        """The picture: a row an IPU, a column a tick. `from_text` reads it back."""
+        return grid.draw(self, self.bubble())
 
     def __str__(self) -> str:
-        grid = [["tick", *map(str, range(self.ticks))]]
-        grid += [[f"IPU {k}", *([""] * self.ticks)] for k in range(self.ipus)]
-        for tick in range(self.ticks):
-            for task in self.tasks(tick):
-                ipu = self.placement[task.stage]
-                for k in range(self.ipus) if ipu is None else (ipu,):
-                    grid[1 + k][1 + tick] += f" {task}" if grid[1 + k][1 + tick] else str(task)
-        phases = [self._phase_name(tick) for tick in range(self.ticks)]
-        starts = ["", *(name if i == 0 or name != phases[i - 1] else "" for i, name in enumerate(phases))]
-        table = [starts, *grid]
-        widths = [max(len(row[i]) for row in table) for i in range(1 + self.ticks)]
-        lines = [
-            f"{self.name}: {len(self.placement)} stages on {self.ipus} IPUs, {self.micro_batches} micro-batches, "
-            f"{self.ticks} ticks, bubble {self.bubble():.1%}",
-            "stash: " + ", ".join(f"stage {s} holds {self.stash_depth(s)}" for s in range(len(self.placement))),
-            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table),
-        ]
-        return "\n".join(lines)
+        return self.to_text()
 
 
-def make(name: str, *, micro_batches: int, ipus: int | None = None, placement: Placement | None = None) -> Schedule:
-    """The schedule called `name`.
+def make(
+    name: str,
+    *,
+    micro_batches: int,
+    ipus: int | None = None,
+    placement: Placement | None = None,
+    rounds: int = 2,
+) -> Schedule:
+    """The schedule called `name`. Any M will do for each of them: below, equal to or above the stages, no multiple.
+
+    | name | what it does | stage s of S keeps at most |
+    |---|---|---|
+    | "sequential" | one stage at a time, the others idle (model sharding) | 1 |
+    | "grouped" | in a tick all IPUs do F, then all do B | 2(S-1-s)+1 |
+    | "interleaved" | in a tick an IPU does F or B; no message ever waits | S-s |
+    | "gpipe" | all F, then all B | M |
+    | "1f1b" | B as soon as it can be, F as early as the stash allows | S-s |
+    | "looped" | 1f1b over several rounds of stages, device mapping [0, 1, 0, 1] | of the order of S |
+    | "zb-h1" | 1f1b with B split, W where there were bubbles | S |
+    | "zbv" | B split, stages folded back: [0, 1, 1, 0] | S micro-batches of an IPU's share |
+
+    `simulation` has the bubbles and `families` the sources. "looped" and "zbv" pay where an IPU's share of the model
+    can be cut into equal stages.
 
     Args:
-        name: "sequential" (model sharding: one stage at a time, the others idle) or "grouped" (all IPUs do F, then all
-            do B; stage s of S holds at most 2(S-1-s)+1 micro-batches whatever M is, and the whole takes
-            (M+S-1)(F+B), the bubble of 1F1B).
+        name: one of the above.
         micro_batches: M, at least 1.
-        ipus: IPUs of a replica. Without `placement`: one local stage on each.
-        placement: per stage its IPU, or None for a concurrent stage.
+        ipus: IPUs of a replica. Without `placement`: one local stage on each, or for "looped" and "zbv" several.
+        placement: per stage its IPU, or None for a concurrent stage, of which there may be some anywhere.
+        rounds: how many stages "looped" puts on each IPU when it makes its own placement.
 
     Returns:
         A checked `Schedule`.
 
     Raises:
-        ValueError: unknown name (with the nearest), a count below 1, no stages, a stage on an IPU that isn't there.
+        ValueError: unknown name (with the nearest), a count below 1, no stages, a stage on an IPU that isn't there, or
+            a placement that "looped" or "zbv" cannot serve.
 
     >>> make("sequential", ipus=4, micro_batches=8).bubble()
     0.75
-    >>> round(make("grouped", ipus=4, micro_batches=8).bubble(), 4)
-    0.2727
+    >>> {name: round(make(name, ipus=4, micro_batches=8).bubble(), 3) for name in ("1f1b", "looped", "zb-h1", "zbv")}
+    {'1f1b': 0.273, 'looped': 0.158, 'zb-h1': 0.111, 'zbv': 0.059}
+    >>> make("looped", ipus=2, micro_batches=3).placement
+    (0, 1, 0, 1)
     """
     check_choice("schedule", name, NAMES)
     check_count("micro_batches", micro_batches)
+    check_count("rounds", rounds)
     if placement is None:
         if ipus is None:
             raise ValueError("give ipus=, placement=, or both")
-        placement = tuple(range(check_count("ipus", ipus)))
+        placement = families.default_placement(name, check_count("ipus", ipus), rounds)
+    placement = tuple(placement)
     if not placement:
         raise ValueError("placement=() has no stages: give at least one")
     if ipus is None:
         ipus = 1 + max((ipu for ipu in placement if ipu is not None), default=0)
-    forward, backward = _first_micro_batch(placement)
-    apart = 1 if name == "grouped" else 1 + backward[0]
-    return Schedule(
-        name=name,
-        placement=placement,
-        ipus=ipus,
-        forward=tuple(tuple(f + apart * m for m in range(micro_batches)) for f in forward),
-        backward=tuple(tuple(b + apart * m for m in range(micro_batches)) for b in backward),
-    )
-
-
-def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
-    """The ticks of F and of B, per stage, of a micro-batch that meets no other: every task as early as can be."""
-    last_local = max((s for s, ipu in enumerate(placement) if ipu is not None), default=-1)
-    forward, backward = [0], [0]
-    for s in range(1, len(placement)):
-        before, here = placement[s - 1], placement[s]
-        # a local stage's result leaves its IPU at the end of phase F: only the head, or the same IPU, sees it that tick
-        stays = before is None or before == here or s > last_local
-        forward.append(forward[-1] + (0 if stays else 1))
-    backward = [forward[-1]] * len(placement)
-    for s in range(len(placement) - 2, -1, -1):
-        here, after = placement[s], placement[s + 1]
-        # a gradient leaves its IPU at the end of phase B, in time for `exit`; what `exit` yields waits a tick
-        stays = here is None or here == after or s + 1 > last_local
-        backward[s] = backward[s + 1] + (0 if stays else 1)
-    return forward, backward
-
-
-def validate(schedule: Schedule) -> None:
-    """Replays a schedule against the clock.
-
-    Checked: the tables' shapes and the placement; each stage's F and B at most once a tick; every dependency in the
-    order of the clock, a message to another IPU being there one tick later; each message consumed before the next one
-    of its boundary arrives; stash slots (micro-batch modulo depth) freed before they are written again.
-
-    Raises:
-        ValueError: the first violation, naming the cell.
-    """
-    s_count, m_count = len(schedule.placement), len(schedule.forward[0]) if schedule.forward else 0
-    if s_count == 0 or m_count == 0:
-        raise ValueError(f"schedule {schedule.name!r} is empty: give at least one stage and one micro-batch")
-    for kind, table in (("forward", schedule.forward), ("backward", schedule.backward)):
-        if len(table) != s_count or any(len(row) != m_count for row in table):
-            raise ValueError(f"schedule {schedule.name!r}: the {kind} table must be {s_count} stages x {m_count} ticks")
-        for stage, row in enumerate(table):
-            if min(row) < 0 or len(set(row)) != m_count:
-                raise ValueError(
-                    f"schedule {schedule.name!r}: stage {stage} has ticks {row} for {kind}: "
-                    "they must be at least 0, and a stage does one micro-batch a tick"
-                )
-    for stage, ipu in enumerate(schedule.placement):
-        if ipu is not None and not 0 <= ipu < schedule.ipus:
-            raise ValueError(
-                f"stage {stage} is on IPU {ipu}, outside the replica: it has IPUs 0 to {schedule.ipus - 1}"
-            )
-    for stage in range(s_count):
-        for microbatch in range(m_count):
-            _check_dependencies(schedule, stage, microbatch)
-        _check_slots(schedule, stage)
-
-
-def _clock(schedule: Schedule, task: Task) -> tuple[int, int, int]:
-    table = schedule.forward if task.kind == "F" else schedule.backward
-    phase, turn, _ = schedule._order(task)
-    return table[task.stage][task.microbatch], phase, turn
-
-
-def _check_dependencies(schedule: Schedule, stage: int, microbatch: int) -> None:
-    last = len(schedule.placement) - 1
-    f, b = Task(stage, "F", microbatch), Task(stage, "B", microbatch)
-    edges = [(f, b)]
-    if stage < last:
-        edges += [(f, Task(stage + 1, "F", microbatch)), (Task(stage + 1, "B", microbatch), b)]
-    for source, target in edges:
-        sent, due = _clock(schedule, source), _clock(schedule, target)
-        here, there = schedule.placement[source.stage], schedule.placement[target.stage]
-        crosses = here is not None and there is not None and here != there
-        if due <= sent or (crosses and due[0] <= sent[0]):
-            why = ": a message between IPUs takes until the next tick" if crosses else ""
-            raise ValueError(
-                f"schedule {schedule.name!r}: {target} in tick {due[0]} needs {source}, "
-                f"which runs in tick {sent[0]}{why}"
-            )
-        following = Task(source.stage, source.kind, microbatch + 1)
-        if source.stage != target.stage and microbatch + 1 < schedule.micro_batches:
-            overwritten = _clock(schedule, following)
-            # a register holds one message: the next F or B of the sender may run only once this one has been used
-            if overwritten <= due and overwritten[0] < due[0]:
-                raise ValueError(
-                    f"schedule {schedule.name!r}: {following} in tick {overwritten[0]} overwrites the message "
-                    f"of {source} before {target} in tick {due[0]} has used it"
-                )
-
-
-def _check_slots(schedule: Schedule, stage: int) -> None:
-    depth = schedule.stash_depth(stage)
-    for microbatch in range(depth, schedule.micro_batches):
-        old = Task(stage, "B", microbatch - depth)
-        new = Task(stage, "F", microbatch)
-        if _clock(schedule, new) <= _clock(schedule, old):
-            raise ValueError(
-                f"schedule {schedule.name!r}: {new} in tick {_clock(schedule, new)[0]} writes stash slot "
-                f"{microbatch % depth} of {depth} before {old} in tick {_clock(schedule, old)[0]} has freed it"
-            )
+    of, forward, backward, weight = families.tables(name, placement, micro_batches)
+    return Schedule(name, placement, ipus, forward, backward, weight, of)

@@ -10,11 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 
+# What a schedule is made of, lowest first.
+SCHEDULE = ("clock", "replay", "simulation", "grid", "families", "schedule")
+
 # Lowest first: a module of ipu_jax imports only those that stand before it. A new module finds its place here.
-LAYERS = ("options", "schedule", "devices", "stage", "packing", "plan", "engine", "pipeline", "reference")
+LAYERS = ("options", *SCHEDULE, "devices", "stage", "halves", "packing", "plan", "engine", "pipeline", "reference")
 
 # They run where jax is not wanted: a picture of a schedule needs no device, and the launcher starts in no time.
-PLAIN = ("schedule", *(path.stem for path in (ROOT / "ipu_jax").glob("poprun.py")))
+PLAIN = (*SCHEDULE, *(path.stem for path in (ROOT / "ipu_jax").glob("poprun.py")))
 
 
 def imported_modules(path: Path, root: Path = ROOT) -> set[str]:
