@@ -144,7 +144,7 @@ class Trainer:
                 f"{pipeline.options.gradient_accumulation}: make both with the same"
             )
         self.pipeline, self.batches, self.learning_rate = pipeline, batches, learning_rate
-        self._updates_per_call = min(check_count("repeat_count", repeat_count), batches.updates_per_epoch)
+        self.updates_per_call = min(check_count("repeat_count", repeat_count), batches.updates_per_epoch)
         self._optimizer = optax.sgd(learning_rate)
         self._everywhere = NamedSharding(pipeline.mesh, PartitionSpec())
         self._program: Any = None
@@ -185,11 +185,11 @@ class Trainer:
         order = self.batches.of_epoch(epoch)[:updates]
         done = epoch * self.batches.updates_per_epoch
         pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
-        for start in range(0, len(order), self._updates_per_call):
-            chunk = order[start : start + self._updates_per_call]
+        for start in range(0, len(order), self.updates_per_call):
+            chunk = order[start : start + self.updates_per_call]
             state, losses = self._program(state, *self._to_ipus(chunk), np.int32(len(chunk)))
             pending.append((losses, len(chunk)))
-            # One call runs, and one waits for it: never more, as many calls with collectives would block each other.
+            # One call runs and one waits for it, and never more: many queued calls with collectives deadlock XLA's CPU.
             while len(pending) > _CALLS_AHEAD:
                 done = self._report(*pending.popleft(), done, on_call)
         while pending:
@@ -220,7 +220,7 @@ class Trainer:
 
     def _to_ipus(self, chunk: npt.NDArray[np.intp]) -> tuple[jax.Array, jax.Array]:
         """Images and labels of up to a call's updates, filled up to a call's with zeros that are never read."""
-        lead = (self._updates_per_call, *self._micro_batches)
+        lead = (self.updates_per_call, *self._micro_batches)
         images = np.zeros((*lead, *self.batches.images.shape[1:]), np.uint8)
         labels = np.zeros(lead, np.uint8)
         images[: len(chunk)], labels[: len(chunk)] = self.batches.images[chunk], self.batches.labels[chunk]
@@ -239,7 +239,7 @@ class Trainer:
             params = optax.apply_updates(state.params, changes)
             return State(params, optimizer), losses.at[i].set(loss)
 
-        return lax.fori_loop(0, count, update, (state, jnp.zeros(self._updates_per_call, jnp.float32)))
+        return lax.fori_loop(0, count, update, (state, jnp.zeros(self.updates_per_call, jnp.float32)))
 
     def _evaluate(self, params: Any, batches: dict[str, jax.Array]) -> jax.Array:
         def count(correct: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -248,7 +248,7 @@ class Trainer:
 
         return lax.scan(count, jnp.int32(0), batches)[0]
 
-    def _report(self, losses: jax.Array, count: int, done: int, on_call: Callable[[Call], None]) -> int:
+    def _report(self, losses: Any, count: int, done: int, on_call: Callable[[Call], None]) -> int:
         """Waits for a call, checks its losses and hands them out; returns how many updates were made with it."""
         while not losses.is_ready():
             time.sleep(_POLL_SECONDS)  # and not in XLA, where Ctrl-C is heard only when the call has ended

@@ -1,11 +1,7 @@
 """The benchmarks' lines and exit status."""
 
-import sys
-from pathlib import Path
-
+import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from figures import Figures, largest_relative_difference, side_by_side
 
 
@@ -49,6 +45,4 @@ def test_side_by_side_runs_each_call_in_every_round():
 
 
 def test_the_difference_is_relative_to_the_leaf():
-    import numpy as np
-
     assert largest_relative_difference([np.array([10.0, 11.0])], [np.array([10.0, 10.0])]) == pytest.approx(0.1)

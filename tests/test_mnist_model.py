@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import ipu_jax
@@ -64,7 +63,7 @@ def test_weights_have_the_networks_shapes_and_scales():
     assert float(params["mlp"]["hidden"]["w"].std()) == pytest.approx((2 / 784) ** 0.5, rel=0.01)
     assert float(params["mlp"]["features"]["w"].std()) == pytest.approx((2 / 2560) ** 0.5, rel=0.01)
     assert float(params["classifier"]["w"].std()) == pytest.approx((1 / 1280) ** 0.5, rel=0.05)
-    assert not any(params[name]["b"].any() for name in ("classifier",))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(params) if leaf.ndim == 1)
 
 
 def test_the_seed_makes_the_weights():
@@ -90,8 +89,10 @@ def test_loss_and_correct_are_the_dense_programs(mode, ipus, params, batch):
     np.testing.assert_array_equal(aux["correct"], (predictions == batch["labels"]).sum(-1))
 
 
-@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 2), ("concurrent", 4)])
-@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+@pytest.mark.parametrize(
+    ("mode", "ipus", "schedule"),
+    [("basic", 2, "grouped"), ("concurrent", 2, "grouped"), ("concurrent", 4, "grouped"), ("basic", 2, "sequential")],
+)
 def test_gradients_are_the_unsharded_programs(mode, ipus, schedule, params, batch):
     pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M, schedule=schedule)
     report = ipu_jax.verify(pipeline, pipeline.shard(params), batch)
@@ -163,34 +164,25 @@ def test_images_may_be_bytes_or_floats(params, batch):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", ["basic", "concurrent"])
-def test_a_precision_is_what_it_says(mode, precision, params, batch):
-    pipeline = make_pipeline(mode, gradient_accumulation=M, precision=precision)
+def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
     stored = jax.tree.map(lambda p: p.astype(weights_dtype(precision)), params)
-    (loss, _), gradients = pipeline.value_and_grad(pipeline.shard(stored), batch)
-    assert loss.dtype == jnp.float32
-    # updates are made in the dtype that is stored
-    expected = jnp.bfloat16 if precision == "16.16" else jnp.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(expected)}
     exact = dense_loss(params, batch)
-    error = abs(float(loss) - exact) / exact
-    # operations in bfloat16 are near, but they are not float32
-    assert error < 1e-6 if precision == "32.32" else 1e-6 < error < 1e-2
-
-
-@pytest.mark.parametrize("precision", ["16.16", "16.32"])
-def test_both_modes_compute_alike_in_bfloat16(precision, params, batch):
-    stored = jax.tree.map(lambda p: p.astype(weights_dtype(precision)), params)
     found = []
     for mode in ("basic", "concurrent"):
         pipeline = make_pipeline(mode, gradient_accumulation=M, precision=precision)
         (loss, _), gradients = pipeline.value_and_grad(pipeline.shard(stored), batch)
-        found.append((float(loss), pipeline.unshard(gradients)))
-    (basic_loss, basic), (concurrent_loss, concurrent) = found
-    assert basic_loss == pytest.approx(concurrent_loss, rel=1e-3)
-    for a, b in zip(jax.tree.leaves(basic), jax.tree.leaves(concurrent), strict=True):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        assert float(optax.tree.norm(a - b) / optax.tree.norm(a)) < 0.02
+        assert loss.dtype == jnp.float32
+        # updates are made in the dtype that is stored
+        expected = jnp.bfloat16 if precision == "16.16" else jnp.float32
+        assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(expected)}
+        # operations in bfloat16 come near, but they are not float32
+        error = abs(float(loss) - exact) / exact
+        assert error < 1e-6 if precision == "32.32" else 1e-6 < error < 1e-2
+        found.append(pipeline.unshard(gradients))
+    for basic, concurrent in zip(*map(jax.tree.leaves, found), strict=True):
+        basic, concurrent = np.asarray(basic, np.float32), np.asarray(concurrent, np.float32)
+        apart = np.linalg.norm(basic - concurrent) / np.linalg.norm(basic)
+        assert apart < (1e-6 if precision == "32.32" else 0.02)
 
 
 # bad input

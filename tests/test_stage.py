@@ -490,6 +490,22 @@ def test_a_concurrent_stage_may_communicate():
     assert traced(lambda p, x, mb: lax.psum(mb @ p, "ipu"), ipu=ALL_IPUS)[0].shape == ()
 
 
+@pytest.mark.xfail(strict=True, reason="the branches of a concurrent stage are not looked at: it waits for ever")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, x, mb: lax.cond(lax.axis_index("ipu") == 0, lambda y: lax.psum(y, "ipu"), lambda y: y, mb @ p),
+        lambda p, x, mb: lax.stop_gradient(
+            lax.fori_loop(0, lax.axis_index("ipu"), lambda _, y: lax.psum(y, "ipu"), mb @ p)
+        ),
+    ],
+    ids=["cond", "while"],
+)
+def test_a_collective_in_a_branch_that_only_some_ipus_take_is_refused(fn):
+    with pytest.raises(ValueError, match=r"^stage 'body' "):
+        traced(fn, ipu=ALL_IPUS)
+
+
 LAST = {
     "a vector": (lambda p, x, mb: x.mean(0), f"float32[{E}]"),
     "an int": (lambda p, x, mb: x.sum().astype(jnp.int32), "int32[]"),
