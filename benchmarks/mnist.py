@@ -1,13 +1,15 @@
 """Unlike stages: what does pipelining MNIST's MLP and classifier over 2 virtual IPUs cost?
 
-One weight update of the MNIST example in both modes, against the same model unsharded (a jitted scan over micro-batches,
-plain jnp and optax), at micro-batches of 64 and of 8 images. The MLP is 400 times the classifier, so two IPUs cannot be
-faster than one that has both cores: the figures say what is lost, and the CPU work says what is computed besides.
+One weight update of the MNIST example in both modes, against the same model unsharded (a jitted scan over
+micro-batches, plain jnp and optax), at micro-batches of 64 and of 8 images. The MLP is 400 times the classifier, so two
+IPUs cannot be faster than one that has both cores: the figures say what is lost, and the CPU work says what is computed
+besides.
 
     python benchmarks/mnist.py [--check]
 """
 
 import sys
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import configure
-from mnist_example.model import init_params, make_pipeline
+from mnist_example.model import MODES, init_params, make_pipeline
 
 # micro-batch, micro-batches an update, the most CPU work over the unsharded program's
 SIZES = ((64, 16, 1.10), (8, 84, 1.15))
@@ -51,13 +53,13 @@ def main() -> int:
             "images": jax.random.randint(keys[0], (count, rows, 28, 28), 0, 256).astype(jnp.uint8),
             "labels": jax.random.randint(keys[1], (count, rows), 0, 10),
         }
-        calls, modes = [lambda batch=batch: unsharded(params, batch)], ("basic", "concurrent")
-        for mode in modes:
+        calls = [partial(unsharded, params, batch)]
+        for mode in MODES:
             pipeline = make_pipeline(mode, gradient_accumulation=count)
-            sharded, spread = pipeline.shard(params), jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
-            calls.append(lambda p=pipeline, w=sharded, b=spread: p.value_and_grad(w, b))
+            spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+            calls.append(partial(pipeline.value_and_grad, pipeline.shard(params), spread))
         dense, *pipelined = side_by_side(*calls)
-        for mode, cost in zip(modes, pipelined, strict=True):
+        for mode, cost in zip(MODES, pipelined, strict=True):
             where = f"{mode}, micro-batch {rows}, M={count}"
             figures.add(f"images/s / unsharded on both cores, {where}", dense.wall / cost.wall)
             figures.add(f"CPU work / unsharded, {where}", cost.cpu / dense.cpu, most_cpu)

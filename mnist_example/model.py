@@ -1,0 +1,217 @@
+"""The handwritten digits network, whole on two IPUs or with its classifier split over all of them.
+
+A 784-2560-1280-10 MLP, relu between the layers and a bias in each. The same weights serve both modes:
+
+    basic         IPU0   images -> MLP \\
+                  IPU1                  -> classifier -- softmax cross-entropy -> loss
+
+    concurrent    IPU0   images -> MLP \\ -> classifier (classes 0-4) -- softmax cross-entropy \\
+                  IPU1                  \\-> classifier (classes 5-9) -- softmax cross-entropy  -> loss
+
+In concurrent mode every IPU holds its columns of the classifier's weight and of its bias, and the softmax is told how
+many classes are real: 10 classes on 4 IPUs are 3, 3, 3 and 1, and the 2 that fill up the last shard never count.
+
+A micro-batch is `{"images": (B, 28, 28), "labels": (B,)}`: images uint8 of 0 to 255, or floating of 0 to 1; labels of
+any integer dtype. A label outside 0 to 9 is no example at all: its loss is zero, and it is never correct. (That is how
+the last batch of an evaluation is filled up.)
+
+Dims: B images of a micro-batch, P pixels, H hidden, D features that the classifier reads, C classes (c of them here).
+"""
+
+import functools
+from typing import Any, Final, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+import sharded_ops
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.devices import IPU_AXIS
+from ipu_jax.options import Reduction, check_choice, check_count
+
+PIXELS: Final = 28 * 28
+HIDDEN: Final = 2560
+FEATURES: Final = 1280
+CLASSES: Final = 10
+
+Mode = Literal["basic", "concurrent"]
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+
+Precision = Literal["16.16", "16.32", "32.32"]
+PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
+
+_StageFn = Any  # a function of (params, x, microbatch); the types of x differ from stage to stage
+
+
+def weights_dtype(precision: Precision) -> DTypeLike:
+    """The dtype in which weights are stored: bfloat16 for "16.16", else float32.
+
+    A precision is named as in PopTorch's examples, operations before the point and stored weights behind it; the 16-bit
+    type is bfloat16. Under each the loss is computed, and gradients over micro-batches are added up, in float32.
+
+        "32.32"   all is float32
+        "16.32"   stages cast their float32 weights, and compute, in bfloat16; updates are made in float32
+        "16.16"   weights are bfloat16 too: half the memory, but an update below 1/256 of a weight may be rounded away
+    """
+    return jnp.float32 if precision.endswith(".32") else jnp.bfloat16
+
+
+def _operations_dtype(precision: Precision) -> DTypeLike:
+    return jnp.float32 if precision.startswith("32.") else jnp.bfloat16
+
+
+def init_params(seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+    """Random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
+
+    He's normal initialisation before a relu, LeCun's for the classifier, zero biases. They are drawn in float32 and
+    rounded to `dtype`, so that precisions start from the same point too.
+
+    Args:
+        seed: the same seed gives the same weights.
+        dtype: of the leaves; `weights_dtype(precision)`.
+
+    Returns:
+        `{"mlp": {"hidden": {"w": (P, H), "b": (H,)}, "features": {"w": (H, D), "b": (D,)}},
+        "classifier": {"w": (D, C), "b": (C,)}}`.
+
+    >>> jax.tree.map(jnp.shape, init_params(0)["classifier"])
+    {'b': (10,), 'w': (1280, 10)}
+    """
+    he, lecun = jax.nn.initializers.he_normal(), jax.nn.initializers.lecun_normal()
+    keys = jax.random.split(jax.random.key(seed), 3)
+
+    def layer(key: jax.Array, init: jax.nn.initializers.Initializer, rows: int, columns: int) -> dict[str, jax.Array]:
+        return {"w": init(key, (rows, columns), jnp.float32).astype(dtype), "b": jnp.zeros(columns, dtype)}
+
+    return {
+        "mlp": {"hidden": layer(keys[0], he, PIXELS, HIDDEN), "features": layer(keys[1], he, HIDDEN, FEATURES)},
+        "classifier": layer(keys[2], lecun, FEATURES, CLASSES),
+    }
+
+
+def check_ipus(mode: Mode, ipus: int) -> None:
+    """Refuses a number of IPUs that the mode cannot use, however many there are.
+
+    Raises:
+        ValueError: an unknown mode, a number below 1, not 2 in basic mode, or more than there are classes to split.
+    """
+    check_choice("mode", mode, MODES)
+    check_count("ipus", ipus)
+    if mode == "basic" and ipus != 2:
+        raise ValueError(f"ipus={ipus}, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode")
+    if ipus > CLASSES:
+        raise ValueError(f"ipus={ipus}, but there are {CLASSES} classes to split: use {CLASSES} IPUs at most")
+
+
+def make_pipeline(
+    mode: Mode,
+    *,
+    ipus: int = 2,
+    gradient_accumulation: int = 84,
+    schedule: str = "grouped",
+    reduction: Reduction = "sum",
+    precision: Precision = "32.32",
+) -> Pipeline:
+    """The network as a pipeline on one replica, over the first `ipus` devices.
+
+    The loss is the mean over the micro-batches; aux is `{"correct": (M,) int32}`, how many images of each micro-batch
+    have their label as the (first) largest logit.
+
+    Args:
+        mode: "basic" or "concurrent", as drawn at the top of this file.
+        ipus: IPUs of the replica; basic mode takes 2, concurrent mode 1 to 10.
+        gradient_accumulation: M, the micro-batches of one weight update.
+        schedule: "grouped" or "sequential".
+        reduction: gradients are the "sum" or the "mean" over the micro-batches.
+        precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision)`.
+
+    Raises:
+        ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
+    """
+    check_ipus(mode, ipus)
+    check_choice("precision", precision, PRECISIONS)
+    dtype = _operations_dtype(precision)
+    mlp = Stage(functools.partial(_mlp, dtype), params="mlp", ipu=0)
+    classifier = functools.partial(_classifier, dtype)
+    if mode == "basic":
+        stages = [
+            mlp,
+            Stage(classifier, params="classifier", ipu=1),
+            Stage(_cross_entropy, ipu=1, name="cross-entropy"),
+        ]
+        specs = {}
+    else:
+        sharded_classifier = functools.partial(_sharded_classifier, dtype)
+        stages = [
+            mlp,
+            Stage(sharded_classifier, params="classifier", ipu=ALL_IPUS, reference=classifier),
+            Stage(_sharded_cross_entropy, ipu=ALL_IPUS, reference=_cross_entropy, name="cross-entropy"),
+        ]
+        specs = {"classifier": {"w": PartitionSpec(None, IPU_AXIS), "b": PartitionSpec(IPU_AXIS)}}
+    return Pipeline(
+        stages,
+        mesh=make_mesh(1, ipus),
+        schedule=schedule,
+        gradient_accumulation=gradient_accumulation,
+        reduction=reduction,
+        specs=specs,
+    )
+
+
+def _mlp(dtype: DTypeLike, params: Any, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:
+    images = microbatch["images"]
+    x_BP = images.reshape(len(images), PIXELS).astype(dtype)
+    if images.dtype == jnp.uint8:
+        x_BP = x_BP / 255
+    h_BH = jax.nn.relu(_dense(dtype, params["hidden"], x_BP))
+    return jax.nn.relu(_dense(dtype, params["features"], h_BH))
+
+
+def _dense(dtype: DTypeLike, layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return x @ layer["w"].astype(dtype) + layer["b"].astype(dtype)
+
+
+def _classifier(dtype: DTypeLike, params: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
+    return _dense(dtype, params, x_BD)
+
+
+def _cross_entropy(params: None, logits_BC: jax.Array, microbatch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    labels_B = microbatch["labels"].astype(jnp.int32)
+    is_example_B = (labels_B >= 0) & (labels_B < CLASSES)
+    losses_B = optax.softmax_cross_entropy_with_integer_labels(
+        logits_BC.astype(jnp.float32), jnp.where(is_example_B, labels_B, 0)
+    )
+    loss = jnp.where(is_example_B, losses_B, 0).mean()
+    return loss, {"correct": jnp.sum(jnp.argmax(logits_BC, axis=-1) == labels_B)}
+
+
+def _sharded_classifier(dtype: DTypeLike, params: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
+    # Weight and bias of the columns that pad a shard are zero, and so are these logits; the loss never reads them.
+    return sharded_ops.matmul(x_BD, params["w"].astype(dtype)) + params["b"].astype(dtype)
+
+
+def _sharded_cross_entropy(
+    params: None, logits_Bc: jax.Array, microbatch: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    labels_B = microbatch["labels"].astype(jnp.int32)
+    losses_B = sharded_ops.log_softmax_cross_entropy(logits_Bc, labels_B, size=CLASSES)
+    predictions_B = _sharded_argmax(lax.stop_gradient(logits_Bc))
+    return losses_B.mean(), {"correct": jnp.sum(predictions_B == labels_B)}
+
+
+def _sharded_argmax(logits_Bc: jax.Array) -> jax.Array:
+    """The class with the largest logit, the first of equal ones as in `jnp.argmax`: (B,), the same on all IPUs.
+
+    Communicates one all-gather of 2 floats an image: each IPU's largest logit and its class.
+    """
+    split = sharded_ops.Split(CLASSES, lax.axis_size(IPU_AXIS))
+    classes_c = split.offset(lax.axis_index(IPU_AXIS)) + jnp.arange(split.local)
+    real_Bc = jnp.where(classes_c < CLASSES, logits_Bc.astype(jnp.float32), -jnp.inf)
+    best_B = classes_c[jnp.argmax(real_Bc, axis=-1)]
+    # n IPUs, in the order of their classes
+    tops_nB, classes_nB = jnp.moveaxis(lax.all_gather(jnp.stack([real_Bc.max(axis=-1), best_B]), IPU_AXIS), 1, 0)
+    return jnp.take_along_axis(classes_nB, jnp.argmax(tops_nB, axis=0)[None], axis=0)[0].astype(jnp.int32)

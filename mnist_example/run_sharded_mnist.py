@@ -1,0 +1,342 @@
+"""Trains the handwritten digits network as a pipeline over virtual IPUs: the `run-sharded-mnist` command.
+
+    run-sharded-mnist --pipeline-mode basic
+    run-sharded-mnist --pipeline-mode concurrent --ipus 4
+    run-sharded-mnist --compare --plot losses.png
+
+Exit status: 0 after training, 1 when it diverged, 2 for bad input (before anything is compiled), 130 after Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ipu_jax import configure
+from ipu_jax.options import REDUCTIONS, check_choice
+from ipu_jax.schedule import NAMES as SCHEDULES
+from mnist_example.data import MNIST, load_mnist, synthetic_mnist
+from mnist_example.model import MODES, PRECISIONS, Mode, check_ipus, init_params, make_pipeline, weights_dtype
+from mnist_example.train import Batches, Call, DivergedError, Trainer
+
+_Losses = npt.NDArray[np.floating]
+_Value = TypeVar("_Value")
+
+# So long the losses of the two modes agree closely; what rounding adds grows with every update.
+_FIRST_UPDATES = 50
+
+_PICTURE = Path("mnist-losses.png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        try:
+            _check(args)
+            data = synthetic_mnist(args.seed) if args.synthetic_data else load_mnist(args.data_dir)
+            trainers = _make_trainers(args, data)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+        losses: dict[Mode, _Losses] = {mode: _train(args, mode, trainer, data) for mode, trainer in trainers.items()}
+        if args.compare:
+            _compare(losses, args.plot or _PICTURE)
+    except DivergedError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if argv is None:
+            # An ordinary exit of the process waits for the device call in flight, which may take minutes.
+            sys.stdout.flush()
+            os._exit(130)
+        return 130
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage that argparse puts before it."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _number(kind: Callable[[str], _Value], accept: Callable[[_Value], bool], rule: str) -> Callable[[str], _Value]:
+    """An argparse type: a number that `accept` takes."""
+
+    def of_text(text: str) -> _Value:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if accept(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {rule}")
+
+    return of_text
+
+
+_count = _number(int, lambda n: n >= 1, "a count: give a whole number of at least 1")
+_positive = _number(float, lambda x: 0 < x < math.inf, "a positive number: give one such as 0.01")
+_seed = _number(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number from 0 to 4294967295")
+
+
+def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
+    """An argparse type: one of `choices`, in any case of letters (TensorFlow for the IPU wrote "Grouped")."""
+
+    def of_text(text: str) -> str:
+        try:
+            return check_choice(name, text.lower(), choices)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return of_text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="run-sharded-mnist",
+        description="Trains a 784-2560-1280-10 network on handwritten digits, as a pipeline over virtual IPUs.",
+        epilog="Gradients are summed over the accumulation unless you say --reduction mean: an update is learning-rate "
+        "times gradient-accumulation-count times the mean gradient.",
+        allow_abbrev=False,
+    )
+    braces = lambda names: "{" + ",".join(names) + "}"  # noqa: E731
+    add = parser.add_argument
+    add(
+        "--pipeline-mode",
+        type=_one_of("mode", MODES),
+        metavar=braces(MODES),
+        help="basic: MLP on IPU 0, classifier and loss on IPU 1. concurrent: MLP on IPU 0, classifier and loss "
+        "tensor-parallel on all IPUs. Required, unless --compare runs both",
+    )
+    add(
+        "--compare",
+        action="store_true",
+        help="train in both modes, from the same weights on the same batches, and draw their losses",
+    )
+    add("--plot", type=Path, metavar="FILE.png", help=f"where --compare draws (default: {_PICTURE})")
+    add("--ipus", type=_count, default=2, metavar="N", help="IPUs; basic mode takes 2 (default: %(default)s)")
+
+    training = parser.add_argument_group("training")
+    add = training.add_argument
+    add("--epochs", type=_positive, default=3.0, metavar="X", help="epochs, also part of one (default: %(default)g)")
+    add("--learning-rate", type=_positive, default=0.01, metavar="X", help="of plain SGD (default: %(default)s)")
+    add("--batch-size", type=_count, default=8, metavar="N", help="images of a micro-batch (default: %(default)s)")
+    add(
+        "--gradient-accumulation-count",
+        type=_count,
+        default=84,
+        metavar="N",
+        help="micro-batches of a weight update (default: %(default)s)",
+    )
+    add(
+        "--reduction",
+        type=_one_of("reduction", REDUCTIONS),
+        default="sum",
+        metavar=braces(REDUCTIONS),
+        help="of the gradients over the accumulation (default: %(default)s)",
+    )
+    add("--seed", type=_seed, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
+    add(
+        "--shuffle",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a new order of the images in each epoch (default: --shuffle)",
+    )
+    add(
+        "--precision",
+        type=_one_of("precision", PRECISIONS),
+        default="32.32",
+        metavar=braces(PRECISIONS),
+        help="bits of the operations, and of the stored weights; 16 is bfloat16 (default: %(default)s)",
+    )
+
+    running = parser.add_argument_group("running")
+    add = running.add_argument
+    add(
+        "--pipeline-schedule",
+        type=_one_of("schedule", SCHEDULES),
+        default="grouped",
+        metavar=braces(SCHEDULES),
+        help="grouped: IPUs work on different micro-batches at once. sequential: one IPU works at a time "
+        "(default: %(default)s)",
+    )
+    add(
+        "--repeat-count",
+        type=_count,
+        default=100,
+        metavar="N",
+        help="weight updates in one device call, after which a line is printed; a call ends with its epoch "
+        "(default: %(default)s)",
+    )
+    add("--run-single-step", action="store_true", help="stop after one weight update, to see that all works")
+    add("--no-progress", action="store_true", help="no progress bar; there is one on a terminal only, anyway")
+
+    source = parser.add_argument_group("data").add_mutually_exclusive_group()
+    source.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="with MNIST's four IDX files (default: $MNIST_DIR, else they are downloaded)",
+    )
+    source.add_argument("--synthetic-data", action="store_true", help="random images, to measure speed without data")
+
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What no flag shows by itself.
+
+    Raises:
+        ValueError: flags that don't go together, or a picture that could not be drawn.
+    """
+    if args.pipeline_mode is None and not args.compare:
+        raise ValueError("--pipeline-mode is required: basic or concurrent; or --compare for both")
+    if args.plot is not None and not args.compare:
+        raise ValueError("--plot draws what --compare measures: give both, or neither")
+    if not args.compare:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--compare draws with matplotlib, which is not installed: pip install 'ipu-jax[plots]'")
+    picture: Path = args.plot or _PICTURE
+    if picture.suffix.lower() != ".png":
+        raise ValueError(f"--plot {picture} is no PNG file: give a name that ends in .png")
+    if not picture.parent.is_dir():
+        raise ValueError(f"--plot {picture}: there is no folder {picture.parent}")
+
+
+def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]:
+    """Builds everything, so that all that can be wrong with the flags shows; compiles nothing."""
+    modes: list[Mode] = [args.pipeline_mode]
+    if args.compare:
+        # the mode that was asked for first, and the other one
+        modes = sorted(MODES, key=lambda mode: mode != args.pipeline_mode)
+    # When both run, --ipus speaks of the concurrent one: the basic mode takes 2.
+    ipus: dict[Mode, int] = {mode: 2 if args.compare and mode == "basic" else args.ipus for mode in modes}
+    for mode, count in ipus.items():
+        check_ipus(mode, count)
+    batches = Batches(
+        data.train_images,
+        data.train_labels,
+        batch_size=args.batch_size,
+        gradient_accumulation=args.gradient_accumulation_count,
+        shuffle=args.shuffle,
+        seed=args.seed,
+    )
+    configure(max(ipus.values()))
+    return {
+        mode: Trainer(
+            make_pipeline(
+                mode,
+                ipus=ipus[mode],
+                gradient_accumulation=args.gradient_accumulation_count,
+                schedule=args.pipeline_schedule,
+                reduction=args.reduction,
+                precision=args.precision,
+            ),
+            batches,
+            learning_rate=args.learning_rate,
+            repeat_count=1 if args.run_single_step else args.repeat_count,
+        )
+        for mode in modes
+    }
+
+
+def _train(args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST) -> _Losses:
+    """One run, with its lines; returns the loss of every update."""
+    pipeline, batches = trainer.pipeline, trainer.batches
+    per_epoch = batches.updates_per_epoch
+    total = 1 if args.run_single_step else max(1, round(args.epochs * per_epoch))
+    _say(
+        f"{mode} pipeline on {pipeline.ipus} IPUs, {pipeline.schedule.name}; {data.source}: {per_epoch} updates an "
+        f"epoch, each of {args.gradient_accumulation_count} micro-batches of {args.batch_size}"
+    )
+    state = trainer.init(init_params(args.seed, weights_dtype(args.precision)))
+    _say(f"Compiled in {trainer.compile(state):.1f} s")
+
+    losses: list[_Losses] = []
+    seconds = 0.0
+    accuracy = 0.0
+    with _progress_bar(shown=sys.stdout.isatty() and not args.no_progress) as progress:
+        bar = progress.add_task(mode, total=total)
+
+        def on_call(call: Call) -> None:
+            losses.append(call.losses)
+            _say(f"Epoch {call.epoch:.1f}, Mean loss: {call.losses.mean():.3f}")
+            progress.update(bar, completed=call.updates)
+
+        for epoch in range(-(-total // per_epoch)):
+            updates = min(per_epoch, total - epoch * per_epoch)
+            start = time.perf_counter()
+            state = trainer.run_epoch(state, epoch, updates=updates, on_call=on_call)
+            seconds += time.perf_counter() - start
+            accuracy = trainer.accuracy(state, data.test_images, data.test_labels)
+            _say(f"Epoch {epoch + updates / per_epoch:.1f}, Test accuracy: {accuracy:.2%}")
+    images = total * batches.images_per_update
+    _say(f"Test accuracy: {accuracy:.2%} after {images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
+    return np.concatenate(losses)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _progress_bar(*, shown: bool) -> Progress:
+    """A bar below the lines that are printed while it stands; nothing at all unless `shown`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("updates"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(), disable=not shown, transient=True)
+
+
+def _compare(losses: dict[Mode, _Losses], path: Path) -> None:
+    basic, concurrent = losses["basic"], losses["concurrent"]
+    difference = np.abs(concurrent - basic) / basic
+    first = difference[:_FIRST_UPDATES]
+    _say(
+        f"Largest relative difference of the losses: {first.max():.1e} over the first {len(first)} updates, "
+        f"{difference.max():.1e} over all {len(difference)}"
+    )
+    _draw(basic, concurrent, difference, path)
+    _say(f"Picture: {path}")
+
+
+def _draw(basic: _Losses, concurrent: _Losses, difference: _Losses, path: Path) -> None:
+    """Both curves above, one thick and one dashed, since they lie on one another; below, how far apart they are."""
+    from matplotlib.figure import Figure  # an extra, and slow to import
+    from matplotlib.ticker import MaxNLocator
+
+    updates = np.arange(1, len(basic) + 1)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, differences = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    mark = "o" if len(basic) == 1 else ""  # one point makes no line
+    curves.plot(updates, basic, color="#9ecae1", linewidth=5, marker=mark, markersize=12, label="basic")
+    curves.plot(updates, concurrent, color="#d94801", linewidth=1.3, linestyle="--", marker=mark, label="concurrent")
+    curves.set_ylabel("mean loss of an update")
+    curves.set_title("Basic and concurrent pipeline: same weights, same batches")
+    curves.legend()
+    differences.semilogy(updates, np.maximum(difference, 1e-9), color="#636363", linewidth=1, marker=mark)
+    differences.set_ylabel("relative difference")
+    differences.set_xlabel("weight updates")
+    differences.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

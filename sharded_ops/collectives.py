@@ -1,0 +1,173 @@
+"""Moving whole values between the IPUs of a mesh axis, each function with its transpose said.
+
+                      forward                              backward (its transpose)
+    to_all            the owner's value to all IPUs        sum of all cotangents, to the owner only
+    from_all          shards of a dim, gathered on all     sum of all cotangents, to each its own slice
+    reduce_to_all     sum over the IPUs, on all            sum of all cotangents, to all
+
+What "the sum of all cotangents" is depends on how the enclosing `shard_map` was made; JAX has a convention for each.
+
+`check_vma=True` (the default): types say which values vary over an axis. What is the same on all IPUs is *typed* so,
+may leave with `out_specs=P()`, and has one cotangent, already summed. Gradients are the dense program's, whether
+`jax.grad` stands inside the `shard_map` or outside.
+
+`check_vma=False`: types say nothing. What is differentiated is the sum over the IPUs of what each of them returns, so
+every IPU holds a *part* of each cotangent. `jax.grad` outside the `shard_map` takes care of that: it hands each IPU 1/n
+of a replicated output's cotangent and sums what comes back for a replicated input. A `jax.vjp` inside must do the same
+itself: seed each IPU with cotangent/n, and `psum` the gradients of inputs that all IPUs hold.
+
+The ops of this package hold to that in both, because they are made of plain `lax` collectives of the right kind. The
+functions at the end of this file tell the two apart.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from sharded_ops.layout import axis_size, check_shard, split_over
+
+
+def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
+    """Gives every IPU of the axis the value that one of them, the owner, holds.
+
+    What the other IPUs hold in `x` is not read, be it NaN, and its gradient is zero.
+
+    Forward: one all-reduce of `x` over `axis`. Backward: under check_vma=True nothing, as the cotangent is summed
+    already; under check_vma=False one all-reduce.
+
+    Args:
+        x: any shape and dtype, the same shape on each IPU.
+        owner: the owner's index on the axis: an int, or an int32 scalar that is the same on all IPUs. A traced owner
+            cannot be checked; where it names no IPU, the result is zero.
+        axis: the mesh axis.
+
+    Returns:
+        As `x`, the same on all IPUs.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, or `owner` names no IPU of it or differs between IPUs.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0])  # IPU 0 holds 1, IPU 1 holds 2
+        >>> op = partial(to_all, owner=1)
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
+        [2.]
+    """
+    parts = axis_size(axis)
+    if isinstance(owner, int) and not 0 <= owner < parts:
+        raise ValueError(f"owner={owner} names no IPU of axis {axis!r}, which has {parts}: give 0 to {parts - 1}")
+    check_same_on_all("owner", owner, axis)
+    # The sum of one value and zeros is exact in any dtype; of bools it is an int.
+    return lax.psum(jnp.where(lax.axis_index(axis) == owner, x, jnp.zeros_like(x)), axis).astype(x.dtype)
+
+
+def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.Array:
+    """Gathers the shards of a split dim, so that every IPU holds the whole array without its padding.
+
+    Forward: one all-gather of `x_shard` over `axis`. Backward: under check_vma=True nothing, each IPU cuts its slice
+    out of the summed cotangent; under check_vma=False one reduce-scatter.
+
+    Args:
+        x_shard: (.., padded, ..) globally; each IPU holds (.., ceil(size/n), ..). Any dtype. Padding is dropped unread,
+            and its gradient is zero.
+        dim: the dim that is split; negative ones count from the end.
+        size: its rows without padding.
+        axis: the mesh axis.
+
+    Returns:
+        (.., size, ..), the same on all IPUs.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or the shard does not fit `size`.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0, 3.0, 9.0])  # 3 rows and one of padding
+        >>> op = partial(from_all, dim=0, size=3)
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
+        [1. 2. 3.]
+    """
+    split = split_over(size, axis)
+    check_shard("x_shard", x_shard, dim, split, axis)
+    return split.unpad(gather_to_all(x_shard, axis, dim % x_shard.ndim, tiled=True), dim)
+
+
+def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
+    """Sums a partial value over the IPUs of the axis, so that every IPU holds the sum.
+
+    Forward: one all-reduce of `x` over `axis`, in the dtype of `x`. Backward: under check_vma=True nothing; under
+    check_vma=False one all-reduce.
+
+    Args:
+        x: any shape and number dtype: this IPU's part of the sum.
+        axis: the mesh axis.
+
+    Returns:
+        As `x`, the same on all IPUs.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's; or `x` is typed the same on all of several IPUs, and so is
+            no part of a sum: adding it up would give n times too much.
+
+    Example:
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0])
+        >>> print(jax.jit(jax.shard_map(reduce_to_all, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
+        [3.]
+    """
+    parts = axis_size(axis)
+    if parts > 1 and is_typed(axis) and axis not in varying_axes(x):
+        raise ValueError(
+            f"x of shape {x.shape} is the same on all {parts} IPUs of axis {axis!r}, so it is no part of a sum over "
+            f"them: use it as it is, or lax.pcast(x, {axis!r}, to='varying') if each IPU does add the same"
+        )
+    return lax.psum(x, axis)
+
+
+def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False) -> jax.Array:
+    """`lax.all_gather`, typed the same on all IPUs where types are checked, and with the right transpose in both.
+
+    Forward: one all-gather. Backward: under check_vma=True nothing; under check_vma=False one reduce-scatter.
+    """
+    return lax.all_gather(x, axis, axis=dim, tiled=tiled, to="invarying" if is_typed(axis) else "varying")
+
+
+def is_typed(axis: str) -> bool:
+    """Whether the enclosing `shard_map` has check_vma=True, so that types say what varies over `axis`.
+
+    What every IPU computes for itself, its index, is typed varying in just that case, whatever the ops' inputs are.
+    """
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which `x` varies by its type; empty under check_vma=False."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """`x` typed as varying over these axes as well. Backward: a psum over each axis that was added."""
+    missing = axes - varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
+    """Refuses a value that by its type differs between the IPUs of `axis`, where the op needs one value for all.
+
+    Under check_vma=False types say nothing, and nothing is refused.
+
+    Raises:
+        ValueError: names the value, and how to bring it to all IPUs.
+    """
+    if isinstance(x, jax.Array) and axis in varying_axes(x):
+        raise ValueError(
+            f"{name} varies over axis {axis!r}, but must be the same on all its IPUs: bring it in with in_specs that "
+            f"don't name {axis!r}, or use to_all or from_all on it first"
+        )

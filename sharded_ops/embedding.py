@@ -1,0 +1,102 @@
+"""Lookups in a dim that is split over the IPUs of a mesh axis: rows of a table, and entries of the last dim.
+
+Every IPU looks up what it holds and zero for the rest; one all-reduce puts the answers together. As all addends but one
+are zero, the sum is exact in any dtype. Each IPU's gradient is a scatter into its own shard, and needs nobody else.
+
+    ids             0  4  9                         table rows     IPU 0: 0 1 2 3 4     IPU 1: 5 6 7 8 9
+    IPU 0 finds     a  b  0
+    IPU 1 finds     0  0  c
+    sum, on all     a  b  c
+
+An index that no IPU holds (negative, or not below `size`) finds zero everywhere and touches no gradient. Padding is
+never read: what an IPU does not hold is looked up out of bounds.
+
+Dims: V rows of the table, D features; n IPUs.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from sharded_ops.collectives import check_same_on_all, reduce_to_all
+from sharded_ops.layout import as_int32, check_one_per_row, check_shard, local_rows, split_over
+
+
+def embedding(table: jax.Array, ids: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
+    """Looks up rows of a table that is split by rows over the IPUs of `axis`.
+
+    Forward: one all-reduce of the result, (ids.., D). Backward: under check_vma=True nothing; under check_vma=False one
+    all-reduce of its cotangent.
+
+    Args:
+        table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D).
+        ids: any shape and integer dtype, the same on all IPUs. An id outside [0, size), negative ones included, gives a
+            row of zeros and no gradient.
+        size: V, without padding. Padding is never read, and its gradient is zero.
+        axis: the mesh axis.
+
+    Returns:
+        (ids.., D) in the dtype of `table`, the same on all IPUs.
+
+    Raises:
+        ValueError: `ids` are not integers or differ between IPUs, `table` has not 2 dims or its shard does not fit
+            `size`, or `axis` is not the enclosing shard_map's.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> table_VD = jnp.array([[0.0], [10.0], [20.0], [30.0]])
+        >>> op = partial(embedding, size=4)
+        >>> lookup = jax.shard_map(op, mesh=mesh, in_specs=(P("ipu", None), P()), out_specs=P())
+        >>> print(jax.jit(lookup)(table_VD, jnp.array([3, 1, -1])).ravel())
+        [30. 10.  0.]
+    """
+    split = split_over(size, axis)
+    if table.ndim != 2:
+        raise ValueError(f"table has shape {table.shape} on each IPU, but must have 2 dims: reshape it to (rows, D)")
+    check_shard("table", table, 0, split, axis)
+    check_same_on_all("ids", ids, axis)
+    rows = local_rows(as_int32("ids", ids, size), split, axis)
+    return reduce_to_all(table.at[rows].get(mode="fill", fill_value=0), axis)
+
+
+def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
+    """Picks one entry of the last dim, which is split over the IPUs of `axis`, for each of the other dims' places.
+
+    The sharded `jnp.take_along_axis(x, indices[..., None], axis=-1)[..., 0]`.
+
+    Forward: one all-reduce of the result, (N..). Backward: under check_vma=True nothing; under check_vma=False one
+    all-reduce of its cotangent.
+
+    Args:
+        x_shard: (N.., V) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(V/n)).
+        indices: (N..) of any integer dtype, the same on all IPUs. One outside [0, size), negative ones included, gives
+            zero and no gradient.
+        size: V, without padding. Padding is never read, and its gradient is zero.
+        axis: the mesh axis.
+
+    Returns:
+        (N..) in the dtype of `x_shard`, the same on all IPUs.
+
+    Raises:
+        ValueError: `indices` are not integers, differ between IPUs or have not the shape (N..), the shard does not fit
+            `size`, or `axis` is not the enclosing shard_map's.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x_NV = jnp.arange(8.0).reshape(2, 4)
+        >>> op = partial(take_last, size=4)
+        >>> pick = jax.shard_map(op, mesh=mesh, in_specs=(P(None, "ipu"), P()), out_specs=P())
+        >>> print(jax.jit(pick)(x_NV, jnp.array([3, 0])))
+        [3. 4.]
+    """
+    split = split_over(size, axis)
+    check_shard("x_shard", x_shard, -1, split, axis)
+    check_one_per_row("indices", indices, x_shard)
+    check_same_on_all("indices", indices, axis)
+    columns = local_rows(as_int32("indices", indices, size), split, axis)
+    picked = jnp.take_along_axis(x_shard, columns[..., None], axis=-1, mode="fill", fill_value=0)
+    return reduce_to_all(picked[..., 0], axis)

@@ -1,0 +1,48 @@
+"""The benchmarks' lines and exit status."""
+
+import numpy as np
+import pytest
+from figures import Figures, largest_relative_difference, side_by_side
+
+
+def test_a_figure_above_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
+    figures = Figures("", ["--check"])
+    figures.add("cost", 1.02, 1.03)
+    assert figures.status() == 0
+    figures.add("memory", 1.10, 1.05)
+    assert figures.status() == 1
+    printed = capsys.readouterr()
+    assert [line.split() for line in printed.out.splitlines()] == [
+        ["cost", "1.02", "<=", "1.03"],
+        ["memory", "1.1", "<=", "1.05", "FALLS", "SHORT"],
+    ]
+    assert printed.err == "falls short: memory\n"
+
+
+def test_not_a_number_falls_short():
+    figures = Figures("", ["--check"])
+    figures.add("cost", float("nan"), 1.0)
+    assert figures.status() == 1
+
+
+def test_without_check_the_status_is_0_and_a_figure_may_have_no_bound():
+    figures = Figures("", [])
+    figures.add("cost", 2.0, 1.0)
+    figures.add("told", 2.0)
+    assert figures.status() == 0
+
+
+def test_side_by_side_runs_each_call_in_every_round():
+    counts = [0, 0]
+
+    def call(k: int) -> int:
+        counts[k] += 1
+        return k
+
+    costs = side_by_side(lambda: call(0), lambda: call(1), rounds=3)
+    assert counts == [5, 5]
+    assert all(0 <= cost.wall < 1 for cost in costs)
+
+
+def test_the_difference_is_relative_to_the_leaf():
+    assert largest_relative_difference([np.array([10.0, 11.0])], [np.array([10.0, 10.0])]) == pytest.approx(0.1)

@@ -1,0 +1,220 @@
+"""The digits network: its weights, both its pipelines against the unsharded program, and what an example is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ipu_jax
+from mnist_example.data import synthetic_mnist
+from mnist_example.model import CLASSES, PRECISIONS, check_ipus, init_params, make_pipeline, weights_dtype
+
+M, B = 3, 4
+LAYOUTS = [("basic", 2), ("concurrent", 1), ("concurrent", 2), ("concurrent", 4), ("concurrent", 8)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Weights with biases that aren't zero, so that a bias left out or padded wrongly shows."""
+    whole = init_params(0)
+    keys = iter(jax.random.split(jax.random.key(1), 3))
+    return jax.tree.map(lambda p: p if p.ndim > 1 else 0.1 * jax.random.normal(next(keys), p.shape), whole)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    digits = synthetic_mnist(seed=0, n_train=M * B, n_test=1)
+    return {
+        "images": digits.train_images.reshape(M, B, 28, 28),
+        "labels": digits.train_labels.reshape(M, B).astype(np.int8),
+    }
+
+
+def dense_logits(params, images):
+    """(N, C), by numpy in float64."""
+    x = images.reshape(-1, 784) / 255.0
+    for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+        x = np.maximum(x @ np.asarray(layer["w"], np.float64) + np.asarray(layer["b"], np.float64), 0)
+    return x @ np.asarray(params["classifier"]["w"], np.float64) + np.asarray(params["classifier"]["b"], np.float64)
+
+
+def dense_loss(params, batch):
+    """The mean over the micro-batches of the sum over real examples divided by B."""
+    logits = dense_logits(params, batch["images"])
+    labels = batch["labels"].reshape(-1).astype(np.int32)
+    losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(labels)), np.maximum(labels, 0)]
+    return np.where(labels >= 0, losses, 0).mean()
+
+
+# weights
+
+
+def test_weights_have_the_networks_shapes_and_scales():
+    params = init_params(7)
+    shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    assert shapes == {
+        "['classifier']['b']": (10,),
+        "['classifier']['w']": (1280, 10),
+        "['mlp']['features']['b']": (1280,),
+        "['mlp']['features']['w']": (2560, 1280),
+        "['mlp']['hidden']['b']": (2560,),
+        "['mlp']['hidden']['w']": (784, 2560),
+    }
+    assert float(params["mlp"]["hidden"]["w"].std()) == pytest.approx((2 / 784) ** 0.5, rel=0.01)
+    assert float(params["mlp"]["features"]["w"].std()) == pytest.approx((2 / 2560) ** 0.5, rel=0.01)
+    assert float(params["classifier"]["w"].std()) == pytest.approx((1 / 1280) ** 0.5, rel=0.05)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(params) if leaf.ndim == 1)
+
+
+def test_the_seed_makes_the_weights():
+    one, same, other = (init_params(seed)["classifier"]["w"] for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+
+
+def test_lower_precision_starts_from_the_same_point():
+    full, half = init_params(0), init_params(0, jnp.bfloat16)
+    jax.tree.map(lambda f, h: np.testing.assert_array_equal(f.astype(jnp.bfloat16), h), full, half)
+
+
+# the pipelines
+
+
+@pytest.mark.parametrize(("mode", "ipus"), LAYOUTS)
+def test_loss_and_correct_are_the_dense_programs(mode, ipus, params, batch):
+    pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M)
+    loss, aux = pipeline.loss(pipeline.shard(params), batch)
+    assert float(loss) == pytest.approx(dense_loss(params, batch), rel=1e-5)
+    predictions = dense_logits(params, batch["images"]).argmax(-1).reshape(M, B)
+    np.testing.assert_array_equal(aux["correct"], (predictions == batch["labels"]).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "ipus", "schedule"),
+    [("basic", 2, "grouped"), ("concurrent", 2, "grouped"), ("concurrent", 4, "grouped"), ("basic", 2, "sequential")],
+)
+def test_gradients_are_the_unsharded_programs(mode, ipus, schedule, params, batch):
+    pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M, schedule=schedule)
+    report = ipu_jax.verify(pipeline, pipeline.shard(params), batch)
+    assert len(report.gradient_errors) == 6
+
+
+@pytest.mark.parametrize(("reduction", "scale"), [("sum", 1.0), ("mean", 1 / M)])
+def test_gradients_are_summed_or_averaged_over_the_accumulation(reduction, scale, params, batch):
+    pipeline = make_pipeline("concurrent", gradient_accumulation=M, reduction=reduction)
+    _, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+    found = pipeline.unshard(gradients)["classifier"]["b"]
+    logits, labels = dense_logits(params, batch["images"]), batch["labels"].reshape(-1)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = scale * (probabilities - np.eye(CLASSES)[labels]).sum(0) / B
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_ipu_holds_its_own_classes_only(params):
+    pipeline = make_pipeline("concurrent", ipus=4, gradient_accumulation=M)
+    bias, weight = pipeline.shard(params).concurrent["classifier"]
+    for ipu, (b, w) in enumerate(zip(bias.addressable_shards, weight.addressable_shards, strict=True)):
+        assert (b.data.shape, w.data.shape) == ((3,), (1280, 3))  # 10 classes are 3, 3, 3 and 1
+        np.testing.assert_array_equal(b.data[: 10 - 3 * ipu], params["classifier"]["b"][3 * ipu : 3 * ipu + 3])
+    assert not bias.addressable_shards[3].data[1:].any()
+
+
+# what an example is
+
+
+@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
+def test_what_has_no_label_counts_for_nothing(mode, ipus, params, batch):
+    labels = batch["labels"].copy()
+    labels[0], labels[1, :2] = -1, -1
+    masked = {**batch, "labels": labels}
+    pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M)
+    sharded = pipeline.shard(params)
+    (loss, aux), gradients = pipeline.value_and_grad(sharded, masked)
+    assert float(loss) == pytest.approx(dense_loss(params, masked), rel=1e-5)
+    assert int(aux["correct"][0]) == 0
+    # other images in their place change nothing
+    images = batch["images"].copy()
+    images[0], images[1, :2] = 255 - images[0], 255 - images[1, :2]
+    (other_loss, other_aux), others = pipeline.value_and_grad(sharded, {"images": images, "labels": labels})
+    assert float(loss) == float(other_loss)
+    np.testing.assert_array_equal(aux["correct"], other_aux["correct"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), gradients, others)
+
+
+@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4), ("concurrent", 8)])
+def test_of_equal_logits_the_first_counts(mode, ipus, params, batch):
+    undecided = {**params, "classifier": jax.tree.map(jnp.zeros_like, params["classifier"])}
+    # 3 and 9 stand on different IPUs, 3 and 4 on one of 2
+    undecided["classifier"]["b"] = jnp.zeros(10).at[jnp.array([3, 4, 9])].set(1.0)
+    pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M)
+    labels = np.array([[3, 4, 9, 0], [3, 3, 3, 3], [9, 9, 4, 4]], np.int32)
+    _, aux = pipeline.loss(pipeline.shard(undecided), {**batch, "labels": labels})
+    np.testing.assert_array_equal(aux["correct"], [1, 4, 0])
+
+
+def test_images_may_be_bytes_or_floats(params, batch):
+    pipeline = make_pipeline("concurrent", gradient_accumulation=M)
+    sharded = pipeline.shard(params)
+    bytes_loss, _ = pipeline.loss(sharded, batch)
+    floats = {"images": (batch["images"] / 255).astype(np.float32), "labels": batch["labels"].astype(np.int32)}
+    assert float(pipeline.loss(sharded, floats)[0]) == pytest.approx(float(bytes_loss), rel=1e-6)
+
+
+# precisions
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
+    stored = jax.tree.map(lambda p: p.astype(weights_dtype(precision)), params)
+    exact = dense_loss(params, batch)
+    found = []
+    for mode in ("basic", "concurrent"):
+        pipeline = make_pipeline(mode, gradient_accumulation=M, precision=precision)
+        (loss, _), gradients = pipeline.value_and_grad(pipeline.shard(stored), batch)
+        assert loss.dtype == jnp.float32
+        # updates are made in the dtype that is stored
+        expected = jnp.bfloat16 if precision == "16.16" else jnp.float32
+        assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(expected)}
+        # operations in bfloat16 come near, but they are not float32
+        error = abs(float(loss) - exact) / exact
+        assert error < 1e-6 if precision == "32.32" else 1e-6 < error < 1e-2
+        found.append(pipeline.unshard(gradients))
+    for basic, concurrent in zip(*map(jax.tree.leaves, found), strict=True):
+        basic, concurrent = np.asarray(basic, np.float32), np.asarray(concurrent, np.float32)
+        apart = np.linalg.norm(basic - concurrent) / np.linalg.norm(basic)
+        assert apart < (1e-6 if precision == "32.32" else 0.02)
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("mode", "ipus", "message"),
+    [
+        ("basic", 1, "ipus=1, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode"),
+        ("basic", 4, "ipus=4, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode"),
+        ("concurrent", 0, "ipus=0 is not a count: give an int of at least 1"),
+        ("concurrent", 11, "ipus=11, but there are 10 classes to split: use 10 IPUs at most"),
+        ("concurent", 2, "mode='concurent' is unknown: did you mean 'concurrent'? Choose one of 'basic', 'concurrent'"),
+    ],
+)
+def test_ipus_that_a_mode_cannot_use_are_refused(mode, ipus, message):
+    for refuse in (check_ipus, lambda mode, ipus: make_pipeline(mode, ipus=ipus)):
+        with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
+            refuse(mode, ipus)
+        assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"precision": "32.16"}, r"^precision='32\.16' is unknown: did you mean '\d\d\.\d\d'\?"),
+        ({"schedule": "groupd"}, "^schedule='groupd' is unknown: did you mean 'grouped'"),
+        ({"reduction": "sun"}, "^reduction='sun' is unknown: did you mean 'sum'"),
+        ({"gradient_accumulation": 0}, "^gradient_accumulation=0 is not a count"),
+        ({"ipus": 9}, "needs 9 IPUs, but jax already started its CPU backend with 8"),
+    ],
+)
+def test_other_options_are_checked_too(option, message):
+    with pytest.raises(ValueError, match=message):
+        make_pipeline("concurrent", **option)

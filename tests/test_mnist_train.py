@@ -1,0 +1,233 @@
+"""Training: which images make which update, that all layouts learn alike, and what is said when nothing is learned."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mnist_example.data import load_mnist
+from mnist_example.model import Mode, init_params, make_pipeline
+from mnist_example.train import Batches, Call, DivergedError, Trainer
+
+UPDATES = 50
+B, M = 8, 4
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """MNIST's where the machine has them, else scikit-learn's. Random pixels would do no good: nothing is learned."""
+    if os.environ.get("MNIST_DIR"):
+        return load_mnist()
+    return load_mnist(cache_dir=tmp_path_factory.mktemp("empty"), mirrors=())
+
+
+@pytest.fixture(scope="module")
+def batches(digits):
+    """At least 44 updates an epoch, so that 50 updates end an epoch either way."""
+    count = UPDATES * B * M
+    return Batches(digits.train_images[:count], digits.train_labels[:count], B, M, seed=5)
+
+
+def make_trainer(batches, mode: Mode = "concurrent", ipus=2, *, learning_rate=0.01, repeat_count=100):
+    pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=batches.gradient_accumulation)
+    return Trainer(pipeline, batches, learning_rate=learning_rate, repeat_count=repeat_count)
+
+
+def train(trainer, *, updates, epoch=0):
+    """The calls of so many updates, from the start of an epoch on."""
+    calls: list[Call] = []
+    state = trainer.init(init_params(0))
+    while updates > 0:
+        now = min(updates, trainer.batches.updates_per_epoch)
+        state = trainer.run_epoch(state, epoch, updates=now, on_call=calls.append)
+        updates, epoch = updates - now, epoch + 1
+    return calls
+
+
+def losses_of(calls):
+    return np.concatenate([call.losses for call in calls])
+
+
+# batches
+
+
+def numbered(count, **options):
+    """Batches of images that are nothing but their own number."""
+    images = np.broadcast_to(np.arange(count)[:, None, None], (count, 28, 28)).astype(np.uint8)
+    return Batches(images, np.arange(count, dtype=np.uint8), **options)
+
+
+def test_an_epoch_has_whole_updates_and_each_image_once():
+    batches = numbered(100, batch_size=5, gradient_accumulation=3)
+    assert batches.images_per_update == 15
+    assert batches.updates_per_epoch == 6
+    order = batches.of_epoch(0)
+    assert order.shape == (6, 3, 5)
+    assert len(np.unique(order)) == 90
+    assert order.min() >= 0
+    assert order.max() < 100
+
+
+def test_shuffling_leaves_other_images_out_in_each_epoch():
+    batches = numbered(100, batch_size=5, gradient_accumulation=3)
+    first, second = (set(range(100)) - set(batches.of_epoch(epoch).flat) for epoch in (0, 1))
+    assert len(first) == len(second) == 10
+    assert first != second
+
+
+def test_seed_and_epoch_decide_the_order():
+    order = {
+        (seed, epoch): numbered(100, batch_size=5, gradient_accumulation=3, seed=seed).of_epoch(epoch).tolist()
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert all(order[a] != order[b] for a in order for b in order if a != b)
+    assert order[1, 1] == numbered(100, batch_size=5, gradient_accumulation=3, seed=1).of_epoch(1).tolist()
+
+
+def test_without_shuffling_the_order_is_the_datas():
+    batches = numbered(100, batch_size=5, gradient_accumulation=3, shuffle=False)
+    for epoch in (0, 1):
+        np.testing.assert_array_equal(batches.of_epoch(epoch).reshape(-1), np.arange(90))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is not a count: give an int of at least 1"),
+        ({"gradient_accumulation": -1}, "gradient_accumulation=-1 is not a count: give an int of at least 1"),
+        ({"seed": -1}, "seed=-1 is negative: give one of at least 0"),
+        (
+            {"batch_size": 26},
+            "batch_size=26 x gradient_accumulation=4 takes 104 images for an update, but there are 100: "
+            "lower one of the two",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
+        numbered(100, **{"batch_size": 8, "gradient_accumulation": 4, **options})
+    assert str(refused.value) == message
+
+
+# learning
+
+
+def unsharded_losses(batches, learning_rate):
+    """The independent program: plain jax and optax on one device, gradients summed over the micro-batches."""
+
+    def micro_batch_loss(params, images, labels):
+        x = images.reshape(-1, 784).astype(jnp.float32) / 255
+        for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+        logits = x @ params["classifier"]["w"] + params["classifier"]["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels.astype(jnp.int32)).mean()
+
+    optimizer = optax.sgd(learning_rate)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(params, images, labels):
+        def total(params):
+            losses = jax.vmap(functools.partial(micro_batch_loss, params))(images, labels)
+            return losses.sum(), losses.mean()
+
+        gradients, loss = jax.grad(total, has_aux=True)(params)
+        changes, _ = optimizer.update(gradients, optimizer.init(params))
+        return optax.apply_updates(params, changes), loss
+
+    params, losses = init_params(0), []
+    for chosen in np.concatenate([batches.of_epoch(0), batches.of_epoch(1)])[:UPDATES]:
+        params, loss = update(params, batches.images[chosen], batches.labels[chosen])
+        losses.append(float(loss))
+    return np.array(losses)
+
+
+@pytest.fixture(scope="module")
+def expected(batches):
+    return unsharded_losses(batches, learning_rate=0.01)
+
+
+@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 2), ("concurrent", 4)])
+def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode, ipus, batches, expected):
+    calls = train(make_trainer(batches, mode, ipus, repeat_count=20), updates=UPDATES)
+    np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-4)
+    assert expected[-5:].mean() < 0.5 * expected[0]  # and something was learned
+
+
+def test_how_many_updates_a_call_makes_changes_nothing(batches):
+    few = train(make_trainer(batches, repeat_count=2), updates=5)
+    many = train(make_trainer(batches, repeat_count=100), updates=5)
+    assert [len(call.losses) for call in few] == [2, 2, 1]
+    assert [len(call.losses) for call in many] == [5]
+    np.testing.assert_array_equal(losses_of(few), losses_of(many))
+
+
+def test_a_call_says_how_far_training_is(batches):
+    per_epoch = batches.updates_per_epoch
+    calls = train(make_trainer(batches, repeat_count=3), epoch=2, updates=5)
+    assert [call.updates for call in calls] == [2 * per_epoch + 3, 2 * per_epoch + 5]
+    assert [call.epoch for call in calls] == [2 + 3 / per_epoch, 2 + 5 / per_epoch]
+
+
+def test_training_goes_on_from_the_state(batches):
+    first, second = batches.of_epoch(0)[:2].reshape(-1), batches.of_epoch(1)[:2].reshape(-1)
+    chosen = np.concatenate([first, second])
+    images, labels = batches.images[chosen], batches.labels[chosen]
+    half = len(first)
+    parts = [Batches(images[part], labels[part], B, M, shuffle=False) for part in (slice(half), slice(half, None))]
+    state, in_parts = None, []
+    for part in parts:
+        trainer = make_trainer(part)
+        state = trainer.init(init_params(0)) if state is None else state
+        state = trainer.run_epoch(state, 0, on_call=in_parts.append)
+    at_once = train(make_trainer(Batches(images, labels, B, M, shuffle=False)), updates=4)
+    np.testing.assert_allclose(losses_of(in_parts), losses_of(at_once), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
+@pytest.mark.parametrize("count", [1, 32, 70])
+def test_accuracy_is_of_all_images_and_no_others(mode, ipus, count, digits, batches):
+    trainer = make_trainer(batches, mode, ipus)
+    params = init_params(3)
+    images, labels = digits.test_images[:count], digits.test_labels[:count]
+    x = images.reshape(count, 784) / np.float32(255)
+    for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+        x = np.maximum(x @ layer["w"] + layer["b"], 0)
+    right = (x @ params["classifier"]["w"]).argmax(-1) == labels
+    assert trainer.accuracy(trainer.init(params), images, labels) == right.mean()
+
+
+# what cannot be
+
+
+def test_a_loss_that_is_not_finite_stops_training_and_names_the_update(batches):
+    trainer = make_trainer(batches, learning_rate=1e6, repeat_count=2)
+    told: list[Call] = []
+    with pytest.raises(DivergedError) as stopped:
+        trainer.run_epoch(trainer.init(init_params(0)), 0, on_call=told.append)
+    update = int(str(stopped.value).split()[4])
+    assert str(stopped.value) in {
+        f"the loss of update {update} is {loss}: training diverged; use a learning rate below 1e+06"
+        for loss in ("nan", "inf")
+    }
+    # the calls before it were told of, and it is the first that is not finite
+    assert sum(len(call.losses) for call in told) == (update - 1) // 2 * 2
+    assert 2 <= update <= 6
+
+
+@pytest.mark.parametrize("learning_rate", [0.0, -0.1, float("nan"), float("inf")])
+def test_a_learning_rate_that_is_none_is_refused(learning_rate, batches):
+    with pytest.raises(ValueError, match=rf"^learning_rate={learning_rate} is not a positive number$"):
+        make_trainer(batches, learning_rate=learning_rate)
+
+
+def test_other_bad_input_is_refused(batches):
+    with pytest.raises(ValueError, match=r"^repeat_count=0 is not a count: give an int of at least 1$"):
+        make_trainer(batches, repeat_count=0)
+    pipeline = make_pipeline("basic", gradient_accumulation=3)
+    with pytest.raises(ValueError, match=r"^batches of gradient_accumulation=4 don't fit a pipeline of 3"):
+        Trainer(pipeline, batches, learning_rate=0.1)
