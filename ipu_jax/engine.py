@@ -31,10 +31,9 @@ from jax import lax
 
 from ipu_jax import packing
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.halves import split_floats
 from ipu_jax.packing import Group, Sharded
 from ipu_jax.plan import Plan, Stash
-from ipu_jax.halves import split_floats
-from ipu_jax.stage import Segment
 
 IDLE_FILL = 0.0
 """What registers and stash hold before anything is written. Tests make it NaN: a bubble that leaks shows."""
@@ -179,10 +178,12 @@ class _Program:
     def register(self, lane: int, key: str, state: dict[str, Any]) -> Any:
         return state[f"{key}_in" if self.plan.routes[lane] else key][lane]
 
-    def arrived(self, key: tuple[str, int], register: Any, source: int | None, at: Any, carry: dict[str, Any]) -> Any:
+    def arrived(
+        self, key: tuple[str, int], register: Any, source: int | None, at: Any, carry: dict[str, Any], zero: Any
+    ) -> Any:
         """The message itself: out of its ring where messages queue up, and on all IPUs where all need it."""
         if key in self.stash:
-            register = jax.tree.unflatten(jax.tree.structure(register), self.stash.read(carry["stash"], key, at))
+            register = jax.tree.unflatten(jax.tree.structure(register), self.stash.read(carry["stash"], key, at, zero))
         return register if source is None else _broadcast(register, source)
 
     def keep_result(self, i: int, y: Any, at: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -219,11 +220,11 @@ class _Program:
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             (slots, concurrent), register_here, at_here = fence((self.held(i), register, at))
-            x = self.arrived(("x", i), register_here, source, at_here, carry)
+            x = self.arrived(("x", i), register_here, source, at_here, carry, fence.zero)
             y, stash = halves.forward(self.weights(i, slots, concurrent), x, self.microbatch(at_here))
             kept = self.keep_result(i, y, at_here, carry)
             if self.backward and ("stash", i) in self.stash:
-                kept["stash"] = self.stash.write(carry["stash"], ("stash", i), at_here, stash)
+                kept["stash"] = self.stash.write(carry["stash"], ("stash", i), at_here, stash, fence.zero)
             return {**carry, **kept}
 
         keys = ["stash", "y"] if i < self.last else ["stash", "loss", "aux"]
@@ -237,16 +238,16 @@ class _Program:
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             (slots, concurrent), register_here, at_here = fence((self.held(i), register, at))
-            dy = self.arrived(("dy", i), register_here, source, at_here, carry)
+            dy = self.arrived(("dy", i), register_here, source, at_here, carry, fence.zero)
             if i == self.last:
                 dy = [jnp.full((), self.seed, halves.y[0].dtype)]
             if segment.place is None:
                 dy = [leaf / self.layout.ipus for leaf in dy]
-            saved = self.stash.read(carry["stash"], ("stash", i), at_here)
+            saved = self.stash.read(carry["stash"], ("stash", i), at_here, fence.zero)
             weights, microbatch = self.weights(i, slots, concurrent), self.microbatch(at_here)
             if plan.is_split(i):
                 dx, cut = halves.backward_input(weights, microbatch, saved, dy)
-                stash = self.stash.write(carry["stash"], ("cut", i), at_here, cut)
+                stash = self.stash.write(carry["stash"], ("cut", i), at_here, cut, fence.zero)
                 return {**carry, **self.keep_dx(i, dx, carry), "stash": stash}
             x_shaped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x_shape)  # only its shapes matter
             dparams, dx = halves.backward(weights, x_shaped, microbatch, saved, dy)
@@ -261,8 +262,8 @@ class _Program:
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             (slots, concurrent), at_here = fence((self.held(i), at))
-            saved = self.stash.read(carry["stash"], ("stash", i), at_here)
-            cut = self.stash.read(carry["stash"], ("cut", i), at_here)
+            saved = self.stash.read(carry["stash"], ("stash", i), at_here, fence.zero)
+            cut = self.stash.read(carry["stash"], ("cut", i), at_here, fence.zero)
             weights = self.weights(i, slots, concurrent)
             dparams = halves.backward_weight(weights, self.microbatch(at_here), saved, cut)
             return {**carry, **self.keep_sums(i, dparams, carry, fence.zero)}
@@ -276,7 +277,7 @@ class _Program:
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             (slots, concurrent), register_here, at_here = fence((self.held(i), register, at))
-            x = self.arrived(("x", i), register_here, source, at_here, carry)
+            x = self.arrived(("x", i), register_here, source, at_here, carry, fence.zero)
             weights, microbatch = self.weights(i, slots, concurrent), self.microbatch(at_here)
             y, saved = halves.forward(weights, x, microbatch)
             seed = [jnp.full((), self.seed / self.layout.ipus, y[0].dtype)]
@@ -294,7 +295,7 @@ class _Program:
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
             leaves, at_here = fence((jax.tree.leaves(register), at))
-            return {"stash": self.stash.write(carry["stash"], key, at_here, leaves)}
+            return {"stash": self.stash.write(carry["stash"], key, at_here, leaves, fence.zero)}
 
         return self.guarded(self.stash.holder(key), at, body, state, ["stash"])
 
@@ -367,7 +368,8 @@ class _Program:
 
     def run(self) -> tuple[Any, Any, Any]:
         ticks = self.plan.schedule.ticks if self.backward else self.plan.schedule.forward_ticks
-        rows = tuple(jnp.asarray(table[:ticks]) for table in (self.plan.forward, self.plan.backward, self.plan.weight))
+        tables = (self.plan.forward, self.plan.backward, self.plan.weight)
+        rows: Any = tuple(jnp.asarray(table[:ticks]) for table in tables)
         state, _ = lax.scan(self.tick, self.start(), rows)
         loss, aux = state["loss"] / self.plan.schedule.micro_batches, state["aux"]
         place = self.plan.segments[-1].place

@@ -12,7 +12,7 @@ by hand; only the rest is stashed. So weights are never stashed, and nothing is 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ipu_jax.devices import IPU_AXIS
-from ipu_jax.stage import Segment
+from ipu_jax.stage import Segment, naming
+from ipu_jax.tracing import inlined, refuse_what_waits
 
 
 def split_floats(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], list[Any]], Any]]:
@@ -76,7 +76,9 @@ class Halves:
         vjp = jax.tree.unflatten(self._vjp_treedef, [of[kind][i] for kind, i in self._sources])
         return vjp(dy)
 
-    def backward_input(self, params: Any, microbatch: Any, stash: list[Any], dy: list[Any]) -> tuple[list[Any], list[Any]]:
+    def backward_input(
+        self, params: Any, microbatch: Any, stash: list[Any], dy: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         """`(dx, cut)`: the part of the backward that dx needs."""
         outputs = core.jaxpr_as_fun(self._split[0])(*jax.tree.leaves((params, microbatch, stash, dy)))
         count = len(outputs) - len(self.cut)
@@ -88,13 +90,11 @@ class Halves:
         return jax.tree.unflatten(jax.tree.structure(params), outputs)
 
 
-def halves_of(
-    segment: Segment, params: Any, x: Any, microbatch: Any, *, last: bool, split: bool = False
-) -> Halves:
+def halves_of(segment: Segment, params: Any, x: Any, microbatch: Any, *, last: bool, split: bool = False) -> Halves:
     """Traces a segment for the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`); `split` its B from W too.
 
     Raises:
-        ValueError: the last segment returns no scalar loss; a local one communicates over axis "ipu".
+        ValueError: the last segment returns no scalar loss; a collective over "ipu" that would wait for ever.
     """
     held: dict[str, Any] = {}
 
@@ -116,9 +116,8 @@ def halves_of(
         held["num_y"] = len(y_leaves)
         return [*y_leaves, *residuals]
 
-    traced = jax.make_jaxpr(program)(params, x, microbatch)
-    if segment.place is not None:
-        _refuse_collectives(segment, traced.jaxpr)
+    traced = inlined(jax.make_jaxpr(program)(params, x, microbatch))
+    refuse_what_waits(segment, traced.jaxpr, len(jax.tree.leaves(params)))
     num_y = held["num_y"]
     weights = len(jax.tree.leaves(params))
     num_inputs = len(traced.jaxpr.invars)
@@ -138,27 +137,33 @@ def halves_of(
         _vjp_treedef=held["vjp"],
         _split=None,
     )
-    return _with_split(halves, params, x, microbatch, last=last) if split else halves
+    dy = list(halves.y[:1] if last else split_floats(halves.y)[0])
+    with naming(segment.name, segment.first):
+        backward = _traced_backward(halves, params, x, microbatch, dy)
+    refuse_what_waits(segment, backward.jaxpr, len(jax.tree.leaves(params)))
+    return _with_split(halves, backward, params, microbatch, len(dy)) if split else halves
 
 
-def _with_split(halves: Halves, params: Any, x: Any, microbatch: Any, *, last: bool) -> Halves:
-    """Cuts the backward in two: the equations that dx needs are B, the others W, and what W needs of B is the cut.
-
-    What depends on weights and micro-batch alone is computed in both rather than kept. Source: Qi et al. 2023,
-    arXiv:2401.10241, section 2, there by hand for each layer.
-    """
-    dy = halves.y[:1] if last else split_floats(halves.y)[0]
+def _traced_backward(halves: Halves, params: Any, x: Any, microbatch: Any, dy: list[Any]) -> Any:
+    """B as a closed jaxpr: flat (params, microbatch, stash, dy) -> leaves of dx, then of dparams."""
 
     def whole(params: Any, microbatch: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
         x_shaped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x)
         dparams, dx = halves.backward(params, x_shaped, microbatch, stash, dy)
         return [*dx, *jax.tree.leaves(dparams)]
 
-    traced = jax.make_jaxpr(whole)(params, microbatch, halves.stash, list(dy))
+    return inlined(jax.make_jaxpr(whole)(params, microbatch, halves.stash, dy))
+
+
+def _with_split(halves: Halves, traced: Any, params: Any, microbatch: Any, num_dy: int) -> Halves:
+    """Cuts the backward in two: the equations that dx needs are B, the others W, and what W needs of B is the cut.
+
+    What depends on weights and micro-batch alone is computed in both rather than kept. Source: Qi et al. 2023,
+    arXiv:2401.10241, section 2, there by hand for each layer.
+    """
     jaxpr = traced.jaxpr
     num_dx = len(jaxpr.outvars) - len(jax.tree.leaves(params))
     kept = len(jax.tree.leaves((params, microbatch)))
-    num_dy = len(dy)
     dy_vars = jaxpr.invars[len(jaxpr.invars) - num_dy :]
     varying = set(jaxpr.invars[kept:])
     for eqn in jaxpr.eqns:
@@ -237,22 +242,3 @@ def _keep_only(traced: Any, outvars: list[Any]) -> Any:
     eqns = _needed(traced.jaxpr.eqns, outvars)
     debug = traced.jaxpr.debug_info.with_unknown_names()
     return core.ClosedJaxpr(traced.jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug), traced.consts)
-
-
-def _refuse_collectives(segment: Segment, jaxpr: Any) -> None:
-    """A collective in a stage that only one IPU runs would wait for the others for ever."""
-    for eqn in _all_equations(jaxpr):
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if IPU_AXIS in (axes if isinstance(axes, (tuple, list)) else (axes,)) and eqn.primitive.name != "axis_index":
-            raise ValueError(
-                f"stage {segment.name!r} on IPU {segment.place} uses {eqn.primitive.name} over axis {IPU_AXIS!r}, "
-                "which would wait for ever for the IPUs that don't run it: make the stage concurrent "
-                "(ipu=ALL_IPUS), or take the collective out"
-            )
-
-
-def _all_equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _all_equations(inner)

@@ -119,7 +119,7 @@ def plan_layout(
         paths, treedef = jax.tree.flatten_with_path(params[name])
         leaves = [_leaf(name, path, value) for path, value in paths]
         if ipu is None:
-            leaves = _with_specs(name, leaves, treedef, specs, ipus)
+            leaves = with_specs(name, leaves, treedef, specs)
         groups.append(Group(name, ipu, treedef, tuple(leaves)))
     slots, groups = _assign_slots(groups, ipus)
     return Layout(ipus, groups, slots)
@@ -131,10 +131,16 @@ def _leaf(group: str, path: Any, value: Any) -> Leaf:
         raise ValueError(f"{where} is {value!r}: a weight must be an array")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"{where} is {value.dtype}: weights must be floating; carry other data in the batch")
-    return Leaf(where, tuple(value.shape), np.dtype(value.dtype).name)
+    held = jax.dtypes.canonicalize_dtype(value.dtype)  # numpy's float64 is held as float32
+    return Leaf(where, tuple(value.shape), np.dtype(held).name)
 
 
-def _with_specs(name: str, leaves: list[Leaf], treedef: Any, specs: Mapping[str, Any], ipus: int) -> list[Leaf]:
+def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of a concurrent group, each with its PartitionSpec.
+
+    Raises:
+        ValueError: no specs for the group, or some that don't fit it.
+    """
     if name not in specs:
         raise ValueError(
             f"group {name!r} is concurrent and has no PartitionSpecs: give specs={{{name!r}: PartitionSpec(...)}}, "
@@ -147,7 +153,7 @@ def _with_specs(name: str, leaves: list[Leaf], treedef: Any, specs: Mapping[str,
         raise ValueError(f"specs[{name!r}] does not fit the group's tree: {error}") from error
     found = []
     for leaf, spec in zip(leaves, jax.tree.leaves(whole, is_leaf=is_spec), strict=True):
-        named = [axis for axis in spec if axis is not None]
+        named = [axis for axis in spec if axis is not None] if is_spec(spec) else []
         if (
             not is_spec(spec)
             or any(axis != IPU_AXIS for axis in named)
@@ -214,7 +220,7 @@ def place(params: Mapping[str, Any], layout: Layout, mesh: Mesh) -> Sharded:
         values = jax.tree.leaves(params[group.name])
         if group.ipu is None:
             concurrent[group.name] = [
-                _put(padded(np.asarray(value), leaf, layout.ipus), mesh, leaf.spec)
+                _put(padded(np.asarray(value, leaf.dtype), leaf, layout.ipus), mesh, leaf.spec)
                 for leaf, value in zip(group.leaves, values, strict=True)
             ]
         else:
@@ -225,7 +231,7 @@ def place(params: Mapping[str, Any], layout: Layout, mesh: Mesh) -> Sharded:
         for ipu in range(layout.ipus):
             if (ipu, k) in local:
                 leaf, value = local[ipu, k]
-                whole[ipu].reshape(-1)[: leaf.size] = np.asarray(value).reshape(-1)
+                whole.reshape(layout.ipus, -1)[ipu, : leaf.size] = np.asarray(value).reshape(-1)
         slots.append(_put(whole, mesh, PartitionSpec(IPU_AXIS)))
     return Sharded(slots, concurrent, layout)
 

@@ -86,7 +86,9 @@ class Pipeline:
             raise ValueError(f"specs for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
         self.schedule = self._schedule(schedule, placement)
         # without B there is nothing to interleave: evaluation fills the pipeline as fast as it can
-        self._forward_schedule = make("grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement)
+        self._forward_schedule = make(
+            "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
+        )
         self._window = InFlight()
         # jitted once each: every call with like shapes runs the same program
         self._value_and_grad = jax.jit(lambda params, batch: self._run(params, batch, backward=True))
@@ -163,6 +165,11 @@ class Pipeline:
         layout = params.layout
         if {g.name: g.ipu for g in layout.groups} != self._owners or layout.ipus != self.ipus:
             raise ValueError("params were sharded by a pipeline with other groups or IPUs: shard them with this one")
+        for group in layout.groups:
+            if group.ipu is None and group.leaves != tuple(
+                packing.with_specs(group.name, group.leaves, group.treedef, self._specs)
+            ):
+                raise ValueError("params were sharded by a pipeline with other specs: shard them with this one")
         m = self.options.gradient_accumulation
         lead = (m,) if self.replicas == 1 else (self.replicas, m)
         for path, leaf in jax.tree.leaves_with_path(batch):

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from ipu_jax.schedule import Schedule
 from ipu_jax.halves import Halves, halves_of, split_floats
+from ipu_jax.schedule import Schedule
 from ipu_jax.stage import Segment
 
 
@@ -143,19 +143,26 @@ class Stash:
         """The IPU that writes the ring; None where all do."""
         return self._holder[key]
 
-    def write(self, buffers: dict[str, Any], key: tuple[str, int], microbatch: Any, values: list[Any]) -> dict[str, Any]:
+    def write(
+        self, buffers: dict[str, Any], key: tuple[str, int], microbatch: Any, values: list[Any], zero: Any
+    ) -> dict[str, Any]:
+        """The buffers with one micro-batch's values in its ring; `zero` is the guard's own traced 0."""
         buffers = dict(buffers)
         for (dtype, base, size, _), value in zip(self._rings[key], values, strict=True):
-            at = base + microbatch % self._depth[key] * size
-            buffers[dtype] = lax.dynamic_update_slice(buffers[dtype], value.reshape(-1), (at,))
+            at = self._at(key, base, size, microbatch, zero)
+            buffers[dtype] = lax.dynamic_update_slice(buffers[dtype], value.reshape(-1), at)
         return buffers
 
-    def read(self, buffers: dict[str, Any], key: tuple[str, int], microbatch: Any) -> list[Any]:
-        slot = microbatch % self._depth[key]
+    def read(self, buffers: dict[str, Any], key: tuple[str, int], microbatch: Any, zero: Any) -> list[Any]:
+        """What `write` put there."""
         return [
-            lax.dynamic_slice(buffers[dtype], (base + slot * size,), (size,)).reshape(shape.shape)
+            lax.dynamic_slice(buffers[dtype], self._at(key, base, size, microbatch, zero), (size,)).reshape(shape.shape)
             for dtype, base, size, shape in self._rings[key]
         ]
+
+    def _at(self, key: tuple[str, int], base: int, size: int, microbatch: Any, zero: Any) -> tuple[Any]:
+        # in a ring of one micro-batch the place would be a constant, and XLA free to read it before the guard
+        return (base + microbatch % self._depth[key] * size + zero,)
 
 
 def _rings_of(plan: Plan) -> Iterator[tuple[tuple[str, int], int | None, int, list[Any]]]:

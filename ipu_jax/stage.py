@@ -107,18 +107,18 @@ class Segment:
             fn = stage.remembered()
             if reference:
                 fn = stage.fn if stage.reference is None else stage.reference
-            with naming(stage, number):
+            with naming(stage.name, number):
                 x = fn(None if stage.params is None else params[stage.params], x, microbatch)
         return x
 
 
 @contextlib.contextmanager
-def naming(stage: Stage, number: int) -> Iterator[None]:
+def naming(name: str, number: int) -> Iterator[None]:
     """Adds to an error raised inside which stage it was raised in."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"raised in stage {number}, {stage.name!r}")
+        error.add_note(f"raised in stage {number}, {name!r}")
         raise
 
 

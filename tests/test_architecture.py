@@ -14,7 +14,19 @@ PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 SCHEDULE = ("clock", "replay", "simulation", "grid", "families", "schedule")
 
 # Lowest first: a module of ipu_jax imports only those that stand before it. A new module finds its place here.
-LAYERS = ("options", *SCHEDULE, "devices", "stage", "halves", "packing", "plan", "engine", "pipeline", "reference")
+LAYERS = (
+    "options",
+    *SCHEDULE,
+    "devices",
+    "stage",
+    "tracing",
+    "halves",
+    "packing",
+    "plan",
+    "engine",
+    "pipeline",
+    "reference",
+)
 
 # They run where jax is not wanted: a picture of a schedule needs no device, and the launcher starts in no time.
 PLAIN = (*SCHEDULE, *(path.stem for path in (ROOT / "ipu_jax").glob("poprun.py")))
