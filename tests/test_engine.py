@@ -14,7 +14,7 @@ import pytest
 from dense import Model, chain, largest_relative_error
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, engine, make_mesh, reference_value_and_grad
+from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, engine, make_mesh
 
 _ = None  # in a placement: a concurrent stage
 
@@ -122,7 +122,7 @@ def test_eight_ipus_equal_the_twin(places, micro_batches, schedule):
     assert_equals_its_twin(chain(places, micro_batches, like=False), 8, {"schedule": schedule})
 
 
-@pytest.mark.parametrize(("places", "ipus"), [((0, 1), 2), ((_, 0, 1, _), 2), ((0, _, 1), 2)])
+@pytest.mark.parametrize(("places", "ipus"), [((0, _, 1), 2), ((_, 0, 1, _), 4)])
 def test_bfloat16_stays_within_its_roundings_of_the_float32_twin(places, ipus):
     """A rounding is 2^-9 of a value, and a gradient sees one an operation and layer, forward and backward: some 16."""
     model = chain(places, 3, dtype=jnp.bfloat16)
@@ -565,11 +565,3 @@ def test_a_stage_that_scans_its_layers_keeps_no_copy_of_the_weights_a_tick():
     weights = layers * width * width * 4
     # what is as large as the weights is one tick's gradient of them and what its loop is fed; 16 ticks would need 16
     assert program.memory_analysis().temp_size_in_bytes < 4 * weights  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def test_the_reference_is_the_same_twin():
-    """`reference_value_and_grad` runs our stages; the dense twin does not. Both are what a pipeline must equal."""
-    for places, m, options in [((_, 0, 1, _), 3, TIED), ((0, _, 1), 2, UNLIKE | TWICE)]:
-        model = chain(places, m, **options)
-        found = reference_value_and_grad(model.pipeline(2), model.params, model.batch)
-        assert largest_relative_error(found, model.twin()) < 1e-5

@@ -478,11 +478,12 @@ def test_linen_stages_equal_the_modules_applied_in_turn():
     modules = Body(), Head()
     x = jax.random.normal(jax.random.key(0), (3, ROWS, 4))
     labels = jnp.arange(3 * ROWS).reshape(3, ROWS) % VOCABULARY
-    hidden = jnp.zeros((1, 6))
-    params = {
-        "body": modules[0].init(jax.random.key(1), x[0])["params"],
-        "head": modules[1].init(jax.random.key(2), hidden)["params"],
+    shapes = {
+        "body": jax.eval_shape(modules[0].init, jax.random.key(0), jax.ShapeDtypeStruct((1, 4), jnp.float32))["params"],
+        "head": jax.eval_shape(modules[1].init, jax.random.key(0), jax.ShapeDtypeStruct((1, 6), jnp.float32))["params"],
     }
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
 
     def cross_entropy(logits, labels):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -324,9 +324,16 @@ def test_ctrl_c_exits_with_130_and_says_nothing(few_digits, monkeypatch, capsys)
     assert capsys.readouterr() == ("", "")
 
 
+# A process that was started in the background ignores Ctrl-C, and so would everything that it starts.
+LISTENING = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+)
+
+
 def start(*flags):
     """The script as a newcomer starts it, from the root of the repository."""
-    command = [sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, "--synthetic-data", *flags]
+    script = [sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, "--synthetic-data", *flags]
+    command = [sys.executable, "-c", LISTENING, *script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("JAX_NUM_CPU_DEVICES")
     return subprocess.Popen(

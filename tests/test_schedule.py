@@ -175,7 +175,7 @@ def test_a_concurrent_head_runs_forward_and_backward_in_the_tick_of_the_last_loc
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(ipus_and_placement=PLACEMENTS, micro_batches=st.integers(1, 6))
 def test_every_placement_gives_a_schedule_that_replays(name, ipus_and_placement, micro_batches):
     ipus, placement = ipus_and_placement
@@ -370,7 +370,7 @@ def tables_near_a_schedule(draw):
 
 
 @pytest.mark.xfail(strict=True, reason="the holes above")
-@settings(deadline=None, max_examples=400, derandomize=True)
+@settings(deadline=None, max_examples=200, derandomize=True)
 @given(tables=tables_near_a_schedule())
 def test_what_the_validator_lets_through_replays(tables):
     placement, forward, backward = tables
@@ -381,7 +381,7 @@ def test_what_the_validator_lets_through_replays(tables):
     replay(schedule)
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(tables=tables_near_a_schedule(), data=st.data())
 def test_a_stretched_schedule_is_accepted_where_micro_batches_dont_meet(tables, data):
     placement, forward, backward = tables
