@@ -240,7 +240,7 @@ class _Program:
             (slots, concurrent), register_here, at_here = fence((self.held(i), register, at))
             dy = self.arrived(("dy", i), register_here, source, at_here, carry, fence.zero)
             if i == self.last:
-                dy = [jnp.full((), self.seed, halves.y[0].dtype)]
+                dy = fence([jnp.full((), self.seed, halves.y[0].dtype)])
             if segment.place is None:
                 dy = [leaf / self.layout.ipus for leaf in dy]
             saved = self.stash.read(carry["stash"], ("stash", i), at_here, fence.zero)
@@ -280,7 +280,7 @@ class _Program:
             x = self.arrived(("x", i), register_here, source, at_here, carry, fence.zero)
             weights, microbatch = self.weights(i, slots, concurrent), self.microbatch(at_here)
             y, saved = halves.forward(weights, x, microbatch)
-            seed = [jnp.full((), self.seed / self.layout.ipus, y[0].dtype)]
+            seed = fence([jnp.full((), self.seed / self.layout.ipus, y[0].dtype)])
             dparams, dx = halves.backward(weights, x, microbatch, saved, seed)
             kept = {**self.keep_result(i, y, at_here, carry), **self.keep_sums(i, dparams, carry, fence.zero)}
             return {**carry, **kept, **self.keep_dx(i, dx, carry)}

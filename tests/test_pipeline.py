@@ -79,7 +79,12 @@ def test_an_accumulation_that_is_no_count(value):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("groupd", "did you mean 'grouped'? "), ("sequental", "did you mean 'sequential'? "), ("1f1c", "did you mean '1f1b'? "), (None, "")],
+    [
+        ("groupd", "did you mean 'grouped'? "),
+        ("sequental", "did you mean 'sequential'? "),
+        ("1f1c", "did you mean '1f1b'? "),
+        (None, ""),
+    ],
 )
 def test_an_unknown_schedule(name, hint):
     with refused(f"schedule={name!r} is unknown: {hint}Choose one of {', '.join(map(repr, NAMES))}"):

