@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
 
-MNIST_FLAGS ?=
+# Chosen to pass 97% after two epochs, in both modes, within two minutes on two cores.
+MNIST_FLAGS ?= --batch-size 64 --gradient-accumulation-count 2 --learning-rate 0.2
 PYTEST_FLAGS ?= -n 2
 
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.

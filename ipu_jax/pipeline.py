@@ -33,7 +33,7 @@ class Pipeline:
     Args:
         stages: the model, first stage first. Neighbours on one IPU, and several stages an IPU, are fine.
         mesh: axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages name.
-        schedule: a name ("grouped", "sequential") or a `Schedule` for this placement and M.
+        schedule: a name of `ipu_jax.schedule.NAMES` or a `Schedule` for this placement and M.
         gradient_accumulation: M, the micro-batches of one weight update; any number, also fewer than stages.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
