@@ -203,7 +203,8 @@ def refused(argv, capsys):
         (
             [*SYNTHETIC, "--pipeline-schedule", "groupd"],
             "argument --pipeline-schedule: schedule='groupd' is unknown: did you mean 'grouped'? "
-            "Choose one of 'sequential', 'grouped'",
+            "Choose one of 'sequential', 'grouped', 'interleaved', 'gpipe', "
+            "'1f1b', 'looped', 'zb-h1', 'zbv'",
         ),
         (
             [*SYNTHETIC, "--reduction", "max"],
