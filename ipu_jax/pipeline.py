@@ -23,6 +23,7 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.packing import Layout, Sharded
 from ipu_jax.plan import make_plan
+from ipu_jax.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.schedule import Schedule, make
 from ipu_jax.stage import Stage, segments_of
 
@@ -39,6 +40,8 @@ class Pipeline:
             the mean.
         specs: per concurrent group, a `PartitionSpec` over "ipu" (or a pytree of them): how its leaves are split. A
             dim that doesn't divide by the IPUs is padded with zeros, which `unshard` drops.
+        ipu_memory: bytes that an IPU holds, say 900e6: the first `value_and_grad` of given shapes warns, before it
+            runs, where they do not suffice.
 
     Raises:
         ValueError: no stages, a stage on an IPU outside the replica, a group on several IPUs, a name or number outside
@@ -61,6 +64,7 @@ class Pipeline:
         gradient_accumulation: int = 1,
         reduction: Reduction = "mean",
         specs: Mapping[str, Any] | None = None,
+        ipu_memory: float | None = None,
     ):
         self.stages = tuple(stages)
         if not self.stages:
@@ -90,6 +94,7 @@ class Pipeline:
             "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
         )
         self._window = InFlight()
+        self._memory = MemoryGuard(ipu_memory)
         # jitted once each: every call with like shapes runs the same program
         self._value_and_grad = jax.jit(lambda params, batch: self._run(params, batch, backward=True))
         self._loss = jax.jit(lambda params, batch: self._run(params, batch, backward=False)[0])
@@ -147,11 +152,37 @@ class Pipeline:
         Raises:
             ValueError: `params` is not from `shard`, or the batch doesn't fit; before anything is compiled.
         """
+        self._check(params, batch)
+        self._memory.check(self, params, batch)
         return self._bounded(self._value_and_grad, params, batch)
 
     def loss(self, params: Sharded, batch: Any) -> Any:
         """The loss, or `(loss, aux)`, of `value_and_grad`, forward only. Evaluation: no gradients, no stash."""
         return self._bounded(self._loss, params, batch)
+
+    def report(
+        self, params: Sharded, batch: Any, *, compile: bool = True, ipu_memory: float | None = None
+    ) -> PipelineReport:
+        """What a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Runs nothing.
+
+        Args:
+            params: from `shard`, or `jax.eval_shape(lambda p: p, params)`.
+            batch: as `value_and_grad` takes it, or `jax.ShapeDtypeStruct` in the place of its arrays.
+            compile: whether to compile the step for the temporary bytes that XLA says; they are predicted otherwise.
+            ipu_memory: bytes that an IPU holds: a `UserWarning` says what does not fit. Default: the pipeline's own.
+
+        Raises:
+            ValueError: what `value_and_grad` refuses, or an `ipu_memory` that is not above 0.
+
+        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+        >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
+        >>> pipeline.report(params, jax.ShapeDtypeStruct((2, 4, 3), "float32"), compile=False).ipus[0].weights
+        12
+        """
+        self._check(params, batch)
+        limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
+        return make_report(self, params, batch, program=self._value_and_grad if compile else None, ipu_memory=limit)
 
     def _bounded(self, program: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
         self._check(params, batch)

@@ -21,9 +21,13 @@ LAYERS = (
     "stage",
     "tracing",
     "halves",
+    "cost",
+    "split",
     "packing",
     "plan",
     "engine",
+    "account",
+    "report",
     "pipeline",
     "reference",
 )
