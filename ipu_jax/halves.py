@@ -70,6 +70,12 @@ class Halves:
     _num_dx: int
     _split: Any  # B and W: closed jaxprs of flat (params, given, stash, dy), and of those and the cut
 
+    @property
+    def programs(self) -> dict[str, Any]:
+        """The closed jaxprs of "F" and "B", or of "F", "B" and "W" where the backward is split."""
+        backward = {"B": self._backward} if self._split is None else dict(zip("BW", self._split, strict=True))
+        return {"F": self._forward, **backward}
+
     def forward(
         self, params: Any, x: Carried, given: Given, state: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:

@@ -248,6 +248,11 @@ def specs_of(layout: Layout) -> Sharded:
     return Sharded([PartitionSpec(IPU_AXIS)] * len(layout.slots), concurrent, layout)
 
 
+def nothing(ipus: int) -> Sharded:
+    """A `Sharded` without groups."""
+    return Sharded([], {}, Layout(ipus, (), ()))
+
+
 def place(params: Mapping[str, Any], layout: Layout, mesh: Mesh) -> Sharded:
     """Puts `{group: pytree}` on the IPUs. Communicates host to device only; an IPU gets what it owns."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}

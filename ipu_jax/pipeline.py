@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax import engine, packing
+from ipu_jax.arguments import check_batch, check_key, check_sharded, owners_of, specs_for, state_owners_of
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.packing import Layout, Sharded
 from ipu_jax.plan import Plan, make_plan
+from ipu_jax.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.schedule import Schedule, make
 from ipu_jax.segment import segments_of
 from ipu_jax.stage import Stage
@@ -43,11 +44,14 @@ class Pipeline:
         state_specs: likewise for the state of concurrent stages; every IPU holds it whole unless said.
         frozen: per group, True, or a pytree of bools that is a prefix of the group's own: leaves that get no gradient.
             Nothing is computed or held for one, it may be of any dtype, and its part of the gradients is zeros.
+        ipu_memory: bytes that an IPU holds, say 900e6: the first `value_and_grad` of given shapes warns, before it
+            runs, where they do not suffice.
 
     Raises:
         ValueError: no stages, a stage on an IPU outside the replica, a group on several IPUs, a name or number outside
             its rule. Nothing has been compiled.
 
+    >>> import jax.numpy as jnp
     >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
     >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
     >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
@@ -67,6 +71,7 @@ class Pipeline:
         specs: Mapping[str, Any] | None = None,
         state_specs: Mapping[str, Any] | None = None,
         frozen: Mapping[str, Any] | None = None,
+        ipu_memory: float | None = None,
     ):
         self.stages = tuple(stages)
         if not self.stages:
@@ -85,11 +90,11 @@ class Pipeline:
                     f"stage {number}, {stage.name!r}, is on IPU {place}, outside the replica: "
                     f"it has IPUs 0 to {self.ipus - 1}; make the mesh wider or move the stage"
                 )
-        self._owners = _owners(self.stages)
-        self._state_owners = _state_owners(self.stages)
-        self._specs = _specs_for(self._owners, specs or {}, "specs")
+        self._owners = owners_of(self.stages)
+        self._state_owners = state_owners_of(self.stages)
+        self._specs = specs_for(self._owners, specs or {}, "specs")
         of_state = {name: PartitionSpec() for name, place in self._state_owners.items() if place is None}
-        self._state_specs = of_state | _specs_for(self._state_owners, state_specs or {}, "state_specs")
+        self._state_specs = of_state | specs_for(self._state_owners, state_specs or {}, "state_specs")
         self._frozen = dict(frozen or {})
         unknown = sorted(self._frozen.keys() - self._owners.keys())
         if unknown:
@@ -108,6 +113,7 @@ class Pipeline:
             "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
         )
         self._window = InFlight()
+        self._memory = MemoryGuard(ipu_memory)
         # jitted once each: every call with like shapes runs the same program
         self._value_and_grad = jax.jit(lambda *args: self._run(*args, backward=True))
         self._loss = jax.jit(lambda *args: self._run(*args, backward=False)[0])
@@ -181,6 +187,7 @@ class Pipeline:
                 before anything is compiled.
         """
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
+        self._memory.check(self, params, batch, state, key)
         result = self._bounded(self._value_and_grad, params, batch, state, key)
         return result if self._state_owners else result[:2]
 
@@ -193,49 +200,61 @@ class Pipeline:
         self._check(params, batch, state, key, needs_key=needs_key)
         return self._bounded(self._loss, params, batch, state, key)
 
+    def report(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        compile: bool = True,
+        ipu_memory: float | None = None,
+    ) -> PipelineReport:
+        """What a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Runs nothing.
+
+        Args:
+            params: from `shard`, or `jax.eval_shape(lambda p: p, params)`.
+            batch, state, key: as `value_and_grad` takes them, or `jax.ShapeDtypeStruct` in the place of arrays.
+            compile: whether to compile the step for the temporary bytes that XLA says; they are predicted otherwise.
+            ipu_memory: bytes that an IPU holds: a `UserWarning` says what does not fit. Default: the pipeline's own.
+
+        Raises:
+            ValueError: what `value_and_grad` refuses, or an `ipu_memory` that is not above 0.
+
+        >>> import jax.numpy as jnp
+        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+        >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
+        >>> pipeline.report(params, jax.ShapeDtypeStruct((2, 4, 3), "float32"), compile=False).ipus[0].weights
+        12
+        """
+        self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
+        limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
+        program = self._value_and_grad if compile else None
+        return make_report(self, params, batch, state, key, program=program, ipu_memory=limit)
+
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
         result = program(*args)
         self._window.admit(result)  # a loop that never waits would exhaust the CPU backend's rendezvous
         return result
 
     def _check(self, params: Any, batch: Any, state: Any, key: Any, *, needs_key: bool) -> None:
-        _check_sharded("params", params, self._owners, self._specs, self.ipus)
+        check_sharded("params", params, self._owners, self._specs, self.ipus)
         if self._state_owners:
             if state is None:
                 names = ", ".join(map(repr, sorted(self._state_owners)))
                 raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
-            _check_sharded("state", state, self._state_owners, self._state_specs, self.ipus)
+            check_sharded("state", state, self._state_owners, self._state_specs, self.ipus)
         elif state is not None:
             raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
-        if key is None and needs_key:
-            random = next(stage.name for stage in self.stages if stage.random)
-            raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")
-        if key is not None and (
-            not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()
-        ):
-            raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
-        if key is not None and not any(stage.random for stage in self.stages):
-            raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
-        m = self.options.gradient_accumulation
-        lead = (m,) if self.replicas == 1 else (self.replicas, m)
-        for path, leaf in jax.tree.leaves_with_path(batch):
-            shape = getattr(leaf, "shape", None)
-            if shape is None or shape[: len(lead)] != lead:
-                found = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
-                means = "(gradient_accumulation," if self.replicas == 1 else "(replicas, gradient_accumulation,"
-                raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has {found}: its leading dims must be {means} ...) = "
-                    f"({', '.join(map(str, lead))}, ...)"
-                )
-        if not jax.tree.leaves(batch):
-            raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")
+        check_key(key, self.stages, needed=needs_key)
+        check_batch(batch, self.replicas, self.options.gradient_accumulation)
 
     def _run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, *, backward: bool) -> Any:
         options = self.options
         seed = 1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas)
         of_batch = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
-        if state is None:
-            state = Sharded([], {}, Layout(self.ipus, (), ()))
+        state = state or packing.nothing(self.ipus)
         of_params, of_state = packing.specs_of(params.layout), packing.specs_of(state.layout)
 
         def program(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
@@ -276,55 +295,3 @@ class Pipeline:
             return loss
         last = self.stages[-1].name
         return loss, aux[last] if aux.keys() == {last} else aux
-
-
-def _check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
-    call = "shard" if what == "params" else "shard_state"
-    if not isinstance(found, Sharded):
-        raise ValueError(f"{what} is a {type(found).__name__}: pass what pipeline.{call}(...) returns")
-    layout = found.layout
-    if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
-        raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
-    for group in layout.groups:
-        if group.ipu is None and group.leaves != tuple(
-            packing.with_specs(group.name, group.leaves, group.treedef, specs)
-        ):
-            raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
-
-
-def _specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:
-    unused = sorted(name for name in specs if owners.get(name, 0) is not None)
-    if unused:
-        raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
-    return dict(specs)
-
-
-def _owners(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    """Per group, the IPU of its stages, or None where they are concurrent."""
-    owners: dict[str, int | None] = {}
-    for stage in stages:
-        if stage.params is None:
-            continue
-        if owners.setdefault(stage.params, stage.place) != stage.place:
-            here, there = (
-                "ALL_IPUS" if place is None else f"IPU {place}" for place in (owners[stage.params], stage.place)
-            )
-            raise ValueError(
-                f"group {stage.params!r} is used on {here} and on {there}: a group lives on one IPU, or is shared by "
-                "concurrent stages; put its stages on one IPU, make them all concurrent, or give each its own group"
-            )
-    return owners
-
-
-def _state_owners(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    owners: dict[str, int | None] = {}
-    for stage in stages:
-        if stage.state is None:
-            continue
-        if stage.state in owners:
-            raise ValueError(
-                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
-                "give each stage its own"
-            )
-        owners[stage.state] = stage.place
-    return owners

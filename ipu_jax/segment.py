@@ -141,6 +141,12 @@ def whole(stages: tuple[Stage, ...], role: Role) -> Segment:
     return Segment(stages, 0, _onward(stages), role)
 
 
+def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segment, ...]:
+    """A segment for each stage."""
+    onward = _onward(stages)
+    return tuple(Segment((stage,), i, (onward[i],), role) for i, stage in enumerate(stages))
+
+
 def segments_of(stages: tuple[Stage, ...], schedule: Schedule, role: Role = "training") -> tuple[Segment, ...]:
     """Joins neighbouring stages on one IPU, and neighbouring concurrent stages, that always run in the same tick."""
     when = list(zip(schedule.forward, schedule.backward, schedule.weight or schedule.backward, strict=True))

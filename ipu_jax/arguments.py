@@ -1,0 +1,103 @@
+"""What a pipeline is given, checked before anything is traced: groups and their places, specs, keys, batches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax import packing
+from ipu_jax.packing import Sharded
+from ipu_jax.stage import Stage
+
+
+def check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+    """Raises `ValueError` unless `found` is a `Sharded` of a pipeline with these owners and specs."""
+    call = "shard" if what == "params" else "shard_state"
+    if not isinstance(found, Sharded):
+        raise ValueError(f"{what} is a {type(found).__name__}: pass what pipeline.{call}(...) returns")
+    layout = found.layout
+    if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
+        raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
+    for group in layout.groups:
+        if group.ipu is None and group.leaves != tuple(
+            packing.with_specs(group.name, group.leaves, group.treedef, specs)
+        ):
+            raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+
+
+def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """`specs`, if it names groups of concurrent stages only; else `ValueError`."""
+    unused = sorted(name for name in specs if owners.get(name, 0) is not None)
+    if unused:
+        raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
+    return dict(specs)
+
+
+def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Per group, the IPU of its stages, or None where they are concurrent.
+
+    Raises:
+        ValueError: a group on two IPUs.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.params is None:
+            continue
+        if owners.setdefault(stage.params, stage.place) != stage.place:
+            here, there = (
+                "ALL_IPUS" if place is None else f"IPU {place}" for place in (owners[stage.params], stage.place)
+            )
+            raise ValueError(
+                f"group {stage.params!r} is used on {here} and on {there}: a group lives on one IPU, or is shared by "
+                "concurrent stages; put its stages on one IPU, make them all concurrent, or give each its own group"
+            )
+    return owners
+
+
+def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Likewise per state group.
+
+    Raises:
+        ValueError: two stages name the same one.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.state is None:
+            continue
+        if stage.state in owners:
+            raise ValueError(
+                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
+                "give each stage its own"
+            )
+        owners[stage.state] = stage.place
+    return owners
+
+
+def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
+    """Raises `ValueError` unless `key` is a typed key where it is needed, and None where nobody takes one."""
+    if key is None and needed:
+        random = next(stage.name for stage in stages if stage.random)
+        raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")
+    if key is not None and (
+        not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()
+    ):
+        raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
+    if key is not None and not any(stage.random for stage in stages):
+        raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
+
+
+def check_batch(batch: Any, replicas: int, m: int) -> None:
+    """Raises `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
+    lead = (m,) if replicas == 1 else (replicas, m)
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is None or shape[: len(lead)] != lead:
+            found = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            means = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {found}: its leading dims must be {means} ...) = "
+                f"({', '.join(map(str, lead))}, ...)"
+            )
+    if not jax.tree.leaves(batch):
+        raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")
