@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,19 +16,32 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The least seconds of one call: on the clock, and of CPU work over all threads."""
+    """Seconds of one call: on the clock, and of CPU work over all threads."""
 
     wall: float
     cpu: float
 
 
 class Figures:
-    """Collects figures, prints each as it comes, and gives the exit status."""
+    """Collects figures, prints each as it comes, and gives the exit status.
 
-    def __init__(self, description: str, argv: list[str] | None = None):
+    Args:
+        description: what `--help` says.
+        argv: the command line; the process's own unless given.
+        flags: adds the script's own flags to the parser; what they were is in `args`.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        argv: list[str] | None = None,
+        flags: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+    ):
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--check", action="store_true", help="exit 1 where a figure is above its bound")
-        self._check = parser.parse_args(argv).check
+        flags(parser)
+        self.args = parser.parse_args(argv)
+        self._check = self.args.check
         self._short: list[str] = []
 
     def add(self, name: str, value: float, bound: float | None = None) -> None:
@@ -47,20 +60,31 @@ class Figures:
         return 0
 
 
-def side_by_side(*calls: Callable[[], Any], rounds: int = 8) -> list[Cost]:
-    """Runs the calls in turn, `rounds` times after a warm-up, and gives each one's least cost.
+def cost_of(call: Callable[[], Any]) -> Cost:
+    """What one call costs, its result waited for."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    jax.block_until_ready(call())
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
-    In turn, so that a noisy neighbour meets them all; the least, since noise only adds.
+
+def least(costs: Iterable[Cost]) -> Cost:
+    """The least of each, since noise only adds."""
+    costs = list(costs)
+    return Cost(min(cost.wall for cost in costs), min(cost.cpu for cost in costs))
+
+
+def side_by_side(*calls: Callable[[], Any], rounds: int = 8) -> list[Cost]:
+    """Runs the calls in turn, `rounds` times after a warm-up of two, and gives each one's least cost.
+
+    In turn, so that a noisy neighbour meets them all.
     """
-    found = [Cost(float("inf"), float("inf"))] * len(calls)
-    for i in range(rounds + 2):
-        for k, call in enumerate(calls):
-            cpu, wall = time.process_time(), time.perf_counter()
-            jax.block_until_ready(call())
-            cost = Cost(time.perf_counter() - wall, time.process_time() - cpu)
-            if i >= 2:
-                found[k] = Cost(min(found[k].wall, cost.wall), min(found[k].cpu, cost.cpu))
-    return found
+    found = [[cost_of(call) for call in calls] for _ in range(rounds + 2)]
+    return [least(costs) for costs in zip(*found[2:], strict=True)]
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """What a compiled program needs on each device beside its arguments and results."""
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def largest_relative_difference(found: Any, expected: Any) -> float:

@@ -1,23 +1,21 @@
 """Like stages: does the staged scan cost more than its bubble?
 
 Eight relu layers of 1024x1024 in 2 stages on 2 virtual IPUs, 16 micro-batches of 64 rows, against the unsharded jitted
-scan, and against the usual idiom (scan and ppermute, differentiated from outside), in the same process.
+scan in the same process. (`rivals.py` runs the same model against other pipelines, `compile_time.py` compiles it.)
 
     python benchmarks/pipeline.py [--check]
 """
 
 import sys
-import time
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from figures import Figures, largest_relative_difference, side_by_side
+from figures import Figures, largest_relative_difference, side_by_side, temporary_bytes
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ipu_jax import Pipeline, Stage, configure, make_mesh
+from ipu_jax import Pipeline, Stage, configure
 
 WIDTH, ROWS, LAYERS, STAGES = 1024, 64, 8, 2
 
@@ -59,58 +57,16 @@ def unsharded(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda total: total / count, sums)
 
 
-def usual_idiom(micro_batches: int) -> Any:
-    """The pipeline of many a tutorial: forward ticks and ppermute in a scan, `jax.grad` through all of it."""
-    mesh = make_mesh(1, STAGES)
-
-    @partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(PartitionSpec("ipu"), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    def forward(stacked: Any, batch: Any) -> Any:
-        me = lax.axis_index("ipu")
-        weights = [w[0] for w in stacked]
-
-        def tick(carry: Any, t: Any) -> Any:
-            inbox, loss = carry
-            at = jnp.clip(t - me, 0, micro_batches - 1)
-            microbatch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), batch)
-            active = (t - me >= 0) & (t - me < micro_batches)
-            y = layers(weights, jnp.where(me == 0, microbatch["x"], inbox), None)
-            error = jnp.mean((y - microbatch["y"]) ** 2)
-            loss += jnp.where(active & (me == STAGES - 1), error, 0.0)
-            return (lax.ppermute(y, "ipu", [(0, 1)]), loss), None
-
-        ticks = jnp.arange(micro_batches + STAGES - 1)
-        (_, loss), _ = lax.scan(tick, (jnp.zeros((ROWS, WIDTH)), jnp.zeros(())), ticks)
-        return lax.psum(loss, "ipu") / micro_batches
-
-    return jax.jit(jax.value_and_grad(forward))
-
-
-def temporary_bytes(compiled: Any) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 def main() -> int:
-    figures = Figures("like stages: step time, CPU work, memory and compile time against the unsharded scan")
+    figures = Figures("like stages: step time, CPU work and memory against the unsharded scan")
     configure(STAGES)
     whole = model()
     stages = [Stage(layers, params="first", ipu=0), Stage(layers_and_loss, params="second", ipu=1)]
-    compiled, compile_seconds, pipelines = {}, {}, {}
-    for m in (4, 16, 64):
-        pipelines[m] = Pipeline(stages, gradient_accumulation=m)
-        step = jax.jit(pipelines[m].value_and_grad)
-        lowered = step.lower(pipelines[m].shard(whole), batch_of(m))
-        seconds = []
-        for _ in range(3):
-            started = time.perf_counter()
-            compiled[m] = lowered.compile()
-            seconds.append(time.perf_counter() - started)
-        compile_seconds[m] = min(seconds)
+    pipelines = {m: Pipeline(stages, gradient_accumulation=m) for m in (4, 16, 64)}
+    compiled = {
+        m: jax.jit(pipeline.value_and_grad).lower(pipeline.shard(whole), batch_of(m)).compile()
+        for m, pipeline in pipelines.items()
+    }
     params = pipelines[16].shard(whole)
     on_ipus = jax.sharding.NamedSharding(pipelines[16].mesh, PartitionSpec())
     batch = batch_of(16)
@@ -135,12 +91,7 @@ def main() -> int:
     bytes_of = {m: temporary_bytes(compiled[m]) for m in compiled}
     figures.add("temporary bytes an IPU, M=16 / M=4", bytes_of[16] / bytes_of[4], 1.05)
     figures.add("temporary bytes an IPU, M=64 / M=4", bytes_of[64] / bytes_of[4], 1.05)
-    stacked = [jnp.stack([a, b]) for a, b in zip(whole["first"], whole["second"], strict=True)]
-    idiom = usual_idiom(64).lower(stacked, batch_of(64)).compile()
     figures.add("temporary bytes an IPU, M=64, MB", bytes_of[64] / 1e6)
-    figures.add("temporary bytes an IPU of the usual idiom, M=64, MB", temporary_bytes(idiom) / 1e6)
-    figures.add("temporary bytes an IPU, M=64 / the usual idiom's", bytes_of[64] / temporary_bytes(idiom), 1 / 6)
-    figures.add("compile time, M=64 / M=4", compile_seconds[64] / compile_seconds[4], 1.10)
     return figures.status()
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from figures import Figures, largest_relative_difference, side_by_side
+from figures import Cost, Figures, largest_relative_difference, least, side_by_side
 
 
 def test_a_figure_above_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
@@ -30,6 +30,15 @@ def test_without_check_the_status_is_0_and_a_figure_may_have_no_bound():
     figures.add("cost", 2.0, 1.0)
     figures.add("told", 2.0)
     assert figures.status() == 0
+
+
+def test_a_script_may_have_flags_of_its_own():
+    figures = Figures("", ["--only", "torch"], lambda parser: parser.add_argument("--only"))
+    assert figures.args.only == "torch"
+
+
+def test_the_least_of_clock_and_of_work_are_taken_apart():
+    assert least([Cost(1.0, 4.0), Cost(2.0, 3.0)]) == Cost(1.0, 3.0)
 
 
 def test_side_by_side_runs_each_call_in_every_round():

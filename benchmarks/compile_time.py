@@ -1,0 +1,73 @@
+"""Does compiling a pipeline take longer with more micro-batches, or with more stages?
+
+Like stages of four 1024x1024 relu layers each, on 8 virtual IPUs of which as many are used as there are stages. Once
+with XLA's part alone, and once with all that a first call waits for: tracing and lowering as well.
+
+    python benchmarks/compile_time.py [--check]
+"""
+
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from figures import Figures
+from pipeline import ROWS, WIDTH, layers
+
+from ipu_jax import Pipeline, Stage, configure
+
+LAYERS_A_STAGE, MOST_STAGES = 4, 8
+
+
+def mean_squared_error(_: None, y: Any, microbatch: Any) -> Any:
+    return jnp.mean((y - microbatch["y"]) ** 2)
+
+
+class Program:
+    """A pipeline of like stages, and the least seconds that compiling it took."""
+
+    def __init__(self, stages: int, micro_batches: int):
+        # each stage is the same function, so that only their places tell them apart
+        self.pipeline = Pipeline(
+            [
+                *(Stage(layers, params=f"part{i}", ipu=i) for i in range(stages)),
+                Stage(mean_squared_error, ipu=stages - 1),
+            ],
+            gradient_accumulation=micro_batches,
+        )
+        weights = [np.zeros((WIDTH, WIDTH), np.float32)] * LAYERS_A_STAGE
+        self.params = self.pipeline.shard({f"part{i}": weights for i in range(stages)})
+        self.batch = {key: np.zeros((micro_batches, ROWS, WIDTH), np.float32) for key in ("x", "y")}
+        self.compile = self.all = float("inf")
+
+    def measure(self) -> None:
+        jax.clear_caches()  # otherwise what was traced once is not traced again
+        started = time.perf_counter()
+        lowered = jax.jit(self.pipeline.value_and_grad).lower(self.params, self.batch)
+        traced = time.perf_counter()
+        lowered.compile()
+        ended = time.perf_counter()
+        self.compile, self.all = min(self.compile, ended - traced), min(self.all, ended - started)
+
+
+def main() -> int:
+    figures = Figures("compile time of a pipeline as its micro-batches and its stages grow")
+    configure(MOST_STAGES)
+    few_batches, many_batches, many_stages = Program(2, 4), Program(2, 64), Program(MOST_STAGES, 4)
+    for _ in range(4):
+        for program in (few_batches, many_batches, many_stages):
+            program.measure()
+    for what, more, most in (
+        ("M=64 / M=4, 2 stages", many_batches, 1.10),
+        (f"{MOST_STAGES} stages / 2 stages, M=4", many_stages, 2.0),
+    ):
+        figures.add(f"compile time, {what}", more.compile / few_batches.compile, most)
+        figures.add(f"compile time with tracing and lowering, {what}", more.all / few_batches.all, most)
+    figures.add("compile time with tracing and lowering, 2 stages, M=4, seconds", few_batches.all)
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

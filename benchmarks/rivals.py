@@ -1,0 +1,267 @@
+"""How do our pipelines stand against the ones that people use? Step time and memory, in turn in one run.
+
+`torch` is `torch.distributed.pipelining`, a process a stage, over gloo, on the MNIST example in its basic mode: same
+weights, same images, loss and gradients compared first. `idiom` is the usual JAX pipeline (`rivals_of/usual_idiom.py`)
+on the model of `pipeline.py`, eight relu layers of 1024x1024 in 2 stages, micro-batches of 64 rows: its layers once as
+plain code, once as a scan over stacked weights. No step includes an optimizer.
+
+    python benchmarks/rivals.py [--check] [--only torch|idiom] [--plot FILE.png]
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from figures import Cost, Figures, cost_of, largest_relative_difference, least, side_by_side, temporary_bytes
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from pipeline import STAGES, batch_of, layers, model
+from rivals_of import torch_pipeline
+from rivals_of.torch_pipeline import TorchPipeline
+from rivals_of.usual_idiom import value_and_grad
+
+from ipu_jax import Pipeline, Stage, configure, make_mesh
+from mnist_example.model import init_params, make_pipeline
+
+RIVALS = ("torch", "idiom")
+MNIST_SIZES = ((64, 16), (8, 84))  # micro-batch, M: those of mnist.py
+THREADS = (1, 2)  # of each torch process; the figures take the better
+ROUNDS, STEPS = 6, 2
+PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # few, since many micro-batches take long: the least is taken
+COUNTS = (4, 8, 16, 32, 64)  # M, of the memory figures
+
+OURS, IDIOM, SKIPS = "ipu_jax", "usual idiom", "usual idiom that skips bubbles"
+VARIATIONS: dict[str, dict[str, bool]] = {
+    IDIOM: {},
+    SKIPS: {"skip_idle": True},
+    "usual idiom with jax.checkpoint": {"checkpoint": True},
+}
+
+
+# torch.distributed.pipelining
+
+
+def torch_figures(figures: Figures) -> None:
+    params = jax.tree.map(np.asarray, init_params(0))
+    weights = {f"{n}.{k}": w for n, layer in _torch_layers(params).items() for k, w in layer.items()}
+    random = np.random.default_rng(1)
+    batches = {
+        f"{rows}x{count}": {
+            "images": random.integers(0, 256, (count, rows, 28, 28), np.uint8),
+            "labels": random.integers(0, 10, (count, rows), np.int32),
+        }
+        for rows, count in MNIST_SIZES
+    }
+    with TorchPipeline(weights, batches) as rival:
+        for rows, count in MNIST_SIZES:
+            name = f"{rows}x{count}"
+            pipeline = make_pipeline("basic", gradient_accumulation=count)
+            step = _step(pipeline, params, batches[name])
+            (loss, _), gradients = step()
+            ours = {"loss": loss, **_torch_layers(pipeline.unshard(gradients))}
+            for schedule in torch_pipeline.SCHEDULES:
+                theirs_loss, theirs = rival.result(name, schedule)
+                found = {"loss": theirs_loss, **{n: {k: theirs[f"{n}.{k}"] for k in "wb"} for n in ours if n != "loss"}}
+                figures.add(
+                    f"loss and gradients / torch {schedule}'s, {name}, relative difference",
+                    largest_relative_difference(found, ours),
+                    1e-4,
+                )
+            _compare(figures, rival, step, name, f"micro-batch {rows}, M={count}")
+
+
+def _torch_layers(params: Any) -> dict[str, Any]:
+    return {**params["mlp"], "classifier": params["classifier"]}
+
+
+def _step(pipeline: Pipeline, params: Any, batch: Any) -> Callable[[], Any]:
+    spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+    return partial(pipeline.value_and_grad, pipeline.shard(params), spread)
+
+
+def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], batch: str, where: str) -> None:
+    """Rounds of a few steps of each, so that a noisy neighbour meets them all; then each one's least."""
+    variants = [(schedule, threads) for schedule in torch_pipeline.SCHEDULES for threads in THREADS]
+    ours: list[Cost] = []
+    theirs: dict[tuple[str, int], list[Cost]] = {variant: [] for variant in variants}
+    for round_ in range(ROUNDS + 1):
+        if round_ == 1:  # the first was the warm-up
+            ours, theirs = [], {variant: [] for variant in variants}
+        ours += [cost_of(step) for _ in range(STEPS)]
+        for schedule, threads in variants:
+            theirs[schedule, threads] += rival.costs(batch, schedule, threads=threads, steps=STEPS)
+    mine = least(ours)
+    for schedule in torch_pipeline.SCHEDULES:
+        found = {threads: least(theirs[schedule, threads]) for threads in THREADS}
+        best = min(found, key=lambda threads: found[threads].wall)  # whichever serves torch better
+        figures.add(f"step time / torch {schedule}'s, {where}, threads={best}", mine.wall / found[best].wall, 0.90)
+        for threads in THREADS:
+            medians = [statistics.median(cost.wall for cost in costs) for costs in (ours, theirs[schedule, threads])]
+            figures.add(f"  the medians', threads={threads}", medians[0] / medians[1])
+        figures.add("  CPU work / torch's, threads=1", mine.cpu / found[1].cpu)
+
+
+# the usual JAX pipeline
+
+
+def scanned_layers(weights: Any, x: Any, microbatch: Any) -> Any:
+    """`pipeline.layers`, its weights stacked: (layers, width, width)."""
+    x = microbatch["x"] if x is None else x
+    return lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, weights)[0]
+
+
+def mean_squared_error(y: Any, target: Any) -> Any:
+    return jnp.mean((y - target) ** 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step with its arguments on the devices; `gradients` gives its result in the layout of the weights."""
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+    gradients: Callable[[Any], Any]
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+    @property
+    def bytes(self) -> int:
+        return temporary_bytes(self.compiled)
+
+
+def programs(run_layers: Callable[[Any, Any, Any], Any], weights: dict[str, Any], m: int) -> dict[str, Program]:
+    """Our step and its rivals', for `{"first": ..., "second": ...}` weights that `run_layers` takes."""
+
+    def with_loss(weights: Any, x: Any, microbatch: Any) -> Any:
+        return mean_squared_error(run_layers(weights, x, microbatch), microbatch["y"])
+
+    stages = [Stage(run_layers, params="first", ipu=0), Stage(with_loss, params="second", ipu=1)]
+    pipeline = Pipeline(stages, gradient_accumulation=m)
+    batch = jax.device_put(batch_of(m), NamedSharding(pipeline.mesh, PartitionSpec()))
+    arguments = (pipeline.shard(weights), batch)
+    step = jax.jit(pipeline.value_and_grad)
+    found = {OURS: Program(step.lower(*arguments).compile(), arguments, pipeline.unshard)}
+
+    mesh = make_mesh(1, STAGES)
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), weights["first"], weights["second"])
+    arguments = (jax.device_put(stacked, NamedSharding(mesh, PartitionSpec("ipu"))), batch)
+
+    def unstacked(gradients: Any) -> Any:
+        return {name: jax.tree.map(lambda g, i=i: g[i], gradients) for i, name in enumerate(("first", "second"))}
+
+    for name, variation in VARIATIONS.items():
+        step = value_and_grad(lambda w, x: run_layers(w, x, None), mean_squared_error, mesh, m, **variation)
+        found[name] = Program(step.lower(*arguments).compile(), arguments, unstacked)
+    return found
+
+
+def models() -> dict[str, tuple[Callable[[Any, Any, Any], Any], dict[str, Any]]]:
+    plain = model()
+    stacked = {name: jnp.stack(weights) for name, weights in plain.items()}
+    return {"plain layers": (layers, plain), "layers in a scan": (scanned_layers, stacked)}
+
+
+def idiom_figures(figures: Figures) -> None:
+    most_time = {"plain layers": 0.95, "layers in a scan": 0.75}
+    for kind, (run_layers, weights) in models().items():
+        print(f"{kind}:", flush=True)
+        compiled = {m: programs(run_layers, weights, m) for m in COUNTS}
+        results = {name: (program()[0], program.gradients(program()[1])) for name, program in compiled[16].items()}
+        costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
+        for name in (OURS, *VARIATIONS):
+            megabytes = ", ".join(f"{compiled[m][name].bytes / 1e6:.1f}" for m in COUNTS)
+            print(f"  {name}: {megabytes} MB of temporaries an IPU at M={', '.join(map(str, COUNTS))}")
+        ours = costs.pop(OURS)
+        for name, cost in costs.items():
+            bounded = name == IDIOM  # the variations are told, so that the choice among them is seen
+            difference = largest_relative_difference(results[OURS], results[name])
+            figures.add(f"  loss and gradients / {name}, relative difference", difference, 1e-5)
+            figures.add(f"  step time / {name}, M=16", ours.wall / cost.wall, most_time[kind] if bounded else None)
+            figures.add(f"  CPU work / {name}, M=16", ours.cpu / cost.cpu)
+            fewer = compiled[64][OURS].bytes / compiled[64][name].bytes
+            figures.add(f"  temporary bytes / {name}, M=64", fewer, 1 / 6 if bounded else None)
+
+
+def plot(path: str) -> None:
+    """Draws how step time and temporary bytes grow with M, for each model and each program."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, rows = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
+    for (kind, (run_layers, weights)), (of_time, of_memory) in zip(models().items(), rows, strict=True):
+        names = [name for name in (OURS, *VARIATIONS) if name != SKIPS]  # it would be off the scale
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        megabytes: dict[str, list[float]] = {name: [] for name in names}
+        for m in COUNTS:
+            compiled = programs(run_layers, weights, m)
+            for name in names:
+                megabytes[name].append(compiled[name].bytes / 1e6)
+            if m not in PLOT_TIMED:
+                continue
+            rounds = [[cost_of(compiled[name]) for name in names] for _ in range(PLOT_ROUNDS)]
+            for name, costs in zip(names, zip(*rounds, strict=True), strict=True):
+                seconds[name].append(least(costs).wall)
+        for name, style in zip(names, ("o-", "s--", "^:"), strict=True):
+            of_time.plot(PLOT_TIMED, seconds[name], style, label=name)
+            of_memory.plot(COUNTS, megabytes[name], style, label=name)
+        of_time.set(title=f"step time, {kind}", ylabel="seconds", xticks=PLOT_TIMED)
+        of_memory.set(title=f"temporary memory, {kind}", ylabel="MB an IPU", xticks=COUNTS)
+        for axes in (of_time, of_memory):
+            axes.set(xlabel="M, micro-batches a step", ylim=(0, None))
+            axes.grid(alpha=0.3)
+            axes.legend(loc="upper left")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=RIVALS, help="measure against this rival alone")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        type=_drawable,
+        help="also draw step time and memory over M, the usual idiom's and ours (takes minutes more)",
+    )
+
+
+def _drawable(path: str) -> str:
+    """The path, if a picture can be drawn there: refused now, not after minutes of measuring."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
+    if not Path(path).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(Path(path).parent)!r} is no folder: make it first")
+    return path
+
+
+def main() -> int:
+    figures = Figures("step time and memory against torch's pipelines and the usual ones in JAX", flags=flags)
+    only = figures.args.only
+    if only != "idiom" and not torch_pipeline.is_installed():
+        print("torch is not installed, so that its figures are left out: pip install 'ipu-jax[rivals]'", flush=True)
+        if only == "torch":
+            return 1
+        only = "idiom"
+    configure(STAGES)
+    if only != "idiom":
+        torch_figures(figures)
+    if only != "torch":
+        idiom_figures(figures)
+    if figures.args.plot:
+        plot(figures.args.plot)
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

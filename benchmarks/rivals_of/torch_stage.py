@@ -1,0 +1,121 @@
+"""One stage of MNIST's MLP and classifier under `torch.distributed.pipelining`: a process that takes orders.
+
+    python torch_stage.py RANK FOLDER
+
+Rank 0 is the MLP, rank 1 the classifier with its cross-entropy; they meet over gloo, through a file in FOLDER, where
+weights and batches lie as .npz. An order is a line of JSON on stdin, and so is its answer on stdout:
+
+    {"do": "steps", "batch": "64x16", "count": 16, "schedule": "1F1B", "threads": 1, "steps": 3}
+    {"wall": [0.41, 0.40, 0.42], "cpu": [0.39, 0.39, 0.39]}
+
+"result" instead of "steps" does one step, and writes its loss and gradients to FOLDER/result-RANK.npz. It ends when
+stdin does. Torch's own idiom throughout: eager, weights as `nn.Linear` keeps them, gradients dropped (set to None) and
+not zeroed before a step, no division of the sums, message shapes told beforehand.
+"""
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports] (an extra of its own)
+import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
+from torch.distributed.pipelining import (  # pyright: ignore[reportMissingImports]
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
+
+SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+LIMIT = datetime.timedelta(seconds=60)  # a peer that is gone ends this process too
+
+
+class Images(nn.Module):
+    """(B, 28, 28) uint8 of 0 to 255 to (B, 784) float32 of 0 to 1."""
+
+    def forward(self, images: Any) -> Any:
+        return images.flatten(1).to(torch.float32) / 255
+
+
+def linear(folder: Path, name: str) -> Any:
+    """The layer with the weights that lie in the folder; torch keeps the transpose."""
+    with np.load(folder / "weights.npz") as weights:
+        w, b = weights[f"{name}.w"], weights[f"{name}.b"]
+    layer = nn.Linear(*w.shape)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(w.T))
+        layer.bias.copy_(torch.from_numpy(b))
+    return layer
+
+
+class Worker:
+    """The stage of one rank, with a schedule for each size that was asked for."""
+
+    def __init__(self, rank: int, folder: Path):
+        self.rank, self.folder = rank, folder
+        names = [("hidden", "features"), ("classifier",)][rank]
+        self.layers = {name: linear(folder, name) for name in names}
+        first = [Images()] if rank == 0 else []
+        relu = [nn.ReLU()] if rank == 0 else []
+        self.module = nn.Sequential(*first, *(m for layer in self.layers.values() for m in (layer, *relu)))
+        self.made: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def schedule(self, batch: str, count: int, name: str) -> tuple[Any, Any]:
+        """The schedule, and what the rank feeds it: images, or labels."""
+        if (batch, name) not in self.made:
+            with np.load(self.folder / f"batch-{batch}.npz") as data:
+                images, labels = torch.from_numpy(data["images"]), torch.from_numpy(data["labels"]).long()
+            # what shapes pass between them the stages find out in their first step, which no one measures
+            stage = PipelineStage(self.module, self.rank, 2, torch.device("cpu"))
+            made = SCHEDULES[name](stage, count, loss_fn=nn.functional.cross_entropy, scale_grads=False)
+            self.made[batch, name] = made, (images if self.rank == 0 else labels).flatten(0, 1)
+        return self.made[batch, name]
+
+    def step(self, schedule: Any, fed: Any) -> list[Any]:
+        self.module.zero_grad(set_to_none=True)
+        losses: list[Any] = []
+        if self.rank == 0:
+            schedule.step(fed)
+        else:
+            schedule.step(target=fed, losses=losses, return_outputs=False)
+        return losses
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        torch.set_num_threads(order["threads"])
+        schedule, fed = self.schedule(order["batch"], order["count"], order["schedule"])
+        if order["do"] == "result":
+            losses = self.step(schedule, fed)
+            found = {"loss": torch.stack(losses).mean().detach().numpy()} if losses else {}
+            for name, layer in self.layers.items():
+                found |= {f"{name}.w": layer.weight.grad.numpy().T, f"{name}.b": layer.bias.grad.numpy()}
+            np.savez(self.folder / f"result-{self.rank}.npz", **found)
+            return {}
+        wall, cpu = [], []
+        for _ in range(order["steps"]):
+            dist.barrier()
+            started, worked = time.perf_counter(), time.process_time()
+            self.step(schedule, fed)
+            wall.append(time.perf_counter() - started)
+            cpu.append(time.process_time() - worked)
+        return {"wall": wall, "cpu": cpu}
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    # stdout is for answers alone: gloo's C++ prints to it, and is sent to stderr
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
+    worker = Worker(rank, folder)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
