@@ -4,13 +4,14 @@ A tick is the clock of `schedule.py`, in straight-line code. Under the two-phase
 
     entry   broadcast y -> F of concurrent segments                                     (predicate: the tick alone)
     F       each IPU: F of its local segments, if the schedule says so                  (predicate: tick and IPU)
-            ppermute y to the neighbour
     head    broadcast y -> F and B of the loss head on all IPUs -> reduce dx            (predicate: the tick alone)
-    B       each IPU: B (and W) of its local segments                                   (predicate: tick and IPU)
-            ppermute dx to the neighbour
+    B       each IPU: B of its local segments                                           (predicate: tick and IPU)
+            ppermute y to the neighbour, and dx back
     exit    broadcast dy -> B of concurrent segments -> reduce dx                       (predicate: the tick alone)
 
-Under the one-phase clock F, B and W stand together, before both exchanges and the head.
+Under the one-phase clock F, B and W stand together, before the head. IPUs wait for each other in the exchanges and in
+concurrent stages, and nowhere else: what an IPU gets it uses in the next tick, so one exchange at the end serves both
+phases, and every task of the tick stands before it (`in_turn`).
 
 Gradients are taken inside, by `jax.vjp`; nothing differentiates through the scan, so memory does not grow with the
 micro-batches. What a predicate decides stands in a `guard`.
@@ -33,7 +34,7 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.halves import split_floats
 from ipu_jax.packing import Sharded
 from ipu_jax.plan import TABLES, Plan
-from ipu_jax.tasks import Tasks, from_source
+from ipu_jax.tasks import Tasks, from_source, in_turn
 
 IDLE_FILL = 0.0
 """What registers and stash hold before anything is written. Tests make it NaN: a bubble that leaks shows."""
@@ -111,6 +112,7 @@ class _Program:
         state: dict[str, Any] = {
             "y": [jax.tree.map(_idle, message) for message in plan.messages],
             "y_in": [jax.tree.map(_idle, m) if r else None for m, r in zip(plan.messages, plan.routes, strict=True)],
+            "ran": jnp.int32(0),
             "loss": jnp.zeros((), jnp.promote_types(loss.dtype, jnp.float32)),
             "model_state": ([slot[0] for slot in self.model_state.slots], self.model_state.concurrent),
         }
@@ -143,7 +145,8 @@ class _Program:
         for lane, pairs in enumerate(self.plan.routes):
             if pairs:
                 permutation = [(b, a) for a, b in pairs] if back else list(pairs)
-                received[lane] = jax.tree.map(lambda v, p=permutation: lax.ppermute(v, IPU_AXIS, p), state[key][lane])
+                sent = in_turn(state, state[key][lane])
+                received[lane] = jax.tree.map(lambda v, p=permutation: lax.ppermute(v, IPU_AXIS, p), sent)
         return {**state, f"{key}_in": received}
 
     def behind(self, teams: Sequence[int]) -> list[int]:
@@ -155,47 +158,48 @@ class _Program:
         return sorted({self.plan.team_of(i - 1) for t in teams for i in self.plan.teams[t] if i > 0})
 
     def tick(self, state: dict[str, Any], rows: dict[str, Any]) -> tuple[dict[str, Any], None]:
-        one_phase = self.plan.schedule.clock == "one-phase"
+        plan, tasks = self.plan, self.tasks
+        one_phase = plan.schedule.clock == "one-phase"
+        behind, before = self.behind(self.local), self.before(self.local)
 
         def backward(state: dict[str, Any]) -> dict[str, Any]:
             for t in reversed(self.local):
-                state = self.tasks.run_backward(t, rows, state)
+                state = tasks.run_backward(t, rows, state)
             for t in self.local:
-                if self.plan.is_split(self.plan.teams[t][0]):
-                    state = self.tasks.run_weight(t, rows, state)
-            return state
-
-        def back(state: dict[str, Any]) -> dict[str, Any]:
-            state = self.exchange(state, "dx", back=True)
-            for t in self.before(self.local):
-                state = self.tasks.queue_up("dy", t, rows, state)
+                if plan.is_split(plan.teams[t][0]):
+                    state = tasks.run_weight(t, rows, state)
             return state
 
         for t in self.entry:
-            state = self.tasks.run_forward(t, rows, state)
+            state = tasks.run_forward(t, rows, state)
             for after in self.behind([t]):
-                state = self.tasks.queue_up("x", after, rows, state)
+                state = tasks.queue_up("x", after, rows, state)
         for t in self.local:
-            state = self.tasks.run_forward(t, rows, state)
+            state = tasks.run_forward(t, rows, state)
         if self.backward and one_phase:
             state = backward(state)
-        state = self.exchange(state, "y", back=False)
-        for t in self.behind(self.local):
-            state = self.tasks.queue_up("x", t, rows, state)
-        if self.backward and one_phase:
-            state = back(state)
+        for t in behind:
+            if t not in self.local:
+                state = tasks.queue_up("x", t, rows, state)
         if self.head is not None:
-            state = (self.tasks.run_head if self.backward else self.tasks.run_forward)(self.head, rows, state)
+            state = (tasks.run_head if self.backward else tasks.run_forward)(self.head, rows, state)
             if self.backward:
                 for t in self.before([self.head]):
-                    state = self.tasks.queue_up("dy", t, rows, state)
+                    state = tasks.queue_up("dy", t, rows, state)
+        if self.backward and not one_phase:
+            state = backward(state)
+        state = self.exchange(state, "y", back=False)
+        for t in behind:
+            if t in self.local:
+                state = tasks.queue_up("x", t, rows, state)
         if self.backward:
-            if not one_phase:
-                state = back(backward(state))
+            state = self.exchange(state, "dx", back=True)
+            for t in before:
+                state = tasks.queue_up("dy", t, rows, state)
             for t in reversed(self.entry):
-                state = self.tasks.run_backward(t, rows, state)
-                for before in self.before([t]):
-                    state = self.tasks.queue_up("dy", before, rows, state)
+                state = tasks.run_backward(t, rows, state)
+                for t_before in self.before([t]):
+                    state = tasks.queue_up("dy", t_before, rows, state)
         return state, None
 
     def run(self) -> Result:

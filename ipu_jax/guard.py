@@ -26,11 +26,11 @@ class Fence:
         return lax.optimization_barrier((tree, self.zero))[0]
 
 
-def guard(active: Any, body: Callable[[Fence, Any], Any], carry: Any) -> Any:
-    """`body(fence, carry)` where `active`, else `carry`. `body` must pass what it reads through its `Fence`."""
+def guard(active: Any, body: Callable[[Fence, Any], Any], carry: Any) -> tuple[Any, Any]:
+    """`(1, body(fence, carry))` where `active`, else `(0, carry)`. `body` passes what it reads through its `Fence`."""
 
     def once(state: tuple[Any, Any]) -> tuple[Any, Any]:
         i, carry = state
         return i + 1, body(Fence(i), carry)
 
-    return lax.while_loop(lambda state: state[0] < active.astype(jnp.int32), once, (jnp.int32(0), carry))[1]
+    return lax.while_loop(lambda state: state[0] < active.astype(jnp.int32), once, (jnp.int32(0), carry))

@@ -67,7 +67,9 @@ class Halves:
     _stashed: tuple[int, ...]  # which outputs of F are stashed
     _kept: list[Any]  # the stash with its own dtypes: a key is stashed as its data
     _backward: Any  # closed jaxpr: flat (params, given, stash, dy) -> dx, dparams
+    _restore: Callable[[list[Any], list[Any]], Any]  # the vjp again, of flat (params, given) and the stash
     _num_dx: int
+    _num_dparams: int
     _split: Any  # B and W: closed jaxprs of flat (params, given, stash, dy), and of those and the cut
 
     @property
@@ -84,10 +86,18 @@ class Halves:
         result = jax.tree.unflatten(self._result, outputs[: self._result.num_leaves])
         return *result, [_bare(outputs[i]) for i in self._stashed]
 
-    def backward(self, params: Any, given: Given, stash: list[Any], dy: list[Any]) -> tuple[list[Any], list[Any]]:
-        """`(dparams, dx)`: a gradient per trained leaf of params; `dy` and `dx` list the floats of y and x."""
-        outputs = core.jaxpr_as_fun(self._backward)(*jax.tree.leaves((params, given)), *self._typed(stash), *dy)
-        return outputs[self._num_dx :], outputs[: self._num_dx]
+    def backward(
+        self, params: Any, given: Given, stash: list[Any], dy: list[Any], sums: Sequence[Any] | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """`(dparams, dx)`: a gradient per trained leaf of params; `dy` and `dx` list the floats of y and x.
+
+        Where `sums` has an array for a leaf, of its shape and dtype, the gradient is added to it in place and the sum
+        stands in dparams: a scan over layers adds each layer's gradient where it belongs, and never makes them all.
+        """
+        refs = [True if total is None else jax.new_ref(total) for total in sums or [None] * self._num_dparams]
+        vjp = self._restore(jax.tree.leaves((params, given)), self._typed(stash))
+        dparams, dx = vjp.with_refs(refs, [True] * self._num_dx)(dy)
+        return [g if isinstance(ref, bool) else jax.freeze(ref) for g, ref in zip(dparams, refs, strict=True)], dx
 
     def backward_input(self, params: Any, given: Given, stash: list[Any], dy: list[Any]) -> tuple[list[Any], list[Any]]:
         """`(dx, cut)`: the part of the backward that dx needs."""
@@ -182,10 +192,12 @@ def halves_of(
     y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals[:count])))
     dy = [y] if last else split_floats(y)[0]
 
-    def backward(params: Any, given: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
-        inputs = jax.tree.leaves((params, given))
+    def restore(inputs: list[Any], stash: list[Any]) -> Any:
         of = {"input": inputs, "derived": core.jaxpr_as_fun(derive)(*inputs[:num_params]), "stash": stash}
-        dparams, dx = jax.tree.unflatten(held["vjp"], [of[kind][i] for kind, i in sources])(dy)
+        return jax.tree.unflatten(held["vjp"], [of[kind][i] for kind, i in sources])
+
+    def backward(params: Any, given: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
+        dparams, dx = restore(jax.tree.leaves((params, given)), stash)(dy)
         return [*dx, *dparams]
 
     with naming(segment.name, segment.first):
@@ -202,7 +214,9 @@ def halves_of(
         _stashed=tuple(count + i for i in stashed),
         _kept=kept,
         _backward=traced_backward,
+        _restore=restore,
         _num_dx=len(traced_backward.out_avals) - sum(of_gradient),
+        _num_dparams=sum(of_gradient),
         _split=None,
     )
     return _with_split(halves, num_params + num_given, len(dy)) if split else halves

@@ -352,23 +352,13 @@ def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> l
     return written
 
 
-def accumulate(
-    accumulators: Sequence[jax.Array | None], group: Group, gradients: Sequence[Any], zero: Any
-) -> list[jax.Array | None]:
-    """Inside the program, on the owner: the slots with the group's gradients added, in place.
+def accumulate(total: jax.Array, leaf: Leaf, gradient: Any, zero: Any) -> jax.Array:
+    """Inside the program, on the owner: a slot's accumulator with the gradient of the owner's leaf added, in place.
 
-    `gradients` has one per trained leaf. `zero` is a traced 0. Where a leaf is a prefix of its slot, XLA updates in
-    place only if it cannot know the index; at a constant 0 it rewrites the whole slot.
+    `zero` is a traced 0. Where a leaf is a prefix of its slot, XLA updates in place only if it cannot know the index;
+    at a constant 0 it rewrites the whole slot.
     """
-    sums = list(accumulators)
-    trained = [leaf for leaf in group.leaves if not leaf.frozen]
-    for leaf, gradient in zip(trained, gradients, strict=True):
-        total = sums[leaf.slot]
-        assert total is not None  # a slot with a trained leaf has an accumulator
-        if total.shape == leaf.shape:
-            sums[leaf.slot] = total + gradient.astype(total.dtype)
-        else:
-            prefix = jax.lax.dynamic_slice(total, (zero,), (leaf.size,))
-            prefix += gradient.reshape(-1).astype(total.dtype)
-            sums[leaf.slot] = jax.lax.dynamic_update_slice(total, prefix, (zero,))
-    return sums
+    if total.shape == leaf.shape:
+        return total + gradient.astype(total.dtype)
+    prefix = jax.lax.dynamic_slice(total, (zero,), (leaf.size,)) + gradient.reshape(-1).astype(total.dtype)
+    return jax.lax.dynamic_update_slice(total, prefix, (zero,))

@@ -4,6 +4,7 @@ Each takes the rows of the tick, `{"F": (teams,), "B": ..., "W": ..., "x": ..., 
 or -1, and the state of the scan, and returns the state with what the task changed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,19 +155,38 @@ class Tasks:
             kept["model_state"] = (slots, concurrent)
         return kept
 
-    def keep_sums(self, t: int, dparams: list[Any], state: dict[str, Any], zero: Any) -> dict[str, Any]:
-        sums, concurrent = state["sums"], dict(state["concurrent_sums"])
-        following = iter(dparams)
-        for group in sorted(self.groups(t), key=lambda g: g.name):
-            new = [next(following) for leaf in group.leaves if not leaf.frozen]
-            if group.ipu is not None:
-                sums = packing.accumulate(sums, group, new, zero)
+    def trained(self, t: int) -> list[tuple[Group, int]]:
+        """The leaves that get a gradient, in the order of dparams, as groups and positions in them."""
+        groups = sorted(self.groups(t), key=lambda g: g.name)
+        return [(g, k) for g in groups for k, leaf in enumerate(g.leaves) if not leaf.frozen]
+
+    def own_sums(self, t: int, state: State) -> list[Any]:
+        """Per trained leaf its accumulator, where one is as large and of the same dtype; else None."""
+        found = []
+        for group, k in self.trained(t):
+            leaf, concurrent = group.leaves[k], state["concurrent_sums"].get(group.name)
+            total = state["sums"][leaf.slot] if concurrent is None else concurrent[k]
+            shape = leaf.shape if concurrent is None else total.shape
+            fits = total.size == math.prod(shape) and total.dtype == jnp.dtype(leaf.dtype)
+            found.append(total.reshape(shape) if fits else None)
+        return found
+
+    def keep_sums(
+        self, t: int, dparams: list[Any], state: State, zero: Any, added: Sequence[Any] | None = None
+    ) -> dict[str, Any]:
+        """The accumulators with the gradients added; what `added` has an array for is a sum already."""
+        sums = list(state["sums"])
+        concurrent = {name: list(leaves) for name, leaves in state["concurrent_sums"].items()}
+        added = added or [None] * len(dparams)
+        for (group, k), new, total in zip(self.trained(t), dparams, added, strict=True):
+            leaf = group.leaves[k]
+            if group.ipu is None:
+                held = concurrent[group.name][k]
+                concurrent[group.name][k] = new if total is not None else held + new.astype(held.dtype)
+            elif total is not None:
+                sums[leaf.slot] = new.reshape(sums[leaf.slot].shape)
             else:
-                of_group = iter(new)
-                concurrent[group.name] = [
-                    None if total is None else total + next(of_group).astype(total.dtype)
-                    for total in concurrent[group.name]
-                ]
+                sums[leaf.slot] = packing.accumulate(sums[leaf.slot], leaf, new, zero)
         return {"sums": sums, "concurrent_sums": concurrent}
 
     def keep_dx(self, t: int, dx: list[Any], state: State) -> State:
@@ -219,8 +239,9 @@ class Tasks:
             if is_split:
                 dx, cut = halves.backward_input(weights, given, saved, dy)
                 return {**carry, **self.keep_dx(t, dx, carry), **self.write(("cut", t), carry, at_here, cut, fence)}
-            dparams, dx = halves.backward(weights, given, saved, dy)
-            return {**carry, **self.keep_sums(t, dparams, carry, fence.zero), **self.keep_dx(t, dx, carry)}
+            own = self.own_sums(t, carry)
+            dparams, dx = halves.backward(weights, given, saved, dy, own)
+            return {**carry, **self.keep_sums(t, dparams, carry, fence.zero, own), **self.keep_dx(t, dx, carry)}
 
         return self.guarded(
             at, body, state, ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
@@ -254,9 +275,10 @@ class Tasks:
             y, new_state, aux, saved = halves.forward(weights, x, given, self.read_state(t, carry))
             self.watch("B", t, at_here, rows)
             dy = fence([jnp.full((), self.seed / self.plan.ipus, y.dtype)])
-            dparams, dx = halves.backward(weights, given, saved, dy)
+            own = self.own_sums(t, carry)
+            dparams, dx = halves.backward(weights, given, saved, dy, own)
             kept = self.keep_result(t, y, new_state, aux, at_here, carry, fence.zero)
-            kept |= self.keep_sums(t, dparams, carry, fence.zero)
+            kept |= self.keep_sums(t, dparams, carry, fence.zero, own)
             return {**carry, **kept, **self.keep_dx(t, dx, carry)}
 
         return self.guarded(at, body, state, [*self.results(t), "sums", "concurrent_sums", "dx"])
@@ -291,9 +313,19 @@ class Tasks:
 
         return self.guarded(at, body, state, ["stash"])
 
-    def guarded(self, at: Any, body: Any, state: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-        carry = {key: state[key] for key in keys if key in state}
-        return {**state, **guard(at >= 0, body, carry)}
+    def guarded(self, at: Any, body: Callable[[Fence, State], State], state: State, keys: list[str]) -> State:
+        """`body` where `at` is a micro-batch, behind all guards before it."""
+        ran, carry = guard(in_turn(state, at) >= 0, body, {key: state[key] for key in keys if key in state})
+        return {**state, **carry, "ran": state["ran"] + ran}
+
+
+def in_turn(state: State, value: Any) -> Any:
+    """`value`, known only when all guards so far have run: a count of them decides, which XLA does not know to be >= 0.
+
+    Without it XLA may put an exchange, which waits for all IPUs, before the tasks of some of them: F of IPU 0, the
+    exchange of its y, F of IPU 1. Each IPU would then wait for the other's task before it begins its own.
+    """
+    return jax.tree.map(lambda leaf: jnp.where(state["ran"] < 0, jnp.zeros_like(leaf), leaf), value)
 
 
 def _unpacked(slots: Sequence[Any], concurrent: dict[str, Any], group: Group) -> Any:
