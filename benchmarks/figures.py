@@ -1,7 +1,7 @@
 """What every benchmark shares: figures with bounds, and measuring two programs side by side.
 
 A figure is a ratio of what ran in one process, or a count: absolute times mean nothing on a shared machine. Each prints
-as a line `name  value  bound`; with `--check` the script exits 1 and names the figures above their bounds.
+as a line `name  value  bound`; with `--check` the script exits 1 and names the figures outside their bounds.
 """
 
 import argparse
@@ -38,18 +38,20 @@ class Figures:
         flags: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     ):
         parser = argparse.ArgumentParser(description=description)
-        parser.add_argument("--check", action="store_true", help="exit 1 where a figure is above its bound")
+        parser.add_argument("--check", action="store_true", help="exit 1 where a figure is outside its bound")
         flags(parser)
         self.args = parser.parse_args(argv)
         self._check = self.args.check
         self._short: list[str] = []
 
-    def add(self, name: str, value: float, bound: float | None = None) -> None:
-        """Prints one figure; `bound` is the most it may be, None where it is only told."""
-        falls_short = bound is not None and not value <= bound
-        shown = "" if bound is None else f"<= {bound:.6g}" + ("  FALLS SHORT" if falls_short else "")
+    def add(self, name: str, value: float, at_most: float | None = None, *, at_least: float | None = None) -> None:
+        """Prints one figure and the bounds that it has; without any it is only told."""
+        # so written that a value which is not a number is outside
+        inside = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+        bounds = [f"{sign} {bound:.6g}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
+        shown = " and ".join(bounds) + ("" if inside else "  FALLS SHORT")
         print(f"{name:<72}  {value:<12.6g}  {shown}".rstrip(), flush=True)
-        if falls_short:
+        if not inside:
             self._short.append(name)
 
     def status(self) -> int:

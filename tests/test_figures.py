@@ -19,9 +19,26 @@ def test_a_figure_above_its_bound_fails_the_check_by_name(capsys: pytest.Capture
     assert printed.err == "falls short: memory\n"
 
 
-def test_not_a_number_falls_short():
+def test_a_figure_below_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
     figures = Figures("", ["--check"])
-    figures.add("cost", float("nan"), 1.0)
+    figures.add("speed-up", 0.97, at_least=0.97)
+    figures.add("agreement", 1.01, 1.05, at_least=0.95)
+    assert figures.status() == 0
+    figures.add("too slow", 0.96, at_least=0.97)
+    assert figures.status() == 1
+    printed = capsys.readouterr()
+    assert [line.split("  ")[0] for line in printed.err.splitlines()] == ["falls short: too slow"]
+    assert [" ".join(line.split()) for line in printed.out.splitlines()] == [
+        "speed-up 0.97 >= 0.97",
+        "agreement 1.01 >= 0.95 and <= 1.05",
+        "too slow 0.96 >= 0.97 FALLS SHORT",
+    ]
+
+
+@pytest.mark.parametrize("bound", [{"at_most": 1.0}, {"at_least": 1.0}])
+def test_not_a_number_falls_short(bound: dict[str, float]):
+    figures = Figures("", ["--check"])
+    figures.add("cost", float("nan"), **bound)
     assert figures.status() == 1
 
 

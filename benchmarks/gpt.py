@@ -1,0 +1,250 @@
+"""GPT: what does a pipelined language model with a tied, vocabulary-split table cost?
+
+A small GPT over the virtual IPUs of a replica. The embedding and the projection back to the vocabulary are concurrent
+stages that share one table, a part of its rows on each IPU; the transformer blocks are pipelined between them:
+
+    concurrent   IPU 0: table, rows 0 ..  \\   blocks 0-1 \\              / table, rows 0 ..  \\
+                 IPU 1: table, the rest   ->              blocks 2-3 -> norm, table, the rest -> loss
+
+    basic        IPU 0: table, positions, blocks 0-1
+                 IPU 1:                              blocks 2-3, norm, another table, loss
+
+Positions and the last norm are concurrent too, whole on every IPU: so the pipelined stages hold blocks and nothing
+else, and those in the middle of a longer pipeline, being alike, share one compiled body. *basic* cannot tie: a group
+of weights lives on one IPU, so the projection has a table of its own.
+
+Each is measured beside its own unsharded program (a jitted scan over micro-batches of the same functions on whole
+weights): CPU work, and temporary bytes an IPU.
+
+Dims: V vocabulary, B sequences of a micro-batch, T and S tokens of a sequence (S those attended to), D features,
+N heads, K features of a head, F hidden features of the MLP, L layers of a stage.
+
+    python benchmarks/gpt.py [--check]
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from figures import Figures, side_by_side
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
+from sharded_ops import embedding, log_softmax_cross_entropy, matmul
+
+Mode = Literal["concurrent", "basic"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the model. `features` must divide by `heads`, and `layers` by the pipeline's IPUs."""
+
+    vocabulary: int
+    length: int
+    features: int
+    heads: int
+    layers: int
+
+
+# the model
+
+
+def layer_norm(p: Any, x_BTD: jax.Array) -> jax.Array:
+    wide_BTD = x_BTD.astype(jnp.float32)
+    wide_BTD = wide_BTD - wide_BTD.mean(-1, keepdims=True)
+    normed_BTD = wide_BTD * lax.rsqrt((wide_BTD**2).mean(-1, keepdims=True) + 1e-5)
+    return normed_BTD.astype(x_BTD.dtype) * p["scale"] + p["bias"]
+
+
+def attention(p: Any, x_BTD: jax.Array) -> jax.Array:
+    """Causal: a token attends to itself and to those before it."""
+    q_BTNK, k_BSNK, v_BSNK = jnp.einsum("btd,dcnk->cbtnk", x_BTD, p["qkv"])
+    scores_BNTS = jnp.einsum("btnk,bsnk->bnts", q_BTNK, k_BSNK).astype(jnp.float32) / q_BTNK.shape[-1] ** 0.5
+    tokens = jnp.arange(x_BTD.shape[1])
+    seen_TS = tokens[:, None] >= tokens
+    chances_BNTS = jax.nn.softmax(jnp.where(seen_TS, scores_BNTS, -jnp.inf)).astype(x_BTD.dtype)
+    mixed_BTNK = jnp.einsum("bnts,bsnk->btnk", chances_BNTS, v_BSNK)
+    return jnp.einsum("btnk,nkd->btd", mixed_BTNK, p["out"])
+
+
+def mlp(p: Any, x_BTD: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x_BTD @ p["up"]) @ p["down"]
+
+
+def block(p: Any, x_BTD: jax.Array) -> jax.Array:
+    x_BTD = x_BTD + attention(p["attention"], layer_norm(p["norm1"], x_BTD))
+    return x_BTD + mlp(p["mlp"], layer_norm(p["norm2"], x_BTD))
+
+
+# the stages: functions of (params, x, microbatch)
+
+
+def embed_split(table_VD: jax.Array, _: None, microbatch: Any, *, size: int) -> jax.Array:
+    return embedding(table_VD, microbatch["tokens"], size=size)
+
+
+def embed_whole(table_VD: jax.Array, _: None, microbatch: Any) -> jax.Array:
+    return table_VD[microbatch["tokens"]]
+
+
+def add_positions(positions_TD: jax.Array, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    return x_BTD + positions_TD
+
+
+def blocks(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    """Every leaf of `p` has a leading (L,)."""
+    return lax.scan(lambda x_BTD, layer: (block(layer, x_BTD), None), x_BTD, p)[0]
+
+
+def blocks_one_by_one(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    """`blocks` without a scan. A scan is one equation, which a schedule with W cannot cut into B and W."""
+    for layer in range(p["norm1"]["scale"].shape[0]):
+        x_BTD = block(jax.tree.map(lambda w, layer=layer: w[layer], p), x_BTD)
+    return x_BTD
+
+
+def norm(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    return layer_norm(p, x_BTD)
+
+
+def loss_split(table_VD: jax.Array, x_BTD: jax.Array, microbatch: Any, *, size: int) -> jax.Array:
+    logits_BTV = matmul(x_BTD, table_VD.T, size=size)
+    return log_softmax_cross_entropy(logits_BTV, microbatch["targets"], size=size).mean()
+
+
+def loss_whole(table_VD: jax.Array, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    logits_BTV = (x_BTD @ table_VD.T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, microbatch["targets"]).mean()
+
+
+def make_pipeline(
+    sizes: Sizes,
+    ipus: int,
+    *,
+    mode: Mode = "concurrent",
+    scanned: bool = True,
+    recompute: Any = "none",
+    **options: Any,
+) -> Pipeline:
+    """The GPT on `ipus` IPUs, as many blocks on each.
+
+    A batch is `{"tokens", "targets"}`, (M, B, T) int32 each: `targets` are the tokens that follow.
+
+    Args:
+        sizes: of the model.
+        ipus: IPUs of the replica.
+        mode: where embedding and projection stand; see the top of this file.
+        scanned: whether a stage scans over its layers, rather than having them one by one.
+        recompute: of the stages of blocks, as `Stage` has it.
+        options: of `Pipeline`.
+    """
+    if sizes.layers % ipus:
+        raise ValueError(f"layers={sizes.layers} don't divide by ipus={ipus}: give a multiple")
+    stage = blocks if scanned else blocks_one_by_one
+    middle = [
+        Stage(add_positions, params="positions", ipu=0 if mode == "basic" else ALL_IPUS),
+        *(Stage(stage, params=f"blocks{i}", ipu=i, recompute=recompute) for i in range(ipus)),
+        Stage(norm, params="norm", ipu=ipus - 1 if mode == "basic" else ALL_IPUS),
+    ]
+    if mode == "basic":
+        first = Stage(embed_whole, params="table", ipu=0, name="embedding")
+        last = Stage(loss_whole, params="projection", ipu=ipus - 1)
+        return Pipeline([first, *middle, last], mesh=make_mesh(1, ipus), **options)
+    size = sizes.vocabulary
+    first = Stage(partial(embed_split, size=size), params="table", ipu=ALL_IPUS, name="embedding")
+    last = Stage(partial(loss_split, size=size), params="table", ipu=ALL_IPUS, name="projection")
+    specs = {"table": PartitionSpec("ipu"), "positions": PartitionSpec(), "norm": PartitionSpec()}
+    return Pipeline([first, *middle, last], mesh=make_mesh(1, ipus), specs=specs, **options)
+
+
+def init_params(
+    sizes: Sizes, ipus: int, *, mode: Mode = "concurrent", seed: int = 0, dtype: Any = jnp.float32
+) -> dict[str, Any]:
+    """Whole weights for `make_pipeline`: normal, standard deviation 0.02, as GPT-2 has it."""
+    keys = iter(jax.random.split(jax.random.key(seed), 7))
+    layers, width, heads = sizes.layers, sizes.features, sizes.heads
+
+    def normal(*shape: int) -> jax.Array:
+        return (0.02 * jax.random.normal(next(keys), shape)).astype(dtype)
+
+    def norm_of(*lead: int) -> dict[str, jax.Array]:
+        return {"scale": jnp.ones((*lead, width), dtype), "bias": jnp.zeros((*lead, width), dtype)}
+
+    all_blocks = {
+        "norm1": norm_of(layers),
+        "attention": {
+            "qkv": normal(layers, width, 3, heads, width // heads),
+            "out": normal(layers, heads, width // heads, width),
+        },
+        "norm2": norm_of(layers),
+        "mlp": {"up": normal(layers, width, 4 * width), "down": normal(layers, 4 * width, width)},
+    }
+    each = layers // ipus
+    params = {
+        "table": normal(sizes.vocabulary, width),
+        "positions": normal(sizes.length, width),
+        **{f"blocks{i}": jax.tree.map(lambda w, i=i: w[each * i : each * (i + 1)], all_blocks) for i in range(ipus)},
+        "norm": norm_of(),
+    }
+    return params | ({"projection": normal(sizes.vocabulary, width)} if mode == "basic" else {})
+
+
+def random_batch(sizes: Sizes, micro_batches: int, sequences: int, seed: int = 1) -> dict[str, jax.Array]:
+    shape = (micro_batches, sequences, sizes.length + 1)
+    text = jax.random.randint(jax.random.key(seed), shape, 0, sizes.vocabulary)
+    return {"tokens": text[..., :-1], "targets": text[..., 1:]}
+
+
+# the figures
+
+
+def unsharded(params: Any, batch: Any) -> Any:
+    """Loss and summed gradients on one device: a scan over micro-batches."""
+
+    def loss_of(params: Any, microbatch: Any) -> Any:
+        x_BTD = add_positions(params["positions"], embed_whole(params["table"], None, microbatch), microbatch)
+        for name in sorted(name for name in params if name.startswith("blocks")):
+            x_BTD = blocks(params[name], x_BTD, microbatch)
+        projection = params.get("projection", params["table"])
+        return loss_whole(projection, norm(params["norm"], x_BTD, microbatch), microbatch)
+
+    def add(sums: Any, microbatch: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
+
+    return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)[0]
+
+
+def measure(figures: Figures, sizes: Sizes, mode: Mode, most_cpu: float | None, most_bytes: float | None) -> None:
+    ipus, micro_batches = 2, 8
+    pipeline = make_pipeline(sizes, ipus, mode=mode, gradient_accumulation=micro_batches)
+    whole = init_params(sizes, ipus, mode=mode)
+    batch = random_batch(sizes, micro_batches, sequences=4)
+    params = pipeline.shard(whole)
+    spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+    pipelined = jax.jit(pipeline.value_and_grad).lower(params, spread).compile()
+    dense = jax.jit(unsharded).lower(whole, batch).compile()
+    cost, of_dense = side_by_side(partial(pipelined, params, spread), partial(dense, whole, batch), rounds=5)
+    figures.add(f"CPU work / unsharded, {mode}", cost.cpu / of_dense.cpu, most_cpu)
+    figures.add(f"step time / unsharded on both cores, {mode}", cost.wall / of_dense.wall)
+    bytes_of: Callable[[Any], int] = lambda program: program.memory_analysis().temp_size_in_bytes  # noqa: E731
+    figures.add(f"temporary bytes an IPU / unsharded, {mode}", bytes_of(pipelined) / bytes_of(dense), most_bytes)
+    figures.add(f"temporary bytes an IPU, {mode}, MB", bytes_of(pipelined) / 1e6)
+
+
+def main() -> int:
+    figures = Figures("GPT: a tied, vocabulary-split table and pipelined blocks against the unsharded program")
+    configure(2)
+    sizes = Sizes(vocabulary=4095, length=64, features=256, heads=4, layers=4)
+    measure(figures, sizes, "concurrent", None, None)
+    measure(figures, sizes, "basic", None, None)
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Schedules: what is a concurrent head worth, and do the schedules take what they say?
+
+1. The head. Eight relu layers of 1024x1024 on 2 virtual IPUs, 16 micro-batches of 128 rows, and a vocabulary head that
+   weighs as much (V=8192) or twice as much (V=16384). *basic* has the head on the last IPU, *concurrent* on both:
+
+       basic        IPU 0: layers 0-3 \\                          IPU 1 is the busier by the whole head
+                    IPU 1:             layers 4-7 -> head
+
+       concurrent   IPU 0: layers 0-3 \\             -> head (first half of V)
+                    IPU 1:             layers 4-7   -> head (second half)
+
+   What FLOPs alone predict: `Schedule.simulate(lockstep=True)`, in which a stage costs its matmuls and nothing else.
+
+2. The bubbles that each schedule promises for 4 IPUs and 8 micro-batches, B = 2 F.
+
+3. Like stages (four relu layers an IPU, 16 micro-batches of 64 rows) under every schedule: step time beside what
+   `simulate(lockstep=True)` predicts, and CPU work, over those of the unsharded program on both cores.
+
+Dims: N rows of a micro-batch, D features, V classes.
+
+    python benchmarks/schedules.py [--check]
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from figures import Cost, Figures, side_by_side
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, configure
+from ipu_jax.schedule import NAMES, Schedule, make
+from sharded_ops import log_softmax_cross_entropy, matmul
+
+IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16
+D = 1024
+ROUNDS = 4  # a step takes up to two seconds
+
+# Narayanan et al. 2021 and Qi et al. 2023 and 2024: see `ipu_jax.simulation`
+BUBBLES = {"gpipe": 0.273, "1f1b": 0.273, "looped": 0.158, "zb-h1": 0.111, "zbv": 0.059}
+
+
+# the model
+
+
+def layers(weights_DD: Any, x_ND: Any, microbatch: Any) -> Any:
+    x_ND = microbatch["x"] if x_ND is None else x_ND
+    for w_DD in weights_DD:
+        x_ND = jax.nn.relu(x_ND @ w_DD)
+    return x_ND
+
+
+def squared_error(_: None, x_ND: Any, microbatch: Any) -> Any:
+    return jnp.mean((x_ND - microbatch["y"]) ** 2)
+
+
+def whole_head(w_DV: Any, x_ND: Any, microbatch: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(x_ND @ w_DV, microbatch["labels"]).mean()
+
+
+def split_head(w_DV: Any, x_ND: Any, microbatch: Any, *, size: int) -> Any:
+    return log_softmax_cross_entropy(matmul(x_ND, w_DV), microbatch["labels"], size=size).mean()
+
+
+def body(parts: int) -> dict[str, list[jax.Array]]:
+    """The layers, in groups "layers0", "layers1", ..."""
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    weights = [jax.random.normal(key, (D, D)) * (2 / D) ** 0.5 for key in keys]
+    each = LAYERS // parts
+    return {f"layers{i}": weights[each * i : each * (i + 1)] for i in range(parts)}
+
+
+def unsharded(params: Mapping[str, Any], loss: Callable[[Any, Any, Any], Any], batch: Any) -> Any:
+    """Loss and summed gradients on one device: a scan over micro-batches."""
+
+    def loss_of(params: Any, microbatch: Any) -> Any:
+        x_ND = None
+        for name in sorted(name for name in params if name != "head"):
+            x_ND = layers(params[name], x_ND, microbatch)
+        return loss(params.get("head"), x_ND, microbatch)
+
+    def add(sums: Any, microbatch: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
+
+    return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)[0]
+
+
+def step_of(pipeline: Pipeline, params: Mapping[str, Any], batch: Any) -> Callable[[], Any]:
+    spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+    return partial(pipeline.value_and_grad, pipeline.shard(params), spread)
+
+
+# what the matmuls alone predict, in units of one layer's F
+
+
+def predicted(schedule: Schedule, head: float = 0.0) -> float:
+    """The step's time over the unsharded program's on both cores: every matmul costs its FLOPs, all else nothing.
+
+    Args:
+        schedule: stages of equally many layers, then the loss.
+        head: what the loss stage's matmul costs, in layers.
+    """
+    stages = len(schedule.placement) - 1
+    each = LAYERS / stages
+    forward = [each] * stages + [head]
+    weight = list(forward)
+    # the gradient of the inputs costs another matmul a layer, but nobody asks for that of the batch
+    backward = [2 * f for f in forward]
+    backward[0] -= 1
+    work = sum(forward) + sum(backward)
+    makespan = schedule.simulate(forward, backward, weight, lockstep=True).makespan
+    return makespan / (schedule.micro_batches * work / IPUS)
+
+
+# the figures
+
+
+def head_figures(figures: Figures, vocabulary: int) -> None:
+    rows = 128
+    keys = jax.random.split(jax.random.key(1), 3)
+    params = {**body(IPUS), "head": jax.random.normal(keys[0], (D, vocabulary)) / D**0.5}
+    batch = {
+        "x": jax.random.normal(keys[1], (MICRO_BATCHES, rows, D)),
+        "labels": jax.random.randint(keys[2], (MICRO_BATCHES, rows), 0, vocabulary),
+    }
+    local = [Stage(layers, params=f"layers{i}", ipu=i) for i in range(IPUS)]
+    basic = Pipeline([*local, Stage(whole_head, params="head", ipu=IPUS - 1)], gradient_accumulation=MICRO_BATCHES)
+    concurrent = Pipeline(
+        [*local, Stage(partial(split_head, size=vocabulary), params="head", ipu=ALL_IPUS)],
+        mesh=basic.mesh,
+        gradient_accumulation=MICRO_BATCHES,
+        specs={"head": PartitionSpec(None, "ipu")},
+    )
+    dense = partial(jax.jit(partial(unsharded, loss=whole_head)), params, batch=batch)
+    one, other, whole = side_by_side(
+        step_of(basic, params, batch), step_of(concurrent, params, batch), dense, rounds=ROUNDS
+    )
+    speed_up = one.wall / other.wall
+    head = vocabulary / D
+    promised = predicted(basic.schedule, head) / predicted(concurrent.schedule, head)
+    where = f"V={vocabulary}"
+    figures.add(f"basic / concurrent step time, {where}", speed_up)
+    figures.add(f"basic / concurrent step time as FLOPs predict, {where}", promised)
+    figures.add(f"the first over the second, {where}", speed_up / promised, at_least=0.97)
+    figures.add(f"basic / unsharded step time on both cores, {where}", one.wall / whole.wall)
+    figures.add(f"concurrent / unsharded step time on both cores, {where}", other.wall / whole.wall, 1.05)
+    figures.add(f"basic / unsharded CPU work, {where}", one.cpu / whole.cpu)
+    figures.add(f"concurrent / unsharded CPU work, {where}", other.cpu / whole.cpu)
+
+
+def bubble_figures(figures: Figures) -> None:
+    for name, bound in BUBBLES.items():
+        schedule = make(name, ipus=4, micro_batches=8)
+        # published to a tenth of a percent
+        figures.add(f"bubble of {name}, 4 IPUs, M=8", round(schedule.simulate(forward=1, backward=2).bubble, 3), bound)
+
+
+def schedule_figures(figures: Figures) -> None:
+    rows = 64
+    x, y = jax.random.normal(jax.random.key(1), (2, MICRO_BATCHES, rows, D))
+    batch = {"x": x, "y": y}
+    dense = jax.jit(partial(unsharded, loss=squared_error))
+    calls: list[Callable[[], Any]] = [partial(dense, body(IPUS), batch=batch)]
+    schedules = []
+    for name in NAMES:
+        placement = make(name, ipus=IPUS, micro_batches=1).placement
+        stages = [Stage(layers, params=f"layers{i}", ipu=ipu) for i, ipu in enumerate(placement) if ipu is not None]
+        # beside the last layers, so that it costs no message
+        stages.append(Stage(squared_error, ipu=stages[-1].ipu))
+        pipeline = Pipeline(stages, schedule=name, gradient_accumulation=MICRO_BATCHES)
+        schedules.append(pipeline.schedule)
+        calls.append(step_of(pipeline, body(len(placement)), batch))
+    costs = side_by_side(*calls, rounds=ROUNDS)
+    whole: Cost = costs[0]
+    for name, schedule, cost in zip(NAMES, schedules, costs[1:], strict=True):
+        figures.add(f"step time / unsharded on both cores, {name}", cost.wall / whole.wall)
+        figures.add(f"the same as FLOPs predict, {name}", predicted(schedule))
+        bound = 1.03 if name == "grouped" else None
+        figures.add(f"CPU work / unsharded, {name}", cost.cpu / whole.cpu, bound)
+
+
+def main() -> int:
+    figures = Figures("schedules: a concurrent head's worth, the bubbles, and every schedule measured")
+    configure(IPUS)
+    bubble_figures(figures)
+    for vocabulary in (8192, 16384):
+        head_figures(figures, vocabulary)
+    schedule_figures(figures)
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
