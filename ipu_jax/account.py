@@ -93,13 +93,16 @@ def costs_of(plan: Plan, params: Layout) -> list[SegmentCost]:
 
 def stash_of(plan: Plan, ipu: int) -> int:
     """Bytes that an IPU's own segments keep: for each ring its depth x what a micro-batch leaves."""
-    stash = Stash(plan)
-    return sum(size * stash.shapes[buffer].dtype.itemsize for buffer, size in stash.used[ipu].items())
+    return _stash_bytes(Stash(plan).used[ipu])
 
 
 def stash_buffers(plan: Plan) -> int:
     """Bytes of the scan's stash, on every IPU as many as the fullest needs."""
-    return bytes_of(Stash(plan).shapes)
+    return _stash_bytes(Stash(plan).sizes)
+
+
+def _stash_bytes(sizes: dict[str, int]) -> int:
+    return sum(size * np.dtype(buffer.split(":")[1]).itemsize for buffer, size in sizes.items())
 
 
 def weights_of(layout: Layout, ipu: int) -> tuple[int, int, int]:

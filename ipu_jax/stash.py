@@ -29,7 +29,7 @@ class Stash:
 
     Attributes:
         used: per IPU and buffer, the numbers that its rings take.
-        shapes: per buffer, its (flat) shape and dtype.
+        sizes: per buffer, the most that an IPU takes of it.
     """
 
     def __init__(self, plan: Plan):
@@ -48,10 +48,16 @@ class Stash:
                 for used, depth in zip(self.used, depth_of, strict=True):
                     if depth:
                         used[buffer] = used.get(buffer, 0) + size * int(depth)
-        self.shapes = {
-            buffer: jax.ShapeDtypeStruct((max(used.get(buffer, 0) for used in self.used),), buffer.split(":")[1])
-            for buffer in sorted({buffer for used in self.used for buffer in used})
-        }
+        buffers = sorted({buffer for used in self.used for buffer in used})
+        self.sizes = {buffer: max(used.get(buffer, 0) for used in self.used) for buffer in buffers}
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The buffers, each one number longer than its rings.
+
+        A slice as long as its buffer is the buffer, wherever it begins, and XLA free to read it before the guard.
+        """
+        return {name: jax.ShapeDtypeStruct((size + 1,), name.split(":")[1]) for name, size in self.sizes.items()}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._rings

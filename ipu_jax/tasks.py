@@ -4,7 +4,6 @@ Each takes the rows of the tick, `{"F": (teams,), "B": ..., "W": ..., "x": ..., 
 or -1, and the state of the scan, and returns the state with what the task changed.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -161,14 +160,14 @@ class Tasks:
         return [(g, k) for g in groups for k, leaf in enumerate(g.leaves) if not leaf.frozen]
 
     def own_sums(self, t: int, state: State) -> list[Any]:
-        """Per trained leaf its accumulator, where one is as large and of the same dtype; else None."""
+        """Per trained leaf its accumulator where that has the leaf's own shape and dtype; else None."""
         found = []
         for group, k in self.trained(t):
             leaf, concurrent = group.leaves[k], state["concurrent_sums"].get(group.name)
             total = state["sums"][leaf.slot] if concurrent is None else concurrent[k]
-            shape = leaf.shape if concurrent is None else total.shape
-            fits = total.size == math.prod(shape) and total.dtype == jnp.dtype(leaf.dtype)
-            found.append(total.reshape(shape) if fits else None)
+            # not where it is as long, but flat: XLA copies what it reshapes
+            fits = (concurrent is not None or total.shape == leaf.shape) and total.dtype == jnp.dtype(leaf.dtype)
+            found.append(total if fits else None)
         return found
 
     def keep_sums(
@@ -184,7 +183,7 @@ class Tasks:
                 held = concurrent[group.name][k]
                 concurrent[group.name][k] = new if total is not None else held + new.astype(held.dtype)
             elif total is not None:
-                sums[leaf.slot] = new.reshape(sums[leaf.slot].shape)
+                sums[leaf.slot] = new
             else:
                 sums[leaf.slot] = packing.accumulate(sums[leaf.slot], leaf, new, zero)
         return {"sums": sums, "concurrent_sums": concurrent}

@@ -70,7 +70,8 @@ def test_recompute_takes_the_stash_away():
     found = again.report(*arguments(again))
     assert [part.stash for part in found.ipus] == [0, MESSAGE], "the first stage reads its input from the batch"
     assert compiled_bytes(found) < 0.6 * compiled_bytes(kept)
-    assert found.predicted_temporary / NEAR <= compiled_bytes(found) <= found.predicted_temporary * NEAR
+    # the working set decides here, of which the report knows an upper bound
+    assert compiled_bytes(found) <= found.predicted_temporary * NEAR
     assert found.ipus[0].flops > 1.3 * kept.ipus[0].flops, "a third more work"
 
 

@@ -1,0 +1,164 @@
+"""The compiled program: what stands where in a tick, what is copied, and how large it is."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_jax import Pipeline, Stage
+
+
+def computations(hlo: str) -> dict[str, list[str]]:
+    """The instructions of each computation in a compiled program's text."""
+    found: dict[str, list[str]] = {}
+    inside: list[str] = []
+    for line in hlo.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            inside = found.setdefault(opened[1], [])
+        elif " = " in line:
+            inside.append(line.strip())
+    return found
+
+
+def tick_of(hlo: str) -> list[str]:
+    """The tick's own computation, which every IPU runs in every tick: the one with the exchanges in it."""
+    (tick,) = [body for body in computations(hlo).values() if any("collective-permute" in line for line in body)]
+    return tick
+
+
+def whiles_and_exchanges(hlo: str) -> list[str]:
+    """The guards and the exchanges of a tick, in the order in which every IPU comes to them."""
+    found = (re.search(r" (while|collective-permute(?:-start)?)\(", line) for line in tick_of(hlo))
+    return ["task" if kind[1] == "while" else "exchange" for kind in found if kind]
+
+
+def text_of(program: Any) -> str:
+    text = program.as_text()
+    assert text is not None
+    return text
+
+
+def test_no_matmul_of_a_stage_runs_outside_its_guard():
+    hlo = text_of(compiled(4, "grouped"))
+    assert (
+        len(re.findall(r" dot\(", hlo)) >= 8
+    )  # three layers: forward, and backward to weights and to all inputs but x
+    assert not [line for line in tick_of(hlo) if re.search(r" (dot|convolution|custom-call)\(|kind=kCustom", line)]
+
+
+@pytest.mark.parametrize(("schedule", "tasks"), [("grouped", 4), ("1f1b", 4), ("sequential", 4), ("zb-h1", 6)])
+def test_no_exchange_stands_before_a_task_of_its_tick(schedule, tasks):
+    """Else an IPU would wait in it for its neighbour's task, before it begins its own."""
+    assert whiles_and_exchanges(text_of(compiled(4, schedule))) == ["task"] * tasks + ["exchange"] * 2
+
+
+def cross_entropy(p, x, mb):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), mb["labels"][:, None], axis=1))
+
+
+def remat_kernel(p, x, mb):
+    return jnp.mean(jax.checkpoint(lambda x: jnp.tanh(x @ x.T) @ jnp.sin(x @ x.T))(x))
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+@pytest.mark.parametrize("loss", [cross_entropy, remat_kernel])
+def test_no_backward_of_a_last_stage_is_lifted_out_of_its_guard(loss, schedule):
+    pipeline = Pipeline(
+        [Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), params="w", ipu=0), Stage(loss, ipu=1)],
+        schedule=schedule,
+        gradient_accumulation=5,
+    )
+    params = pipeline.shard({"w": np.ones((6, 7), np.float32)})
+    batch = {"x": np.ones((5, 13, 6), np.float32), "labels": np.zeros((5, 13), np.int32)}
+    arithmetic = r"= \S*\[13(,\d+)*\]\S* (fusion|dot|scatter|reduce|custom-call)\("
+    hlo = text_of(jax.jit(pipeline.value_and_grad).lower(params, batch).compile())
+    assert re.search(arithmetic, hlo)
+    # the select is the exchange's own, on the message: it lets the exchange wait for the tasks
+    outside = [line for line in tick_of(hlo) if re.search(arithmetic, line) and "jit(_where)/select_n" not in line]
+    assert not outside, outside
+
+
+# memory, messages and copies
+
+MLP = (48, 160, 80, 10)
+
+
+def unlike_pipeline(m: int, schedule: str):
+    """MNIST's pipeline in small: an MLP here, a classifier there."""
+
+    def mlp(p, x, mb):
+        return jax.nn.relu(jax.nn.relu(mb["x"] @ p["w0"] + p["b0"]) @ p["w1"] + p["b1"])
+
+    def classifier(p, x, mb):
+        chances = jax.nn.log_softmax(x @ p["w"] + p["b"])
+        return -jnp.mean(jnp.take_along_axis(chances, mb["labels"][:, None], axis=1))
+
+    d0, d1, d2, classes = MLP
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(scale=0.1, size=shape).astype(np.float32)  # noqa: E731
+    pipeline = Pipeline(
+        [Stage(mlp, params="mlp", ipu=0), Stage(classifier, params="classifier", ipu=1)],
+        schedule=schedule,
+        gradient_accumulation=m,
+    )
+    params = pipeline.shard(
+        {
+            "mlp": {"w0": normal(d0, d1), "b0": normal(d1), "w1": normal(d1, d2), "b1": normal(d2)},
+            "classifier": {"w": normal(d2, classes), "b": normal(classes)},
+        }
+    )
+    return pipeline, params, {"x": normal(m, 8, d0), "labels": np.zeros((m, 8), np.int32)}
+
+
+_programs = {}
+
+
+def compiled(m: int, schedule: str):
+    """The compiled program of `unlike_pipeline`, once for all tests."""
+    if (m, schedule) not in _programs:
+        pipeline, params, batch = unlike_pipeline(m, schedule)
+        _programs[m, schedule] = jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
+    return _programs[m, schedule]
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+def test_temporary_memory_does_not_grow_with_the_micro_batches(schedule):
+    few, many = (compiled(m, schedule).memory_analysis().temp_size_in_bytes for m in (4, 64))
+    assert abs(many - few) <= 0.05 * few
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+def test_the_program_is_no_longer_for_more_micro_batches(schedule):
+    few, many = (text_of(compiled(m, schedule)) for m in (4, 64))
+    count = lambda hlo: len(re.findall(r" collective-permute(?:-start)?\(", hlo))  # noqa: E731
+    assert count(few) == count(many) == 2  # an activation, and a gradient
+    assert abs(len(many) - len(few)) <= 0.05 * len(few)
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+def test_no_gradient_accumulator_is_copied_in_a_tick(schedule):
+    hlo = text_of(compiled(4, schedule))
+    d0, d1, d2, _classes = MLP
+    large = {f"f32[{d1 * d2}]", f"f32[{d0 * d1}]", f"f32[{d1},{d2}]", f"f32[{d0},{d1}]"}
+    assert all(shape in hlo for shape in large)
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
+    assert entry
+    for name, body in computations(hlo).items():
+        if name != entry[1]:
+            copies = [line for line in body if re.search(r"= (\S+?)(\{\S*)? copy(?:-start)?\(", line)]
+            assert not [line for line in copies if any(shape in line.split(" copy")[0] for shape in large)]
+
+
+def test_a_stage_that_scans_its_layers_keeps_no_copy_of_the_weights_a_tick():
+    layers, width, rows, m = 8, 128, 2, 16
+    fn = lambda w, x, mb: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), mb if x is None else x, w)[0]  # noqa: E731
+    last = lambda w, x, mb: jnp.mean(fn(w, x, mb) ** 2)  # noqa: E731
+    pipeline = Pipeline([Stage(fn, params="a", ipu=0), Stage(last, params="b", ipu=1)], gradient_accumulation=m)
+    params = pipeline.shard({name: np.ones((layers, width, width), np.float32) for name in "ab"})
+    program = jax.jit(pipeline.value_and_grad).lower(params, np.ones((m, rows, width), np.float32)).compile()
+    weights = layers * width * width * 4
+    # 16 ticks would need 16 copies, and the gradient of all layers before it is added one more
+    assert program.memory_analysis().temp_size_in_bytes < 0.5 * weights  # pyright: ignore[reportOptionalMemberAccess]
