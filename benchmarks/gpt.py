@@ -102,13 +102,6 @@ def blocks(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
     return lax.scan(lambda x_BTD, layer: (block(layer, x_BTD), None), x_BTD, p)[0]
 
 
-def blocks_one_by_one(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
-    """`blocks` without a scan. A scan is one equation, which a schedule with W cannot cut into B and W."""
-    for layer in range(p["norm1"]["scale"].shape[0]):
-        x_BTD = block(jax.tree.map(lambda w, layer=layer: w[layer], p), x_BTD)
-    return x_BTD
-
-
 def norm(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
     return layer_norm(p, x_BTD)
 
@@ -128,7 +121,6 @@ def make_pipeline(
     ipus: int,
     *,
     mode: Mode = "concurrent",
-    scanned: bool = True,
     recompute: Any = "none",
     **options: Any,
 ) -> Pipeline:
@@ -140,16 +132,14 @@ def make_pipeline(
         sizes: of the model.
         ipus: IPUs of the replica.
         mode: where embedding and projection stand; see the top of this file.
-        scanned: whether a stage scans over its layers, rather than having them one by one.
         recompute: of the stages of blocks, as `Stage` has it.
         options: of `Pipeline`.
     """
     if sizes.layers % ipus:
         raise ValueError(f"layers={sizes.layers} don't divide by ipus={ipus}: give a multiple")
-    stage = blocks if scanned else blocks_one_by_one
     middle = [
         Stage(add_positions, params="positions", ipu=0 if mode == "basic" else ALL_IPUS),
-        *(Stage(stage, params=f"blocks{i}", ipu=i, recompute=recompute) for i in range(ipus)),
+        *(Stage(blocks, params=f"blocks{i}", ipu=i, recompute=recompute) for i in range(ipus)),
         Stage(norm, params="norm", ipu=ipus - 1 if mode == "basic" else ALL_IPUS),
     ]
     if mode == "basic":

@@ -3,7 +3,7 @@
     F:   params, x, given, state   ->  y, new state, aux, stash   (one `jax.vjp`, its residuals laid open)
     B:   params, given, stash, dy  ->  dx, dparams
 
-    B:   params, given, stash, dy  ->  dx, cut                    (where the schedule has W)
+    B:   params, given, stash, dy  ->  dx, cut                    (where the schedule has W: `cutting`)
     W:   params, given, stash, cut ->  dparams
 
 `given` is what B can have again, the micro-batch and the keys. `jax.vjp` returns a pytree whose leaves are the
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ipu_jax.cutting import cut_in_two, depending, needed
 from ipu_jax.segment import Carried, Given, Segment, loss_and_aux
 from ipu_jax.stage import naming
 from ipu_jax.tracing import inlined, refuse_what_waits
@@ -219,7 +220,10 @@ def halves_of(
         _num_dparams=sum(of_gradient),
         _split=None,
     )
-    return _with_split(halves, num_params + num_given, len(dy)) if split else halves
+    if not split:
+        return halves
+    b, w, made = cut_in_two(traced_backward, halves._num_dx, num_params + num_given, len(dy))
+    return dataclasses.replace(halves, cut=made, _split=(b, w))
 
 
 def _signature(forward: Any, backward: Any, sources: Any, result: Any) -> tuple[Any, ...] | None:
@@ -234,59 +238,12 @@ def _signature(forward: Any, backward: Any, sources: Any, result: Any) -> tuple[
 _SMALL = 4096  # numbers; larger constants are not compared
 
 
-def _with_split(halves: Halves, again: int, num_dy: int) -> Halves:
-    """Cuts the backward in two: the equations that dx needs are B, the others W, and what W needs of B is the cut.
-
-    What depends on weights and `given` alone, the first `again` inputs, is computed in both rather than kept. Source:
-    Qi et al. 2023, arXiv:2401.10241, section 2, there by hand for each layer.
-    """
-    traced, num_dx = halves._backward, halves._num_dx
-    jaxpr = traced.jaxpr
-    dy_vars = jaxpr.invars[len(jaxpr.invars) - num_dy :]
-    varying = _depending(jaxpr.eqns, jaxpr.invars[again:])
-    of_input = _needed(jaxpr.eqns, jaxpr.outvars[:num_dx])
-    shared = {id(eqn) for eqn in of_input if varying.intersection(eqn.outvars)}
-    of_weight = _needed([eqn for eqn in jaxpr.eqns if id(eqn) not in shared], jaxpr.outvars[num_dx:])
-    made = {var for eqn in jaxpr.eqns if id(eqn) in shared for var in eqn.outvars} | set(dy_vars)
-    used = [v for eqn in of_weight for v in eqn.invars] + list(jaxpr.outvars[num_dx:])
-    cut = list(dict.fromkeys(v for v in used if not isinstance(v, core.Literal) and v in made))
-    debug = jaxpr.debug_info.with_unknown_names()
-    b = jaxpr.replace(eqns=of_input, outvars=[*jaxpr.outvars[:num_dx], *cut], debug_info=debug)
-    w_inputs = [*jaxpr.invars[: len(jaxpr.invars) - num_dy], *cut]
-    w = jaxpr.replace(eqns=of_weight, invars=w_inputs, outvars=jaxpr.outvars[num_dx:], debug_info=debug)
-    return dataclasses.replace(
-        halves,
-        cut=[_shape_of(v.aval) for v in cut],
-        _split=(core.ClosedJaxpr(b, traced.consts), core.ClosedJaxpr(w, traced.consts)),
-    )
-
-
-def _depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
-    """The variables that depend on some, these among them."""
-    found = set(on)
-    for eqn in eqns:
-        if any(not isinstance(v, core.Literal) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
-
-
-def _needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
-    """The equations, in order, that `outvars` need."""
-    needed = {var for var in outvars if not isinstance(var, core.Literal)}
-    found = []
-    for eqn in reversed(eqns):
-        if needed.intersection(eqn.outvars):
-            found.append(eqn)
-            needed.update(var for var in eqn.invars if not isinstance(var, core.Literal))
-    return found[::-1]
-
-
 def _sources(
     jaxpr: Any, residuals: list[Any], again: list[Any], weights: int
 ) -> tuple[tuple[tuple[str, int], ...], list[Any], list[int]]:
     """Where each residual comes from, the variables to derive again, and which residuals to stash."""
     inputs = {var: i for i, var in enumerate(again)}
-    varying = _depending(jaxpr.eqns, jaxpr.invars[weights:])  # on x, on what is given, or on state
+    varying = depending(jaxpr.eqns, jaxpr.invars[weights:])  # on x, on what is given, or on state
     found: list[tuple[str, int]] = []
     derived: list[Any] = []
     slots: dict[Any, int] = {}  # the same value may be a residual twice
@@ -308,5 +265,5 @@ def _sources(
 def _keep_only(traced: Any, outvars: list[Any], num_inputs: int) -> Any:
     """`traced` cut down to the equations that `outvars` need, of its first inputs."""
     jaxpr = traced.jaxpr
-    changed = {"eqns": _needed(jaxpr.eqns, outvars), "invars": jaxpr.invars[:num_inputs], "outvars": outvars}
+    changed = {"eqns": needed(jaxpr.eqns, outvars), "invars": jaxpr.invars[:num_inputs], "outvars": outvars}
     return core.ClosedJaxpr(jaxpr.replace(**changed, debug_info=jaxpr.debug_info.with_unknown_names()), traced.consts)

@@ -21,6 +21,7 @@ LAYERS = (
     "stage",
     "segment",
     "tracing",
+    "cutting",
     "halves",
     "cost",
     "split",

@@ -115,7 +115,6 @@ def test_a_tied_gpt_on_2_ipus(schedule, micro_batches, recompute):
         micro_batches,
         schedule=schedule,
         recompute=recompute,
-        scanned=schedule != "zb-h1",
         loss_too=recompute == "all",
     )
 
