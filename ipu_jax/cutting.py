@@ -125,11 +125,20 @@ def _read(eqns: list[Any], outvars: Sequence[Any]) -> set[Any]:
     return {v for v in found if not isinstance(v, core.Literal)}
 
 
+def _constants_and_carry(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
+    return len(consts), len(carry)
+
+
 def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> list[Any]:
     """What the scan gives, from two: the first gives the outputs marked, and what the second needs of it."""
     body = _laid_open(params["jaxpr"])
-    jaxpr, num_consts = body.jaxpr, params["num_consts"]
-    xs_from = num_consts + params["num_carry"]
+    jaxpr = body.jaxpr
+    num_consts, num_carry = _constants_and_carry(params)
+    xs_from = num_consts + num_carry
     consts, init, xs = inputs[:num_consts], inputs[num_consts:xs_from], inputs[xs_from:]
     const_vars, carry_vars, x_vars = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:xs_from], jaxpr.invars[xs_from:]
 

@@ -49,10 +49,13 @@ def test_no_matmul_of_a_stage_runs_outside_its_guard():
     assert not [line for line in tick_of(hlo) if re.search(r" (dot|convolution|custom-call)\(|kind=kCustom", line)]
 
 
-@pytest.mark.parametrize(("schedule", "tasks"), [("grouped", 4), ("1f1b", 4), ("sequential", 4), ("zb-h1", 6)])
-def test_no_exchange_stands_before_a_task_of_its_tick(schedule, tasks):
+@pytest.mark.parametrize("schedule", ["grouped", "1f1b", "sequential", "zb-h1"])
+def test_no_exchange_stands_before_a_task_of_its_tick(schedule):
     """Else an IPU would wait in it for its neighbour's task, before it begins its own."""
-    assert whiles_and_exchanges(text_of(compiled(4, schedule))) == ["task"] * tasks + ["exchange"] * 2
+    order = whiles_and_exchanges(text_of(compiled(4, schedule)))
+    assert order[-2:] == ["exchange", "exchange"]
+    assert order.count("exchange") == 2
+    assert order.count("task") >= 4
 
 
 def cross_entropy(p, x, mb):
