@@ -6,11 +6,12 @@ from ipu_jax.packing import Sharded
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.reference import Report, VerificationError, reference_value_and_grad, verify
 from ipu_jax.schedule import Schedule, Task
-from ipu_jax.stage import Stage
+from ipu_jax.stage import Outputs, Stage
 
 __all__ = [
     "ALL_IPUS",
     "InFlight",
+    "Outputs",
     "Pipeline",
     "PipelineOptions",
     "Report",

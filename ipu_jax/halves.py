@@ -1,18 +1,20 @@
 """The two halves of a segment, what F computes and stashes, and what B makes of it; and B cut into B and W.
 
-    F:   params, x, micro-batch          ->  y, stash          (one `jax.vjp`, its residuals laid open)
-    B:   params, micro-batch, stash, dy  ->  dparams, dx
+    F:   params, x, given, state   ->  y, new state, aux, stash   (one `jax.vjp`, its residuals laid open)
+    B:   params, given, stash, dy  ->  dx, dparams
 
-    B:   params, micro-batch, stash, dy  ->  dx, cut           (where the schedule has W)
-    W:   params, micro-batch, stash, cut ->  dparams
+    B:   params, given, stash, dy  ->  dx, cut                    (where the schedule has W)
+    W:   params, given, stash, cut ->  dparams
 
-`jax.vjp` returns a pytree whose leaves are the residuals. The traced F tells of each leaf where it comes from: a leaf
-that *is* a weight or a part of the micro-batch, or depends on weights alone (a bfloat16 copy of one), is put back in B
-by hand; only the rest is stashed. So weights are never stashed, and nothing is computed twice.
+`given` is what B can have again, the micro-batch and the keys. `jax.vjp` returns a pytree whose leaves are the
+residuals. The traced F tells of each leaf where it comes from: a leaf that *is* a weight or a part of `given`, or
+depends on weights alone (a bfloat16 copy of one), is put back in B by hand; only the rest is stashed. So weights are
+never stashed, and nothing is computed twice.
 """
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ipu_jax.stage import Segment, naming
+from ipu_jax.segment import Carried, Given, Segment, loss_and_aux
+from ipu_jax.stage import naming
 from ipu_jax.tracing import inlined, refuse_what_waits
 
 
@@ -46,129 +49,181 @@ class Halves:
     """F and B of one segment for given shapes.
 
     Attributes:
-        y: the result's tree of `jax.ShapeDtypeStruct`; on the last segment the loss (or `(loss, aux)`).
+        y: the message's tree of `jax.ShapeDtypeStruct`; on the last segment the loss.
+        aux: likewise, per stage.
         stash: what a micro-batch leaves between F and B, as a list of `jax.ShapeDtypeStruct`.
         cut: what it leaves between B and W where the backward is split in two; likewise.
+        signature: segments of equal signature compute the same of their arguments, unless a function closes over large
+            arrays; None then.
     """
 
     y: Any
+    aux: dict[str, Any]
     stash: list[jax.ShapeDtypeStruct]
     cut: list[jax.ShapeDtypeStruct]
-    _program: Any  # F as a closed jaxpr: flat inputs -> leaves of y, residuals
-    _num_y: int
-    _sources: tuple[tuple[str, int], ...]  # per residual: ("input", i), ("derived", k) or ("stash", k)
-    _derived: Any  # the part of F that depends on weights alone, as a closed jaxpr: flat inputs -> values
-    _stashed: tuple[int, ...]  # which residuals are stashed
-    _vjp_treedef: Any
-    _split: Any  # B and W: closed jaxprs of flat (params, microbatch, stash, dy), and of those and the cut
+    signature: tuple[Any, ...] | None
+    _forward: Any  # closed jaxpr: flat (params, x, given, state) -> leaves of y, new state, aux, residuals
+    _result: Any  # the tree of (y, new state, aux)
+    _stashed: tuple[int, ...]  # which outputs of F are stashed
+    _kept: list[Any]  # the stash with its own dtypes: a key is stashed as its data
+    _backward: Any  # closed jaxpr: flat (params, given, stash, dy) -> dx, dparams
+    _num_dx: int
+    _split: Any  # B and W: closed jaxprs of flat (params, given, stash, dy), and of those and the cut
 
-    def forward(self, params: Any, x: Any, microbatch: Any) -> tuple[Any, list[Any]]:
-        """`(y, stash)`."""
-        outputs = core.jaxpr_as_fun(self._program)(*jax.tree.leaves((params, x, microbatch)))
-        y = jax.tree.unflatten(jax.tree.structure(self.y), outputs[: self._num_y])
-        return y, [outputs[self._num_y + i] for i in self._stashed]
+    def forward(
+        self, params: Any, x: Carried, given: Given, state: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
+        """`(y, new state, aux, stash)`."""
+        outputs = core.jaxpr_as_fun(self._forward)(*jax.tree.leaves((params, x, given, state)))
+        result = jax.tree.unflatten(self._result, outputs[: self._result.num_leaves])
+        return *result, [_bare(outputs[i]) for i in self._stashed]
 
-    def backward(self, params: Any, x: Any, microbatch: Any, stash: list[Any], dy: list[Any]) -> tuple[Any, list[Any]]:
-        """`(dparams, dx)`; `dy` and `dx` list the floating leaves of y and x. Of `x` only the shapes matter."""
-        inputs = jax.tree.leaves((params, x, microbatch))
-        derived = core.jaxpr_as_fun(self._derived)(*inputs)
-        of = {"input": inputs, "derived": derived, "stash": stash}
-        vjp = jax.tree.unflatten(self._vjp_treedef, [of[kind][i] for kind, i in self._sources])
-        return vjp(dy)
+    def backward(self, params: Any, given: Given, stash: list[Any], dy: list[Any]) -> tuple[list[Any], list[Any]]:
+        """`(dparams, dx)`: a gradient per trained leaf of params; `dy` and `dx` list the floats of y and x."""
+        outputs = core.jaxpr_as_fun(self._backward)(*jax.tree.leaves((params, given)), *self._typed(stash), *dy)
+        return outputs[self._num_dx :], outputs[: self._num_dx]
 
-    def backward_input(
-        self, params: Any, microbatch: Any, stash: list[Any], dy: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def backward_input(self, params: Any, given: Given, stash: list[Any], dy: list[Any]) -> tuple[list[Any], list[Any]]:
         """`(dx, cut)`: the part of the backward that dx needs."""
-        outputs = core.jaxpr_as_fun(self._split[0])(*jax.tree.leaves((params, microbatch, stash, dy)))
-        count = len(outputs) - len(self.cut)
-        return outputs[:count], outputs[count:]
+        outputs = core.jaxpr_as_fun(self._split[0])(*jax.tree.leaves((params, given)), *self._typed(stash), *dy)
+        return outputs[: self._num_dx], outputs[self._num_dx :]
 
-    def backward_weight(self, params: Any, microbatch: Any, stash: list[Any], cut: list[Any]) -> Any:
+    def backward_weight(self, params: Any, given: Given, stash: list[Any], cut: list[Any]) -> list[Any]:
         """`dparams`: the rest."""
-        outputs = core.jaxpr_as_fun(self._split[1])(*jax.tree.leaves((params, microbatch, stash)), *cut)
-        return jax.tree.unflatten(jax.tree.structure(params), outputs)
+        return core.jaxpr_as_fun(self._split[1])(*jax.tree.leaves((params, given)), *self._typed(stash), *cut)
+
+    def _typed(self, stash: list[Any]) -> list[Any]:
+        return [_as_kept(value, kept) for value, kept in zip(stash, self._kept, strict=True)]
 
 
-def halves_of(segment: Segment, params: Any, x: Any, microbatch: Any, *, last: bool, split: bool = False) -> Halves:
-    """Traces a segment for the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`); `split` its B from W too.
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _bare(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _as_kept(value: Any, kept: Any) -> Any:
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(kept)) if _is_key(kept) else value
+
+
+def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def halves_of(
+    segment: Segment,
+    params: Any,
+    x: Carried,
+    given: Given,
+    state: Mapping[str, Any],
+    *,
+    last: bool,
+    split: bool = False,
+    trained: Sequence[bool] | None = None,
+) -> Halves:
+    """Traces a segment for the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`).
+
+    Args:
+        segment: what to trace.
+        params, x, given, state: what it is called with.
+        last: whether it returns the loss.
+        split: whether to split B from W.
+        trained: per leaf of params, whether it gets a gradient; all of them do unless given.
 
     Raises:
-        ValueError: the last segment returns no scalar loss; a collective over "ipu" that would wait for ever.
+        ValueError: the last segment returns no scalar loss; a collective over "ipu" that would wait for ever; whatever
+            its stages raise, with a note that names the stage.
     """
     held: dict[str, Any] = {}
+    num_params = len(jax.tree.leaves(params))
+    of_gradient = [True] * num_params if trained is None else list(trained)
 
-    def program(params: Any, x: Any, microbatch: Any) -> list[Any]:
+    def program(params: Any, x: Any, given: Any, state: Any) -> list[Any]:
         x_floats, x_others, join_x = split_floats(x)
+        weights, treedef = jax.tree.flatten(params)
 
-        def differentiable(params: Any, x_floats: list[Any]) -> tuple[list[Any], Any]:
-            y = segment(params, join_x(x_floats, x_others), microbatch)
+        def differentiable(learning: list[Any], x_floats: list[Any]) -> tuple[list[Any], Any]:
+            following = iter(learning)
+            leaves = [next(following) if t else w for w, t in zip(weights, of_gradient, strict=True)]
+            message, new_state, aux = segment(
+                jax.tree.unflatten(treedef, leaves), join_x(x_floats, x_others), given, state
+            )
             if last:
-                loss, aux = loss_and_aux(y, segment)
-                return [loss], aux
-            y_floats, y_others, held["join_y"] = split_floats(y)
-            return y_floats, y_others
+                loss, aux = loss_and_aux(message.y, aux, segment.stages[-1])
+                return [loss], ([], new_state, aux)
+            y_floats, y_others, held["join_y"] = split_floats(message)
+            return y_floats, (y_others, new_state, aux)
 
-        y_floats, vjp, others = jax.vjp(differentiable, params, x_floats, has_aux=True)
-        y = (y_floats[0], others) if last else held["join_y"](y_floats, others)
+        learning = [w for w, t in zip(weights, of_gradient, strict=True) if t]
+        y_floats, vjp, (others, new_state, aux) = jax.vjp(differentiable, learning, x_floats, has_aux=True)
+        y = y_floats[0] if last else held["join_y"](y_floats, others)
         residuals, held["vjp"] = jax.tree.flatten(vjp)
-        y_leaves, held["y_treedef"] = jax.tree.flatten(y)
-        held["num_y"] = len(y_leaves)
-        return [*y_leaves, *residuals]
+        leaves, held["result"] = jax.tree.flatten((y, new_state, aux))
+        return [*leaves, *residuals]
 
-    traced = inlined(jax.make_jaxpr(program)(params, x, microbatch))
-    refuse_what_waits(segment, traced.jaxpr, len(jax.tree.leaves(params)))
-    num_y = held["num_y"]
-    weights = len(jax.tree.leaves(params))
-    num_inputs = len(traced.jaxpr.invars)
-    kept = [i for i in range(num_inputs) if not weights <= i < weights + len(jax.tree.leaves(x))]
-    residuals = traced.jaxpr.outvars[num_y:]
-    sources, derived, stashed = _sources(traced.jaxpr, residuals, kept, weights)
-    y = jax.tree.unflatten(held["y_treedef"], traced.out_avals[:num_y])
+    traced = inlined(jax.make_jaxpr(program)(params, x, given, state))
+    refuse_what_waits(segment, traced.jaxpr, num_params)
+    num_given, num_x = len(jax.tree.leaves(given)), len(jax.tree.leaves(x))
+    invars = traced.jaxpr.invars
+    again = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_given]]
+    count = held["result"].num_leaves
+    residuals = traced.jaxpr.outvars[count:]
+    sources, derived, stashed = _sources(traced.jaxpr, residuals, again, num_params)
+    derive = _keep_only(traced, derived, num_params)
+    kept = [_shape_of(residuals[i].aval) for i in stashed]
+    y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals[:count])))
+    dy = [y] if last else split_floats(y)[0]
+
+    def backward(params: Any, given: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
+        inputs = jax.tree.leaves((params, given))
+        of = {"input": inputs, "derived": core.jaxpr_as_fun(derive)(*inputs[:num_params]), "stash": stash}
+        dparams, dx = jax.tree.unflatten(held["vjp"], [of[kind][i] for kind, i in sources])(dy)
+        return [*dx, *dparams]
+
+    with naming(segment.name, segment.first):
+        traced_backward = inlined(jax.make_jaxpr(backward)(params, given, kept, dy))
+    refuse_what_waits(segment, traced_backward.jaxpr, num_params)
     halves = Halves(
-        y=jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype), y),
-        stash=[jax.ShapeDtypeStruct(residuals[i].aval.shape, residuals[i].aval.dtype) for i in stashed],
+        y=y,
+        aux=aux,
+        stash=[jax.eval_shape(_bare, shape) for shape in kept],
         cut=[],
-        _program=traced,
-        _num_y=num_y,
-        _sources=sources,
-        _derived=_keep_only(traced, derived),
-        _stashed=tuple(stashed),
-        _vjp_treedef=held["vjp"],
+        signature=_signature(traced, traced_backward, sources, held["result"]),
+        _forward=traced,
+        _result=held["result"],
+        _stashed=tuple(count + i for i in stashed),
+        _kept=kept,
+        _backward=traced_backward,
+        _num_dx=len(traced_backward.out_avals) - sum(of_gradient),
         _split=None,
     )
-    dy = list(halves.y[:1] if last else split_floats(halves.y)[0])
-    with naming(segment.name, segment.first):
-        backward = _traced_backward(halves, params, x, microbatch, dy)
-    refuse_what_waits(segment, backward.jaxpr, len(jax.tree.leaves(params)))
-    return _with_split(halves, backward, params, microbatch, len(dy)) if split else halves
+    return _with_split(halves, num_params + num_given, len(dy)) if split else halves
 
 
-def _traced_backward(halves: Halves, params: Any, x: Any, microbatch: Any, dy: list[Any]) -> Any:
-    """B as a closed jaxpr: flat (params, microbatch, stash, dy) -> leaves of dx, then of dparams."""
-
-    def whole(params: Any, microbatch: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
-        x_shaped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x)
-        dparams, dx = halves.backward(params, x_shaped, microbatch, stash, dy)
-        return [*dx, *jax.tree.leaves(dparams)]
-
-    return inlined(jax.make_jaxpr(whole)(params, microbatch, halves.stash, dy))
+def _signature(forward: Any, backward: Any, sources: Any, result: Any) -> tuple[Any, ...] | None:
+    """What the two programs say, addresses of Python's objects left out, and the constants that they hold."""
+    consts = [np.asarray(const) for closed in (forward, backward) for const in closed.consts if not _is_key(const)]
+    if any(const.size > _SMALL for const in consts) or len(consts) < len(forward.consts) + len(backward.consts):
+        return None
+    texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (forward, backward)]
+    return (*texts, sources, result, tuple((const.dtype.name, const.shape, const.tobytes()) for const in consts))
 
 
-def _with_split(halves: Halves, traced: Any, params: Any, microbatch: Any, num_dy: int) -> Halves:
+_SMALL = 4096  # numbers; larger constants are not compared
+
+
+def _with_split(halves: Halves, again: int, num_dy: int) -> Halves:
     """Cuts the backward in two: the equations that dx needs are B, the others W, and what W needs of B is the cut.
 
-    What depends on weights and micro-batch alone is computed in both rather than kept. Source: Qi et al. 2023,
-    arXiv:2401.10241, section 2, there by hand for each layer.
+    What depends on weights and `given` alone, the first `again` inputs, is computed in both rather than kept. Source:
+    Qi et al. 2023, arXiv:2401.10241, section 2, there by hand for each layer.
     """
+    traced, num_dx = halves._backward, halves._num_dx
     jaxpr = traced.jaxpr
-    num_dx = len(jaxpr.outvars) - len(jax.tree.leaves(params))
-    kept = len(jax.tree.leaves((params, microbatch)))
     dy_vars = jaxpr.invars[len(jaxpr.invars) - num_dy :]
-    varying = set(jaxpr.invars[kept:])
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(v, core.Literal) and v in varying for v in eqn.invars):
-            varying.update(eqn.outvars)
+    varying = _depending(jaxpr.eqns, jaxpr.invars[again:])
     of_input = _needed(jaxpr.eqns, jaxpr.outvars[:num_dx])
     shared = {id(eqn) for eqn in of_input if varying.intersection(eqn.outvars)}
     of_weight = _needed([eqn for eqn in jaxpr.eqns if id(eqn) not in shared], jaxpr.outvars[num_dx:])
@@ -181,9 +236,18 @@ def _with_split(halves: Halves, traced: Any, params: Any, microbatch: Any, num_d
     w = jaxpr.replace(eqns=of_weight, invars=w_inputs, outvars=jaxpr.outvars[num_dx:], debug_info=debug)
     return dataclasses.replace(
         halves,
-        cut=[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in cut],
+        cut=[_shape_of(v.aval) for v in cut],
         _split=(core.ClosedJaxpr(b, traced.consts), core.ClosedJaxpr(w, traced.consts)),
     )
+
+
+def _depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
+    """The variables that depend on some, these among them."""
+    found = set(on)
+    for eqn in eqns:
+        if any(not isinstance(v, core.Literal) and v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
 
 
 def _needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
@@ -197,28 +261,12 @@ def _needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
     return found[::-1]
 
 
-def loss_and_aux(y: Any, segment: Segment) -> tuple[Any, Any]:
-    """What the last stage returned as `(loss, aux)`; aux is None where there is none."""
-    loss: Any = y[0] if isinstance(y, tuple) and len(y) == 2 else y
-    aux = y[1] if loss is not y else None
-    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
-        raise ValueError(
-            f"the last stage, {segment.stages[-1].name!r}, returns {found}: "
-            "return the micro-batch's mean loss, a float scalar, or (loss, aux)"
-        )
-    return loss, aux
-
-
 def _sources(
-    jaxpr: Any, residuals: list[Any], kept: list[int], weights: int
+    jaxpr: Any, residuals: list[Any], again: list[Any], weights: int
 ) -> tuple[tuple[tuple[str, int], ...], list[Any], list[int]]:
     """Where each residual comes from, the variables to derive again, and which residuals to stash."""
-    inputs = {jaxpr.invars[i]: i for i in kept}
-    varying = set(jaxpr.invars[weights:])  # whatever depends on x or on the micro-batch
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(v, core.Literal) and v in varying for v in eqn.invars):
-            varying.update(eqn.outvars)
+    inputs = {var: i for i, var in enumerate(again)}
+    varying = _depending(jaxpr.eqns, jaxpr.invars[weights:])  # on x, on what is given, or on state
     found: list[tuple[str, int]] = []
     derived: list[Any] = []
     slots: dict[Any, int] = {}  # the same value may be a residual twice
@@ -237,8 +285,8 @@ def _sources(
     return tuple(found), derived, stashed
 
 
-def _keep_only(traced: Any, outvars: list[Any]) -> Any:
-    """`traced` cut down to the equations that `outvars` need."""
-    eqns = _needed(traced.jaxpr.eqns, outvars)
-    debug = traced.jaxpr.debug_info.with_unknown_names()
-    return core.ClosedJaxpr(traced.jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug), traced.consts)
+def _keep_only(traced: Any, outvars: list[Any], num_inputs: int) -> Any:
+    """`traced` cut down to the equations that `outvars` need, of its first inputs."""
+    jaxpr = traced.jaxpr
+    changed = {"eqns": _needed(jaxpr.eqns, outvars), "invars": jaxpr.invars[:num_inputs], "outvars": outvars}
+    return core.ClosedJaxpr(jaxpr.replace(**changed, debug_info=jaxpr.debug_info.with_unknown_names()), traced.consts)

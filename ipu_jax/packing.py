@@ -38,13 +38,17 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One weight: its shape and dtype, and where it is kept (`slot` of a local group, `spec` of a concurrent one)."""
+    """One weight: its shape and dtype, and where it is kept (`slot` of a local group, `spec` of a concurrent one).
+
+    A `frozen` one gets no gradient.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     slot: int = -1
     spec: PartitionSpec = WHOLE
+    frozen: bool = False
 
     @property
     def size(self) -> int:
@@ -72,6 +76,11 @@ class Layout:
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
 
+    @property
+    def trained_slots(self) -> frozenset[int]:
+        """The slots with a leaf that gets a gradient."""
+        return frozenset(leaf.slot for g in self.groups if g.ipu is not None for leaf in g.leaves if not leaf.frozen)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +99,13 @@ class Sharded:
 
 
 def plan_layout(
-    params: Mapping[str, Any], owners: Mapping[str, int | None], specs: Mapping[str, Any], ipus: int
+    params: Mapping[str, Any],
+    owners: Mapping[str, int | None],
+    specs: Mapping[str, Any],
+    ipus: int,
+    *,
+    frozen: Mapping[str, Any] | None = None,
+    what: str = "params",
 ) -> Layout:
     """Decides where each leaf goes.
 
@@ -99,25 +114,32 @@ def plan_layout(
         owners: per group, its IPU, or None where it is concurrent.
         specs: per concurrent group, a PartitionSpec, or a pytree of them that is a prefix of the group's own.
         ipus: IPUs of a replica.
+        frozen: per group, True or False, or a pytree of them that is a prefix of the group's own; False where absent.
+        what: what errors call it, "params" or "state"; leaves of a state are of any dtype.
 
     Returns:
         The `Layout`.
 
     Raises:
-        ValueError: missing or unknown groups, a leaf that isn't a floating array, a spec that doesn't fit its leaf.
+        ValueError: missing or unknown groups, a leaf that isn't an array, one that gets a gradient and isn't floating,
+            a spec or a `frozen` that doesn't fit.
     """
     missing, unknown = sorted(owners.keys() - params.keys()), sorted(params.keys() - owners.keys())
     if missing or unknown:
-        what = "; ".join(
+        wrong = "; ".join(
             f"{word} {', '.join(map(repr, names))}"
             for word, names in (("missing", missing), ("unknown", unknown))
             if names
         )
-        raise ValueError(f"params: {what}. The stages name the groups {', '.join(map(repr, sorted(owners)))}")
+        raise ValueError(f"{what}: {wrong}. The stages name the groups {', '.join(map(repr, sorted(owners)))}")
     groups = []
     for name, ipu in owners.items():
         paths, treedef = jax.tree.flatten_with_path(params[name])
-        leaves = [_leaf(name, path, value) for path, value in paths]
+        of_frozen = _whether_frozen(name, treedef, (frozen or {}).get(name, what == "state"))
+        leaves = [
+            _leaf(f"{what}[{name!r}]{jax.tree_util.keystr(path)}", value, is_frozen)
+            for (path, value), is_frozen in zip(paths, of_frozen, strict=True)
+        ]
         if ipu is None:
             leaves = with_specs(name, leaves, treedef, specs)
         groups.append(Group(name, ipu, treedef, tuple(leaves)))
@@ -125,14 +147,28 @@ def plan_layout(
     return Layout(ipus, groups, slots)
 
 
-def _leaf(group: str, path: Any, value: Any) -> Leaf:
-    where = f"params[{group!r}]{jax.tree_util.keystr(path)}"
+def _whether_frozen(name: str, treedef: Any, frozen: Any) -> list[bool]:
+    try:
+        found = jax.tree.leaves(jax.tree.broadcast(frozen, jax.tree.unflatten(treedef, range(treedef.num_leaves))))
+    except ValueError as error:
+        raise ValueError(f"frozen[{name!r}] does not fit the group's tree: {error}") from error
+    for value in found:
+        if not isinstance(value, bool):
+            raise ValueError(f"frozen[{name!r}] holds {value!r}: give True, False, or a tree of them")
+    return found
+
+
+def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ValueError(f"{where} is {value!r}: a weight must be an array")
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(f"{where} is {value.dtype}: weights must be floating; carry other data in the batch")
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
+    if not frozen and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"{where} is {value.dtype}: weights must be floating; freeze it, or carry other data in the batch"
+        )
     held = jax.dtypes.canonicalize_dtype(value.dtype)  # numpy's float64 is held as float32
-    return Leaf(where, tuple(value.shape), np.dtype(held).name)
+    return Leaf(where, tuple(value.shape), np.dtype(held).name, frozen=frozen)
 
 
 def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[str, Any]) -> list[Leaf]:
@@ -256,6 +292,22 @@ def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
     return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in _dims(leaf.shape, leaf.spec))
 
 
+def local_shapes(layout: Layout) -> dict[str, Any]:
+    """`{group: tree of the shapes that one IPU sees}`."""
+    return {
+        group.name: jax.tree.unflatten(
+            group.treedef,
+            [
+                jax.ShapeDtypeStruct(
+                    local_shape(leaf, layout.ipus) if group.ipu is None else leaf.shape, jnp.dtype(leaf.dtype)
+                )
+                for leaf in group.leaves
+            ],
+        )
+        for group in layout.groups
+    }
+
+
 def fetch(sharded: Sharded) -> dict[str, Any]:
     """The inverse of `place`: `{group: pytree}` with the shapes that were given, padding dropped."""
     groups: dict[str, Any] = {}
@@ -282,15 +334,32 @@ def read(slots: Sequence[jax.Array], group: Group) -> Any:
     return jax.tree.unflatten(group.treedef, values)
 
 
-def accumulate(accumulators: Sequence[jax.Array], group: Group, gradients: Any, zero: Any) -> list[jax.Array]:
+def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> list[jax.Array]:
+    """Inside the program, on the owner: the slots with the group's leaves replaced; `zero` as in `accumulate`."""
+    written = list(slots)
+    for leaf, value in zip(group.leaves, jax.tree.leaves(values), strict=True):
+        slot = written[leaf.slot]
+        if slot.shape == leaf.shape:
+            written[leaf.slot] = value.astype(slot.dtype)
+        else:
+            flat = jax.lax.dynamic_update_slice(slot.reshape(-1), value.reshape(-1).astype(slot.dtype), (zero,))
+            written[leaf.slot] = flat.reshape(slot.shape)
+    return written
+
+
+def accumulate(
+    accumulators: Sequence[jax.Array | None], group: Group, gradients: Sequence[Any], zero: Any
+) -> list[jax.Array | None]:
     """Inside the program, on the owner: the slots with the group's gradients added, in place.
 
-    `zero` is a traced 0. Where a leaf is a prefix of its slot, XLA updates in place only if it cannot know the index;
-    at a constant 0 it rewrites the whole slot.
+    `gradients` has one per trained leaf. `zero` is a traced 0. Where a leaf is a prefix of its slot, XLA updates in
+    place only if it cannot know the index; at a constant 0 it rewrites the whole slot.
     """
     sums = list(accumulators)
-    for leaf, gradient in zip(group.leaves, jax.tree.leaves(gradients), strict=True):
+    trained = [leaf for leaf in group.leaves if not leaf.frozen]
+    for leaf, gradient in zip(trained, gradients, strict=True):
         total = sums[leaf.slot]
+        assert total is not None  # a slot with a trained leaf has an accumulator
         if total.shape == leaf.shape:
             sums[leaf.slot] = total + gradient.astype(total.dtype)
         else:

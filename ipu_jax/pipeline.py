@@ -22,9 +22,10 @@ from ipu_jax import engine, packing
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.packing import Layout, Sharded
-from ipu_jax.plan import make_plan
+from ipu_jax.plan import Plan, make_plan
 from ipu_jax.schedule import Schedule, make
-from ipu_jax.stage import Stage, segments_of
+from ipu_jax.segment import segments_of
+from ipu_jax.stage import Stage
 
 
 class Pipeline:
@@ -39,6 +40,9 @@ class Pipeline:
             the mean.
         specs: per concurrent group, a `PartitionSpec` over "ipu" (or a pytree of them): how its leaves are split. A
             dim that doesn't divide by the IPUs is padded with zeros, which `unshard` drops.
+        state_specs: likewise for the state of concurrent stages; every IPU holds it whole unless said.
+        frozen: per group, True, or a pytree of bools that is a prefix of the group's own: leaves that get no gradient.
+            Nothing is computed or held for one, it may be of any dtype, and its part of the gradients is zeros.
 
     Raises:
         ValueError: no stages, a stage on an IPU outside the replica, a group on several IPUs, a name or number outside
@@ -61,6 +65,8 @@ class Pipeline:
         gradient_accumulation: int = 1,
         reduction: Reduction = "mean",
         specs: Mapping[str, Any] | None = None,
+        state_specs: Mapping[str, Any] | None = None,
+        frozen: Mapping[str, Any] | None = None,
     ):
         self.stages = tuple(stages)
         if not self.stages:
@@ -80,19 +86,31 @@ class Pipeline:
                     f"it has IPUs 0 to {self.ipus - 1}; make the mesh wider or move the stage"
                 )
         self._owners = _owners(self.stages)
-        self._specs = dict(specs or {})
-        unused = sorted(name for name in self._specs if self._owners.get(name, 0) is not None)
-        if unused:
-            raise ValueError(f"specs for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
+        self._state_owners = _state_owners(self.stages)
+        self._specs = _specs_for(self._owners, specs or {}, "specs")
+        of_state = {name: PartitionSpec() for name, place in self._state_owners.items() if place is None}
+        self._state_specs = of_state | _specs_for(self._state_owners, state_specs or {}, "state_specs")
+        self._frozen = dict(frozen or {})
+        unknown = sorted(self._frozen.keys() - self._owners.keys())
+        if unknown:
+            raise ValueError(
+                f"frozen={unknown[0]!r} is no group: the stages name {', '.join(map(repr, sorted(self._owners)))}"
+            )
         self.schedule = self._schedule(schedule, placement)
+        for stage, forward in zip(self.stages, self.schedule.forward, strict=True):
+            if stage.state is not None and list(forward) != sorted(forward):
+                raise ValueError(
+                    f"schedule {self.schedule.name!r} runs F of stage {stage.name!r} out of the micro-batches' order, "
+                    "but its state is updated in order: run them in order, or hold no state in it"
+                )
         # without B there is nothing to interleave: evaluation fills the pipeline as fast as it can
         self._forward_schedule = make(
             "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
         )
         self._window = InFlight()
         # jitted once each: every call with like shapes runs the same program
-        self._value_and_grad = jax.jit(lambda params, batch: self._run(params, batch, backward=True))
-        self._loss = jax.jit(lambda params, batch: self._run(params, batch, backward=False)[0])
+        self._value_and_grad = jax.jit(lambda *args: self._run(*args, backward=True))
+        self._loss = jax.jit(lambda *args: self._run(*args, backward=False)[0])
 
     def _schedule(self, schedule: str | Schedule, placement: tuple[int | None, ...]) -> Schedule:
         m = self.options.gradient_accumulation
@@ -120,14 +138,25 @@ class Pipeline:
         Raises:
             ValueError: a missing or unknown group, a leaf that isn't a floating array, a spec that doesn't fit.
         """
-        layout = packing.plan_layout(params, self._owners, self._specs, self.ipus)
+        layout = packing.plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
         return packing.place(params, layout, self.mesh)
 
+    def shard_state(self, state: Mapping[str, Any]) -> Sharded:
+        """Places `{group: pytree of state}` on the IPUs, as `shard` does weights; leaves may be of any dtype.
+
+        Raises:
+            ValueError: a missing or unknown group, a leaf that isn't an array, a spec that doesn't fit.
+        """
+        layout = packing.plan_layout(state, self._state_owners, self._state_specs, self.ipus, what="state")
+        return packing.place(state, layout, self.mesh)
+
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
-        """The inverse of `shard`, for parameters or gradients: `{group: pytree}` with whole, unpadded leaves."""
+        """The inverse of `shard`, for parameters, gradients or state: `{group: pytree}` with whole, unpadded leaves."""
         return packing.fetch(sharded)
 
-    def value_and_grad(self, params: Sharded, batch: Any) -> tuple[Any, Sharded]:
+    def value_and_grad(
+        self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
+    ) -> Any:
         """Loss and gradients of one weight update.
 
         Communicates, per tick: one ppermute of an activation and one of its gradient between neighbours; for each run
@@ -138,38 +167,55 @@ class Pipeline:
             params: from `shard`.
             batch: a pytree whose leaves are (M, micro-batch, ...), or (replicas, M, micro-batch, ...) where there is
                 more than one replica.
+            state: from `shard_state`, or from the step before, where a stage holds state.
+            key: a typed key, `jax.random.key(...)`, where a stage is random: another one for each step.
 
         Returns:
-            `(loss, gradients)`, or `((loss, aux), gradients)` where the last stage returns an aux. The loss is the mean
-            over micro-batches and replicas; aux leaves have a leading (M,), or (replicas, M,). Gradients have the
-            layout and dtypes of `params`; they are accumulated in float32 at least.
+            `(loss, gradients)`, or `((loss, aux), gradients)` where a stage returns an aux, and behind it the new state
+            where a stage holds some. The loss is the mean over micro-batches and replicas. Where the last stage alone
+            returns an aux that is it, otherwise aux is `{stage name: aux}`; its leaves have a leading (M,), or
+            (replicas, M,). Gradients have the layout and dtypes of `params`; they are accumulated in float32 at least.
 
         Raises:
-            ValueError: `params` is not from `shard`, or the batch doesn't fit; before anything is compiled.
+            ValueError: `params` is not from `shard`, the batch doesn't fit, or state or key is missing or superfluous;
+                before anything is compiled.
         """
-        return self._bounded(self._value_and_grad, params, batch)
+        self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
+        result = self._bounded(self._value_and_grad, params, batch, state, key)
+        return result if self._state_owners else result[:2]
 
-    def loss(self, params: Sharded, batch: Any) -> Any:
-        """The loss, or `(loss, aux)`, of `value_and_grad`, forward only. Evaluation: no gradients, no stash."""
-        return self._bounded(self._loss, params, batch)
+    def loss(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
+        """Evaluation: the loss, or `(loss, aux)`, of the stages' `evaluate` functions; no gradients, no stash.
 
-    def _bounded(self, program: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
-        self._check(params, batch)
-        result = program(params, batch)
+        Arguments as of `value_and_grad`; the state stays as it is, and random stages with an `evaluate` need no key.
+        """
+        needs_key = any(stage.random and stage.evaluate is None for stage in self.stages)
+        self._check(params, batch, state, key, needs_key=needs_key)
+        return self._bounded(self._loss, params, batch, state, key)
+
+    def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
+        result = program(*args)
         self._window.admit(result)  # a loop that never waits would exhaust the CPU backend's rendezvous
         return result
 
-    def _check(self, params: Any, batch: Any) -> None:
-        if not isinstance(params, Sharded):
-            raise ValueError(f"params is a {type(params).__name__}: pass what pipeline.shard(...) returns")
-        layout = params.layout
-        if {g.name: g.ipu for g in layout.groups} != self._owners or layout.ipus != self.ipus:
-            raise ValueError("params were sharded by a pipeline with other groups or IPUs: shard them with this one")
-        for group in layout.groups:
-            if group.ipu is None and group.leaves != tuple(
-                packing.with_specs(group.name, group.leaves, group.treedef, self._specs)
-            ):
-                raise ValueError("params were sharded by a pipeline with other specs: shard them with this one")
+    def _check(self, params: Any, batch: Any, state: Any, key: Any, *, needs_key: bool) -> None:
+        _check_sharded("params", params, self._owners, self._specs, self.ipus)
+        if self._state_owners:
+            if state is None:
+                names = ", ".join(map(repr, sorted(self._state_owners)))
+                raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
+            _check_sharded("state", state, self._state_owners, self._state_specs, self.ipus)
+        elif state is not None:
+            raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
+        if key is None and needs_key:
+            random = next(stage.name for stage in self.stages if stage.random)
+            raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")
+        if key is not None and (
+            not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()
+        ):
+            raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
+        if key is not None and not any(stage.random for stage in self.stages):
+            raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
         m = self.options.gradient_accumulation
         lead = (m,) if self.replicas == 1 else (self.replicas, m)
         for path, leaf in jax.tree.leaves_with_path(batch):
@@ -184,29 +230,73 @@ class Pipeline:
         if not jax.tree.leaves(batch):
             raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")
 
-    def _run(self, params: Sharded, batch: Any, *, backward: bool) -> tuple[Any, Any]:
-        layout, options = params.layout, self.options
+    def _run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, *, backward: bool) -> Any:
+        options = self.options
         seed = 1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas)
         of_batch = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
-        of_params = packing.specs_of(layout)
+        if state is None:
+            state = Sharded([], {}, Layout(self.ipus, (), ()))
+        of_params, of_state = packing.specs_of(params.layout), packing.specs_of(state.layout)
 
-        schedule = self.schedule if backward else self._forward_schedule
-        segments = segments_of(self.stages, schedule)
-
-        def program(params: Sharded, batch: Any) -> Any:
+        def program(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
             if self.replicas > 1:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-            plan = make_plan(segments, schedule, _local_shapes(layout), jax.tree.map(shape_of, batch))
-            loss, aux, gradients = engine.run(plan, params, batch, seed=seed, replicas=self.replicas, backward=backward)
-            if self.replicas > 1:
-                aux = jax.tree.map(lambda leaf: leaf[None], aux)
-            return loss, aux, gradients
+            plan = self.plan(params.layout, state.layout, batch, key, backward=backward)
+            result = engine.run(plan, params, state, batch, key, seed=seed, replicas=self.replicas, backward=backward)
+            aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if self.replicas > 1 else result.aux
+            return result.loss, aux, result.gradients, result.state
 
-        out = (PartitionSpec(), of_batch, of_params if backward else PartitionSpec())
-        mapped = jax.shard_map(program, mesh=self.mesh, in_specs=(of_params, of_batch), out_specs=out, check_vma=False)
-        loss, aux, gradients = mapped(params, batch)
-        return (loss if not jax.tree.leaves(aux) else (loss, aux)), gradients
+        out = (PartitionSpec(), of_batch, of_params if backward else PartitionSpec(), of_state)
+        mapped = jax.shard_map(
+            program,
+            mesh=self.mesh,
+            in_specs=(of_params, of_batch, of_state, PartitionSpec()),
+            out_specs=out,
+            check_vma=False,
+        )
+        loss, aux, gradients, new_state = mapped(params, batch, state, key)
+        return self.value_of(loss, aux), gradients, new_state
+
+    def plan(self, params: Layout, state: Layout, batch: Any, key: Any, *, backward: bool) -> Plan:
+        """What runs for such weights, state and batch (leaves (M, ...)). To be called inside the `shard_map`."""
+        schedule = self.schedule if backward else self._forward_schedule
+        segments = segments_of(self.stages, schedule, "training" if backward else "evaluation")
+        microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+        of_key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+        return make_plan(segments, schedule, params, state, microbatch, key=of_key)
+
+    def is_frozen(self, params: Mapping[str, Any]) -> list[bool]:
+        """Per leaf of whole weights, whether it gets no gradient."""
+        layout = packing.plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
+        return [leaf.frozen for name in sorted(params) for leaf in layout.group(name).leaves]
+
+    def value_of(self, loss: Any, aux: dict[str, Any]) -> Any:
+        """What the caller gets of the loss and of each stage's aux."""
+        if not jax.tree.leaves(aux):
+            return loss
+        last = self.stages[-1].name
+        return loss, aux[last] if aux.keys() == {last} else aux
+
+
+def _check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+    call = "shard" if what == "params" else "shard_state"
+    if not isinstance(found, Sharded):
+        raise ValueError(f"{what} is a {type(found).__name__}: pass what pipeline.{call}(...) returns")
+    layout = found.layout
+    if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
+        raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
+    for group in layout.groups:
+        if group.ipu is None and group.leaves != tuple(
+            packing.with_specs(group.name, group.leaves, group.treedef, specs)
+        ):
+            raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+
+
+def _specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+    unused = sorted(name for name in specs if owners.get(name, 0) is not None)
+    if unused:
+        raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
+    return dict(specs)
 
 
 def _owners(stages: tuple[Stage, ...]) -> dict[str, int | None]:
@@ -226,17 +316,15 @@ def _owners(stages: tuple[Stage, ...]) -> dict[str, int | None]:
     return owners
 
 
-def _local_shapes(layout: Layout) -> dict[str, Any]:
-    """`{group: tree of the shapes that one IPU sees}`."""
-    return {
-        group.name: jax.tree.unflatten(
-            group.treedef,
-            [
-                jax.ShapeDtypeStruct(
-                    packing.local_shape(leaf, layout.ipus) if group.ipu is None else leaf.shape, jnp.dtype(leaf.dtype)
-                )
-                for leaf in group.leaves
-            ],
-        )
-        for group in layout.groups
-    }
+def _state_owners(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.state is None:
+            continue
+        if stage.state in owners:
+            raise ValueError(
+                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
+                "give each stage its own"
+            )
+        owners[stage.state] = stage.place
+    return owners

@@ -1,23 +1,28 @@
-"""What a program of the staged scan is made of, decided before it runs: segments, tables, registers and the stash.
+"""What a program of the staged scan is made of, decided before it runs: segments, teams, tables and registers.
 
+teams       like local segments of several IPUs, such as the middle blocks of a transformer, are one piece of program
+            that each IPU runs on its own weights. So the program does not grow with them. Any other segment is a team
+            of its own.
+tables      per tick, team and IPU the micro-batch of its F, B and W, and of the messages that wait for it.
 registers   what lies between neighbouring segments, a lane each: IPU 0 --y--> IPU 1, and --dx--> back. Boundaries
             with like messages share a lane, and so one ppermute, as long as each IPU sends once and receives once.
-stash       what a micro-batch leaves on its IPU between F and B: one flat buffer a dtype, in which each segment has
-            a ring of as many micro-batches as the schedule keeps there.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax import lax
 
-from ipu_jax.halves import Halves, halves_of, split_floats
+from ipu_jax import packing
+from ipu_jax.halves import Halves, halves_of
+from ipu_jax.packing import Layout
 from ipu_jax.schedule import Schedule
-from ipu_jax.stage import Segment
+from ipu_jax.segment import NOTHING, Given, Segment
+
+Table = Literal["F", "B", "W", "x", "dy"]
+TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,21 +31,30 @@ class Plan:
 
     Attributes:
         segments, halves: per segment, its stages and its traced F and B.
-        forward, backward, weight: (ticks, segments) tables of the micro-batch to run, -1 where idle. All of `weight`
-            is idle where B does the whole backward.
+        teams: per team the numbers of its segments; the first one's halves are what runs.
+        tables: per table (ticks, teams, ipus) micro-batches, -1 where idle. "F", "B" and "W" are tasks ("W" all idle
+            where B does the whole backward), "x" and "dy" the messages that come to wait for them.
         lanes: per boundary between segment i and i+1, the register that carries it.
         routes: per register that crosses IPUs, its `(source, destination)` pairs; none where it doesn't cross.
+        messages: per register, the tree of shapes.
     """
 
     segments: tuple[Segment, ...]
     halves: tuple[Halves, ...]
     schedule: Schedule
-    forward: np.ndarray
-    backward: np.ndarray
-    weight: np.ndarray
+    ipus: int
+    teams: tuple[tuple[int, ...], ...]
+    tables: dict[Table, np.ndarray]
     lanes: tuple[int, ...]
     routes: tuple[tuple[tuple[int, int], ...], ...]
-    messages: tuple[Any, ...]  # per register, the tree of shapes
+    messages: tuple[Any, ...]
+
+    @property
+    def last(self) -> int:
+        return len(self.segments) - 1
+
+    def team_of(self, i: int) -> int:
+        return next(t for t, team in enumerate(self.teams) if i in team)
 
     def is_split(self, i: int) -> bool:
         """Whether segment i has a W of its own."""
@@ -50,22 +64,48 @@ class Plan:
         """How many messages wait at once at the boundary behind segment i: activations ("F") or gradients ("B")."""
         return self.schedule.inbox_depth(self.segments[i + 1].first - 1, kind)
 
+    def waits_at(self, i: int, kind: Literal["x", "dy"]) -> int | None:
+        """The IPU at which messages wait for segment i; None where they do on all.
 
-def make_plan(segments: tuple[Segment, ...], schedule: Schedule, params: dict[str, Any], microbatch: Any) -> Plan:
+        A message between IPUs waits where it is used, any other where it was made.
+        """
+        other = self.segments[i - 1 if kind == "x" else i + 1].place
+        return other if self.segments[i].place is None else self.segments[i].place
+
+
+def make_plan(
+    segments: tuple[Segment, ...],
+    schedule: Schedule,
+    params: Layout,
+    state: Layout,
+    microbatch: Any,
+    *,
+    key: Any = None,
+) -> Plan:
     """Traces every segment, inside the shard_map (axis names must be in scope), and lays out the registers.
 
     Args:
         segments: the model.
         schedule: when each stage runs.
-        params: `{group: tree of this IPU's shapes}`.
+        params, state: where weights and state are kept.
         microbatch: shapes of one micro-batch.
+        key: shape of a random key, where one was given.
     """
+    weights, states = packing.local_shapes(params), packing.local_shapes(state)
     halves: list[Halves] = []
-    x: Any = None
+    x: Any = NOTHING
     for i, segment in enumerate(segments):
-        weights = {name: params[name] for name in segment.groups}
-        split = schedule.weight is not None and segment.place is not None
-        halves.append(halves_of(segment, weights, x, microbatch, last=i == len(segments) - 1, split=split))
+        own = {name: weights[name] for name in segment.groups}
+        frozen = {name: [leaf.frozen for leaf in params.group(name).leaves] for name in segment.groups}
+        args = (
+            own,
+            x,
+            Given(microbatch, tuple(key if stage.random else None for stage in segment.stages)),
+            {name: states[name] for name in segment.state_groups},
+        )
+        last, split = i == len(segments) - 1, schedule.weight is not None and segment.place is not None
+        trained = [not is_frozen for name in sorted(frozen) for is_frozen in frozen[name]]
+        halves.append(halves_of(segment, *args, last=last, split=split, trained=trained))
         x = halves[-1].y
     lanes: list[int] = []
     routes: list[list[tuple[int, int]]] = []
@@ -83,17 +123,19 @@ def make_plan(segments: tuple[Segment, ...], schedule: Schedule, params: dict[st
             messages.append(halves[i].y)
         routes[lane] += crossing
         lanes.append(lane)
-    return Plan(
+    plan = Plan(
         segments=segments,
         halves=tuple(halves),
         schedule=schedule,
-        forward=_table(schedule.forward, segments, schedule.ticks),
-        backward=_table(schedule.backward, segments, schedule.ticks),
-        weight=_table(schedule.weight or ((),) * len(schedule.placement), segments, schedule.ticks),
+        ipus=params.ipus,
+        teams=(),
+        tables={},
         lanes=tuple(lanes),
         routes=tuple(map(tuple, routes)),
         messages=tuple(messages),
     )
+    teams = _teams(plan, params, state)
+    return dataclasses.replace(plan, teams=teams, tables={table: _table(plan, teams, table) for table in TABLES})
 
 
 def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: Any) -> bool:
@@ -101,84 +143,55 @@ def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: 
     return bool(taken) and message == y and all(pair[0] != a and pair[1] != b for a, b in taken)
 
 
-def _table(rows: tuple[tuple[int, ...], ...], segments: tuple[Segment, ...], ticks: int) -> np.ndarray:
-    table = np.full((ticks, len(segments)), -1, np.int32)
-    for i, segment in enumerate(segments):
-        for microbatch, tick in enumerate(rows[segment.first]):
-            table[tick, i] = microbatch
+def _teams(plan: Plan, params: Layout, state: Layout) -> tuple[tuple[int, ...], ...]:
+    """Like segments of different IPUs joined, such that each IPU still meets its own in order."""
+    teams: list[list[int]] = []
+    likeness: list[Any] = []
+    latest: dict[int | None, int] = {}  # per IPU, the team of its segment before
+    for i, segment in enumerate(plan.segments):
+        like = _likeness(plan, i, params, state)
+        after = latest.get(segment.place, -1) + 1
+        fitting = [t for t in range(after, len(teams)) if like is not None and likeness[t] == like]
+        if fitting:
+            teams[fitting[0]].append(i)
+        else:
+            teams.append([i])
+            likeness.append(like)
+        latest[segment.place] = fitting[0] if fitting else len(teams) - 1
+    return tuple(map(tuple, teams))
+
+
+def _likeness(plan: Plan, i: int, params: Layout, state: Layout) -> Any:
+    """What segments of one team have in common; None for one that stands alone."""
+    segment, halves = plan.segments[i], plan.halves[i]
+    inner = 0 < i < plan.last and None not in (plan.segments[j].place for j in (i - 1, i, i + 1))
+    if not inner or halves.signature is None or jax.tree.leaves(halves.aux):
+        return None
+
+    def kept(layout: Layout, groups: Sequence[str]) -> list[Any]:
+        return [(leaf.slot, leaf.shape, leaf.frozen) for name in sorted(groups) for leaf in layout.group(name).leaves]
+
+    crosses = [plan.segments[j].place != segment.place for j in (i - 1, i + 1)]
+    keys = [stage.random for stage in segment.stages]
+    groups = (kept(params, segment.groups), kept(state, segment.state_groups))
+    return (halves.signature, plan.lanes[i - 1], plan.lanes[i], crosses, keys, groups)
+
+
+def _table(plan: Plan, teams: tuple[tuple[int, ...], ...], kind: Table) -> np.ndarray:
+    schedule, segments = plan.schedule, plan.segments
+    table = np.full((schedule.ticks, len(teams), plan.ipus), -1, np.int32)
+    rows: Any = {"F": schedule.forward, "B": schedule.backward, "W": schedule.weight}.get(kind)
+    for t, team in enumerate(teams):
+        for i in team:
+            place, made_by = segments[i].place, i
+            if kind in ("x", "dy"):
+                made_by = i - 1 if kind == "x" else i + 1
+                if not 0 <= made_by <= plan.last:
+                    continue
+                place = plan.waits_at(i, kind)
+                rows = schedule.forward if kind == "x" else schedule.backward
+            if rows is None:
+                continue
+            for microbatch, tick in enumerate(rows[segments[made_by].first]):
+                table[tick, t, slice(None) if place is None else place] = microbatch
     return table
-
-
-class Stash:
-    """One flat buffer a dtype, with rings of micro-batches in it.
-
-    Local segments of different IPUs share the same region, so that the buffer is as long as the fullest IPU needs.
-
-    Attributes:
-        sizes: per dtype, the buffer's length.
-    """
-
-    def __init__(self, plan: Plan, ipus: int):
-        self._rings: dict[tuple[str, int], list[tuple[str, int, int, Any]]] = {}
-        self._depth: dict[tuple[str, int], int] = {}
-        self._holder: dict[tuple[str, int], int | None] = {}
-        used: list[dict[str, int]] = [{} for _ in range(ipus)]
-        # what all IPUs hold comes first: it lies at the same place on every one
-        for key, place, depth, shapes in sorted(_rings_of(plan), key=lambda ring: ring[1] is not None):
-            self._rings[key], self._depth[key], self._holder[key] = [], depth, place
-            for shape in shapes:
-                dtype, size = np.dtype(shape.dtype).name, math.prod(shape.shape)
-                owner = used[place or 0]
-                self._rings[key].append((dtype, owner.get(dtype, 0), size, shape))
-                owner[dtype] = owner.get(dtype, 0) + size * depth
-                if place is None:
-                    used = [dict(owner) for _ in used]
-        dtypes = sorted({dtype for owner in used for dtype in owner})
-        self.sizes = {dtype: max(owner.get(dtype, 0) for owner in used) for dtype in dtypes}
-
-    def __contains__(self, key: tuple[str, int]) -> bool:
-        return key in self._rings
-
-    def holder(self, key: tuple[str, int]) -> int | None:
-        """The IPU that writes the ring; None where all do."""
-        return self._holder[key]
-
-    def write(
-        self, buffers: dict[str, Any], key: tuple[str, int], microbatch: Any, values: list[Any], zero: Any
-    ) -> dict[str, Any]:
-        """The buffers with one micro-batch's values in its ring; `zero` is the guard's own traced 0."""
-        buffers = dict(buffers)
-        for (dtype, base, size, _), value in zip(self._rings[key], values, strict=True):
-            at = self._at(key, base, size, microbatch, zero)
-            buffers[dtype] = lax.dynamic_update_slice(buffers[dtype], value.reshape(-1), at)
-        return buffers
-
-    def read(self, buffers: dict[str, Any], key: tuple[str, int], microbatch: Any, zero: Any) -> list[Any]:
-        """What `write` put there."""
-        return [
-            lax.dynamic_slice(buffers[dtype], self._at(key, base, size, microbatch, zero), (size,)).reshape(shape.shape)
-            for dtype, base, size, shape in self._rings[key]
-        ]
-
-    def _at(self, key: tuple[str, int], base: int, size: int, microbatch: Any, zero: Any) -> tuple[Any]:
-        # in a ring of one micro-batch the place would be a constant, and XLA free to read it before the guard
-        return (base + microbatch % self._depth[key] * size + zero,)
-
-
-def _rings_of(plan: Plan) -> Iterator[tuple[tuple[str, int], int | None, int, list[Any]]]:
-    """Per ring: its key, the IPU that holds it (None: all), its depth, and the shapes of one micro-batch."""
-    for i, (segment, halves) in enumerate(zip(plan.segments, plan.halves, strict=True)):
-        if plan.schedule.phase(segment.first, "F") != "head":  # whose B follows its F at once
-            yield ("stash", i), segment.place, plan.schedule.stash_depth(segment.first), halves.stash
-        if plan.is_split(i):
-            yield ("cut", i), segment.place, plan.schedule.cut_depth(segment.first), halves.cut
-        if i + 1 < len(plan.segments):
-            after = plan.segments[i + 1].place
-            message = plan.messages[plan.lanes[i]]
-            # a message between IPUs waits where it is used, any other where it was made
-            if plan.queue(i, "F") > 1:
-                held = segment.place if after is None else after
-                yield ("x", i + 1), held, plan.queue(i, "F"), jax.tree.leaves(message)
-            if plan.queue(i, "B") > 1:
-                held = after if segment.place is None else segment.place
-                yield ("dy", i), held, plan.queue(i, "B"), split_floats(message)[0]

@@ -1,15 +1,32 @@
-"""A stage: a plain function, and where it runs. Neighbours on one place join into a segment."""
+"""A stage: a plain function, and where it runs."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
 
 from ipu_jax.devices import ALL_IPUS, AllIpus
 from ipu_jax.options import check_choice
-from ipu_jax.schedule import Schedule
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What a stage returns that has more to give than `y`.
+
+    Attributes:
+        y: what the next stage reads; from the last stage the micro-batch's mean loss.
+        state: the new state, shaped like the old one, from a stage that holds some.
+        skips: by name, what a later stage `takes`; gradients flow back through them.
+        aux: whatever is worth seeing of a micro-batch, such as metrics; no gradient flows through it.
+    """
+
+    y: Any
+    state: Any = None
+    skips: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aux: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +36,20 @@ class Stage:
     `fn(params, x, microbatch) -> y`. `params` is the group's pytree; on a concurrent stage each leaf is this IPU's
     shard. `x` is what the stage before returned (None for the first), `microbatch` one micro-batch of the batch (its
     leaves without the leading M). The last stage returns the micro-batch's mean loss, a float scalar, or `(loss, aux)`.
+    A stage that has more to give returns `Outputs`; one that asks for more gets it by keyword: `state=`, `key=`,
+    `skips=`.
 
     A local stage sees one IPU, and may not communicate over axis "ipu". A concurrent stage runs on all IPUs at once:
-    `x` and `y` are the same on all of them, and `fn` sends what it must with `jax.lax` collectives over "ipu".
+    `x`, `y`, keys and skips are the same on all of them, and `fn` sends what it must with `jax.lax` collectives over
+    "ipu".
+
+    A stage that changes state as it goes (batch norm), draws random numbers (dropout), and differs in evaluation:
+
+    >>> def block(w, x, mb, *, state, key):
+    ...     keep = jax.random.bernoulli(key, 0.9, mb.shape)
+    ...     return Outputs(mb * w * keep, state={"seen": state["seen"] + 1})
+    >>> Stage(block, params="block", state="block", random=True, evaluate=lambda w, x, mb, *, state, key: mb * w).name
+    'block'
 
     Flax modules serve as they are. Linen:
 
@@ -48,68 +76,66 @@ class Stage:
         name: what errors call it; the group's name unless given.
         recompute: what B computes again rather than find in the stash: "none"; "all" (only the stage's input is
             stashed, for one more F in B); or a policy of `jax.checkpoint_policies`, which says what is kept.
+        state: the name of a state group, this stage's own: arrays of any dtype that each F reads as `state=` and
+            replaces, micro-batch after micro-batch in order. No gradient flows through it. Over replicas its floats
+            are averaged at the end of the step; of the rest, replica 0's stays.
+        random: whether `fn` gets `key=`, a typed key of this micro-batch, stage and replica: the same on all IPUs of
+            the replica, when B recomputes, and in the unsharded program.
+        takes: names of skips that earlier stages sent in their `Outputs`; `fn` gets `skips=`, a dict of these. They
+            are passed along through the stages between, and may be taken more than once.
+        evaluate: what `Pipeline.loss` runs in place of `fn` (no dropout, batch norm by its running statistics), called
+            like it; a state that it returns is dropped, and `key=` is None where none was given.
 
     Raises:
-        ValueError: `fn` is not callable, or `ipu` is neither `ALL_IPUS` nor an int of at least 0.
+        ValueError: a function that is not callable, `ipu` that is neither `ALL_IPUS` nor an int of at least 0, an
+            unknown `recompute`, or `takes` that is no tuple of names.
     """
 
-    fn: Callable[[Any, Any, Any], Any]
+    fn: Callable[..., Any]
     params: str | None = None
     ipu: int | AllIpus = 0
-    reference: Callable[[Any, Any, Any], Any] | None = None
+    reference: Callable[..., Any] | None = None
     name: str = ""
     recompute: Literal["none", "all"] | Callable[..., Any] = "none"
+    state: str | None = None
+    random: bool = False
+    takes: tuple[str, ...] = ()
+    evaluate: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ValueError(f"fn={self.fn!r} is not callable: give a function of (params, x, microbatch)")
         if self.ipu is not ALL_IPUS and (isinstance(self.ipu, bool) or not isinstance(self.ipu, int) or self.ipu < 0):
             raise ValueError(f"ipu={self.ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS")
+        if self.evaluate is not None and not callable(self.evaluate):
+            raise ValueError(f"evaluate={self.evaluate!r} is not callable: give a function called like fn, or None")
+        if isinstance(self.takes, str) or not all(isinstance(name, str) for name in self.takes):
+            raise ValueError(f"takes={self.takes!r} is no tuple of names: give takes=('name',)")
+        object.__setattr__(self, "takes", tuple(self.takes))
         if not callable(self.recompute):
             check_choice("recompute", self.recompute, ("none", "all"))
         if not self.name:
             object.__setattr__(self, "name", self.params or getattr(self.fn, "__name__", "stage"))
-
-    def remembered(self) -> Callable[[Any, Any, Any], Any]:
-        """`fn`, told what to keep for its backward."""
-        if self.recompute == "none":
-            return self.fn
-        # F and B stand in loops of their own, across which XLA merges nothing: no need to prevent it
-        return jax.checkpoint(self.fn, policy=self.recompute if callable(self.recompute) else None, prevent_cse=False)
 
     @property
     def place(self) -> int | None:
         """The IPU, or None for a concurrent stage: the placement that a schedule speaks of."""
         return None if isinstance(self.ipu, AllIpus) else self.ipu
 
+    def function(self, role: "Role") -> Callable[..., Any]:
+        """What runs in that role; in training it has been told what to keep for its backward."""
+        if role == "evaluation":
+            return self.evaluate or self.fn
+        if role == "reference":
+            return self.reference or self.fn
+        if self.recompute == "none":
+            return self.fn
+        # F and B stand in loops of their own, across which XLA merges nothing: no need to prevent it
+        return jax.checkpoint(self.fn, policy=self.recompute if callable(self.recompute) else None, prevent_cse=False)
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Neighbouring stages that run where they stand, one after the other, without a message between them."""
 
-    stages: tuple[Stage, ...]
-    first: int  # the number of its first stage
-
-    @property
-    def place(self) -> int | None:
-        return self.stages[0].place
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(stage.params for stage in self.stages if stage.params is not None))
-
-    @property
-    def name(self) -> str:
-        return " + ".join(stage.name for stage in self.stages)
-
-    def __call__(self, params: dict[str, Any], x: Any, microbatch: Any, *, reference: bool = False) -> Any:
-        for number, stage in enumerate(self.stages, self.first):
-            fn = stage.remembered()
-            if reference:
-                fn = stage.fn if stage.reference is None else stage.reference
-            with naming(stage.name, number):
-                x = fn(None if stage.params is None else params[stage.params], x, microbatch)
-        return x
+Role = Literal["training", "evaluation", "reference"]
+"""What stages are run for: the pipeline's step, `Pipeline.loss`, or the unsharded program beside it."""
 
 
 @contextlib.contextmanager
@@ -120,15 +146,3 @@ def naming(name: str, number: int) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"raised in stage {number}, {name!r}")
         raise
-
-
-def segments_of(stages: tuple[Stage, ...], schedule: Schedule) -> tuple[Segment, ...]:
-    """Joins neighbouring stages on one IPU, and neighbouring concurrent stages, that always run in the same tick."""
-    when = list(zip(schedule.forward, schedule.backward, schedule.weight or schedule.backward, strict=True))
-    found: list[Segment] = []
-    for number, stage in enumerate(stages):
-        if found and found[-1].place == stage.place and when[number] == when[number - 1]:
-            found[-1] = dataclasses.replace(found[-1], stages=(*found[-1].stages, stage))
-        else:
-            found.append(Segment((stage,), number))
-    return tuple(found)

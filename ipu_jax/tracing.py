@@ -11,7 +11,7 @@ import jax
 from jax.extend import core
 
 from ipu_jax.devices import IPU_AXIS
-from ipu_jax.stage import Segment
+from ipu_jax.segment import Segment
 
 _ALIKE_ON_ALL = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 

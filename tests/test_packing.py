@@ -278,7 +278,7 @@ def test_accumulating_adds_to_the_groups_own_elements_only():
     layout = plan_layout(params, {"a": 0, "b": 1}, {}, 2)
     sums = [jnp.full(slot.shape, 100.0) for slot in layout.slots]
     group = layout.group("a")
-    found = jax.jit(lambda sums, zero: accumulate(sums, group, params["a"], zero))(sums, 0)
+    found = jax.jit(lambda sums, zero: accumulate(sums, group, jax.tree.leaves(params["a"]), zero))(sums, 0)
     assert_same(read(found, group), jax.tree.map(lambda x: x + 100, params["a"]))
     untouched = sum(int((np.asarray(total) == 100).sum()) for total in found)
     assert untouched == sum(total.size for total in found) - 40
@@ -287,7 +287,8 @@ def test_accumulating_adds_to_the_groups_own_elements_only():
 def test_a_bfloat16_gradient_adds_to_a_float32_sum_exactly():
     params = {"a": jnp.ones(3, BF16)}
     group = plan_layout(params, {"a": 0}, {}, 1).group("a")
-    (total,) = accumulate([jnp.full(3, 256.0)], group, params["a"], 0)
+    (total,) = accumulate([jnp.full(3, 256.0)], group, [params["a"]], 0)
+    assert total is not None
     assert total.dtype == F32
     np.testing.assert_array_equal(total, 257.0)  # in bfloat16, 256 + 1 is 256
 
@@ -319,19 +320,19 @@ BAD_PARAMS = {
     ),
     "integer weights": (
         GOOD | {"mlp": {"w": np.ones((2, 2), np.int32)}},
-        "params['mlp']['w'] is int32: weights must be floating; carry other data in the batch",
+        "params['mlp']['w'] is int32: weights must be floating; freeze it, or carry other data in the batch",
     ),
     "integer weights of a concurrent group": (
         GOOD | {"head": {"w": np.ones((2, 4), np.int8), "b": np.ones(4, F32)}},
-        "params['head']['w'] is int8: weights must be floating; carry other data in the batch",
+        "params['head']['w'] is int8: weights must be floating; freeze it, or carry other data in the batch",
     ),
     "bool weights": (
         GOOD | {"mlp": [np.ones(2, bool)]},
-        "params['mlp'][0] is bool: weights must be floating; carry other data in the batch",
+        "params['mlp'][0] is bool: weights must be floating; freeze it, or carry other data in the batch",
     ),
     "complex weights": (
         GOOD | {"mlp": [np.ones(2, np.complex64)]},
-        "params['mlp'][0] is complex64: weights must be floating; carry other data in the batch",
+        "params['mlp'][0] is complex64: weights must be floating; freeze it, or carry other data in the batch",
     ),
     "a Python number": (GOOD | {"mlp": {"w": 2.5}}, "params['mlp']['w'] is 2.5: a weight must be an array"),
     "a string": (GOOD | {"mlp": "w.npy"}, "params['mlp'] is 'w.npy': a weight must be an array"),

@@ -180,7 +180,7 @@ def test_params_of_other_groups():
 
 
 def test_integer_weights():
-    with refused("params['b'] is int32: weights must be floating; carry other data in the batch"):
+    with refused("params['b'] is int32: weights must be floating; freeze it, or carry other data in the batch"):
         two_stages().shard(weights("a") | {"b": np.ones((4, 4), np.int32)})
 
 

@@ -1,0 +1,119 @@
+"""Frozen weights get no gradient and cost none; weights of several dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense import largest_relative_error
+from jax.sharding import PartitionSpec
+from test_collectives import exactly
+from test_state import ROWS, D, loss_layer, normal
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, engine, make_mesh, verify
+
+
+@pytest.fixture(autouse=True)
+def bubbles_hold_nan(monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+
+
+# frozen weights and mixed dtypes
+
+
+def frozen_pipeline(frozen: Any, schedule: str = "grouped", places: tuple[int | None, ...] = (0, 1)) -> Pipeline:
+    def first(p, x, mb):
+        return jnp.tanh(mb["x"] @ p["w"] + p["b"]) * p["scale"][p["row"]]
+
+    places_ = [ALL_IPUS if place is None else place for place in places]
+    stages = [Stage(first, params="a", ipu=places_[0]), Stage(loss_layer, params="b", ipu=places_[1])]
+    specs = {name: PartitionSpec() for name, place in zip("ab", places, strict=True) if place is None}
+    return Pipeline(
+        stages, gradient_accumulation=3, frozen=frozen, schedule=schedule, specs=specs, mesh=make_mesh(1, 2)
+    )
+
+
+MIXED = {
+    "a": {
+        "w": normal(D, D),
+        "b": jnp.asarray(normal(D), jnp.bfloat16),
+        "scale": normal(2, D),
+        "row": np.ones((), np.int32),
+    },
+    "b": {"w": normal(D, D, seed=4)},
+}
+INT = {"w": False, "b": False, "scale": False, "row": True}
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "zb-h1"])
+@pytest.mark.parametrize("places", [(0, 1), (None, 1), (0, None), (0, 0)])
+@pytest.mark.parametrize(
+    ("frozen", "learning"),
+    [
+        ({"a": INT}, {"a": ["w", "b", "scale"], "b": ["w"]}),
+        ({"a": {**INT, "w": True}}, {"a": ["b", "scale"], "b": ["w"]}),
+        ({"a": True}, {"b": ["w"]}),
+        ({"a": True, "b": True}, {}),
+        ({"a": INT, "b": True}, {"a": ["w", "b", "scale"]}),
+    ],
+)
+def test_frozen_leaves_get_no_gradient_and_the_others_theirs(frozen, learning, places, schedule):
+    pipeline = frozen_pipeline(frozen, schedule, places)
+    params = pipeline.shard(MIXED)
+    batch = {"x": normal(3, ROWS, D, seed=1), "y": normal(3, ROWS, D, seed=2)}
+    verify(pipeline, params, batch)
+    loss, gradients = pipeline.value_and_grad(params, batch)
+
+    def twin(chosen):
+        a, b = ({**MIXED[g], **chosen.get(g, {})} for g in "ab")
+        h = jnp.tanh(batch["x"] @ a["w"] + a["b"]) * a["scale"][1]
+        return jnp.mean((h @ b["w"] - batch["y"]) ** 2)
+
+    expected, of_chosen = jax.value_and_grad(twin)(
+        {g: {n: MIXED[g][n] for n in names} for g, names in learning.items()}
+    )
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for group, leaves in pipeline.unshard(gradients).items():
+        for name, gradient in leaves.items():
+            assert gradient.dtype == MIXED[group][name].dtype
+            if name in learning.get(group, []):
+                bound = 1e-2 if gradient.dtype == jnp.bfloat16 else 1e-5
+                assert largest_relative_error([gradient], [of_chosen[group][name]]) < bound
+            else:
+                assert not np.asarray(gradient).any()
+
+
+def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backward():
+    def compiled(frozen):
+        stages = [
+            Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"]), params="a", ipu=0),
+            Stage(loss_layer, params="b", ipu=1),
+        ]
+        pipeline = Pipeline(stages, gradient_accumulation=2, frozen=frozen)
+        params = pipeline.shard({"a": {"w": normal(1024, 64)}, "b": {"w": normal(64, 64)}})
+        batch = {"x": normal(2, ROWS, 1024), "y": normal(2, ROWS, 64)}
+        return jax.jit(pipeline.value_and_grad).lower(params, batch)
+
+    learning, frozen = compiled({}), compiled({"a": True})
+    count = lambda lowered: lowered.as_text().count("stablehlo.dot_general")  # noqa: E731
+    assert count(learning) == 5  # 2 forward, dW of both, dx of the second
+    assert count(frozen) == 4
+    of = lambda lowered: lowered.compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+    assert of(learning) - of(frozen) > 0.9 * 4 * 1024 * 64
+
+
+@pytest.mark.parametrize(
+    ("frozen", "message"),
+    [
+        ({"c": True}, "frozen='c' is no group: the stages name 'a', 'b'"),
+        ({"a": 1}, "frozen['a'] holds 1: give True, False, or a tree of them"),
+        (
+            {},
+            "params['a']['row'] is int32: weights must be floating; freeze it, or carry other data in the batch",
+        ),
+    ],
+)
+def test_a_frozen_that_does_not_fit_is_refused(frozen, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        frozen_pipeline(frozen).shard(MIXED)
