@@ -103,7 +103,7 @@ class _Stem(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         y = nn.relu(_ConvNorm(self.features, 7, 2, self.dtype, name="first")(x[..., None], train))
-        return nn.max_pool(y, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType] (Flax's mistake)
 
 
 class _Block(nn.Module):
@@ -332,7 +332,8 @@ def _cost(layer: Layer) -> float:
     variables = jax.eval_shape(layer.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((1, *layer.inputs), jnp.float32)
     run = jax.jit(lambda variables, x: layer.module.apply(variables, x, train=False))
-    return run.lower(variables, x).cost_analysis()["flops"]
+    analysis: Any = run.lower(variables, x).cost_analysis()
+    return analysis["flops"]
 
 
 def _pixels(dtype: DTypeLike, params: None, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:

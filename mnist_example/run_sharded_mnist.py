@@ -2,7 +2,7 @@
 
     run-sharded-mnist --pipeline-mode basic
     run-sharded-mnist --pipeline-mode concurrent --ipus 4
-    run-sharded-mnist --pipeline-mode basic --model resnet18 --batch-size 32 --gradient-accumulation-count 4
+    run-sharded-mnist --pipeline-mode basic --model resnet18 --epochs 1
     run-sharded-mnist --compare --plot losses.png
 
 Exit status: 0 after training, 1 when it diverged, 2 for bad input (before anything is compiled), 130 after Ctrl-C.
@@ -10,6 +10,7 @@ Exit status: 0 after training, 1 when it diverged, 2 for bad input (before anyth
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import math
 import os
@@ -29,8 +30,8 @@ from ipu_jax.options import REDUCTIONS, check_choice
 from ipu_jax.schedule import NAMES as SCHEDULES
 from mnist_example.data import MNIST, load_mnist, synthetic_mnist
 from mnist_example.model import MODES, PRECISIONS, Mode, weights_dtype
+from mnist_example.network import MLP_UPDATES, RESNET_UPDATES, network_of
 from mnist_example.network import NAMES as MODELS
-from mnist_example.network import network_of
 from mnist_example.train import Batches, Call, DivergedError, Trainer
 
 _Losses = npt.NDArray[np.floating]
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
     parser = _parser()
     args = parser.parse_args(argv)
+    for name, value in dataclasses.asdict(network_of(args.model).updates).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     try:
         try:
             _check(args)
@@ -127,8 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         default="mlp",
         metavar=braces(MODELS),
         help="mlp: 784-2560-1280-10, all but the classifier on IPU 0. resnet18, resnet50: their blocks spread over the "
-        "IPUs; they learn faster with --batch-size 32 --gradient-accumulation-count 4 --learning-rate 0.02 "
-        "(default: %(default)s)",
+        "IPUs (default: %(default)s)",
     )
     add(
         "--compare",
@@ -141,20 +144,26 @@ def _parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     add = training.add_argument
     add("--epochs", type=_positive, default=3.0, metavar="X", help="epochs, also part of one (default: %(default)g)")
-    add("--learning-rate", type=_positive, default=0.01, metavar="X", help="of plain SGD (default: %(default)s)")
+    of_mlp, of_resnet = MLP_UPDATES, RESNET_UPDATES
+    add(
+        "--learning-rate",
+        type=_positive,
+        metavar="X",
+        help=f"of plain SGD; {of_resnet.learning_rate} for a resnet (default: {of_mlp.learning_rate})",
+    )
     add(
         "--batch-size",
         type=_count,
-        default=8,
         metavar="N",
-        help="images of a micro-batch; the resnets' batch norm takes its statistics of them (default: %(default)s)",
+        help=f"images of a micro-batch; {of_resnet.batch_size} for a resnet, whose batch norm takes its statistics of "
+        f"them (default: {of_mlp.batch_size})",
     )
     add(
         "--gradient-accumulation-count",
         type=_count,
-        default=84,
         metavar="N",
-        help="micro-batches of a weight update (default: %(default)s)",
+        help=f"micro-batches of a weight update; {of_resnet.gradient_accumulation_count} for a resnet "
+        f"(default: {of_mlp.gradient_accumulation_count})",
     )
     add(
         "--reduction",
@@ -239,7 +248,7 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
         # the mode that was asked for first, and the other one
         modes = sorted(MODES, key=lambda mode: mode != args.pipeline_mode)
     network = network_of(args.model)
-    ipus: dict[Mode, int] = dict.fromkeys(modes, args.ipus)
+    ipus: dict[Mode, int] = {mode: args.ipus for mode in modes}
     if args.compare and network.basic_ipus is not None:
         ipus["basic"] = network.basic_ipus  # when both run, --ipus speaks of the concurrent one
     for mode, count in ipus.items():

@@ -6,6 +6,7 @@ come near a variance of zero, where rounding grows; the inputs here are chosen l
 
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -78,7 +79,7 @@ class Whole(nn.Module):
 
         x = images[..., None] / 255.0
         x = nn.relu(norm(conv(x, WIDTH, 7, 2)))
-        x = nn.max_pool(x, (3, 3), (2, 2), [(1, 1)] * 2)
+        x = nn.max_pool(x, (3, 3), (2, 2), [(1, 1)] * 2)  # pyright: ignore[reportArgumentType] (Flax's mistake)
         for group in range(4):
             for place in range(2):
                 features, strides = WIDTH * 2**group, 2 if group > 0 and place == 0 else 1
@@ -127,6 +128,12 @@ def whole_update(params, state, batch):
         losses.append(loss)
         sums = jax.tree.map(jnp.add, sums, gradients)
     return np.mean(losses), sums, state
+
+
+def evaluated(params, state, images) -> Any:
+    """The logits (N, 10) of evaluation, by `Whole`."""
+    whole, averages = in_its_own_names(params, state)
+    return Whole().apply({"params": whole, "batch_stats": averages}, images, False)
 
 
 def assert_close(found, expected, rtol):
@@ -213,8 +220,7 @@ def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
     pipeline = make_pipeline(18, mode, ipus=ipus, gradient_accumulation=3, width=WIDTH)
     batch = make_batch(3)
     loss, aux = pipeline.loss(pipeline.shard(params), batch, state=pipeline.shard_state(state))
-    whole, averages = in_its_own_names(params, state)
-    logits = Whole().apply({"params": whole, "batch_stats": averages}, batch["images"].reshape(-1, SIDE, SIDE), False)
+    logits = evaluated(params, state, batch["images"].reshape(-1, SIDE, SIDE))
     labels = batch["labels"].reshape(-1)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
@@ -230,8 +236,8 @@ def test_resnet50_is_the_unsharded_programs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["16.16", "16.32"])
-def test_averages_are_float32_in_every_precision(precision, params, state):
+def test_averages_are_float32_in_lower_precision(params, state):
+    precision = "16.16"
     pipeline = make_pipeline(18, "basic", gradient_accumulation=2, precision=precision, width=WIDTH)
     stored = jax.tree.map(lambda p: p.astype(weights_dtype(precision)), params)
     batch = make_batch(2)
@@ -250,7 +256,7 @@ def test_averages_are_float32_in_every_precision(precision, params, state):
 
 def test_layers_are_placed_by_what_they_cost():
     pipeline = make_pipeline(18, "basic", ipus=2)
-    places = {stage.name: stage.place for stage in pipeline.stages}
+    places: dict[str, Any] = {stage.name: stage.place for stage in pipeline.stages}
     assert list(places.values()) == sorted(places.values())
     assert (places["stem"], places["block1"], places["block8"], places["cross-entropy"]) == (0, 0, 1, 1)
     costs = [resnet._cost(layer) for layer in layers_of(18)]
@@ -301,15 +307,14 @@ def test_an_unknown_depth_or_width_is_refused():
 
 
 def small(name="resnet18") -> Network:
-    """The network of that name, 4 channels wide."""
-    depth = 18 if name == "resnet18" else 50
-    narrow = {"width": WIDTH}
+    """ResNet-18, 4 channels wide."""
     return Network(
         network_of(name).title,
-        functools.partial(make_pipeline, depth, **narrow),
-        functools.partial(init_params, depth, **narrow),
-        functools.partial(init_state, depth, **narrow),
-        functools.partial(check_ipus, depth),
+        functools.partial(make_pipeline, 18, width=WIDTH),
+        functools.partial(init_params, 18, width=WIDTH),
+        functools.partial(init_state, 18, width=WIDTH),
+        network_of(name).updates,
+        functools.partial(check_ipus, 18),
         least_batch_size=2,
     )
 
@@ -341,8 +346,7 @@ def test_accuracy_is_of_all_images_whatever_fills_the_last_batch():
     batches = Batches(digits.train_images, digits.train_labels, 8, 2)
     trainer = Trainer(network.make_pipeline("concurrent", gradient_accumulation=2), batches, learning_rate=0.01)
     params, state = network.init_params(0), network.init_state()
-    whole, averages = in_its_own_names(params, state)
-    logits = Whole().apply({"params": whole, "batch_stats": averages}, digits.test_images, False)
+    logits = evaluated(params, state, digits.test_images)
     found = trainer.accuracy(trainer.init(params, state), digits.test_images, digits.test_labels)
     assert found == (logits.argmax(-1) == digits.test_labels).mean()
 
@@ -359,29 +363,40 @@ def few_digits(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("resnet18", ["--pipeline-mode", "basic"]),
-        ("resnet50", ["--pipeline-mode", "concurrent", "--ipus", "4", "--precision", "16.32"]),
-    ],
-)
-def test_the_command_trains_a_resnet(name, flags, few_digits, monkeypatch, capsys):
+def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
     monkeypatch.setattr(run_sharded_mnist, "network_of", small)
-    assert main([*flags, *TINY, "--model", name, "--run-single-step"]) == 0
+    flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--precision", "16.32"]
+    assert main([*flags, *TINY, "--model", "resnet18", "--run-single-step"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
-    ipus = flags[3] if "--ipus" in flags else 2
-    assert first.startswith(f"{flags[1]} ResNet-{name[-2:]} pipeline on {ipus} IPUs, grouped; synthetic data, seed 0")
+    assert first.startswith("concurrent ResNet-18 pipeline on 3 IPUs, grouped; synthetic data, seed 0")
     assert last.startswith("Test accuracy: ")
 
 
-@pytest.mark.slow
-def test_compare_puts_both_modes_on_the_same_ipus(few_digits, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(run_sharded_mnist, "network_of", small)
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (8, 84, 0.01)),
+        (["--model", "resnet18"], (32, 2, 0.02)),
+        (["--model", "resnet50", "--batch-size", "8", "--learning-rate", "0.01"], (8, 2, 0.01)),
+    ],
+)
+def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
+    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 700, 10))
+    runs = []
+    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    assert main(["--pipeline-mode", "basic", "--synthetic-data", *flags]) == 0
+    ((_, _, trainer, _),) = runs
+    batches = trainer.batches
+    assert (batches.batch_size, batches.gradient_accumulation, trainer.learning_rate) == expected
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch, tmp_path):
+    runs = []
+    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
     picture = ["--plot", str(tmp_path / "losses.png")]
-    assert main(["--compare", *picture, *TINY, "--model", "resnet18", "--ipus", "3", "--run-single-step"]) == 0
-    lines = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if "pipeline" in line]
-    assert lines == ["basic ResNet-18 pipeline on 3 IPUs", "concurrent ResNet-18 pipeline on 3 IPUs"]
+    assert main(["--compare", *picture, *TINY, "--model", name, "--ipus", "3"]) == 0
+    assert [(mode, trainer.pipeline.ipus) for _, mode, trainer, _ in runs] == [("basic", 3), ("concurrent", 3)]
 
 
 @pytest.mark.parametrize(
