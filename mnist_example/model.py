@@ -60,7 +60,13 @@ def weights_dtype(precision: Precision) -> DTypeLike:
     return jnp.float32 if precision.endswith(".32") else jnp.bfloat16
 
 
-def _operations_dtype(precision: Precision) -> DTypeLike:
+def operations_dtype(precision: Precision) -> DTypeLike:
+    """The dtype in which stages compute: float32 for "32.32", else bfloat16.
+
+    Raises:
+        ValueError: an unknown precision.
+    """
+    check_choice("precision", precision, PRECISIONS)
     return jnp.float32 if precision.startswith("32.") else jnp.bfloat16
 
 
@@ -81,15 +87,14 @@ def init_params(seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
     >>> jax.tree.map(jnp.shape, init_params(0)["classifier"])
     {'b': (10,), 'w': (1280, 10)}
     """
-    he, lecun = jax.nn.initializers.he_normal(), jax.nn.initializers.lecun_normal()
+    he = jax.nn.initializers.he_normal()
     keys = jax.random.split(jax.random.key(seed), 3)
-
-    def layer(key: jax.Array, init: jax.nn.initializers.Initializer, rows: int, columns: int) -> dict[str, jax.Array]:
-        return {"w": init(key, (rows, columns), jnp.float32).astype(dtype), "b": jnp.zeros(columns, dtype)}
-
     return {
-        "mlp": {"hidden": layer(keys[0], he, PIXELS, HIDDEN), "features": layer(keys[1], he, HIDDEN, FEATURES)},
-        "classifier": layer(keys[2], lecun, FEATURES, CLASSES),
+        "mlp": {
+            "hidden": _layer(keys[0], he, PIXELS, HIDDEN, dtype),
+            "features": _layer(keys[1], he, HIDDEN, FEATURES, dtype),
+        },
+        "classifier": classifier_params(keys[2], FEATURES, dtype),
     }
 
 
@@ -133,27 +138,10 @@ def make_pipeline(
         ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
     """
     check_ipus(mode, ipus)
-    check_choice("precision", precision, PRECISIONS)
-    dtype = _operations_dtype(precision)
-    mlp = Stage(functools.partial(_mlp, dtype), params="mlp", ipu=0)
-    classifier = functools.partial(_classifier, dtype)
-    if mode == "basic":
-        stages = [
-            mlp,
-            Stage(classifier, params="classifier", ipu=1),
-            Stage(_cross_entropy, ipu=1, name="cross-entropy"),
-        ]
-        specs = {}
-    else:
-        sharded_classifier = functools.partial(_sharded_classifier, dtype)
-        stages = [
-            mlp,
-            Stage(sharded_classifier, params="classifier", ipu=ALL_IPUS, reference=classifier),
-            Stage(_sharded_cross_entropy, ipu=ALL_IPUS, reference=_cross_entropy, name="cross-entropy"),
-        ]
-        specs = {"classifier": {"w": PartitionSpec(None, IPU_AXIS), "b": PartitionSpec(IPU_AXIS)}}
+    dtype = operations_dtype(precision)
+    head, specs = head_stages(mode, dtype, ipu=1)
     return Pipeline(
-        stages,
+        [Stage(functools.partial(_mlp, dtype), params="mlp", ipu=0), *head],
         mesh=make_mesh(1, ipus),
         schedule=schedule,
         gradient_accumulation=gradient_accumulation,
@@ -162,11 +150,54 @@ def make_pipeline(
     )
 
 
+def head_stages(mode: Mode, dtype: DTypeLike, ipu: int) -> tuple[list[Stage], dict[str, Any]]:
+    """What any network of digits ends with: the classifier, and its cross-entropy as the loss.
+
+    The stage before gives features (B, D); the weights are the group "classifier", `{"w": (D, C), "b": (C,)}`.
+
+    Args:
+        mode: "basic": whole on one IPU. "concurrent": the classes split over all IPUs, c of them on each.
+        dtype: of the classifier's operations; the loss is computed in float32.
+        ipu: where the head stands in basic mode.
+
+    Returns:
+        The two stages, and the `specs` that `Pipeline` needs for them. The last gives `(loss, {"correct": () int32})`.
+    """
+    classifier = functools.partial(_classifier, dtype)
+    if mode == "basic":
+        stages = [
+            Stage(classifier, params="classifier", ipu=ipu),
+            Stage(_cross_entropy, ipu=ipu, name="cross-entropy"),
+        ]
+        return stages, {}
+    sharded_classifier = functools.partial(_sharded_classifier, dtype)
+    stages = [
+        Stage(sharded_classifier, params="classifier", ipu=ALL_IPUS, reference=classifier),
+        Stage(_sharded_cross_entropy, ipu=ALL_IPUS, reference=_cross_entropy, name="cross-entropy"),
+    ]
+    return stages, {"classifier": {"w": PartitionSpec(None, IPU_AXIS), "b": PartitionSpec(IPU_AXIS)}}
+
+
+def classifier_params(key: jax.Array, features: int, dtype: DTypeLike) -> dict[str, jax.Array]:
+    """Random weights of the group "classifier": `{"w": (features, C), "b": (C,)}`, LeCun's normal and zeros."""
+    return _layer(key, jax.nn.initializers.lecun_normal(), features, CLASSES, dtype)
+
+
+def _layer(
+    key: jax.Array, init: jax.nn.initializers.Initializer, rows: int, columns: int, dtype: DTypeLike
+) -> dict[str, jax.Array]:
+    return {"w": init(key, (rows, columns), jnp.float32).astype(dtype), "b": jnp.zeros(columns, dtype)}
+
+
+def scaled_images(images: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Images as the networks read them: bytes of 0 to 255 become 0 to 1, floats stay; the shape stays too."""
+    scaled = images.astype(dtype)
+    return scaled / 255 if images.dtype == jnp.uint8 else scaled
+
+
 def _mlp(dtype: DTypeLike, params: Any, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:
     images = microbatch["images"]
-    x_BP = images.reshape(len(images), PIXELS).astype(dtype)
-    if images.dtype == jnp.uint8:
-        x_BP = x_BP / 255
+    x_BP = scaled_images(images, dtype).reshape(len(images), PIXELS)
     h_BH = jax.nn.relu(_dense(dtype, params["hidden"], x_BP))
     return jax.nn.relu(_dense(dtype, params["features"], h_BH))
 

@@ -1,7 +1,8 @@
-"""Trains the handwritten digits network as a pipeline over virtual IPUs: the `run-sharded-mnist` command.
+"""Trains a network on handwritten digits as a pipeline over virtual IPUs: the `run-sharded-mnist` command.
 
     run-sharded-mnist --pipeline-mode basic
     run-sharded-mnist --pipeline-mode concurrent --ipus 4
+    run-sharded-mnist --pipeline-mode basic --model resnet18 --epochs 1
     run-sharded-mnist --compare --plot losses.png
 
 Exit status: 0 after training, 1 when it diverged, 2 for bad input (before anything is compiled), 130 after Ctrl-C.
@@ -9,6 +10,7 @@ Exit status: 0 after training, 1 when it diverged, 2 for bad input (before anyth
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import math
 import os
@@ -27,7 +29,9 @@ from ipu_jax import configure
 from ipu_jax.options import REDUCTIONS, check_choice
 from ipu_jax.schedule import NAMES as SCHEDULES
 from mnist_example.data import MNIST, load_mnist, synthetic_mnist
-from mnist_example.model import MODES, PRECISIONS, Mode, check_ipus, init_params, make_pipeline, weights_dtype
+from mnist_example.model import MODES, PRECISIONS, Mode, weights_dtype
+from mnist_example.network import MLP_UPDATES, RESNET_UPDATES, network_of
+from mnist_example.network import NAMES as MODELS
 from mnist_example.train import Batches, Call, DivergedError, Trainer
 
 _Losses = npt.NDArray[np.floating]
@@ -43,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
     parser = _parser()
     args = parser.parse_args(argv)
+    for name, value in dataclasses.asdict(network_of(args.model).updates).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     try:
         try:
             _check(args)
@@ -104,7 +111,7 @@ def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="run-sharded-mnist",
-        description="Trains a 784-2560-1280-10 network on handwritten digits, as a pipeline over virtual IPUs.",
+        description="Trains a network on handwritten digits, as a pipeline over virtual IPUs.",
         epilog="Gradients are summed over the accumulation unless you say --reduction mean: an update is learning-rate "
         "times gradient-accumulation-count times the mean gradient.",
         allow_abbrev=False,
@@ -115,8 +122,16 @@ def _parser() -> argparse.ArgumentParser:
         "--pipeline-mode",
         type=_one_of("mode", MODES),
         metavar=braces(MODES),
-        help="basic: MLP on IPU 0, classifier and loss on IPU 1. concurrent: MLP on IPU 0, classifier and loss "
-        "tensor-parallel on all IPUs. Required, unless --compare runs both",
+        help="basic: classifier and loss on the last IPU. concurrent: classifier and loss tensor-parallel on all IPUs. "
+        "Required, unless --compare runs both",
+    )
+    add(
+        "--model",
+        type=_one_of("model", MODELS),
+        default="mlp",
+        metavar=braces(MODELS),
+        help="mlp: 784-2560-1280-10, all but the classifier on IPU 0. resnet18, resnet50: their blocks spread over the "
+        "IPUs (default: %(default)s)",
     )
     add(
         "--compare",
@@ -124,19 +139,31 @@ def _parser() -> argparse.ArgumentParser:
         help="train in both modes, from the same weights on the same batches, and draw their losses",
     )
     add("--plot", type=Path, metavar="FILE.png", help=f"where --compare draws (default: {_PICTURE})")
-    add("--ipus", type=_count, default=2, metavar="N", help="IPUs; basic mode takes 2 (default: %(default)s)")
+    add("--ipus", type=_count, default=2, metavar="N", help="IPUs; the mlp's basic mode takes 2 (default: %(default)s)")
 
     training = parser.add_argument_group("training")
     add = training.add_argument
     add("--epochs", type=_positive, default=3.0, metavar="X", help="epochs, also part of one (default: %(default)g)")
-    add("--learning-rate", type=_positive, default=0.01, metavar="X", help="of plain SGD (default: %(default)s)")
-    add("--batch-size", type=_count, default=8, metavar="N", help="images of a micro-batch (default: %(default)s)")
+    of_mlp, of_resnet = MLP_UPDATES, RESNET_UPDATES
+    add(
+        "--learning-rate",
+        type=_positive,
+        metavar="X",
+        help=f"of plain SGD; {of_resnet.learning_rate} for a resnet (default: {of_mlp.learning_rate})",
+    )
+    add(
+        "--batch-size",
+        type=_count,
+        metavar="N",
+        help=f"images of a micro-batch; {of_resnet.batch_size} for a resnet, whose batch norm takes its statistics of "
+        f"them (default: {of_mlp.batch_size})",
+    )
     add(
         "--gradient-accumulation-count",
         type=_count,
-        default=84,
         metavar="N",
-        help="micro-batches of a weight update (default: %(default)s)",
+        help=f"micro-batches of a weight update; {of_resnet.gradient_accumulation_count} for a resnet "
+        f"(default: {of_mlp.gradient_accumulation_count})",
     )
     add(
         "--reduction",
@@ -220,10 +247,13 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
     if args.compare:
         # the mode that was asked for first, and the other one
         modes = sorted(MODES, key=lambda mode: mode != args.pipeline_mode)
-    # When both run, --ipus speaks of the concurrent one: the basic mode takes 2.
-    ipus: dict[Mode, int] = {mode: 2 if args.compare and mode == "basic" else args.ipus for mode in modes}
+    network = network_of(args.model)
+    ipus: dict[Mode, int] = {mode: args.ipus for mode in modes}
+    if args.compare and network.basic_ipus is not None:
+        ipus["basic"] = network.basic_ipus  # when both run, --ipus speaks of the concurrent one
     for mode, count in ipus.items():
-        check_ipus(mode, count)
+        network.check_ipus(mode, count)
+    network.check_batch_size(args.batch_size)
     batches = Batches(
         data.train_images,
         data.train_labels,
@@ -235,7 +265,7 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
     configure(max(ipus.values()))
     return {
         mode: Trainer(
-            make_pipeline(
+            network.make_pipeline(
                 mode,
                 ipus=ipus[mode],
                 gradient_accumulation=args.gradient_accumulation_count,
@@ -253,14 +283,14 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
 
 def _train(args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST) -> _Losses:
     """One run, with its lines; returns the loss of every update."""
-    pipeline, batches = trainer.pipeline, trainer.batches
+    pipeline, batches, network = trainer.pipeline, trainer.batches, network_of(args.model)
     per_epoch = batches.updates_per_epoch
     total = 1 if args.run_single_step else max(1, round(args.epochs * per_epoch))
     _say(
-        f"{mode} pipeline on {pipeline.ipus} IPUs, {pipeline.schedule.name}; {data.source}: {per_epoch} updates an "
-        f"epoch, each of {args.gradient_accumulation_count} micro-batches of {args.batch_size}"
+        f"{mode} {network.title} on {pipeline.ipus} IPUs, {pipeline.schedule.name}; {data.source}: {per_epoch} updates "
+        f"an epoch, each of {args.gradient_accumulation_count} micro-batches of {args.batch_size}"
     )
-    state = trainer.init(init_params(args.seed, weights_dtype(args.precision)))
+    state = trainer.init(network.init_params(args.seed, weights_dtype(args.precision)), network.init_state())
     _say(f"Compiled in {trainer.compile(state):.1f} s")
 
     losses: list[_Losses] = []

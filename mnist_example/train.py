@@ -100,10 +100,17 @@ class Batches:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What an update changes: the weights, a `Sharded`, and whatever the optimizer remembers of them."""
+    """What an update changes.
+
+    Attributes:
+        params: the weights, a `Sharded`.
+        optimizer: whatever the optimizer remembers of them.
+        stages: the stages' own state, such as batch norm's running averages, a `Sharded`; None where they have none.
+    """
 
     params: Any
     optimizer: Any
+    stages: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,7 +129,7 @@ class Call:
 
 
 class Trainer:
-    """Trains a pipeline of `mnist_example.model` with plain SGD.
+    """Trains a pipeline of any network of `mnist_example.network` with plain SGD.
 
     Args:
         pipeline: the model; one replica.
@@ -150,10 +157,15 @@ class Trainer:
         self._program: Any = None
         self._count_correct = jax.jit(self._evaluate)
 
-    def init(self, params: dict[str, Any]) -> State:
-        """Whole weights, such as `init_params` makes, placed on the IPUs."""
+    def init(self, params: dict[str, Any], stages: dict[str, Any] | None = None) -> State:
+        """Whole weights, and the stages' state where they have any, placed on the IPUs.
+
+        Args:
+            params: such as a network's `init_params` makes.
+            stages: such as its `init_state` makes.
+        """
         sharded: Any = self.pipeline.shard(params)
-        return State(sharded, self._optimizer.init(sharded))
+        return State(sharded, self._optimizer.init(sharded), self.pipeline.shard_state(stages) if stages else None)
 
     def compile(self, state: State) -> float:
         """Compiles the training program, which the first `run_epoch` does otherwise; returns the seconds it took."""
@@ -212,7 +224,8 @@ class Trainer:
         padded[: len(images)] = images
         shape = (passes, *self._micro_batches)
         batches = {"images": padded.reshape(*shape, *images.shape[1:]), "labels": filled.reshape(shape)}
-        return int(self._count_correct(state.params, jax.device_put(batches, self._everywhere))) / len(images)
+        on_ipus = jax.device_put(batches, self._everywhere)
+        return int(self._count_correct(state.params, state.stages, on_ipus)) / len(images)
 
     @property
     def _micro_batches(self) -> tuple[int, int]:
@@ -233,17 +246,17 @@ class Trainer:
             state, losses = carry
             batch = {"images": images[i], "labels": labels[i]}
             # optax's types know dicts and the like, not every pytree that it updates
-            loss_and_gradients: Any = self.pipeline.value_and_grad(state.params, batch)
-            (loss, _), gradients = loss_and_gradients
+            results: Any = self.pipeline.value_and_grad(state.params, batch, state=state.stages)
+            (loss, _), gradients, *stages = results
             changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, changes)
-            return State(params, optimizer), losses.at[i].set(loss)
+            return State(params, optimizer, *stages), losses.at[i].set(loss)
 
         return lax.fori_loop(0, count, update, (state, jnp.zeros(self.updates_per_call, jnp.float32)))
 
-    def _evaluate(self, params: Any, batches: dict[str, jax.Array]) -> jax.Array:
+    def _evaluate(self, params: Any, stages: Any, batches: dict[str, jax.Array]) -> jax.Array:
         def count(correct: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-            _, aux = self.pipeline.loss(params, batch)
+            _, aux = self.pipeline.loss(params, batch, state=stages)
             return correct + aux["correct"].sum(), None
 
         return lax.scan(count, jnp.int32(0), batches)[0]

@@ -1,0 +1,125 @@
+"""The networks that can be trained on the digits, behind one interface: what `run-sharded-mnist --model` chooses from.
+
+Weights and state are the same for both modes and any number of IPUs; both are `{group: pytree}` of whole arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from jax.typing import DTypeLike
+
+from ipu_jax import Pipeline
+from ipu_jax.options import Reduction, check_choice
+from mnist_example import model, resnet
+from mnist_example.model import Mode, Precision
+
+
+class _MakePipeline(Protocol):
+    def __call__(
+        self,
+        mode: Mode,
+        *,
+        ipus: int = ...,
+        gradient_accumulation: int = ...,
+        schedule: str = ...,
+        reduction: Reduction = ...,
+        precision: Precision = ...,
+    ) -> Pipeline: ...
+
+
+class _InitParams(Protocol):
+    def __call__(self, seed: int, dtype: DTypeLike = ...) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Updates:
+    """What makes an update unless the user says otherwise; the attributes are named as `run-sharded-mnist`'s flags.
+
+    Attributes:
+        batch_size: images of a micro-batch.
+        gradient_accumulation_count: micro-batches of an update.
+        learning_rate: of plain SGD on gradients summed over the micro-batches.
+    """
+
+    batch_size: int
+    gradient_accumulation_count: int
+    learning_rate: float
+
+
+MLP_UPDATES: Final = Updates(8, 84, 0.01)
+# 0.01 x 84 summed micro-batches throws a resnet's loss from 2.8 to 30 at once, and 8 images make noisy statistics
+RESNET_UPDATES: Final = Updates(32, 2, 0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network of digits.
+
+    Attributes:
+        title: what a line of output calls its pipeline.
+        make_pipeline: as `mnist_example.model.make_pipeline`.
+        init_params: random weights from a seed and the dtype in which they are stored: what `Pipeline.shard` takes.
+        init_state: the stages' state before training: what `Pipeline.shard_state` takes; empty where there is none.
+        updates: what makes an update unless the user says otherwise.
+        check_ipus: refuses a number of IPUs that a mode cannot use, by a ValueError.
+        basic_ipus: the number of IPUs that basic mode must have, or None where it takes any.
+        least_batch_size: images that a micro-batch must have.
+    """
+
+    title: str
+    make_pipeline: _MakePipeline
+    init_params: _InitParams
+    init_state: Callable[[], dict[str, Any]]
+    updates: Updates
+    check_ipus: Callable[[Mode, int], None]
+    basic_ipus: int | None = None
+    least_batch_size: int = 1
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Refuses micro-batches that the network cannot learn from.
+
+        Raises:
+            ValueError: fewer images than `least_batch_size`.
+        """
+        if batch_size < self.least_batch_size:
+            raise ValueError(
+                f"batch_size={batch_size}, but batch norm subtracts a micro-batch's mean, which of one image leaves "
+                f"nothing: use at least {self.least_batch_size}"
+            )
+
+
+def _resnet(depth: resnet.Depth) -> Network:
+    return Network(
+        f"ResNet-{depth} pipeline",
+        functools.partial(resnet.make_pipeline, depth),
+        functools.partial(resnet.init_params, depth),
+        functools.partial(resnet.init_state, depth),
+        RESNET_UPDATES,
+        functools.partial(resnet.check_ipus, depth),
+        least_batch_size=2,
+    )
+
+
+_NETWORKS: Final[dict[str, Network]] = {
+    "mlp": Network(
+        "pipeline", model.make_pipeline, model.init_params, dict, MLP_UPDATES, model.check_ipus, basic_ipus=2
+    ),
+    "resnet18": _resnet(18),
+    "resnet50": _resnet(50),
+}
+
+NAMES: Final = tuple(_NETWORKS)
+
+
+def network_of(name: str) -> Network:
+    """The network of that name.
+
+    Raises:
+        ValueError: there is none; the nearest name is given.
+
+    >>> network_of("resnet18").title
+    'ResNet-18 pipeline'
+    """
+    return _NETWORKS[check_choice("model", name, NAMES)]

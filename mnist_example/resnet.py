@@ -1,0 +1,327 @@
+"""ResNets for the handwritten digits, pipelined over any number of IPUs, batch norm and all.
+
+The published networks (He et al. 2015, arXiv:1512.03385, table 1), for images of one channel and 10 classes:
+
+                      resnet18          resnet50
+    stem              7x7, stride 2, 64 channels; batch norm; relu; 3x3 max pool, stride 2
+    blocks, 64        2 basic           3 bottlenecks             basic        3x3, 3x3
+    blocks, 128       2, first /2       4, first /2               bottleneck   1x1, 3x3, 1x1 to 4 times the channels
+    blocks, 256       2, first /2       6, first /2               each convolution is followed by batch norm; a block
+    blocks, 512       2, first /2       3, first /2               adds its input, by a 1x1 where shapes differ
+    head              average pool, classifier, cross-entropy
+
+A bottleneck strides in its 3x3 rather than in its first 1x1, as torchvision's do ("v1.5"). Strided convolutions pad
+evenly, as torch's do. The layers are Flax modules; each is a stage, and neighbours on one IPU run as one piece:
+
+    basic         IPU0   images -> stem, block1 ... \\
+    (resnet18)    IPU1                              -> ... block8, pool, classifier -- cross-entropy -> loss
+
+    concurrent    IPU0   images -> stem, block1 ... \\                   -> classes 0-4 -- cross-entropy \\
+                  IPU1                              -> ... block8, pool \\-> classes 5-9 -- cross-entropy  -> loss
+
+Batch norm normalises a micro-batch by its own mean and variance, as in GPipe and in torch's pipelines: the number of
+IPUs changes nothing, the size of the micro-batch does. Running averages are the stages' state, in float32 whatever the
+precision; each micro-batch moves them by a tenth, and evaluation reads them in place of the statistics.
+
+Dims: B images of a micro-batch, H and W rows and columns, C channels; all in that order ("NHWC").
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Literal, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ipu_jax import Outputs, Pipeline, Split, Stage, flops_of, make_mesh, split
+from ipu_jax.options import Reduction, check_choice, check_count
+from mnist_example.convolution import conv_general_dilated
+from mnist_example.model import (
+    CLASSES,
+    MODES,
+    Mode,
+    Precision,
+    classifier_params,
+    head_stages,
+    operations_dtype,
+    scaled_images,
+)
+
+SIDE: Final = 28
+"""Rows and columns of an image: what FLOPs are counted for. The networks take images of any size."""
+
+WIDTH: Final = 64
+
+Depth = Literal[18, 50]
+DEPTHS: Final[tuple[Depth, ...]] = get_args(Depth)
+
+_BLOCKS: Final[dict[Depth, tuple[int, ...]]] = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+_MOMENTUM: Final = 0.9
+_EPSILON: Final = 1e-5
+
+
+class _ConvNorm(nn.Module):
+    """A convolution without bias, and its batch norm: (B, H, W, C) to (B, H/strides, W/strides, features)."""
+
+    features: int
+    kernel: int
+    strides: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        conv = nn.Conv(
+            self.features,
+            (self.kernel, self.kernel),
+            self.strides,
+            padding=self.kernel // 2,
+            use_bias=False,
+            dtype=self.dtype,
+            conv_general_dilated=conv_general_dilated,
+            name="conv",
+        )
+        norm = nn.BatchNorm(
+            use_running_average=not train, momentum=_MOMENTUM, epsilon=_EPSILON, dtype=self.dtype, name="norm"
+        )
+        return norm(conv(x))
+
+
+class _Stem(nn.Module):
+    """(B, H, W) to (B, H/4, W/4, features)."""
+
+    features: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        y = nn.relu(_ConvNorm(self.features, 7, 2, self.dtype, name="first")(x[..., None], train))
+        return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType] (Flax's mistake)
+
+
+class _Block(nn.Module):
+    """(B, H, W, C) to (B, H/strides, W/strides, out): convolutions of `shapes`, and the input added.
+
+    `shapes` has (features, kernel, strides) of each convolution.
+    """
+
+    shapes: tuple[tuple[int, int, int], ...]
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        y = x
+        for number, (features, kernel, strides) in enumerate(self.shapes):
+            y = nn.relu(y) if number else y
+            y = _ConvNorm(features, kernel, strides, self.dtype, name=f"conv{number}")(y, train)
+        if x.shape != y.shape:
+            strides = math.prod(strides for _, _, strides in self.shapes)
+            x = _ConvNorm(y.shape[-1], 1, strides, self.dtype, name="shortcut")(x, train)
+        return nn.relu(x + y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A piece that stands whole on one IPU: a stage, with a parameter group and a state group of its name.
+
+    Attributes:
+        name: such as "stem" or "block1".
+        module: called with (x, train); its variables are "params" and "batch_stats".
+        inputs: the shape of x for one image of MNIST's size.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: tuple[int, ...]
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Flax's variables, float32: `{"params": ..., "batch_stats": ...}`; `init_params` reads their shapes only."""
+        return dict(self.module.init(key, jnp.zeros((1, *self.inputs)), train=False))
+
+    def train(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Outputs:
+        """`Stage.fn`: normalises by the micro-batch's statistics, and moves the running averages."""
+        variables = {"params": params, "batch_stats": state}
+        y, changed = self.module.apply(variables, x, train=True, mutable=["batch_stats"])
+        return Outputs(y, state=changed["batch_stats"])
+
+    def evaluate(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Any:
+        """`Stage.evaluate`: normalises by the running averages."""
+        return self.module.apply({"params": params, "batch_stats": state}, x, train=False)
+
+
+@functools.cache
+def layers_of(depth: Depth, *, width: int = WIDTH, dtype: DTypeLike = jnp.float32) -> tuple[Layer, ...]:
+    """Stem and blocks, first layer first; the head is not among them.
+
+    Args:
+        depth: 18 or 50.
+        width: channels of the stem, and of the first blocks' 3x3; the published networks have 64.
+        dtype: of the operations.
+
+    Raises:
+        ValueError: another depth, or a width below 1.
+
+    >>> [layer.name for layer in layers_of(18)][-2:], layers_of(50)[-1].inputs
+    (['block7', 'block8'], (1, 1, 2048))
+    """
+    if depth not in DEPTHS:
+        raise ValueError(f"depth={depth!r} is unknown: choose one of {', '.join(map(str, DEPTHS))}")
+    check_count("width", width)
+    layers = [Layer("stem", _Stem(width, dtype), (SIDE, SIDE))]
+    for group, count in enumerate(_BLOCKS[depth]):
+        features = width * 2**group
+        for place in range(count):
+            strides = 2 if group and not place else 1
+            if depth == 18:
+                shapes = ((features, 3, strides), (features, 3, 1))
+            else:
+                shapes = ((features, 1, 1), (features, 3, strides), (4 * features, 1, 1))
+            layers.append(Layer(f"block{len(layers)}", _Block(shapes, dtype), _output(layers[-1])))
+    return tuple(layers)
+
+
+def _output(layer: Layer) -> tuple[int, ...]:
+    shape = jax.eval_shape(
+        lambda key: layer.module.init_with_output(key, jnp.zeros((1, *layer.inputs)), train=False)[0], jax.random.key(0)
+    )
+    return shape.shape[1:]
+
+
+def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, width: int = WIDTH) -> dict[str, Any]:
+    """Random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
+
+    He's normal initialisation for kernels, LeCun's for the classifier; scales of 1, biases of 0. They are drawn in
+    float32 and rounded to `dtype`, so that precisions start from the same point too.
+
+    Args:
+        depth, width: as `layers_of` takes them.
+        seed: the same seed gives the same weights.
+        dtype: of the leaves; `weights_dtype(precision)`.
+
+    Returns:
+        `{"stem": {...}, "block1": {...}, ..., "classifier": {"w": (D, classes), "b": (classes,)}}`; a convolution's
+        kernel is (rows, columns, C in, C out).
+    """
+    layers = layers_of(depth, width=width)
+    random = np.random.default_rng(seed)  # drawing 50 shapes with jax.random takes 10 s, most of it to compile
+
+    def drawn(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        kind = path[-1].key
+        if kind == "kernel":
+            deviation = math.sqrt(2 / math.prod(shape.shape[:-1]))
+            return jnp.asarray(deviation * random.standard_normal(shape.shape, np.float32), dtype)
+        return jnp.full(shape.shape, {"scale": 1, "bias": 0}[kind], dtype)
+
+    shapes = jax.eval_shape(lambda key: {layer.name: layer.init(key)["params"] for layer in layers}, jax.random.key(0))
+    features = _output(layers[-1])[-1]
+    return {
+        **jax.tree.map_with_path(drawn, shapes),
+        "classifier": classifier_params(jax.random.key(seed), features, dtype),
+    }
+
+
+def init_state(depth: Depth, *, width: int = WIDTH) -> dict[str, Any]:
+    """Running averages before training, means of 0 and variances of 1: what `Pipeline.shard_state` takes.
+
+    Returns:
+        `{"stem": {...}, "block1": {...}, ...}`: per batch norm, `{"mean": (C,), "var": (C,)}`, float32.
+    """
+    layers = layers_of(depth, width=width)
+    fresh = jax.jit(lambda key: {layer.name: layer.init(key)["batch_stats"] for layer in layers})
+    return fresh(jax.random.key(0))
+
+
+def check_ipus(depth: Depth, mode: Mode, ipus: int) -> None:
+    """Refuses a number of IPUs that the network cannot use, however many there are.
+
+    Raises:
+        ValueError: an unknown mode, a number below 1, more IPUs than layers, or, in concurrent mode, than classes.
+    """
+    check_choice("mode", mode, MODES)
+    check_count("ipus", ipus)
+    # stem and blocks, and in basic mode the head, which stands on all IPUs in concurrent mode
+    pieces = 1 + sum(_BLOCKS[depth]) + (mode == "basic")
+    if ipus > pieces:
+        raise ValueError(f"ipus={ipus}, but resnet{depth} has {pieces} layers to place in {mode} mode: use fewer IPUs")
+    if mode == "concurrent" and ipus > CLASSES:
+        raise ValueError(f"ipus={ipus}, but there are {CLASSES} classes to split: use {CLASSES} IPUs at most")
+
+
+def make_pipeline(
+    depth: Depth,
+    mode: Mode,
+    *,
+    ipus: int = 2,
+    gradient_accumulation: int = 84,
+    schedule: str = "grouped",
+    reduction: Reduction = "sum",
+    precision: Precision = "32.32",
+    width: int = WIDTH,
+) -> Pipeline:
+    """The network as a pipeline on one replica, over the first `ipus` devices.
+
+    Micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`; the first dim of images may have any
+    size of at least 2, the others any at all.
+
+    Args:
+        depth, width: as `layers_of` takes them.
+        mode: "basic" or "concurrent", as drawn at the top of this file.
+        ipus: IPUs of the replica, from 1 to the number of layers.
+        gradient_accumulation: M, the micro-batches of one weight update.
+        schedule: a name of `ipu_jax.schedule.NAMES`.
+        reduction: gradients are the "sum" or the "mean" over the micro-batches.
+        precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision)`.
+
+    Raises:
+        ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
+    """
+    check_ipus(depth, mode, ipus)
+    dtype = operations_dtype(precision)
+    mesh = make_mesh(1, ipus)
+    layers = layers_of(depth, width=width, dtype=dtype)
+    last = ipus - 1
+    head, specs = head_stages(mode, dtype, ipu=last)
+    stages = [Stage(functools.partial(_pixels, dtype), ipu=0, name="pixels")]
+    for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True):
+        stages.append(Stage(layer.train, params=layer.name, ipu=ipu, state=layer.name, evaluate=layer.evaluate))
+    stages.append(Stage(_pool, ipu=last, name="pool"))
+    return Pipeline(
+        [*stages, *head],
+        mesh=mesh,
+        schedule=schedule,
+        gradient_accumulation=gradient_accumulation,
+        reduction=reduction,
+        specs=specs,
+    )
+
+
+def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> tuple[int, ...]:
+    """The IPU of each layer: neighbours together, so that the IPUs have as nearly the same to compute as can be."""
+    names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
+    if mode == "concurrent":
+        return _numbers(split(names, costs, ipus))
+    # the head costs next to nothing, but it may have an IPU of its own
+    return _numbers(split([*names, "head"], [*costs, 0], ipus))[:-1]
+
+
+def _numbers(found: Split) -> tuple[int, ...]:
+    return tuple(ipu for ipu in found.ipus if ipu is not None)
+
+
+def _cost(layer: Layer) -> int:
+    """FLOPs of a layer's forward for one image."""
+    variables = jax.eval_shape(layer.init, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((1, *layer.inputs), jnp.float32)
+    return flops_of(lambda variables, x: layer.module.apply(variables, x, train=False), variables, x)
+
+
+def _pixels(dtype: DTypeLike, params: None, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:
+    return scaled_images(microbatch["images"], dtype)
+
+
+def _pool(params: None, x_BHWC: jax.Array, microbatch: Any) -> jax.Array:
+    return x_BHWC.mean(axis=(1, 2))

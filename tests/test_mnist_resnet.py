@@ -1,0 +1,418 @@
+"""The ResNets: their size, and pipelined training against whole-model programs, running averages and all.
+
+The tests' networks are 4 channels wide. Micro-batches of so few images have batch norms over so few values that some
+come near a variance of zero, where rounding grows; the inputs here are chosen large enough that it doesn't show.
+"""
+
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_jax
+from mnist_example import resnet, run_sharded_mnist
+from mnist_example.data import synthetic_mnist
+from mnist_example.model import weights_dtype
+from mnist_example.network import Network, network_of
+from mnist_example.resnet import check_ipus, init_params, init_state, layers_of, make_pipeline
+from mnist_example.run_sharded_mnist import main
+from mnist_example.train import Batches, Trainer
+
+WIDTH = 4
+SIDE = 64  # so that the last blocks see 2x2 pixels, and each of their batch norms 32 values
+B = 8
+# mode, IPUs and micro-batches: fewer and more of these than stages, in both modes
+LAYOUTS = [
+    ("basic", 1, 2),
+    ("basic", 2, 5),
+    ("basic", 4, 2),
+    ("concurrent", 2, 1),
+    ("concurrent", 4, 5),
+]
+
+
+def make_batch(m, b=B, side=SIDE):
+    """Random digits of other sizes than MNIST's."""
+    keys = jax.random.split(jax.random.key(m))
+    return {
+        "images": jax.random.randint(keys[0], (m, b, side, side), 0, 256).astype(jnp.uint8),
+        "labels": jax.random.randint(keys[1], (m, b), 0, 10),
+    }
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Weights with scales and biases that aren't 1 and 0, so that one left out or misplaced shows."""
+    whole = init_params(18, 0, width=WIDTH)
+    random = np.random.default_rng(1)
+    return jax.tree.map(lambda p: p if p.ndim > 1 else p + jnp.float32(0.2 * random.standard_normal(p.shape)), whole)
+
+
+@pytest.fixture(scope="module")
+def state():
+    """Running averages that aren't 0 and 1, for the same reason."""
+    random = np.random.default_rng(2)
+    fresh = init_state(18, width=WIDTH)
+    return jax.tree.map(lambda s: s + jnp.float32(0.5 * random.random(s.shape)), fresh)
+
+
+# the independent program: one Flax module after He et al.'s table 1, written without the package
+
+
+class Whole(nn.Module):
+    """ResNet-18 of `WIDTH` channels as one module: logits (B, 10) of images (B, H, W)."""
+
+    @nn.compact
+    def __call__(self, images, train):
+        def conv(x, features, kernel, strides):
+            pad = kernel // 2
+            return nn.Conv(features, (kernel, kernel), strides, [(pad, pad)] * 2, use_bias=False)(x)
+
+        def norm(x):
+            return nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+
+        x = images[..., None] / 255.0
+        x = nn.relu(norm(conv(x, WIDTH, 7, 2)))
+        x = nn.max_pool(x, (3, 3), (2, 2), [(1, 1)] * 2)  # pyright: ignore[reportArgumentType] (Flax's mistake)
+        for group in range(4):
+            for place in range(2):
+                features, strides = WIDTH * 2**group, 2 if group > 0 and place == 0 else 1
+                y = nn.relu(norm(conv(x, features, 3, strides)))
+                y = norm(conv(y, features, 3, 1))
+                if strides == 2:
+                    x = norm(conv(x, features, 1, strides))
+                x = nn.relu(x + y)
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+def in_its_own_names(params, state):
+    """The same weights and averages for `Whole`, whose modules are numbered as they are called."""
+    convs, norms, averages = [], [], []
+    for layer in layers_of(18):
+        for name in sorted(params[layer.name]):  # "conv0", "conv1", "shortcut"; the stem's "first"
+            convs.append(params[layer.name][name]["conv"])
+            norms.append(params[layer.name][name]["norm"])
+            averages.append(state[layer.name][name]["norm"])
+    numbered = lambda kind, values: {f"{kind}_{i}": value for i, value in enumerate(values)}  # noqa: E731
+    head = {"Dense_0": {"kernel": params["classifier"]["w"], "bias": params["classifier"]["b"]}}
+    return {**numbered("Conv", convs), **numbered("BatchNorm", norms), **head}, numbered("BatchNorm", averages)
+
+
+@jax.jit
+def whole_step(params, state, microbatch):
+    """Loss, gradients and new averages of one micro-batch."""
+
+    def loss_of(params):
+        logits, new = Whole().apply(
+            {"params": params, "batch_stats": state}, microbatch["images"], True, mutable=["batch_stats"]
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"])
+        return losses.mean(), new["batch_stats"]
+
+    (loss, state), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+    return loss, gradients, state
+
+
+def whole_update(params, state, batch):
+    """Mean loss, summed gradients and final averages of M micro-batches, in the names of `Whole`."""
+    params, state = in_its_own_names(params, state)
+    losses, sums = [], jax.tree.map(jnp.zeros_like, params)
+    for i in range(len(batch["labels"])):
+        loss, gradients, state = whole_step(params, state, jax.tree.map(lambda leaf, i=i: leaf[i], batch))
+        losses.append(loss)
+        sums = jax.tree.map(jnp.add, sums, gradients)
+    return np.mean(losses), sums, state
+
+
+def evaluated(params, state, images) -> Any:
+    """The logits (N, 10) of evaluation, by `Whole`."""
+    whole, averages = in_its_own_names(params, state)
+    return Whole().apply({"params": whole, "batch_stats": averages}, images, False)
+
+
+def assert_close(found, expected, rtol):
+    """Each leaf, relative to its largest magnitude."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, f), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        f, e = np.asarray(f, np.float64), np.asarray(e, np.float64)
+        assert np.abs(f - e).max() <= rtol * np.abs(e).max(), (jax.tree_util.keystr(path), np.abs(f - e).max())
+
+
+# size
+
+
+def published_count(depth):
+    """Weights, added up from table 1: convolutions, a scale and a bias for each of their channels, the classifier."""
+
+    def conv(inputs, features, kernel):
+        return kernel * kernel * inputs * features + 2 * features
+
+    total, inputs = conv(1, 64, 7), 64
+    for width, blocks in zip((64, 128, 256, 512), {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth], strict=True):
+        for _ in range(blocks):
+            if depth == 18:
+                features = width
+                total += conv(inputs, width, 3) + conv(width, width, 3)
+            else:
+                features = 4 * width
+                total += conv(inputs, width, 1) + conv(width, width, 3) + conv(width, features, 1)
+            total += conv(inputs, features, 1) if inputs != features else 0
+            inputs = features
+    return total + (inputs + 1) * 10
+
+
+@pytest.mark.parametrize(
+    # torchvision's counts, less 2 of 3 input channels under a 7x7 of 64, less 990 of 1000 classes
+    ("depth", "count"),
+    [(18, 11_689_512 - 2 * 49 * 64 - 990 * 513), (50, 25_557_032 - 2 * 49 * 64 - 990 * 2049)],
+)
+def test_the_networks_have_the_published_number_of_weights(depth, count):
+    assert published_count(depth) == count
+    layers = layers_of(depth)
+    shapes = [jax.eval_shape(layer.init, jax.random.key(0))["params"] for layer in layers]
+    classifier = (512 if depth == 18 else 2048) * 10 + 10
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) + classifier == count
+
+
+def test_weights_start_as_he_and_lecun_say():
+    whole = init_params(18, 3)
+    assert float(whole["block8"]["conv1"]["conv"]["kernel"].std()) == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
+    assert float(whole["classifier"]["w"].std()) == pytest.approx((1 / 512) ** 0.5, rel=0.05)
+    for path, leaf in jax.tree.leaves_with_path(whole):
+        if leaf.ndim == 1:
+            assert (leaf == (1 if path[-1].key == "scale" else 0)).all()
+    other = init_params(18, 4)
+    assert not np.array_equal(whole["stem"]["first"]["conv"]["kernel"], other["stem"]["first"]["conv"]["kernel"])
+    half = init_params(18, 3, jnp.bfloat16)
+    jax.tree.map(lambda f, h: np.testing.assert_array_equal(f.astype(jnp.bfloat16), h), whole, half)
+
+
+# the pipelines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "ipus", "m"), LAYOUTS)
+def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
+    """Loss, every gradient and every running average."""
+    pipeline = make_pipeline(18, mode, ipus=ipus, gradient_accumulation=m, width=WIDTH)
+    batch = make_batch(m)
+    sharded, averages = pipeline.shard(params), pipeline.shard_state(state)
+    report = ipu_jax.verify(pipeline, sharded, batch, state=averages, rtol=1e-4)
+    assert len(report.gradient_errors) == len(jax.tree.leaves(params))
+    (loss, aux), gradients, new = pipeline.value_and_grad(sharded, batch, state=averages)
+    expected_loss, expected_gradients, expected_state = whole_update(params, state, batch)
+    assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+    assert aux["correct"].shape == (m,)
+    found_gradients, found_state = in_its_own_names(pipeline.unshard(gradients), pipeline.unshard(new))
+    assert_close(found_gradients, expected_gradients, rtol=1e-4)
+    assert_close(found_state, expected_state, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
+def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
+    pipeline = make_pipeline(18, mode, ipus=ipus, gradient_accumulation=3, width=WIDTH)
+    batch = make_batch(3)
+    loss, aux = pipeline.loss(pipeline.shard(params), batch, state=pipeline.shard_state(state))
+    logits = evaluated(params, state, batch["images"].reshape(-1, SIDE, SIDE))
+    labels = batch["labels"].reshape(-1)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_array_equal(aux["correct"], (logits.argmax(-1) == labels).reshape(3, B).sum(-1))
+
+
+@pytest.mark.slow
+def test_resnet50_is_the_unsharded_programs():
+    pipeline = make_pipeline(50, "concurrent", ipus=2, gradient_accumulation=2, width=2)
+    sharded = pipeline.shard(init_params(50, 0, width=2))
+    averages = pipeline.shard_state(init_state(50, width=2))
+    ipu_jax.verify(pipeline, sharded, make_batch(2), state=averages, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_averages_are_float32_in_lower_precision(params, state):
+    precision = "16.16"
+    pipeline = make_pipeline(18, "basic", gradient_accumulation=2, precision=precision, width=WIDTH)
+    stored = jax.tree.map(lambda p: p.astype(weights_dtype(precision)), params)
+    batch = make_batch(2)
+    (loss, _), gradients, new = pipeline.value_and_grad(
+        pipeline.shard(stored), batch, state=pipeline.shard_state(state)
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(new)} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(weights_dtype(precision))}
+    exact, _, averages = whole_update(params, state, batch)
+    assert 1e-6 < abs(float(loss) - exact) / exact < 0.05
+    assert_close(in_its_own_names(params, pipeline.unshard(new))[1], averages, rtol=0.05)
+
+
+# placing
+
+
+def test_layers_are_placed_by_what_they_cost():
+    pipeline = make_pipeline(18, "basic", ipus=2)
+    places: dict[str, Any] = {stage.name: stage.place for stage in pipeline.stages}
+    assert list(places.values()) == sorted(places.values())
+    assert (places["stem"], places["block1"], places["block8"], places["cross-entropy"]) == (0, 0, 1, 1)
+    costs = [resnet._cost(layer) for layer in layers_of(18)]
+    halves = [sum(c for c, layer in zip(costs, layers_of(18), strict=True) if places[layer.name] == i) for i in (0, 1)]
+    assert max(halves) < 0.6 * sum(halves)
+
+
+@pytest.mark.parametrize(("mode", "ipus"), [("basic", 8), ("concurrent", 8)])
+def test_every_ipu_has_a_layer(mode, ipus):
+    pipeline = make_pipeline(18, mode, ipus=ipus, width=WIDTH)
+    assert {stage.place for stage in pipeline.stages} - {None} == set(range(ipus))
+
+
+@pytest.mark.parametrize(
+    ("depth", "mode", "ipus", "message"),
+    [
+        (18, "basic", 11, "ipus=11, but resnet18 has 10 layers to place in basic mode: use fewer IPUs"),
+        (18, "concurrent", 10, "ipus=10, but resnet18 has 9 layers to place in concurrent mode: use fewer IPUs"),
+        (50, "concurrent", 11, "ipus=11, but there are 10 classes to split: use 10 IPUs at most"),
+        (50, "basic", 19, "ipus=19, but resnet50 has 18 layers to place in basic mode: use fewer IPUs"),
+        (18, "basic", 0, "ipus=0 is not a count: give an int of at least 1"),
+        (18, "basics", 2, "mode='basics' is unknown: did you mean 'basic'? Choose one of 'basic', 'concurrent'"),
+    ],
+)
+def test_ipus_that_cannot_be_used_are_refused(depth, mode, ipus, message):
+    for refuse in (check_ipus, lambda depth, mode, ipus: make_pipeline(depth, mode, ipus=ipus)):
+        with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
+            refuse(depth, mode, ipus)
+        assert str(refused.value) == message
+
+
+def test_an_unknown_depth_or_width_is_refused():
+    with pytest.raises(ValueError, match=r"^depth=34 is unknown: choose one of 18, 50$"):
+        layers_of(34)  # pyright: ignore[reportArgumentType] (on purpose)
+    with pytest.raises(ValueError, match=r"^width=0 is not a count"):
+        layers_of(18, width=0)
+
+
+# training
+
+
+def small(name="resnet18") -> Network:
+    """ResNet-18, 4 channels wide."""
+    return Network(
+        network_of(name).title,
+        functools.partial(make_pipeline, 18, width=WIDTH),
+        functools.partial(init_params, 18, width=WIDTH),
+        functools.partial(init_state, 18, width=WIDTH),
+        network_of(name).updates,
+        functools.partial(check_ipus, 18),
+        least_batch_size=2,
+    )
+
+
+@pytest.mark.slow
+def test_evaluation_between_updates_changes_nothing():
+    digits = synthetic_mnist(0, n_train=48, n_test=9)
+    batches = Batches(digits.train_images, digits.train_labels, 8, 2)
+    network = small()
+    trainer = Trainer(network.make_pipeline("basic", gradient_accumulation=2), batches, learning_rate=0.01)
+    ends = []
+    for looks in (False, True):
+        state = trainer.init(network.init_params(0), network.init_state())
+        for epoch in range(2):
+            state = trainer.run_epoch(state, epoch, on_call=lambda call: None)
+            if looks:
+                trainer.accuracy(state, digits.test_images, digits.test_labels)
+        ends.append(state)
+    plain, looked = ends
+    jax.tree.map(np.testing.assert_array_equal, plain, looked)
+    fresh, trained = network.init_state(), trainer.pipeline.unshard(plain.stages)
+    assert not np.array_equal(fresh["stem"]["first"]["norm"]["mean"], trained["stem"]["first"]["norm"]["mean"])
+
+
+@pytest.mark.slow
+def test_accuracy_is_of_all_images_whatever_fills_the_last_batch():
+    digits = synthetic_mnist(0, n_train=48, n_test=20)
+    network = small()
+    batches = Batches(digits.train_images, digits.train_labels, 8, 2)
+    trainer = Trainer(network.make_pipeline("concurrent", gradient_accumulation=2), batches, learning_rate=0.01)
+    params, state = network.init_params(0), network.init_state()
+    logits = evaluated(params, state, digits.test_images)
+    found = trainer.accuracy(trainer.init(params, state), digits.test_images, digits.test_labels)
+    assert found == (logits.argmax(-1) == digits.test_labels).mean()
+
+
+# the command
+
+
+TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "3"]
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
+
+
+@pytest.mark.slow
+def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
+    monkeypatch.setattr(run_sharded_mnist, "network_of", small)
+    flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--precision", "16.32"]
+    assert main([*flags, *TINY, "--model", "resnet18", "--run-single-step"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("concurrent ResNet-18 pipeline on 3 IPUs, grouped; synthetic data, seed 0")
+    assert last.startswith("Test accuracy: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (8, 84, 0.01)),
+        (["--model", "resnet18"], (32, 2, 0.02)),
+        (["--model", "resnet50", "--batch-size", "8", "--learning-rate", "0.01"], (8, 2, 0.01)),
+    ],
+)
+def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
+    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 700, 10))
+    runs = []
+    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    assert main(["--pipeline-mode", "basic", "--synthetic-data", *flags]) == 0
+    ((_, _, trainer, _),) = runs
+    batches = trainer.batches
+    assert (batches.batch_size, batches.gradient_accumulation, trainer.learning_rate) == expected
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch, tmp_path):
+    runs = []
+    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    picture = ["--plot", str(tmp_path / "losses.png")]
+    assert main(["--compare", *picture, *TINY, "--model", name, "--ipus", "3"]) == 0
+    assert [(mode, trainer.pipeline.ipus) for _, mode, trainer, _ in runs] == [("basic", 3), ("concurrent", 3)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            ["--model", "resnet19"],
+            "argument --model: model='resnet19' is unknown: did you mean 'resnet18'? "
+            "Choose one of 'mlp', 'resnet18', 'resnet50'",
+        ),
+        (
+            ["--model", "resnet18", "--ipus", "11"],
+            "ipus=11, but resnet18 has 10 layers to place in basic mode: use fewer IPUs",
+        ),
+        (
+            ["--model", "resnet18", "--batch-size", "1"],
+            "batch_size=1, but batch norm subtracts a micro-batch's mean, which of one image leaves nothing: "
+            "use at least 2",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(flags, line, few_digits, monkeypatch, capsys):
+    monkeypatch.setattr(run_sharded_mnist, "_train", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--pipeline-mode", "basic", *TINY, *flags])
+    assert stopped.value.code == 2
+    assert capsys.readouterr() == ("", f"run-sharded-mnist: {line}\n")
