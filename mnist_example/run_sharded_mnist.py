@@ -230,6 +230,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--pipeline-mode is required: basic or concurrent; or --compare for both")
     if args.plot is not None and not args.compare:
         raise ValueError("--plot draws what --compare measures: give both, or neither")
+    network = network_of(args.model)
+    for mode, count in _ipus(args).items():
+        network.check_ipus(mode, count)
+    network.check_batch_size(args.batch_size)
     if not args.compare:
         return
     if importlib.util.find_spec("matplotlib") is None:
@@ -241,19 +245,22 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--plot {picture}: there is no folder {picture.parent}")
 
 
-def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]:
-    """Builds everything, so that all that can be wrong with the flags shows; compiles nothing."""
+def _ipus(args: argparse.Namespace) -> dict[Mode, int]:
+    """The modes to train in, in order, and the IPUs of each."""
     modes: list[Mode] = [args.pipeline_mode]
     if args.compare:
         # the mode that was asked for first, and the other one
         modes = sorted(MODES, key=lambda mode: mode != args.pipeline_mode)
-    network = network_of(args.model)
     ipus: dict[Mode, int] = {mode: args.ipus for mode in modes}
-    if args.compare and network.basic_ipus is not None:
-        ipus["basic"] = network.basic_ipus  # when both run, --ipus speaks of the concurrent one
-    for mode, count in ipus.items():
-        network.check_ipus(mode, count)
-    network.check_batch_size(args.batch_size)
+    basic_ipus = network_of(args.model).basic_ipus
+    if args.compare and basic_ipus is not None:
+        ipus["basic"] = basic_ipus  # when both run, --ipus speaks of the concurrent one
+    return ipus
+
+
+def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]:
+    """Builds everything, so that all that can be wrong with the data shows; compiles nothing."""
+    ipus, network = _ipus(args), network_of(args.model)
     batches = Batches(
         data.train_images,
         data.train_labels,
@@ -277,7 +284,7 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
             learning_rate=args.learning_rate,
             repeat_count=1 if args.run_single_step else args.repeat_count,
         )
-        for mode in modes
+        for mode in ipus
     }
 
 
