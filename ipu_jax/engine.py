@@ -34,6 +34,7 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.halves import split_floats
 from ipu_jax.packing import Sharded
 from ipu_jax.plan import TABLES, Plan
+from ipu_jax.segment import merged_aux
 from ipu_jax.tasks import Tasks, from_source, in_turn
 
 IDLE_FILL = 0.0
@@ -213,10 +214,9 @@ class _Program:
         loss, aux = state["loss"] / self.plan.schedule.micro_batches, {}
         for i, segment in enumerate(self.plan.segments):
             of_segment = state[f"aux{i}"]
-            twice = aux.keys() & of_segment.keys()
-            if twice:
-                raise ValueError(f"two stages called {min(twice)!r} return aux: give them names of their own, name=...")
-            aux |= of_segment if segment.place is None else from_source(segment.place, of_segment)
+            if segment.place is not None:
+                of_segment = from_source(segment.place, of_segment)
+            aux = merged_aux(aux, of_segment)
         place = self.plan.segments[-1].place
         if place is not None:
             loss = from_source(place, loss)

@@ -94,9 +94,21 @@ class Segment:
                         f"stage {stage.name!r} returns state but holds none: name its group, Stage(..., state='name')"
                     )
                 if out.aux is not None:
-                    aux[stage.name] = out.aux
+                    aux = merged_aux(aux, {stage.name: out.aux})
                 x = Carried(out.y, _sent(stage, out.skips, x.skips, onward))
         return x, new_state, aux
+
+
+def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The aux of both, per stage.
+
+    Raises:
+        ValueError: two stages of one name return aux.
+    """
+    twice = one.keys() & other.keys()
+    if twice:
+        raise ValueError(f"two stages called {min(twice)!r} return aux: give them names of their own, name=...")
+    return {**one, **other}
 
 
 def _taken(name: str, stage: Stage, x: Carried) -> Any:
@@ -168,7 +180,7 @@ def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict
     """The loss, and the aux per stage, where the last stage may have returned `(loss, aux)`."""
     loss: Any = y
     if isinstance(y, tuple) and len(y) == 2:
-        loss, aux = y[0], {**aux, last.name: y[1]}
+        loss, aux = y[0], merged_aux(aux, {last.name: y[1]})
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
         raise ValueError(

@@ -97,6 +97,13 @@ def _taking_loss(p, x, mb, *, skips):
             ],
             "two stages called 'twin' return aux: give them names of their own, name=...",
         ),
+        (
+            [
+                Stage(lambda p, x, mb: Outputs(mb, aux=mb), name="twin"),
+                Stage(lambda p, x, mb: (x.mean(), x), name="twin"),
+            ],
+            "two stages called 'twin' return aux: give them names of their own, name=...",
+        ),
     ],
 )
 def test_what_stages_say_of_each_other_must_fit(stages, message):
