@@ -1,10 +1,11 @@
 """Tensor-parallel ops for the inside of any `jax.shard_map`: they know the name of a mesh axis, and nothing else."""
 
 from sharded_ops.collectives import from_all, reduce_to_all, to_all
+from sharded_ops.cross_entropy import log_softmax_cross_entropy
 from sharded_ops.embedding import embedding, take_last
 from sharded_ops.layout import Split
 from sharded_ops.matmul import matmul
-from sharded_ops.softmax import log_softmax, log_softmax_cross_entropy
+from sharded_ops.softmax import log_softmax, softmax
 
 __all__ = [
     "Split",
@@ -14,6 +15,7 @@ __all__ = [
     "log_softmax_cross_entropy",
     "matmul",
     "reduce_to_all",
+    "softmax",
     "take_last",
     "to_all",
 ]
