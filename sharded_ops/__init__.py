@@ -5,12 +5,14 @@ from sharded_ops.cross_entropy import log_softmax_cross_entropy
 from sharded_ops.embedding import embedding, take_last
 from sharded_ops.layout import Split
 from sharded_ops.matmul import matmul
+from sharded_ops.projection import linear_cross_entropy
 from sharded_ops.softmax import log_softmax, softmax
 
 __all__ = [
     "Split",
     "embedding",
     "from_all",
+    "linear_cross_entropy",
     "log_softmax",
     "log_softmax_cross_entropy",
     "matmul",

@@ -238,9 +238,7 @@ def _loss_slope(terms: Terms, x_NV: jax.Array, targets: jax.Array, whole: Whole,
     return (slopes(logits_NV, targets, whole, first, terms) * dlogits_NV).sum(-1)
 
 
-def _log_sum_exp_slope(
-    terms: Terms, x_NV: jax.Array, targets: jax.Array, whole: Whole, dx_NV: jax.Array
-) -> jax.Array:
+def _log_sum_exp_slope(terms: Terms, x_NV: jax.Array, targets: jax.Array, whole: Whole, dx_NV: jax.Array) -> jax.Array:
     first = _first(terms)
     logits_NV, dlogits_NV = jax.jvp(lambda x: logits_of(x, first, terms), (x_NV,), (dx_NV,))
     return (probabilities(logits_NV, whole.base_N, whole.rest_N) * dlogits_NV).sum(-1)

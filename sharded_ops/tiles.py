@@ -17,7 +17,9 @@ sends nothing; it is exact to the rounding of the loss, which is felt from losse
 
 A target that gives weight u to many columns (label smoothing, soft targets) adds, again measured from references,
 
-    loss  =  sum of u_v (lse - x_v)  =  sum over shards of  b (lse - r) - a,    a = sum of u_v (x_v - r),   b = sum of u_v
+    loss  =  sum of u_v (lse - x_v)  =  sum over shards of  b (lse - r) - a
+
+    a = sum of u_v (x_v - r)         b = sum of u_v
 
 which sends `a` as a third float; `b` is known for smoothing, and a fourth float for soft targets.
 
@@ -127,7 +129,8 @@ def merged(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float 
         b: of another, with no column in common.
         masses: for each the weight that its columns have by smoothing.
     """
-    assert a.label_logit_N is not None and b.label_logit_N is not None
+    assert a.label_logit_N is not None
+    assert b.label_logit_N is not None
     top_N = jnp.maximum(a.top_N, b.top_N)
     moved = [finite(part.top_N) - finite(top_N) for part in (a, b)]
     log_sum_N = log_sum_exp(jnp.stack([a.log_sum_N + moved[0], b.log_sum_N + moved[1]]))
@@ -138,7 +141,7 @@ def merged(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float 
 
 
 def numbers_sent(of_shard: Statistics, targets: jax.Array, terms: Terms) -> jax.Array:
-    """What a shard has to tell the others: (K, N..) in the logits' dtype, K = 2, 3 with smoothing, 4 with soft targets."""
+    """What a shard has to tell the others: (K, N..), where K is 2, 3 with label smoothing, 4 with soft targets."""
     split = terms.split
     index = lax.axis_index(terms.axis)
     top_N, log_sum_N, label_logit_N, spread_N, mass_N = of_shard
@@ -191,16 +194,11 @@ def probabilities(
     return jnp.exp(jnp.where((logits_NC == -jnp.inf) | unread, -jnp.inf, exponent_NC))
 
 
-def slopes(
-    logits_NC: jax.Array, targets: jax.Array, whole: Whole, first: int | jax.Array, terms: Terms
-) -> jax.Array:
+def slopes(logits_NC: jax.Array, targets: jax.Array, whole: Whole, first: int | jax.Array, terms: Terms) -> jax.Array:
     """The derivative of each token's loss by its logits of a tile, (N.., C); 0 in rows whose label does not count."""
     unread_N1 = False if is_soft(targets) else (targets < 0)[..., None]
     p_NC = probabilities(logits_NC, whole.base_N, whole.rest_N, unread_N1)
-    if whole.mass_N is not None:
-        scale_N = whole.mass_N
-    else:
-        scale_N = jnp.ones_like(whole.rest_N)
+    scale_N = jnp.ones_like(whole.rest_N) if whole.mass_N is None else whole.mass_N
     if terms.z_loss:
         scale_N = scale_N + 2 * terms.z_loss * (whole.base_N + whole.rest_N)
     if whole.mass_N is not None or terms.z_loss:
