@@ -28,6 +28,7 @@ from pipeline import STAGES, batch_of, layers, model
 from rivals_of import torch_pipeline
 from rivals_of.torch_pipeline import TorchPipeline
 from rivals_of.usual_idiom import value_and_grad
+from rivals_of.workers import torch_is_installed
 
 from ipu_jax import Pipeline, Stage, configure, make_mesh
 from mnist_example.model import init_params, make_pipeline
@@ -98,7 +99,7 @@ def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], ba
             ours, theirs = [], {variant: [] for variant in variants}
         ours += [cost_of(step) for _ in range(STEPS)]
         for schedule, threads in variants:
-            theirs[schedule, threads] += rival.costs(batch, schedule, threads=threads, steps=STEPS)
+            theirs[schedule, threads] += rival.step_costs(batch, schedule, threads=threads, steps=STEPS)
     mine = least(ours)
     for schedule in torch_pipeline.SCHEDULES:
         found = {threads: least(theirs[schedule, threads]) for threads in THREADS}
@@ -248,7 +249,7 @@ def _drawable(path: str) -> str:
 def main() -> int:
     figures = Figures("step time and memory against torch's pipelines and the usual ones in JAX", flags=flags)
     only = figures.args.only
-    if only != "idiom" and not torch_pipeline.is_installed():
+    if only != "idiom" and not torch_is_installed():
         print("torch is not installed, so that its figures are left out: pip install 'ipu-jax[rivals]'", flush=True)
         if only == "torch":
             return 1

@@ -8,7 +8,7 @@
         backward   for each tile: logits again, slopes,          1
                    parts of both gradients                       2
 
-    gradients="forward", for a loss that is a sum or a mean
+    gradients="forward", the default for a loss that is a sum or a mean
         forward    for each chunk of tokens: logits of all       1
                    columns of the shard, statistics, all-gather,
                    loss; and for each tile of them slopes,
@@ -55,7 +55,7 @@ def linear_cross_entropy(
     out_of_range: OutOfRange = "ignore",
     weights: ArrayLike | None = None,
     reduction: Reduction = "none",
-    gradients: Literal["backward", "forward"] = "backward",
+    gradients: Literal["backward", "forward"] | None = None,
     token_chunk: int | None = None,
     column_chunk: int | None = None,
 ) -> jax.Array:
@@ -78,8 +78,10 @@ def linear_cross_entropy(
         axis: the mesh axis.
         label_smoothing, z_loss, soft_cap, temperature, ignore_index, out_of_range, weights, reduction: as for
             `log_softmax_cross_entropy`.
-        gradients: where the gradients are computed. "forward" is faster by one matmul in four, for `reduction` "mean"
-            or "sum" only; the forward pass then makes and keeps both gradients, but only where it is differentiated.
+        gradients: where the gradients are computed. "forward" saves one matmul in four, for `reduction` "mean" or
+            "sum" only, and is the default there; the forward pass then makes both gradients, but only where it is
+            differentiated, and they are kept until the backward pass. "backward" keeps `hidden`, the table and two
+            floats a token.
         token_chunk: tokens of a tile; with gradients="forward" as many have their logits of all the shard's columns
             there at once. By default 1024 at most; with gradients="forward" at most as make 2**21 logits (8 MiB), or
             N * D of them if that is more, but 64 may always be.
@@ -106,6 +108,7 @@ def linear_cross_entropy(
     """
     split = split_over(size, axis)
     checked_options(out_of_range, reduction)
+    gradients = gradients or ("backward" if reduction == "none" else "forward")
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
     _check_operands(hidden, table)
     check_shard("table", table, 0, split, axis)

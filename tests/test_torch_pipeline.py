@@ -29,7 +29,7 @@ def test_the_clock_is_rank_0s_and_cpu_work_is_summed(tmp_path: Path):
         print(json.dumps({"wall": [1 + rank, 2 + rank], "cpu": [3 + rank, 4 + rank]}))
     """
     with pipeline_of(tmp_path, program) as rival:
-        assert rival.costs("4x2", "GPipe", threads=1, steps=2) == [Cost(1, 7), Cost(2, 9)]
+        assert rival.step_costs("4x2", "GPipe", threads=1, steps=2) == [Cost(1, 7), Cost(2, 9)]
 
 
 def test_a_result_is_what_both_ranks_wrote(tmp_path: Path):
@@ -58,8 +58,8 @@ def test_a_process_that_dies_ends_the_one_that_waits_for_it(tmp_path: Path):
         pipeline_of(tmp_path, program) as rival,
         pytest.raises(RuntimeError, match=r"stage 1 exited with 1 at \{.*\nstage 1: no such kernel"),
     ):
-        rival.costs("4x2", "GPipe", threads=1, steps=1)
-    assert all(worker.returncode is not None for worker in rival.workers)
+        rival.step_costs("4x2", "GPipe", threads=1, steps=1)
+    assert all(process.returncode is not None for process in rival.processes)
 
 
 def test_a_process_that_is_stuck_is_given_up(tmp_path: Path):
@@ -67,5 +67,5 @@ def test_a_process_that_is_stuck_is_given_up(tmp_path: Path):
         pipeline_of(tmp_path, "time.sleep(600)", limit=1.0) as rival,
         pytest.raises(RuntimeError, match=r"no answer from stage 0 within 1 s to \{"),
     ):
-        rival.costs("4x2", "GPipe", threads=1, steps=1)
-    assert all(worker.returncode is not None for worker in rival.workers)
+        rival.step_costs("4x2", "GPipe", threads=1, steps=1)
+    assert all(process.returncode is not None for process in rival.processes)

@@ -1,0 +1,146 @@
+"""What does the split projection and cross-entropy cost, beside the programs that people use? In turn, in one run.
+
+1024 tokens, 768 features, 32000 columns in float32, on 2 IPUs: mean loss and both gradients. Beside it the unsharded
+optax program on both cores; XLA's own partitioning of that (`jit` with the table's `NamedSharding`), which reduces
+three times; and torch's `loss_parallel` in two processes over gloo. `linear_cross_entropy` stands beside the same.
+
+    python benchmarks/cross_entropy.py [--check]
+"""
+
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from figures import Cost, Figures, cost_of, largest_relative_difference, least, temporary_bytes
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rivals_of.workers import Workers, torch_is_installed
+
+from ipu_jax import configure, make_mesh
+from sharded_ops import linear_cross_entropy, log_softmax_cross_entropy, matmul
+
+TOKENS, FEATURES, VOCABULARY = 1024, 768, 32000
+IPUS = 2
+THREADS = (1, 2)  # of each torch process; the figures take the better
+ROUNDS = 8
+
+UNSHARDED, XLA, SPLIT = "the unsharded program", "XLA's own partitioning", "split"
+BACKWARD, FORWARD = "fused, gradients in the backward pass", "fused, gradients in the forward pass"
+
+_COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def dense(hidden_ND: Any, table_VD: Any, labels_N: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(hidden_ND @ table_VD.T, labels_N).mean()
+
+
+def split(hidden_ND: Any, table_VD: Any, labels_N: Any) -> Any:
+    logits_NV = matmul(hidden_ND, table_VD.T)
+    return log_softmax_cross_entropy(logits_NV, labels_N, size=VOCABULARY, reduction="mean")
+
+
+def programs() -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Each compiled program by its name, and its arguments."""
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(TOKENS, FEATURES)).astype(np.float32)
+    table = (random.normal(size=(VOCABULARY, FEATURES)) / np.sqrt(FEATURES)).astype(np.float32)
+    labels = random.integers(0, VOCABULARY, TOKENS).astype(np.int32)
+    whole = jax.tree.map(jnp.asarray, (hidden, table, labels))
+    mesh = make_mesh(1, IPUS)
+    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("ipu"))
+    placed = jax.device_put((hidden, table, labels), (everywhere, rows, everywhere))
+
+    def of_each_ipu(op: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.shard_map(op, mesh=mesh, in_specs=(P(), P("ipu"), P()), out_specs=P())
+
+    fused = partial(linear_cross_entropy, size=VOCABULARY, reduction="mean")
+    losses = {
+        UNSHARDED: dense,
+        XLA: dense,
+        SPLIT: of_each_ipu(split),
+        BACKWARD: of_each_ipu(partial(fused, gradients="backward")),
+        FORWARD: of_each_ipu(fused),
+    }
+    compiled, arguments = {}, {}
+    for name, loss in losses.items():
+        arguments[name] = whole if name == UNSHARDED else placed
+        layout = None if name == UNSHARDED else (everywhere, (everywhere, rows))
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=layout)
+        compiled[name] = step.lower(*arguments[name]).compile()
+    return compiled, arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    figures = Figures("the split cross-entropy beside its rivals", argv)
+    configure(IPUS)
+    compiled, arguments = programs()
+    steps = {name: partial(program, *arguments[name]) for name, program in compiled.items()}
+    expected = steps[UNSHARDED]()
+    for name in (SPLIT, BACKWARD, FORWARD):
+        figures.add(f"gradients, {name}: largest relative difference", _difference(steps[name](), expected), 1e-5)
+    for name in (XLA, SPLIT, BACKWARD, FORWARD):
+        figures.add(f"collectives in the program, {name}", len(_COLLECTIVE.findall(compiled[name].as_text())))
+    unsharded_bytes = temporary_bytes(compiled[UNSHARDED])
+    for name, bound in ((XLA, None), (SPLIT, None), (BACKWARD, 1 / 20), (FORWARD, 1 / 20)):
+        bytes_ = temporary_bytes(compiled[name])
+        figures.add(f"temporary bytes an IPU / unsharded, {name}", bytes_ / unsharded_bytes, bound)
+
+    hidden, table, labels = map(np.asarray, arguments[UNSHARDED])
+    files = {"whole": {"hidden": hidden, "table": table, "labels": labels}}
+    if not torch_is_installed():
+        print("torch is not installed: its figures are left out (pip install 'ipu-jax[rivals]')", file=sys.stderr)
+        _compare(figures, steps, None)
+        return figures.status()
+    with Workers("torch loss_parallel", Path(__file__).parent / "rivals_of/torch_loss.py", files=files) as torch:
+        torch.order(do="result", threads=1)
+        results = torch.results()
+        theirs = (results[0]["loss"], (results[0]["hidden"], np.concatenate([r["table"] for r in results])))
+        figures.add(
+            "gradients, torch's loss_parallel: largest relative difference", _difference(theirs, expected), 1e-5
+        )
+        _compare(figures, steps, torch)
+    return figures.status()
+
+
+def _difference(found: Any, expected: Any) -> float:
+    return largest_relative_difference(*(jax.tree.map(np.asarray, tree) for tree in (found, expected)))
+
+
+def _compare(figures: Figures, steps: dict[str, Callable[[], Any]], torch: Workers | None) -> None:
+    """Rounds of a step of each, so that a noisy neighbour meets them all; after a warm-up, each one's least."""
+    costs: dict[str, list[Cost]] = {name: [] for name in steps}
+    theirs: dict[int, list[Cost]] = {threads: [] for threads in THREADS}
+    for round_ in range(ROUNDS + 1):
+        if round_ == 1:
+            costs, theirs = {name: [] for name in steps}, {threads: [] for threads in THREADS}
+        for name, step in steps.items():
+            costs[name].append(cost_of(step))
+        if torch is not None:
+            for threads in THREADS:
+                theirs[threads] += torch.costs(threads=threads, steps=1)
+    found = {name: least(of_one) for name, of_one in costs.items()}
+    rivals = {UNSHARDED: found[UNSHARDED], XLA: found[XLA]}
+    if torch is not None:
+        rivals["torch's loss_parallel"] = min((least(of_one) for of_one in theirs.values()), key=lambda cost: cost.wall)
+    bounds = {UNSHARDED: 1.05, XLA: 1.00, "torch's loss_parallel": 0.90}
+    for name, rival in rivals.items():
+        figures.add(f"step time / {name}, split", found[SPLIT].wall / rival.wall, bounds[name])
+        figures.add(f"  CPU work / {name}, split", found[SPLIT].cpu / rival.cpu)
+    for name, bound in ((BACKWARD, None), (FORWARD, 1.10)):
+        figures.add(f"step time / {UNSHARDED}, {name}", found[name].wall / found[UNSHARDED].wall, bound)
+        figures.add(f"  CPU work / {UNSHARDED}, {name}", found[name].cpu / found[UNSHARDED].cpu)
+    for name, of_one in costs.items():
+        spread = statistics.median(cost.wall for cost in of_one) / found[name].wall
+        figures.add(f"median / least step time, {name}", spread)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

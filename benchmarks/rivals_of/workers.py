@@ -1,0 +1,169 @@
+"""Processes of a torch rival: started, given orders, and never waited for without end.
+
+    with Workers("torch pipeline", program, files={"weights": {...}}) as workers:
+        answers = workers.order(do="steps", threads=1, steps=3)
+
+Each process runs `python program RANK FOLDER`, reads a line of JSON from stdin for each order, and answers with one on
+stdout. In FOLDER lie the files, and there the processes put what is too large for an answer. Between orders they wait
+on a pipe, so that what is measured beside them has the cores to itself. This file needs no torch.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from figures import Cost
+
+
+def torch_is_installed() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+class Workers:
+    """The processes of one rival; use it in a `with`, which ends them all.
+
+    Args:
+        name: of the rival, for messages.
+        program: the script that each process runs with its rank and a folder.
+        files: per name the arrays of a `.npz` file that the processes find in the folder.
+        count: how many processes.
+        each: what a process is, for messages.
+        limit: seconds that the processes may take for one order, the first of which waits for them to start.
+
+    Raises:
+        RuntimeError: from any order, when a process ended or took longer than `limit`: with its exit code and the last
+            lines that it wrote to stderr.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        program: Path,
+        *,
+        files: Mapping[str, Mapping[str, Any]],
+        count: int = 2,
+        each: str = "rank",
+        limit: float = 120.0,
+    ):
+        self._name, self._program, self._files, self._each, self._limit = name, program, files, each, limit
+        self._count = count
+        self.processes: list[subprocess.Popen[str]] = []
+        self._answers: list[queue.Queue[str]] = []
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-")))
+            stack.callback(self._stop)
+            for name, arrays in self._files.items():
+                np.savez(self.folder / f"{name}.npz", **arrays)
+            for rank in range(self._count):
+                self._start(rank)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def order(self, **order: Any) -> list[dict[str, Any]]:
+        """Gives every process the order, and returns their answers by rank."""
+        line = json.dumps(order) + "\n"
+        for process in self.processes:
+            assert process.stdin is not None  # it is a pipe
+            with contextlib.suppress(BrokenPipeError):  # _answer says what happened
+                process.stdin.write(line)
+                process.stdin.flush()
+        deadline = time.monotonic() + self._limit
+        return [json.loads(self._answer(rank, deadline, line)) for rank in range(self._count)]
+
+    def costs(self, **order: Any) -> list[Cost]:
+        """What each step cost: all processes' CPU work, and the clock of rank 0, which starts a step and ends it."""
+        answers = self.order(do="steps", **order)
+        cpu = zip(*(answer["cpu"] for answer in answers), strict=True)
+        return [Cost(wall, sum(parts)) for wall, parts in zip(answers[0]["wall"], cpu, strict=True)]
+
+    def results(self) -> list[dict[str, np.ndarray]]:
+        """What each rank wrote to `result-RANK.npz` in the folder."""
+        found = []
+        for rank in range(self._count):
+            with np.load(self.folder / f"result-{rank}.npz") as data:
+                found.append(dict(data))
+        return found
+
+    def _start(self, rank: int) -> None:
+        # lo: gloo otherwise looks up the machine's own name, which need not resolve. PASSIVE: threads that wait for
+        # work must not spin on a core that the other process needs, which makes two threads many times slower
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
+        with self._errors(rank).open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, str(self._program), str(rank), str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+            )
+        answers: queue.Queue[str] = queue.Queue()
+
+        def read() -> None:
+            assert process.stdout is not None  # it is a pipe
+            for line in process.stdout:
+                answers.put(line)
+
+        # a thread, since a pipe cannot be read with a time limit on every platform
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        self.processes.append(process)
+        self._answers.append(answers)
+        self._readers.append(reader)
+
+    def _answer(self, rank: int, deadline: float, line: str) -> str:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._answers[rank].get(timeout=0.05)
+            # any of them: the one that died is seldom the one that waits for it
+            ended = [r for r, process in enumerate(self.processes) if process.poll() is not None]
+            if ended and self._answers[rank].empty():
+                codes = ", ".join(f"{self._each} {r} exited with {self.processes[r].returncode}" for r in ended)
+                raise RuntimeError(f"{self._name}: {codes} at {line.strip()}\n{self._last_words(ended)}")
+            if time.monotonic() > deadline:
+                everyone = list(range(self._count))
+                raise RuntimeError(
+                    f"{self._name}: no answer from {self._each} {rank} within {self._limit:g} s to {line.strip()}\n"
+                    f"{self._last_words(everyone)}"
+                )
+
+    def _errors(self, rank: int) -> Path:
+        return self.folder / f"stderr-{rank}.txt"
+
+    def _last_words(self, ranks: list[int]) -> str:
+        return "\n".join(
+            f"{self._each} {rank}: {line}"
+            for rank in ranks
+            for line in self._errors(rank).read_text().splitlines()[-12:]
+        )
+
+    def _stop(self) -> None:
+        for process in self.processes:
+            process.kill()  # there is nothing to save, and one that is stuck in gloo hears nothing gentler
+        for process, reader in zip(self.processes, self._readers, strict=True):
+            process.wait()
+            reader.join()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):  # what stdin still buffers has no reader
+                    pipe.close()
