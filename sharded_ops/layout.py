@@ -10,7 +10,7 @@ the last parts are filled up with padding. `Split(10, 4)`, with x for a row of p
 When there are more IPUs than rows the last IPUs hold nothing but padding: `Split(2, 8)` puts row 0 on IPU 0, row 1 on
 IPU 1, and padding on the other six. `Split` itself is plain data. Outside a `shard_map` it pads whole arrays and names
 their `PartitionSpec`; inside, the functions below it find which rows of this IPU's shard are real, and refuse a shard
-that does not fit.
+that does not fit. `resplit.Layout` puts Splits together for whole trees, and saves them for other numbers of IPUs.
 """
 
 import dataclasses
