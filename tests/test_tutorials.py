@@ -1,4 +1,4 @@
-"""Every tutorial's python runs as it stands, block by block, and prints what the tutorial shows."""
+"""The python of every tutorial and guide runs as it stands, block by block, and prints what it shows."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import documents
 import pytest
 
 TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
+GUIDES = [documents.ROOT / "docs/sharded-ops.md"]
 
 
 def test_there_are_tutorials():
@@ -15,6 +16,15 @@ def test_there_are_tutorials():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_and_prints_what_it_shows(path: Path):
+    _runs_and_prints_what_it_shows(path)
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_a_guide_runs_and_prints_what_it_shows(path: Path):
+    _runs_and_prints_what_it_shows(path)
+
+
+def _runs_and_prints_what_it_shows(path: Path):
     printed = documents.without_numbers(documents.run(path))
     rest = printed
     for shown in map(documents.without_numbers, documents.shown_output(path)):
