@@ -1,19 +1,35 @@
 """Tensor-parallel ops for the inside of any `jax.shard_map`: they know the name of a mesh axis, and nothing else."""
 
-from sharded_ops.collectives import from_all, reduce_to_all, to_all
+from sharded_ops.collectives import (
+    from_all,
+    reduce_scatter_tokens,
+    reduce_to,
+    reduce_to_all,
+    scatter_tokens,
+    to_all,
+)
+from sharded_ops.debug import debug_sharding
 from sharded_ops.embedding import embedding, take_last
 from sharded_ops.layout import Split
-from sharded_ops.matmul import matmul
+from sharded_ops.matmul import matmul, tied_projection
+from sharded_ops.norm import layer_norm, rms_norm
 from sharded_ops.softmax import log_softmax, log_softmax_cross_entropy
 
 __all__ = [
     "Split",
+    "debug_sharding",
     "embedding",
     "from_all",
+    "layer_norm",
     "log_softmax",
     "log_softmax_cross_entropy",
     "matmul",
+    "reduce_scatter_tokens",
+    "reduce_to",
     "reduce_to_all",
+    "rms_norm",
+    "scatter_tokens",
     "take_last",
+    "tied_projection",
     "to_all",
 ]
