@@ -1,9 +1,15 @@
 """Moving whole values between the IPUs of a mesh axis, each function with its transpose said.
 
-                      forward                              backward (its transpose)
-    to_all            the owner's value to all IPUs        sum of all cotangents, to the owner only
-    from_all          shards of a dim, gathered on all     sum of all cotangents, to each its own slice
-    reduce_to_all     sum over the IPUs, on all            sum of all cotangents, to all
+                           forward                              backward (its transpose)
+    to_all                 the owner's value to all IPUs        sum of all cotangents, to the owner only
+    from_all               shards of a dim, gathered on all     sum of all cotangents, to each its own slice
+    reduce_to_all          sum over the IPUs, on all            sum of all cotangents, to all
+    reduce_to              sum over the IPUs, to the owner      the owner's cotangent, to all
+    scatter_tokens         to each its own slice of a dim       the slices' cotangents, gathered on all
+    reduce_scatter_tokens  sum over the IPUs, sliced likewise   the slices' cotangents, gathered on all
+
+So `to_all` and `reduce_to` are each other's transpose, and so are `from_all` and `reduce_scatter_tokens`, of which
+`scatter_tokens` is the form for a value that is summed already. Tokens stand in dim 0 as a rule, but any dim will do.
 
 What "the sum of all cotangents" is depends on how the enclosing `shard_map` was made; JAX has a convention for each.
 
@@ -20,12 +26,14 @@ The ops of this package hold to that in both, because they are made of plain `la
 functions at the end of this file tell the two apart.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from sharded_ops.layout import axis_size, check_shard, split_over
+from sharded_ops.layout import Split, axis_size, check_shard, split_over
 
 
 def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
@@ -57,12 +65,8 @@ def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array
         >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
         [2.]
     """
-    parts = axis_size(axis)
-    if isinstance(owner, int) and not 0 <= owner < parts:
-        raise ValueError(f"owner={owner} names no IPU of axis {axis!r}, which has {parts}: give 0 to {parts - 1}")
-    check_same_on_all("owner", owner, axis)
     # The sum of one value and zeros is exact in any dtype; of bools it is an int.
-    return lax.psum(jnp.where(lax.axis_index(axis) == owner, x, jnp.zeros_like(x)), axis).astype(x.dtype)
+    return lax.psum(_only_on(owner, x, axis), axis).astype(x.dtype)
 
 
 def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.Array:
@@ -122,13 +126,109 @@ def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
         >>> print(jax.jit(jax.shard_map(reduce_to_all, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
         [3.]
     """
-    parts = axis_size(axis)
-    if parts > 1 and is_typed(axis) and axis not in varying_axes(x):
-        raise ValueError(
-            f"x of shape {x.shape} is the same on all {parts} IPUs of axis {axis!r}, so it is no part of a sum over "
-            f"them: use it as it is, or lax.pcast(x, {axis!r}, to='varying') if each IPU does add the same"
-        )
+    check_part_of_sum(x, axis)
     return lax.psum(x, axis)
+
+
+def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
+    """Sums a partial value over the IPUs of the axis, for one of them, the owner, to hold.
+
+    The cotangent of the other IPUs' zeros is not read, be it NaN.
+
+    Forward: one all-reduce of `x` over `axis`, in the dtype of `x`: XLA has no reduction to one device. Backward: one
+    all-reduce of the owner's cotangent.
+
+    Args:
+        x: any shape and number dtype: this IPU's part of the sum.
+        owner: the owner's index on the axis: an int, or an int32 scalar that is the same on all IPUs. A traced owner
+            cannot be checked; where it names no IPU, all hold zeros.
+        axis: the mesh axis.
+
+    Returns:
+        As `x`: the sum on the owner, zeros on the others.
+
+    Raises:
+        ValueError: as `to_all` for `owner`, and as `reduce_to_all` for `x`.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0])
+        >>> op = partial(reduce_to, owner=1)
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P("ipu")))(x))
+        [0. 3.]
+    """
+    return _only_on(owner, reduce_to_all(x, axis), axis)
+
+
+def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
+    """Cuts a value that all IPUs hold, so that each keeps its own slice of `dim`. `from_all` puts it together again.
+
+    Forward: sends nothing. Backward: under check_vma=True one all-gather of the slices' cotangents, half of what the
+    all-reduce that jax derives would send; it is a rule of its own, for reverse mode. Under check_vma=False nothing:
+    each IPU's part is its own slice, and the all-reduce of `x` stands where the `shard_map` is differentiated.
+
+    Args:
+        x: (N, ..), the same on all IPUs. Any dtype.
+        axis: the mesh axis.
+        dim: the dim that is cut, of any size N; negative ones count from the end.
+
+    Returns:
+        (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
+        (ceil(N/n), ..). The cotangent of the padding is not read.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or `x` differs between the IPUs.
+
+    Example:
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0, 3.0])
+        >>> scatter = jax.jit(jax.shard_map(scatter_tokens, mesh=mesh, in_specs=P(), out_specs=P("ipu")))
+        >>> print(scatter(x))  # 2 rows on each IPU, the last one padding
+        [1. 2. 3. 0.]
+    """
+    split = _split_of_dim(x, dim, axis)
+    check_same_on_all("x", x, axis)
+    # Integers have no cotangent that a rule could gather.
+    own = _typed_slice if is_typed(axis) and jnp.issubdtype(x.dtype, jnp.inexact) else _own_slice
+    return own(x, split, axis, dim % x.ndim)
+
+
+def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
+    """Sums a partial value over the IPUs of the axis, and leaves each with its own slice of `dim` of the sum.
+
+    What `scatter_tokens(reduce_to_all(x))` gives, for half of what that sends.
+
+    Forward: one reduce-scatter of `x` over `axis`, in the dtype of `x`. Backward: one all-gather of the slices'
+    cotangents.
+
+    Args:
+        x: (N, ..) of any number dtype: this IPU's part of the sum.
+        axis: the mesh axis.
+        dim: the dim that is cut, of any size N; negative ones count from the end.
+
+    Returns:
+        (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
+        (ceil(N/n), ..). The cotangent of the padding is not read.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or `x` is no part of a sum, as
+            `reduce_to_all` says.
+
+    Example:
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])  # the parts of IPU 0 and of IPU 1
+        >>> op = lambda x: reduce_scatter_tokens(x[0])
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P("ipu")))(x))
+        [11. 22. 33.  0.]
+    """
+    split = _split_of_dim(x, dim, axis)
+    check_part_of_sum(x, axis)
+    x = as_varying(x, frozenset({axis})) if is_typed(axis) else x
+    return lax.psum_scatter(split.pad(x, dim), axis, scatter_dimension=dim % x.ndim, tiled=True)
 
 
 def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False) -> jax.Array:
@@ -171,3 +271,56 @@ def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
             f"{name} varies over axis {axis!r}, but must be the same on all its IPUs: bring it in with in_specs that "
             f"don't name {axis!r}, or use to_all or from_all on it first"
         )
+
+
+def check_part_of_sum(x: jax.Array, axis: str) -> None:
+    """Refuses a value that by its type is the same on all of several IPUs, where the op would add it up over them.
+
+    Under check_vma=False types say nothing, and nothing is refused.
+
+    Raises:
+        ValueError: names the value, and how to add it up all the same.
+    """
+    parts = axis_size(axis)
+    if parts > 1 and is_typed(axis) and axis not in varying_axes(x):
+        raise ValueError(
+            f"x of shape {x.shape} is the same on all {parts} IPUs of axis {axis!r}, so it is no part of a sum over "
+            f"them: use it as it is, or lax.pcast(x, {axis!r}, to='varying') if each IPU does add the same"
+        )
+
+
+def _only_on(owner: int | jax.Array, x: jax.Array, axis: str) -> jax.Array:
+    """`x` on the owner, and zeros on the other IPUs."""
+    parts = axis_size(axis)
+    if isinstance(owner, int) and not 0 <= owner < parts:
+        raise ValueError(f"owner={owner} names no IPU of axis {axis!r}, which has {parts}: give 0 to {parts - 1}")
+    check_same_on_all("owner", owner, axis)
+    return jnp.where(lax.axis_index(axis) == owner, x, jnp.zeros_like(x))
+
+
+def _split_of_dim(x: jax.Array, dim: int, axis: str) -> Split:
+    axis_size(axis)  # an unknown axis is told before a missing dim
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"x has shape {x.shape}, without a dim {dim} to scatter: give an array that has one")
+    return split_over(x.shape[dim], axis)
+
+
+def _own_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(split.pad(x, dim), split.offset(lax.axis_index(axis)), split.local, dim)
+
+
+# Its own rule, because lax's would sum over the IPUs what is zero but for one of them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _typed_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
+    return _own_slice(x, split, axis, dim)
+
+
+def _typed_slice_forward(x: jax.Array, split: Split, axis: str, dim: int) -> tuple[jax.Array, None]:
+    return _own_slice(x, split, axis, dim), None
+
+
+def _typed_slice_backward(split: Split, axis: str, dim: int, _: None, dslice: jax.Array) -> tuple[jax.Array]:
+    return (split.unpad(gather_to_all(dslice, axis, dim, tiled=True), dim),)
+
+
+_typed_slice.defvjp(_typed_slice_forward, _typed_slice_backward)

@@ -1,12 +1,15 @@
 """Lookups in a dim that is split over the IPUs of a mesh axis: rows of a table, and entries of the last dim.
 
-Every IPU looks up what it holds and zero for the rest; one all-reduce puts the answers together. As all addends but one
-are zero, the sum is exact in any dtype. Each IPU's gradient is a scatter into its own shard, and needs nobody else.
+Every IPU looks up what it holds and zero for the rest; one all-reduce puts the answers together, or one reduce-scatter
+that leaves each IPU its own tokens' answers. As all addends but one are zero, the sum is exact in any dtype. Each IPU's
+gradient is a scatter into its own shard, and needs nobody else.
 
     ids             0  4  9                         table rows     IPU 0: 0 1 2 3 4     IPU 1: 5 6 7 8 9
     IPU 0 finds     a  b  0
     IPU 1 finds     0  0  c
     sum, on all     a  b  c
+
+A table can be split by features instead: every IPU looks up its own columns of every row, and sends nothing.
 
 An index that no IPU holds (negative, or not below `size`) finds zero everywhere and touches no gradient. Padding is
 never read: what an IPU does not hold is looked up out of bounds.
@@ -14,33 +17,58 @@ never read: what an IPU does not hold is looked up out of bounds.
 Dims: V rows of the table, D features; n IPUs.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from sharded_ops.collectives import check_same_on_all, reduce_to_all
-from sharded_ops.layout import as_int32, check_one_per_row, check_shard, local_rows, split_over
+from sharded_ops.collectives import check_same_on_all, reduce_scatter_tokens, reduce_to_all
+from sharded_ops.layout import as_int32, check_one_per_row, check_shard, local_rows, mask_padding, split_over
 
 
-def embedding(table: jax.Array, ids: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
-    """Looks up rows of a table that is split by rows over the IPUs of `axis`.
+def embedding(
+    table: jax.Array,
+    ids: ArrayLike,
+    *,
+    size: int,
+    axis: str = "ipu",
+    split: Literal["rows", "features"] = "rows",
+    reduction: Literal["sum", "scatter"] = "sum",
+) -> jax.Array:
+    """Looks up rows of a table that is split over the IPUs of `axis`, by rows or by features.
 
-    Forward: one all-reduce of the result, (ids.., D). Backward: under check_vma=True nothing; under check_vma=False one
-    all-reduce of its cotangent.
+    split="rows": `table` is (V, D) globally; each IPU holds (V/n, D). The result is (ids.., D) on all IPUs. Forward:
+    one all-reduce of the result. Backward: under check_vma=True nothing; under check_vma=False one all-reduce of its
+    cotangent.
+
+    split="rows", reduction="scatter": the same, left split over the tokens, as `scatter_tokens` would cut it: ids are
+    (N, ..) on all IPUs, the result is (N, .., D) globally, and each IPU holds (ceil(N/n), .., D), zeros for padding.
+    Forward: one reduce-scatter of (N, .., D). Backward: one all-gather of the cotangent.
+
+    split="features": `table` is (V, D) globally; each IPU holds (V, D/n). The result stays split as the table is:
+    (ids.., D) globally; each IPU holds (ids.., D/n), which is what `matmul(split="rows")` takes, and what `from_all`
+    gathers. Forward and backward: sends nothing.
 
     Args:
-        table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D).
-        ids: any shape and integer dtype, the same on all IPUs. An id outside [0, size), negative ones included, gives a
+        table: of any dtype, as said above. A dim that n does not divide is padded first: `Split(size, n).pad(table, 0)`
+            for rows, `Split(size, n).pad(table, 1)` for features.
+        ids: any shape and integer dtype, the same on all IPUs. An id outside [0, V), negative ones included, gives a
             row of zeros and no gradient.
-        size: V, without padding. Padding is never read, and its gradient is zero.
+        size: the split dim without its padding: V, or D under split="features". Padding is never read, and its gradient
+            is zero; the result's columns of padded features are zeros.
         axis: the mesh axis.
+        split: which dim of `table` is split.
+        reduction: how split="rows" leaves the result: summed on all IPUs, or summed and scattered over dim 0 of `ids`.
 
     Returns:
-        (ids.., D) in the dtype of `table`, the same on all IPUs.
+        In the dtype of `table`, as said above.
 
     Raises:
-        ValueError: `ids` are not integers or differ between IPUs, `table` has not 2 dims or its shard does not fit
-            `size`, or `axis` is not the enclosing shard_map's.
+        ValueError: `ids` are not integers or differ between IPUs, or have no dim to scatter; `table` has not 2 dims or
+            its shard does not fit `size`; `split` or `reduction` is unknown, or the two don't go together; or `axis` is
+            not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -52,13 +80,30 @@ def embedding(table: jax.Array, ids: ArrayLike, *, size: int, axis: str = "ipu")
         >>> print(jax.jit(lookup)(table_VD, jnp.array([3, 1, -1])).ravel())
         [30. 10.  0.]
     """
-    split = split_over(size, axis)
+    if split not in ("rows", "features"):
+        raise ValueError(f"split={split!r} is no way to split a table: use 'rows' or 'features'")
+    if reduction not in ("sum", "scatter"):
+        raise ValueError(f"reduction={reduction!r} is no way to leave the result: use 'sum' or 'scatter'")
+    if reduction == "scatter" and split == "features":
+        raise ValueError(
+            "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='features' sums nothing: "
+            "use split='rows', or from_all and then scatter_tokens"
+        )
+    rows_or_features = split_over(size, axis)
     if table.ndim != 2:
         raise ValueError(f"table has shape {table.shape} on each IPU, but must have 2 dims: reshape it to (rows, D)")
-    check_shard("table", table, 0, split, axis)
+    check_shard("table", table, 0 if split == "rows" else 1, rows_or_features, axis)
     check_same_on_all("ids", ids, axis)
-    rows = local_rows(as_int32("ids", ids, size), split, axis)
-    return reduce_to_all(table.at[rows].get(mode="fill", fill_value=0), axis)
+    if split == "features":
+        rows = as_int32("ids", ids, table.shape[0])
+        # A negative index would count from the end; the first one beyond is out of bounds.
+        rows = jnp.where(rows < 0, table.shape[0], rows)
+        return mask_padding(table.at[rows].get(mode="fill", fill_value=0), -1, rows_or_features, axis, fill=0)
+    if reduction == "scatter" and np.ndim(ids) == 0:
+        raise ValueError("ids has shape (), without a dim 0 to scatter: give reduction='sum', or an array of ids")
+    rows = local_rows(as_int32("ids", ids, size), rows_or_features, axis)
+    found = table.at[rows].get(mode="fill", fill_value=0)
+    return reduce_to_all(found, axis) if reduction == "sum" else reduce_scatter_tokens(found, axis)
 
 
 def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:

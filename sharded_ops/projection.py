@@ -66,7 +66,7 @@ def linear_cross_entropy(
     dtype of `hidden`; under check_vma=False it stands where the `shard_map` is differentiated (see `collectives`).
     Under check_vma=False all IPUs must use the loss alike, as `log_softmax_cross_entropy` says.
 
-    Only reverse-mode derivatives are there, and only the first: for others use `tied_projection` and
+    Only reverse-mode derivatives are there, and only the first: for others use `matmul` and
     `log_softmax_cross_entropy`.
 
     Args:

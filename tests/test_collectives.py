@@ -23,7 +23,15 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from sharded_ops import Split, from_all, reduce_to_all, to_all
+from sharded_ops import (
+    Split,
+    from_all,
+    reduce_scatter_tokens,
+    reduce_to,
+    reduce_to_all,
+    scatter_tokens,
+    to_all,
+)
 
 ON_ALL = P()
 
@@ -170,6 +178,19 @@ CASES = [
     *(_case(mode, 4, 10, jnp.bfloat16) for mode in ("typed-outside", "untyped-inside")),
 ]
 every_case = pytest.mark.parametrize(("mode", "n", "size", "dtype"), CASES)
+
+# For an op's further forms: every mode, both dtypes, 1, 2, 4 and 8 IPUs and every kind of split, in half the programs.
+FEW_CASES = [
+    _case("typed-outside", 1, 5, jnp.float32),
+    _case("typed-outside", 8, 5, jnp.float32),
+    _case("typed-inside", 2, 6, jnp.float32),
+    _case("typed-inside", 4, 10, jnp.bfloat16),
+    _case("untyped-outside", 2, 1, jnp.float32),
+    _case("untyped-outside", 4, 10, jnp.bfloat16),
+    _case("untyped-inside", 3, 7, jnp.float32),
+    _case("untyped-inside", 8, 5, jnp.bfloat16),
+]
+a_few_cases = pytest.mark.parametrize(("mode", "n", "size", "dtype"), FEW_CASES)
 examples = settings(max_examples=4, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -232,6 +253,121 @@ def test_reduce_to_all_sums(mode, n, size, dtype, seed):
     assert_close(dx, np.broadcast_to(ct, x.shape), np.abs(ct), roundings=n + 1)
 
 
+@a_few_cases
+@examples
+@given(seed=seeds, data=st.data())
+def test_reduce_to_sums_on_the_owner_and_spreads_its_gradient(mode, n, size, dtype, seed, data):
+    owner = data.draw(st.integers(0, n - 1))
+    x = normal(seed, (n, size), dtype)
+    ct = np.full((n, size), np.nan, dtype)
+    ct[owner] = normal(seed + 1, (size,), dtype)
+
+    out, (dx,) = sharded_vjp(
+        _reduce_to_traced, mode, n, [x], [np.int32(owner)], in_specs=(P("ipu"),), out_spec=P("ipu"), ct=ct
+    )
+
+    is_owner = np.arange(n)[:, None] == owner
+    assert_close(out, np.where(is_owner, x.sum(0), np.zeros_like(x)), np.abs(x).sum(0) * is_owner, roundings=n)
+    np.testing.assert_array_equal(dx, np.broadcast_to(ct[owner], x.shape))
+
+
+def _reduce_to_traced(x, owner):
+    return reduce_to(x, owner)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds)
+def test_scatter_tokens_cuts_the_dim_and_gathers_its_gradient(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    x, ct = normal(seed, (2, size, 3), dtype), normal(seed + 1, (2, size, 3), dtype)
+
+    out, (dx,) = sharded_vjp(
+        scatter_tokens,
+        mode,
+        n,
+        [x],
+        in_specs=(P(),),
+        out_spec=split.spec(1, 3, "ipu"),
+        ct=padded(split, ct, 1),
+        dim=-2,
+    )
+
+    np.testing.assert_array_equal(unpadded(split, out, 1), x)
+    np.testing.assert_array_equal(dx, ct)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds)
+def test_reduce_scatter_tokens_sums_and_cuts(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    x, ct = normal(seed, (n, 2, size), dtype), normal(seed + 1, (2, size), dtype)
+
+    out, (dx,) = sharded_vjp(
+        _reduce_scatter_last,
+        mode,
+        n,
+        [x],
+        in_specs=(P("ipu"),),
+        out_spec=split.spec(1, 2, "ipu"),
+        ct=padded(split, ct, 1),
+    )
+
+    assert_close(unpadded(split, out, 1), x.sum(0), np.abs(x).sum(0), roundings=n)
+    np.testing.assert_array_equal(dx, np.broadcast_to(ct, x.shape))
+
+
+def _reduce_scatter_last(x):
+    return reduce_scatter_tokens(x[0], dim=-1)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_ids_are_scattered_inside_a_gradient_and_what_is_scattered_comes_back(typed):
+    ids = jnp.arange(5)
+
+    def picked(table, ids):
+        return from_all(table[scatter_tokens(ids)], 0, size=5)
+
+    sharded = on_ipus(picked, 2, (P(), P()), P(), typed)
+    table = jnp.arange(10.0)
+    np.testing.assert_array_equal(sharded(table, ids), table[:5])
+    dtable = jax.grad(lambda table: (sharded(table, ids) * jnp.arange(1.0, 6.0)).sum())(table)
+    np.testing.assert_array_equal(dtable, [1, 2, 3, 4, 5, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_scattering_has_second_derivatives(typed):
+    def to_the_fourth(x):
+        return from_all(scatter_tokens(x) ** 4, 0, size=3)
+
+    sharded = on_ipus(to_the_fourth, 2, P(), P(), typed)
+    x = jnp.array([1.0, 2.0, 3.0])
+    second = jax.grad(lambda x: jax.grad(lambda x: sharded(x).sum())(x).sum())(x)
+    np.testing.assert_array_equal(second, 12 * x**2)
+
+
+@pytest.mark.parametrize(
+    ("op", "typed", "forward", "backward"),
+    [
+        # x is (3, 3) float32 on each of 2 IPUs, 36 bytes, and a slice of it (2, 3), 24 bytes
+        (functools.partial(reduce_to, owner=1), True, [("all-reduce", 36)], [("all-reduce", 36)]),
+        (functools.partial(reduce_to, owner=1), False, [("all-reduce", 36)], [("all-reduce", 36)]),
+        (reduce_scatter_tokens, True, [("reduce-scatter", 24)], [("all-gather", 48)]),
+        (reduce_scatter_tokens, False, [("reduce-scatter", 24)], [("all-gather", 48)]),
+        (scatter_tokens, True, [], [("all-gather", 48)]),
+        (scatter_tokens, False, [], [("all-reduce", 36)]),
+    ],
+)
+def test_each_that_leaves_its_result_apart_sends_what_it_says(op, typed, forward, backward):
+    on_all = op is scatter_tokens
+    sharded = on_ipus(op, 2, P() if on_all else P("ipu"), P("ipu"), typed)
+    x = jnp.ones((3, 3) if on_all else (6, 3))
+    out = sharded(x)
+    assert collectives(sharded, x) == forward
+    assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == backward
+
+
 @pytest.mark.parametrize(
     ("op", "typed", "forward", "backward"),
     [
@@ -283,6 +419,33 @@ def test_each_sends_what_it_says(op, typed, forward, backward):
             lambda x: reduce_to_all(reduce_to_all(x)),
             "x of shape (2, 3) is the same on all 2 IPUs of axis 'ipu', so it is no part of a sum over them: use it as "
             "it is, or lax.pcast(x, 'ipu', to='varying') if each IPU does add the same",
+        ),
+        (
+            lambda x: reduce_scatter_tokens(reduce_to_all(x)),
+            "x of shape (2, 3) is the same on all 2 IPUs of axis 'ipu', so it is no part of a sum over them: use it as "
+            "it is, or lax.pcast(x, 'ipu', to='varying') if each IPU does add the same",
+        ),
+        (
+            lambda x: reduce_scatter_tokens(x, dim=2),
+            "x has shape (2, 3), without a dim 2 to scatter: give an array that has one",
+        ),
+        (
+            lambda x: scatter_tokens(reduce_to_all(x), dim=-3),
+            "x has shape (2, 3), without a dim -3 to scatter: give an array that has one",
+        ),
+        (
+            scatter_tokens,
+            "x varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
+            "name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x: scatter_tokens(x, "model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+        (
+            lambda x: reduce_to(x, -1),
+            "owner=-1 names no IPU of axis 'ipu', which has 2: give 0 to 1",
         ),
     ],
 )

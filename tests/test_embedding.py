@@ -1,6 +1,7 @@
 """Lookups in a split dim against indexing of the whole array, with indices that nobody holds among them."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_collectives import (
+    a_few_cases,
     assert_close,
     collectives,
     dense_vjp,
@@ -29,6 +31,9 @@ from sharded_ops import Split, embedding, take_last
 
 TOKENS = 6
 FAR = (-(2**31), 2**31 - 1)
+
+# Takes what its type refuses, for tests of what it says to that.
+_any_embedding: Any = embedding
 
 
 def _indices(size: int) -> st.SearchStrategy[list[int]]:
@@ -69,6 +74,60 @@ def test_embedding(mode, n, size, dtype, seed, data):
     # them is cut in n first.
     bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
     assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS + n + 1)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds, data=st.data())
+def test_embedding_scattered_over_tokens(mode, n, size, dtype, seed, data):
+    split, split_tokens = Split(size, n), Split(TOKENS, n)
+    table, ct = normal(seed, (size, 3), dtype), normal(seed + 1, (TOKENS, 3), dtype)
+    ids = np.array(data.draw(_indices(size)), np.int32)
+
+    out, (dtable,) = sharded_vjp(
+        embedding,
+        mode,
+        n,
+        [padded(split, table, 0)],
+        [ids],
+        in_specs=(split.spec(0, 2, "ipu"),),
+        out_spec=split_tokens.spec(0, 2, "ipu"),
+        ct=padded(split_tokens, ct, 0),
+        size=size,
+        reduction="scatter",
+    )
+
+    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    np.testing.assert_array_equal(unpadded(split_tokens, out, 0), want)
+    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds, data=st.data())
+def test_embedding_split_by_features(mode, n, size, dtype, seed, data):
+    split, rows = Split(size, n), 7
+    table, ct = normal(seed, (rows, size), dtype), normal(seed + 1, (2, 3, size), dtype)
+    ids = np.array(data.draw(_indices(rows)), np.int32).reshape(2, 3)
+
+    out, (dtable,) = sharded_vjp(
+        embedding,
+        mode,
+        n,
+        [padded(split, table, 1)],
+        [ids],
+        in_specs=(split.spec(1, 2, "ipu"),),
+        out_spec=split.spec(2, 3, "ipu"),
+        ct=padded(split, ct, 2),
+        size=size,
+        split="features",
+    )
+
+    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    np.testing.assert_array_equal(unpadded(split, out, 2), want)
+    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    assert_close(unpadded(split, dtable, 1), want_dtable, bound, roundings=2 * TOKENS)
 
 
 @every_case
@@ -127,6 +186,23 @@ def test_each_sends_what_it_says(typed):
         assert sent(op, x, in_spec) == ([("all-reduce", size)], [] if typed else [("all-reduce", size)])
 
 
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(
+    ("kwargs", "in_spec", "out_spec", "forward", "backward"),
+    [
+        # The result of 5 lookups is (5, 4) float32; scattered, (3, 4) on each IPU.
+        ({"reduction": "scatter"}, P("ipu"), P("ipu"), [("reduce-scatter", 48)], [("all-gather", 96)]),
+        ({"split": "features"}, P(None, "ipu"), P(None, "ipu"), [], []),
+    ],
+)
+def test_each_further_form_sends_what_it_says(typed, kwargs, in_spec, out_spec, forward, backward):
+    ids, table = np.zeros(5, np.int32), jnp.ones((4, 4))
+    sharded = on_ipus(functools.partial(embedding, size=4, **kwargs), 2, (in_spec, P()), out_spec, typed)
+    assert collectives(sharded, table, ids) == forward
+    ct = sharded(table, ids)
+    assert collectives(lambda x, ct: jax.vjp(lambda x: sharded(x, ids), x)[1](ct), table, ct) == backward
+
+
 def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
     split = Split(5, 2)  # rows 0 1 2 | 3 4 and padding
     ids = np.array([2, 3, 2, 5, -1], np.int32)
@@ -165,6 +241,29 @@ def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
             lambda x, ids: embedding(x, ids, size=4, axis="model"),
             "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
             "this axis, or give the axis that its mesh has",
+        ),
+        (
+            lambda x, ids: _any_embedding(x, ids, size=4, split="columns"),
+            "split='columns' is no way to split a table: use 'rows' or 'features'",
+        ),
+        (
+            lambda x, ids: _any_embedding(x, ids, size=4, reduction="mean"),
+            "reduction='mean' is no way to leave the result: use 'sum' or 'scatter'",
+        ),
+        (
+            lambda x, ids: embedding(x, ids, size=4, split="features", reduction="scatter"),
+            "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='features' sums nothing: "
+            "use split='rows', or from_all and then scatter_tokens",
+        ),
+        (
+            lambda x, ids: embedding(x, ids[0], size=4, reduction="scatter"),
+            "ids has shape (), without a dim 0 to scatter: give reduction='sum', or an array of ids",
+        ),
+        (
+            lambda x, ids: embedding(x, ids, size=5, split="features"),
+            "table has shape (2, 2) on each IPU, with 2 rows in dim 1, but size=5 over the 2 IPUs of axis 'ipu' takes "
+            "3: pad the whole array with Split(size=5, parts=2).pad(array, 1) and shard it with "
+            "in_specs=Split(size=5, parts=2).spec(1, 2, 'ipu')",
         ),
         (
             lambda x, ids: take_last(x, ids, size=4),
