@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from rivals_of.workers import Workers, torch_is_installed
 
 from ipu_jax import configure, make_mesh
-from sharded_ops import linear_cross_entropy, log_softmax_cross_entropy, matmul
+from sharded_ops import linear_cross_entropy, log_softmax_cross_entropy, tied_projection
 
 TOKENS, FEATURES, VOCABULARY = 1024, 768, 32000
 IPUS = 2
@@ -43,7 +43,7 @@ def dense(hidden_ND: Any, table_VD: Any, labels_N: Any) -> Any:
 
 
 def split(hidden_ND: Any, table_VD: Any, labels_N: Any) -> Any:
-    logits_NV = matmul(hidden_ND, table_VD.T)
+    logits_NV = tied_projection(hidden_ND, table_VD, size=VOCABULARY)
     return log_softmax_cross_entropy(logits_NV, labels_N, size=VOCABULARY, reduction="mean")
 
 
