@@ -36,7 +36,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
-from sharded_ops import embedding, log_softmax_cross_entropy, matmul
+from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
 Mode = Literal["concurrent", "basic"]
 
@@ -107,7 +107,7 @@ def norm(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
 
 
 def loss_split(table_VD: jax.Array, x_BTD: jax.Array, microbatch: Any, *, size: int) -> jax.Array:
-    logits_BTV = matmul(x_BTD, table_VD.T, size=size)
+    logits_BTV = tied_projection(x_BTD, table_VD, size=size)
     return log_softmax_cross_entropy(logits_BTV, microbatch["targets"], size=size).mean()
 
 

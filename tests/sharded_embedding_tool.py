@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
 from ipu_jax.devices import IPU_AXIS
-from sharded_ops import embedding, log_softmax_cross_entropy, matmul
+from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
 
 class Tolerance(NamedTuple):
@@ -101,7 +101,7 @@ def make_pipeline(ipus: int, vocabulary: int) -> Pipeline:
         return embedding(table, batch["tokens"], size=vocabulary)
 
     def project(table: jax.Array, x: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        return matmul(x, table.T, size=vocabulary)
+        return tied_projection(x, table, size=vocabulary)
 
     def cross_entropy(params: None, logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
         return log_softmax_cross_entropy(logits, batch["targets"], size=vocabulary).mean()

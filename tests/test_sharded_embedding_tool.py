@@ -69,16 +69,16 @@ def test_the_seed_makes_the_inputs():
     assert 0 <= min(one.tokens.min(), one.targets.min()) <= max(one.tokens.max(), one.targets.max()) < 10
 
 
-def _one_percent_off(x, w, **kwargs):
-    return 1.01 * _right_matmul(x, w, **kwargs)
+def _one_percent_off(hidden, table, **kwargs):
+    return 1.01 * _right_projection(hidden, table, **kwargs)
 
 
-def _projection_without_dw(x, w, **kwargs):
-    return _right_matmul(x, jax.lax.stop_gradient(w), **kwargs)
+def _projection_without_dtable(hidden, table, **kwargs):
+    return _right_projection(hidden, jax.lax.stop_gradient(table), **kwargs)
 
 
-def _projection_without_dx(x, w, **kwargs):
-    return _right_matmul(jax.lax.stop_gradient(x), w, **kwargs)
+def _projection_without_dhidden(hidden, table, **kwargs):
+    return _right_projection(jax.lax.stop_gradient(hidden), table, **kwargs)
 
 
 def _lookup_without_gradient(table, ids, **kwargs):
@@ -98,12 +98,12 @@ def _not_a_number(logits, labels, **kwargs):
 
 
 _right_embedding = sharded_embedding_tool.embedding
-_right_matmul = sharded_embedding_tool.matmul
+_right_projection = sharded_embedding_tool.tied_projection
 _right_loss = sharded_embedding_tool.log_softmax_cross_entropy
 
 BROKEN = [
-    ("matmul", _projection_without_dw, ["gradient"]),
-    ("matmul", _projection_without_dx, ["gradient"]),
+    ("tied_projection", _projection_without_dtable, ["gradient"]),
+    ("tied_projection", _projection_without_dhidden, ["gradient"]),
     ("embedding", _lookup_without_gradient, ["gradient"]),
     ("embedding", _only_this_shards_tokens, ["loss", "gradient"]),
     ("log_softmax_cross_entropy", _twice_the_gradient, ["gradient"]),
@@ -111,7 +111,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "broken", "wrong"), [*BROKEN, ("matmul", _one_percent_off, ["loss", "gradient"])])
+@pytest.mark.parametrize(
+    ("name", "broken", "wrong"), [*BROKEN, ("tied_projection", _one_percent_off, ["loss", "gradient"])]
+)
 def test_a_broken_op_is_noticed(name, broken, wrong, capsys, monkeypatch):
     monkeypatch.setattr(sharded_embedding_tool, name, broken)
     assert main(SMALL) == 1
