@@ -1,16 +1,20 @@
-"""What a pipeline is asked to do, as frozen data that is checked when it is made.
+"""What pipelines and training steps are asked to do, as frozen data that is checked when it is made.
 
-    PipelineOptions(gradient_accumulation=16, reduction="mean", schedule="grouped")
+    PipelineOptions(gradient_accumulation=16, reduction="mean")
+    TrainOptions(device_iterations=10, max_gradient_norm=1.0, shard_optimizer=True)
 
 Every check here raises before anything is traced or compiled, with the value, the rule and the mend.
 """
 
 import dataclasses
 import difflib
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+Precision = Literal["32.32", "16.32", "16.16"]
+Half = Literal["bfloat16", "float16"]
 
 
 def check_count(name: str, value: object) -> int:
@@ -45,6 +49,20 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     raise ValueError(f"{name}={value!r} is unknown: {hint}Choose one of {', '.join(map(repr, choices))}")
 
 
+def check_positive(name: str, value: object) -> float:
+    """`value`, if it is a finite number above 0.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> check_positive("loss_scale", 128.0)
+    128.0
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name}={value!r} is not a positive number: give a finite one above 0")
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
     """How a pipeline runs one weight update.
@@ -63,3 +81,111 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         check_count("gradient_accumulation", self.gradient_accumulation)
         check_choice("reduction", self.reduction, REDUCTIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicScale:
+    """A loss scale that looks for the largest that works: an update with an inf or NaN in its gradients is skipped.
+
+    Attributes:
+        initial: the first scale.
+        growth_interval: after so many good updates in a row it is multiplied by `factor`.
+        factor: by which it grows, and shrinks after a bad one; above 1.
+        smallest, largest: its bounds.
+
+    Raises:
+        ValueError: a value is outside its rule.
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 1000
+    factor: float = 2.0
+    smallest: float = 1.0
+    largest: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        check_count("growth_interval", self.growth_interval)
+        for name in ("initial", "factor", "smallest", "largest"):
+            check_positive(name, getattr(self, name))
+        if self.factor <= 1:
+            raise ValueError(f"factor={self.factor} does not grow: give one above 1, such as 2")
+        if not self.smallest <= self.initial <= self.largest:
+            raise ValueError(
+                f"initial={self.initial} is outside smallest={self.smallest} to largest={self.largest}: "
+                "start between the two"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """How weights are updated: what one call of a `TrainStep` does.
+
+    Attributes:
+        replication_factor: copies of the model. None: as many as the model has, 1 for a plain function.
+        gradient_accumulation: M, the micro-batches of a replica in one weight update. None: the model's, or 1.
+        reduction: gradients over micro-batches and replicas are their "mean" or "sum". None: the model's, or "mean".
+        weighted: the loss of a micro-batch is a sum, and comes with its count: the model returns `(sum, count)`, or
+            `(sum, aux)` with `aux["count"]`. The mean is then the sum over all micro-batches and replicas by their
+            count, exactly; 0 where the count is 0.
+        device_iterations: weight updates in one call.
+        outputs: what of their outputs a call returns: "final" those of the last update, "all", their "sum", or
+            those of every so many updates (a divisor of `device_iterations`).
+        max_gradient_norm: gradients are scaled down to this norm, taken over all weights of all IPUs; None for never.
+        loss_scale: the loss is multiplied by it for the backward pass; or a `DynamicScale`.
+        precision: what is computed in, and what sums, weights and optimizer state are held in.
+        half: the 16 of `precision`.
+        stochastic_rounding: weights held in half are rounded up or down at random, so that small updates are not lost.
+        shard_optimizer: each replica keeps and updates its part of the optimizer's state (replicated tensor sharding).
+
+    Raises:
+        ValueError: a value is outside its rule, or does not go with another.
+    """
+
+    replication_factor: int | None = None
+    gradient_accumulation: int | None = None
+    reduction: Reduction | None = None
+    weighted: bool = False
+    device_iterations: int = 1
+    outputs: Literal["final", "all", "sum"] | int = "final"
+    max_gradient_norm: float | None = None
+    loss_scale: float | DynamicScale = 1.0
+    precision: Precision = "32.32"
+    half: Half = "bfloat16"
+    stochastic_rounding: bool = False
+    shard_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("replication_factor", "gradient_accumulation"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.reduction is not None:
+            check_choice("reduction", self.reduction, REDUCTIONS)
+        for name in ("weighted", "stochastic_rounding", "shard_optimizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is no bool: give True or False")
+        check_count("device_iterations", self.device_iterations)
+        if isinstance(self.outputs, str):
+            check_choice("outputs", self.outputs, ("final", "all", "sum"))
+        elif self.device_iterations % check_count("outputs", self.outputs):
+            raise ValueError(
+                f"outputs={self.outputs} does not divide device_iterations={self.device_iterations}: the last outputs "
+                "would be lost; give a divisor of it, or 'final', 'all' or 'sum'"
+            )
+        if self.max_gradient_norm is not None:
+            check_positive("max_gradient_norm", self.max_gradient_norm)
+        if not isinstance(self.loss_scale, DynamicScale):
+            check_positive("loss_scale", self.loss_scale)
+        check_choice("precision", self.precision, get_args(Precision))
+        check_choice("half", self.half, get_args(Half))
+        if self.stochastic_rounding and self.precision != "16.16":
+            raise ValueError(
+                f"stochastic_rounding=True with precision={self.precision!r}: weights are held in float32, and nothing "
+                "is rounded; use precision='16.16'"
+            )
+
+    @property
+    def every(self) -> int:
+        """Of how many updates one gives its outputs; all are summed under "sum"."""
+        if isinstance(self.outputs, int):
+            return self.outputs
+        return 1 if self.outputs == "all" else self.device_iterations

@@ -260,8 +260,7 @@ class Pipeline:
         def program(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
             if self.replicas > 1:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            plan = self.plan(params.layout, state.layout, batch, key, backward=backward)
-            result = engine.run(plan, params, state, batch, key, seed=seed, replicas=self.replicas, backward=backward)
+            result = self.on_ipu(params, batch, state, key, seed=seed, replicas=self.replicas, backward=backward)
             aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if self.replicas > 1 else result.aux
             return result.loss, aux, result.gradients, result.state
 
@@ -275,6 +274,44 @@ class Pipeline:
         )
         loss, aux, gradients, new_state = mapped(params, batch, state, key)
         return self.value_of(loss, aux), gradients, new_state
+
+    def on_ipu(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None,
+        key: Any,
+        *,
+        seed: Any,
+        replicas: int = 1,
+        backward: bool = True,
+    ) -> engine.Result:
+        """The program of one IPU, for who maps it himself, such as `make_train_step`; arguments as of `engine.run`.
+
+        To be called inside a `shard_map` over the pipeline's mesh. With `replicas=1` nothing is sent between replicas,
+        whatever their number: loss, gradients and new state are this replica's own.
+        """
+        state = state or packing.nothing(self.ipus)
+        plan = self.plan(params.layout, state.layout, batch, key, backward=backward)
+        return engine.run(plan, params, state, batch, key, seed=seed, replicas=replicas, backward=backward)
+
+    def rebuilt(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
+        """The same pipeline with other stages (of the same places and groups) or on another mesh."""
+        return Pipeline(
+            self.stages if stages is None else stages,
+            mesh=self.mesh if mesh is None else mesh,
+            schedule=self.schedule,
+            gradient_accumulation=self.options.gradient_accumulation,
+            reduction=self.options.reduction,
+            specs=self._specs,
+            state_specs={name: self._state_specs[name] for name, ipu in self._state_owners.items() if ipu is None},
+            frozen=self._frozen,
+            ipu_memory=self._memory.ipu_memory,
+        )
+
+    def check(self, params: Any, batch: Any, state: Any = None, key: Any = None) -> None:
+        """Raises the `ValueError` that `value_and_grad` would raise for such arguments."""
+        self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
 
     def plan(self, params: Layout, state: Layout, batch: Any, key: Any, *, backward: bool) -> Plan:
         """What runs for such weights, state and batch (leaves (M, ...)). To be called inside the `shard_map`."""

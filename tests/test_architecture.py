@@ -36,6 +36,18 @@ LAYERS = (
     "arguments",
     "pipeline",
     "reference",
+    "accumulate",
+    "replicate",
+    "cells",
+    "spread",
+    "lookup",
+    "summaries",
+    "update",
+    "rts",
+    "precision",
+    "scaling",
+    "iteration",
+    "train",
 )
 
 # They run where jax is not wanted: a picture of a schedule needs no device, and the launcher starts in no time.

@@ -1,0 +1,180 @@
+"""Replicas: what does a training step of two cost, and what does sharding the optimizer over them save?
+
+The MNIST example's network with plain SGD, two replicas of one virtual IPU each, against one program with the whole
+batch on both cores. The gradients of 5.3 million weights are reduced in every step, whatever the batch: a small one
+shows what that costs. `sharded` is `shard_optimizer=True`: each replica updates its half. `DDP` is torch's
+`DistributedDataParallel`, a process a replica, over gloo, with SGD: same weights, same images.
+
+    python benchmarks/replicas.py [--check]
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from figures import Cost, Figures, cost_of, least, side_by_side
+from rivals_of import torch_pipeline
+from rivals_of.torch_pipeline import TorchPipeline
+
+from ipu_jax import TrainOptions, configure, make_train_step
+from mnist_example.model import init_params
+
+REPLICAS = 2
+RATE = 0.1
+ROUNDS, STEPS = 6, 2
+THREADS = (1, 2)  # of each torch process; the figures take the better
+TORCH_REPLICA = Path(__file__).with_name("rivals_of") / "torch_replica.py"
+# global batch, the most step time over the unsharded program's
+SIZES = ((256, 1.8), (2048, 1.15))
+KINDS = {"replicated": False, "sharded": True}
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
+BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "pred": 1}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    x = batch["images"].reshape(-1, 784) / jnp.float32(255)
+    for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    logits = x @ params["classifier"]["w"] + params["classifier"]["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+class Unsharded:
+    """One program with the whole batch: plain jax and optax, weights donated."""
+
+    def __init__(self, params: Any, optimizer: Any):
+        def update(params: Any, state: Any, batch: Any) -> Any:
+            loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        self.update = jax.jit(update, donate_argnums=(0, 1))
+        self.params = jax.tree.map(jnp.array, params)
+        self.state = optimizer.init(self.params)
+
+    def __call__(self, batch: Any) -> Any:
+        self.params, self.state, loss = self.update(self.params, self.state, batch)
+        return loss
+
+
+class Replicated:
+    """Our training step, on replicas."""
+
+    def __init__(self, params: Any, optimizer: Any, *, shard_optimizer: bool):
+        options = TrainOptions(replication_factor=REPLICAS, shard_optimizer=shard_optimizer)
+        self.step = make_train_step(loss_fn, optimizer, options)
+        self.state = self.step.init(params)
+
+    def __call__(self, batch: Any) -> Any:
+        self.state, outputs = self.step(self.state, batch)
+        return outputs.loss
+
+
+def collectives_of(hlo: str) -> dict[str, tuple[int, int]]:
+    """Per kind of collective, how many a program holds, and the bytes of their results on one IPU."""
+    found = {}
+    for kind in COLLECTIVES:
+        results = [m[1] for m in re.finditer(rf"= (.*?) {kind}(?:-start)?\(", hlo)]
+        sizes = [
+            BYTES[dtype] * int(np.prod([int(d) for d in dims.split(",") if d]))
+            for result in results
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result)
+        ]
+        found[kind] = (len(results), sum(sizes))
+    return found
+
+
+def bytes_on_one_ipu(tree: Any) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> None:
+    """Our step with a sharded optimizer beside DDP's: rounds of a few steps of each, then each one's least."""
+    layers = {**params["mlp"], "classifier": params["classifier"]}
+    weights = {f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()}
+    for name, batch in batches.items():
+        with TorchPipeline(weights, {name: jax.tree.map(np.asarray, batch)}, program=TORCH_REPLICA) as rival:
+            ours = Replicated(params, optax.sgd(RATE), shard_optimizer=True)
+            split = jax.tree.map(lambda leaf: leaf[:, None], batch)
+            loss, theirs = rival.result(name, "DDP")
+            found = ours(split)
+            updated = ours.step.whole(ours.state)["params"]
+            updated = {**updated["mlp"], "classifier": updated["classifier"]}
+            # the update, not the weights, which hardly change: so little that their rounding is a thousandth of it
+            change = {f"{n}.{k}": w - weights[f"{n}.{k}"] for n, layer in updated.items() for k, w in layer.items()}
+            worst = max(float(abs((theirs[n] - weights[n]) - c).max() / abs(c).max()) for n, c in change.items())
+            figures.add(f"loss / DDP's, relative difference, batch {name}", abs(float(found) / float(loss) - 1), 1e-5)
+            figures.add(f"an update / DDP's, relative difference, batch {name}", worst, 1e-2)
+            mine, by_threads = _in_turn(partial(ours, split), rival, name)
+            best = min(by_threads, key=lambda threads: by_threads[threads].wall)
+            ratio = mine.wall / by_threads[best].wall
+            figures.add(f"step time / DDP's, sharded, batch {name}, threads={best}", ratio, 0.85)
+            figures.add("  CPU work / DDP's, threads=1", mine.cpu / by_threads[1].cpu)
+
+
+def _in_turn(step: Callable[[], Any], rival: TorchPipeline, batch: str) -> tuple[Cost, dict[int, Cost]]:
+    ours: list[Cost] = []
+    theirs: dict[int, list[Cost]] = {threads: [] for threads in THREADS}
+    for round_ in range(ROUNDS + 1):
+        if round_ == 1:  # the first was the warm-up
+            ours, theirs = [], {threads: [] for threads in THREADS}
+        ours += [cost_of(step) for _ in range(STEPS)]
+        for threads in THREADS:
+            theirs[threads] += rival.costs(batch, "DDP", threads=threads, steps=STEPS)
+    return least(ours), {threads: least(costs) for threads, costs in theirs.items()}
+
+
+def main() -> int:
+    figures = Figures("replicas: step time, collectives and optimizer bytes of two replicas over one program's")
+    configure(REPLICAS)
+    params = init_params(0)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    random = np.random.default_rng(1)
+    batches: dict[str, Any] = {}
+    for size, most in SIZES:
+        images = jnp.asarray(random.integers(0, 256, (size, 28, 28), np.uint8))
+        labels = jnp.asarray(random.integers(0, 10, size, np.int32))
+        whole = {"images": images, "labels": labels}
+        split = jax.tree.map(lambda leaf, n=size: leaf.reshape(REPLICAS, 1, n // REPLICAS, *leaf.shape[1:]), whole)
+        batches[str(size)] = jax.tree.map(lambda leaf: leaf[:, 0], split)
+        programs = {kind: Replicated(params, optax.sgd(RATE), shard_optimizer=on) for kind, on in KINDS.items()}
+        one = Unsharded(params, optax.sgd(RATE))
+        calls = [partial(one, whole), *(partial(program, split) for program in programs.values())]
+        dense, *found = side_by_side(*calls)
+        loss, *losses = (float(call()) for call in calls)  # after as many updates of each
+        figures.add(
+            f"largest relative difference of a loss, batch {size}", max(abs(v / loss - 1) for v in losses), 1e-4
+        )
+        for kind, cost in zip(programs, found, strict=True):
+            bound = most if kind == "sharded" else None
+            figures.add(f"step time / one program's on both cores, {kind}, batch {size}", cost.wall / dense.wall, bound)
+            figures.add(f"CPU work / one program's, {kind}, batch {size}", cost.cpu / dense.cpu)
+        if size == SIZES[0][0]:
+            for kind, program in programs.items():
+                hlo = program.step.lower(program.state, split).compile().as_text()
+                for name, (count, of_bytes) in collectives_of(hlo).items():
+                    figures.add(f"{name}s in a step, {kind}", count, 4)
+                    figures.add(f"bytes of {name}s' results / weights', {kind}", of_bytes / weights, 1.01)
+    for kind, on in KINDS.items():
+        for name, optimizer, moments in (("momentum", optax.sgd(RATE, momentum=0.9), 1), ("adam", optax.adam(1e-3), 2)):
+            state = Replicated(params, optimizer, shard_optimizer=on).state
+            share = bytes_on_one_ipu(state.optimizer) / weights
+            figures.add(
+                f"bytes of {name}'s state on an IPU / weights', {kind}", share, moments / (REPLICAS if on else 1) + 0.01
+            )
+    if torch_pipeline.is_installed():
+        torch_figures(figures, params, batches)
+    else:
+        print("torch is not installed: pip install 'ipu-jax[rivals]' for its figures")
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

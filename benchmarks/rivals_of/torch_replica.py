@@ -1,0 +1,87 @@
+"""One replica of MNIST's network under torch's `DistributedDataParallel`: a process that takes orders.
+
+    python torch_replica.py RANK FOLDER
+
+Orders and answers are those of `torch_stage.py`; a batch is (replicas, rows, 28, 28), of which a rank takes its own.
+"result" does one update, and writes the loss over both replicas and the new weights to FOLDER/result-RANK.npz. Torch's
+own idiom: eager, buckets as DDP chooses them, reduced while the backward runs, and `optim.SGD` as it is.
+"""
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports] (an extra of its own)
+import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
+from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports]
+from torch_stage import Images, linear
+
+LIMIT = datetime.timedelta(seconds=60)  # a peer that is gone ends this process too
+LAYERS = ("hidden", "features", "classifier")
+RATE = 0.1
+
+
+class Worker:
+    """The replica of one rank."""
+
+    def __init__(self, rank: int, folder: Path):
+        self.rank, self.folder = rank, folder
+        self.layers = {name: linear(folder, name) for name in LAYERS}
+        hidden, features, classifier = self.layers.values()
+        self.model = DistributedDataParallel(
+            nn.Sequential(Images(), hidden, nn.ReLU(), features, nn.ReLU(), classifier), gradient_as_bucket_view=True
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+
+    def batch(self, name: str) -> tuple[Any, Any]:
+        with np.load(self.folder / f"batch-{name}.npz") as data:
+            return torch.from_numpy(data["images"][self.rank]), torch.from_numpy(data["labels"][self.rank]).long()
+
+    def step(self, images: Any, labels: Any) -> Any:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        torch.set_num_threads(order["threads"])
+        fed = self.batch(order["batch"])
+        if order["do"] == "result":
+            loss = self.step(*fed)
+            dist.all_reduce(loss)
+            found = {"loss": loss.numpy() / dist.get_world_size()}
+            for name, layer in self.layers.items():
+                found |= {f"{name}.w": layer.weight.detach().numpy().T, f"{name}.b": layer.bias.detach().numpy()}
+            np.savez(self.folder / f"result-{self.rank}.npz", **found)
+            return {}
+        wall, cpu = [], []
+        for _ in range(order["steps"]):
+            dist.barrier()
+            started, worked = time.perf_counter(), time.process_time()
+            self.step(*fed)
+            wall.append(time.perf_counter() - started)
+            cpu.append(time.process_time() - worked)
+        return {"wall": wall, "cpu": cpu}
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    # stdout is for answers alone: gloo's C++ prints to it, and is sent to stderr
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
+    worker = Worker(rank, folder)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

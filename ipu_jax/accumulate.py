@@ -1,0 +1,82 @@
+"""A loss function over the micro-batches of one replica: one after the other, gradients summed in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ipu_jax.devices import REPLICA_AXIS
+from ipu_jax.stage import Outputs
+
+
+def loss_and_aux(result: Any) -> tuple[Any, Any]:
+    """What a loss function returned, as `(loss, aux)`; aux is None where there is none.
+
+    Raises:
+        ValueError: the loss is no float scalar.
+    """
+    loss, aux = result, None
+    if isinstance(result, Outputs):
+        loss, aux = result.y, result.aux
+    elif isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
+    if not hasattr(loss, "shape") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise ValueError(f"loss_fn returned {found} as its loss: return a float scalar, or (loss, aux)")
+    return loss, aux
+
+
+def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, random: bool) -> tuple[Any, Any]:
+    """On one replica: mean loss over the micro-batches, leaves (M, ...), and aux with a leading M."""
+    call = _caller(loss_fn, key, random)
+
+    def one(total: Any, at: Any) -> tuple[Any, Any]:
+        loss, aux = loss_and_aux(call(params, *at))
+        return total + loss, aux
+
+    m = jax.tree.leaves(batch)[0].shape[0]
+    total, aux = lax.scan(one, jnp.zeros((), jnp.float32), (jnp.arange(m), batch))
+    return total / m, aux
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, seed: Any, random: bool
+) -> tuple[Any, Any, Any]:
+    """On one replica: `accumulate`, and the sums of the gradients of `seed` x loss, in float32 at least.
+
+    The cotangent itself carries `seed`, so that a loss scale acts before anything can underflow.
+    """
+    call = _caller(loss_fn, key, random)
+
+    def gradients_of(index: Any, microbatch: Any) -> Any:
+        fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
+        loss, vjp, aux = jax.vjp(fn, params, has_aux=True)
+        (gradients,) = vjp(jnp.full((), seed, loss.dtype))
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+        return (loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), wide), aux
+
+    m = jax.tree.leaves(batch)[0].shape[0]
+    if m == 1:  # no scan: its carry would be one more copy of the gradients
+        (loss, sums), aux = gradients_of(jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))
+        return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
+
+    def add(sums: Any, at: Any) -> tuple[Any, Any]:
+        found, aux = gradients_of(*at)
+        return jax.tree.map(jnp.add, sums, found), aux
+
+    first = jax.eval_shape(gradients_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
+    (loss, sums), aux = lax.scan(add, zeros, (jnp.arange(m), batch))
+    return loss / m, aux, sums
+
+
+def _caller(loss_fn: Callable[..., Any], key: Any, random: bool) -> Callable[..., Any]:
+    def call(params: Any, index: Any, microbatch: Any) -> Any:
+        if not random:
+            return loss_fn(params, microbatch)
+        own = jax.random.fold_in(jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS)), index)
+        return loss_fn(params, microbatch, key=own)
+
+    return call

@@ -1,0 +1,73 @@
+"""Precision: what is computed, summed and held in which dtype, and rounding that is right on average.
+
+    "32.32"   everything in float32, or whatever dtype weights and batch have: nothing is cast
+    "16.32"   F and B in half; sums, weights and the optimizer's state in float32
+    "16.16"   F and B in half; weights and the optimizer's state in half, too
+
+The first number is what is computed in, the second what is accumulated in. Sums over micro-batches are float32 always:
+they cost no bytes that are sent.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.stage import Stage
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """The tree with its float32 and half leaves in `dtype`; keys, integers and float64 as they are."""
+    narrow = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+    def one(leaf: Any) -> Any:
+        found = getattr(leaf, "dtype", None)
+        return leaf.astype(dtype) if found in narrow else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def computing_in(stage: Stage, dtype: Any) -> Stage:
+    """The stage, its weights and micro-batch cast to `dtype` on the way in; gradients come back in the weights' own.
+
+    The cast stands inside the stage, so that the gradients of micro-batches are summed in float32.
+    """
+
+    def within(fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if fn is None:
+            return None
+        return lambda p, x, mb, **asked: fn(cast_floats(p, dtype), x, cast_floats(mb, dtype), **asked)
+
+    return dataclasses.replace(
+        stage, fn=within(stage.fn), evaluate=within(stage.evaluate), reference=within(stage.reference)
+    )
+
+
+def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
+    """Rounds each element up or down, with the chances that make the result right on average.
+
+    Args:
+        x: float32, any shape; finite values within the range of `dtype`, others are rounded to the nearest.
+        dtype: bfloat16 or float16.
+        key: a typed key.
+
+    Returns:
+        An array of `dtype`. Where x is a number of `dtype`, it is that number. Communicates nothing.
+
+    Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551, section 3.
+
+    >>> x = jnp.full(10_000, 1 + 2.0**-9)    # a quarter of the way from 1 to the next bfloat16
+    >>> rounded = stochastic_round(x, jnp.bfloat16, jax.random.key(0))
+    >>> sorted(set(rounded.tolist())), abs(float((rounded > 1).mean()) - 0.25) < 0.02
+    ([1.0, 1.0078125], True)
+    """
+    nearest = x.astype(dtype)
+    error = x - nearest.astype(x.dtype)
+    towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
+    other = jnp.nextafter(nearest, towards)
+    chance = error / (other.astype(x.dtype) - nearest.astype(x.dtype))
+    # where x is exact, or its neighbour infinite, the chance is 0; for what is not finite it is not a number
+    takes_other = jax.random.uniform(key, x.shape, x.dtype) < chance
+    return jnp.where(takes_other, other, nearest)

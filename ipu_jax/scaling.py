@@ -1,0 +1,59 @@
+"""Loss scaling: gradients too small for float16 are computed of a larger loss, and divided again in float32.
+
+    dynamic    scale 32768 ... 1000 good steps ... 65536 -> inf: skip this update, 32768 -> ...
+
+Source: Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740, section 3.2.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.options import DynamicScale, TrainOptions
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A dynamic loss scale.
+
+    Attributes:
+        scale: float32, what the loss is multiplied with.
+        good: int32, updates made since the scale last changed.
+    """
+
+    scale: Any
+    good: Any
+
+
+def first_scale(options: TrainOptions) -> Scale | None:
+    """The scale that training begins with; None where it never changes."""
+    chosen = options.loss_scale
+    if not isinstance(chosen, DynamicScale):
+        return None
+    return Scale(jnp.float32(chosen.initial), jnp.int32(0))
+
+
+def scale_now(options: TrainOptions, scale: Scale | None) -> Any:
+    """What the loss is multiplied with."""
+    if scale is not None:
+        return scale.scale
+    return 1.0 if isinstance(options.loss_scale, DynamicScale) else options.loss_scale
+
+
+def next_scale(chosen: DynamicScale, scale: Scale, finite: Any) -> Scale:
+    """The scale after an update that was made (`finite`), or skipped.
+
+    >>> chosen = DynamicScale(initial=8.0, growth_interval=1)
+    >>> scale = Scale(jnp.float32(8), jnp.int32(0))
+    >>> float(next_scale(chosen, scale, True).scale), float(next_scale(chosen, scale, False).scale)
+    (16.0, 4.0)
+    """
+    good = jnp.where(finite, scale.good + 1, 0)
+    grows = good == chosen.growth_interval
+    grown = jnp.minimum(scale.scale * chosen.factor, chosen.largest)
+    shrunk = jnp.maximum(scale.scale / chosen.factor, chosen.smallest)
+    new = jnp.where(finite, jnp.where(grows, grown, scale.scale), shrunk)
+    return Scale(new.astype(jnp.float32), jnp.where(grows, 0, good).astype(jnp.int32))

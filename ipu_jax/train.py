@@ -1,0 +1,301 @@
+"""One weight update, as one program: accumulate, reduce over replicas, update; and many of them in one call.
+
+step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
+state = step.init(params)
+for batch in batches:                     # leaves (10, M, micro-batch, ...)
+    state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's
+
+
+
+gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
+                                (or a part each)                              (gathered)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax import cells as cells_of
+from ipu_jax import packing
+from ipu_jax.cells import Cells
+from ipu_jax.devices import REPLICA_AXIS, InFlight
+from ipu_jax.iteration import Iteration, StepOutputs, TrainState
+from ipu_jax.options import TrainOptions
+from ipu_jax.packing import WHOLE, Sharded
+from ipu_jax.pipeline import Pipeline
+from ipu_jax.precision import cast_floats, computing_in
+from ipu_jax.replicate import Replicas, over_replicas, replicate
+from ipu_jax.scaling import first_scale
+from ipu_jax.update import Kept, Update
+
+
+def make_train_step(
+    model: Pipeline | Replicas | Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    options: TrainOptions | None = None,
+) -> "TrainStep":
+    """A training step of a model with any optax optimizer.
+
+    Args:
+        model: a `Pipeline`, `Replicas`, or a loss function as `Replicas` takes it.
+        optimizer: sees the logical weights, leaf by leaf, wherever they lie: `{group: pytree}` of a pipeline, with
+            `optax.MaskedNode()` for frozen leaves.
+        options: how.
+
+    Raises:
+        ValueError: the options don't go with the model.
+
+    >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
+    >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
+    >>> state, outputs = step(step.init(jnp.ones(3)), jnp.ones((3, 2, 1, 4, 3)))
+    >>> round(float(outputs.loss), 4), int(state.step)
+    (0.2304, 3)
+    """
+    return TrainStep(model, optimizer, options or TrainOptions())
+
+
+class TrainStep:
+    """Made by `make_train_step`. `step.init(params)`, then `state, outputs = step(state, batch)` again and again.
+
+    Attributes:
+        model: the `Pipeline` or `Replicas` that runs. `step.model.loss(state.params, batch)` evaluates.
+        options: as given.
+    """
+
+    def __init__(self, model: Any, optimizer: optax.GradientTransformation, options: TrainOptions):
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise ValueError(f"optimizer={optimizer!r} is no optax.GradientTransformation: give optax.sgd(...) or such")
+        self.options, self.model = options, _model_for(model, options)
+        self.random = (
+            any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random
+        )
+        clip = options.max_gradient_norm
+        self._optimizer = optimizer if clip is None else optax.chain(_clip(clip), optimizer)
+        self._held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
+        self._window = InFlight()
+        self._update: Update | None = None
+        self._program = jax.jit(self._run, donate_argnums=0)
+
+    # state
+
+    def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
+        """Places whole weights, and the optimizer's first state for them, on the IPUs.
+
+        Args:
+            params: `{group: pytree}` for a pipeline, any pytree of floating arrays for a function. They are copied.
+            stages: `{group: pytree}`, where a pipeline's stages hold state.
+            key: a typed key, where the model is random or rounding is.
+
+        Raises:
+            ValueError: weights that don't fit the model, a key missing or superfluous, or an optimizer that needs in
+                one piece what lies apart; before anything is compiled.
+        """
+        self._check_key(key)
+        if self.options.precision != "32.32":
+            params = cast_floats(params, self._held)
+        if isinstance(self.model, Pipeline):
+            placed = self.model.shard(params)
+            whole = [
+                value
+                for name in sorted(params)
+                for leaf, value in zip(placed.layout.group(name).leaves, jax.tree.leaves(params[name]), strict=True)
+                if not leaf.frozen
+            ]
+        else:
+            self.model.check_params(params)
+            whole = jax.tree.leaves(params)
+            placed = jax.tree.map(lambda leaf: self._place(leaf), params)
+        cells = self._cells(placed)
+        self._update = update = Update(self._optimizer, cells)
+        like, everywhere = update.init(cells.logical([jnp.asarray(value) for value in whole]))
+        kept = Kept(
+            [[self._place(a, cells_of.block_spec(cells, k)) for a in of_cell] for k, of_cell in enumerate(like)],
+            [self._place(a) for a in everywhere],
+        )
+        return TrainState(
+            params=placed,
+            optimizer=kept,
+            stages=self.model.shard_state(stages) if stages is not None and isinstance(self.model, Pipeline) else None,
+            scale=jax.tree.map(lambda a: self._place(a), first_scale(self.options)),
+            step=self._place(np.int32(0)),
+            key=None if key is None else self._place(key),
+        )
+
+    def whole(self, state: TrainState) -> dict[str, Any]:
+        """`{"params", "optimizer", "stages"}`: each whole, and as its owner knows it; optax its own state."""
+        assert self._update is not None, "a state comes from init"
+        found = {
+            "params": self.model.unshard(state.params),
+            "optimizer": self._update.gather_state(state.optimizer.like, state.optimizer.everywhere),
+            "stages": None,
+        }
+        if isinstance(self.model, Pipeline) and state.stages is not None:
+            found["stages"] = self.model.unshard(state.stages)
+        return found
+
+    def _cells(self, params: Any) -> Cells:
+        cut = self.model.replicas if self.options.shard_optimizer else 1
+        if isinstance(params, Sharded):
+            return cells_of.of_layout(params.layout, replicas=cut)
+        return cells_of.of_tree(params, replicas=cut)
+
+    def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
+        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+        whole = np.asarray(value)  # copied block by block: the step's buffers are its own, and may be donated
+        sharding = NamedSharding(self.model.mesh, spec)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
+
+    def _check_key(self, key: Any) -> None:
+        needs = "the model is random" if self.random else "stochastic_rounding=True draws numbers"
+        if (key is None) != (not self.random and not self.options.stochastic_rounding):
+            if key is None:
+                raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
+            raise ValueError("a key was given, but neither the model nor the rounding is random: leave it out")
+        if key is not None and (
+            not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()
+        ):
+            raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
+
+    # the call
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
+        """`device_iterations` weight updates.
+
+        Communicates what the model does; and an update one psum of all gradients over the replicas, or, with
+        `shard_optimizer`, a psum_scatter of gradients and an all_gather of weights a bucket.
+
+        Args:
+            state: from `init` or the call before. Its buffers are reused: it holds nothing afterwards.
+            batch: leaves (device_iterations, replicas, M, micro-batch, ...), without each of the first two that is 1.
+
+        Returns:
+            The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.
+
+        Raises:
+            ValueError: the batch does not fit; before anything is compiled.
+        """
+        self._check_batch(state, batch)
+        state, outputs = self._program(state, batch)
+        self._window.admit(outputs.loss)
+        return state, outputs
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """The program of a call, lowered and not run: `.compile()` tells its memory and its HLO."""
+        self._check_batch(state, batch)
+        return self._program.lower(state, batch)
+
+    def _check_batch(self, state: TrainState, batch: Any) -> None:
+        if self._update is None or not isinstance(state, TrainState):
+            raise ValueError("state is not of this step: make it with step.init(params)")
+        count = self.options.device_iterations
+        if count > 1:
+            for path, leaf in jax.tree.leaves_with_path(batch):
+                if getattr(leaf, "shape", ())[:1] != (count,):
+                    raise ValueError(
+                        f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
+                        f"its first dim must be device_iterations={count}"
+                    )
+            batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+        key = state.key if self.random else None
+        if isinstance(self.model, Pipeline):
+            self.model.check(state.params, batch, state.stages, key)
+        else:
+            self.model.check(state.params, batch, key)
+
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
+        several, alone = self.options.device_iterations > 1, self.model.replicas == 1
+        if alone:  # an axis of one replica is an axis, too
+            batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, int(several)), batch)
+        of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
+        stacked = several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
+        of_outputs = StepOutputs(WHOLE, PartitionSpec(*[None] * stacked, REPLICA_AXIS), WHOLE)
+        of_state = self._specs(state)
+        assert self._update is not None, "checked by the call"
+        iteration = Iteration(self.model, self.options, self._update, random=self.random)
+        program = lambda state, batch: iteration.run(state, batch, stacked=stacked)  # noqa: E731
+        if isinstance(self.model, Pipeline):
+            mapped: Any = jax.shard_map(
+                program,
+                mesh=self.model.mesh,
+                in_specs=(of_state, of_batch),
+                out_specs=(of_state, of_outputs),
+                check_vma=False,
+            )
+        else:
+            mapped = over_replicas(
+                program, self.model.devices, in_specs=(of_state, of_batch), out_specs=(of_state, of_outputs)
+            )
+        state, outputs = mapped(state, batch)
+        if alone:
+            aux = jax.tree.map(lambda leaf: jnp.squeeze(leaf, int(stacked)), outputs.aux)
+            outputs = dataclasses.replace(outputs, aux=aux)
+        return state, outputs
+
+    def _specs(self, state: TrainState) -> TrainState:
+        everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
+        layout_specs = lambda tree: packing.specs_of(tree.layout) if isinstance(tree, Sharded) else everywhere(tree)  # noqa: E731
+        cells = self._cells(state.params)
+        like = [[cells_of.block_spec(cells, k) for _ in of_cell] for k, of_cell in enumerate(state.optimizer.like)]
+        return TrainState(
+            params=layout_specs(state.params),
+            optimizer=Kept(like, everywhere(state.optimizer.everywhere)),
+            stages=layout_specs(state.stages),
+            scale=everywhere(state.scale),
+            step=WHOLE,
+            key=everywhere(state.key),
+        )
+
+
+def _model_for(model: Any, options: TrainOptions) -> Any:
+    """The model that a step runs: on all its replicas, computing in the precision asked for."""
+    half = None if options.precision == "32.32" else jnp.dtype(options.half)
+    if isinstance(model, Pipeline | Replicas):
+        asked = {"gradient_accumulation": options.gradient_accumulation, "reduction": options.reduction}
+        for name, value in asked.items():
+            own = getattr(model.options, name)
+            if value is not None and value != own:
+                raise ValueError(
+                    f"TrainOptions({name}={value!r}), but the {type(model).__name__} was made with {name}={own!r}: "
+                    "give it in one of the two places, or the same in both"
+                )
+    count = options.replication_factor
+    if isinstance(model, Pipeline):
+        if count is not None and count != model.replicas:
+            model = replicate(model, replication_factor=count)
+        return model if half is None else model.rebuilt(stages=[computing_in(stage, half) for stage in model.stages])
+    if isinstance(model, Replicas):
+        if count is not None and count != model.replicas:
+            raise ValueError(
+                f"TrainOptions(replication_factor={count}), but the Replicas are {model.replicas}: "
+                "give it in one of the two places, or the same in both"
+            )
+        loss_fn, random, of_model = model.loss_fn, model.random, model.options
+        count, m, reduction = model.replicas, of_model.gradient_accumulation, of_model.reduction
+    else:
+        if not callable(model):
+            raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
+        loss_fn, random = model, False
+        m, reduction = options.gradient_accumulation or 1, options.reduction or "mean"
+    fn = loss_fn
+    if half is not None:
+        fn = lambda p, mb, **asked: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked)  # noqa: E731
+    return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)
+
+
+def _clip(largest: float) -> optax.GradientTransformation:
+    """Scales gradients down to a global norm of `largest`; optax's own squares halves in half."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(updates)]
+        norm = jnp.sqrt(sum(squares, jnp.float32(0)))
+        factor = jnp.where(norm > largest, largest / norm, 1)
+        return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
