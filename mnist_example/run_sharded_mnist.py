@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,15 +45,14 @@ _PICTURE = Path("mnist-losses.png")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    for name, value in dataclasses.asdict(network_of(args.model).updates).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    parser = make_parser(
+        "run-sharded-mnist", "Trains a network on handwritten digits, as a pipeline over virtual IPUs."
+    )
+    args = parse(parser, argv)
     try:
         try:
             _check(args)
-            data = synthetic_mnist(args.seed) if args.synthetic_data else load_mnist(args.data_dir)
+            data = load(args)
             trainers = _make_trainers(args, data)
         except (ValueError, OSError) as error:
             parser.error(str(error))
@@ -70,6 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             os._exit(130)
         return 130
     return 0
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, those that were not given as the network has them; bad ones exit."""
+    args = parser.parse_args(argv)
+    for name, value in dataclasses.asdict(network_of(args.model).updates).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,10 +116,11 @@ def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
     return of_text
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The training flags, for whatever reads them."""
     parser = _Parser(
-        prog="run-sharded-mnist",
-        description="Trains a network on handwritten digits, as a pipeline over virtual IPUs.",
+        prog=prog,
+        description=description,
         epilog="Gradients are summed over the accumulation unless you say --reduction mean: an update is learning-rate "
         "times gradient-accumulation-count times the mean gradient.",
         allow_abbrev=False,
@@ -208,7 +217,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--run-single-step", action="store_true", help="stop after one weight update, to see that all works")
     add("--no-progress", action="store_true", help="no progress bar; there is one on a terminal only, anyway")
 
-    source = parser.add_argument_group("data").add_mutually_exclusive_group()
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--eight-bit-io",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="images cross to the IPUs as bytes, and are normalised there; --no-eight-bit-io: the host normalises "
+        "them, and four times as many bytes cross, as float32 (default: --eight-bit-io)",
+    )
+    data.add_argument(
+        "--async-dataloader",
+        action="store_true",
+        help="the batches of the next device calls are made and sent in the background",
+    )
+    data.add_argument(
+        "--num-workers",
+        type=_count,
+        metavar="N",
+        help="threads that make them, with --async-dataloader (default: 1)",
+    )
+    source = data.add_mutually_exclusive_group()
     source.add_argument(
         "--data-dir",
         type=Path,
@@ -226,6 +254,7 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: flags that don't go together, or a picture that could not be drawn.
     """
+    check_data_flags(args)
     if args.pipeline_mode is None and not args.compare:
         raise ValueError("--pipeline-mode is required: basic or concurrent; or --compare for both")
     if args.plot is not None and not args.compare:
@@ -245,6 +274,21 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--plot {picture}: there is no folder {picture.parent}")
 
 
+def check_data_flags(args: argparse.Namespace) -> None:
+    """Refuses, by a ValueError, flags of the data that don't go together."""
+    if args.num_workers is not None and not args.async_dataloader:
+        raise ValueError("--num-workers are threads of --async-dataloader: give both, or neither")
+
+
+def feed_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of `mnist_example.train.make_feed`."""
+    return {
+        "repeat_count": 1 if args.run_single_step else args.repeat_count,
+        "eight_bit_io": args.eight_bit_io,
+        "num_workers": (args.num_workers or 1) if args.async_dataloader else 0,
+    }
+
+
 def _ipus(args: argparse.Namespace) -> dict[Mode, int]:
     """The modes to train in, in order, and the IPUs of each."""
     modes: list[Mode] = [args.pipeline_mode]
@@ -258,10 +302,14 @@ def _ipus(args: argparse.Namespace) -> dict[Mode, int]:
     return ipus
 
 
-def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]:
-    """Builds everything, so that all that can be wrong with the data shows; compiles nothing."""
-    ipus, network = _ipus(args), network_of(args.model)
-    batches = Batches(
+def load(args: argparse.Namespace) -> MNIST:
+    """The digits that the flags ask for."""
+    return synthetic_mnist(args.seed) if args.synthetic_data else load_mnist(args.data_dir)
+
+
+def make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
+    """The training batches that the flags ask for."""
+    return Batches(
         data.train_images,
         data.train_labels,
         batch_size=args.batch_size,
@@ -269,6 +317,12 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
         shuffle=args.shuffle,
         seed=args.seed,
     )
+
+
+def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]:
+    """Builds everything, so that all that can be wrong with the data shows; compiles nothing."""
+    ipus, network = _ipus(args), network_of(args.model)
+    batches = make_batches(args, data)
     configure(max(ipus.values()))
     return {
         mode: Trainer(
@@ -282,7 +336,7 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
             ),
             batches,
             learning_rate=args.learning_rate,
-            repeat_count=1 if args.run_single_step else args.repeat_count,
+            **feed_options(args),
         )
         for mode in ipus
     }
@@ -292,7 +346,7 @@ def _train(args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST) 
     """One run, with its lines; returns the loss of every update."""
     pipeline, batches, network = trainer.pipeline, trainer.batches, network_of(args.model)
     per_epoch = batches.updates_per_epoch
-    total = 1 if args.run_single_step else max(1, round(args.epochs * per_epoch))
+    total = updates_of(args, batches)
     _say(
         f"{mode} {network.title} on {pipeline.ipus} IPUs, {pipeline.schedule.name}; {data.source}: {per_epoch} updates "
         f"an epoch, each of {args.gradient_accumulation_count} micro-batches of {args.batch_size}"
@@ -303,7 +357,7 @@ def _train(args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST) 
     losses: list[_Losses] = []
     seconds = 0.0
     accuracy = 0.0
-    with _progress_bar(shown=sys.stdout.isatty() and not args.no_progress) as progress:
+    with trainer.feed, progress_bar(shown=sys.stdout.isatty() and not args.no_progress) as progress:
         bar = progress.add_task(mode, total=total)
 
         def on_call(call: Call) -> None:
@@ -323,12 +377,17 @@ def _train(args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST) 
     return np.concatenate(losses)
 
 
+def updates_of(args: argparse.Namespace, batches: Batches) -> int:
+    """How many weight updates the flags ask for."""
+    return 1 if args.run_single_step else max(1, round(args.epochs * batches.updates_per_epoch))
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _progress_bar(*, shown: bool) -> Progress:
-    """A bar below the lines that are printed while it stands; nothing at all unless `shown`."""
+def progress_bar(*, shown: bool) -> Progress:
+    """A bar of updates below the lines that are printed while it stands; nothing at all unless `shown`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -6,11 +6,12 @@
 
 The number of updates in a call is an argument of the program, so that the last call of an epoch may be shorter, and
 there is still only one program to compile. Calls are dispatched ahead: while the IPUs work on one, the host reads the
-losses of the one before and gathers the images of the next.
+losses of the one before; the images of the next are gathered meanwhile, by the caller or by workers of the feed.
 """
 
 import collections
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -22,15 +23,17 @@ import numpy as np
 import numpy.typing as npt
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax import Pipeline
+from ipu_jax import Feed, Pipeline, normalise
 from ipu_jax.options import check_count
+from ipu_jax.order import Order, Place
 
 NO_LABEL = -1
 """The label of what fills up a batch: counted neither as right nor as wrong."""
 
 _CALLS_AHEAD = 1
+_BATCHES_AHEAD = 2  # a call's batch each, and so many beside the two that run and wait
 _POLL_SECONDS = 0.005
 
 
@@ -90,11 +93,62 @@ class Batches:
 
     def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
         """The numbers of the images of each update, (updates_per_epoch, M, B). Epochs count from 0."""
-        order = np.arange(len(self.images))
-        if self.shuffle:
-            np.random.default_rng([self.seed, epoch]).shuffle(order)
-        used = self.updates_per_epoch * self.images_per_update
-        return order[:used].reshape(-1, self.gradient_accumulation, self.batch_size)
+        order = Order(
+            len(self.images),
+            self.batch_size,
+            gradient_accumulation=self.gradient_accumulation,
+            iterations=self.updates_per_epoch,
+            shuffle=self.shuffle,
+            seed=self.seed,
+        )
+        return order.rows(Place(epoch, 0)).indices[:, 0]
+
+
+class _AsFloats:
+    """The images as float32 of 0 to 1, and their labels: what crosses to the IPUs when bytes shall not."""
+
+    def __init__(self, batches: Batches):
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches.images)
+
+    def __getitem__(self, indices: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
+        batches = self._batches
+        return {"images": normalise(batches.images.take(indices, axis=0)), "labels": batches.labels[indices]}
+
+
+def make_feed(
+    batches: Batches, mesh: Mesh, *, repeat_count: int = 100, eight_bit_io: bool = True, num_workers: int = 0
+) -> Feed:
+    """The batches of device calls, on the mesh: `{"images", "labels"}`, leaves (calls, M, B, ...).
+
+    A call has up to `repeat_count` updates; the last of an epoch may have fewer real ones. Where a call is of a single
+    update, the leaves are (M, B, ...).
+
+    Args:
+        batches: which images make which update.
+        mesh: of one replica.
+        repeat_count: updates in one device call, at least 1.
+        eight_bit_io: images cross as the bytes that they are, and the network normalises them. False: the host does,
+            and four times as many bytes cross, as float32 of 0 to 1.
+        num_workers: threads that assemble calls ahead of the one that is asked for; 0: the caller does, when it asks.
+
+    Raises:
+        ValueError: a `repeat_count` below 1, or a negative `num_workers`.
+    """
+    return Feed(
+        {"images": batches.images, "labels": batches.labels} if eight_bit_io else _AsFloats(batches),
+        mesh=mesh,
+        micro_batch=batches.batch_size,
+        gradient_accumulation=batches.gradient_accumulation,
+        device_iterations=min(check_count("repeat_count", repeat_count), batches.updates_per_epoch),
+        shuffle=batches.shuffle,
+        seed=batches.seed,
+        last="updates",
+        prefetch=num_workers and max(_BATCHES_AHEAD, num_workers),
+        workers=num_workers or 1,
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -136,13 +190,25 @@ class Trainer:
         batches: what to train on; its `gradient_accumulation` is the pipeline's.
         learning_rate: of SGD, positive. Under reduction="sum" gradients are sums over the micro-batches, so that twice
             the accumulation takes half the learning rate.
-        repeat_count: updates in one device call, at least 1.
+        repeat_count, eight_bit_io, num_workers: of `make_feed`.
+
+    Attributes:
+        feed: of its batches, to be closed where there are workers.
 
     Raises:
         ValueError: a learning rate that is no positive number, a count below 1, or batches of another M.
     """
 
-    def __init__(self, pipeline: Pipeline, batches: Batches, *, learning_rate: float, repeat_count: int = 100):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batches: Batches,
+        *,
+        learning_rate: float,
+        repeat_count: int = 100,
+        eight_bit_io: bool = True,
+        num_workers: int = 0,
+    ):
         if not (learning_rate > 0 and math.isfinite(learning_rate)):
             raise ValueError(f"learning_rate={learning_rate} is not a positive number")
         if batches.gradient_accumulation != pipeline.options.gradient_accumulation:
@@ -152,6 +218,9 @@ class Trainer:
             )
         self.pipeline, self.batches, self.learning_rate = pipeline, batches, learning_rate
         self.updates_per_call = min(check_count("repeat_count", repeat_count), batches.updates_per_epoch)
+        self.feed = make_feed(
+            batches, pipeline.mesh, repeat_count=repeat_count, eight_bit_io=eight_bit_io, num_workers=num_workers
+        )
         self._optimizer = optax.sgd(learning_rate)
         self._everywhere = NamedSharding(pipeline.mesh, PartitionSpec())
         self._program: Any = None
@@ -170,8 +239,8 @@ class Trainer:
     def compile(self, state: State) -> float:
         """Compiles the training program, which the first `run_epoch` does otherwise; returns the seconds it took."""
         start = time.perf_counter()
-        nothing = self._to_ipus(np.empty((0, *self._micro_batches), np.intp))
-        self._program = jax.jit(self._run_updates, donate_argnums=0).lower(state, *nothing, np.int32(0)).compile()
+        program = jax.jit(self._run_updates, donate_argnums=0)
+        self._program = program.lower(state, self.feed.like, np.int32(0)).compile()
         return time.perf_counter() - start
 
     def run_epoch(
@@ -194,13 +263,15 @@ class Trainer:
         if self._program is None:
             self.compile(state)
         assert self._program is not None, "compile sets it"
-        order = self.batches.of_epoch(epoch)[:updates]
+        left = self.batches.updates_per_epoch if updates is None else updates
         done = epoch * self.batches.updates_per_epoch
         pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
-        for start in range(0, len(order), self.updates_per_call):
-            chunk = order[start : start + self.updates_per_call]
-            state, losses = self._program(state, *self._to_ipus(chunk), np.int32(len(chunk)))
-            pending.append((losses, len(chunk)))
+        self.feed.seek(epoch)
+        for batch in itertools.islice(self.feed.epoch(), -(-left // self.updates_per_call)):
+            count = min(batch.updates, left)
+            state, losses = self._program(state, batch.data, np.int32(count))
+            left -= count
+            pending.append((losses, count))
             # One call runs and one waits for it, and never more: many queued calls with collectives deadlock XLA's CPU.
             while len(pending) > _CALLS_AHEAD:
                 done = self._report(*pending.popleft(), done, on_call)
@@ -231,20 +302,13 @@ class Trainer:
     def _micro_batches(self) -> tuple[int, int]:
         return self.batches.gradient_accumulation, self.batches.batch_size
 
-    def _to_ipus(self, chunk: npt.NDArray[np.intp]) -> tuple[jax.Array, jax.Array]:
-        """Images and labels of up to a call's updates, filled up to a call's with zeros that are never read."""
-        lead = (self.updates_per_call, *self._micro_batches)
-        images = np.zeros((*lead, *self.batches.images.shape[1:]), np.uint8)
-        labels = np.zeros(lead, np.uint8)
-        images[: len(chunk)], labels[: len(chunk)] = self.batches.images[chunk], self.batches.labels[chunk]
-        return jax.device_put((images, labels), self._everywhere)
+    def _run_updates(self, state: State, calls: Any, count: jax.Array) -> tuple[State, jax.Array]:
+        if self.updates_per_call == 1:
+            calls = jax.tree.map(lambda leaf: leaf[None], calls)
 
-    def _run_updates(
-        self, state: State, images: jax.Array, labels: jax.Array, count: jax.Array
-    ) -> tuple[State, jax.Array]:
         def update(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
             state, losses = carry
-            batch = {"images": images[i], "labels": labels[i]}
+            batch = jax.tree.map(lambda leaf: leaf[i], calls)
             # optax's types know dicts and the like, not every pytree that it updates
             results: Any = self.pipeline.value_and_grad(state.params, batch, state=state.stages)
             (loss, _), gradients, *stages = results

@@ -48,10 +48,14 @@ LAYERS = (
     "scaling",
     "iteration",
     "train",
+    "order",
+    "prefetch",
+    "source",
+    "feed",
 )
 
 # They run where jax is not wanted: a picture of a schedule needs no device, and the launcher starts in no time.
-PLAIN = (*SCHEDULE, *(path.stem for path in (ROOT / "ipu_jax").glob("poprun.py")))
+PLAIN = (*SCHEDULE, "order", "prefetch", *(path.stem for path in (ROOT / "ipu_jax").glob("poprun.py")))
 
 
 def imported_modules(path: Path, root: Path = ROOT) -> set[str]:

@@ -1,0 +1,90 @@
+"""The feed: does a step wait for its data? And how many bytes cross to the IPUs?
+
+Loss and gradients of the MNIST example, with batches that the feed makes and sends meanwhile, against the same step
+with batches that lie on the IPUs already: in turn in one run, in both modes. Also the feed without prefetch, and the
+feed alone. Data: $MNIST_DIR or an earlier download, else scikit-learn's digits.
+
+    python benchmarks/feed.py [--check]
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from figures import Figures, side_by_side
+
+from ipu_jax import Feed, Pipeline, configure, make_mesh
+from mnist_example.data import MNIST, load_mnist
+from mnist_example.model import MODES, init_params, make_pipeline
+from mnist_example.train import Batches, make_feed
+
+SIZES = ((64, 16), (8, 84))  # micro-batch, M: those of mnist.py
+STEPS = 2  # in a round, dispatched as a training loop does
+PREFETCH = 2
+MOST = 1.05
+
+
+def feed_of(batches: Batches, pipeline: Pipeline, prefetch: int) -> Feed:
+    """Endless batches of one update each."""
+    return Feed(
+        {"images": batches.images, "labels": batches.labels},
+        mesh=pipeline.mesh,
+        micro_batch=batches.batch_size,
+        gradient_accumulation=batches.gradient_accumulation,
+        prefetch=prefetch,
+    )
+
+
+def steps(pipeline: Pipeline, params: Any, next_batch: Callable[[], Any]) -> Any:
+    """A round, its last loss to be waited for."""
+    result = None
+    for _ in range(STEPS):
+        result = pipeline.value_and_grad(params, next_batch())
+    return result
+
+
+def crossing(data: MNIST, *, eight_bit_io: bool) -> int:
+    """Bytes of a call's images on both IPUs of a replica."""
+    batches = Batches(data.train_images, data.train_labels, batch_size=64, gradient_accumulation=16)
+    images = next(make_feed(batches, make_mesh(1, 2), eight_bit_io=eight_bit_io)).data["images"]
+    return sum(shard.data.nbytes for shard in images.addressable_shards)
+
+
+def main() -> int:
+    figures = Figures("the feed: step time with real data over the step's with data on the IPUs, and bytes that cross")
+    configure(2)
+    data = load_mnist(mirrors=())
+    params = init_params(0)
+    print(data.source, flush=True)
+    for rows, count in SIZES:
+        batches = Batches(data.train_images, data.train_labels, batch_size=rows, gradient_accumulation=count)
+        for mode in MODES:
+            pipeline = make_pipeline(mode, gradient_accumulation=count)
+            step = partial(steps, pipeline, pipeline.shard(params))
+            with feed_of(batches, pipeline, PREFETCH) as ahead, feed_of(batches, pipeline, 0) as by_caller:
+                # several, since one that is read again and again stays in the caches
+                resident = itertools.cycle([next(by_caller).data for _ in range(8)])
+                on_ipus, fed, waited, alone = side_by_side(
+                    partial(step, lambda batches=resident: next(batches)),
+                    partial(step, lambda feed=ahead: next(feed).data),
+                    partial(step, lambda feed=by_caller: next(feed).data),
+                    lambda feed=by_caller: [next(feed).data for _ in range(STEPS)],
+                    rounds=10,
+                )
+            where = f"{mode}, micro-batch {rows}, M={count}"
+            figures.add(f"step time / data on the IPUs, prefetch, {where}", fed.wall / on_ipus.wall, MOST)
+            figures.add(f"step time / data on the IPUs, no prefetch, {where}", waited.wall / on_ipus.wall)
+            figures.add(f"CPU work / data on the IPUs, prefetch, {where}", fed.cpu / on_ipus.cpu)
+            figures.add(f"feed alone / step time, {where}", alone.wall / on_ipus.wall)
+    figures.add(
+        "bytes of images that cross / as floats, --eight-bit-io",
+        crossing(data, eight_bit_io=True) / crossing(data, eight_bit_io=False),
+        0.25,
+    )
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

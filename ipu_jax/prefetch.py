@@ -1,0 +1,194 @@
+"""Work done ahead by threads, handed out in order: what stands between a source and whoever reads it.
+
+    items    0  1  2  3  4  5 ...
+    worker 0 [0 ][ 2  ]   .         at most `ahead` results are made or being made beyond what was taken;
+    worker 1 [1    ][3]   .         a worker that would make one more waits
+    taken    0  1 ...               in the order of the items, whichever worker is the first to be ready
+
+Threads, not processes: a process that forks after jax has started may hang, and one that is spawned would hold the data
+once more and send every batch through a pipe. NumPy releases the interpreter's lock while it gathers rows, as decoders
+of images do while they decode. No jax in here.
+"""
+
+import dataclasses
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+# What a worker may take to finish its batch after it was told to stop.
+_STOP_SECONDS = 10.0
+
+
+class FeedTimeoutError(TimeoutError):
+    """A batch did not arrive in time, or a worker did not end; says what each worker does."""
+
+
+@dataclasses.dataclass
+class _Shared(Generic[_Item, _Result]):
+    """What the workers and the reader share. No worker holds the `Prefetcher`, so that it can be collected."""
+
+    make: Callable[[_Item], _Result]
+    items: Iterator[_Item]
+    ahead: int
+    changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+    issued: int = 0
+    taken: int = 0
+    stopped: bool = False  # no further item is begun
+    dropped: bool = False  # nobody wants what is made any more
+    # by the number of the item: the result, or what was raised in its place
+    results: dict[int, tuple[_Result | None, BaseException | None]] = dataclasses.field(default_factory=dict)
+    # by the number of the worker: what it makes, and since when
+    busy: dict[int, tuple[_Item, float]] = dataclasses.field(default_factory=dict)
+
+
+class Prefetcher(Generic[_Item, _Result]):
+    """Makes a result of each item on threads, ahead of the caller and in order.
+
+    After an error no further item is begun; those before it are handed out first.
+
+    Args:
+        make: called by the workers, several at once.
+        items: drawn from by one worker at a time; the caller takes no more results than there are.
+        ahead: results that may be made, or in the making, beyond those that were taken; at least 1.
+        workers: threads, at least 1.
+        seconds: what `take` waits for at most.
+
+    >>> with Prefetcher(lambda n: n * n, iter(range(4)), ahead=2, workers=2, seconds=60) as squares:
+    ...     [squares.take() for _ in range(4)]
+    [0, 1, 4, 9]
+    """
+
+    def __init__(
+        self,
+        make: Callable[[_Item], _Result],
+        items: Iterator[_Item],
+        *,
+        ahead: int,
+        workers: int,
+        seconds: float,
+    ):
+        self._seconds = seconds
+        self._shared: _Shared[_Item, _Result] = _Shared(make, items, ahead)
+        self._threads = [
+            threading.Thread(target=_work, args=(self._shared, k), name=f"feed worker {k}", daemon=True)
+            for k in range(workers)
+        ]
+        # also where nobody closes: when it is collected, and before the interpreter ends, which jax would not survive
+        self._ended = weakref.finalize(self, _stop, self._shared, self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> "Prefetcher[_Item, _Result]":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    @property
+    def ready(self) -> int:
+        """How many results wait to be taken."""
+        with self._shared.changed:
+            return len(self._shared.results)
+
+    def take(self) -> _Result:
+        """The result of the next item, waited for.
+
+        Raises:
+            FeedTimeoutError: it did not come in time.
+            BaseException: whatever `make` raised in its place, with the worker's traceback.
+        """
+        shared = self._shared
+        with shared.changed:
+            number = shared.taken
+            if not shared.changed.wait_for(lambda: number in shared.results, self._seconds):
+                raise self._timeout(f"nothing arrived within {self._seconds:g} s")
+            result, error = shared.results.pop(number)
+            shared.taken += 1
+            shared.changed.notify_all()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, which would hold it
+        return result  # pyright: ignore[reportReturnType] (there is one where there is no error)
+
+    def close(self) -> None:
+        """Ends the workers, and drops what they made. A second time does nothing.
+
+        Raises:
+            FeedTimeoutError: a worker is stuck in `make`.
+        """
+        self._ended()
+        if any(thread.is_alive() for thread in self._threads):
+            raise self._timeout(f"a worker did not end within {_STOP_SECONDS:g} s")
+
+    def _timeout(self, what: str) -> FeedTimeoutError:
+        frames, now = sys._current_frames(), time.monotonic()
+        with self._shared.changed:
+            busy = dict(self._shared.busy)
+        told, stacks = [], []
+        for number, thread in enumerate(self._threads):
+            frame = frames.get(thread.ident or -1)
+            if not thread.is_alive() or frame is None:
+                told.append(f"worker {number} has ended")
+            elif number not in busy:
+                told.append(f"worker {number} waits")
+            else:
+                item, since = busy[number]
+                at = traceback.extract_stack(frame)[-1]
+                told.append(
+                    f"worker {number} has been at {item} for {now - since:.1f} s, now in {at.filename}:{at.lineno} "
+                    f"({at.name})"
+                )
+                stacks.append(f"Stack of worker {number}:\n{''.join(traceback.format_stack(frame))}".rstrip())
+        error = FeedTimeoutError(f"{what}: {'; '.join(told)}. Mend the source, or allow more with timeout=")
+        for stack in stacks:
+            error.add_note(stack)
+        return error
+
+
+def _work(shared: _Shared[Any, Any], me: int) -> None:
+    while True:
+        with shared.changed:
+            shared.changed.wait_for(lambda: shared.stopped or shared.issued - shared.taken < shared.ahead)
+            if shared.stopped:
+                return
+            number = shared.issued
+            try:
+                item = next(shared.items)
+            except StopIteration:
+                return
+            shared.issued += 1
+            shared.busy[me] = (item, time.monotonic())
+        error = result = None
+        try:
+            result = shared.make(item)
+        except BaseException as raised:  # whatever it is, it belongs to the reader
+            raised.add_note(f"raised by feed worker {me} at {item}")
+            error = raised
+        with shared.changed:
+            del shared.busy[me]
+            shared.stopped |= error is not None
+            if not shared.dropped:
+                shared.results[number] = (result, error)
+            shared.changed.notify_all()
+        del item, result, error  # a worker that waits holds no batch
+
+
+def _stop(shared: _Shared[Any, Any], threads: list[threading.Thread]) -> None:
+    with shared.changed:
+        shared.stopped = shared.dropped = True
+        shared.results.clear()
+        shared.changed.notify_all()
+    if threading.current_thread() in threads:
+        return  # a collection may run in any thread, and none can wait for itself
+    deadline = time.monotonic() + _STOP_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,181 @@
+"""Where examples come from: arrays in memory, or anything that can be asked for the examples of an index array.
+
+    {"images": (60000, 28, 28) uint8, "labels": (60000,) uint8}         a pytree of arrays, an example a row
+    class Photos: __len__(self); __getitem__(self, indices)             indices (n,) intp -> a pytree of arrays (n, ...)
+
+What is read is always in new memory. On a CPU `jax.device_put` does not copy but shares a NumPy array's memory, so that
+a buffer which is used again would change a batch behind its reader's back.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+_Indices = npt.NDArray[np.intp]
+_MEND = "give arrays with an example a row, or an object with __len__ and __getitem__ of an index array"
+
+
+class Source:
+    """Reads examples by their numbers, from anything that `Feed` takes.
+
+    64-bit numbers are read as 32-bit ones unless jax is told to have them (`jax_enable_x64`).
+
+    Attributes:
+        examples: how many there are.
+        like: the pytree of one example, leaves `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ValueError: neither arrays nor an indexable; nothing in it; leaves of unlike lengths, or of a dtype that no IPU
+            holds.
+
+    >>> source = Source({"x": np.arange(6).reshape(3, 2)})
+    >>> source.examples, source.read(np.array([2, 0]))["x"].tolist()
+    (3, [[4, 5], [0, 1]])
+    """
+
+    def __init__(self, source: Any):
+        self.examples = _length(source)
+        self._read = _reader(source)
+        self._copies = _is_indexable(source)
+        if self.examples < 1:
+            raise ValueError(f"the source holds no examples: {_MEND}")
+        one = self._checked(self._read(np.zeros(1, np.intp)), 1)
+        self.like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], _held(leaf.dtype)), one)
+        if not jax.tree.leaves(self.like):
+            raise ValueError(f"the source has examples without any array: {_MEND}")
+
+    def read(self, indices: _Indices) -> Any:
+        """The examples of these numbers: leaves (n, ...) in new memory, of the dtypes of `like`.
+
+        Args:
+            indices: (n,).
+
+        Raises:
+            ValueError: an indexable gave other arrays than the first time, or an integer that 32 bits can't hold.
+        """
+        found = self._checked(self._read(indices), len(indices))
+        if jax.tree.structure(found) != jax.tree.structure(self.like):
+            raise ValueError(
+                f"the source gave {jax.tree.structure(found)} for {len(indices)} examples, and "
+                f"{jax.tree.structure(self.like)} for the first one: give all alike"
+            )
+        return jax.tree.map_with_path(functools.partial(_held_array, self._copies), self.like, found)
+
+    def filling(self, fill: Any) -> Any:
+        """`fill`, a number or a pytree of them, as a pytree of the structure of `like`.
+
+        Raises:
+            ValueError: another structure, or a number that the dtype of its array can't hold.
+        """
+        if jax.tree.structure(fill) != jax.tree.structure(self.like):
+            if jax.tree.structure(fill) != jax.tree.structure(0):
+                raise ValueError(f"fill={fill!r} is neither a number nor a pytree of numbers as the source's")
+            fill = jax.tree.map(lambda _: fill, self.like)
+        return jax.tree.map_with_path(_check_fill, self.like, fill)
+
+    def _checked(self, found: Any, count: int) -> Any:
+        for path, leaf in jax.tree.leaves_with_path(found):
+            if not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (count,):
+                shape = f"shape {leaf.shape}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+                raise ValueError(
+                    f"the source gave {shape} at {_name(path)} for {count} examples: give NumPy arrays ({count}, ...)"
+                )
+            if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_):
+                raise ValueError(f"the source holds {leaf.dtype} at {_name(path)}: IPUs hold numbers and bools only")
+        return found
+
+
+def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.float32) -> Any:
+    """Bytes as a network reads them: 0 to 255 become 0 to 1, less `mean`, over `std`.
+
+    Of a `jax.Array`, inside a step, it is computed on the IPU, so that only bytes cross from the host; of a NumPy array
+    on the host. Both give the same numbers but for rounding.
+
+    Args:
+        values: uint8, of any shape.
+        mean, std: numbers, or arrays that broadcast against the last dims, such as (channels,).
+        dtype: of the result and of the computation.
+
+    Raises:
+        ValueError: the values are no bytes.
+
+    >>> normalise(np.array([0, 51, 255], np.uint8), mean=0.5, std=0.5).tolist()
+    [-1.0, -0.6000000238418579, 1.0]
+    """
+    if values.dtype != np.uint8:
+        raise ValueError(f"values are {values.dtype}: give bytes, uint8 of 0 to 255")
+    scaled = values.astype(dtype) / np.asarray(255, dtype)
+    return (scaled - np.asarray(mean, dtype)) / np.asarray(std, dtype)
+
+
+def _reader(source: Any) -> Callable[[_Indices], Any]:
+    if _is_indexable(source):
+        return lambda indices: jax.tree.map(_on_host, source[indices])
+    arrays = jax.tree.map(_on_host, source)
+    return lambda indices: jax.tree.map(lambda leaf: leaf.take(indices, axis=0), arrays)
+
+
+def _is_indexable(source: Any) -> bool:
+    is_tree = isinstance(source, dict | list | tuple | str | bytes | np.ndarray | jax.Array)
+    return not is_tree and hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def _length(source: Any) -> int:
+    if _is_indexable(source):
+        return len(source)
+    if hasattr(source, "__next__"):
+        raise ValueError(f"the source is a {type(source).__name__}, whose examples have no numbers: {_MEND}")
+    lengths: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(source):
+        if not isinstance(leaf, np.ndarray | jax.Array) or not leaf.ndim:
+            raise ValueError(f"the source has {type(leaf).__name__} at {_name(path)}: {_MEND}")
+        lengths[_name(path)] = len(leaf)
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{length} at {name}" for name, length in lengths.items())
+        raise ValueError(f"the source's arrays differ in length: {told}; give a row of each for every example")
+    return next(iter(lengths.values()), 0)
+
+
+def _on_host(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _name(path: Any) -> str:
+    return f"source{jax.tree_util.keystr(path)}"
+
+
+def _held(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which jax holds such numbers."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype if dtype.isnative else dtype.newbyteorder("=")))
+
+
+def _held_array(copies: bool, path: Any, like: jax.ShapeDtypeStruct, found: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if (found.shape[1:], _held(found.dtype)) != (like.shape, like.dtype):
+        raise ValueError(
+            f"the source gave {found.dtype} {found.shape[1:]} at {_name(path)}, and {like.dtype} {like.shape} for the "
+            "first example: give all alike"
+        )
+    if found.dtype.kind in "iu" and found.dtype != like.dtype and found.size:
+        low, high, limits = found.min(), found.max(), np.iinfo(like.dtype)
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"the source holds {low if low < limits.min else high} at {_name(path)}, which {like.dtype} cannot: "
+                "set jax_enable_x64, or give smaller numbers"
+            )
+    # rows taken from our arrays are new memory already; whether those of an indexable are, nobody knows
+    return np.array(found, like.dtype, order="C", copy=copies or None)
+
+
+def _check_fill(path: Any, like: jax.ShapeDtypeStruct, value: Any) -> Any:
+    try:
+        held = np.asarray(value, like.dtype)
+    except (OverflowError, TypeError, ValueError):
+        held = None
+    if held is None or held.ndim or (like.dtype.kind in "iub" and held != value):
+        raise ValueError(f"fill={value!r} at {_name(path)} is no {like.dtype}: give a number that it holds")
+    return value

@@ -1,0 +1,87 @@
+"""Reads the training batches, and does nothing with them: the `benchmark-dataset` command.
+
+    benchmark-dataset --batch-size 64 --gradient-accumulation-count 8 --repeat-count 4 --async-dataloader
+
+It takes the flags of `run-sharded-mnist`, so that a training's own command line can be given as it is, and moves the
+same batches to as many IPUs. An epoch that takes as long here as in training has the host for its bottleneck. Flags of
+the model, of its updates and of pictures change nothing here. MB/s are those of the batches as they cross to each IPU.
+
+Exit status: 0, 2 for bad input, 130 after Ctrl-C.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from ipu_jax import Feed, configure, make_mesh
+from mnist_example.run_sharded_mnist import (
+    check_data_flags,
+    feed_options,
+    load,
+    make_batches,
+    make_parser,
+    parse,
+    progress_bar,
+    updates_of,
+)
+from mnist_example.train import Batches, make_feed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
+    parser = make_parser(
+        "benchmark-dataset",
+        "Reads the batches of a training and does nothing else: how many a second is the host good for? Takes the "
+        "flags of run-sharded-mnist; those of the model and its updates change nothing.",
+    )
+    args = parse(parser, argv)
+    try:
+        try:
+            check_data_flags(args)
+            data = load(args)
+            batches = make_batches(args, data)
+            configure(args.ipus)
+            feed = make_feed(batches, make_mesh(1, args.ipus), **feed_options(args))
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+        print(
+            f"{data.source}, to {args.ipus} IPUs: {batches.updates_per_epoch} updates an epoch, each of "
+            f"{args.gradient_accumulation_count} micro-batches of {args.batch_size}",
+            flush=True,
+        )
+        with feed:
+            _read(args, batches, feed)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _read(args: argparse.Namespace, batches: Batches, feed: Feed) -> None:
+    """Reads all epochs, with a line after each."""
+    per_epoch, total = batches.updates_per_epoch, updates_of(args, batches)
+    per_call = min(feed_options(args)["repeat_count"], per_epoch)
+    with progress_bar(shown=sys.stdout.isatty() and not args.no_progress) as progress:
+        bar = progress.add_task("reading", total=total)
+        for epoch in range(-(-total // per_epoch)):
+            updates = min(per_epoch, total - epoch * per_epoch)
+            examples = megabytes = 0.0
+            start = time.perf_counter()
+            for batch in itertools.islice(feed.epoch(), -(-updates // per_call)):
+                jax.block_until_ready(batch.data)
+                examples += batch.examples
+                megabytes += batch.nbytes / 1e6
+                progress.update(bar, advance=batch.updates)
+            seconds = time.perf_counter() - start
+            print(
+                f"Epoch {epoch + 1}: {examples:,.0f} samples in {seconds:.2f} s, {examples / seconds:,.0f} samples/s, "
+                f"{megabytes / seconds:,.1f} MB/s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The command that reads and does nothing else: its lines, and what it refuses."""
+
+import io
+import re
+import sys
+import threading
+
+import jax
+import pytest
+
+from mnist_example import benchmark_dataset, run_sharded_mnist
+from mnist_example.benchmark_dataset import main
+from mnist_example.data import synthetic_mnist
+
+TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5"]
+SPEED = r"in \d+\.\d\d s, [\d,]+ samples/s, [\d,]+\.\d MB/s"
+
+
+@pytest.fixture(autouse=True)
+def few_digits(monkeypatch):
+    """Synthetic data of 103 images, so that an epoch takes no time."""
+    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--no-eight-bit-io"], ["--async-dataloader"], ["--async-dataloader", "--num-workers", "3"]]
+)
+def test_a_line_follows_every_epoch(flags, capsys):
+    assert main([*TINY, *flags, "--epochs", "2.4", "--repeat-count", "2", "--ipus", "4"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header == "synthetic data, seed 0, to 4 IPUs: 5 updates an epoch, each of 5 micro-batches of 4"
+    # an epoch is 2, 2 and 1 updates of 20 images; 0.4 of it is one call
+    for line, (epoch, samples) in zip(lines, [(1, 100), (2, 100), (3, 40)], strict=True):
+        assert re.fullmatch(rf"Epoch {epoch}: {samples} samples {SPEED}", line), line
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
+
+
+def test_a_trainings_own_command_line_can_be_given(capsys):
+    """Flags of the model change nothing, and nothing is compiled for them."""
+    flags = "--pipeline-mode concurrent --model resnet18 --learning-rate 0.1 --precision 16.16 --run-single-step"
+    assert main([*TINY, *flags.split()]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.endswith("5 updates an epoch, each of 5 micro-batches of 4")
+    assert re.fullmatch(rf"Epoch 1: 20 samples {SPEED}", line)
+
+
+def test_there_is_a_bar_on_a_terminal_only(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    with_bar, without = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", with_bar)
+    assert main([*TINY, "--epochs", "1"]) == 0
+    assert "5/5" in with_bar.getvalue()
+    monkeypatch.setattr(sys, "stdout", without)
+    assert main([*TINY, "--epochs", "1", "--no-progress"]) == 0
+    assert "\x1b" not in without.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--num-workers", "2"], "--num-workers are threads of --async-dataloader: give both, or neither"),
+        (["--batch", "8"], "unrecognized arguments: --batch 8"),
+        (["--epochs", "0"], "argument --epochs: '0' is not a positive number: give one such as 0.01"),
+        (
+            ["--batch-size", "104"],
+            "batch_size=104 x gradient_accumulation=5 takes 520 images for an update, but there are 103: lower one of "
+            "the two",
+        ),
+        (
+            ["--ipus", "9"],
+            "num_ipus=9, but jax already started its CPU backend with 8: call configure(9) before any other use of "
+            "jax, or set JAX_NUM_CPU_DEVICES=9.",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(flags, line, capsys):
+    jax.devices()  # the backend runs with 8 IPUs: more cannot be made
+    with pytest.raises(SystemExit) as stopped:
+        main([*TINY, *flags])
+    assert stopped.value.code == 2
+    assert capsys.readouterr() == ("", f"benchmark-dataset: {line}\n")
+
+
+def test_a_data_dir_that_is_none_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--data-dir", str(tmp_path / "missing")])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"benchmark-dataset: --data-dir {tmp_path}/missing is not a folder: ")
+
+
+def test_ctrl_c_exits_with_130(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark_dataset, "_read", interrupted)
+    assert main(TINY) == 130
