@@ -121,7 +121,7 @@ def linear_cross_entropy(
     axes = varying_axes(hidden) | varying_axes(table) | varying_axes(targets) | ({axis} if is_typed(axis) else set())
     hidden_ND, table_VD = as_varying(hidden_ND, axes), as_varying(table, axes)
     if gradients == "backward":
-        loss_N = loss(hidden_ND, table_VD, targets_N, terms, chunks)
+        loss_N: jax.Array = loss(hidden_ND, table_VD, targets_N, terms, chunks)
         return reduced(loss_N.reshape(shape), targets >= 0, faulty, weights, reduction)
 
     def total(losses: jax.Array) -> jax.Array:
