@@ -16,8 +16,10 @@ logits, as they came, and two floats a token.
 Dims: N tokens (any number of leading dims), V columns; n IPUs.
 """
 
+import dataclasses
 import functools
 import math
+import numbers
 from typing import Any, Literal, overload
 
 import jax
@@ -234,6 +236,9 @@ def _told_jvp(terms: Terms, wants_lse: bool, primals: Any, tangents: Any) -> Any
 
 def _loss_slope(terms: Terms, x_NV: jax.Array, targets: jax.Array, whole: Whole, dx_NV: jax.Array) -> jax.Array:
     first = _first(terms)
+    if terms.soft_cap is not None and not is_soft(targets):
+        # A row that does not count may hold NaN, which would go through the derivative of tanh times zero.
+        x_NV = jnp.where((targets < 0)[..., None], 0, x_NV)
     logits_NV, dlogits_NV = jax.jvp(lambda x: logits_of(x, first, terms), (x_NV,), (dx_NV,))
     return (slopes(logits_NV, targets, whole, first, terms) * dlogits_NV).sum(-1)
 
@@ -256,11 +261,21 @@ def _first(terms: Terms) -> jax.Array:
 
 
 def checked_terms(terms: Terms) -> Terms:
-    """The terms themselves, refused where one is outside its range.
+    """The terms, their numbers as Python floats, refused where one is outside its range.
 
     Raises:
         ValueError: names the option, its value and the rule.
     """
+    plain = {}
+    for name in ("label_smoothing", "z_loss", "soft_cap", "temperature"):
+        value = getattr(terms, name)
+        if value is not None and not isinstance(value, numbers.Real):
+            raise ValueError(
+                f"{name} is of type {type(value).__name__}, but must be a plain number: what is compiled depends on it"
+            )
+        # A numpy number has a dtype of its own, which would spread.
+        plain[name] = None if value is None else float(value)
+    terms = dataclasses.replace(terms, **plain)
     rules = (
         ("label_smoothing", 0 <= terms.label_smoothing <= 1, "must be from 0 to 1: it is a share of the target"),
         ("z_loss", 0 <= terms.z_loss < math.inf, "must be at least 0: use 0 for none"),
@@ -291,8 +306,10 @@ def checked_labels(
     """Labels as int32, with -1 for each that does not count; and with "nan" which of them are out of range.
 
     Raises:
-        ValueError: the labels are not integers.
+        ValueError: the labels are not integers, or `ignore_index` is none.
     """
+    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer))):
+        raise ValueError(f"ignore_index={ignore_index!r} is no label: give an int, or None if all labels count")
     inside_N = as_int32("labels", labels, size)
     own = labels if isinstance(labels, jax.Array) else np.asarray(labels)
     ignored_N = jnp.zeros(own.shape, bool)

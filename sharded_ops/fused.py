@@ -82,7 +82,7 @@ def _loss_backward(
 
     def of_columns(column: Any, columns: int, found: Any) -> Any:
         dhidden_ND, dtable_VD = found
-        tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
+        tile_CD = _rows(table_VD, column, columns, terms)
 
         def of_tokens(start: Any, tokens: int, found: Any) -> Any:
             dhidden_ND, dtile_CD = found
@@ -146,7 +146,8 @@ def _sum_forward(
         def of_columns(column: Any, columns: int, found: Any) -> Any:
             dchunk_ND, dtable_VD = found
             x_NC = lax.dynamic_slice_in_dim(x_NV, column, columns, axis=1)
-            tile_CD, dtile_CD = (lax.dynamic_slice_in_dim(rows, column, columns) for rows in (table_VD, dtable_VD))
+            tile_CD = _rows(table_VD, column, columns, terms)
+            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns)
             slopes_NC = _slopes(x_NC, labels_N, whole, chunk_factors_N, first + column, terms).astype(table_VD.dtype)
             dtile_CD = dtile_CD + _matmul(slopes_NC.T, chunk_ND)
             dtable_VD = lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
@@ -185,6 +186,15 @@ def _over(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], c
     elif full:
         carry = lax.fori_loop(0, full, lambda k, carry: body(k * chunk, chunk, carry), carry)
     return body(full * chunk, rest, carry) if rest else carry
+
+
+def _rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.Array:
+    """The table's rows of a tile, with 0 for padding: it may hold NaN, which would go through slopes of zero."""
+    tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
+    if not terms.split.padding:
+        return tile_CD
+    is_real_C = _first(terms) + column + jnp.arange(columns) < terms.split.size
+    return jnp.where(is_real_C[:, None], tile_CD, 0)
 
 
 def _logits(hidden_ND: jax.Array, tile_CD: jax.Array) -> jax.Array:
