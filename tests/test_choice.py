@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from jax import lax
-from jax.sharding import PartitionSpec as P
-from test_collectives import (
+from harness import (
     SPLITS,
     assert_close,
     collectives,
@@ -24,6 +21,9 @@ from test_collectives import (
     sharded_vjp,
     unpadded,
 )
+from hypothesis import given
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, argmax, sample, top_k
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import collectives, exactly, on_ipus
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_collectives import collectives, exactly, on_ipus
 
 from sharded_ops import debug_sharding, reduce_to_all
 

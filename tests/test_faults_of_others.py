@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import dense_vjp, exactly, normal, on_ipus, padded, sharded_vjp, unpadded
 from jax.sharding import PartitionSpec as P
-from test_collectives import dense_vjp, exactly, normal, on_ipus, padded, sharded_vjp, unpadded
-from test_cross_entropy import dense_loss
+from losses import dense_loss
 
 from sharded_ops import Split, linear_cross_entropy, log_softmax, log_softmax_cross_entropy
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense import largest_relative_error
+from harness import exactly
 from jax.sharding import PartitionSpec
-from test_collectives import exactly
 from test_state import ROWS, D, loss_layer, normal
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, engine, make_mesh, verify

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import SPLITS, exactly, mesh_of, on_ipus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_collectives import SPLITS, exactly, mesh_of, on_ipus
 
 from sharded_ops import Split
 from sharded_ops.layout import as_int32, check_one_per_row, local_rows, mask_padding, real_rows, split_over

@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
-from test_collectives import (
+from harness import (
     assert_close,
     collectives,
     dense_vjp,
@@ -24,7 +21,10 @@ from test_collectives import (
     sharded_vjp,
     unpadded,
 )
-from test_cross_entropy import dense_loss
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from losses import dense_loss
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
 from ipu_jax.cost import flops_of

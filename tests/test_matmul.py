@@ -7,11 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
-from test_collectives import (
+from harness import (
     FEW_CASES,
     a_few_cases,
     assert_close,
@@ -27,6 +23,10 @@ from test_collectives import (
     sharded_vjp,
     unpadded,
 )
+from hypothesis import given
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, from_all, matmul, scatter_tokens, tied_projection
 

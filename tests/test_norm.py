@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from jax import lax
-from jax.sharding import PartitionSpec as P
-from test_collectives import (
+from harness import (
     a_few_cases,
     assert_close,
     collectives,
@@ -23,6 +20,9 @@ from test_collectives import (
     sharded_vjp,
     unpadded,
 )
+from hypothesis import given
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, layer_norm, rms_norm
 

@@ -11,9 +11,9 @@ import optax
 import pytest
 from dense import ROWS, VOCABULARY, chain, largest_relative_error
 from flax import nnx
+from harness import exactly
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_collectives import exactly
 
 from ipu_jax import ALL_IPUS, Pipeline, Sharded, Stage, make_mesh
 from ipu_jax.schedule import NAMES, make

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import assert_close, exactly, mesh_of, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_collectives import assert_close, exactly, mesh_of, normal
 
 from sharded_ops import Layout, Split, embedding
 from sharded_ops.leaf_layout import LeafLayout

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import exactly, normal, on_ipus, padded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_choice import COLUMNS, INF, NAN, in_transforms
-from test_collectives import exactly, normal, on_ipus, padded
 
 from sharded_ops import Split, choice, sample
 

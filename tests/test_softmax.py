@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jax import lax
-from jax.sharding import PartitionSpec as P
-from test_collectives import (
+from harness import (
     MODES,
     assert_close,
     collectives,
@@ -25,6 +21,10 @@ from test_collectives import (
     sharded_vjp,
     unpadded,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, from_all, log_softmax, softmax
 

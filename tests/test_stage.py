@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import exactly
 from jax import lax
 from jax.sharding import PartitionSpec
-from test_collectives import exactly
 from test_halves import ROWS, D, E, mlp
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh

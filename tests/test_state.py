@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense import largest_relative_error
+from harness import exactly
 from jax import lax
 from jax.sharding import PartitionSpec
-from test_collectives import exactly
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, engine, make_mesh
 

@@ -1,0 +1,189 @@
+"""The harness that the tests of all sharded ops share.
+
+An op is right when it agrees with a dense program that knows nothing of IPUs, forward and in every gradient, however
+the two are differentiated. There are four ways, `MODES`, and `sharded_vjp` runs an op in each:
+
+    typed / untyped      the shard_map has check_vma=True, or False
+    outside / inside     jax.vjp is taken of the shard_map, or within it, for each IPU's own program
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from sharded_ops import (
+    Split,
+)
+
+ON_ALL = P()
+
+MODES = ("typed-outside", "typed-inside", "untyped-outside", "untyped-inside")
+
+# (IPUs, size of the split dim): one IPU, an even split, ragged ones, and IPUs that hold nothing but padding
+SPLITS = ((1, 5), (2, 6), (3, 7), (2, 1), (8, 5), (4, 10))
+
+
+@functools.cache
+def mesh_of(n: int) -> Mesh:
+    return jax.make_mesh((n,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+
+
+def on_ipus(op: Callable, n: int, in_specs: Any, out_specs: Any, typed: bool = True) -> Callable:
+    """`op` as the program of each of n IPUs."""
+    return jax.jit(jax.shard_map(op, mesh=mesh_of(n), in_specs=in_specs, out_specs=out_specs, check_vma=typed))
+
+
+@functools.cache
+def _program(op: Callable, mode: str, n: int, in_specs: tuple[P, ...], out_spec: P, kwargs: tuple) -> Callable:
+    typed, inside = mode.startswith("typed"), mode.endswith("inside")
+    op = functools.partial(op, **dict(kwargs))
+
+    if not inside:
+        sharded = on_ipus(lambda floats, ints: op(*floats, *ints), n, (in_specs, P()), out_spec, typed)
+
+        def program(floats, ints, ct):
+            out, vjp = jax.vjp(lambda *floats: sharded(floats, ints), *floats)
+            return out, vjp(ct)
+
+        return jax.jit(program)
+
+    def each_ipu(floats, ints, ct):
+        out, vjp = jax.vjp(lambda *floats: op(*floats, *ints), *floats)
+        if typed:
+            return out, vjp(ct)
+        # Untyped, the IPUs' results are added up: n equal parts of a replicated one make the whole ...
+        grads = vjp(ct / n if out_spec == P() else ct)
+        # ... and what each IPU finds for an input that all hold is its part of the gradient.
+        parts = zip(grads, in_specs, strict=True)
+        return out, tuple(lax.psum(grad, "ipu") if spec == P() else grad for grad, spec in parts)
+
+    return on_ipus(each_ipu, n, (in_specs, P(), out_spec), (out_spec, in_specs), typed)
+
+
+def sharded_vjp(
+    op: Callable,
+    mode: str,
+    n: int,
+    floats: Sequence[Any],
+    ints: Sequence[Any] = (),
+    *,
+    in_specs: tuple[P, ...],
+    out_spec: P = ON_ALL,
+    ct: Any,
+    **kwargs: Any,
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """`op(*floats, *ints, **kwargs)` on n IPUs, and its gradients by `floats` for the result's cotangent `ct`.
+
+    All arrays are global, `floats` padded and sharded by `in_specs`, `ints` on all IPUs.
+    """
+    program = _program(op, mode, n, in_specs, out_spec, tuple(sorted(kwargs.items())))
+    return jax.device_get(program(tuple(floats), tuple(ints), ct))
+
+
+def collectives(fn: Callable, *args: Any) -> list[tuple[str, int]]:
+    """The collectives in the compiled HLO of `fn(*args)`: the kind of each, and the bytes of its result."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    assert text is not None
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+    found = re.findall(rf"= ([^=]*?) ({kinds})(?:-start)?\(", text)
+    return sorted((kind, sum(map(_bytes, re.findall(r"[a-z]+[0-9]+\[[0-9,]*\]", shape)))) for shape, kind in found)
+
+
+def _bytes(shape: str) -> int:
+    dtype, dims = shape.rstrip("]").split("[")
+    return int(re.sub("[a-z]+", "", dtype)) // 8 * int(np.prod([int(d) for d in dims.split(",") if d]))
+
+
+@functools.cache
+def _dense_program(op: Callable, kwargs: tuple) -> Callable:
+    op = functools.partial(op, **dict(kwargs))
+
+    def program(floats, ints, ct):
+        out, vjp = jax.vjp(lambda *floats: op(*floats, *ints), *floats)
+        return out, vjp(ct)
+
+    return jax.jit(program)
+
+
+def dense_vjp(
+    op: Callable, floats: Sequence[Any], ints: Sequence[Any] = (), *, ct: Any, **kwargs: Any
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """What `sharded_vjp` gives, of a dense twin on one device: nothing is padded or sharded."""
+    return jax.device_get(_dense_program(op, tuple(sorted(kwargs.items())))(tuple(floats), tuple(ints), ct))
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def padded(split: Split, array: np.ndarray, dim: int, fill: float = np.nan) -> np.ndarray:
+    """The array padded with a `fill` that shows wherever padding leaks."""
+    widths = [(0, split.padding if d == dim else 0) for d in range(array.ndim)]
+    return np.pad(array, widths, constant_values=array.dtype.type(fill))
+
+
+def unpadded(split: Split, array: ArrayLike, dim: int, padding: float = 0) -> np.ndarray:
+    """The array without its padding, which must hold exactly `padding`, as that of every gradient does."""
+    real, rest = np.split(np.asarray(array), [split.size], axis=dim)
+    assert rest.shape[dim] == split.padding
+    np.testing.assert_array_equal(rest.astype(np.float32), padding)
+    return real
+
+
+def assert_close(got: ArrayLike, want: ArrayLike, bound: ArrayLike, roundings: float) -> None:
+    """|got - want| <= roundings * eps * bound, where `bound` is at least the size of what was rounded."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    error = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
+    allowed = roundings * float(jnp.finfo(got.dtype).eps) * np.abs(np.asarray(bound, np.float64))
+    assert np.all(error <= allowed), f"off by {error.max()}, where {np.max(allowed)} is allowed at most"
+
+
+def exactly(message: str) -> str:
+    """A pattern for `pytest.raises` that this message alone matches, with or without jax's note on its traceback."""
+    return rf"\A{re.escape(message)}(\n-|\Z)"
+
+
+def _case(mode: str, n: int, size: int, dtype: Any) -> Any:
+    return pytest.param(mode, n, size, dtype, id=f"{mode}-{n}x{size}-{dtype.__name__}")
+
+
+# Each case compiles a program, which takes most of its time, and each of its examples runs it. So the modes share the
+# splits out among them: all in the first mode, every other one in the others; half types in the two that round least
+# and most.
+CASES = [
+    *(_case("typed-outside", n, size, jnp.float32) for n, size in SPLITS),
+    *(_case("typed-inside", n, size, jnp.float32) for n, size in SPLITS[::2]),
+    *(_case("untyped-outside", n, size, jnp.float32) for n, size in SPLITS[1::2]),
+    *(_case("untyped-inside", n, size, jnp.float32) for n, size in SPLITS[::2]),
+    *(_case(mode, 4, 10, jnp.bfloat16) for mode in ("typed-outside", "untyped-inside")),
+]
+every_case = pytest.mark.parametrize(("mode", "n", "size", "dtype"), CASES)
+
+# For an op's further forms: every mode, both dtypes, 1, 2, 4 and 8 IPUs and every kind of split, in half the programs.
+FEW_CASES = [
+    _case("typed-outside", 1, 5, jnp.float32),
+    _case("typed-outside", 8, 5, jnp.float32),
+    _case("typed-inside", 2, 6, jnp.float32),
+    _case("typed-inside", 4, 10, jnp.bfloat16),
+    _case("untyped-outside", 2, 1, jnp.float32),
+    _case("untyped-outside", 4, 10, jnp.bfloat16),
+    _case("untyped-inside", 3, 7, jnp.float32),
+    _case("untyped-inside", 8, 5, jnp.bfloat16),
+]
+a_few_cases = pytest.mark.parametrize(("mode", "n", "size", "dtype"), FEW_CASES)
+examples = settings(max_examples=4, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**32 - 1)
