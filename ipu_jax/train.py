@@ -1,14 +1,12 @@
 """One weight update, as one program: accumulate, reduce over replicas, update; and many of them in one call.
 
-step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
-state = step.init(params)
-for batch in batches:                     # leaves (10, M, micro-batch, ...)
-    state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's
+    step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
+    state = step.init(params)
+    for batch in batches:                     # leaves (10, M, micro-batch, ...)
+        state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's
 
-
-
-gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
-                                (or a part each)                              (gathered)
+    gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
+                                    (or a part each)                              (gathered)
 """
 
 import dataclasses
