@@ -1,7 +1,7 @@
 """The program of a training step on one IPU: a weight update, and many of them in one call.
 
-    gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
-                                    (or a part each)                              (gathered)
+gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
+                                (or a part each)                              (gathered)
 """
 
 import dataclasses

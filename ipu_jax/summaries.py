@@ -1,7 +1,7 @@
 """Summaries of leaves: what each IPU finds of one, and what they make of it together.
 
-    |table|^2    IPU 0: sum of its rows    IPU 1: sum of its rows, padding left out    together: the sum of both
-    |mlp/w|^2    IPU 0: the sum            IPU 1: that of another leaf                 together: IPU 0's
+|table|^2    IPU 0: sum of its rows    IPU 1: sum of its rows, padding left out    together: the sum of both
+|mlp/w|^2    IPU 0: the sum            IPU 1: that of another leaf                 together: IPU 0's
 """
 
 from typing import Any

@@ -1,12 +1,12 @@
 """One weight update, as one program: accumulate, reduce over replicas, update; and many of them in one call.
 
-    step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
-    state = step.init(params)
-    for batch in batches:                     # leaves (10, M, micro-batch, ...)
-        state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's
+step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
+state = step.init(params)
+for batch in batches:                     # leaves (10, M, micro-batch, ...)
+    state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's
 
-    gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
-                                    (or a part each)                              (gathered)
+gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
+                                (or a part each)                              (gathered)
 """
 
 import dataclasses
@@ -95,6 +95,47 @@ class TrainStep:
                 one piece what lies apart; before anything is compiled.
         """
         self._check_key(key)
+        return self._placed(params, stages, key, None)
+
+    def restore(self, whole: dict[str, Any]) -> TrainState:
+        """Goes on from what `whole` gave, of this step or of one for other IPUs, replicas or stages' places.
+
+        Args:
+            whole: as `whole` gave it, its arrays jax's or numpy's.
+
+        Raises:
+            ValueError: as `init`, or an optimizer's state that is another optimizer's.
+        """
+        missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
+        if missing:
+            raise ValueError(f"the saved state has no {sorted(missing)}: give what step.whole(state) gave")
+        self._check_key(whole["key"])
+        state = self._placed(whole["params"], whole["stages"], whole["key"], whole["optimizer"])
+        if (whole["scale"] is None) != (state.scale is None):
+            raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
+        scale = jax.tree.map(lambda a: self._place(a), whole["scale"])
+        return dataclasses.replace(state, scale=scale, step=self._place(np.int32(whole["step"])))
+
+    def whole(self, state: TrainState) -> dict[str, Any]:
+        """The state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key"}`.
+
+        Each whole, and as its owner knows it: weights and stages' state by group, optax its own state. `restore` takes
+        it. None where there is none.
+        """
+        assert self._update is not None, "a state comes from init"
+        return {
+            "params": self.model.unshard(state.params),
+            "optimizer": self._update.gather_state(state.optimizer.like, state.optimizer.everywhere),
+            "stages": self.model.unshard(state.stages)
+            if isinstance(self.model, Pipeline) and state.stages is not None
+            else None,
+            "scale": state.scale,
+            "step": int(state.step),
+            "key": state.key,
+        }
+
+    def _placed(self, params: Any, stages: Any, key: Any, optimizer_state: Any) -> TrainState:
+        """The state that starts with these weights; `optimizer_state` is whole, or None for its first."""
         if self.options.precision != "32.32":
             params = cast_floats(params, self._held)
         if isinstance(self.model, Pipeline):
@@ -111,7 +152,10 @@ class TrainStep:
             placed = jax.tree.map(lambda leaf: self._place(leaf), params)
         cells = self._cells(placed)
         self._update = update = Update(self._optimizer, cells)
-        like, everywhere = update.init(cells.logical([jnp.asarray(value) for value in whole]))
+        if optimizer_state is None:
+            like, everywhere = update.init(cells.logical([jnp.asarray(value) for value in whole]))
+        else:
+            like, everywhere = update.spread_state(update.checked_leaves(optimizer_state))
         kept = Kept(
             [[self._place(a, cells_of.block_spec(cells, k)) for a in of_cell] for k, of_cell in enumerate(like)],
             [self._place(a) for a in everywhere],
@@ -124,18 +168,6 @@ class TrainStep:
             step=self._place(np.int32(0)),
             key=None if key is None else self._place(key),
         )
-
-    def whole(self, state: TrainState) -> dict[str, Any]:
-        """`{"params", "optimizer", "stages"}`: each whole, and as its owner knows it; optax its own state."""
-        assert self._update is not None, "a state comes from init"
-        found = {
-            "params": self.model.unshard(state.params),
-            "optimizer": self._update.gather_state(state.optimizer.like, state.optimizer.everywhere),
-            "stages": None,
-        }
-        if isinstance(self.model, Pipeline) and state.stages is not None:
-            found["stages"] = self.model.unshard(state.stages)
-        return found
 
     def _cells(self, params: Any) -> Cells:
         cut = self.model.replicas if self.options.shard_optimizer else 1

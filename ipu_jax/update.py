@@ -88,6 +88,22 @@ class Update:
                 like[k][place][:, ipu] = local
         return like, [jnp.asarray(leaves[i]) for i in self._everywhere]
 
+    def checked_leaves(self, state: Any) -> list[Any]:
+        """The leaves of a whole state of the optimizer's.
+
+        Raises:
+            ValueError: it is another optimizer's, or of other weights.
+        """
+        expected = [(aval_of(v).shape, aval_of(v).dtype.name) for v in self._state]
+        leaves, treedef = jax.tree.flatten(state)
+        found = [(np.shape(leaf), jnp.asarray(leaf).dtype.name) for leaf in leaves]
+        if treedef != self.reading.state_treedef or found != expected:
+            raise ValueError(
+                f"the saved optimizer state has leaves {found} in {treedef}, but this optimizer's state for these "
+                f"weights has {expected} in {self.reading.state_treedef}: give the one it was saved with"
+            )
+        return leaves
+
     def gather_state(self, like: Sequence[Sequence[Any]], everywhere: Sequence[Any]) -> Any:
         """The inverse of `init`: the optimizer's own state, whole, as optax knows it."""
         leaves: list[Any] = [None] * len(self._state)
