@@ -157,32 +157,36 @@ def exactly(message: str) -> str:
     return rf"\A{re.escape(message)}(\n-|\Z)"
 
 
-def _case(mode: str, n: int, size: int, dtype: Any) -> Any:
-    return pytest.param(mode, n, size, dtype, id=f"{mode}-{n}x{size}-{dtype.__name__}")
+def _case(mode: str, n: int, size: int, dtype: Any, always: bool) -> Any:
+    marks = () if always else pytest.mark.slow
+    return pytest.param(mode, n, size, dtype, id=f"{mode}-{n}x{size}-{dtype.__name__}", marks=marks)
 
 
 # Each case compiles a program, which takes most of its time, and each of its examples runs it. So the modes share the
 # splits out among them: all in the first mode, every other one in the others; half types in the two that round least
-# and most.
+# and most. A few of every kind always run, of the others a sample.
+_ALWAYS = (("typed-outside", 3), ("typed-inside", 8), ("untyped-outside", 2), ("untyped-inside", 2))
 CASES = [
-    *(_case("typed-outside", n, size, jnp.float32) for n, size in SPLITS),
-    *(_case("typed-inside", n, size, jnp.float32) for n, size in SPLITS[::2]),
-    *(_case("untyped-outside", n, size, jnp.float32) for n, size in SPLITS[1::2]),
-    *(_case("untyped-inside", n, size, jnp.float32) for n, size in SPLITS[::2]),
-    *(_case(mode, 4, 10, jnp.bfloat16) for mode in ("typed-outside", "untyped-inside")),
+    *(
+        _case(mode, n, size, jnp.float32, (mode, n) in _ALWAYS)
+        for mode, splits in zip(MODES, (SPLITS, SPLITS[::2], SPLITS[1::2], SPLITS[::2]), strict=True)
+        for n, size in splits
+    ),
+    _case("typed-outside", 4, 10, jnp.bfloat16, always=False),
+    _case("untyped-inside", 4, 10, jnp.bfloat16, always=True),
 ]
 every_case = pytest.mark.parametrize(("mode", "n", "size", "dtype"), CASES)
 
 # For an op's further forms: every mode, both dtypes, 1, 2, 4 and 8 IPUs and every kind of split, in half the programs.
 FEW_CASES = [
-    _case("typed-outside", 1, 5, jnp.float32),
-    _case("typed-outside", 8, 5, jnp.float32),
-    _case("typed-inside", 2, 6, jnp.float32),
-    _case("typed-inside", 4, 10, jnp.bfloat16),
-    _case("untyped-outside", 2, 1, jnp.float32),
-    _case("untyped-outside", 4, 10, jnp.bfloat16),
-    _case("untyped-inside", 3, 7, jnp.float32),
-    _case("untyped-inside", 8, 5, jnp.bfloat16),
+    _case("typed-outside", 1, 5, jnp.float32, always=False),
+    _case("typed-outside", 8, 5, jnp.float32, always=True),
+    _case("typed-inside", 2, 6, jnp.float32, always=False),
+    _case("typed-inside", 4, 10, jnp.bfloat16, always=True),
+    _case("untyped-outside", 2, 1, jnp.float32, always=True),
+    _case("untyped-outside", 4, 10, jnp.bfloat16, always=False),
+    _case("untyped-inside", 3, 7, jnp.float32, always=True),
+    _case("untyped-inside", 8, 5, jnp.bfloat16, always=False),
 ]
 a_few_cases = pytest.mark.parametrize(("mode", "n", "size", "dtype"), FEW_CASES)
 examples = settings(max_examples=4, deadline=None, derandomize=True)

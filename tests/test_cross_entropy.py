@@ -69,6 +69,7 @@ def _labels(data, shape, size) -> np.ndarray:
     return np.array(data.draw(st.lists(each, min_size=count, max_size=count)), np.int32).reshape(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "n", "size", "dtype", "shape"),
     [

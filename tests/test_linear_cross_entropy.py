@@ -62,6 +62,7 @@ def _dense_options(hidden, table, weights, labels):
     return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "n", "size", "dtype", "shape"),
     [

@@ -134,6 +134,7 @@ def test_softmax(mode, n, size, dtype, seed, scale, offset):
     assert_close(unpadded(split, dlogits, 2), want_dlogits, np.abs(ct.astype(np.float32)).max(), ROUNDINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_second_derivatives_of_softmax(typed):
     """Of the entropy, which is a function of all probabilities: reverse over reverse, and forward over reverse."""
