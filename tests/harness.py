@@ -165,7 +165,7 @@ def _case(mode: str, n: int, size: int, dtype: Any, always: bool) -> Any:
 # Each case compiles a program, which takes most of its time, and each of its examples runs it. So the modes share the
 # splits out among them: all in the first mode, every other one in the others; half types in the two that round least
 # and most. A few of every kind always run, of the others a sample.
-_ALWAYS = (("typed-outside", 3), ("typed-inside", 8), ("untyped-outside", 2), ("untyped-inside", 2))
+_ALWAYS = (("typed-outside", 3), ("typed-inside", 8), ("untyped-outside", 2), ("untyped-inside", 3))
 CASES = [
     *(
         _case(mode, n, size, jnp.float32, (mode, n) in _ALWAYS)
