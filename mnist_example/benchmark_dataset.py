@@ -18,17 +18,9 @@ from collections.abc import Sequence
 import jax
 
 from ipu_jax import Feed, configure, make_mesh
-from mnist_example.run_sharded_mnist import (
-    check_data_flags,
-    feed_options,
-    load,
-    make_batches,
-    make_parser,
-    parse,
-    progress_bar,
-    updates_of,
-)
-from mnist_example.train import Batches, make_feed
+from mnist_example.batches import Batches, make_feed
+from mnist_example.flags import check_data_flags, feed_options, make_parser, parse, updates_of
+from mnist_example.run_sharded_mnist import load, make_batches, progress_bar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,13 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_data_flags(args)
             data = load(args)
             batches = make_batches(args, data)
-            configure(args.ipus)
-            feed = make_feed(batches, make_mesh(1, args.ipus), **feed_options(args))
+            configure(args.replicas * args.ipus)
+            feed = make_feed(batches, make_mesh(args.replicas, args.ipus), **feed_options(args))
         except (ValueError, OSError) as error:
             parser.error(str(error))
+        replicas, of_each = (f"{args.replicas} replicas of ", " on each") if args.replicas > 1 else ("", "")
         print(
-            f"{data.source}, to {args.ipus} IPUs: {batches.updates_per_epoch} updates an epoch, each of "
-            f"{args.gradient_accumulation_count} micro-batches of {args.batch_size}",
+            f"{data.source}, to {replicas}{args.ipus} IPUs: {batches.updates_per_epoch} updates an epoch, each of "
+            f"{args.gradient_accumulation_count} micro-batches of {args.batch_size}{of_each}",
             flush=True,
         )
         with feed:

@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 import sharded_ops
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.devices import IPU_AXIS
-from ipu_jax.options import Reduction, check_choice, check_count
+from ipu_jax.options import Half, Reduction, check_choice, check_count
 
 PIXELS: Final = 28 * 28
 HIDDEN: Final = 2560
@@ -43,31 +43,38 @@ MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 
 Precision = Literal["16.16", "16.32", "32.32"]
 PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
+HALVES: Final[tuple[Half, ...]] = get_args(Half)
 
 _StageFn = Any  # a function of (params, x, microbatch); the types of x differ from stage to stage
 
 
-def weights_dtype(precision: Precision) -> DTypeLike:
-    """The dtype in which weights are stored: bfloat16 for "16.16", else float32.
+def weights_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike:
+    """The dtype in which weights are stored: `half` for "16.16", else float32.
 
     A precision is named as in PopTorch's examples, operations before the point and stored weights behind it; the 16-bit
-    type is bfloat16. Under each the loss is computed, and gradients over micro-batches are added up, in float32.
+    type is `half`. Under each the loss is computed, and gradients over micro-batches are added up, in float32.
 
         "32.32"   all is float32
-        "16.32"   stages cast their float32 weights, and compute, in bfloat16; updates are made in float32
-        "16.16"   weights are bfloat16 too: half the memory, but an update below 1/256 of a weight may be rounded away
-    """
-    return jnp.float32 if precision.endswith(".32") else jnp.bfloat16
-
-
-def operations_dtype(precision: Precision) -> DTypeLike:
-    """The dtype in which stages compute: float32 for "32.32", else bfloat16.
+        "16.32"   stages cast their float32 weights, and compute, in half; updates are made in float32
+        "16.16"   weights are half too: half the memory, but an update below 1/256 of a bfloat16 weight, or 1/2048 of a
+                  float16 one, may be rounded away
 
     Raises:
-        ValueError: an unknown precision.
+        ValueError: an unknown half.
+    """
+    check_choice("half", half, HALVES)
+    return jnp.float32 if precision.endswith(".32") else jnp.dtype(half)
+
+
+def operations_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike:
+    """The dtype in which stages compute: float32 for "32.32", else `half`.
+
+    Raises:
+        ValueError: an unknown precision or half.
     """
     check_choice("precision", precision, PRECISIONS)
-    return jnp.float32 if precision.startswith("32.") else jnp.bfloat16
+    check_choice("half", half, HALVES)
+    return jnp.float32 if precision.startswith("32.") else jnp.dtype(half)
 
 
 def init_params(seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def make_pipeline(
     schedule: str = "grouped",
     reduction: Reduction = "sum",
     precision: Precision = "32.32",
+    half: Half = "bfloat16",
 ) -> Pipeline:
     """The network as a pipeline on one replica, over the first `ipus` devices.
 
@@ -132,13 +140,14 @@ def make_pipeline(
         gradient_accumulation: M, the micro-batches of one weight update.
         schedule: "grouped" or "sequential".
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
-        precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision)`.
+        precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision, half)`.
+        half: "bfloat16", or "float16", whose small gradients need a loss scale.
 
     Raises:
         ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
     """
     check_ipus(mode, ipus)
-    dtype = operations_dtype(precision)
+    dtype = operations_dtype(precision, half)
     head, specs = head_stages(mode, dtype, ipu=1)
     return Pipeline(
         [Stage(functools.partial(_mlp, dtype), params="mlp", ipu=0), *head],

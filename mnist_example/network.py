@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from jax.typing import DTypeLike
 
 from ipu_jax import Pipeline
-from ipu_jax.options import Reduction, check_choice
+from ipu_jax.options import Half, Reduction, check_choice
 from mnist_example import model, resnet
 from mnist_example.model import Mode, Precision
 
@@ -26,6 +26,7 @@ class _MakePipeline(Protocol):
         schedule: str = ...,
         reduction: Reduction = ...,
         precision: Precision = ...,
+        half: Half = ...,
     ) -> Pipeline: ...
 
 

@@ -39,7 +39,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ipu_jax import Outputs, Pipeline, Split, Stage, flops_of, make_mesh, split
-from ipu_jax.options import Reduction, check_choice, check_count
+from ipu_jax.options import Half, Reduction, check_choice, check_count
 from mnist_example.convolution import conv_general_dilated
 from mnist_example.model import (
     CLASSES,
@@ -260,6 +260,7 @@ def make_pipeline(
     schedule: str = "grouped",
     reduction: Reduction = "sum",
     precision: Precision = "32.32",
+    half: Half = "bfloat16",
     width: int = WIDTH,
 ) -> Pipeline:
     """The network as a pipeline on one replica, over the first `ipus` devices.
@@ -274,13 +275,14 @@ def make_pipeline(
         gradient_accumulation: M, the micro-batches of one weight update.
         schedule: a name of `ipu_jax.schedule.NAMES`.
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
-        precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision)`.
+        precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision, half)`.
+        half: "bfloat16", or "float16", whose small gradients need a loss scale.
 
     Raises:
         ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
     """
     check_ipus(depth, mode, ipus)
-    dtype = operations_dtype(precision)
+    dtype = operations_dtype(precision, half)
     mesh = make_mesh(1, ipus)
     layers = layers_of(depth, width=width, dtype=dtype)
     last = ipus - 1

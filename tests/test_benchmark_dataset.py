@@ -35,6 +35,15 @@ def test_a_line_follows_every_epoch(flags, capsys):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
 
 
+def test_replicas_get_batches_of_their_own(capsys):
+    assert main([*TINY, "--replicas", "2", "--epochs", "1"]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header == (
+        "synthetic data, seed 0, to 2 replicas of 2 IPUs: 2 updates an epoch, each of 5 micro-batches of 4 on each"
+    )
+    assert re.fullmatch(rf"Epoch 1: 80 samples {SPEED}", line)
+
+
 def test_a_trainings_own_command_line_can_be_given(capsys):
     """Flags of the model change nothing, and nothing is compiled for them."""
     flags = "--pipeline-mode concurrent --model resnet18 --learning-rate 0.1 --precision 16.16 --run-single-step"

@@ -6,10 +6,11 @@ import pytest
 
 from ipu_jax import make_mesh
 from mnist_example import run_sharded_mnist
+from mnist_example.batches import Batches, make_feed
 from mnist_example.data import synthetic_mnist
 from mnist_example.model import init_params, make_pipeline
 from mnist_example.run_sharded_mnist import main
-from mnist_example.train import Batches, Trainer, make_feed
+from mnist_example.train import Trainer
 
 SYNTHETIC = ["--pipeline-mode", "concurrent", "--synthetic-data"]
 TINY = [*SYNTHETIC, "--batch-size", "4", "--gradient-accumulation-count", "5", "--epochs", "2"]
@@ -90,7 +91,7 @@ def test_the_flags_reach_the_feed(flags, dtype, prefetch, workers, model, monkey
     runs = []
     monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
     assert main([*TINY, "--model", model, *flags]) == 0
-    ((_, _, trainer, _),) = runs
+    ((_, _, trainer, *_),) = runs
     assert trainer.feed.like["images"].dtype == dtype
     assert (trainer.feed.prefetch, trainer.feed.workers) == (prefetch, workers)
 

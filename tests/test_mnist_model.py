@@ -7,7 +7,16 @@ import pytest
 
 import ipu_jax
 from mnist_example.data import synthetic_mnist
-from mnist_example.model import CLASSES, PRECISIONS, check_ipus, init_params, make_pipeline, weights_dtype
+from mnist_example.model import (
+    CLASSES,
+    HALVES,
+    PRECISIONS,
+    check_ipus,
+    init_params,
+    make_pipeline,
+    operations_dtype,
+    weights_dtype,
+)
 
 M, B = 3, 4
 LAYOUTS = [("basic", 2), ("concurrent", 1), ("concurrent", 2), ("concurrent", 4), ("concurrent", 8)]
@@ -185,6 +194,12 @@ def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
         assert apart < (1e-6 if precision == "32.32" else 0.02)
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_half_is_the_16_of_a_precision(half):
+    found = [(jnp.dtype(operations_dtype(p, half)), jnp.dtype(weights_dtype(p, half))) for p in PRECISIONS]
+    assert found == [(half, half), (half, "float32"), ("float32", "float32")]
+
+
 # bad input
 
 
@@ -209,6 +224,7 @@ def test_ipus_that_a_mode_cannot_use_are_refused(mode, ipus, message):
     ("option", "message"),
     [
         ({"precision": "32.16"}, r"^precision='32\.16' is unknown: did you mean '\d\d\.\d\d'\?"),
+        ({"half": "float32"}, "^half='float32' is unknown: did you mean 'float16'?"),
         ({"schedule": "groupd"}, "^schedule='groupd' is unknown: did you mean 'grouped'"),
         ({"reduction": "sun"}, "^reduction='sun' is unknown: did you mean 'sum'"),
         ({"gradient_accumulation": 0}, "^gradient_accumulation=0 is not a count"),

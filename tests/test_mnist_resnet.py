@@ -17,12 +17,13 @@ import pytest
 
 import ipu_jax
 from mnist_example import resnet, run_sharded_mnist
+from mnist_example.batches import Batches
 from mnist_example.data import synthetic_mnist
 from mnist_example.model import weights_dtype
 from mnist_example.network import Network, network_of
 from mnist_example.resnet import check_ipus, init_params, init_state, layers_of, make_pipeline
 from mnist_example.run_sharded_mnist import main
-from mnist_example.train import Batches, Trainer
+from mnist_example.train import Trainer
 
 WIDTH = 4
 SIDE = 64  # so that the last blocks see 2x2 pixels, and each of their batch norms 32 values
@@ -377,7 +378,7 @@ def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
     runs = []
     monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
     assert main(["--pipeline-mode", "basic", "--synthetic-data", *flags]) == 0
-    ((_, _, trainer, _),) = runs
+    ((_, _, trainer, *_),) = runs
     batches = trainer.batches
     assert (batches.batch_size, batches.gradient_accumulation, trainer.learning_rate) == expected
 
@@ -388,7 +389,7 @@ def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch,
     monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
     picture = ["--plot", str(tmp_path / "losses.png")]
     assert main(["--compare", *picture, *TINY, "--model", name, "--ipus", "3"]) == 0
-    assert [(mode, trainer.pipeline.ipus) for _, mode, trainer, _ in runs] == [("basic", 3), ("concurrent", 3)]
+    assert [(mode, trainer.pipeline.ipus) for _, mode, trainer, *_ in runs] == [("basic", 3), ("concurrent", 3)]
 
 
 @pytest.mark.parametrize(

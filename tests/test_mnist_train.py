@@ -1,5 +1,6 @@
 """Training: which images make which update, that all layouts learn alike, and what is said when nothing is learned."""
 
+import dataclasses
 import functools
 import os
 
@@ -9,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 
+from ipu_jax import DynamicScale, replicate
+from mnist_example.batches import Batches
 from mnist_example.data import load_mnist
 from mnist_example.model import Mode, init_params, make_pipeline
-from mnist_example.train import Batches, Call, DivergedError, Trainer
+from mnist_example.train import Call, DivergedError, Trainer
 
 UPDATES = 50
 B, M = 8, 4
@@ -32,9 +35,11 @@ def batches(digits):
     return Batches(digits.train_images[:count], digits.train_labels[:count], B, M, seed=5)
 
 
-def make_trainer(batches, mode: Mode = "concurrent", ipus=2, *, learning_rate=0.01, repeat_count=100):
+def make_trainer(batches, mode: Mode = "concurrent", ipus=2, *, learning_rate=0.01, repeat_count=100, **options):
     pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=batches.gradient_accumulation)
-    return Trainer(pipeline, batches, learning_rate=learning_rate, repeat_count=repeat_count)
+    if batches.replicas > 1:
+        pipeline = replicate(pipeline, replication_factor=batches.replicas)
+    return Trainer(pipeline, batches, learning_rate=learning_rate, repeat_count=repeat_count, **options)
 
 
 def train(trainer, *, updates, epoch=0):
@@ -95,9 +100,23 @@ def test_without_shuffling_the_order_is_the_datas():
         np.testing.assert_array_equal(batches.of_epoch(epoch).reshape(-1), np.arange(90))
 
 
+def test_an_update_has_the_same_images_on_however_many_replicas():
+    alone = numbered(100, batch_size=5, gradient_accumulation=4, seed=3)
+    shared = numbered(100, batch_size=5, gradient_accumulation=2, seed=3, replicas=2)
+    assert shared.of_epoch(1).shape == (5, 2, 2, 5)
+    assert shared.images_per_update == alone.images_per_update
+    np.testing.assert_array_equal(shared.of_epoch(1).reshape(5, 4, 5), alone.of_epoch(1))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"replicas": 0}, "replicas=0 is not a count: give an int of at least 1"),
+        (
+            {"replicas": 4},
+            "batch_size=8 x gradient_accumulation=4 x replicas=4 takes 128 images for an update, but there are 100: "
+            "lower one of the three",
+        ),
         ({"batch_size": 0}, "batch_size=0 is not a count: give an int of at least 1"),
         ({"gradient_accumulation": -1}, "gradient_accumulation=-1 is not a count: give an int of at least 1"),
         ({"seed": -1}, "seed=-1 is negative: give one of at least 0"),
@@ -117,7 +136,7 @@ def test_batches_that_cannot_be_are_refused(options, message):
 # learning
 
 
-def unsharded_losses(batches, learning_rate):
+def unsharded_losses(batches, optimizer, updates=UPDATES):
     """The independent program: plain jax and optax on one device, gradients summed over the micro-batches."""
 
     def micro_batch_loss(params, images, labels):
@@ -127,28 +146,27 @@ def unsharded_losses(batches, learning_rate):
         logits = x @ params["classifier"]["w"] + params["classifier"]["b"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels.astype(jnp.int32)).mean()
 
-    optimizer = optax.sgd(learning_rate)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def update(params, images, labels):
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, state, images, labels):
         def total(params):
             losses = jax.vmap(functools.partial(micro_batch_loss, params))(images, labels)
             return losses.sum(), losses.mean()
 
         gradients, loss = jax.grad(total, has_aux=True)(params)
-        changes, _ = optimizer.update(gradients, optimizer.init(params))
-        return optax.apply_updates(params, changes), loss
+        changes, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, changes), state, loss
 
     params, losses = init_params(0), []
-    for chosen in np.concatenate([batches.of_epoch(0), batches.of_epoch(1)])[:UPDATES]:
-        params, loss = update(params, batches.images[chosen], batches.labels[chosen])
+    state = optimizer.init(params)
+    for chosen in np.concatenate([batches.of_epoch(0), batches.of_epoch(1)])[:updates]:
+        params, state, loss = update(params, state, batches.images[chosen], batches.labels[chosen])
         losses.append(float(loss))
     return np.array(losses)
 
 
 @pytest.fixture(scope="module")
 def expected(batches):
-    return unsharded_losses(batches, learning_rate=0.01)
+    return unsharded_losses(batches, optax.sgd(0.01))
 
 
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 2), ("concurrent", 4)])
@@ -156,6 +174,34 @@ def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode
     calls = train(make_trainer(batches, mode, ipus, repeat_count=20), updates=UPDATES)
     np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-4)
     assert expected[-5:].mean() < 0.5 * expected[0]  # and something was learned
+
+
+@pytest.mark.parametrize(("mode", "ipus", "replicas"), [("basic", 2, 2), ("concurrent", 2, 4)])
+def test_replicas_agree_with_the_unsharded_program_on_the_same_images(mode, ipus, replicas, batches, expected):
+    shared = dataclasses.replace(batches, gradient_accumulation=M // replicas, replicas=replicas)
+    calls = train(make_trainer(shared, mode, ipus, repeat_count=20, shard_optimizer=replicas > 2), updates=10)
+    np.testing.assert_allclose(losses_of(calls), expected[:10], rtol=1e-4)
+
+
+def test_an_optimizers_state_may_be_shared_by_the_replicas(batches):
+    shared = dataclasses.replace(batches, gradient_accumulation=M // 2, replicas=2)
+    options = {"optimizer": "adamw", "learning_rate": 0.001, "shard_optimizer": True}
+    found = losses_of(train(make_trainer(shared, **options), updates=6))
+    dense = unsharded_losses(batches, optax.adamw(0.001), updates=6)
+    np.testing.assert_allclose(found, dense, rtol=1e-4)
+    assert dense[-1] < 0.9 * dense[0]  # and something was learned
+
+
+def test_in_float16_an_update_that_overflows_is_skipped_and_training_goes_on(batches):
+    pipeline = make_pipeline("concurrent", gradient_accumulation=M, precision="16.32", half="float16")
+    scale = DynamicScale(initial=2.0**20)  # the first gradients cannot be held
+    trainer = Trainer(pipeline, batches, learning_rate=0.01, loss_scale=scale)
+    told: list[Call] = []
+    state = trainer.run_epoch(trainer.init(init_params(0)), 0, updates=12, on_call=told.append)
+    losses = losses_of(told)
+    assert state.scale is not None
+    assert float(state.scale.scale) < 2.0**20
+    assert losses[-3:].mean() < 0.9 * losses[0]
 
 
 def test_how_many_updates_a_call_makes_changes_nothing(batches):
@@ -199,6 +245,9 @@ def test_accuracy_is_of_all_images_and_no_others(mode, ipus, count, digits, batc
         x = np.maximum(x @ layer["w"] + layer["b"], 0)
     right = (x @ params["classifier"]["w"]).argmax(-1) == labels
     assert trainer.accuracy(trainer.init(params), images, labels) == right.mean()
+    if count == 70 and mode == "concurrent":
+        trainer = make_trainer(dataclasses.replace(batches, gradient_accumulation=2, replicas=2), mode, ipus)
+        assert trainer.accuracy(trainer.init(params), images, labels) == right.mean()
 
 
 # what cannot be
@@ -231,3 +280,8 @@ def test_other_bad_input_is_refused(batches):
     pipeline = make_pipeline("basic", gradient_accumulation=3)
     with pytest.raises(ValueError, match=r"^batches of gradient_accumulation=4 don't fit a pipeline of 3"):
         Trainer(pipeline, batches, learning_rate=0.1)
+    pipeline = replicate(make_pipeline("basic", gradient_accumulation=4), replication_factor=2)
+    with pytest.raises(ValueError, match=r"^batches of replicas=1 don't fit a pipeline of 2: make both with the same$"):
+        Trainer(pipeline, batches, learning_rate=0.1)
+    with pytest.raises(ValueError, match=r"^optimizer='adams' is unknown: did you mean 'adam'\? Choose one of 'sgd', "):
+        make_trainer(batches, optimizer="adams")

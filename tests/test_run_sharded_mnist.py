@@ -16,8 +16,10 @@ import jax
 import numpy as np
 import pytest
 
-from mnist_example import run_sharded_mnist
+from ipu_jax import DynamicScale
+from mnist_example import comparison, run_sharded_mnist
 from mnist_example.data import synthetic_mnist
+from mnist_example.flags import make_parser, parse
 from mnist_example.run_sharded_mnist import main
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +103,8 @@ def test_every_flag_reaches_the_training(monkeypatch, few_digits):
     flags = "--ipus 5 --batch-size 2 --gradient-accumulation-count 3 --learning-rate 0.5 --reduction mean --seed 7"
     flags += " --no-shuffle --precision 16.32 --pipeline-schedule sequential --repeat-count 4 --epochs 0.5"
     assert main([*SYNTHETIC, *flags.split()]) == 0
-    ((args, mode, trainer, data),) = runs
+    ((args, mode, trainer, data, cache),) = runs
+    assert cache is None
     pipeline, batches = trainer.pipeline, trainer.batches
     assert (mode, pipeline.ipus, pipeline.schedule.name) == ("concurrent", 5, "sequential")
     assert (pipeline.options.gradient_accumulation, pipeline.options.reduction) == (3, "mean")
@@ -109,6 +112,46 @@ def test_every_flag_reaches_the_training(monkeypatch, few_digits):
     assert (trainer.learning_rate, trainer.updates_per_call) == (0.5, 4)
     assert (args.epochs, args.precision) == (0.5, "16.32")
     np.testing.assert_array_equal(data.train_images, synthetic_mnist(7, 103, 25).train_images)
+
+
+def test_the_flags_of_the_training_step_reach_it(monkeypatch, few_digits):
+    runs = []
+    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    flags = "--replicas 2 --optimizer lamb --shard-optimizer --precision 16.32 --half float16 --batch-size 2"
+    flags += " --gradient-accumulation 3 --device-iterations 4"
+    assert main([*SYNTHETIC, *flags.split()]) == 0
+    ((_, _, trainer, *_),) = runs
+    assert (trainer.pipeline.replicas, trainer.pipeline.ipus, trainer.batches.replicas) == (2, 2, 2)
+    assert (trainer.batches.gradient_accumulation, trainer.updates_per_call) == (3, 4)
+    assert (trainer.learning_rate, trainer.step.options.shard_optimizer) == (0.01, True)
+    assert trainer.step.options.loss_scale == DynamicScale()
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        (["--optimizer", "adam"], 0.001),
+        (["--optimizer", "momentum"], 0.001),
+        (["--optimizer", "momentum", "--model", "resnet18"], 0.002),
+        (["--optimizer", "lamb", "--learning-rate", "0.5"], 0.5),
+    ],
+)
+def test_each_optimizer_has_a_learning_rate_of_its_own(flags, rate):
+    assert parse(make_parser("run-sharded-mnist", ""), flags).learning_rate == rate
+
+
+def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys):
+    flags = "--replicas 2 --optimizer adamw --shard-optimizer --precision 16.32 --half float16"
+    assert main([*CONCURRENT, *TINY, *flags.split()]) == 0
+    assert_lines(
+        capsys.readouterr().out,
+        r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates an epoch, each of 5 "
+        "micro-batches of 4 on each",
+        COMPILED,
+        r"Epoch 1\.0, Mean loss: \d\.\d{3}",
+        rf"Epoch 1\.0, Test accuracy: {ACCURACY}",
+        final(80),
+    )
 
 
 class _Terminal(io.StringIO):
@@ -122,6 +165,7 @@ def test_there_is_a_bar_on_a_terminal_only_and_lines_stay_whole(few_digits, monk
     monkeypatch.setattr(sys, "stdout", with_bar)
     assert main([*CONCURRENT, *TINY]) == 0
     shown = with_bar.getvalue()
+    assert "Compiling" in shown
     assert "5/5" in shown
     assert re.search(r"\x1b\[2KEpoch 1\.0, Mean loss: \d\.\d{3}\n", shown)  # in place of the bar, which moves down
     monkeypatch.setattr(sys, "stdout", without)
@@ -143,6 +187,9 @@ def test_help_says_every_default(capsys):
         ("--epochs", "3"),
         ("--reduction", "sum"),
         ("--precision", "32.32"),
+        ("--replicas", "1"),
+        ("--optimizer", "sgd"),
+        ("--half", "bfloat16"),
     ]:
         assert re.search(rf"{flag} \S+ [^)]*\(default: {re.escape(default)}\)", text), flag
 
@@ -231,13 +278,17 @@ def refused(argv, capsys):
             ]
         ),
         *(
-            ([*SYNTHETIC, flag, value], f"argument {flag}: {value!r} is not a count: give a whole number of at least 1")
+            (
+                [*SYNTHETIC, flag.split("/")[-1], value],
+                f"argument {flag}: {value!r} is not a count: give a whole number of at least 1",
+            )
             for flag, value in [
                 ("--batch-size", "0"),
                 ("--batch-size", "1.5"),
-                ("--gradient-accumulation-count", "0"),
-                ("--repeat-count", "-1"),
+                ("--gradient-accumulation-count/--gradient-accumulation", "0"),
+                ("--repeat-count/--device-iterations", "-1"),
                 ("--ipus", "0"),
+                ("--replicas", "0"),
             ]
         ),
         ([*SYNTHETIC, "--seed", "-1"], "argument --seed: '-1' is not a seed: give a whole number from 0 to 4294967295"),
@@ -259,6 +310,46 @@ def refused(argv, capsys):
             [*SYNTHETIC, "--batch-size", "21"],
             "batch_size=21 x gradient_accumulation=84 takes 1764 images for an update, but there are 103: "
             "lower one of the two",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--ipus", "5", "--replicas", "2"],
+            "num_ipus=10, but jax already started its CPU backend with 8: call configure(10) before any other use of "
+            "jax, or set JAX_NUM_CPU_DEVICES=10.",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--replicas", "6"],
+            "batch_size=4 x gradient_accumulation=5 x replicas=6 takes 120 images for an update, but there are 103: "
+            "lower one of the three",
+        ),
+        (
+            [*SYNTHETIC, "--optimizer", "adams"],
+            "argument --optimizer: optimizer='adams' is unknown: did you mean 'adam'? "
+            "Choose one of 'sgd', 'momentum', 'adam', 'adamw', 'lamb'",
+        ),
+        (
+            [*SYNTHETIC, "--half", "float"],
+            "argument --half: half='float' is unknown: did you mean 'float16'? Choose one of 'bfloat16', 'float16'",
+        ),
+        (
+            [*SYNTHETIC, "--shard-optimizer"],
+            "--shard-optimizer gives each replica its part, and there is one: give --replicas 2 or more",
+        ),
+        (
+            [*SYNTHETIC, "--half", "float16"],
+            "--half float16 is the 16 of a precision: give --precision 16.16 or 16.32 too",
+        ),
+        (
+            [*SYNTHETIC, "--half", "float16", "--precision", "16.16", "--optimizer", "adam"],
+            "--optimizer adam divides by a root plus 1e-8, which is 0 in float16: give --precision 16.32, or "
+            "--half bfloat16",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--executable-cache", __file__],
+            f"--executable-cache {__file__} is not a folder: give one, or a name that is free",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--executable-cache", f"{__file__}/x"],
+            f"--executable-cache {__file__}/x cannot be made (Not a directory): give another folder",
         ),
         ([*SYNTHETIC, "--data-dir", "x"], "argument --data-dir: not allowed with argument --synthetic-data"),
         ([*SYNTHETIC, "--plot", "x.png"], "--plot draws what --compare measures: give both, or neither"),
@@ -376,5 +467,5 @@ def test_curves_are_drawn_from_real_numbers(tmp_path):
     """The picture on its own: a long run, and one where the modes agree to the last bit."""
     losses = np.geomspace(2.3, 0.1, 300).astype(np.float32)
     difference = np.zeros(300)
-    run_sharded_mnist._draw(losses, losses, difference, tmp_path / "same.png")
+    comparison._draw(losses, losses, difference, tmp_path / "same.png")
     assert (tmp_path / "same.png").stat().st_size > 10_000

@@ -1,0 +1,139 @@
+"""Which images make which update, and how they come to the IPUs.
+
+epoch      every image once, in an order that seed and epoch decide, but for a remainder that fills no update
+update     gradient_accumulation micro-batches of batch_size images on each replica: one change of the weights
+call       up to repeat_count updates in one program: images move to the IPUs as bytes, losses come back
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from ipu_jax import Feed, normalise
+from ipu_jax.options import check_count
+from ipu_jax.order import Order, Place
+
+_BATCHES_AHEAD = 2  # a call's batch each, and so many beside the two that run and wait
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches:
+    """Which images make which update.
+
+    An epoch has floor(images / (batch_size * gradient_accumulation * replicas)) updates. The images left over are not
+    seen in that epoch: with `shuffle` they are others in each epoch, without they are always the last.
+
+    Attributes:
+        images: (N, 28, 28) uint8.
+        labels: (N,) uint8.
+        batch_size: images of a micro-batch, B.
+        gradient_accumulation: micro-batches of an update on each replica, M.
+        shuffle: a new order in each epoch, the same for the same seed; else the order of the data.
+        seed: at least 0.
+        replicas: pipelines side by side that share an update, R.
+
+    Raises:
+        ValueError: a count below 1, a negative seed, or too few images for one update.
+
+    >>> images = np.zeros((7, 28, 28), np.uint8)
+    >>> batches = Batches(images, np.arange(7), batch_size=1, gradient_accumulation=3, shuffle=False)
+    >>> batches.updates_per_epoch, batches.of_epoch(0).tolist()
+    (2, [[[0], [1], [2]], [[3], [4], [5]]])
+    """
+
+    images: npt.NDArray[np.uint8]
+    labels: npt.NDArray[np.uint8]
+    batch_size: int
+    gradient_accumulation: int
+    shuffle: bool = True
+    seed: int = 0
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size)
+        check_count("gradient_accumulation", self.gradient_accumulation)
+        check_count("replicas", self.replicas)
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} is negative: give one of at least 0")
+        if self.updates_per_epoch < 1:
+            of_replicas = f" x replicas={self.replicas}" if self.replicas > 1 else ""
+            raise ValueError(
+                f"batch_size={self.batch_size} x gradient_accumulation={self.gradient_accumulation}{of_replicas} takes "
+                f"{self.images_per_update} images for an update, but there are {len(self.images)}: lower one of the "
+                f"{'three' if of_replicas else 'two'}"
+            )
+
+    @property
+    def images_per_update(self) -> int:
+        return self.batch_size * self.gradient_accumulation * self.replicas
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return len(self.images) // self.images_per_update
+
+    def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
+        """The numbers of the images of each update, (updates_per_epoch, R, M, B), without R where it is 1.
+
+        Epochs count from 0. An update has the same images however many replicas share them.
+        """
+        order = Order(
+            len(self.images),
+            self.batch_size,
+            gradient_accumulation=self.gradient_accumulation,
+            replicas=self.replicas,
+            iterations=self.updates_per_epoch,
+            shuffle=self.shuffle,
+            seed=self.seed,
+        )
+        indices = order.rows(Place(epoch, 0)).indices
+        return indices[:, 0] if self.replicas == 1 else indices
+
+
+class _AsFloats:
+    """The images as float32 of 0 to 1, and their labels: what crosses to the IPUs when bytes shall not."""
+
+    def __init__(self, batches: Batches):
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches.images)
+
+    def __getitem__(self, indices: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
+        batches = self._batches
+        return {"images": normalise(batches.images.take(indices, axis=0)), "labels": batches.labels[indices]}
+
+
+def make_feed(
+    batches: Batches, mesh: Mesh, *, repeat_count: int = 100, eight_bit_io: bool = True, num_workers: int = 0
+) -> Feed:
+    """The batches of device calls, on the mesh: `{"images", "labels"}`, leaves (updates, R, M, B, ...).
+
+    A call has up to `repeat_count` updates; the last of an epoch may have fewer real ones. Each of the first two dims
+    is left out where it is 1.
+
+    Args:
+        batches: which images make which update.
+        mesh: of the replicas of `batches`.
+        repeat_count: updates in one device call, at least 1.
+        eight_bit_io: images cross as the bytes that they are, and the network normalises them. False: the host does,
+            and four times as many bytes cross, as float32 of 0 to 1.
+        num_workers: threads that assemble calls ahead of the one that is asked for; 0: the caller does, when it asks.
+
+    Raises:
+        ValueError: a `repeat_count` below 1, or a negative `num_workers`.
+    """
+    return Feed(
+        {"images": batches.images, "labels": batches.labels} if eight_bit_io else _AsFloats(batches),
+        mesh=mesh,
+        micro_batch=batches.batch_size,
+        gradient_accumulation=batches.gradient_accumulation,
+        device_iterations=min(check_count("repeat_count", repeat_count), batches.updates_per_epoch),
+        shuffle=batches.shuffle,
+        seed=batches.seed,
+        last="updates",
+        prefetch=num_workers and max(_BATCHES_AHEAD, num_workers),
+        workers=num_workers or 1,
+    )

@@ -1,0 +1,53 @@
+"""How far the losses of the two modes are apart, in words and as a picture."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+_Losses = npt.NDArray[np.floating]
+
+# So long the losses of the two modes agree closely; what rounding adds grows with every update.
+_FIRST_UPDATES = 50
+
+
+def compare(basic: _Losses, concurrent: _Losses, path: Path) -> str:
+    """Draws the losses of both modes into a PNG file.
+
+    Args:
+        basic, concurrent: the loss of each update, (updates,).
+        path: of the file.
+
+    Returns:
+        A line that says how far they are apart.
+    """
+    difference = np.abs(concurrent - basic) / basic
+    _draw(basic, concurrent, difference, path)
+    first = difference[:_FIRST_UPDATES]
+    return (
+        f"Largest relative difference of the losses: {first.max():.1e} over the first {len(first)} updates, "
+        f"{difference.max():.1e} over all {len(difference)}"
+    )
+
+
+def _draw(basic: _Losses, concurrent: _Losses, difference: _Losses, path: Path) -> None:
+    """Both curves above, one thick and one dashed, since they lie on one another; below, how far apart they are."""
+    from matplotlib.figure import Figure  # an extra, and slow to import
+    from matplotlib.ticker import MaxNLocator
+
+    updates = np.arange(1, len(basic) + 1)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, differences = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    mark = "o" if len(basic) == 1 else ""  # one point makes no line
+    curves.plot(updates, basic, color="#9ecae1", linewidth=5, marker=mark, markersize=12, label="basic")
+    curves.plot(updates, concurrent, color="#d94801", linewidth=1.3, linestyle="--", marker=mark, label="concurrent")
+    curves.set_ylabel("mean loss of an update")
+    curves.set_title("Basic and concurrent pipeline: same weights, same batches")
+    curves.legend()
+    differences.semilogy(updates, np.maximum(difference, 1e-9), color="#636363", linewidth=1, marker=mark)
+    differences.set_ylabel("relative difference")
+    differences.set_xlabel("weight updates")
+    differences.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
