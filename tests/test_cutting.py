@@ -76,7 +76,7 @@ def cut(fn: Any, recompute: Any = "none") -> tuple[Halves, dict[str, Any], jax.A
 GIVEN = Given(None, (None,))
 
 
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_b_and_w_give_what_the_vjp_gives(fn, recompute):
     halves, params, x = cut(fn, recompute)

@@ -72,7 +72,11 @@ def case_id(case) -> str:
     return "-".join([where, f"on{ipus}", f"m{m}", *model, *(str(v) for v in pipeline.values())])
 
 
-@pytest.mark.parametrize(("places", "ipus", "micro_batches", "of_model", "of_pipeline"), CASES, ids=map(case_id, CASES))
+@pytest.mark.parametrize(
+    ("places", "ipus", "micro_batches", "of_model", "of_pipeline"),
+    # every other one always runs, of the others a sample
+    [pytest.param(*case, id=case_id(case), marks=pytest.mark.slow if i % 2 else ()) for i, case in enumerate(CASES)],
+)
 def test_loss_and_every_gradient_equal_the_dense_twins(places, ipus, micro_batches, of_model, of_pipeline):
     assert_equals_its_twin(chain(places, micro_batches, **of_model), ipus, of_pipeline)
 
