@@ -3,8 +3,8 @@
 It stands at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, which is when these settings count; processes that a test starts inherit them.
 
-Of the tests marked slow a sample runs: one in six of each function's, and of each function at least one.
-`pytest --slow=all` runs them all.
+Of the tests marked slow a sample runs: one in six of each function's, and of each function at least one; none of those
+marked slow(sampled=False), which take a minute or more. `pytest --slow=all` runs them all.
 """
 
 import os
@@ -37,7 +37,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seen: dict[str, int] = {}  # of each slow function, how many of its cases came before
     left_out = []
     for item in items:
-        if item.get_closest_marker("slow"):
+        marker = item.get_closest_marker("slow")
+        if marker and marker.kwargs.get("sampled") is False:
+            left_out.append(item)
+        elif marker:
             function = item.nodeid.split("[")[0]
             seen[function] = seen.get(function, -1) + 1
             if seen[function] % _ONE_IN:

@@ -228,7 +228,7 @@ def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
     np.testing.assert_array_equal(aux["correct"], (logits.argmax(-1) == labels).reshape(3, B).sum(-1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sampled=False)
 def test_resnet50_is_the_unsharded_programs():
     pipeline = make_pipeline(50, "concurrent", ipus=2, gradient_accumulation=2, width=2)
     sharded = pipeline.shard(init_params(50, 0, width=2))

@@ -135,10 +135,13 @@ class Workers:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers[rank].get(timeout=0.05)
-            # any of them: the one that died is seldom the one that waits for it
-            ended = [r for r, process in enumerate(self.processes) if process.poll() is not None]
+            # any of them: the one that died is seldom the one that waits for it; one that ended well may have answered
+            codes_of = {r: process.poll() for r, process in enumerate(self.processes)}
+            ended = [r for r, code in codes_of.items() if code or (r == rank and code is not None)]
+            if rank in ended:
+                self._readers[rank].join(1.0)  # it may still be reading the last answer
             if ended and self._answers[rank].empty():
-                codes = ", ".join(f"{self._each} {r} exited with {self.processes[r].returncode}" for r in ended)
+                codes = ", ".join(f"{self._each} {r} exited with {codes_of[r]}" for r in ended)
                 raise RuntimeError(f"{self._name}: {codes} at {line.strip()}\n{self._last_words(ended)}")
             if time.monotonic() > deadline:
                 everyone = list(range(self._count))
