@@ -312,7 +312,7 @@ def small(name="resnet18") -> Network:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sampled=False)
 def test_evaluation_between_updates_changes_nothing():
     digits = synthetic_mnist(0, n_train=48, n_test=9)
     batches = Batches(digits.train_images, digits.train_labels, 8, 2)
