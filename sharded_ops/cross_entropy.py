@@ -36,6 +36,7 @@ from sharded_ops.softmax import checked_split
 from sharded_ops.tiles import (
     Terms,
     Whole,
+    first_column,
     is_soft,
     logits_of,
     numbers_sent,
@@ -187,7 +188,7 @@ def log_softmax_cross_entropy(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _whole(x_NV: jax.Array, targets: jax.Array, terms: Terms) -> Whole:
     """All but the derivatives of the loss, which are not this one's to tell."""
-    first = _first(terms)
+    first = first_column(terms)
     of_shard = statistics(logits_of(x_NV, first, terms), targets, first, terms)
     return put_together(gather_to_all(numbers_sent(of_shard, targets, terms), terms.axis), targets, terms)
 
@@ -235,7 +236,7 @@ def _told_jvp(terms: Terms, wants_lse: bool, primals: Any, tangents: Any) -> Any
 
 
 def _loss_slope(terms: Terms, x_NV: jax.Array, targets: jax.Array, whole: Whole, dx_NV: jax.Array) -> jax.Array:
-    first = _first(terms)
+    first = first_column(terms)
     if terms.soft_cap is not None and not is_soft(targets):
         # A row that does not count may hold NaN, which would go through the derivative of tanh times zero.
         x_NV = jnp.where((targets < 0)[..., None], 0, x_NV)
@@ -244,20 +245,16 @@ def _loss_slope(terms: Terms, x_NV: jax.Array, targets: jax.Array, whole: Whole,
 
 
 def _log_sum_exp_slope(terms: Terms, x_NV: jax.Array, targets: jax.Array, whole: Whole, dx_NV: jax.Array) -> jax.Array:
-    first = _first(terms)
+    first = first_column(terms)
     logits_NV, dlogits_NV = jax.jvp(lambda x: logits_of(x, first, terms), (x_NV,), (dx_NV,))
     return (probabilities(logits_NV, whole.base_N, whole.rest_N) * dlogits_NV).sum(-1)
 
 
 def _target_slope(terms: Terms, x_NV: jax.Array, whole: Whole, dtargets_NV: jax.Array) -> jax.Array:
-    logits_NV = logits_of(x_NV, _first(terms), terms)
+    logits_NV = logits_of(x_NV, first_column(terms), terms)
     gaps_NV = (whole.base_N[..., None] - logits_NV) + whole.rest_N[..., None]
     gaps_NV = mask_padding(gaps_NV, -1, terms.split, terms.axis, fill=0)
     return (1 - terms.label_smoothing) * (gaps_NV * dtargets_NV).sum(-1)
-
-
-def _first(terms: Terms) -> jax.Array:
-    return terms.split.offset(lax.axis_index(terms.axis))
 
 
 def checked_terms(terms: Terms) -> Terms:

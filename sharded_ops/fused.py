@@ -17,6 +17,7 @@ from sharded_ops.tiles import (
     Statistics,
     Terms,
     Whole,
+    first_column,
     logits_of,
     merged,
     numbers_sent,
@@ -53,7 +54,7 @@ def _loss_forward(
 
         def with_tile(column: Any, columns: int, before: Statistics) -> Statistics:
             tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
-            first = _first(terms) + column
+            first = first_column(terms) + column
             tile = statistics(logits_of(_logits(chunk_ND, tile_CD), first, terms), labels_N, first, terms)
             return merged(before, tile, _masses(column, columns, terms))
 
@@ -89,7 +90,7 @@ def _loss_backward(
             cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
             chunk_ND, labels_N, factors_N, of_whole = jax.tree.map(cut, (hidden_ND, targets_N, dloss_N, whole))
             slopes_NC = _slopes(
-                _logits(chunk_ND, tile_CD), labels_N, of_whole, factors_N, _first(terms) + column, terms
+                _logits(chunk_ND, tile_CD), labels_N, of_whole, factors_N, first_column(terms) + column, terms
             ).astype(table_VD.dtype)
             dchunk_ND = cut(dhidden_ND) + _matmul(slopes_NC, tile_CD)
             dtile_CD = dtile_CD + _matmul(slopes_NC.T, chunk_ND)
@@ -131,7 +132,7 @@ def _sum_forward(
     chunks: Chunks,
 ) -> tuple[jax.Array, Any]:
     axes = varying_axes(hidden_ND)
-    first, wide = _first(terms), factors_N.dtype
+    first, wide = first_column(terms), factors_N.dtype
 
     def of_tokens(start: Any, tokens: int, found: Any) -> Any:
         loss_N, dhidden_ND, dtable_VD = found
@@ -193,7 +194,7 @@ def _rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.A
     tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
     if not terms.split.padding:
         return tile_CD
-    is_real_C = _first(terms) + column + jnp.arange(columns) < terms.split.size
+    is_real_C = first_column(terms) + column + jnp.arange(columns) < terms.split.size
     return jnp.where(is_real_C[:, None], tile_CD, 0)
 
 
@@ -214,13 +215,9 @@ def _slopes(
     return pull(slopes(logits_NC, labels_N, whole, first, terms) * factors_N[:, None])[0]
 
 
-def _first(terms: Terms) -> jax.Array:
-    return terms.split.offset(lax.axis_index(terms.axis))
-
-
 def _masses(column: Any, columns: int, terms: Terms) -> tuple[jax.Array, jax.Array]:
     """By smoothing: the weight of the shard's columns before `column`, and of the tile that starts there."""
-    real = terms.split.size - _first(terms)
+    real = terms.split.size - first_column(terms)
     until, beyond = (jnp.clip(real, 0, end) for end in (column, column + columns))
     weight = terms.label_smoothing / terms.split.size
     return until * weight, (beyond - until) * weight

@@ -76,6 +76,11 @@ class Whole(NamedTuple):
     mass_N: jax.Array | None  # the sum of soft targets
 
 
+def first_column(terms: Terms) -> jax.Array:
+    """The global column at which this IPU's shard starts."""
+    return terms.split.offset(lax.axis_index(terms.axis))
+
+
 def is_soft(targets: jax.Array) -> bool:
     """Whether targets are weights of all columns, (N.., C), and not a label for each token, (N..)."""
     return not jnp.issubdtype(targets.dtype, jnp.integer)

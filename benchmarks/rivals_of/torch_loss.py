@@ -8,17 +8,11 @@ and writes its loss and both gradients to FOLDER/result-RANK.npz. Torch's own id
 DTensor split by rows, logits split by columns, `cross_entropy` and the backward pass in `loss_parallel()`.
 """
 
-import datetime
-import json
-import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports] (an extra of its own)
-import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 from torch.distributed.device_mesh import init_device_mesh  # pyright: ignore[reportMissingImports]
 from torch.distributed.tensor import (  # pyright: ignore[reportMissingImports]
     DTensor,
@@ -27,9 +21,7 @@ from torch.distributed.tensor import (  # pyright: ignore[reportMissingImports]
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import loss_parallel  # pyright: ignore[reportMissingImports]
-
-LIMIT = datetime.timedelta(seconds=60)  # a peer that is gone ends this process too
-RANKS = 2
+from torch_rank import RANKS, costs_of, serve
 
 
 class Worker:
@@ -54,33 +46,13 @@ class Worker:
         return loss
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        torch.set_num_threads(order["threads"])
         if order["do"] == "result":
             loss = self.step().full_tensor().detach().numpy()
             table = self.table.grad.to_local().numpy()
             np.savez(self.folder / f"result-{self.rank}.npz", loss=loss, hidden=self.hidden.grad.numpy(), table=table)
             return {}
-        wall, cpu = [], []
-        for _ in range(order["steps"]):
-            dist.barrier()
-            started, worked = time.perf_counter(), time.process_time()
-            self.step()
-            wall.append(time.perf_counter() - started)
-            cpu.append(time.process_time() - worked)
-        return {"wall": wall, "cpu": cpu}
-
-
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # stdout is for answers alone: gloo's C++ prints to it, and is sent to stderr
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=LIMIT)
-    worker = Worker(rank, folder)
-    for line in sys.stdin:
-        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
-    dist.destroy_process_group()
+        return costs_of(self.step, order["steps"])
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

@@ -7,11 +7,6 @@ Orders and answers are those of `torch_stage.py`; a batch is (replicas, rows, 28
 own idiom: eager, buckets as DDP chooses them, reduced while the backward runs, and `optim.SGD` as it is.
 """
 
-import datetime
-import json
-import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +15,9 @@ import torch  # pyright: ignore[reportMissingImports] (an extra of its own)
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 from torch import nn  # pyright: ignore[reportMissingImports]
 from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports]
+from torch_rank import costs_of, serve
 from torch_stage import Images, linear
 
-LIMIT = datetime.timedelta(seconds=60)  # a peer that is gone ends this process too
 LAYERS = ("hidden", "features", "classifier")
 RATE = 0.1
 
@@ -51,7 +46,6 @@ class Worker:
         return loss.detach()
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        torch.set_num_threads(order["threads"])
         fed = self.batch(order["batch"])
         if order["do"] == "result":
             loss = self.step(*fed)
@@ -61,27 +55,8 @@ class Worker:
                 found |= {f"{name}.w": layer.weight.detach().numpy().T, f"{name}.b": layer.bias.detach().numpy()}
             np.savez(self.folder / f"result-{self.rank}.npz", **found)
             return {}
-        wall, cpu = [], []
-        for _ in range(order["steps"]):
-            dist.barrier()
-            started, worked = time.perf_counter(), time.process_time()
-            self.step(*fed)
-            wall.append(time.perf_counter() - started)
-            cpu.append(time.process_time() - worked)
-        return {"wall": wall, "cpu": cpu}
-
-
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # stdout is for answers alone: gloo's C++ prints to it, and is sent to stderr
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
-    worker = Worker(rank, folder)
-    for line in sys.stdin:
-        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
-    dist.destroy_process_group()
+        return costs_of(lambda: self.step(*fed), order["steps"])
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

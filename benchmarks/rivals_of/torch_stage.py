@@ -13,26 +13,20 @@ stdin does. Torch's own idiom throughout: eager, weights as `nn.Linear` keeps th
 not zeroed before a step, no division of the sums, message shapes told beforehand.
 """
 
-import datetime
-import json
-import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports] (an extra of its own)
-import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 from torch import nn  # pyright: ignore[reportMissingImports]
 from torch.distributed.pipelining import (  # pyright: ignore[reportMissingImports]
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
 )
+from torch_rank import costs_of, serve
 
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
-LIMIT = datetime.timedelta(seconds=60)  # a peer that is gone ends this process too
 
 
 class Images(nn.Module):
@@ -86,7 +80,6 @@ class Worker:
         return losses
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        torch.set_num_threads(order["threads"])
         schedule, fed = self.schedule(order["batch"], order["count"], order["schedule"])
         if order["do"] == "result":
             losses = self.step(schedule, fed)
@@ -95,27 +88,8 @@ class Worker:
                 found |= {f"{name}.w": layer.weight.grad.numpy().T, f"{name}.b": layer.bias.grad.numpy()}
             np.savez(self.folder / f"result-{self.rank}.npz", **found)
             return {}
-        wall, cpu = [], []
-        for _ in range(order["steps"]):
-            dist.barrier()
-            started, worked = time.perf_counter(), time.process_time()
-            self.step(schedule, fed)
-            wall.append(time.perf_counter() - started)
-            cpu.append(time.process_time() - worked)
-        return {"wall": wall, "cpu": cpu}
-
-
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # stdout is for answers alone: gloo's C++ prints to it, and is sent to stderr
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
-    worker = Worker(rank, folder)
-    for line in sys.stdin:
-        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
-    dist.destroy_process_group()
+        return costs_of(lambda: self.step(schedule, fed), order["steps"])
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)
