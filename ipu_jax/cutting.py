@@ -9,35 +9,17 @@ arXiv:2401.10241, section 2, there by hand for each layer. A scan over layers is
 first replaced by two, the first of which hands the second what its own body's cut is, layer by layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.jaxprs import CHECKPOINTS, JITS, depending, evaluated, laid_open, needed, scan_parts
+
 # of a checkpoint, B computes again what W then finds in the cut
-_LAID_OPEN = ("checkpoint", "remat", "remat2", "jit", "pjit")
-
-
-def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
-    """The variables that depend on some, these among them."""
-    found = set(on)
-    for eqn in eqns:
-        if any(not isinstance(v, core.Literal) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
-
-
-def needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
-    """The equations, in order, that `outvars` need."""
-    needed = {var for var in outvars if not isinstance(var, core.Literal)}
-    found = []
-    for eqn in reversed(eqns):
-        if needed.intersection(eqn.outvars):
-            found.append(eqn)
-            needed.update(var for var in eqn.invars if not isinstance(var, core.Literal))
-    return found[::-1]
+_LAID_OPEN = (*CHECKPOINTS, *JITS)
 
 
 def cut_in_two(traced: Any, num_dx: int, again: int, num_dy: int) -> tuple[Any, Any, list[jax.ShapeDtypeStruct]]:
@@ -78,37 +60,9 @@ def _part(closed: Any, invars: list[Any], eqns: list[Any], outvars: list[Any]) -
     )
 
 
-def _evaluated(closed: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None]) -> list[Any]:
-    """The outputs of a jaxpr, an equation's by `rule(eqn, inputs)` where that gives some."""
-    jaxpr = closed.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-        inputs = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-        outputs = rule(eqn, inputs)
-        if outputs is None:
-            found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = found if eqn.primitive.multiple_results else [found]
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
-
-
-def _laid_open(closed: Any) -> Any:
-    """The same program, with the bodies of its checkpoints and jits in the place of their calls."""
-
-    def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        if eqn.primitive.name not in _LAID_OPEN:
-            return None
-        inner = eqn.params["jaxpr"]
-        return _evaluated(inner if hasattr(inner, "consts") else core.ClosedJaxpr(inner, ()), inputs, rule)
-
-    if not any(eqn.primitive.name in _LAID_OPEN for eqn in closed.jaxpr.eqns):
-        return closed
-    return jax.make_jaxpr(lambda *args: _evaluated(closed, args, rule))(*closed.in_avals)
-
-
 def _with_cut_scans(closed: Any, num_dx: int) -> Any:
     """The same program; of a scan that gives what dx needs, and more, two are made."""
-    closed = _laid_open(closed)
+    closed = laid_open(closed, _LAID_OPEN)
     read = _read(needed(closed.jaxpr.eqns, closed.jaxpr.outvars[:num_dx]), closed.jaxpr.outvars[:num_dx])
 
     def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
@@ -117,7 +71,7 @@ def _with_cut_scans(closed: Any, num_dx: int) -> Any:
 
     if not any(eqn.primitive.name == "scan" for eqn in closed.jaxpr.eqns):
         return closed
-    return jax.make_jaxpr(lambda *args: _evaluated(closed, args, rule))(*closed.in_avals)
+    return jax.make_jaxpr(lambda *args: evaluated(closed, args, rule))(*closed.in_avals)
 
 
 def _read(eqns: list[Any], outvars: Sequence[Any]) -> set[Any]:
@@ -125,19 +79,11 @@ def _read(eqns: list[Any], outvars: Sequence[Any]) -> set[Any]:
     return {v for v in found if not isinstance(v, core.Literal)}
 
 
-def _constants_and_carry(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many its carry."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
-    return len(consts), len(carry)
-
-
 def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> list[Any]:
     """What the scan gives, from two: the first gives the outputs marked, and what the second needs of it."""
-    body = _laid_open(params["jaxpr"])
+    body = laid_open(params["jaxpr"], _LAID_OPEN)
     jaxpr = body.jaxpr
-    num_consts, num_carry = _constants_and_carry(params)
+    num_consts, num_carry = scan_parts(params)
     xs_from = num_consts + num_carry
     consts, init, xs = inputs[:num_consts], inputs[num_consts:xs_from], inputs[xs_from:]
     const_vars, carry_vars, x_vars = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:xs_from], jaxpr.invars[xs_from:]

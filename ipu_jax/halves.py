@@ -1,7 +1,7 @@
 """The two halves of a segment, what F computes and stashes, and what B makes of it; and B cut into B and W.
 
     F:   params, x, given, state   ->  y, new state, aux, stash   (one `jax.vjp`, its residuals laid open)
-    B:   params, given, stash, dy  ->  dx, dparams
+    B:   params, given, stash, dy  ->  dx, dparams                (each added to its accumulator: `gradient_sums`)
 
     B:   params, given, stash, dy  ->  dx, cut                    (where the schedule has W: `cutting`)
     W:   params, given, stash, cut ->  dparams
@@ -13,7 +13,6 @@ never stashed, and nothing is computed twice.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ipu_jax.cutting import cut_in_two, depending, needed
+from ipu_jax.cutting import cut_in_two
+from ipu_jax.gradient_sums import Sum, add_gradients
+from ipu_jax.jaxprs import depending, laid_open, needed
+from ipu_jax.likeness import Signature, signature_of
 from ipu_jax.segment import Carried, Given, Segment, loss_and_aux
 from ipu_jax.stage import naming
-from ipu_jax.tracing import inlined, refuse_what_waits
+from ipu_jax.tracing import differing_outputs, refuse_unlike
 
 
 def split_floats(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], list[Any]], Any]]:
@@ -47,67 +49,66 @@ def _typed(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """F and B of one segment for given shapes.
+    """F and B of one segment for given shapes; in evaluation F alone.
 
     Attributes:
         y: the message's tree of `jax.ShapeDtypeStruct`; on the last segment the loss.
         aux: likewise, per stage.
         stash: what a micro-batch leaves between F and B, as a list of `jax.ShapeDtypeStruct`.
         cut: what it leaves between B and W where the backward is split in two; likewise.
-        signature: segments of equal signature compute the same of their arguments, unless a function closes over large
-            arrays; None then.
+        signature: segments of equal signature compute the same of their arguments; None where that cannot be told.
     """
 
     y: Any
     aux: dict[str, Any]
     stash: list[jax.ShapeDtypeStruct]
     cut: list[jax.ShapeDtypeStruct]
-    signature: tuple[Any, ...] | None
+    signature: Signature | None
     _forward: Any  # closed jaxpr: flat (params, x, given, state) -> leaves of y, new state, aux, residuals
     _result: Any  # the tree of (y, new state, aux)
-    _stashed: tuple[int, ...]  # which outputs of F are stashed
-    _kept: list[Any]  # the stash with its own dtypes: a key is stashed as its data
-    _backward: Any  # closed jaxpr: flat (params, given, stash, dy) -> dx, dparams
-    _restore: Callable[[list[Any], list[Any]], Any]  # the vjp again, of flat (params, given) and the stash
-    _num_dx: int
-    _num_dparams: int
-    _split: Any  # B and W: closed jaxprs of flat (params, given, stash, dy), and of those and the cut
+    _stashed: tuple[int, ...] = ()  # which outputs of F are stashed
+    _kept: tuple[Any, ...] = ()  # the stash with its own dtypes: a key is stashed as its data
+    _backward: Any = None  # closed jaxpr: flat (params, given, stash, dy) -> dx, dparams
+    _num_dx: int = 0
+    _split: Any = None  # B and W: closed jaxprs of flat (params, given, stash, dy), and of those and the cut
 
     @property
     def programs(self) -> dict[str, Any]:
-        """The closed jaxprs of "F" and "B", or of "F", "B" and "W" where the backward is split."""
+        """The closed jaxprs of "F" and "B", and of "W" where the backward is split; in evaluation of "F" alone."""
+        if self._backward is None:
+            return {"F": self._forward}
         backward = {"B": self._backward} if self._split is None else dict(zip("BW", self._split, strict=True))
         return {"F": self._forward, **backward}
 
     def forward(
         self, params: Any, x: Carried, given: Given, state: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
-        """`(y, new state, aux, stash)`."""
+        """Return `(y, new state, aux, stash)`."""
         outputs = core.jaxpr_as_fun(self._forward)(*jax.tree.leaves((params, x, given, state)))
         result = jax.tree.unflatten(self._result, outputs[: self._result.num_leaves])
         return *result, [_bare(outputs[i]) for i in self._stashed]
 
     def backward(
-        self, params: Any, given: Given, stash: list[Any], dy: list[Any], sums: Sequence[Any] | None = None
+        self, params: Any, given: Given, stash: list[Any], dy: list[Any], sums: Sequence[Sum], zero: Any
     ) -> tuple[list[Any], list[Any]]:
-        """`(dparams, dx)`: a gradient per trained leaf of params; `dy` and `dx` list the floats of y and x.
+        """Return `(totals, dx)`: per trained leaf of params its accumulator, the gradient added.
 
-        Where `sums` has an array for a leaf, of its shape and dtype, the gradient is added to it in place and the sum
-        stands in dparams: a scan over layers adds each layer's gradient where it belongs, and never makes them all.
+        `dy` and `dx` list the floats of y and x; `sums` and `zero` are those of `add_gradients`.
         """
-        refs = [True if total is None else jax.new_ref(total) for total in sums or [None] * self._num_dparams]
-        vjp = self._restore(jax.tree.leaves((params, given)), self._typed(stash))
-        dparams, dx = vjp.with_refs(refs, [True] * self._num_dx)(dy)
-        return [g if isinstance(ref, bool) else jax.freeze(ref) for g, ref in zip(dparams, refs, strict=True)], dx
+        args = [*jax.tree.leaves((params, given)), *self._typed(stash), *dy]
+        return add_gradients(self._backward, args, self._num_dx, sums, zero)
 
     def backward_input(self, params: Any, given: Given, stash: list[Any], dy: list[Any]) -> tuple[list[Any], list[Any]]:
-        """`(dx, cut)`: the part of the backward that dx needs."""
+        """Return `(dx, cut)`: the part of the backward that dx needs."""
         outputs = core.jaxpr_as_fun(self._split[0])(*jax.tree.leaves((params, given)), *self._typed(stash), *dy)
         return outputs[: self._num_dx], outputs[self._num_dx :]
 
-    def backward_weight(self, params: Any, given: Given, stash: list[Any], cut: list[Any]) -> list[Any]:
-        """`dparams`: the rest."""
-        return core.jaxpr_as_fun(self._split[1])(*jax.tree.leaves((params, given)), *self._typed(stash), *cut)
+    def backward_weight(
+        self, params: Any, given: Given, stash: list[Any], cut: list[Any], sums: Sequence[Sum], zero: Any
+    ) -> list[Any]:
+        """Return the totals: the rest."""
+        args = [*jax.tree.leaves((params, given)), *self._typed(stash), *cut]
+        return add_gradients(self._split[1], args, 0, sums, zero)[0]
 
     def _typed(self, stash: list[Any]) -> list[Any]:
         return [_as_kept(value, kept) for value, kept in zip(stash, self._kept, strict=True)]
@@ -139,8 +140,11 @@ def halves_of(
     last: bool,
     split: bool = False,
     trained: Sequence[bool] | None = None,
+    shards: Any = None,
 ) -> Halves:
-    """Traces a segment for the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`).
+    """Trace a segment for the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`).
+
+    A segment whose role is evaluation is traced as it is: nothing in it needs a derivative.
 
     Args:
         segment: what to trace.
@@ -148,14 +152,21 @@ def halves_of(
         last: whether it returns the loss.
         split: whether to split B from W.
         trained: per leaf of params, whether it gets a gradient; all of them do unless given.
+        shards: `(params, state)` as trees of bool: whether IPUs hold unlike shards of a leaf; none unless given.
 
     Raises:
-        ValueError: the last segment returns no scalar loss; a collective over "ipu" that would wait for ever; whatever
-            its stages raise, with a note that names the stage.
+        ValueError: the last segment returns no scalar loss; a collective over "ipu" that would wait for ever; a result
+            of a concurrent segment that may differ between IPUs; whatever its stages raise, with a note that names the
+            stage.
     """
-    held: dict[str, Any] = {}
     num_params = len(jax.tree.leaves(params))
     of_gradient = [True] * num_params if trained is None else list(trained)
+    shards = jax.tree.map(lambda _: False, (params, state)) if shards is None else shards
+    alike = jax.tree.map(lambda _: False, (x, given))
+    unlike = jax.tree.leaves((shards[0], *alike, shards[1]))
+    if segment.role == "evaluation":
+        return _only_forward(segment, params, x, given, state, last, unlike, shards[1])
+    held: dict[str, Any] = {}
 
     def program(params: Any, x: Any, given: Any, state: Any) -> list[Any]:
         x_floats, x_others, join_x = split_floats(x)
@@ -164,34 +175,31 @@ def halves_of(
         def differentiable(learning: list[Any], x_floats: list[Any]) -> tuple[list[Any], Any]:
             following = iter(learning)
             leaves = [next(following) if t else w for w, t in zip(weights, of_gradient, strict=True)]
-            message, new_state, aux = segment(
-                jax.tree.unflatten(treedef, leaves), join_x(x_floats, x_others), given, state
+            y, new_state, aux = _results(
+                segment, jax.tree.unflatten(treedef, leaves), join_x(x_floats, x_others), given, state, last
             )
-            if last:
-                loss, aux = loss_and_aux(message.y, aux, segment.stages[-1])
-                return [loss], ([], new_state, aux)
-            y_floats, y_others, held["join_y"] = split_floats(message)
+            y_floats, y_others, held["join_y"] = split_floats(y)
             return y_floats, (y_others, new_state, aux)
 
         learning = [w for w, t in zip(weights, of_gradient, strict=True) if t]
         y_floats, vjp, (others, new_state, aux) = jax.vjp(differentiable, learning, x_floats, has_aux=True)
-        y = y_floats[0] if last else held["join_y"](y_floats, others)
         residuals, held["vjp"] = jax.tree.flatten(vjp)
-        leaves, held["result"] = jax.tree.flatten((y, new_state, aux))
+        leaves, held["result"] = jax.tree.flatten((held["join_y"](y_floats, others), new_state, aux))
         return [*leaves, *residuals]
 
-    traced = inlined(jax.make_jaxpr(program)(params, x, given, state))
-    refuse_what_waits(segment, traced.jaxpr, num_params)
+    traced = laid_open(jax.make_jaxpr(program)(params, x, given, state))
+    count = held["result"].num_leaves
+    differs = differing_outputs(segment, traced.jaxpr, unlike)
+    _refuse_unlike_results(segment, jax.tree.unflatten(held["result"], differs[:count]), last, shards[1])
     num_given, num_x = len(jax.tree.leaves(given)), len(jax.tree.leaves(x))
     invars = traced.jaxpr.invars
     again = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_given]]
-    count = held["result"].num_leaves
     residuals = traced.jaxpr.outvars[count:]
     sources, derived, stashed = _sources(traced.jaxpr, residuals, again, num_params)
     derive = _keep_only(traced, derived, num_params)
     kept = [_shape_of(residuals[i].aval) for i in stashed]
     y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals[:count])))
-    dy = [y] if last else split_floats(y)[0]
+    dy = split_floats(y)[0]
 
     def restore(inputs: list[Any], stash: list[Any]) -> Any:
         of = {"input": inputs, "derived": core.jaxpr_as_fun(derive)(*inputs[:num_params]), "stash": stash}
@@ -202,23 +210,22 @@ def halves_of(
         return [*dx, *dparams]
 
     with naming(segment.name, segment.first):
-        traced_backward = inlined(jax.make_jaxpr(backward)(params, given, kept, dy))
-    refuse_what_waits(segment, traced_backward.jaxpr, num_params)
+        traced_backward = laid_open(jax.make_jaxpr(backward)(params, given, kept, dy))
+    of_stash = [differs[count + i] for i in stashed]
+    of_inputs = [*jax.tree.leaves((shards[0], alike[1])), *of_stash, *[False] * len(dy)]
+    differing_outputs(segment, traced_backward.jaxpr, of_inputs)
     halves = Halves(
         y=y,
         aux=aux,
         stash=[jax.eval_shape(_bare, shape) for shape in kept],
         cut=[],
-        signature=_signature(traced, traced_backward, sources, held["result"]),
+        signature=signature_of((traced, traced_backward), sources, held["result"]),
         _forward=traced,
         _result=held["result"],
         _stashed=tuple(count + i for i in stashed),
-        _kept=kept,
+        _kept=tuple(kept),
         _backward=traced_backward,
-        _restore=restore,
         _num_dx=len(traced_backward.out_avals) - sum(of_gradient),
-        _num_dparams=sum(of_gradient),
-        _split=None,
     )
     if not split:
         return halves
@@ -226,16 +233,48 @@ def halves_of(
     return dataclasses.replace(halves, cut=made, _split=(b, w))
 
 
-def _signature(forward: Any, backward: Any, sources: Any, result: Any) -> tuple[Any, ...] | None:
-    """What the two programs say, addresses of Python's objects left out, and the constants that they hold."""
-    consts = [np.asarray(const) for closed in (forward, backward) for const in closed.consts if not _is_key(const)]
-    if any(const.size > _SMALL for const in consts) or len(consts) < len(forward.consts) + len(backward.consts):
-        return None
-    texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (forward, backward)]
-    return (*texts, sources, result, tuple((const.dtype.name, const.shape, const.tobytes()) for const in consts))
+def _results(
+    segment: Segment, params: Any, x: Carried, given: Given, state: Mapping[str, Any], last: bool
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Return what a segment hands on, which is the loss where it is the last; its new state; and its aux."""
+    message, new_state, aux = segment(params, x, given, state)
+    if not last:
+        return message, new_state, aux
+    loss, aux = loss_and_aux(message.y, aux, segment.stages[-1])
+    return loss, new_state, aux
 
 
-_SMALL = 4096  # numbers; larger constants are not compared
+def _only_forward(
+    segment: Segment,
+    params: Any,
+    x: Carried,
+    given: Given,
+    state: Mapping[str, Any],
+    last: bool,
+    unlike: Sequence[bool],
+    split_state: Any,
+) -> Halves:
+    held: dict[str, Any] = {}
+
+    def program(params: Any, x: Any, given: Any, state: Any) -> list[Any]:
+        leaves, held["result"] = jax.tree.flatten(_results(segment, params, x, given, state, last))
+        return leaves
+
+    traced = laid_open(jax.make_jaxpr(program)(params, x, given, state))
+    differs = differing_outputs(segment, traced.jaxpr, unlike)
+    _refuse_unlike_results(segment, jax.tree.unflatten(held["result"], differs), last, split_state)
+    y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals)))
+    signature = signature_of((traced,), held["result"])
+    return Halves(y, aux, [], [], signature, _forward=traced, _result=held["result"])
+
+
+def _refuse_unlike_results(segment: Segment, differs: Any, last: bool, split_state: Any) -> None:
+    """Refuse what differs between IPUs but is handed on as one value. State may differ where it is split."""
+    y, new_state, aux = differs
+    refuse_unlike(segment, "a loss" if last else "a y or a skip", any(jax.tree.leaves(y)))
+    refuse_unlike(segment, "an aux", any(jax.tree.leaves(aux)))
+    of_state = zip(jax.tree.leaves(new_state), jax.tree.leaves(split_state), strict=True)
+    refuse_unlike(segment, "state that is not split", any(may and not split for may, split in of_state))
 
 
 def _sources(

@@ -340,7 +340,10 @@ def read(slots: Sequence[jax.Array], group: Group) -> Any:
 
 
 def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> list[jax.Array]:
-    """Inside the program, on the owner: the slots with the group's leaves replaced; `zero` as in `accumulate`."""
+    """Inside the program, on the owner: the slots with the group's leaves replaced.
+
+    `zero` is a traced 0: at a constant index XLA rewrites the whole slot.
+    """
     written = list(slots)
     for leaf, value in zip(group.leaves, jax.tree.leaves(values), strict=True):
         slot = written[leaf.slot]
@@ -350,15 +353,3 @@ def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> l
             flat = jax.lax.dynamic_update_slice(slot.reshape(-1), value.reshape(-1).astype(slot.dtype), (zero,))
             written[leaf.slot] = flat.reshape(slot.shape)
     return written
-
-
-def accumulate(total: jax.Array, leaf: Leaf, gradient: Any, zero: Any) -> jax.Array:
-    """Inside the program, on the owner: a slot's accumulator with the gradient of the owner's leaf added, in place.
-
-    `zero` is a traced 0. Where a leaf is a prefix of its slot, XLA updates in place only if it cannot know the index;
-    at a constant 0 it rewrites the whole slot.
-    """
-    if total.shape == leaf.shape:
-        return total + gradient.astype(total.dtype)
-    prefix = jax.lax.dynamic_slice(total, (zero,), (leaf.size,)) + gradient.reshape(-1).astype(total.dtype)
-    return jax.lax.dynamic_update_slice(total, prefix, (zero,))

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from ipu_jax import packing
+from ipu_jax.devices import IPU_AXIS
 from ipu_jax.halves import Halves, halves_of
 from ipu_jax.packing import Layout
 from ipu_jax.schedule import Schedule
@@ -103,9 +104,11 @@ def make_plan(
             Given(microbatch, tuple(key if stage.random else None for stage in segment.stages)),
             {name: states[name] for name in segment.state_groups},
         )
-        last, split = i == len(segments) - 1, schedule.weight is not None and segment.place is not None
+        last = i == len(segments) - 1
+        split = schedule.weight is not None and segment.place is not None
         trained = [not is_frozen for name in sorted(frozen) for is_frozen in frozen[name]]
-        halves.append(halves_of(segment, *args, last=last, split=split, trained=trained))
+        shards = _shards(params, segment.groups), _shards(state, segment.state_groups)
+        halves.append(halves_of(segment, *args, last=last, split=split, trained=trained, shards=shards))
         x = halves[-1].y
     lanes: list[int] = []
     routes: list[list[tuple[int, int]]] = []
@@ -136,6 +139,15 @@ def make_plan(
     )
     teams = _teams(plan, params, state)
     return dataclasses.replace(plan, teams=teams, tables={table: _table(plan, teams, table) for table in TABLES})
+
+
+def _shards(layout: Layout, names: Sequence[str]) -> dict[str, Any]:
+    """Per group the tree of whether IPUs hold unlike shards of a leaf."""
+    groups = {name: layout.group(name) for name in names}
+    return {
+        name: jax.tree.unflatten(g.treedef, [g.ipu is None and IPU_AXIS in leaf.spec for leaf in g.leaves])
+        for name, g in groups.items()
+    }
 
 
 def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: Any) -> bool:

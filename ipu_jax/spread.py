@@ -23,7 +23,7 @@ import optax
 from jax.extend import core
 
 from ipu_jax.cells import Cells
-from ipu_jax.tracing import inlined
+from ipu_jax.jaxprs import laid_open
 
 # fmt: off
 _ELEMENTWISE = frozenset((
@@ -107,7 +107,7 @@ def read(optimizer: Any, cells: Cells) -> Reading:
         return updates, new
 
     loss = jax.ShapeDtypeStruct((), "float32")
-    traced = inlined(jax.make_jaxpr(update)(weights, state, weights, loss))
+    traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
     reading = _Reader(traced, len(leaves), treedef, cells)
     while not reading.settled():
         pass

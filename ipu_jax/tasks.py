@@ -13,6 +13,7 @@ from jax import lax
 
 from ipu_jax import packing
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.gradient_sums import Sum
 from ipu_jax.guard import Fence, guard
 from ipu_jax.packing import Group, Sharded
 from ipu_jax.plan import Plan
@@ -159,33 +160,24 @@ class Tasks:
         groups = sorted(self.groups(t), key=lambda g: g.name)
         return [(g, k) for g in groups for k, leaf in enumerate(g.leaves) if not leaf.frozen]
 
-    def own_sums(self, t: int, state: State) -> list[Any]:
-        """Per trained leaf its accumulator where that has the leaf's own shape and dtype; else None."""
+    def sums(self, t: int, state: State) -> list[Sum]:
+        """Return the accumulator of each trained leaf."""
         found = []
         for group, k in self.trained(t):
-            leaf, concurrent = group.leaves[k], state["concurrent_sums"].get(group.name)
-            total = state["sums"][leaf.slot] if concurrent is None else concurrent[k]
-            # not where it is as long, but flat: XLA copies what it reshapes
-            fits = (concurrent is not None or total.shape == leaf.shape) and total.dtype == jnp.dtype(leaf.dtype)
-            found.append(total if fits else None)
+            leaf = group.leaves[k]
+            concurrent = group.ipu is None
+            total = state["concurrent_sums"][group.name][k] if concurrent else state["sums"][leaf.slot]
+            found.append(Sum(total, total.shape if concurrent else leaf.shape))
         return found
 
-    def keep_sums(
-        self, t: int, dparams: list[Any], state: State, zero: Any, added: Sequence[Any] | None = None
-    ) -> dict[str, Any]:
-        """The accumulators with the gradients added; what `added` has an array for is a sum already."""
+    def keep_sums(self, t: int, totals: list[Any], state: State) -> State:
         sums = list(state["sums"])
         concurrent = {name: list(leaves) for name, leaves in state["concurrent_sums"].items()}
-        added = added or [None] * len(dparams)
-        for (group, k), new, total in zip(self.trained(t), dparams, added, strict=True):
-            leaf = group.leaves[k]
+        for (group, k), total in zip(self.trained(t), totals, strict=True):
             if group.ipu is None:
-                held = concurrent[group.name][k]
-                concurrent[group.name][k] = new if total is not None else held + new.astype(held.dtype)
-            elif total is not None:
-                sums[leaf.slot] = new
+                concurrent[group.name][k] = total
             else:
-                sums[leaf.slot] = packing.accumulate(sums[leaf.slot], leaf, new, zero)
+                sums[group.leaves[k].slot] = total
         return {"sums": sums, "concurrent_sums": concurrent}
 
     def keep_dx(self, t: int, dx: list[Any], state: State) -> State:
@@ -238,9 +230,8 @@ class Tasks:
             if is_split:
                 dx, cut = halves.backward_input(weights, given, saved, dy)
                 return {**carry, **self.keep_dx(t, dx, carry), **self.write(("cut", t), carry, at_here, cut, fence)}
-            own = self.own_sums(t, carry)
-            dparams, dx = halves.backward(weights, given, saved, dy, own)
-            return {**carry, **self.keep_sums(t, dparams, carry, fence.zero, own), **self.keep_dx(t, dx, carry)}
+            totals, dx = halves.backward(weights, given, saved, dy, self.sums(t, carry), fence.zero)
+            return {**carry, **self.keep_sums(t, totals, carry), **self.keep_dx(t, dx, carry)}
 
         return self.guarded(
             at, body, state, ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
@@ -256,8 +247,8 @@ class Tasks:
             saved = self.read(("stash", t), carry, at_here, fence)
             cut = self.read(("cut", t), carry, at_here, fence)
             weights, given = self.weights(t, slots, concurrent), self.given(t, at_here)
-            dparams = halves.backward_weight(weights, given, saved, cut)
-            return {**carry, **self.keep_sums(t, dparams, carry, fence.zero)}
+            totals = halves.backward_weight(weights, given, saved, cut, self.sums(t, carry), fence.zero)
+            return {**carry, **self.keep_sums(t, totals, carry)}
 
         return self.guarded(at, body, state, ["stash", "sums", "concurrent_sums"])
 
@@ -274,10 +265,9 @@ class Tasks:
             y, new_state, aux, saved = halves.forward(weights, x, given, self.read_state(t, carry))
             self.watch("B", t, at_here, rows)
             dy = fence([jnp.full((), self.seed / self.plan.ipus, y.dtype)])
-            own = self.own_sums(t, carry)
-            dparams, dx = halves.backward(weights, given, saved, dy, own)
+            totals, dx = halves.backward(weights, given, saved, dy, self.sums(t, carry), fence.zero)
             kept = self.keep_result(t, y, new_state, aux, at_here, carry, fence.zero)
-            kept |= self.keep_sums(t, dparams, carry, fence.zero, own)
+            kept |= self.keep_sums(t, totals, carry)
             return {**carry, **kept, **self.keep_dx(t, dx, carry)}
 
         return self.guarded(at, body, state, [*self.results(t), "sums", "concurrent_sums", "dx"])

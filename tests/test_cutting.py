@@ -10,6 +10,7 @@ import pytest
 from dense import largest_relative_error
 from jax import lax
 from jax.extend import core
+from sums import empty_sums
 
 from ipu_jax import Stage
 from ipu_jax.halves import Halves, halves_of
@@ -85,8 +86,8 @@ def test_b_and_w_give_what_the_vjp_gives(fn, recompute):
     def run(params, x, dy):
         _, _, _, stash = halves.forward({"g": params}, Carried(x), GIVEN, {})
         dx, made = halves.backward_input({"g": params}, GIVEN, stash, [dy])
-        dparams = halves.backward_weight({"g": params}, GIVEN, stash, made)
-        return jax.tree.unflatten(jax.tree.structure(params), dparams), dx[0]
+        totals = halves.backward_weight({"g": params}, GIVEN, stash, made, empty_sums(params), jnp.int32(0))
+        return jax.tree.unflatten(jax.tree.structure(params), totals), dx[0]
 
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D)), "float32")
     expected = jax.vjp(lambda p, x: fn(p, x, None), params, x)[1](dy)

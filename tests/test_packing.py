@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
-from ipu_jax.packing import Sharded, accumulate, fetch, local_shape, place, plan_layout, read, specs_of
+from ipu_jax.packing import Sharded, fetch, local_shape, place, plan_layout, read, specs_of
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
@@ -271,28 +271,6 @@ def test_reading_an_ipus_rows_gives_its_groups(shapes, owners):
     sharded = put(params, owners, ipus=4)
     for group in sharded.layout.groups:
         assert_same(read([slot[group.ipu] for slot in sharded.slots], group), params[group.name])
-
-
-def test_accumulating_adds_to_the_leafs_own_elements_only():
-    params = arrays({"a": {"w": (7, 5), "b": (5,)}, "b": (6, 6)})
-    layout = plan_layout(params, {"a": 0, "b": 1}, {}, 2)
-    group = layout.group("a")
-    found = [jnp.full(slot.shape, 100.0) for slot in layout.slots]
-    for leaf, gradient in zip(group.leaves, jax.tree.leaves(params["a"]), strict=True):
-        found[leaf.slot] = jax.jit(lambda total, g, zero, leaf=leaf: accumulate(total, leaf, g, zero))(
-            found[leaf.slot], gradient, 0
-        )
-    assert_same(read(found, group), jax.tree.map(lambda x: x + 100, params["a"]))
-    untouched = sum(int((np.asarray(total) == 100).sum()) for total in found)
-    assert untouched == sum(total.size for total in found) - 40
-
-
-def test_a_bfloat16_gradient_adds_to_a_float32_sum_exactly():
-    params = {"a": jnp.ones(3, BF16)}
-    (leaf,) = plan_layout(params, {"a": 0}, {}, 1).group("a").leaves
-    total = accumulate(jnp.full(3, 256.0), leaf, params["a"], 0)
-    assert total.dtype == F32
-    np.testing.assert_array_equal(total, 257.0)  # in bfloat16, 256 + 1 is 256
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Walks over traced programs: evaluate one under rules, lay open what its calls hide, find what depends on what."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+JITS = ("jit", "pjit")
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+
+Rule = Callable[[Any, list[Any]], list[Any] | None]
+
+
+def evaluated(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
+    """Return the outputs of a closed jaxpr, an equation's by `rule(eqn, inputs)` where that returns a list."""
+    jaxpr = closed.jaxpr
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [value_of(v, env) for v in eqn.invars]
+        outputs = rule(eqn, inputs)
+        env.update(zip(eqn.outvars, bound(eqn, inputs) if outputs is None else outputs, strict=True))
+    return [value_of(v, env) for v in jaxpr.outvars]
+
+
+def value_of(var: Any, env: dict[Any, Any]) -> Any:
+    """Return what a variable stands for: a literal's own value, or its entry in `env`."""
+    return var.val if isinstance(var, core.Literal) else env[var]
+
+
+def bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of one equation for these inputs."""
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def closed_of(jaxpr: Any) -> Any:
+    """Return a jaxpr of an equation's parameters in closed form."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
+    """Return the same program, with the body of each of these calls in the place of the call."""
+
+    def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        return evaluated(closed_of(eqn.params["jaxpr"]), inputs, rule) if eqn.primitive.name in calls else None
+
+    if not any(eqn.primitive.name in calls for eqn in closed.jaxpr.eqns):
+        return closed
+    return jax.make_jaxpr(lambda *args: evaluated(closed, args, rule))(*closed.in_avals)
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """Return those that are not literals."""
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
+    """Return the variables that depend on some, these among them."""
+    found = set(on)
+    for eqn in eqns:
+        if found.intersection(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
+def needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
+    """Return the equations, in order, that `outvars` need."""
+    needed = set(variables(outvars))
+    found = []
+    for eqn in reversed(eqns):
+        if needed.intersection(eqn.outvars):
+            found.append(eqn)
+            needed.update(variables(eqn.invars))
+    return found[::-1]
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of every jaxpr inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from all_equations(inner)
+
+
+def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants, and how many its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
+    return len(consts), len(carry)
