@@ -189,7 +189,7 @@ def halves_of(
 
     traced = laid_open(jax.make_jaxpr(program)(params, x, given, state))
     count = held["result"].num_leaves
-    differs = differing_outputs(segment, traced.jaxpr, unlike)
+    differs = differing_outputs(segment, traced.jaxpr, unlike, num_params)
     _refuse_unlike_results(segment, jax.tree.unflatten(held["result"], differs[:count]), last, shards[1])
     num_given, num_x = len(jax.tree.leaves(given)), len(jax.tree.leaves(x))
     invars = traced.jaxpr.invars
@@ -213,7 +213,7 @@ def halves_of(
         traced_backward = laid_open(jax.make_jaxpr(backward)(params, given, kept, dy))
     of_stash = [differs[count + i] for i in stashed]
     of_inputs = [*jax.tree.leaves((shards[0], alike[1])), *of_stash, *[False] * len(dy)]
-    differing_outputs(segment, traced_backward.jaxpr, of_inputs)
+    differing_outputs(segment, traced_backward.jaxpr, of_inputs, num_params)
     halves = Halves(
         y=y,
         aux=aux,
@@ -261,7 +261,7 @@ def _only_forward(
         return leaves
 
     traced = laid_open(jax.make_jaxpr(program)(params, x, given, state))
-    differs = differing_outputs(segment, traced.jaxpr, unlike)
+    differs = differing_outputs(segment, traced.jaxpr, unlike, len(jax.tree.leaves(params)))
     _refuse_unlike_results(segment, jax.tree.unflatten(held["result"], differs), last, split_state)
     y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals)))
     signature = signature_of((traced,), held["result"])

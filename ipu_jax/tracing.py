@@ -9,27 +9,36 @@ for it.
 from collections.abc import Sequence
 from typing import Any
 
-from ipu_jax.devices import IPU_AXIS
+from jax import lax
+
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.jaxprs import all_equations
 from ipu_jax.segment import Segment
 from ipu_jax.variance import differing, waits
 
+_WHO = {IPU_AXIS: "IPUs", REPLICA_AXIS: "replicas"}
 
-def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+
+def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weights: int) -> list[bool]:
     """Return, per output of a segment's F or B, whether it may differ between IPUs; none of a local segment's does.
 
     Args:
         segment: whose trace it is.
         jaxpr: its F or its B.
         inputs: per input, whether IPUs hold unlike values.
+        weights: how many of the first inputs all replicas hold alike; the others are each replica's own.
 
     Raises:
-        ValueError: some IPUs would wait for others that don't come; names the stage, the primitive and the mend.
+        ValueError: some IPUs, or some replicas, would wait for others that don't come; names the stage, the primitive
+            and the mend.
     """
+    if any(waits(eqn, REPLICA_AXIS) for eqn in all_equations(jaxpr)) and lax.axis_size(REPLICA_AXIS) > 1:
+        own = [i >= weights for i in range(len(jaxpr.invars))]
+        differing(jaxpr, own, REPLICA_AXIS, lambda eqn, inside: _refuse_branch(segment, eqn, inside, REPLICA_AXIS))
     if segment.place is None:
-        return differing(jaxpr, inputs, lambda eqn, inside: _refuse_branch(segment, eqn, inside))
+        return differing(jaxpr, inputs, IPU_AXIS, lambda eqn, inside: _refuse_branch(segment, eqn, inside, IPU_AXIS))
     for eqn in all_equations(jaxpr):
-        if waits(eqn):
+        if waits(eqn, IPU_AXIS):
             raise ValueError(
                 f"stage {segment.name!r} on IPU {segment.place} uses {eqn.primitive.name} over axis {IPU_AXIS!r}, "
                 "which would wait for ever for the IPUs that don't run it: make the stage concurrent "
@@ -38,11 +47,11 @@ def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool]) -> l
     return [False] * len(jaxpr.outvars)
 
 
-def _refuse_branch(segment: Segment, eqn: Any, inside: str) -> None:
+def _refuse_branch(segment: Segment, eqn: Any, inside: str, axis: str) -> None:
     raise ValueError(
-        f"stage {segment.name!r} uses {eqn.primitive.name} over axis {IPU_AXIS!r} inside a {inside} "
-        "whose predicate may differ between IPUs: those that take it would wait for ever for the "
-        "others; communicate outside of it, or decide by what all IPUs hold alike"
+        f"stage {segment.name!r} uses {eqn.primitive.name} over axis {axis!r} inside a {inside} "
+        f"whose predicate may differ between {_WHO[axis]}: those that take it would wait for ever for the "
+        f"others; communicate outside of it, or decide by what all {_WHO[axis]} hold alike"
     )
 
 
