@@ -160,7 +160,8 @@ def array_like(name: str, value: Any) -> jax.Array | np.ndarray:
     """
     if isinstance(value, jax.Array):
         return value
-    if not isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
+    known = isinstance(value, np.ndarray | np.generic | bool | int | float | complex)
+    if not known or (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUMm"):
         raise ValueError(f"{name}={shown(value)} is not an array: give a jax or NumPy array, such as jnp.asarray makes")
     return np.asarray(value)
 
