@@ -338,10 +338,12 @@ def _checked_per_token(
     check_same_on_all(name, value, axis)
     if isinstance(value, Tracer):
         return value
-    outside = ~((np.asarray(value) >= lowest) & (np.asarray(value) <= highest))
+    # In float64, as the bounds are: rounded to a narrower type, the lowest of top_p is 0.
+    known = np.asarray(value, np.float64)
+    outside = ~((known >= lowest) & (known <= highest))
     if outside.any():
         bounds = "a finite number, at least 0" if lowest == 0 else "more than 0, at most 1"
-        raise ValueError(f"{name}={_shown(np.asarray(value)[outside].flat[0])} is out of range: give {bounds}")
+        raise ValueError(f"{name}={known[outside].flat[0]} is out of range: give {bounds}")
     return value
 
 

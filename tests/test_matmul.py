@@ -567,7 +567,7 @@ def test_a_bias_of_rows_that_differs_between_ipus_is_refused():
             jnp.ones((3, 4)),
             jnp.ones((6, 4)),
             7,
-            "table has shape (3, 4) on each IPU, with 3 rows in dim 0, but tokens=7 over the 2 IPUs of axis 'ipu' takes "
+            "table has shape (3, 4) on each IPU, with 3 rows in dim 0, but size=7 over the 2 IPUs of axis 'ipu' takes "
             "4: pad the whole array with Split(size=7, parts=2).pad(array, 0) and shard it with "
             "in_specs=Split(size=7, parts=2).spec(0, 2, 'ipu')",
         ),
