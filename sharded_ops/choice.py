@@ -31,8 +31,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from sharded_ops.arguments import array, array_like, whole_number
-from sharded_ops.collectives import check_same_on_all, gather_to_all, reduce_to_all
-from sharded_ops.layout import Split, check_shard, local_rows, mask_padding, split_over
+from sharded_ops.collectives import as_varying, check_same_on_all, gather_to_all, reduce_to_all
+from sharded_ops.layout import Split, check_shard, local_rows, mask_padding, split_over, varying_axes
 
 
 def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
@@ -105,6 +105,8 @@ def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[
     values_NK, columns_NK = _top_k(_widened(x_shard), k, split, axis)
     values_NK = values_NK.astype(x_shard.dtype)
     if jnp.issubdtype(x_shard.dtype, jnp.floating):
+        # A rule's result has to vary as its tangent; what jnp.where makes of no tokens varies over nothing.
+        values_NK = as_varying(values_NK, varying_axes(x_shard) - {axis})
         values_NK = _picked(x_shard, values_NK, columns_NK, split, axis)
     return values_NK, columns_NK
 
