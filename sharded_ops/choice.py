@@ -51,7 +51,8 @@ def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
         (N..) int32, the same on all IPUs: the column in [0, size). Of columns that tie, the lowest; NaN is largest.
 
     Raises:
-        ValueError: `x_shard` is not real or does not fit `size`, or `axis` is not the enclosing shard_map's.
+        ValueError: `x_shard` is not real, does not fit `size` or is the same on all of several IPUs, or `axis` is not
+            the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -87,8 +88,8 @@ def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[
         sign bit (`lax.top_k` puts one whose sign bit is set last), and 0 is larger than -0.
 
     Raises:
-        ValueError: `k` is no int from 1 to `size`, `x_shard` is not real or does not fit `size`, or `axis` is not the
-            enclosing shard_map's.
+        ValueError: `k` is no int from 1 to `size`, `x_shard` is not real, does not fit `size` or is the same on all of
+            several IPUs, or `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -155,9 +156,9 @@ def sample(
 
     Raises:
         ValueError: `key` is not one typed key or differs between IPUs; the logits are not floating or their shard does
-            not fit `size`; `temperature` or `top_p` is out of its range, has not the shape () or (N..) or differs
-            between IPUs; `top_k` is no int from 1 to `size`; `top_p` comes without it; or `axis` is not the enclosing
-            shard_map's.
+            not fit `size` or is the same on all of several IPUs; `temperature` or `top_p` is out of its range, has not
+            the shape () or (N..) or differs between IPUs; `top_k` is no int from 1 to `size`; `top_p` comes without
+            it; or `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial

@@ -100,8 +100,8 @@ def matmul(
 
     Raises:
         ValueError: shapes or dtypes that don't go together, an unknown `split` or `reduction`, a `reduction` or
-            `tokens` that the split has no use for, a shard that does not fit `size` or `tokens`, a bias that differs
-            between the IPUs of split="rows", or an `axis` that is not the enclosing shard_map's.
+            `tokens` that the split has no use for, a shard that does not fit `size` or `tokens`, an operand that is
+            typed split where it must be whole or the reverse, or an `axis` that is not the enclosing shard_map's.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -171,8 +171,8 @@ def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str
         columns of padded rows are zeros.
 
     Raises:
-        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size`, or an `axis` that is not
-            the enclosing shard_map's.
+        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size` or is the same on all of
+            several IPUs, a `hidden` that differs between them, or an `axis` that is not the enclosing shard_map's.
 
     Source: the tied weights are Press and Wolf 2017, arXiv:1608.05859; split by rows as in Shoeybi et al. 2019.
 

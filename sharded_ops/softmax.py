@@ -32,8 +32,8 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
         the logarithm of its probability.
 
     Raises:
-        ValueError: the logits are not floating, their shard does not fit `size`, or `axis` is not the enclosing
-            shard_map's.
+        ValueError: the logits are not floating, their shard does not fit `size` or is the same on all of several
+            IPUs, or `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
