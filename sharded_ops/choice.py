@@ -346,7 +346,7 @@ def _checked_per_token(
     outside = ~((known >= lowest) & (known <= highest))
     if outside.any():
         bounds = "a finite number, at least 0" if lowest == 0 else "more than 0, at most 1"
-        raise ValueError(f"{name}={known[outside].flat[0]} is out of range: give {bounds}")
+        raise ValueError(f"{name}={_shown(np.asarray(value)[outside].flat[0])} is out of range: give {bounds}")
     return value
 
 

@@ -252,7 +252,8 @@ def _check_bias(bias: jax.Array | None, w: jax.Array) -> None:
 
 def _check_types(x: jax.Array, w: jax.Array, bias: jax.Array | None, split: str, tokens: int | None, axis: str) -> None:
     """Refuses what by its type is split where it must be whole, or whole where it must be split."""
-    (check_same_on_all if split == "columns" and tokens is None else check_apart)("x", x, axis)
+    if tokens is None:  # else it is checked as a shard of so many tokens
+        (check_same_on_all if split == "columns" else check_apart)("x", x, axis)
     check_apart("w", w, axis)
     if bias is not None:
         (check_apart if split == "columns" else check_same_on_all)("bias", bias, axis)

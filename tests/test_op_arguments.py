@@ -3,6 +3,9 @@
 Nothing here is compiled: what is wrong is told while the op is traced.
 """
 
+# Wrong arguments are the point here.
+# pyright: reportArgumentType=false
+
 import functools
 
 import jax

@@ -8,6 +8,7 @@ not to be read, is NaN.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ from sharded_ops import (
     to_all,
     top_k,
 )
+from sharded_ops.choice import _nucleus
 
 REPLICAS, TOKENS, FEATURES, COLUMNS = 2, 6, 7, 10
 EPSILON = 0.1
@@ -447,7 +449,7 @@ def test_choices_are_those_of_each_token(n, typed):
         # Tokens on both replicas would draw alike from one key.
         key = jax.random.fold_in(jax.random.key(3), lax.axis_index("data"))
         values, columns = top_k(x, 4, size=COLUMNS)
-        options = ({}, {"top_k": 4}, {"top_k": 4, "top_p": 0.5}, {"temperature": 0.0})
+        options: tuple[dict[str, Any], ...] = ({}, {"top_k": 4}, {"top_k": 4, "top_p": 0.5}, {"temperature": 0.0})
         return values, columns, argmax(x, size=COLUMNS), [sample(key, x, size=COLUMNS, **o) for o in options]
 
     sharded = jax.shard_map(each_ipu, mesh=mesh_of(n), in_specs=BOTH.spec, out_specs=P("data"), check_vma=typed)
@@ -469,7 +471,7 @@ def _drawn_on_one_device(x):
 
     def each_ipu(x, replica):
         key = jax.random.fold_in(jax.random.key(3), replica)
-        options = ({}, {"top_k": 4}, {"top_k": 4, "top_p": 0.5})
+        options: tuple[dict[str, Any], ...] = ({}, {"top_k": 4}, {"top_k": 4, "top_p": 0.5})
         return [sample(key, x, size=COLUMNS, **o) for o in options]
 
     one = jax.jit(jax.shard_map(each_ipu, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
@@ -486,7 +488,12 @@ def test_a_nucleus_of_everything_is_no_nucleus(typed):
 
     def each_ipu(x):
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index("data"))
-        options = ({"top_k": 5}, {"top_k": 5, "top_p": 1}, {"top_k": 3}, {"top_k": 3, "top_p": 1.0})
+        options: tuple[dict[str, Any], ...] = (
+            {"top_k": 5},
+            {"top_k": 5, "top_p": 1},
+            {"top_k": 3},
+            {"top_k": 3, "top_p": 1.0},
+        )
         return [sample(key, x, size=5, temperature=temperature, **o) for o in options]
 
     sharded = jax.shard_map(each_ipu, mesh=mesh_of(2), in_specs=BOTH.spec, out_specs=P("data"), check_vma=typed)
@@ -501,3 +508,10 @@ def test_a_nucleus_of_everything_is_no_nucleus(typed):
         deviation = np.sqrt(p * (1 - p) / tokens)
         frequency = np.bincount(columns, minlength=5) / tokens
         assert np.all(np.abs(frequency - p) <= 4 * deviation), (frequency, p)
+
+
+def test_a_nucleus_of_everything_keeps_what_float32_adds_nothing_to():
+    """The first column's probability is 1 when rounded, and the others belong to the nucleus all the same."""
+    logits = jnp.array([[0.0, -20.0, -30.0]])
+    assert _nucleus(logits, jnp.ones((1, 1)), jnp.ones((1, 1))).tolist() == [[True, True, True]]
+    assert _nucleus(logits, jnp.ones((1, 1)), jnp.full((1, 1), 0.999)).tolist() == [[True, False, False]]
