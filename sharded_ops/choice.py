@@ -30,8 +30,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from sharded_ops.collectives import check_same_on_all, gather_to_all, reduce_to_all
-from sharded_ops.layout import Split, check_shard, local_rows, mask_padding, split_over
+from sharded_ops.arguments import array, array_like, whole_number
+from sharded_ops.collectives import as_varying, check_same_on_all, gather_to_all, reduce_to_all
+from sharded_ops.layout import Split, check_shard, local_rows, mask_padding, split_over, varying_axes
 
 
 def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
@@ -50,7 +51,8 @@ def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
         (N..) int32, the same on all IPUs: the column in [0, size). Of columns that tie, the lowest; NaN is largest.
 
     Raises:
-        ValueError: `x_shard` is not real or does not fit `size`, or `axis` is not the enclosing shard_map's.
+        ValueError: `x_shard` is not real, does not fit `size` or is the same on all of several IPUs, or `axis` is not
+            the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -61,6 +63,7 @@ def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
         >>> print(jax.jit(best)(x_NV))
         [2 0]
     """
+    x_shard = array("x_shard", x_shard)
     split = _checked_split("x_shard", x_shard, size, axis)
     return _argmax(_widened(x_shard), split, axis)
 
@@ -85,8 +88,8 @@ def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[
         sign bit (`lax.top_k` puts one whose sign bit is set last), and 0 is larger than -0.
 
     Raises:
-        ValueError: `k` is no int from 1 to `size`, `x_shard` is not real or does not fit `size`, or `axis` is not the
-            enclosing shard_map's.
+        ValueError: `k` is no int from 1 to `size`, `x_shard` is not real, does not fit `size` or is the same on all of
+            several IPUs, or `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -97,11 +100,14 @@ def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[
         >>> print(values_NK, columns_NK)
         [[3 2]] [[2 1]]
     """
+    x_shard = array("x_shard", x_shard)
     split = _checked_split("x_shard", x_shard, size, axis)
-    _check_k("k", k, size)
+    k = whole_number("k", k, at_least=1, at_most=split.size)
     values_NK, columns_NK = _top_k(_widened(x_shard), k, split, axis)
     values_NK = values_NK.astype(x_shard.dtype)
     if jnp.issubdtype(x_shard.dtype, jnp.floating):
+        # A rule's result has to vary as its tangent; what jnp.where makes of no tokens varies over nothing.
+        values_NK = as_varying(values_NK, varying_axes(x_shard) - {axis})
         values_NK = _picked(x_shard, values_NK, columns_NK, split, axis)
     return values_NK, columns_NK
 
@@ -150,9 +156,9 @@ def sample(
 
     Raises:
         ValueError: `key` is not one typed key or differs between IPUs; the logits are not floating or their shard does
-            not fit `size`; `temperature` or `top_p` is out of its range, has not the shape () or (N..) or differs
-            between IPUs; `top_k` is no int from 1 to `size`; `top_p` comes without it; or `axis` is not the enclosing
-            shard_map's.
+            not fit `size` or is the same on all of several IPUs; `temperature` or `top_p` is out of its range, has not
+            the shape () or (N..) or differs between IPUs; `top_k` is no int from 1 to `size`; `top_p` comes without
+            it; or `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -164,6 +170,7 @@ def sample(
         >>> print(jnp.bincount(jax.jit(draw)(jax.random.key(0), logits_NV), length=4) > 400)
         [ True  True False False]
     """
+    logits_shard = array("logits_shard", logits_shard)
     split = _checked_split("logits_shard", logits_shard, size, axis)
     if not jnp.issubdtype(logits_shard.dtype, jnp.floating):
         raise ValueError(
@@ -171,17 +178,19 @@ def sample(
         )
     _check_key(key, axis)
     if top_k is not None:
-        _check_k("top_k", top_k, size)
+        top_k = whole_number("top_k", top_k, at_least=1, at_most=split.size, instead="None for all columns")
     logits_NV = _widened(logits_shard)
     tokens, dtype = logits_NV.shape[:-1], logits_NV.dtype
-    _check_per_token("temperature", temperature, tokens, axis, lowest=0, highest=float(jnp.finfo(dtype).max))
+    temperature = _checked_per_token(
+        "temperature", temperature, tokens, axis, lowest=0, highest=float(jnp.finfo(dtype).max)
+    )
     if top_p is not None:
         # The smallest number above zero: the open end of the interval (0, 1].
-        _check_per_token("top_p", top_p, tokens, axis, lowest=float(np.nextafter(0, 1)), highest=1)
+        top_p = _checked_per_token("top_p", top_p, tokens, axis, lowest=float(np.nextafter(0, 1)), highest=1)
         if top_k is None:
             raise ValueError(
                 f"top_p={_shown(top_p)} needs top_k, as the nucleus is found among gathered candidates: give top_k, at "
-                f"most size={size}, which takes the nucleus of the whole row"
+                f"most size={split.size}, which takes the nucleus of the whole row"
             )
     if _is_zero(temperature):
         return _argmax(logits_NV, split, axis)
@@ -216,7 +225,7 @@ def _top_k(x_NV: jax.Array, k: int, split: Split, axis: str) -> tuple[jax.Array,
     columns_NK = split.offset(lax.axis_index(axis)) + columns_NK.astype(jnp.int32)
     # Side by side in the order of their shards, so that of equal values the lower column still comes first.
     values_NK, columns_NK = (
-        jnp.moveaxis(of_all, 0, -2).reshape(*x_NV.shape[:-1], -1)
+        jnp.moveaxis(of_all, 0, -2).reshape(*x_NV.shape[:-1], split.parts * values_NK.shape[-1])
         for of_all in _gather_candidates(values_NK, columns_NK, axis)
     )
     values_NK, places_NK = lax.top_k(values_NK, k)
@@ -308,11 +317,6 @@ def _lowest(dtype: Any) -> float:
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else int(jnp.iinfo(dtype).min)
 
 
-def _check_k(name: str, k: int, size: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= size:
-        raise ValueError(f"{name}={k!r} columns cannot be chosen from size={size}: give an int from 1 to {size}")
-
-
 def _check_key(key: Any, axis: str) -> None:
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or shape != ():
@@ -323,9 +327,12 @@ def _check_key(key: Any, axis: str) -> None:
     check_same_on_all("key", key, axis)
 
 
-def _check_per_token(
+def _checked_per_token(
     name: str, value: ArrayLike, tokens: tuple[int, ...], axis: str, *, lowest: float, highest: float
-) -> None:
+) -> jax.Array | np.ndarray:
+    value = array_like(name, value)
+    if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {value.dtype}, but must be a real number: convert it first")
     if np.shape(value) not in ((), tokens):
         raise ValueError(
             f"{name} has shape {np.shape(value)}, but logits of {tokens} tokens take one for all or one for each: give "
@@ -333,11 +340,14 @@ def _check_per_token(
         )
     check_same_on_all(name, value, axis)
     if isinstance(value, Tracer):
-        return
-    outside = ~((np.asarray(value) >= lowest) & (np.asarray(value) <= highest))
+        return value
+    # In float64, as the bounds are: rounded to a narrower type, the lowest of top_p is 0.
+    known = np.asarray(value, np.float64)
+    outside = ~((known >= lowest) & (known <= highest))
     if outside.any():
         bounds = "a finite number, at least 0" if lowest == 0 else "more than 0, at most 1"
         raise ValueError(f"{name}={_shown(np.asarray(value)[outside].flat[0])} is out of range: give {bounds}")
+    return value
 
 
 def _is_zero(temperature: ArrayLike) -> bool:

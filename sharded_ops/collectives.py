@@ -30,10 +30,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from sharded_ops.layout import Split, axis_size, check_shard, split_over
+from sharded_ops.arguments import array, shown, whole_number
+from sharded_ops.layout import Split, axis_size, check_shard, is_typed, split_over, varying_axes
 
 
 def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
@@ -46,7 +49,7 @@ def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array
 
     Args:
         x: any shape and dtype, the same shape on each IPU.
-        owner: the owner's index on the axis: an int, or an int32 scalar that is the same on all IPUs. A traced owner
+        owner: the owner's index on the axis: an int, or an integer scalar that is the same on all IPUs. A traced owner
             cannot be checked; where it names no IPU, the result is zero.
         axis: the mesh axis.
 
@@ -65,6 +68,7 @@ def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array
         >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
         [2.]
     """
+    x = array("x", x)
     # The sum of one value and zeros is exact in any dtype; of bools it is an int.
     return lax.psum(_only_on(owner, x, axis), axis).astype(x.dtype)
 
@@ -97,7 +101,8 @@ def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.
         >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
         [1. 2. 3.]
     """
-    split = split_over(size, axis)
+    split, dim = split_over(size, axis), whole_number("dim", dim)
+    x_shard = array("x_shard", x_shard)
     check_shard("x_shard", x_shard, dim, split, axis)
     return split.unpad(gather_to_all(x_shard, axis, dim % x_shard.ndim, tiled=True), dim)
 
@@ -126,6 +131,7 @@ def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
         >>> print(jax.jit(jax.shard_map(reduce_to_all, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
         [3.]
     """
+    x = array("x", x)
     check_part_of_sum(x, axis)
     return lax.psum(x, axis)
 
@@ -140,7 +146,7 @@ def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Ar
 
     Args:
         x: any shape and number dtype: this IPU's part of the sum.
-        owner: the owner's index on the axis: an int, or an int32 scalar that is the same on all IPUs. A traced owner
+        owner: the owner's index on the axis: an int, or an integer scalar that is the same on all IPUs. A traced owner
             cannot be checked; where it names no IPU, all hold zeros.
         axis: the mesh axis.
 
@@ -189,6 +195,7 @@ def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
         >>> print(scatter(x))  # 2 rows on each IPU, the last one padding
         [1. 2. 3. 0.]
     """
+    x, dim = array("x", x), whole_number("dim", dim)
     split = _split_of_dim(x, dim, axis)
     check_same_on_all("x", x, axis)
     # Integers have no cotangent that a rule could gather.
@@ -225,10 +232,22 @@ def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.
         >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P("ipu")))(x))
         [11. 22. 33.  0.]
     """
+    x, dim = array("x", x), whole_number("dim", dim)
     split = _split_of_dim(x, dim, axis)
     check_part_of_sum(x, axis)
     x = as_varying(x, frozenset({axis})) if is_typed(axis) else x
+    if not x.shape[dim]:
+        return x  # XLA scatters no dim without rows
     return lax.psum_scatter(split.pad(x, dim), axis, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
+    """The slices of dim 0 of all IPUs, padding included, left typed as varying: its transpose reduces and scatters.
+
+    Forward: one all-gather. Backward: one reduce-scatter.
+    """
+    # XLA gathers no dim without rows.
+    return lax.all_gather(x, axis, axis=0, tiled=True) if x.shape[0] else x
 
 
 def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False) -> jax.Array:
@@ -236,20 +255,9 @@ def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False)
 
     Forward: one all-gather. Backward: under check_vma=True nothing; under check_vma=False one reduce-scatter.
     """
+    if tiled and not x.shape[dim]:
+        return lax.psum(x, axis)  # XLA gathers no dim without rows; what is empty is its own sum
     return lax.all_gather(x, axis, axis=dim, tiled=tiled, to="invarying" if is_typed(axis) else "varying")
-
-
-def is_typed(axis: str) -> bool:
-    """Whether the enclosing `shard_map` has check_vma=True, so that types say what varies over `axis`.
-
-    What every IPU computes for itself, its index, is typed varying in just that case, whatever the ops' inputs are.
-    """
-    return axis in varying_axes(lax.axis_index(axis))
-
-
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which `x` varies by its type; empty under check_vma=False."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
@@ -292,8 +300,12 @@ def check_part_of_sum(x: jax.Array, axis: str) -> None:
 def _only_on(owner: int | jax.Array, x: jax.Array, axis: str) -> jax.Array:
     """`x` on the owner, and zeros on the other IPUs."""
     parts = axis_size(axis)
-    if isinstance(owner, int) and not 0 <= owner < parts:
-        raise ValueError(f"owner={owner} names no IPU of axis {axis!r}, which has {parts}: give 0 to {parts - 1}")
+    if not isinstance(owner, jax.Array | np.ndarray):
+        owner = whole_number("owner", owner)
+    if np.shape(owner) != () or not jnp.issubdtype(jnp.result_type(owner), jnp.integer):
+        raise ValueError(f"owner={shown(owner)} is not one index of an IPU: give an int, or an integer scalar")
+    if not isinstance(owner, Tracer) and not 0 <= int(owner) < parts:
+        raise ValueError(f"owner={int(owner)} names no IPU of axis {axis!r}, which has {parts}: give 0 to {parts - 1}")
     check_same_on_all("owner", owner, axis)
     return jnp.where(lax.axis_index(axis) == owner, x, jnp.zeros_like(x))
 
@@ -302,7 +314,7 @@ def _split_of_dim(x: jax.Array, dim: int, axis: str) -> Split:
     axis_size(axis)  # an unknown axis is told before a missing dim
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"x has shape {x.shape}, without a dim {dim} to scatter: give an array that has one")
-    return split_over(x.shape[dim], axis)
+    return split_over(x.shape[dim], axis, option=f"x.shape[{dim}]", at_least=0)
 
 
 def _own_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sharded_ops.arguments import array, shown
 from sharded_ops.collectives import gather_to_all
 from sharded_ops.layout import axis_size
 
@@ -62,6 +63,9 @@ def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
         x, forward, ipu 1 of 2: float32[2], differs between IPUs, min 2, max 3, mean 2.5
     """
     axis_size(axis)  # refuses an unknown axis
+    if not isinstance(name, str):
+        raise ValueError(f"name={shown(name)} is not a text: give one to stand at the head of each line")
+    x = array("x", x)
     dtype = x.dtype
     if not (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
         raise ValueError(

@@ -14,6 +14,7 @@ that does not fit. `resplit.Layout` puts Splits together for whole trees, and sa
 """
 
 import dataclasses
+import numbers
 from typing import TypeVar
 
 import jax
@@ -22,6 +23,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
+
+from sharded_ops.arguments import array_like, one_axis, whole_number
 
 _Index = TypeVar("_Index", int, jax.Array)
 
@@ -34,11 +37,11 @@ class Split:
     """A dim of `size` rows, split over `parts` IPUs as evenly as equal shards allow.
 
     Args:
-        size: rows of the dim before any padding, at least 1.
+        size: rows of the dim before any padding. NumPy's ints will do here and below.
         parts: IPUs on the mesh axis, at least 1.
 
     Raises:
-        ValueError: `size` or `parts` is not a positive int.
+        ValueError: `size` is not an int of at least 0, or `parts` not one of at least 1.
 
     Example:
         >>> split = Split(10, 4)
@@ -56,10 +59,8 @@ class Split:
     parts: int
 
     def __post_init__(self) -> None:
-        for name in ("size", "parts"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} cannot describe a split dim: give a positive int")
+        for name, least in (("size", 0), ("parts", 1)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=least))
 
     @property
     def local(self) -> int:
@@ -82,8 +83,10 @@ class Split:
         Raises:
             ValueError: `index` is an int, and no such IPU is there.
         """
-        if isinstance(index, int) and not 0 <= index < self.parts:
-            raise ValueError(f"index={index} names no IPU of {self.parts}: give 0 to {self.parts - 1}")
+        if isinstance(index, numbers.Integral):
+            whole_number("index", index)
+            if not 0 <= index < self.parts:
+                raise ValueError(f"index={index} names no IPU of {self.parts}: give 0 to {self.parts - 1}")
         return index * self.local
 
     def count(self, index: int) -> int:
@@ -107,6 +110,7 @@ class Split:
         Raises:
             ValueError: there is no such dim, or it has not `size` rows.
         """
+        array = array_like("array", array)
         dim = self._checked_dim("pad", np.shape(array), dim, self.size)
         widths = [(0, self.padding if d == dim else 0) for d in range(np.ndim(array))]
         return jnp.pad(array, widths)
@@ -124,6 +128,7 @@ class Split:
         Raises:
             ValueError: there is no such dim, or it has not `padded` rows.
         """
+        array = array_like("array", array)
         dim = self._checked_dim("unpad", np.shape(array), dim, self.padded)
         return lax.slice_in_dim(jnp.asarray(array), 0, self.size, axis=dim)
 
@@ -131,10 +136,10 @@ class Split:
         """The `PartitionSpec` of a padded array of `ndim` dims, of which `dim` is split over mesh axis `axis`.
 
         Raises:
-            ValueError: an array of `ndim` dims has no such dim.
+            ValueError: an array of `ndim` dims has no such dim, or `axis` is not one name.
         """
-        dim = _normalised_dim("spec", dim, ndim)
-        return PartitionSpec(*(axis if d == dim else None for d in range(ndim)))
+        dim, name = _normalised_dim("spec", dim, ndim), one_axis(axis)
+        return PartitionSpec(*(name if d == dim else None for d in range(ndim)))
 
     def _checked_dim(self, method: str, shape: tuple[int, ...], dim: int, rows: int) -> int:
         normalised = _normalised_dim(method, dim, len(shape))
@@ -146,16 +151,23 @@ class Split:
         return normalised
 
 
-def split_over(size: int, axis: str) -> Split:
+def split_over(size: int, axis: str, *, option: str = "size", at_least: int = 1) -> Split:
     """The `Split` of `size` rows over the IPUs of mesh axis `axis`. Call it inside a `shard_map` with that axis.
 
+    Args:
+        size: rows without padding.
+        axis: the mesh axis.
+        option: what the caller's caller knows `size` as.
+        at_least: the fewest rows there may be: tokens, unlike columns, may be none.
+
     Raises:
-        ValueError: `axis` is no axis of the enclosing `shard_map`, `size` is not a positive int, or the padded dim is
-            too long for int32 indices.
+        ValueError: `axis` is no axis of the enclosing `shard_map`, `size` is not an int of at least `at_least`, or the
+            padded dim is too long for int32 indices.
     """
-    split = Split(size, axis_size(axis))
+    parts = axis_size(axis)
+    split = Split(whole_number(option, size, at_least=at_least), parts)
     if split.padded > _LARGEST_PADDED:
-        raise ValueError(f"size={size} does not fit the int32 indices of the ops: use at most 2**31 - {split.parts}")
+        raise ValueError(f"{option}={size} does not fit the int32 indices of the ops: use at most 2**31 - {parts}")
     return split
 
 
@@ -163,10 +175,10 @@ def axis_size(axis: str) -> int:
     """How many IPUs mesh axis `axis` has. Call it inside a `shard_map` with that axis.
 
     Raises:
-        ValueError: `axis` is no axis of the enclosing `shard_map`.
+        ValueError: `axis` is no axis of the enclosing `shard_map`, or several.
     """
     try:
-        return lax.axis_size(axis)
+        return lax.axis_size(one_axis(axis))
     except NameError:
         raise ValueError(
             f"axis={axis!r} is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
@@ -174,8 +186,38 @@ def axis_size(axis: str) -> int:
         ) from None
 
 
-def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str) -> None:
-    """Refuses a shard that has not the rows that `split` gives each IPU in `dim`, or no such dim.
+def is_typed(axis: str) -> bool:
+    """Whether the enclosing `shard_map` has check_vma=True, so that types say what varies over `axis`.
+
+    What every IPU computes for itself, its index, is typed varying in just that case, whatever the ops' inputs are.
+    """
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def varying_axes(x: ArrayLike) -> frozenset[str]:
+    """The mesh axes over which `x` varies by its type; empty under check_vma=False."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def check_apart(name: str, shard: jax.Array, axis: str) -> None:
+    """Refuses a value that by its type is the same on all of several IPUs, where the op takes a shard from each.
+
+    Under check_vma=False types say nothing, and nothing is refused.
+
+    Raises:
+        ValueError: names the value, and how to split it.
+    """
+    parts = axis_size(axis)
+    if parts > 1 and is_typed(axis) and axis not in varying_axes(shard):
+        raise ValueError(
+            f"{name} of shape {shard.shape} is the same on all {parts} IPUs of axis {axis!r}, but must be split over "
+            f"them: shard the whole array with in_specs that name {axis!r}, or lax.pcast({name}, {axis!r}, "
+            f"to='varying') if the shards are alike"
+        )
+
+
+def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str, *, option: str = "size") -> None:
+    """Refuses a shard that has not the rows that `split` gives each IPU in `dim`, or no such dim, or is no shard.
 
     Raises:
         ValueError: names the array, both sizes, and how to shard it.
@@ -186,10 +228,11 @@ def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str) 
         )
     if shard.shape[dim] != split.local:
         raise ValueError(
-            f"{name} has shape {shard.shape} on each IPU, with {shard.shape[dim]} rows in dim {dim}, but size="
+            f"{name} has shape {shard.shape} on each IPU, with {shard.shape[dim]} rows in dim {dim}, but {option}="
             f"{split.size} over the {split.parts} IPUs of axis {axis!r} takes {split.local}: pad the whole array with "
             f"{split}.pad(array, {dim}) and shard it with in_specs={split}.spec({dim}, {shard.ndim}, {axis!r})"
         )
+    check_apart(name, shard, axis)
 
 
 def real_rows(split: Split, axis: str) -> jax.Array:
@@ -216,7 +259,7 @@ def as_int32(name: str, indices: ArrayLike, size: int) -> jax.Array:
     Raises:
         ValueError: the indices are not integers.
     """
-    own = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+    own = array_like(name, indices)
     if not jnp.issubdtype(own.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {own.dtype}, but indices must be integers: use int32")
     if own.dtype.itemsize < 4:
@@ -250,6 +293,7 @@ def check_one_per_row(name: str, indices: ArrayLike, shard: jax.Array) -> None:
     Raises:
         ValueError: names both shapes.
     """
+    indices = array_like(name, indices)
     if np.shape(indices) != shard.shape[:-1]:
         raise ValueError(
             f"{name} has shape {np.shape(indices)}, but a shard of shape {shard.shape} takes one index for each of its "
@@ -258,6 +302,7 @@ def check_one_per_row(name: str, indices: ArrayLike, shard: jax.Array) -> None:
 
 
 def _normalised_dim(method: str, dim: int, ndim: int) -> int:
+    dim = whole_number("dim", dim)
     if not -ndim <= dim < ndim:
         raise ValueError(f"{method}: dim={dim} is no dim of an array of {ndim} dims: give {-ndim} to {ndim - 1}")
     return dim % ndim

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from sharded_ops.arguments import whole_number
 from sharded_ops.layout import Split
 
 
@@ -38,7 +39,8 @@ class LeafLayout:
             raise ValueError(f"dtype={self.dtype!r} names no dtype: give one such as 'float32'") from None
         if self.dim is None:
             return
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or not 0 <= self.dim < len(self.shape):
+        object.__setattr__(self, "dim", whole_number("dim", self.dim, instead="None for a leaf that is not split"))
+        if not 0 <= self.dim < len(self.shape):
             mend = f"give 0 to {len(self.shape) - 1}, or None" if self.shape else "give None"
             raise ValueError(f"dim={self.dim!r} is no dim of shape {self.shape}: {mend}")
         if not self.shape[self.dim]:
@@ -67,9 +69,10 @@ def leaf_layout_of(path: str, leaf: Any, dim: Any) -> LeafLayout:
         raise ValueError(f"leaf {path!r} is {leaf!r}, which is no array: make it one, with a dtype of its own")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(f"leaf {path!r} has dtype {leaf.dtype}, which cannot be saved: give jax.random.key_data of it")
-    if isinstance(dim, int) and -len(leaf.shape) <= dim < 0:
-        dim += len(leaf.shape)
     try:
+        if dim is not None:
+            dim = whole_number("dim", dim, instead="None for a leaf that is not split")
+            dim += len(leaf.shape) if -len(leaf.shape) <= dim < 0 else 0
         return LeafLayout(tuple(leaf.shape), jnp.dtype(leaf.dtype).name, dim)
     except ValueError as error:
         raise ValueError(f"leaf {path!r}: {error}") from None

@@ -29,16 +29,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharded_ops.arguments import array, one_of, whole_number
 from sharded_ops.collectives import (
     as_varying,
     check_part_of_sum,
     check_same_on_all,
+    gather_tokens,
     is_typed,
     reduce_scatter_tokens,
     reduce_to_all,
     varying_axes,
 )
-from sharded_ops.layout import Split, axis_size, check_shard, mask_padding, split_over
+from sharded_ops.layout import Split, axis_size, check_apart, check_shard, mask_padding, split_over
 
 
 def matmul(
@@ -98,8 +100,8 @@ def matmul(
 
     Raises:
         ValueError: shapes or dtypes that don't go together, an unknown `split` or `reduction`, a `reduction` or
-            `tokens` that the split has no use for, a shard that does not fit `size` or `tokens`, a bias that differs
-            between the IPUs of split="rows", or an `axis` that is not the enclosing shard_map's.
+            `tokens` that the split has no use for, a shard that does not fit `size` or `tokens`, an operand that is
+            typed split where it must be whole or the reverse, or an `axis` that is not the enclosing shard_map's.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -109,12 +111,15 @@ def matmul(
         >>> print(jax.jit(project)(x_ND, w_DV))
         [[12. 15. 18. 21.]]
     """
-    if split not in ("columns", "rows"):
-        raise ValueError(f"split={split!r} is no way to split a weight: use 'columns' or 'rows'")
+    one_of("split", split, ("columns", "rows"), "is no way to split a weight")
     axis_size(axis)  # refuses an unknown axis, which split="columns" would never come to use
+    x, w = array("x", x), array("w", w)
+    bias = None if bias is None else array("bias", bias)
+    tokens = None if tokens is None else whole_number("tokens", tokens, at_least=0, instead="None if all IPUs hold x")
     _check_operands(x, w)
     _check_scattering(x, split, reduction, tokens)
-    _check_bias(bias, w, split, axis)
+    _check_bias(bias, w)
+    _check_types(x, w, bias, split, tokens, axis)
     if size is not None:
         split_size = split_over(size, axis)
         dim = 1 if split == "columns" else 0
@@ -125,11 +130,11 @@ def matmul(
         elif bias is not None:
             bias = mask_padding(bias, 0, split_size, axis, fill=0)
     if tokens is not None:
-        split_tokens = split_over(tokens, axis)
-        check_shard("x", x, 0, split_tokens, axis)
-        # Left typed as varying, though it is the same on all, so that the transpose reduces and scatters in one.
+        split_tokens = split_over(tokens, axis, option="tokens", at_least=0)
+        check_shard("x", x, 0, split_tokens, axis, option="tokens")
+        # On an axis of one IPU it need not vary yet.
         x = as_varying(x, frozenset({axis})) if is_typed(axis) else x
-        x = split_tokens.unpad(lax.all_gather(x, axis, axis=0, tiled=True), 0)
+        x = split_tokens.unpad(gather_tokens(x, axis), 0)
 
     dtype = jnp.promote_types(x.dtype, w.dtype)
     y = _dot(x.astype(dtype), w.astype(dtype))
@@ -138,7 +143,7 @@ def matmul(
     if bias is not None:
         y = y + bias.astype(y.dtype)
         if reduction == "scatter":
-            y = mask_padding(y, 0, split_over(x.shape[0], axis), axis, fill=0)
+            y = mask_padding(y, 0, _split_of_tokens(x, axis), axis, fill=0)
     return y.astype(dtype)
 
 
@@ -166,8 +171,8 @@ def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str
         columns of padded rows are zeros.
 
     Raises:
-        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size`, or an `axis` that is not
-            the enclosing shard_map's.
+        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size` or is the same on all of
+            several IPUs, a `hidden` that differs between them, or an `axis` that is not the enclosing shard_map's.
 
     Source: the tied weights are Press and Wolf 2017, arXiv:1608.05859; split by rows as in Shoeybi et al. 2019.
 
@@ -182,6 +187,7 @@ def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str
         [[10. 32. 54. 76.]]
     """
     split = split_over(size, axis)
+    hidden, table = array("hidden", hidden), array("table", table)
     _check_floating(hidden=hidden, table=table)
     if hidden.ndim < 1 or table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
         raise ValueError(
@@ -189,6 +195,7 @@ def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str
             f"(V/n, D), with the same D: shard dim 0 of the table, and nothing else"
         )
     check_shard("table", table, 0, split, axis)
+    check_same_on_all("hidden", hidden, axis)
     dtype = jnp.promote_types(hidden.dtype, table.dtype)
     # A custom rule needs operands that vary alike, and as its gradients do.
     axes = varying_axes(hidden) | varying_axes(table) | (frozenset({axis}) if is_typed(axis) else frozenset())
@@ -217,8 +224,7 @@ def _check_operands(x: jax.Array, w: jax.Array) -> None:
 
 
 def _check_scattering(x: jax.Array, split: str, reduction: str, tokens: int | None) -> None:
-    if reduction not in ("sum", "scatter"):
-        raise ValueError(f"reduction={reduction!r} is no way to leave the result: use 'sum' or 'scatter'")
+    one_of("reduction", reduction, ("sum", "scatter"), "is no way to leave the result")
     if split == "columns" and reduction == "scatter":
         raise ValueError(
             "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='columns' sums nothing: "
@@ -233,7 +239,7 @@ def _check_scattering(x: jax.Array, split: str, reduction: str, tokens: int | No
         raise ValueError(f"x has shape {x.shape}, without a dim of tokens to scatter: give (N, .., D)")
 
 
-def _check_bias(bias: jax.Array | None, w: jax.Array, split: str, axis: str) -> None:
+def _check_bias(bias: jax.Array | None, w: jax.Array) -> None:
     if bias is None:
         return
     _check_floating(bias=bias)
@@ -242,8 +248,15 @@ def _check_bias(bias: jax.Array | None, w: jax.Array, split: str, axis: str) -> 
             f"bias of shape {bias.shape} and w of shape {w.shape} on each IPU: give a bias for each of its "
             f"{w.shape[1]} columns, sharded like them under split='columns', whole under split='rows'"
         )
-    if split == "rows":
-        check_same_on_all("bias", bias, axis)
+
+
+def _check_types(x: jax.Array, w: jax.Array, bias: jax.Array | None, split: str, tokens: int | None, axis: str) -> None:
+    """Refuses what by its type is split where it must be whole, or whole where it must be split."""
+    if tokens is None:  # else it is checked as a shard of so many tokens
+        (check_same_on_all if split == "columns" else check_apart)("x", x, axis)
+    check_apart("w", w, axis)
+    if bias is not None:
+        (check_apart if split == "columns" else check_same_on_all)("bias", bias, axis)
 
 
 def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -322,7 +335,11 @@ def _reduce_scatter(y_NK: jax.Array, dtype: jnp.dtype, axis: str) -> jax.Array:
         return reduce_scatter_tokens(y_NK, axis)
     check_part_of_sum(y_NK, axis)
     y_NK = as_varying(y_NK, frozenset({axis})) if is_typed(axis) else y_NK
-    return _half_reduce_scatter(y_NK, split_over(y_NK.shape[0], axis), dtype, axis)
+    return _half_reduce_scatter(y_NK, _split_of_tokens(y_NK, axis), dtype, axis)
+
+
+def _split_of_tokens(x: jax.Array, axis: str) -> Split:
+    return split_over(x.shape[0], axis, option="x.shape[0]", at_least=0)
 
 
 # Its own rule, because lax's would gather in float32 a cotangent that came from the half type.
@@ -338,8 +355,7 @@ def _half_reduce_scatter_forward(y_NK: jax.Array, split: Split, dtype: jnp.dtype
 def _half_reduce_scatter_backward(
     split: Split, dtype: jnp.dtype, axis: str, _: None, dy_NK: jax.Array
 ) -> tuple[jax.Array]:
-    gathered_NK = lax.all_gather(dy_NK.astype(dtype), axis, axis=0, tiled=True)
-    return (split.unpad(gathered_NK, 0).astype(dy_NK.dtype),)
+    return (split.unpad(gather_tokens(dy_NK.astype(dtype), axis), 0).astype(dy_NK.dtype),)
 
 
 _half_reduce_scatter.defvjp(_half_reduce_scatter_forward, _half_reduce_scatter_backward)

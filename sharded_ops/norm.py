@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sharded_ops.arguments import array, real_number
 from sharded_ops.collectives import as_varying, gather_to_all, is_typed, reduce_to_all
 from sharded_ops.layout import Split, check_shard, mask_padding, split_over
 
@@ -48,8 +49,8 @@ def rms_norm(
         its cotangent is not read.
 
     Raises:
-        ValueError: an array is not floating, a shard does not fit `size`, `epsilon` is negative, or `axis` is not the
-            enclosing shard_map's.
+        ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
+            `epsilon` is not a number of at least 0, or `axis` is not the enclosing shard_map's.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 
@@ -62,11 +63,11 @@ def rms_norm(
         >>> print(jax.jit(sharded)(jnp.array([[1.0, 7.0]]), jnp.array([5.0, 10.0])))  # the root mean square is 5
         [[ 1. 14.]]
     """
-    split = split_over(size, axis)
+    split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
+    x_shard = array("x_shard", x_shard)
     x_ND = _real_columns("x_shard", x_shard, split, axis)
-    _check_epsilon(epsilon)
     scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
-    mean_square_N = reduce_to_all(jnp.square(x_ND).sum(-1), axis) / size
+    mean_square_N = reduce_to_all(jnp.square(x_ND).sum(-1), axis) / split.size
     return _finish(x_ND * lax.rsqrt(mean_square_N + epsilon)[..., None] * scale_D, x_shard, split, axis)
 
 
@@ -101,8 +102,8 @@ def layer_norm(
         its cotangent is not read.
 
     Raises:
-        ValueError: an array is not floating, a shard does not fit `size`, `epsilon` is negative, or `axis` is not the
-            enclosing shard_map's.
+        ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
+            `epsilon` is not a number of at least 0, or `axis` is not the enclosing shard_map's.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
 
@@ -115,9 +116,9 @@ def layer_norm(
         >>> print(jax.jit(sharded)(jnp.array([[4.0, 8.0]]), jnp.array([1.0, 10.0])))  # the mean is 6, the deviation 2
         [[-1. 10.]]
     """
-    split = split_over(size, axis)
+    split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
+    x_shard = array("x_shard", x_shard)
     x_ND = _real_columns("x_shard", x_shard, split, axis)
-    _check_epsilon(epsilon)
     scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
     mean_N, variance_N = _mean_and_variance(x_ND, split, axis)
     y_ND = (x_ND - mean_N[..., None]) * lax.rsqrt(variance_N + epsilon)[..., None] * scale_D
@@ -168,14 +169,10 @@ def _real_columns(name: str, shard: jax.Array, split: Split, axis: str) -> jax.A
 
 def _per_column(name: str, shard: jax.Array, x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
     """A scale or bias in the dtype of `x_ND`, with zeros for padding."""
+    shard = array(name, shard)
     if shard.ndim != 1:
         raise ValueError(f"{name} has shape {shard.shape} on each IPU, but must have 1 dim: one value for each column")
     return _real_columns(name, shard, split, axis).astype(x_ND.dtype)
-
-
-def _check_epsilon(epsilon: float) -> None:
-    if isinstance(epsilon, int | float) and not epsilon >= 0:
-        raise ValueError(f"epsilon={epsilon} may leave the root of a negative number: give at least 0")
 
 
 def _finish(y_ND: jax.Array, x_shard: jax.Array, split: Split, axis: str) -> jax.Array:

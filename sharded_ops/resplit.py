@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from sharded_ops.arguments import one_axis, whole_number
 from sharded_ops.layout import Split
 from sharded_ops.leaf_layout import LeafLayout, brought_whole, check_leaf, leaf_layout_of, real_part, with_meaning
 
@@ -118,9 +119,11 @@ class Layout:
         """Per leaf of `tree` its `PartitionSpec`, for the in_specs and out_specs of a `shard_map`.
 
         Raises:
-            ValueError: `tree` has other paths than the layout. Of its leaves nothing else is looked at.
+            ValueError: `tree` has other paths than the layout, or `axis` is not one name. Of its leaves nothing else is
+                looked at.
         """
-        return self._map(tree, lambda path, leaf, described: described.spec(axis))
+        name = one_axis(axis)
+        return self._map(tree, lambda path, leaf, described: described.spec(name))
 
     def shardings(self, tree: Any, mesh: Mesh, axis: str) -> Any:
         """Per leaf of `tree` its `NamedSharding` on `mesh`, of which all axes but `axis` hold the same.
@@ -144,6 +147,8 @@ class Layout:
         Raises:
             ValueError: `tree` does not fit the layout, or `parts` is not a positive int.
         """
+
+        parts = whole_number("parts", parts, at_least=1)
 
         def padded(path: str, leaf: Any, described: LeafLayout) -> Any:
             check_leaf("pad", path, leaf, described)
@@ -301,6 +306,6 @@ def _with_dims(tree: Any, dims: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _parts(mesh: Mesh, axis: str) -> int:
-    if axis not in mesh.shape:
+    if one_axis(axis) not in mesh.shape:
         raise ValueError(f"axis={axis!r} is no axis of the mesh, which has {tuple(mesh.shape)}: give one of them")
     return mesh.shape[axis]

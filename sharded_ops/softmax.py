@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharded_ops.arguments import array
 from sharded_ops.collectives import gather_to_all
 from sharded_ops.layout import Split, check_shard, mask_padding, split_over
 
@@ -31,8 +32,8 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
         the logarithm of its probability.
 
     Raises:
-        ValueError: the logits are not floating, their shard does not fit `size`, or `axis` is not the enclosing
-            shard_map's.
+        ValueError: the logits are not floating, their shard does not fit `size` or is the same on all of several
+            IPUs, or `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -44,6 +45,7 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
         >>> print(jnp.exp(jax.jit(sharded)(logits_NV)))
         [[0.25 0.5  0.25 0.  ]]
     """
+    logits_shard = array("logits_shard", logits_shard)
     split = checked_split(logits_shard, size, axis)
     logits_NV = masked_logits(logits_shard, split, axis)
     top_N, log_sum_N = top_and_log_sum(logits_NV, dim=-1)
@@ -84,8 +86,9 @@ def softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Arr
         >>> print(jax.jit(sharded)(jnp.log(jnp.array([[1.0, 2.0, 1.0, 99.0]]))))  # 3 columns and one of padding
         [[0.25 0.5  0.25 0.  ]]
     """
-    wide = jnp.promote_types(logits_shard.dtype, jnp.float32)
+    logits_shard = array("logits_shard", logits_shard)
     checked_split(logits_shard, size, axis)
+    wide = jnp.promote_types(logits_shard.dtype, jnp.float32)
     return jnp.exp(log_softmax(logits_shard.astype(wide), size=size, axis=axis)).astype(logits_shard.dtype)
 
 

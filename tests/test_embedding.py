@@ -235,7 +235,7 @@ def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
         ),
         (
             lambda x, ids: embedding(x, ids, size=0),
-            "size=0 cannot describe a split dim: give a positive int",
+            "size=0 is out of range: give an int of at least 1",
         ),
         (
             lambda x, ids: embedding(x, ids, size=4, axis="model"),

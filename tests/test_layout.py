@@ -80,10 +80,10 @@ def test_a_spec_names_the_axis_at_the_dim_alone():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Split(0, 2), "size=0 cannot describe a split dim: give a positive int"),
-        (lambda: Split(4, -1), "parts=-1 cannot describe a split dim: give a positive int"),
-        (lambda: Split(4.0, 2), "size=4.0 cannot describe a split dim: give a positive int"),  # pyright: ignore[reportArgumentType]
-        (lambda: Split(4, True), "parts=True cannot describe a split dim: give a positive int"),
+        (lambda: Split(-1, 2), "size=-1 is out of range: give an int of at least 0"),
+        (lambda: Split(4, 0), "parts=0 is out of range: give an int of at least 1"),
+        (lambda: Split(4.0, 2), "size=4.0 is not an int: give an int of at least 0"),  # pyright: ignore[reportArgumentType]
+        (lambda: Split(4, True), "parts=True is not an int: give an int of at least 1"),
         (lambda: Split(4, 2).offset(2), "index=2 names no IPU of 2: give 0 to 1"),
         (lambda: Split(4, 2).count(-1), "index=-1 names no IPU of 2: give 0 to 1"),
         (

@@ -495,7 +495,7 @@ def test_on_one_ipu_arrays_need_not_be_sharded(split):
             {"tokens": 7},
             (3, 4),
             (4, 6),
-            "x has shape (3, 4) on each IPU, with 3 rows in dim 0, but size=7 over the 2 IPUs of axis 'ipu' takes 4: "
+            "x has shape (3, 4) on each IPU, with 3 rows in dim 0, but tokens=7 over the 2 IPUs of axis 'ipu' takes 4: "
             "pad the whole array with Split(size=7, parts=2).pad(array, 0) and shard it with "
             "in_specs=Split(size=7, parts=2).spec(0, 2, 'ipu')",
         ),

@@ -181,8 +181,12 @@ def test_norms_stand_in_vmap_scan_and_remat(typed):
 
 def test_mixed_dtypes_keep_the_inputs_and_shards_may_be_alike_on_all_ipus():
     x, scale, bias = normal(0, (3, 2), jnp.bfloat16), normal(1, (2,)), normal(2, (2,))
-    op = functools.partial(layer_norm, size=4, epsilon=EPSILON)
-    out = on_ipus(op, 2, P(), P(None, "ipu"))(x, scale, bias)
+
+    def each_ipu(*alike):
+        x, scale, bias = (lax.pcast(array, "ipu", to="varying") for array in alike)
+        return layer_norm(x, scale, bias, size=4, epsilon=EPSILON)
+
+    out = on_ipus(each_ipu, 2, P(), P(None, "ipu"))(x, scale, bias)
     twice = [np.concatenate([array, array], -1) for array in (x, scale, bias)]
     assert out.dtype == jnp.bfloat16
     assert_close(out, jax.jit(_dense_layer)(*twice), np.abs(np.asarray(out, np.float32)) + 1e-3, roundings=1)
@@ -217,7 +221,7 @@ def test_mixed_dtypes_keep_the_inputs_and_shards_may_be_alike_on_all_ipus():
         ),
         (
             lambda x, scale: layer_norm(x, scale, size=4, epsilon=-1e-5),
-            "epsilon=-1e-05 may leave the root of a negative number: give at least 0",
+            "epsilon=-1e-05 is out of range: give a finite number of at least 0",
         ),
         (
             lambda x, scale: rms_norm(x, scale, size=4, axis="model"),

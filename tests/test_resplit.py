@@ -241,7 +241,7 @@ ONE = Layout.of({"table": TABLE}, 0)
             "whole: leaf 'table' has shape (12, 4), but the layout takes (10, 3) with any padding in dim 0: give the "
             "leaf that it is of",
         ),
-        (lambda: ONE.pad({"table": TABLE}, 0), "parts=0 cannot describe a split dim: give a positive int"),
+        (lambda: ONE.pad({"table": TABLE}, 0), "parts=0 is out of range: give an int of at least 1"),
         (
             lambda: ONE.shardings({"table": TABLE}, mesh_of(2), "model"),
             "axis='model' is no axis of the mesh, which has ('ipu',): give one of them",

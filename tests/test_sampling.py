@@ -259,7 +259,7 @@ OUT_OF_RANGE = "is out of range: give"
     [
         (
             lambda x, key: sample(key, x, size=4, top_k=5),
-            "top_k=5 columns cannot be chosen from size=4: give an int from 1 to 4",
+            "top_k=5 is out of range: give an int from 1 to 4, or None for all columns",
         ),
         (
             lambda x, key: sample(key, x.astype(jnp.int32), size=4),

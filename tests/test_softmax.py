@@ -185,7 +185,7 @@ def test_log_softmax_sends_what_it_says(typed, backward):
         ),
         (
             lambda x: from_all(log_softmax(x, size=-4), -1, 4),
-            "size=-4 cannot describe a split dim: give a positive int",
+            "size=-4 is out of range: give an int of at least 1",
         ),
     ],
 )
