@@ -1,6 +1,7 @@
 """The fused projection and cross-entropy at its limits: float16's range, tokens that hold NaN, second derivatives."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,9 @@ def test_second_derivatives_are_those_of_the_dense_program(over, gradients, redu
         shapes = ((4, 3), (7, 3), (4,))
         args = [jnp.asarray(np.abs(rng.standard_normal(shape))) for shape in shapes]
         directions = [jnp.asarray(rng.standard_normal(shape)) for shape in shapes]
-        options = {"z_loss": 0.1, "soft_cap": 4.0} if typed else {"label_smoothing": 0.1, "temperature": 1.5}
+        options: dict[str, Any] = (
+            {"z_loss": 0.1, "soft_cap": 4.0} if typed else {"label_smoothing": 0.1, "temperature": 1.5}
+        )
 
         def each_ipu(hidden, table, weights):
             op = functools.partial(linear_cross_entropy, labels=labels, size=7, reduction=reduction)
