@@ -1,7 +1,7 @@
 """Softmax cross-entropy over a last dim that is split over the IPUs of a mesh axis, with the options that people use.
 
     logits_shard --> statistics --> all-gather --> loss of each token --> weights, reduction --> result
-                     (tiles.py)     2 to 4 floats
+                     (tiles.py)     3 or 4 floats
 
 Derivatives of any order and in any mode come of two rules, because backward nothing shall be sent, and in a first
 derivative nothing need be:
@@ -18,8 +18,6 @@ Dims: N tokens (any number of leading dims), V columns; n IPUs.
 
 import dataclasses
 import functools
-import math
-import numbers
 from typing import Any, Literal, overload
 
 import jax
@@ -30,8 +28,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from sharded_ops.alike import sum_used_alike
+from sharded_ops.arguments import array, array_like, one_axis, one_of, real_number, shown, whole_number
 from sharded_ops.collectives import as_varying, check_same_on_all, gather_to_all, is_typed, varying_axes
-from sharded_ops.layout import as_int32, check_one_per_row, mask_padding
+from sharded_ops.layout import as_int32, axis_size, check_one_per_row, mask_padding
 from sharded_ops.softmax import checked_split
 from sharded_ops.tiles import (
     Terms,
@@ -112,7 +111,7 @@ def log_softmax_cross_entropy(
     arXiv:1512.00567). The z-loss is that of Chowdhery et al. 2022 (arXiv:2204.02311), the cap that of Gemma 2
     (arXiv:2408.00118).
 
-    Forward: one all-gather of 2 floats a token; of 3 with label smoothing, of 4 with soft targets. Backward: nothing.
+    Forward: one all-gather of 3 floats per token, of 4 with soft targets. Backward: nothing.
     (The matmul that made the logits reduces its dx.) Derivatives of every order and in both modes are there; forward
     mode sends one all-reduce of a float a token, and higher derivatives a few of them.
 
@@ -146,9 +145,9 @@ def log_softmax_cross_entropy(
         for the log-sum-exp, (N..) in the same dtype, of tokens that don't count as well.
 
     Raises:
-        ValueError: the logits are not floating or their shard does not fit `size`; labels are no integers of shape
-            (N..) that are the same on all IPUs, nor floats of the logits' shape; an option is outside its range; or
-            `axis` is not the enclosing shard_map's.
+        ValueError: the logits are not floating, their shard does not fit `size`, or by their type they are the same
+            on all IPUs; labels are no integers of shape (N..) that are the same on all IPUs, nor floats of the logits'
+            shape; an option is outside its range; or `axis` is not one of the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -159,10 +158,18 @@ def log_softmax_cross_entropy(
         >>> print(jax.jit(losses)(jnp.zeros((2, 4)), jnp.array([3, -1])))  # log(4), and a token without a label
         [1.3862944 0.       ]
     """
-    split = checked_split(logits_shard, size, axis)
+    logits_shard = array("logits_shard", logits_shard)
+    split = checked_split(logits_shard, whole_number("size", size, at_least=1), one_axis(axis))
+    check_own_columns("logits_shard", logits_shard, axis)
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
-    labels = labels if isinstance(labels, jax.Array) else np.asarray(labels)
+    labels = array_like("labels", labels)
     checked_options(out_of_range, reduction)
+    if not isinstance(return_log_sum_exp, bool | np.bool_):
+        raise ValueError(f"return_log_sum_exp={shown(return_log_sum_exp)} is not a bool: give True or False")
+    if weights is not None:
+        weights = checked_weights(weights)
+        check_one_per_row("weights", weights, logits_shard)
+        check_same_on_all("weights", weights, axis)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         _check_soft(labels, logits_shard, ignore_index, out_of_range)
         targets = jnp.asarray(labels, jnp.promote_types(logits_shard.dtype, jnp.float32))
@@ -171,15 +178,13 @@ def log_softmax_cross_entropy(
     else:
         check_one_per_row("labels", labels, logits_shard)
         check_same_on_all("labels", labels, axis)
-        targets, faulty_N = checked_labels(labels, size, ignore_index, out_of_range)
-    axes = varying_axes(logits_shard) | varying_axes(targets)
-    # What a rule returns for an operand has to vary as that does: over the axis, and wherever the targets do.
-    x_NV = as_varying(logits_shard, axes | {axis} if is_typed(axis) else axes)
+        targets, faulty_N = checked_labels(labels, split.size, ignore_index, out_of_range)
+    # What a rule returns for an operand has to vary as that does: over the axis, and wherever another operand does.
+    axes = varying_axes(logits_shard) | varying_axes(targets) | ({axis} if is_typed(axis) else set())
+    x_NV = as_varying(logits_shard, axes)
+    targets = as_varying(targets, axes) if is_soft(targets) else targets
     whole = _whole(x_NV, targets, terms)
     told = _told(x_NV, targets, whole, terms, return_log_sum_exp)
-    if weights is not None:
-        check_one_per_row("weights", weights, logits_shard)
-        check_same_on_all("weights", weights, axis)
     counted_N = None if is_soft(targets) else targets >= 0
     loss = reduced(told[0], counted_N, faulty_N, weights, reduction)
     return (loss, told[1]) if return_log_sum_exp else loss
@@ -263,38 +268,53 @@ def checked_terms(terms: Terms) -> Terms:
     Raises:
         ValueError: names the option, its value and the rule.
     """
-    plain = {}
-    for name in ("label_smoothing", "z_loss", "soft_cap", "temperature"):
-        value = getattr(terms, name)
-        if value is not None and not isinstance(value, numbers.Real):
-            raise ValueError(
-                f"{name} is of type {type(value).__name__}, but must be a plain number: what is compiled depends on it"
-            )
-        # A numpy number has a dtype of its own, which would spread.
-        plain[name] = None if value is None else float(value)
-    terms = dataclasses.replace(terms, **plain)
-    rules = (
-        ("label_smoothing", 0 <= terms.label_smoothing <= 1, "must be from 0 to 1: it is a share of the target"),
-        ("z_loss", 0 <= terms.z_loss < math.inf, "must be at least 0: use 0 for none"),
-        ("soft_cap", terms.soft_cap is None or 0 < terms.soft_cap < math.inf, "must be positive: use None for no cap"),
-        ("temperature", 0 < terms.temperature < math.inf, "must be positive: use 1 to leave the logits as they are"),
+    cap = terms.soft_cap
+    return dataclasses.replace(
+        terms,
+        label_smoothing=real_number("label_smoothing", terms.label_smoothing, at_least=0, at_most=1),
+        z_loss=real_number("z_loss", terms.z_loss, at_least=0),
+        soft_cap=None if cap is None else real_number("soft_cap", cap, above=0, instead="None for no cap"),
+        temperature=real_number("temperature", terms.temperature, above=0),
     )
-    for name, holds, rule in rules:
-        if not holds:
-            raise ValueError(f"{name}={getattr(terms, name)!r} {rule}")
-    return terms
 
 
-def checked_options(out_of_range: str, reduction: str) -> None:
+def checked_options(out_of_range: Any, reduction: Any) -> None:
     """Refuses an unknown way to treat labels out of range, or to reduce.
 
     Raises:
         ValueError: names the option, its value and what there is.
     """
-    if out_of_range not in ("ignore", "nan", "clip"):
-        raise ValueError(f"out_of_range={out_of_range!r} is unknown: use 'ignore', 'nan' or 'clip'")
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} is unknown: use 'none', 'mean' or 'sum'")
+    one_of("out_of_range", out_of_range, ("ignore", "nan", "clip"))
+    one_of("reduction", reduction, ("none", "mean", "sum"))
+
+
+def checked_weights(weights: ArrayLike) -> jax.Array:
+    """The weights as a jax array, of real numbers or bools.
+
+    Raises:
+        ValueError: they are no array, or not of these.
+    """
+    own = array_like("weights", weights)
+    if not any(jnp.issubdtype(own.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise ValueError(f"weights has dtype {own.dtype}, but must be real numbers: give floats")
+    return jnp.asarray(own)
+
+
+def check_own_columns(name: str, shard: jax.Array, axis: str) -> None:
+    """Refuses what by its type is the same on all of several IPUs, where each should hold columns of its own.
+
+    Under check_vma=False types say nothing, and nothing is refused.
+
+    Raises:
+        ValueError: names the array, and how to split it.
+    """
+    parts = axis_size(axis)
+    if parts > 1 and is_typed(axis) and axis not in varying_axes(shard):
+        raise ValueError(
+            f"{name} of shape {shard.shape} is the same on all {parts} IPUs of axis {axis!r}, but each must hold its "
+            f"own columns: bring it in with in_specs that name {axis!r} and give the size of the whole, or use "
+            f"lax.pcast({name}, {axis!r}, to='varying') if columns of all IPUs are alike"
+        )
 
 
 def checked_labels(
@@ -303,10 +323,10 @@ def checked_labels(
     """Labels as int32, with -1 for each that does not count; and with "nan" which of them are out of range.
 
     Raises:
-        ValueError: the labels are not integers, or `ignore_index` is none.
+        ValueError: the labels are not integers, or `ignore_index` is not one.
     """
-    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer))):
-        raise ValueError(f"ignore_index={ignore_index!r} is no label: give an int, or None if all labels count")
+    if ignore_index is not None:
+        ignore_index = whole_number("ignore_index", ignore_index, instead="None if all labels count")
     inside_N = as_int32("labels", labels, size)
     own = labels if isinstance(labels, jax.Array) else np.asarray(labels)
     ignored_N = jnp.zeros(own.shape, bool)
@@ -337,6 +357,8 @@ def reduced(
     """
     weights_N = None if weights is None else jnp.asarray(weights).astype(loss_N.dtype)
     if weights_N is not None:
+        # Of tokens that don't count no weight is read either, be it NaN.
+        weights_N = weights_N if counted_N is None else jnp.where(counted_N, weights_N, 0)
         loss_N = loss_N * weights_N
     if faulty_N is not None:
         # NaN as a factor, not a value, is in the gradient as well.
@@ -345,8 +367,9 @@ def reduced(
         return loss_N
     if reduction == "sum":
         return loss_N.sum()
-    ones_N = jnp.ones_like(loss_N) if weights_N is None else weights_N
-    count = (ones_N if counted_N is None else jnp.where(counted_N, ones_N, 0)).sum()
+    if weights_N is None:
+        weights_N = jnp.ones_like(loss_N) if counted_N is None else counted_N.astype(loss_N.dtype)
+    count = weights_N.sum()
     return jnp.where(count == 0, loss_N.sum() * 0, loss_N.sum() / jnp.where(count == 0, 1, count))
 
 

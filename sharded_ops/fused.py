@@ -28,6 +28,8 @@ from sharded_ops.tiles import (
 
 _Carry = TypeVar("_Carry")
 
+_FLOATS = 3  # a token, of `numbers_sent` for labels
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
@@ -51,6 +53,7 @@ def _loss_forward(
 
     def of_tokens(start: Any, tokens: int, sent_KN: jax.Array) -> jax.Array:
         chunk_ND, labels_N = (lax.dynamic_slice_in_dim(x, start, tokens) for x in (hidden_ND, targets_N))
+        chunk_ND = _read(chunk_ND, labels_N)
 
         def with_tile(column: Any, columns: int, before: Statistics) -> Statistics:
             tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
@@ -66,8 +69,8 @@ def _loss_forward(
         numbers_KN = numbers_sent(of_shard, labels_N, terms)
         return lax.dynamic_update_slice_in_dim(sent_KN, numbers_KN, start, axis=1)
 
-    shape = (3 if terms.label_smoothing else 2, targets_N.size)
-    sent_KN = _over(targets_N.size, chunks.tokens, of_tokens, as_varying(jnp.zeros(shape, wide), axes))
+    sent_KN = as_varying(jnp.zeros((_FLOATS, targets_N.size), wide), axes)
+    sent_KN = _over(targets_N.size, chunks.tokens, of_tokens, sent_KN)
     whole = put_together(gather_to_all(sent_KN, terms.axis), targets_N, terms)
     loss_N = jnp.where(targets_N >= 0, whole.loss_N, 0)
     return loss_N, (hidden_ND, table_VD, targets_N, whole)
@@ -89,12 +92,13 @@ def _loss_backward(
             dhidden_ND, dtile_CD = found
             cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
             chunk_ND, labels_N, factors_N, of_whole = jax.tree.map(cut, (hidden_ND, targets_N, dloss_N, whole))
+            chunk_ND = _read(chunk_ND, labels_N)
             slopes_NC = _slopes(
                 _logits(chunk_ND, tile_CD), labels_N, of_whole, factors_N, first_column(terms) + column, terms
-            ).astype(table_VD.dtype)
-            dchunk_ND = cut(dhidden_ND) + _matmul(slopes_NC, tile_CD)
-            dtile_CD = dtile_CD + _matmul(slopes_NC.T, chunk_ND)
-            return lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0), dtile_CD
+            )
+            of_chunk_ND, of_tile_CD = _products(slopes_NC, chunk_ND, tile_CD)
+            dchunk_ND = cut(dhidden_ND) + of_chunk_ND
+            return lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0), dtile_CD + of_tile_CD
 
         dtile_CD = as_varying(jnp.zeros(tile_CD.shape, dhidden_ND.dtype), axes)
         dhidden_ND, dtile_CD = _over(targets_N.size, chunks.tokens, of_tokens, (dhidden_ND, dtile_CD))
@@ -139,6 +143,7 @@ def _sum_forward(
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         chunk_ND, labels_N, chunk_factors_N = map(cut, (hidden_ND, targets_N, factors_N))
+        chunk_ND = _read(chunk_ND, labels_N)
         x_NV = _logits(chunk_ND, table_VD)
         of_shard = statistics(logits_of(x_NV, first, terms), labels_N, first, terms)
         whole = put_together(gather_to_all(numbers_sent(of_shard, labels_N, terms), terms.axis), labels_N, terms)
@@ -148,31 +153,35 @@ def _sum_forward(
             dchunk_ND, dtable_VD = found
             x_NC = lax.dynamic_slice_in_dim(x_NV, column, columns, axis=1)
             tile_CD = _rows(table_VD, column, columns, terms)
-            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns)
-            slopes_NC = _slopes(x_NC, labels_N, whole, chunk_factors_N, first + column, terms).astype(table_VD.dtype)
-            dtile_CD = dtile_CD + _matmul(slopes_NC.T, chunk_ND)
+            slopes_NC = _slopes(x_NC, labels_N, whole, chunk_factors_N, first + column, terms)
+            of_chunk_ND, of_tile_CD = _products(slopes_NC, chunk_ND, tile_CD)
+            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns) + of_tile_CD
             dtable_VD = lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
-            return dchunk_ND + _matmul(slopes_NC, tile_CD), dtable_VD
+            return dchunk_ND + of_chunk_ND, dtable_VD
 
         zeros_ND = as_varying(jnp.zeros(chunk_ND.shape, wide), axes)
         found = _over(table_VD.shape[0], chunks.columns, of_columns, (zeros_ND, dtable_VD))
-        return put(loss_N, chunk_loss_N), put(dhidden_ND, found[0].astype(hidden_ND.dtype)), found[1]
+        return put(loss_N, chunk_loss_N), put(dhidden_ND, found[0].astype(dhidden_ND.dtype)), found[1]
 
+    # What is kept is yet to be multiplied with the loss's cotangent, such as a loss scale: it may be in no narrower a
+    # range than the product's. bfloat16 has float32's.
+    kept = wide if _is_narrow(hidden_ND.dtype) else hidden_ND.dtype
     start_with = (
         as_varying(jnp.zeros(targets_N.shape, wide), axes - {terms.axis}),
-        as_varying(jnp.zeros_like(hidden_ND), axes),
+        as_varying(jnp.zeros(hidden_ND.shape, kept), axes),
         as_varying(jnp.zeros(table_VD.shape, wide), axes),
     )
     loss_N, dhidden_ND, dtable_VD = _over(targets_N.size, chunks.tokens, of_tokens, start_with)
-    return (loss_N * factors_N).sum(), (loss_N, dhidden_ND, dtable_VD.astype(table_VD.dtype))
+    operands = jnp.zeros(0, hidden_ND.dtype)  # says the dtype of the gradients
+    return (loss_N * factors_N).sum(), (loss_N, dhidden_ND, dtable_VD.astype(kept), operands)
 
 
 def _sum_backward(
     terms: Terms, chunks: Chunks, residuals: Any, dsum: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    loss_N, dhidden_ND, dtable_VD = residuals
+    loss_N, dhidden_ND, dtable_VD, operands = residuals
     scale = dsum if is_typed(terms.axis) else dsum * terms.split.parts
-    scaled = [(gradient * scale).astype(gradient.dtype) for gradient in (dhidden_ND, dtable_VD)]
+    scaled = [(gradient * scale).astype(operands.dtype) for gradient in (dhidden_ND, dtable_VD)]
     return scaled[0], scaled[1], None, loss_N * dsum
 
 
@@ -189,6 +198,11 @@ def _over(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], c
     return body(full * chunk, rest, carry) if rest else carry
 
 
+def _read(chunk_ND: jax.Array, labels_N: jax.Array) -> jax.Array:
+    """A chunk's tokens, with 0 for those that don't count: they may hold NaN, which would go through slopes of zero."""
+    return jnp.where((labels_N < 0)[:, None], 0, chunk_ND)
+
+
 def _rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.Array:
     """The table's rows of a tile, with 0 for padding: it may hold NaN, which would go through slopes of zero."""
     tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
@@ -201,6 +215,28 @@ def _rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.A
 def _logits(hidden_ND: jax.Array, tile_CD: jax.Array) -> jax.Array:
     wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
     return lax.dot_general(hidden_ND, tile_CD, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+
+
+def _products(slopes_NC: jax.Array, chunk_ND: jax.Array, tile_CD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a tile adds to the gradients of its tokens and of its rows, (N, D) and (C, D), in the dtype of the slopes.
+
+    The matmuls are those of the operands' dtype. For float16 the slopes, which may be as small as 1/V times a weight of
+    1/N, first get as large as it can hold, and what that multiplied is taken off the products.
+    """
+    dtype = tile_CD.dtype
+    if not _is_narrow(dtype):
+        slopes_NC = slopes_NC.astype(dtype)
+        return _matmul(slopes_NC, tile_CD), _matmul(slopes_NC.T, chunk_ND)
+    largest = jnp.where(jnp.isfinite(slopes_NC), jnp.abs(slopes_NC), 0).max(initial=0)
+    # 1e-30: of slopes that are all 0 nothing shall become infinite.
+    scale = lax.stop_gradient(float(jnp.finfo(dtype).max) / 4 / jnp.maximum(largest, 1e-30))
+    slopes_NC = (slopes_NC * scale).astype(dtype)
+    return _matmul(slopes_NC, tile_CD) / scale, _matmul(slopes_NC.T, chunk_ND) / scale
+
+
+def _is_narrow(dtype: jnp.dtype) -> bool:
+    """Whether small numbers of float32 are 0 in this dtype, as in float16, and not in bfloat16."""
+    return bool(jnp.finfo(dtype).tiny > jnp.finfo(jnp.float32).tiny)
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:

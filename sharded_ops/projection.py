@@ -23,14 +23,24 @@ Hsu et al. 2024, "Liger kernel", arXiv:2410.10989, the gradients in the forward 
 Dims: N tokens, D features, V rows of the table; C columns of a tile; n IPUs.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from sharded_ops.arguments import array, array_like, one_axis, one_of, whole_number
 from sharded_ops.collectives import as_varying, check_same_on_all, is_typed, varying_axes
-from sharded_ops.cross_entropy import OutOfRange, Reduction, checked_labels, checked_options, checked_terms, reduced
+from sharded_ops.cross_entropy import (
+    OutOfRange,
+    Reduction,
+    check_own_columns,
+    checked_labels,
+    checked_options,
+    checked_terms,
+    checked_weights,
+    reduced,
+)
 from sharded_ops.fused import Chunks, loss, sum_of_losses
 from sharded_ops.layout import check_shard, split_over
 from sharded_ops.tiles import Terms
@@ -61,18 +71,20 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """`log_softmax_cross_entropy(hidden @ table.T, labels)` without ever making the logits.
 
-    gradients="backward": forward one all-gather of 2 floats a token, 3 with label smoothing. gradients="forward": as
-    many floats, in one all-gather for each chunk of tokens. Backward, in both: one all-reduce of dx, (N.., D) in the
-    dtype of `hidden`; under check_vma=False it stands where the `shard_map` is differentiated (see `collectives`).
-    Under check_vma=False all IPUs must use the loss alike, as `log_softmax_cross_entropy` says.
+    gradients="backward": forward one all-gather of 3 floats per token. gradients="forward": as many floats, in one
+    all-gather for each chunk of tokens. Backward, in both: one all-reduce of dx, (N.., D) in the dtype of `hidden`;
+    under check_vma=False it stands where the `shard_map` is differentiated (see `collectives`). Under check_vma=False
+    all IPUs must use the loss alike, as `log_softmax_cross_entropy` says.
 
-    Only reverse-mode derivatives are there, and only the first: for others use `matmul` and
-    `log_softmax_cross_entropy`.
+    Derivatives are those of reverse mode, and forward mode over it (`jax.hessian`): forward mode alone is refused by
+    jax, for which use `matmul` and `log_softmax_cross_entropy`. Second derivatives keep every tile, so they take at
+    least the memory of the logits.
 
     Args:
-        hidden: (N.., D), floating, the same on all IPUs.
+        hidden: (N.., D), floating, the same on all IPUs. The row of a token that does not count is not read.
         table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). In the dtype
-            of `hidden`. Half types are multiplied as they are and accumulate in float32.
+            of `hidden`. Half types are multiplied as they are and accumulate in float32; float16's slopes are scaled
+            to its range first, so that none is lost before a loss scale or a mean's 1/N is multiplied in.
         labels: (N..) of any integer dtype, the same on all IPUs.
         size: V, without padding. Padding is not read, and its gradient is zero.
         axis: the mesh axis.
@@ -80,8 +92,8 @@ def linear_cross_entropy(
             `log_softmax_cross_entropy`.
         gradients: where the gradients are computed. "forward" saves one matmul in four, for `reduction` "mean" or
             "sum" only, and is the default there; the forward pass then makes both gradients, but only where it is
-            differentiated, and they are kept until the backward pass. "backward" keeps `hidden`, the table and two
-            floats a token.
+            differentiated, and they are kept until the backward pass (float16's in float32). "backward" keeps
+            `hidden`, the table and a few floats per token.
         token_chunk: tokens of a tile; with gradients="forward" as many have their logits of all the shard's columns
             there at once. By default 1024 at most; with gradients="forward" at most as make 2**21 logits (8 MiB), or
             N * D of them if that is more, but 64 may always be.
@@ -93,8 +105,9 @@ def linear_cross_entropy(
         The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs.
 
     Raises:
-        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size`, an option outside its
-            range, gradients="forward" for a loss that is not reduced, or an `axis` that is not the enclosing
+        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size`; by their types, `hidden`,
+            `labels` or `weights` differ between the IPUs of `axis`, or the table does not; an option outside its
+            range, gradients="forward" for a loss that is not reduced, or an `axis` that is not one of the enclosing
             shard_map's.
 
     Example:
@@ -106,55 +119,62 @@ def linear_cross_entropy(
         >>> print(jax.jit(loss)(jnp.ones((3, 8)), jnp.ones((4, 8)), jnp.array([0, 3, 1])))  # log(4)
         1.3862944
     """
-    split = split_over(size, axis)
+    split = split_over(whole_number("size", size, at_least=1), one_axis(axis))
     checked_options(out_of_range, reduction)
-    gradients = gradients or ("backward" if reduction == "none" else "forward")
+    way = _way(gradients, reduction)
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
+    hidden, table = array("hidden", hidden), array("table", table)
     _check_operands(hidden, table)
     check_shard("table", table, 0, split, axis)
+    check_same_on_all("hidden", hidden, axis)
+    check_own_columns("table", table, axis)
+    labels = array_like("labels", labels)
+    weights = None if weights is None else checked_weights(weights)
     for name, per_token in (("labels", labels), ("weights", weights)):
         if per_token is not None:
             _check_per_token(name, per_token, hidden)
             check_same_on_all(name, per_token, axis)
-    targets, faulty = checked_labels(labels, size, ignore_index, out_of_range)
+    targets, faulty = checked_labels(labels, split.size, ignore_index, out_of_range)
     shape = targets.shape
     hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    chunks = _chunks(hidden_ND.shape, split.local, gradients, reduction, token_chunk, column_chunk)
+    chunks = _chunks(hidden_ND.shape, split.local, way, token_chunk, column_chunk)
     # What a rule returns for an operand has to vary as that does; the transpose of this sums the parts of dx.
-    axes = varying_axes(hidden) | varying_axes(table) | varying_axes(targets) | ({axis} if is_typed(axis) else set())
+    axes = frozenset().union(*(varying_axes(x) for x in (hidden, table, targets, weights) if x is not None))
+    axes |= {axis} if is_typed(axis) else set()
     hidden_ND, table_VD = as_varying(hidden_ND, axes), as_varying(table, axes)
-    if gradients == "backward":
+    if way == "backward":
         loss_N: jax.Array = loss(hidden_ND, table_VD, targets_N, terms, chunks)
         return reduced(loss_N.reshape(shape), targets >= 0, faulty, weights, reduction)
 
     def total(losses: jax.Array) -> jax.Array:
         return reduced(losses, targets >= 0, faulty, weights, reduction)
 
-    # What each token's loss is multiplied with in the end.
-    factors = jax.grad(total)(jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32)))
-    return sum_of_losses(hidden_ND, table_VD, targets_N, factors.reshape(-1), terms, chunks)
+    # What each token's loss is multiplied with in the end, by each device's own sum: what varied over fewer axes than
+    # the losses do, jax would add up over the others.
+    ones = as_varying(jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32)), axes - {axis})
+    return sum_of_losses(hidden_ND, table_VD, targets_N, jax.grad(total)(ones).reshape(-1), terms, chunks)
 
 
-def _chunks(
-    shape: tuple[int, ...],
-    local: int,
-    gradients: str,
-    reduction: str,
-    token_chunk: int | None,
-    column_chunk: int | None,
-) -> Chunks:
-    tokens, features = shape
-    if gradients not in ("backward", "forward"):
-        raise ValueError(f"gradients={gradients!r} is unknown: use 'backward' or 'forward'")
-    for name, chunk in (("token_chunk", token_chunk), ("column_chunk", column_chunk)):
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise ValueError(f"{name}={chunk!r} must be a positive int: leave it out to have it chosen")
+def _way(gradients: Any, reduction: Reduction) -> Literal["backward", "forward"]:
+    """Where the gradients are computed: as asked, or as suits the reduction."""
+    if gradients is None:
+        return "backward" if reduction == "none" else "forward"
+    one_of("gradients", gradients, ("backward", "forward"))
     if gradients == "forward" and reduction == "none":
         raise ValueError(
             "gradients='forward' computes them before each token's cotangent is known, so the loss must be reduced: "
             "use reduction='mean' or 'sum', or gradients='backward'"
         )
-    if gradients == "forward":
+    return gradients
+
+
+def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, column_chunk: Any) -> Chunks:
+    tokens, features = shape
+    token_chunk, column_chunk = (
+        None if chunk is None else whole_number(name, chunk, at_least=1, instead="leave it out to have it chosen")
+        for name, chunk in (("token_chunk", token_chunk), ("column_chunk", column_chunk))
+    )
+    if way == "forward":
         at_once = max(_CHUNK, tokens * features) // local
         tokens_of_tile, columns_of_tile = max(64, at_once), max(128, local // 128)
     else:

@@ -3,30 +3,18 @@
 A tile is reduced to a few floats a token, its statistics; those of a shard's tiles are merged into one; one all-gather
 hands every shard's to all IPUs, which then know each token's loss, and with it the gradient of any tile by itself.
 
-The cross-entropy of a token whose label's logit is y is lse(all logits) - y. The two floats of a shard are a
-*reference* logit r and the log-sum-exp of the shard's columns, measured from that reference:
+The target gives each column v a weight u_v: 1 to the label's, or by label smoothing and soft targets to many. With x
+the logits, a shard tells the others, measured from its own largest logit t,
 
-    shard without the label:  r = its largest logit    d = lse(shard) - r
-    shard with the label:     r = y                    d = lse(shard) - y
-                          or  r = lse(shard)           d = y - lse(shard), which is at most 0 and so tells itself apart
+    t    d = lse(shard) - t    a = sum of u_v (x_v - t)    b = sum of u_v, where the others can't know it
 
-                 lse   =  R + logsumexp over shards of (r - R) + max(d, 0)        R = the largest r + max(d, 0)
-                 loss  =  lse - r + max(-d, 0)                                    r and d of the label's shard
+                 lse   =  T + logsumexp over shards of (t - T) + d               T = the largest t
+                 loss  =  sum of u_v (lse - x_v)  =  sum over shards of  b (lse - t) - a
 
-The shard with the label takes the way that loses less of lse(shard) in rounding. So the loss is never the difference of
-two large numbers: it is as exact as the dense program's, also for a confident prediction, whose loss is much smaller
-than its logits. The gradient needs no more than what every IPU then knows, and sends nothing. It is as exact as the
-dense program's where lse(shard) or lse(shard) - y is small. Where both are large, it is as exact as if the largest
-logits had been rounded once more: an error of up to 4e-6 for logits and a loss of 100. Two floats cannot avoid that, as
-they don't hold three numbers.
-
-A target that gives weight u to many columns (label smoothing, soft targets) adds, again measured from references,
-
-    loss  =  sum of u_v (lse - x_v)  =  sum over shards of  b (lse - r) - a
-
-    a = sum of u_v (x_v - r)         b = sum of u_v
-
-which sends `a` as a third float; `b` is known for smoothing, and a fourth float for soft targets.
+that is 3 floats, and a fourth for soft targets. For a label y, a is y - t in its shard, and 0 elsewhere: no large
+number is ever taken from another, as both lse - t and t - y are 0 or more. So the loss is as exact as the dense
+program's, also for a confident prediction, whose loss is much smaller than its logits. The gradient needs T and
+lse - T, which every IPU then knows as exactly as the dense program does, and sends nothing.
 
 (Megatron-LM and torch's loss_parallel use three all-reduces of a float a token: Shoeybi et al. 2019, arXiv:1909.08053,
 section 3. Measuring from a reference is the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867.)
@@ -63,7 +51,7 @@ class Statistics(NamedTuple):
     top_N: jax.Array
     log_sum_N: jax.Array  # log of the sum of exp(logit - top)
     label_logit_N: jax.Array | None  # where the label is among the columns, else 0; None with soft targets
-    spread_N: jax.Array | None  # a, measured from top; None if no other column than the label's has weight
+    spread_N: jax.Array | None  # a, of soft targets or of smoothing alone; None if only the label's column has weight
     mass_N: jax.Array | None  # b; None where it is known
 
 
@@ -151,66 +139,38 @@ def merged(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float 
 
 
 def numbers_sent(of_shard: Statistics, targets: jax.Array, terms: Terms) -> jax.Array:
-    """What a shard has to tell the others: (K, N..), where K is 2, 3 with label smoothing, 4 with soft targets."""
-    split = terms.split
-    index = lax.axis_index(terms.axis)
+    """What a shard has to tell the others: (K, N..), where K is 3, or 4 with soft targets. Sends nothing itself."""
     top_N, log_sum_N, label_logit_N, spread_N, mass_N = of_shard
-    reference_N, apart_N = top_N, log_sum_N
-    if label_logit_N is not None:
-        holds_label_N = targets // split.local == index
-        above_N = finite(top_N) - finite(label_logit_N)
-        loss_N, log_sum_exp_N = above_N + log_sum_N, finite(top_N) + log_sum_N
-        # What the first way loses here, and where the others measure it from a log-sum-exp.
-        lost_N = jnp.abs(_rounding(finite(top_N), -finite(label_logit_N)) + _rounding(above_N, log_sum_N))
-        lost_N += jnp.abs(_rounding(finite(label_logit_N), -log_sum_exp_N))
-        is_far_N = (jnp.abs(_rounding(finite(top_N), log_sum_N)) <= lost_N) & (label_logit_N != -jnp.inf)
-        reference_N = jnp.where(holds_label_N, jnp.where(is_far_N, log_sum_exp_N, label_logit_N), top_N)
-        apart_N = jnp.where(holds_label_N, jnp.where(is_far_N, -loss_N, loss_N), log_sum_N)
-    moved_N = finite(top_N) - finite(reference_N)
-    sent = [reference_N, apart_N]
-    if spread_N is not None:
-        mass = smoothing_masses(terms, top_N.dtype)[index] if mass_N is None else mass_N
-        sent.append(spread_N + mass * moved_N)
-    if mass_N is not None:
-        sent.append(mass_N)
-    return jnp.stack(sent)
-
-
-def _rounding(a: jax.Array, b: jax.Array) -> jax.Array:
-    """What is lost of a + b when it is rounded, exactly (Knuth, The Art of Computer Programming 2, section 4.2.2)."""
-    total = a + b
-    of_b = total - a
-    return (a - (total - of_b)) + (b - of_b)
+    if spread_N is None:
+        spread_N = jnp.zeros_like(top_N)
+    if label_logit_N is not None and terms.label_smoothing < 1:
+        holds_label_N = targets // terms.split.local == lax.axis_index(terms.axis)
+        below_N = jnp.where(holds_label_N, label_logit_N - finite(top_N), 0)
+        spread_N = spread_N + (1 - terms.label_smoothing) * below_N
+    sent = [top_N, log_sum_N, spread_N]
+    return jnp.stack(sent if mass_N is None else [*sent, mass_N])
 
 
 def put_together(numbers_nKN: jax.Array, targets: jax.Array, terms: Terms) -> Whole:
     """What all IPUs know of each token once they have every shard's `numbers_sent`. Sends nothing."""
-    sent_nN, apart_nN = numbers_nKN[:, 0], numbers_nKN[:, 1]
-    # Below 0 it is minus the loss within the label's shard; but beside a reference of -inf a log-sum-exp of any sign.
-    is_loss_nN = (apart_nN < 0) & (sent_nN != -jnp.inf)
-    log_sums_nN = jnp.where(is_loss_nN, 0, apart_nN)
-    references_nN = finite(sent_nN)
-    base_N = finite((references_nN + log_sums_nN).max(0))
-    rest_N = log_sum_exp((references_nN - base_N) + log_sums_nN)
-    loss_N = mass_N = None
+    top_nN, log_sum_nN, spread_nN = (numbers_nKN[:, k] for k in range(3))
+    references_nN = finite(top_nN)
+    base_N = finite(top_nN.max(0))
+    rest_N = log_sum_exp((references_nN - base_N) + log_sum_nN)
+    mass_N = None
     if is_soft(targets):
         mass_nN = numbers_nKN[:, 3]
         mass_N = mass_nN.sum(0)
-        loss_N = 0
     else:
-        # A label outside [0, size) is -1 here; it may take any shard's numbers, as its loss does not count.
-        owner_1N = jnp.maximum(targets, 0)[None] // terms.split.local
-        below_nN = jnp.where(is_loss_nN, -apart_nN, 0)
-        reference_N, below_N = (jnp.take_along_axis(x_nN, owner_1N, axis=0)[0] for x_nN in (sent_nN, below_nN))
-        mass_nN = smoothing_masses(terms, rest_N.dtype).reshape(-1, *(1,) * targets.ndim)
-        of_label = 1 - terms.label_smoothing
-        loss_N = of_label * (rest_N + (base_N - reference_N) + below_N) if of_label else 0
-    if numbers_nKN.shape[1] > 2:
-        gaps_nN = rest_N + (base_N - references_nN)
-        loss_N = loss_N + (jnp.where(mass_nN == 0, 0, mass_nN * gaps_nN) - numbers_nKN[:, 2]).sum(0)
+        shards_n1 = jnp.arange(terms.split.parts).reshape(-1, *(1,) * targets.ndim)
+        of_label_nN = (targets // terms.split.local == shards_n1).astype(rest_N.dtype)
+        of_smoothing_n1 = smoothing_masses(terms, rest_N.dtype).reshape(shards_n1.shape)
+        mass_nN = (1 - terms.label_smoothing) * of_label_nN + of_smoothing_n1
+    gaps_nN = rest_N + (base_N - references_nN)
+    loss_N = (jnp.where(mass_nN == 0, 0, mass_nN * gaps_nN) - spread_nN).sum(0)
     if terms.z_loss:
         loss_N = loss_N + terms.z_loss * (base_N + rest_N) ** 2
-    return Whole(base_N, rest_N, jnp.asarray(loss_N), mass_N)
+    return Whole(base_N, rest_N, loss_N, mass_N)
 
 
 def probabilities(

@@ -209,7 +209,7 @@ def test_labels_of_every_dtype_and_what_stands_outside():
         (np.array([0, 2**40, 3, 6]), {"ignore_index": 2**40, "out_of_range": "nan"}, [0, None, 3, 6]),
         (np.array([0, 2**32 + 3, 3, 6], np.uint64), {"out_of_range": "clip"}, [0, 6, 3, 6]),
         (np.array([0, 3, 7, 6], np.int16), {"ignore_index": 2**40, "out_of_range": "nan"}, [0, 3, np.nan, 6]),
-        ([0, 3, 2, 6], {"ignore_index": np.int64(0)}, [None, 3, 2, 6]),
+        (np.array([0, 3, 2, 6], np.uint32), {"ignore_index": np.int64(0)}, [None, 3, 2, 6]),
     )
 
     def all_of_them(logits):
@@ -242,22 +242,6 @@ def test_a_label_that_must_not_be_is_nan_in_the_loss_and_in_its_own_row_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_smoothing": 1.5}, "label_smoothing=1.5 must be from 0 to 1: it is a share of the target"),
-        ({"label_smoothing": -0.1}, "label_smoothing=-0.1 must be from 0 to 1: it is a share of the target"),
-        ({"label_smoothing": np.nan}, "label_smoothing=nan must be from 0 to 1: it is a share of the target"),
-        ({"z_loss": -1.0}, "z_loss=-1.0 must be at least 0: use 0 for none"),
-        ({"z_loss": np.inf}, "z_loss=inf must be at least 0: use 0 for none"),
-        ({"soft_cap": 0.0}, "soft_cap=0.0 must be positive: use None for no cap"),
-        ({"soft_cap": np.inf}, "soft_cap=inf must be positive: use None for no cap"),
-        ({"temperature": 0}, "temperature=0.0 must be positive: use 1 to leave the logits as they are"),
-        (
-            {"z_loss": "much"},
-            "z_loss is of type str, but must be a plain number: what is compiled depends on it",
-        ),
-        ({"out_of_range": "drop"}, "out_of_range='drop' is unknown: use 'ignore', 'nan' or 'clip'"),
-        ({"reduction": "max"}, "reduction='max' is unknown: use 'none', 'mean' or 'sum'"),
-        ({"ignore_index": 0.5}, "ignore_index=0.5 is no label: give an int, or None if all labels count"),
-        ({"ignore_index": True}, "ignore_index=True is no label: give an int, or None if all labels count"),
         (
             {"weights": np.ones((3, 1))},
             "weights has shape (3, 1), but a shard of shape (3, 2) takes one index for each of its rows: give shape "

@@ -98,19 +98,20 @@ def _dense_of_labels(logits, labels, **options):
     return dense_loss(logits, labels, None, **options)
 
 
-def test_where_logits_and_loss_are_large_the_gradient_is_that_of_logits_rounded_once_more():
-    """Two floats cannot hold the label's logit, and the log-sum-exp as exactly as its shard does, if both are large.
-
-    The logits have been rounded themselves, by up to half an ulp of the largest; the gradient is off by no more.
-    """
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_where_logits_and_losses_are_large_nothing_is_lost_of_the_gradient(n, smoothing):
+    """Three floats hold the label's logit, the largest and the log-sum-exp from it: the dense program knows no more."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, WIDE))
-    logits = np.concatenate([x * 30, x * 300, rng.choice([-1e4, 1e4, 0, 1], (64, WIDE))]).astype(np.float32)
+    logits = np.concatenate([x * 30, x * 300, x + 1e4, rng.choice([-1e4, 1e4, 0, 1], (64, WIDE))]).astype(np.float32)
     labels, ct = rng.integers(0, WIDE, len(logits)).astype(np.int32), np.ones(len(logits), np.float32)
-    _, dlogits = sharded_cross_entropy("typed-outside", 3, WIDE, logits, labels, ct)
-    _, want, _ = in_float64(logits, labels)
-    error = np.abs(dlogits[:, :WIDE] - want).max(-1)
-    assert np.all(error <= np.spacing(np.abs(logits).max(-1)) / 2 + 2e-7)
+    loss, dlogits = sharded_cross_entropy("typed-outside", n, WIDE, logits, labels, ct, label_smoothing=smoothing)
+    want_loss, want, log_p = in_float64(logits, labels)
+    want_loss = (1 - smoothing) * want_loss - smoothing * log_p.mean(-1)
+    want += smoothing * ((np.arange(WIDE) == labels[:, None]) - 1 / WIDE)
+    np.testing.assert_allclose(dlogits[:, :WIDE], want, rtol=0, atol=4e-7)
+    np.testing.assert_allclose(loss, want_loss, rtol=3e-7, atol=1e-6)
 
 
 # Rows of 7 logits on 3 IPUs, which hold columns 0-2, 3-5 and 6; each with a label.
