@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 from sharded_ops.alike import sum_used_alike
 from sharded_ops.arguments import array, array_like, one_axis, one_of, real_number, shown, whole_number
 from sharded_ops.collectives import as_varying, check_same_on_all, gather_to_all, is_typed, varying_axes
-from sharded_ops.layout import as_int32, axis_size, check_one_per_row, mask_padding
+from sharded_ops.layout import as_int32, check_one_per_row, mask_padding
 from sharded_ops.softmax import checked_split
 from sharded_ops.tiles import (
     Terms,
@@ -160,7 +160,6 @@ def log_softmax_cross_entropy(
     """
     logits_shard = array("logits_shard", logits_shard)
     split = checked_split(logits_shard, whole_number("size", size, at_least=1), one_axis(axis))
-    check_own_columns("logits_shard", logits_shard, axis)
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
     labels = array_like("labels", labels)
     checked_options(out_of_range, reduction)
@@ -298,23 +297,6 @@ def checked_weights(weights: ArrayLike) -> jax.Array:
     if not any(jnp.issubdtype(own.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
         raise ValueError(f"weights has dtype {own.dtype}, but must be real numbers: give floats")
     return jnp.asarray(own)
-
-
-def check_own_columns(name: str, shard: jax.Array, axis: str) -> None:
-    """Refuses what by its type is the same on all of several IPUs, where each should hold columns of its own.
-
-    Under check_vma=False types say nothing, and nothing is refused.
-
-    Raises:
-        ValueError: names the array, and how to split it.
-    """
-    parts = axis_size(axis)
-    if parts > 1 and is_typed(axis) and axis not in varying_axes(shard):
-        raise ValueError(
-            f"{name} of shape {shard.shape} is the same on all {parts} IPUs of axis {axis!r}, but each must hold its "
-            f"own columns: bring it in with in_specs that name {axis!r} and give the size of the whole, or use "
-            f"lax.pcast({name}, {axis!r}, to='varying') if columns of all IPUs are alike"
-        )
 
 
 def checked_labels(

@@ -34,7 +34,6 @@ from sharded_ops.collectives import as_varying, check_same_on_all, is_typed, var
 from sharded_ops.cross_entropy import (
     OutOfRange,
     Reduction,
-    check_own_columns,
     checked_labels,
     checked_options,
     checked_terms,
@@ -127,7 +126,6 @@ def linear_cross_entropy(
     _check_operands(hidden, table)
     check_shard("table", table, 0, split, axis)
     check_same_on_all("hidden", hidden, axis)
-    check_own_columns("table", table, axis)
     labels = array_like("labels", labels)
     weights = None if weights is None else checked_weights(weights)
     for name, per_token in (("labels", labels), ("weights", weights)):

@@ -274,9 +274,9 @@ def _refused(op, in_specs, message, *args):
 def test_whole_logits_are_not_taken_for_columns():
     op = functools.partial(log_softmax_cross_entropy, size=12)
     message = (
-        "logits_shard of shape (2, 6) is the same on all 2 IPUs of axis 'ipu', but each must hold its own columns: "
-        "bring it in with in_specs that name 'ipu' and give the size of the whole, or use lax.pcast(logits_shard, "
-        "'ipu', to='varying') if columns of all IPUs are alike"
+        "logits_shard of shape (2, 6) is the same on all 2 IPUs of axis 'ipu', but must be split over them: shard the "
+        "whole array with in_specs that name 'ipu', or lax.pcast(logits_shard, 'ipu', to='varying') if the shards are "
+        "alike"
     )
     _refused(op, (P("data"), P("data")), message, np.ones((4, 6), np.float32), np.zeros(4, np.int32))
 
@@ -284,9 +284,8 @@ def test_whole_logits_are_not_taken_for_columns():
 def test_a_whole_table_is_not_taken_for_its_rows():
     op = functools.partial(linear_cross_entropy, size=12)
     message = (
-        "table of shape (6, 3) is the same on all 2 IPUs of axis 'ipu', but each must hold its own columns: bring it "
-        "in with in_specs that name 'ipu' and give the size of the whole, or use lax.pcast(table, 'ipu', "
-        "to='varying') if columns of all IPUs are alike"
+        "table of shape (6, 3) is the same on all 2 IPUs of axis 'ipu', but must be split over them: shard the whole "
+        "array with in_specs that name 'ipu', or lax.pcast(table, 'ipu', to='varying') if the shards are alike"
     )
     operands = np.ones((4, 3), np.float32), np.ones((6, 3), np.float32), np.zeros(4, np.int32)
     _refused(op, (P("data"), P(), P("data")), message, *operands)
