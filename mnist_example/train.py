@@ -210,7 +210,7 @@ class Trainer:
     def _evaluate(self, params: Any, stages: Any, batches: dict[str, jax.Array]) -> jax.Array:
         def count(correct: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, None]:
             _, aux = self.pipeline.loss(params, batch, state=stages)
-            return correct + aux["correct"].sum(), None
+            return correct + aux["correct"].sum(dtype=jnp.int32), None
 
         return lax.scan(count, jnp.int32(0), batches)[0]
 
