@@ -286,10 +286,10 @@ def check_data_flags(args: argparse.Namespace) -> None:
         raise ValueError("--num-workers are threads of --async-dataloader: give both, or neither")
 
 
-def feed_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of `mnist_example.batches.make_feed`."""
+def feed_options(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
+    """What the flags say of `mnist_example.batches.make_feed`: a call has no more updates than are asked for."""
     return {
-        "repeat_count": 1 if args.run_single_step else args.repeat_count,
+        "repeat_count": min(args.repeat_count, updates_of(args, batches)),
         "eight_bit_io": args.eight_bit_io,
         "num_workers": (args.num_workers or 1) if args.async_dataloader else 0,
     }
