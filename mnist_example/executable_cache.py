@@ -135,7 +135,7 @@ class ExecutableCache:
 
 def _writable(folder: str | os.PathLike[str]) -> Path:
     """The folder, made where there is none, by its absolute path."""
-    if not os.fspath(folder):
+    if not os.fspath(folder):  # which a Path would take for the folder where the program runs
         raise ValueError("--executable-cache has an empty name: give a folder")
     path = Path(folder)
     try:

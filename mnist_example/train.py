@@ -58,8 +58,8 @@ class Call:
 class _Told(NamedTuple):
     """What a call's program gives beside the state: losses float32 (updates_per_call,), skipped int32 ()."""
 
-    losses: jax.Array
-    skipped: jax.Array
+    losses: Any
+    skipped: Any
 
 
 class Trainer:

@@ -40,7 +40,8 @@ def by_hand(count, last, *, per_update, per_batch, shuffle):
 
 
 def read(feed):
-    return [(batch.epoch, np.asarray(batch.data["number"])[batch.is_real].tolist(), batch.updates) for batch in feed]
+    batches = itertools.islice(feed, 60)  # a feed that does not end would be a hang
+    return [(batch.epoch, np.asarray(batch.data["number"])[batch.is_real].tolist(), batch.updates) for batch in batches]
 
 
 CASES = [
@@ -69,12 +70,12 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
     assert len(expected) == EPOCHS * per_epoch
     states = []
     with Feed(source(count), **options, epochs=EPOCHS) as feed:
-        for batch in feed:
-            states.append((feed.state(), batch.epoch))
+        for _ in itertools.islice(feed, 60):
+            states.append(feed.state())
     for done in (per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch - 1, 2 * per_epoch):
         if not done:
             continue
-        state, _ = states[done - 1]
+        state = states[done - 1]
         epoch, batches = divmod(done, per_epoch)
         position = batches * per_update * iterations
         assert state == {"epoch": epoch, "position": position, "examples": count, "seed": 7, "shuffle": int(shuffle)}

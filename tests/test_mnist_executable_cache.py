@@ -33,7 +33,7 @@ def test_a_second_start_compiles_nothing_and_a_third_mends_what_was_damaged(tmp_
     folder = tmp_path / "made" / "by it"
     command = [sys.executable, "-W", "error", "-c", COMMAND, *FLAGS.split(), "--executable-cache", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    told, errors = [], []
+    told, errors, step, content = [], [], tmp_path, b""
     for start in range(3):
         if start == 2:
             (step,) = folder.glob("jit__run_updates-*")

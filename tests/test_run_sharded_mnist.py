@@ -98,6 +98,17 @@ def test_a_single_step_works_in_every_layout(flags, header, few_digits, capsys):
     )
 
 
+@pytest.mark.parametrize("mode", ["basic", "concurrent"])
+def test_with_64_bit_numbers_it_trains_and_evaluates_as_without(mode, few_digits, capsys):
+    told = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            assert main(["--pipeline-mode", mode, *TINY, "--run-single-step"]) == 0
+        told.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")])
+    assert told[0] == told[1]
+    assert len(told[0]) == 2
+
+
 def test_every_flag_reaches_the_training(monkeypatch, few_digits):
     runs = []
     monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
