@@ -90,7 +90,8 @@ def _of_updates(
     calls, rest = divmod(updates, options["repeat_count"])
     yield from itertools.islice(feed.epoch(), calls)
     if rest:  # a feed's batches are all of one size
-        with make_feed(batches, mesh, **options | {"repeat_count": rest}, state=feed.state()) as shorter:
+        options["repeat_count"] = rest
+        with make_feed(batches, mesh, **options, state=feed.state()) as shorter:
             yield next(shorter)
 
 
