@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +91,16 @@ def temporary_bytes(compiled: Any) -> int:
 
 
 def largest_relative_difference(found: Any, expected: Any) -> float:
-    """Over the leaves of two trees: the largest difference, relative to the leaf's largest expected magnitude."""
-    ratios = [
-        float(abs(f - e).max() / max(abs(e).max(), 1e-30))
-        for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    ]
-    return max(ratios)
+    """Over the leaves of two trees: the largest difference, relative to the leaf's largest expected magnitude.
+
+    NaN where a leaf of either holds one.
+
+    Raises:
+        ValueError: leaves of unlike shapes or numbers.
+    """
+    leaves = [jax.tree.leaves(tree) for tree in (found, expected)]
+    shapes = [[np.shape(leaf) for leaf in of_tree] for of_tree in leaves]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the shapes found are {shapes[0]}, and {shapes[1]} are expected: compare like with like")
+    ratios = [abs(f - e).max() / np.maximum(abs(e).max(), 1e-30) for f, e in zip(*leaves, strict=True)]
+    return float(np.max(np.asarray(ratios, float)))  # Python's max drops a NaN that does not come first

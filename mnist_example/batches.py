@@ -6,7 +6,8 @@ call       up to repeat_count updates in one program: images move to the IPUs as
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ class Batches:
         replicas: pipelines side by side that share an update, R.
 
     Raises:
-        ValueError: a count below 1, a negative seed, or too few images for one update.
+        ValueError: a count below 1, a negative seed, too few images for one update, or not as many labels as images.
 
     >>> images = np.zeros((7, 28, 28), np.uint8)
     >>> batches = Batches(images, np.arange(7), batch_size=1, gradient_accumulation=3, shuffle=False)
@@ -56,6 +57,8 @@ class Batches:
         check_count("batch_size", self.batch_size)
         check_count("gradient_accumulation", self.gradient_accumulation)
         check_count("replicas", self.replicas)
+        if len(self.images) != len(self.labels):
+            raise ValueError(f"there are {len(self.images)} images and {len(self.labels)} labels: give one for each")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} is negative: give one of at least 0")
         if self.updates_per_epoch < 1:
@@ -107,7 +110,13 @@ class _AsFloats:
 
 
 def make_feed(
-    batches: Batches, mesh: Mesh, *, repeat_count: int = 100, eight_bit_io: bool = True, num_workers: int = 0
+    batches: Batches,
+    mesh: Mesh,
+    *,
+    repeat_count: int = 100,
+    eight_bit_io: bool = True,
+    num_workers: int = 0,
+    state: Mapping[str, SupportsIndex] | None = None,
 ) -> Feed:
     """The batches of device calls, on the mesh: `{"images", "labels"}`, leaves (updates, R, M, B, ...).
 
@@ -121,9 +130,10 @@ def make_feed(
         eight_bit_io: images cross as the bytes that they are, and the network normalises them. False: the host does,
             and four times as many bytes cross, as float32 of 0 to 1.
         num_workers: threads that assemble calls ahead of the one that is asked for; 0: the caller does, when it asks.
+        state: of another such feed's `state()`: goes on where that one stands.
 
     Raises:
-        ValueError: a `repeat_count` below 1, or a negative `num_workers`.
+        ValueError: a `repeat_count` below 1, a negative `num_workers`, or a state of other batches.
     """
     return Feed(
         {"images": batches.images, "labels": batches.labels} if eight_bit_io else _AsFloats(batches),
@@ -136,4 +146,5 @@ def make_feed(
         last="updates",
         prefetch=num_workers and max(_BATCHES_AHEAD, num_workers),
         workers=num_workers or 1,
+        state=state,
     )

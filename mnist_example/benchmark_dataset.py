@@ -3,8 +3,9 @@
     benchmark-dataset --batch-size 64 --gradient-accumulation-count 8 --repeat-count 4 --async-dataloader
 
 It takes the flags of `run-sharded-mnist`, so that a training's own command line can be given as it is, and moves the
-same batches to as many IPUs. An epoch that takes as long here as in training has the host for its bottleneck. Flags of
-the model, of its updates and of pictures change nothing here. MB/s are those of the batches as they cross to each IPU.
+same batches to as many IPUs; of a part of an epoch, the images of its updates and no more. An epoch that takes as long
+here as in training has the host for its bottleneck. Flags of the model, of its updates and of pictures change nothing
+here. MB/s are those of the batches as they cross to each IPU.
 
 Exit status: 0, 2 for bad input, 130 after Ctrl-C.
 """
@@ -13,11 +14,13 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from ipu_jax import Feed, configure, make_mesh
+from ipu_jax.feed import FeedBatch
 from mnist_example.batches import Batches, make_feed
 from mnist_example.flags import check_data_flags, feed_options, make_parser, parse, updates_of
 from mnist_example.run_sharded_mnist import load, make_batches, progress_bar
@@ -37,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             data = load(args)
             batches = make_batches(args, data)
             configure(args.replicas * args.ipus)
-            feed = make_feed(batches, make_mesh(args.replicas, args.ipus), **feed_options(args))
+            mesh = make_mesh(args.replicas, args.ipus)
+            feed = make_feed(batches, mesh, **feed_options(args, batches))
         except (ValueError, OSError) as error:
             parser.error(str(error))
         replicas, of_each = (f"{args.replicas} replicas of ", " on each") if args.replicas > 1 else ("", "")
@@ -47,23 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
         with feed:
-            _read(args, batches, feed)
+            _read(args, batches, mesh, feed)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def _read(args: argparse.Namespace, batches: Batches, feed: Feed) -> None:
+def _read(args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed) -> None:
     """Reads all epochs, with a line after each."""
     per_epoch, total = batches.updates_per_epoch, updates_of(args, batches)
-    per_call = min(feed_options(args)["repeat_count"], per_epoch)
     with progress_bar(shown=sys.stdout.isatty() and not args.no_progress) as progress:
         bar = progress.add_task("reading", total=total)
         for epoch in range(-(-total // per_epoch)):
             updates = min(per_epoch, total - epoch * per_epoch)
             examples = megabytes = 0.0
             start = time.perf_counter()
-            for batch in itertools.islice(feed.epoch(), -(-updates // per_call)):
+            for batch in _of_updates(args, batches, mesh, feed, updates):
                 jax.block_until_ready(batch.data)
                 examples += batch.examples
                 megabytes += batch.nbytes / 1e6
@@ -74,6 +77,22 @@ def _read(args: argparse.Namespace, batches: Batches, feed: Feed) -> None:
                 f"{megabytes / seconds:,.1f} MB/s",
                 flush=True,
             )
+
+
+def _of_updates(
+    args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed, updates: int
+) -> Iterator[FeedBatch]:
+    """Yields the batches of so many updates from the start of an epoch on."""
+    if updates == batches.updates_per_epoch:
+        yield from feed.epoch()
+        return
+    options = feed_options(args, batches)
+    calls, rest = divmod(updates, options["repeat_count"])
+    yield from itertools.islice(feed.epoch(), calls)
+    if rest:  # a feed's batches are all of one size
+        options["repeat_count"] = rest
+        with make_feed(batches, mesh, **options, state=feed.state()) as shorter:
+            yield next(shorter)
 
 
 if __name__ == "__main__":

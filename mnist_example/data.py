@@ -153,8 +153,11 @@ def _load_folder(folder: Path, origin: str) -> MNIST:
         images, labels = _read_idx(images_path, dims=3), _read_idx(labels_path, dims=1)
         if images.shape[1:] != (28, 28):
             raise ValueError(f"{images_path} holds images of {images.shape[1]}x{images.shape[2]}, not 28x28: {_MEND}")
-        if labels.max() > 9:
-            raise ValueError(f"{labels_path} holds the label {labels.max()}, and digits go to 9: {_MEND}")
+        if len(wrong := np.flatnonzero(labels > 9)):
+            raise ValueError(
+                f"{labels_path} holds {labels[wrong[0]]} as label number {wrong[0]}, counted from 0, and digits go to "
+                f"9: {_MEND}"
+            )
         if len(images) != len(labels):
             raise ValueError(f"{images_path} holds {len(images)} images, {labels_path} {len(labels)} labels: {_MEND}")
         arrays += [images, labels]

@@ -1,9 +1,19 @@
 """What jax compiles, kept in a folder: the second start of a program compiles nothing.
 
-jax's own persistent cache does the work; alone it keeps only what took long to compile, which on a CPU is nothing.
+jax's own persistent cache does the work; alone it keeps only what took long to compile, which on a CPU is nothing, has
+the folder's name in what it looks for, and never mends an entry:
+
+    jax reads an entry, cannot, and warns   ->   the entries of that name are set aside
+    jax compiles, and writes the one that it misses
+    the next program is looked for          ->   the others of that name are put back
 """
 
+import contextlib
+import logging
 import os
+import re
+import tempfile
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -11,20 +21,26 @@ from typing import Any, Final
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+_log = logging.getLogger(__name__)
+
 _REQUEST: Final = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT: Final = "/jax/compilation_cache/cache_hits"
+_UNREADABLE: Final = "Error reading persistent compilation cache entry for '"
+_PROGRAM: Final = re.compile(re.escape(_UNREADABLE) + r"(.+?)': (.*)", re.DOTALL)
+_ASIDE: Final = ".aside"
 
 
 class ExecutableCache:
     """A context in which jax looks for every program in a folder before it compiles it, and keeps it there afterwards.
 
-    A program is found again where the same jax compiles the same program with the same options for the same devices.
+    A program is found again where the same jax compiles the same program with the same options for the same devices,
+    whatever the folder is called by then. An entry that cannot be read is told of, compiled and written anew.
 
     Args:
         folder: made where there is none.
 
     Raises:
-        ValueError: the path is something else than a folder, or one that can't be made.
+        ValueError: an empty name, something else than a folder, or one that can't be made or written to.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, ExecutableCache(folder) as cache:
@@ -35,22 +51,17 @@ class ExecutableCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        path = Path(folder)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--executable-cache {path} is not a folder: give one, or a name that is free")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--executable-cache {path} cannot be made ({error.strerror}): give another folder"
-            ) from error
+        self._folder = _writable(folder)
         self._settings: dict[str, Any] = {
-            "jax_compilation_cache_dir": str(path),
+            "jax_compilation_cache_dir": str(self._folder),
             "jax_enable_compilation_cache": True,
             "jax_persistent_cache_min_compile_time_secs": 0.0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
+            # XLA's own caches would lie in the folder too, and their path is part of what jax looks for
+            "jax_persistent_cache_enable_xla_caches": "none",
         }
         self._requests = self.hits = 0
+        self._context = contextlib.ExitStack()
 
     @property
     def misses(self) -> int:
@@ -61,13 +72,24 @@ class ExecutableCache:
         return f"executable cache: {self.hits} hits, {self.misses} misses"
 
     def __enter__(self) -> "ExecutableCache":
-        self._exchange_settings()
-        jax.monitoring.register_event_listener(self._count)
+        with contextlib.ExitStack() as context:
+            self._put_back()  # what a process that was killed has left
+            self._exchange_settings()
+            context.callback(self._exchange_settings)
+            jax.monitoring.register_event_listener(self._count)
+            context.callback(jax.monitoring.unregister_event_listener, self._count)
+            context.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("always", message=re.escape(_UNREADABLE))
+            others = warnings.showwarning
+            warnings.showwarning = lambda message, *where, **how: (
+                self._set_aside(str(message)) or others(message, *where, **how)
+            )
+            context.callback(self._put_back)
+            self._context = context.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        jax.monitoring.unregister_event_listener(self._count)
-        self._exchange_settings()
+        self._context.close()
 
     def _exchange_settings(self) -> None:
         before = {name: jax.config.values[name] for name in self._settings}
@@ -78,5 +100,54 @@ class ExecutableCache:
         compilation_cache.reset_cache()
 
     def _count(self, event: str, **_: str | int) -> None:
+        if event == _REQUEST:
+            self._put_back()
         self._requests += event == _REQUEST
         self.hits += event == _HIT
+
+    def _set_aside(self, warning: str) -> bool:
+        """Whether the warning is of an entry, whose program is then compiled; jax leaves alone a file that is there."""
+        found = _PROGRAM.fullmatch(warning)
+        if found is None:
+            return False
+        program, reason = found.groups()
+        _log.warning(
+            "executable cache: an entry of %s in %s cannot be read (%s): it is compiled and written anew",
+            program,
+            self._folder,
+            " ".join(reason.split()),
+        )
+        # the warning does not say which one it is: several programs may have one name
+        for entry in self._folder.iterdir():
+            if re.fullmatch(re.escape(program) + r"-[0-9a-f]+-cache", entry.name):
+                entry.rename(entry.with_name(entry.name + _ASIDE))
+        return True
+
+    def _put_back(self) -> None:
+        """What was set aside and not written anew."""
+        for aside in self._folder.glob(f"*{_ASIDE}"):
+            entry = aside.with_name(aside.name.removesuffix(_ASIDE))
+            if entry.exists():
+                aside.unlink()
+            else:
+                aside.rename(entry)
+
+
+def _writable(folder: str | os.PathLike[str]) -> Path:
+    """The folder, made where there is none, by its absolute path."""
+    if not os.fspath(folder):  # which a Path would take for the folder where the program runs
+        raise ValueError("--executable-cache has an empty name: give a folder")
+    path = Path(folder)
+    try:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--executable-cache {path} is not a folder: give one, or a name that is free")
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--executable-cache {path} cannot be made ({error.strerror}): give another folder") from error
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return path.resolve()
+    except OSError as error:
+        raise ValueError(
+            f"--executable-cache {path} cannot be written to ({error.strerror}): give another folder"
+        ) from error

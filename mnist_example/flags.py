@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
+import numpy as np
+
 from ipu_jax.options import REDUCTIONS, check_choice
 from ipu_jax.schedule import NAMES as SCHEDULES
 from mnist_example.batches import Batches
@@ -21,6 +23,10 @@ from mnist_example.optimizers import default_learning_rate, keeps_state_in_float
 _Value = TypeVar("_Value")
 
 PICTURE: Final = Path("mnist-losses.png")
+
+_FLOAT32: Final = np.finfo(np.float32)
+_MOST_EPOCHS: Final = 1_000_000
+_MOST_WORKERS: Final = 1024
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -55,7 +61,18 @@ def _number(kind: Callable[[str], _Value], accept: Callable[[_Value], bool], rul
 
 _count = _number(int, lambda n: n >= 1, "a count: give a whole number of at least 1")
 _positive = _number(float, lambda x: 0 < x < math.inf, "a positive number: give one such as 0.01")
+# what float32 holds: a rate that is 0 there would train nothing, without a word
+_rate = _number(
+    float, lambda x: float(_FLOAT32.tiny) <= x <= float(_FLOAT32.max), "a positive number: give one such as 0.01"
+)
 _seed = _number(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number from 0 to 4294967295")
+
+
+def _path(text: str) -> Path:
+    """An argparse type: a path that can be one; an empty one would be the folder where the command runs."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path: give one that is not empty")
+    return Path(text)
 
 
 def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -101,7 +118,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         action="store_true",
         help="train in both modes, from the same weights on the same batches, and draw their losses",
     )
-    add("--plot", type=Path, metavar="FILE.png", help=f"where --compare draws (default: {PICTURE})")
+    add("--plot", type=_path, metavar="FILE.png", help=f"where --compare draws (default: {PICTURE})")
     add(
         "--ipus",
         type=_count,
@@ -131,7 +148,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     at = lambda name, of_sgd: f"{default_learning_rate(name, of_sgd):g}"  # noqa: E731
     add(
         "--learning-rate",
-        type=_positive,
+        type=_rate,
         metavar="X",
         help=f"of plain SGD; {of_resnet.learning_rate} for a resnet, with momentum a tenth; of adam and adamw "
         f"{at('adam', of_mlp.learning_rate)}, of lamb {at('lamb', of_mlp.learning_rate)} "
@@ -207,7 +224,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     add(
         "--executable-cache",
-        type=Path,
+        type=_path,
         metavar="FOLDER",
         help="keep what is compiled there, and say how much of it was found: the second start compiles nothing",
     )
@@ -236,7 +253,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     source = data.add_mutually_exclusive_group()
     source.add_argument(
         "--data-dir",
-        type=Path,
+        type=_path,
         metavar="FOLDER",
         help="with MNIST's four IDX files (default: $MNIST_DIR, else they are downloaded)",
     )
@@ -278,18 +295,34 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--plot {picture} is no PNG file: give a name that ends in .png")
     if not picture.parent.is_dir():
         raise ValueError(f"--plot {picture}: there is no folder {picture.parent}")
+    _check_writable(picture)
+
+
+def _check_writable(picture: Path) -> None:
+    try:
+        is_new = not picture.exists()
+        with picture.open("ab"):
+            pass
+        if is_new:
+            picture.unlink()
+    except OSError as error:
+        raise ValueError(f"--plot {picture} cannot be written to ({error.strerror}): give another file") from error
 
 
 def check_data_flags(args: argparse.Namespace) -> None:
-    """Refuses, by a ValueError, flags of the data that don't go together."""
+    """Refuses, by a ValueError, flags of the data that don't go together, or ask for what never ends."""
+    if args.epochs > _MOST_EPOCHS:
+        raise ValueError(f"--epochs {args.epochs:g} would never end: give {_MOST_EPOCHS} at most")
+    if args.num_workers is not None and args.num_workers > _MOST_WORKERS:
+        raise ValueError(f"--num-workers {args.num_workers} are more threads than help: give {_MOST_WORKERS} at most")
     if args.num_workers is not None and not args.async_dataloader:
         raise ValueError("--num-workers are threads of --async-dataloader: give both, or neither")
 
 
-def feed_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of `mnist_example.batches.make_feed`."""
+def feed_options(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
+    """What the flags say of `mnist_example.batches.make_feed`: a call has no more updates than are asked for."""
     return {
-        "repeat_count": 1 if args.run_single_step else args.repeat_count,
+        "repeat_count": min(args.repeat_count, updates_of(args, batches)),
         "eight_bit_io": args.eight_bit_io,
         "num_workers": (args.num_workers or 1) if args.async_dataloader else 0,
     }

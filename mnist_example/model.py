@@ -226,7 +226,7 @@ def _cross_entropy(params: None, logits_BC: jax.Array, microbatch: Any) -> tuple
         logits_BC.astype(jnp.float32), jnp.where(is_example_B, labels_B, 0)
     )
     loss = jnp.where(is_example_B, losses_B, 0).mean()
-    return loss, {"correct": jnp.sum(jnp.argmax(logits_BC, axis=-1) == labels_B)}
+    return loss, {"correct": jnp.sum(jnp.argmax(logits_BC, axis=-1) == labels_B, dtype=jnp.int32)}
 
 
 def _sharded_classifier(dtype: DTypeLike, params: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
@@ -240,7 +240,7 @@ def _sharded_cross_entropy(
     labels_B = microbatch["labels"].astype(jnp.int32)
     losses_B = sharded_ops.log_softmax_cross_entropy(logits_Bc, labels_B, size=CLASSES)
     predictions_B = _sharded_argmax(lax.stop_gradient(logits_Bc))
-    return losses_B.mean(), {"correct": jnp.sum(predictions_B == labels_B)}
+    return losses_B.mean(), {"correct": jnp.sum(predictions_B == labels_B, dtype=jnp.int32)}
 
 
 def _sharded_argmax(logits_Bc: jax.Array) -> jax.Array:

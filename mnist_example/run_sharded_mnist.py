@@ -99,7 +99,7 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
             optimizer=args.optimizer,
             shard_optimizer=args.shard_optimizer,
             loss_scale=DynamicScale() if args.half == "float16" else 1.0,
-            **feed_options(args),
+            **feed_options(args, batches),
         )
         for mode, count in ipus.items()
     }
@@ -139,6 +139,7 @@ def _train(
     _say(f"Compiled in {seconds:.1f} s" + (f"; {cache}" if cache else ""))
 
     losses: list[_Losses] = []
+    skipped: list[int] = []
     seconds = 0.0
     accuracy = 0.0
     with trainer.feed, progress_bar(shown=shows_progress) as progress:
@@ -146,7 +147,11 @@ def _train(
 
         def on_call(call: Call) -> None:
             losses.append(call.losses)
-            _say(f"Epoch {call.epoch:.1f}, Mean loss: {call.losses.mean():.3f}")
+            skipped.append(call.skipped)
+            _say(
+                f"Epoch {call.epoch:.1f}, Mean loss: {call.losses.mean():.3f}"
+                + (f", {call.skipped} of {len(call.losses)} updates skipped" if call.skipped else "")
+            )
             progress.update(bar, completed=call.updates)
 
         for epoch in range(-(-total // per_epoch)):
@@ -158,6 +163,8 @@ def _train(
             _say(f"Epoch {epoch + updates / per_epoch:.1f}, Test accuracy: {accuracy:.2%}")
     images = total * batches.images_per_update
     _say(f"Test accuracy: {accuracy:.2%} after {images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
+    if sum(skipped):
+        _say(f"{sum(skipped)} of {total} updates were skipped: their gradients overflowed {args.half}")
     if cache:
         _say(f"With evaluation, {cache}")
     return np.concatenate(losses)

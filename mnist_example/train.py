@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +44,22 @@ class Call:
 
     Attributes:
         losses: the loss of each of its updates, float32.
-        updates: how many updates were made until its end, those of earlier epochs included.
+        skipped: how many of its updates were not made, since their gradients overflowed: under a `DynamicScale` only.
+        updates: how many updates were tried until its end, those of earlier epochs included.
         epoch: how many epochs that is, such as 0.5 in the middle of the first.
     """
 
     losses: npt.NDArray[np.float32]
+    skipped: int
     updates: int
     epoch: float
+
+
+class _Told(NamedTuple):
+    """What a call's program gives beside the state: losses float32 (updates_per_call,), skipped int32 ()."""
+
+    losses: Any
+    skipped: Any
 
 
 class Trainer:
@@ -157,13 +166,13 @@ class Trainer:
         assert self._program is not None, "compile sets it"
         left = self.batches.updates_per_epoch if updates is None else updates
         done = epoch * self.batches.updates_per_epoch
-        pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
+        pending: collections.deque[tuple[_Told, int]] = collections.deque()
         self.feed.seek(epoch)
         for batch in itertools.islice(self.feed.epoch(), -(-left // self.updates_per_call)):
             count = min(batch.updates, left)
-            state, losses = self._program(state, batch.data, np.int32(count))
+            state, told = self._program(state, batch.data, np.int32(count))
             left -= count
-            pending.append((losses, count))
+            pending.append((told, count))
             # One call runs and one waits for it, and never more: many queued calls with collectives deadlock XLA's CPU.
             while len(pending) > _CALLS_AHEAD:
                 done = self._report(*pending.popleft(), done, on_call)
@@ -196,29 +205,31 @@ class Trainer:
         of_update = (batches.gradient_accumulation, batches.batch_size)
         return of_update if batches.replicas == 1 else (batches.replicas, *of_update)
 
-    def _run_updates(self, state: TrainState, calls: Any, count: jax.Array) -> tuple[TrainState, jax.Array]:
+    def _run_updates(self, state: TrainState, calls: Any, count: jax.Array) -> tuple[TrainState, _Told]:
         if self.updates_per_call == 1:
             calls = jax.tree.map(lambda leaf: leaf[None], calls)
 
-        def update(i: jax.Array, carry: tuple[TrainState, jax.Array]) -> tuple[TrainState, jax.Array]:
-            state, losses = carry
+        def update(i: jax.Array, carry: tuple[TrainState, _Told]) -> tuple[TrainState, _Told]:
+            state, (losses, skipped) = carry
             state, outputs = self.step(state, jax.tree.map(lambda leaf: leaf[i], calls))
-            return state, losses.at[i].set(outputs.loss)
+            made = 1 if outputs.updated is None else outputs.updated
+            return state, _Told(losses.at[i].set(outputs.loss), skipped + 1 - made)
 
-        return lax.fori_loop(0, count, update, (state, jnp.zeros(self.updates_per_call, jnp.float32)))
+        told = _Told(jnp.zeros(self.updates_per_call, jnp.float32), jnp.int32(0))
+        return lax.fori_loop(0, count, update, (state, told))
 
     def _evaluate(self, params: Any, stages: Any, batches: dict[str, jax.Array]) -> jax.Array:
         def count(correct: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, None]:
             _, aux = self.pipeline.loss(params, batch, state=stages)
-            return correct + aux["correct"].sum(), None
+            return correct + aux["correct"].sum(dtype=jnp.int32), None
 
         return lax.scan(count, jnp.int32(0), batches)[0]
 
-    def _report(self, losses: Any, count: int, done: int, on_call: Callable[[Call], None]) -> int:
-        """Waits for a call, checks its losses and hands them out; returns how many updates were made with it."""
-        while not losses.is_ready():
+    def _report(self, told: _Told, count: int, done: int, on_call: Callable[[Call], None]) -> int:
+        """Waits for a call, checks its losses and hands them out; returns how many updates were tried with it."""
+        while not (told.losses.is_ready() and told.skipped.is_ready()):
             time.sleep(_POLL_SECONDS)  # and not in XLA, where Ctrl-C is heard only when the call has ended
-        found = np.asarray(losses)[:count]
+        found = np.asarray(told.losses)[:count]
         bad = np.flatnonzero(~np.isfinite(found))
         if len(bad):
             raise DivergedError(
@@ -226,5 +237,5 @@ class Trainer:
                 f"use a learning rate below {self.learning_rate:g}"
             )
         done += count
-        on_call(Call(found, done, done / self.batches.updates_per_epoch))
+        on_call(Call(found, int(told.skipped), done, done / self.batches.updates_per_epoch))
         return done

@@ -1,4 +1,8 @@
-"""Runs the python of a document as a reader would: its blocks, in order, as one program in a fresh process."""
+"""Runs the python of a document as a reader would, and reads the figures that it shows.
+
+Its blocks run in order, as one program in a fresh process. Figures differ between machines and versions in their last
+digits, and are compared to a tolerance; a loss at the end of a training has gathered the most of it.
+"""
 
 import os
 import re
@@ -10,6 +14,10 @@ ROOT = Path(__file__).parents[1]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
+_FIGURE = re.compile(r"^(\S.*?) {2,}(-?[\d.]+(?:e[-+]?\d+)?)(?: .*)?$", re.MULTILINE)
+_RELATIVE = 0.02
+_RELATIVE_BYTES = 0.15  # of what a version of XLA makes of a program
+_ROUNDING = 1e-5  # of a relative error: what is below it is rounding, however large
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -43,6 +51,35 @@ def shown_output(path: Path) -> list[str]:
     return shown
 
 
-def without_numbers(text: str) -> str:
-    """Fractions and percentages as #, since they differ between machines in their last digits."""
-    return _NUMBER.sub("#", text)
+def where_shown(shown: str, printed: str) -> int | None:
+    """Where what was shown ends in what was printed; None where it does not stand there.
+
+    Text and whole numbers are the same; fractions are near, percentages to a point, megabytes to 15%, and errors like
+    1.2e-07 are of rounding in both.
+    """
+    words = _NUMBER.split(shown)
+    numbers = _NUMBER.findall(shown)
+    pattern = re.compile(f"({_NUMBER.pattern})".join(map(re.escape, words)))
+    for found in pattern.finditer(printed):
+        if all(map(_is_near, numbers, found.groups(), words[1:])):
+            return found.end()
+    return None
+
+
+def figures(path: Path) -> dict[str, float]:
+    """The lines `name  value  bound` of a document's text blocks, but for those that are indented: values by name."""
+    found: dict[str, float] = {}
+    for name, value in _FIGURE.findall("".join(blocks(path, "text"))):
+        assert name not in found, f"{path.name} shows {name!r} twice"
+        found[name] = float(value)
+    return found
+
+
+def _is_near(shown: str, printed: str, behind: str) -> bool:
+    """Whether two numbers are near, by the kind that what stands behind them says they are."""
+    if shown.endswith("%") or printed.endswith("%"):
+        return shown[-1:] == printed[-1:] and abs(int(shown[:-1]) - int(printed[:-1])) <= 1
+    wanted, value = float(shown), float(printed)
+    if "e" in shown or "e" in printed:
+        return max(wanted, value) <= _ROUNDING
+    return abs(value - wanted) <= (_RELATIVE_BYTES if behind.startswith(" MB") else _RELATIVE) * abs(wanted)

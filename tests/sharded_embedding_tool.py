@@ -45,6 +45,9 @@ HALF_TOLERANCE = Tolerance(rtol=1e-3, atol=1e-2)
 NORM_TOLERANCE = 0.05
 
 
+_LARGEST = 2**31 - 1
+
+
 class Results(NamedTuple):
     loss: Any
     gradient: Any
@@ -191,6 +194,8 @@ def _at_least(least: int, text: str) -> int:
         value = None
     if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+    if value > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than 32 bits hold: give {_LARGEST} at most")
     return value
 
 

@@ -43,6 +43,9 @@ FLOAT32_TOLERANCE = Tolerance(rtol=1e-6, atol=1e-5)
 HALF_TOLERANCE = Tolerance(rtol=1e-3, atol=1e-2)
 
 
+_LARGEST = 2**31 - 1
+
+
 class Results(NamedTuple):
     logits: Any
     loss: Any
@@ -57,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         configure(args.ipus)
         mesh = make_mesh(1, args.ipus)
-    except ValueError as error:
+        dtype = jnp.float16 if args.fp16 else jnp.bfloat16 if args.bf16 else jnp.float32
+        lhs, rhs, labels = random_inputs(args.rows, args.cols, args.outsize, args.seed, dtype)
+    except (ValueError, MemoryError) as error:
         parser.error(str(error))
 
-    dtype = jnp.float16 if args.fp16 else jnp.bfloat16 if args.bf16 else jnp.float32
-    lhs, rhs, labels = random_inputs(args.rows, args.cols, args.outsize, args.seed, dtype)
     sharded = jax.device_get(sharded_program(mesh, args.outsize)(lhs, rhs, labels))
     print(f"Loss on {args.ipus} IPU{'s' if args.ipus > 1 else ''}: {sharded.loss:.4f}")
     if not args.checks:
@@ -179,6 +182,8 @@ def _at_least(least: int, text: str) -> int:
         value = None
     if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+    if value > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than 32 bits hold: give {_LARGEST} at most")
     return value
 
 

@@ -6,9 +6,11 @@ import sys
 import threading
 
 import jax
+import numpy as np
 import pytest
 
 from mnist_example import benchmark_dataset, run_sharded_mnist
+from mnist_example.batches import Batches
 from mnist_example.benchmark_dataset import main
 from mnist_example.data import synthetic_mnist
 
@@ -33,6 +35,46 @@ def test_a_line_follows_every_epoch(flags, capsys):
     for line, (epoch, samples) in zip(lines, [(1, 100), (2, 100), (3, 40)], strict=True):
         assert re.fullmatch(rf"Epoch {epoch}: {samples} samples {SPEED}", line), line
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "repeat_count", "samples"),
+    [
+        # 2,060 images are 64 updates of 32: 0.05 of them are 3.2 updates, 96 images
+        ("0.05", "100", [96]),
+        ("0.05", "2", [96]),
+        ("0.001", "100", [32]),
+        ("1.05", "100", [2048, 96]),
+        ("1.05", "2", [2048, 96]),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--async-dataloader"]])
+def test_a_part_of_an_epoch_reads_its_own_samples_and_no_more(
+    epochs, repeat_count, samples, flags, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 2060, 25))
+    made = []
+    monkeypatch.setattr(benchmark_dataset, "_of_updates", _kept(benchmark_dataset._of_updates, made))
+    flags = [*flags, "--batch-size", "16", "--gradient-accumulation-count", "2", "--repeat-count", repeat_count]
+    assert main(["--synthetic-data", *flags, "--epochs", epochs]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split(" in ")[0] for line in lines] == [f"Epoch {k + 1}: {n:,} samples" for k, n in enumerate(samples)]
+    # those of the updates that training makes, in its order
+    digits = synthetic_mnist(0, 2060, 25)
+    batches = Batches(digits.train_images, digits.train_labels, 16, 2)
+    order = np.concatenate([batches.of_epoch(epoch).reshape(-1)[:n] for epoch, n in enumerate(samples)])
+    labels = np.concatenate([np.asarray(batch.data["labels"]).reshape(-1) for batch in made])
+    np.testing.assert_array_equal(labels[: len(order)], digits.train_labels[order])
+    assert len(labels) == len(order)
+
+
+def _kept(generate, made):
+    def keeping(*args):
+        for batch in generate(*args):
+            made.append(batch)
+            yield batch
+
+    return keeping
 
 
 def test_replicas_get_batches_of_their_own(capsys):

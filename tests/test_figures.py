@@ -72,3 +72,24 @@ def test_side_by_side_runs_each_call_in_every_round():
 
 def test_the_difference_is_relative_to_the_leaf():
     assert largest_relative_difference([np.array([10.0, 11.0])], [np.array([10.0, 10.0])]) == pytest.approx(0.1)
+    assert largest_relative_difference([np.array(1.0), np.array(6.0)], [np.array(1.0), np.array(5.0)]) == pytest.approx(
+        0.2
+    )
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("of_found", [True, False])
+def test_not_a_number_differs_in_whichever_leaf_it_stands(place: int, of_found: bool):
+    with_nan = [np.array([1.0, 2.0 if k != place else np.nan]) for k in range(3)]
+    without = [np.array([1.0, 2.0])] * 3
+    trees = (with_nan, without) if of_found else (without, with_nan)
+    figures = Figures("", ["--check"])
+    figures.add("difference", largest_relative_difference(*trees), 1e-5)
+    assert figures.status() == 1
+
+
+def test_a_difference_of_unlike_shapes_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^the shapes found are \[\(2, 1\)\], and \[\(2,\)\] are expected: compare like"
+    ):
+        largest_relative_difference([np.ones((2, 1))], [np.ones(2)])

@@ -113,7 +113,13 @@ def test_missing_files_are_named(folder):
         (0, idx(ARRAYS[NAMES[0]]) + b"!", "is too long: shape (7, 28, 28) takes 5488 bytes, not 5489"),
         (0, idx(np.zeros((7, 8, 8), np.uint8)), "holds images of 8x8, not 28x28"),
         (0, idx(np.zeros((0, 28, 28), np.uint8)), "holds nothing, its shape is (0, 28, 28)"),
-        (1, idx(np.full(7, 12, np.uint8)), "holds the label 12, and digits go to 9"),
+        (1, idx(np.full(7, 12, np.uint8)), "holds 12 as label number 0, counted from 0, and digits go to 9"),
+        (
+            1,
+            idx(np.array([0, 9, 1, 2, 3, 10, 255], np.uint8)),
+            "holds 10 as label number 5, counted from 0, and digits go to 9",
+        ),
+        (3, idx(np.array([9, 0, 255], np.uint8)), "holds 255 as label number 2, counted from 0, and digits go to 9"),
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])

@@ -13,7 +13,7 @@ import pytest
 from ipu_jax import DynamicScale, replicate
 from mnist_example.batches import Batches
 from mnist_example.data import load_mnist
-from mnist_example.model import Mode, init_params, make_pipeline
+from mnist_example.model import Mode, init_params, make_pipeline, weights_dtype
 from mnist_example.train import Call, DivergedError, Trainer
 
 UPDATES = 50
@@ -133,6 +133,12 @@ def test_batches_that_cannot_be_are_refused(options, message):
     assert str(refused.value) == message
 
 
+def test_images_without_a_label_each_are_refused():
+    images = np.zeros((4, 28, 28), np.uint8)
+    with pytest.raises(ValueError, match=r"^there are 4 images and 3 labels: give one for each$"):
+        Batches(images, np.zeros(3, np.uint8), batch_size=1, gradient_accumulation=1)
+
+
 # learning
 
 
@@ -195,12 +201,15 @@ def test_an_optimizers_state_may_be_shared_by_the_replicas(batches):
 def test_in_float16_an_update_that_overflows_is_skipped_and_training_goes_on(batches):
     pipeline = make_pipeline("concurrent", gradient_accumulation=M, precision="16.32", half="float16")
     scale = DynamicScale(initial=2.0**20)  # the first gradients cannot be held
-    trainer = Trainer(pipeline, batches, learning_rate=0.01, loss_scale=scale)
+    trainer = Trainer(pipeline, batches, learning_rate=0.01, loss_scale=scale, repeat_count=5)
     told: list[Call] = []
     state = trainer.run_epoch(trainer.init(init_params(0)), 0, updates=12, on_call=told.append)
     losses = losses_of(told)
     assert state.scale is not None
-    assert float(state.scale.scale) < 2.0**20
+    # the scale is halved by each of them, and grows after a thousand good ones
+    skipped = 20 - np.log2(float(state.scale.scale))
+    assert 0 < skipped < 12
+    assert sum(call.skipped for call in told) == skipped
     assert losses[-3:].mean() < 0.9 * losses[0]
 
 
@@ -248,6 +257,59 @@ def test_accuracy_is_of_all_images_and_no_others(mode, ipus, count, digits, batc
     if count == 70 and mode == "concurrent":
         trainer = make_trainer(dataclasses.replace(batches, gradient_accumulation=2, replicas=2), mode, ipus)
         assert trainer.accuracy(trainer.init(params), images, labels) == right.mean()
+
+
+def half_logits(params, images, half):
+    """The dense network in plain jax, every operation in `half`: float32 (images, 10)."""
+    cast = jax.tree.map(lambda leaf: leaf.astype(half), params)
+    x = images.reshape(-1, 784).astype(half) / jnp.asarray(255, half)
+    for layer in (cast["mlp"]["hidden"], cast["mlp"]["features"]):
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    return (x @ cast["classifier"]["w"] + cast["classifier"]["b"]).astype(jnp.float32)
+
+
+def make_half_trainer(batches, mode, precision, half):
+    pipeline = make_pipeline(mode, gradient_accumulation=batches.gradient_accumulation, precision=precision, half=half)
+    return Trainer(pipeline, batches, learning_rate=0.01)
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "half"),
+    [("basic", "16.16", "bfloat16"), ("concurrent", "16.16", "bfloat16"), ("concurrent", "16.32", "float16")],
+)
+def test_evaluation_computes_in_the_half_that_training_does(mode, precision, half, digits, batches):
+    trainer = make_half_trainer(batches, mode, precision, half)
+    params = init_params(3, weights_dtype(precision, half))
+    logits = half_logits(params, digits.test_images[:200], half)
+    first, second = jnp.sort(logits, axis=-1)[:, :-3:-1].T
+    clear = np.flatnonzero(first - second > 0.05 * jnp.abs(logits).max())  # whichever way sums are rounded
+    assert len(clear) > 60
+    # every third label is wrong
+    labels = np.asarray((logits[clear].argmax(-1) + (np.arange(len(clear)) % 3 == 0)) % 10, np.uint8)
+    right = (np.arange(len(clear)) % 3 != 0).mean()
+    assert trainer.accuracy(trainer.init(params), digits.test_images[clear], labels) == right
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "half", "step"),
+    [
+        ("basic", "16.32", "bfloat16", 2.0**-9),
+        ("concurrent", "16.32", "bfloat16", 2.0**-9),
+        ("concurrent", "16.32", "float16", 2.0**-12),
+        ("concurrent", "32.32", None, 2.0**-12),
+    ],
+)
+def test_of_logits_that_are_equal_in_half_alone_the_first_counts(mode, precision, half, step, digits, batches):
+    """By hand: 1 + step is 1 in half, so that of the classes 3 and 7 it is 3 that is named; in float32 it is 7."""
+    params = init_params(3)
+    params["classifier"] = {
+        "w": jnp.zeros((1280, 10)),
+        "b": jnp.zeros(10).at[3].set(1.0).at[7].set(1.0 + step),
+    }
+    trainer = make_half_trainer(batches, mode, precision, half or "bfloat16")
+    state = trainer.init(params)
+    named = [trainer.accuracy(state, digits.test_images[:8], np.full(8, digit, np.uint8)) for digit in (3, 7)]
+    assert named == ([0, 1] if half is None else [1, 0])
 
 
 # what cannot be

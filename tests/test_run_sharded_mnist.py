@@ -21,6 +21,7 @@ from mnist_example import comparison, run_sharded_mnist
 from mnist_example.data import synthetic_mnist
 from mnist_example.flags import make_parser, parse
 from mnist_example.run_sharded_mnist import main
+from mnist_example.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 CONCURRENT = ["--pipeline-mode", "concurrent"]
@@ -97,6 +98,17 @@ def test_a_single_step_works_in_every_layout(flags, header, few_digits, capsys):
     )
 
 
+@pytest.mark.parametrize("mode", ["basic", "concurrent"])
+def test_with_64_bit_numbers_it_trains_and_evaluates_as_without(mode, few_digits, capsys):
+    told = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            assert main(["--pipeline-mode", mode, *TINY, "--run-single-step"]) == 0
+        told.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")])
+    assert told[0] == told[1]
+    assert len(told[0]) == 2
+
+
 def test_every_flag_reaches_the_training(monkeypatch, few_digits):
     runs = []
     monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
@@ -148,10 +160,30 @@ def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys):
         r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates an epoch, each of 5 "
         "micro-batches of 4 on each",
         COMPILED,
-        r"Epoch 1\.0, Mean loss: \d\.\d{3}",
+        # the loss scale starts high, and finds its height by what overflows
+        r"Epoch 1\.0, Mean loss: \d\.\d{3}, 1 of 2 updates skipped",
         rf"Epoch 1\.0, Test accuracy: {ACCURACY}",
         final(80),
+        "1 of 2 updates were skipped: their gradients overflowed float16",
     )
+
+
+def test_updates_that_were_skipped_are_told(few_digits, capsys, monkeypatch):
+    monkeypatch.setattr(run_sharded_mnist, "DynamicScale", lambda: DynamicScale(initial=2.0**24))
+    states = []
+    run_epoch = Trainer.run_epoch
+    monkeypatch.setattr(Trainer, "run_epoch", lambda *args, **how: states.append(run_epoch(*args, **how)) or states[-1])
+    flags = "--precision 16.32 --half float16 --repeat-count 3 --epochs 2"
+    assert main([*CONCURRENT, *TINY, *flags.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    skipped = 24 - np.log2(float(states[-1].scale.scale))
+    assert 0 < skipped < 10
+    assert lines[-1] == f"{skipped:.0f} of 10 updates were skipped: their gradients overflowed float16"
+    of_calls = [re.search(r", Mean loss: \d\.\d{3}(?:, (\d) of ([23]) updates skipped)?$", line) for line in lines]
+    told = [found[1] for found in of_calls if found]
+    assert len(told) == 4
+    assert told[0] == "3"
+    assert sum(int(count or 0) for count in told) == skipped
 
 
 class _Terminal(io.StringIO):
