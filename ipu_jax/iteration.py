@@ -132,13 +132,15 @@ class Iteration:
         held = cells_of.take(state.params)
         shown = [cells.cut(k, weights) for k, weights in enumerate(held)]
         like = [[array[0, 0] for array in of_cell] for of_cell in state.optimizer.like]
-        sums, kept = update(gradients, Kept(like, state.optimizer.everywhere), shown, loss)
+        sums, kept = update(gradients, dataclasses.replace(state.optimizer, like=like), shown, loss)
         weights = [self._rounded(k, value, key) for k, value in enumerate(sums)]
         if cells.replicas > 1:
             weights = rts.gather(cells, weights)
         new = TrainState(
             params=cells_of.put(state.params, weights),
-            optimizer=Kept([[array[None, None] for array in of_cell] for of_cell in kept.like], kept.everywhere),
+            optimizer=dataclasses.replace(
+                kept, like=[[array[None, None] for array in of_cell] for of_cell in kept.like]
+            ),
             stages=stages,
             scale=state.scale,
             step=state.step,

@@ -46,6 +46,7 @@ LAYERS = (
     "rts",
     "precision",
     "scaling",
+    "model_for",
     "iteration",
     "train",
     "order",
