@@ -278,7 +278,8 @@ class Pipeline:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
             result = self.on_ipu(params, batch, state, key, seed=seed, replicas=self.replicas, backward=backward)
             aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if self.replicas > 1 else result.aux
-            return result.loss, aux, result.gradients, result.state
+            gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
+            return result.loss, aux, gradients, result.state
 
         out = (PartitionSpec(), of_batch, of_params if backward else PartitionSpec(), of_state)
         mapped = jax.shard_map(
@@ -305,7 +306,7 @@ class Pipeline:
         """The program of one IPU, for who maps it himself, such as `make_train_step`; arguments as of `engine.run`.
 
         To be called inside a `shard_map` over the pipeline's mesh. With `replicas=1` nothing is sent between replicas,
-        whatever their number: loss, gradients and new state are this replica's own.
+        whatever their number: loss, gradients and new state are this replica's own. Gradients are float32 at least.
         """
         state = state or packing.nothing(self.ipus)
         own = self.adopted(params)
