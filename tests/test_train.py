@@ -6,10 +6,21 @@ import numpy as np
 import optax
 import pytest
 from dense import chain, largest_relative_error
+from jax.sharding import PartitionSpec as P
 from test_pipeline import refused
 from trained import batches_of, quick_compiles, state_error, train_dense
 
-from ipu_jax import Outputs, Pipeline, Replicas, Stage, TrainOptions, make_train_step, replicate
+from ipu_jax import (
+    ALL_IPUS,
+    Outputs,
+    Pipeline,
+    Replicas,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+    replicate,
+)
 
 STEPS = 3
 
@@ -116,6 +127,35 @@ def test_the_optimizer_state_falls_by_the_replicas():
     step = make_train_step(lambda p, mb: p["w"].sum(), optax.adam(1e-2), TrainOptions(replication_factor=4))
     whole = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(step.init(params).optimizer))
     assert held[True] <= whole / 4 + 2 * 4 * 2
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("shapes", [((0,), (3, 2), (), (2, 0)), ((0, 4), (0,), (0,), (0,))])
+def test_leaves_without_elements_are_updated_like_any(kind, shapes):
+    """The first of all, in between, or all of them; each a leaf of its own dtype's bucket, split or whole."""
+    names = ("a", "b", "c", "d")
+    params = {name: np.full(shape, 2, np.float32) for name, shape in zip(names, shapes, strict=True)}
+    scaled = lambda leaf, mb: jnp.sum(leaf**2) * jnp.mean(mb)  # noqa: E731
+    model = lambda p, mb: sum(scaled(p[name], mb) for name in names)  # noqa: E731
+    if kind == "pipeline":
+        stages = [
+            Stage(lambda p, x, mb: scaled(p["a"], mb) + scaled(p["b"], mb), params="first", ipu=0),
+            Stage(lambda p, x, mb: x + scaled(p["c"], mb), params="last", ipu=1),
+            Stage(lambda p, x, mb: x + jax.lax.psum(scaled(p["d"], mb), "ipu"), params="head", ipu=ALL_IPUS),
+        ]
+        model = Pipeline(stages, mesh=make_mesh(2, 2), specs={"head": P(*[None] * (len(shapes[3]) - 1), "ipu")})
+        params = {"first": {n: params[n] for n in "ab"}, "last": {"c": params["c"]}, "head": {"d": params["d"]}}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    step = make_train_step(model, optimizer, TrainOptions(replication_factor=2, shard_optimizer=True))
+    batch = np.asarray([1.0, 2.0], np.float32).reshape(2, 1, 1)
+    state, outputs = step(step.init(params), batch)
+    gradients = jax.tree.map(lambda w: 2 * w * 1.5, params)
+    expected_state = optimizer.init(params)
+    updates, expected_state = optimizer.update(gradients, expected_state, params)
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], optax.apply_updates(params, updates)) <= 1e-6
+    assert state_error(whole["optimizer"], expected_state) <= 1e-6
+    np.testing.assert_allclose(outputs.loss, 1.5 * 4 * sum(w.size for w in jax.tree.leaves(params)), rtol=1e-6)
 
 
 # pipelines
