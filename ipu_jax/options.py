@@ -114,6 +114,8 @@ class PipelineOptions:
 class DynamicScale:
     """A loss scale that looks for the largest that works: an update with an inf or NaN in its gradients is skipped.
 
+    A skipped update leaves weights, optimizer state and stages' state as they were, on all IPUs and replicas.
+
     Attributes:
         initial: the first scale.
         growth_interval: after so many good updates in a row it is multiplied by `factor`.

@@ -245,6 +245,46 @@ def test_frozen_weights_stay_and_are_not_decayed():
         assert not np.any(np.asarray(found[group][name]) == params[group][name]), name
 
 
+def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
+    """It keeps what is frozen, how state is split, its schedule, its reduction, and how much memory an IPU has."""
+
+    def first(w, x, mb):
+        return mb * w["fixed"] * w["scale"]
+
+    def last(w, x, mb, *, state):
+        return Outputs(jax.lax.psum(jnp.sum(x @ w), "ipu"), state=state + 1)
+
+    pipeline = Pipeline(
+        [Stage(first, params="first", ipu=0), Stage(last, params="last", state="last", ipu=ALL_IPUS)],
+        mesh=make_mesh(1, 2),
+        schedule="gpipe",
+        gradient_accumulation=2,
+        reduction="sum",
+        specs={"last": P(None, "ipu")},
+        state_specs={"last": P("ipu")},
+        frozen={"first": {"fixed": True, "scale": False}},
+        ipu_memory=1000.0,
+    )
+    step = make_train_step(pipeline, optax.adam(0.5), TrainOptions(replication_factor=2, precision="16.32"))
+    params = {"first": {"fixed": jnp.full(3, 2.0), "scale": jnp.ones(3)}, "last": jnp.ones((3, 4))}
+    state = step.init(params, stages={"last": jnp.zeros(4)})
+    assert jax.tree.leaves(state.stages)[0].sharding.spec == P("ipu")
+    assert [shard.data.shape for shard in state.stages.concurrent["last"][0].addressable_shards] == [(2,)] * 4
+    state, outputs = step(state, np.ones((2, 2, 5, 3), np.float32))
+    whole = step.whole(state)
+    assert isinstance(whole["optimizer"][0].mu["first"]["fixed"], optax.MaskedNode)
+    assert whole["params"]["first"]["fixed"].tolist() == [2, 2, 2]
+    np.testing.assert_allclose(whole["params"]["first"]["scale"], 0.5, rtol=1e-5)
+    assert whole["stages"]["last"].tolist() == [2, 2, 2, 2]
+    assert float(outputs.loss) == 5 * 3 * 2 * 4
+    # adam hides how long a gradient is; its first moment does not: 4 micro-batches, 5 rows, 2 of `fixed`, 0.1 of it
+    np.testing.assert_allclose(whole["optimizer"][0].mu["last"], 0.1 * 4 * 5 * 2, rtol=1e-5)
+    assert step.model.schedule.name == "gpipe"
+    assert (step.model.replicas, step.model.ipus) == (2, 2)
+    with pytest.warns(UserWarning, match=r"more than ipu_memory=1\.0 kB"):
+        step.model.report(state.params, np.ones((2, 2, 50, 3), np.float32), state.stages, compile=False)
+
+
 # counts
 
 

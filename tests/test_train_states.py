@@ -192,9 +192,7 @@ def test_what_else_is_no_state_of_a_step():
     step, scaled = step_of("function"), step_of("function", loss_scale=DynamicScale())
     differ = "the state and this step differ in whether they scale the loss by a DynamicScale"
     half, rounding = (step_of("function", precision="16.16", stochastic_rounding=flag) for flag in (False, True))
-    state, of_scaled, of_pipeline, of_half = (
-        each.init(WEIGHTS) for each in (step, scaled, step_of("pipeline"), half)
-    )
+    state, of_scaled, of_pipeline, of_half = (each.init(WEIGHTS) for each in (step, scaled, step_of("pipeline"), half))
     for each, others in ((step, of_scaled), (scaled, state)):
         with refused(differ):
             each(others, ROWS)
