@@ -141,7 +141,7 @@ def dense_update(at: Any, rows: np.ndarray, key: Any, number: int) -> tuple[Any,
     ("before", "after"),
     [
         ((1, 2, False), (2, 4, True)),
-        ((2, 4, True), (1, 2, False)),
+        pytest.param((2, 4, True), (1, 2, False), marks=pytest.mark.slow),
         pytest.param((2, 2, True), (1, 4, False), marks=pytest.mark.slow),
         pytest.param((1, 4, False), (2, 2, False), marks=pytest.mark.slow),
     ],
