@@ -203,7 +203,8 @@ class Iteration:
 
     def _all_finite(self, gradients: list[Any]) -> Any:
         """Whether all gradients of all IPUs are finite. Communicates one pmin of a number."""
-        found = jnp.stack([jnp.all(jnp.isfinite(g)) for g in gradients]).all().astype(jnp.int32)
+        # where all is frozen there are none, and nothing is bad
+        found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
         axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
         return lax.pmin(found, axes) > 0
 

@@ -377,6 +377,16 @@ def test_a_mesh_without_replicas_is_refused():
         Feed(numbers(), mesh=mesh, micro_batch=2)
 
 
+def test_numpys_integers_are_taken_as_pythons_own():
+    given: Any = {"micro_batch": np.int64(2), "prefetch": np.int64(0), "epochs": np.int32(3)}
+    epoch: Any = np.int64(1)
+    feed = Feed(numbers(), mesh=make_mesh(1, 1), **given)
+    feed.seek(epoch)
+    assert (type(feed.prefetch), feed.prefetch) == (int, 0)
+    assert {type(value) for value in feed.state().values()} == {int}
+    assert feed.state()["epoch"] == 1
+
+
 def test_an_epoch_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"^epoch=-1 is not an epoch: give an int of at least 0$"):
         Feed(numbers(), mesh=make_mesh(1, 1), micro_batch=2).seek(-1)

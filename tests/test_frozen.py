@@ -164,7 +164,9 @@ def test_what_is_frozen_is_said_by_the_pipeline_that_runs(before, after):
         of_group = frozen.get(group, False)
         return of_group[name] if isinstance(of_group, dict) else of_group
 
-    optimizer, weights, params = optax.sgd(0.1, momentum=0.5), UNLIKE, first.shard(UNLIKE)
+    weights: Any = UNLIKE
+    params: Any = first.shard(UNLIKE)
+    optimizer = optax.sgd(0.1, momentum=0.5)
     expected_state, state = optimizer.init(weights), optimizer.init(params)
     for pipeline, frozen in ((first, FREEZES[before]), (second, FREEZES[after])):
         exact = {

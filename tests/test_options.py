@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,8 +128,10 @@ def test_options_keep_numpys_numbers_as_pythons_own():
     kinds = {name: type(getattr(options, name)) for name in given}
     assert set(kinds.values()) <= {int, float, bool}
     assert (options.every, type(options.every)) == (2, int)
-    assert type(PipelineOptions(np.int64(3)).gradient_accumulation) is int
-    scale = DynamicScale(np.float32(8), np.int64(5), np.float64(2), np.int32(1), np.float32(64))
+    three: Any = np.int64(3)
+    assert type(PipelineOptions(three).gradient_accumulation) is int
+    of_scale: Any = (np.float32(8), np.int64(5), np.float64(2), np.int32(1), np.float32(64))
+    scale = DynamicScale(*of_scale)
     assert {type(value) for value in dataclasses.astuple(scale)} <= {int, float}
 
 

@@ -268,6 +268,7 @@ def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
     step = make_train_step(pipeline, optax.adam(0.5), TrainOptions(replication_factor=2, precision="16.32"))
     params = {"first": {"fixed": jnp.full(3, 2.0), "scale": jnp.ones(3)}, "last": jnp.ones((3, 4))}
     state = step.init(params, stages={"last": jnp.zeros(4)})
+    assert state.stages is not None
     assert jax.tree.leaves(state.stages)[0].sharding.spec == P("ipu")
     assert [shard.data.shape for shard in state.stages.concurrent["last"][0].addressable_shards] == [(2,)] * 4
     state, outputs = step(state, np.ones((2, 2, 5, 3), np.float32))

@@ -169,8 +169,8 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
     # a walk of 200 steps with a deviation of a quarter of a gap each, over 512 weights: 5 sigma are 0.006
     assert abs(found[True].mean() - (1 + steps * update)) <= 0.006
     assert len(np.unique(found[True])) > 5
-    halves = np.split(found[True], 2)  # of replicas' chunks and of IPUs' shards, each with numbers of its own
-    assert not np.array_equal(*halves)
+    first, second = np.split(found[True], 2)  # of replicas' chunks and of IPUs' shards, each with numbers of its own
+    assert not np.array_equal(first, second)
 
 
 # sums and evaluation
@@ -357,6 +357,18 @@ def test_a_gradient_that_is_infinite_on_one_ipu_of_one_replica_skips_the_whole_u
     for name in groups:
         assert int(whole["stages"][name]["n"]) == 4
         np.testing.assert_allclose(whole["stages"][name]["mean"], 0.5 * 0.25 + 0.5 * x.mean(), rtol=1e-5)
+
+
+def test_a_scale_where_everything_is_frozen_only_grows():
+    stages = [Stage(lambda p, x, mb: mb * p, params="a"), Stage(lambda p, x, mb: jnp.mean(x * p), params="b", ipu=1)]
+    model = Pipeline(stages, frozen={"a": True, "b": True})
+    options = TrainOptions(loss_scale=DynamicScale(initial=8.0, growth_interval=1))
+    step = make_train_step(model, optax.adam(0.1), options)
+    params = {"a": np.full(3, 2, np.float32), "b": np.full(3, 3, np.float32)}
+    state, outputs = step(step.init(params), np.ones((1, 2, 3), np.float32))
+    whole = step.whole(state)
+    assert (float(outputs.loss), int(outputs.updated), float(whole["scale"].scale)) == (6.0, 1, 16.0)
+    assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, whole["params"])) == {"a": [2] * 3, "b": [3] * 3}
 
 
 def test_the_scale_stays_within_its_bounds():
