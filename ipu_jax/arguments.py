@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ipu_jax import packing
 from ipu_jax.packing import Sharded
@@ -85,6 +86,13 @@ def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
         raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
     if key is not None and not any(stage.random for stage in stages):
         raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
+
+
+def check_alive(what: str, tree: Any, mend: str = "pass what that call returned in their place") -> None:
+    """Raises `ValueError` where an array of `tree` was deleted, which ends the process where it is run on devices."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
 
 
 def check_batch(batch: Any, replicas: int, m: int) -> None:

@@ -66,7 +66,7 @@ def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInval
     >>> len(configure(4))
     4
     """
-    check_count("num_ipus", num_ipus)
+    num_ipus = check_count("num_ipus", num_ipus)
     # Harmless on GPU and TPU, whose devices it leaves alone: so the platform need not be known yet. jax raises where
     # the backend runs already and the count would change; there may be enough devices nonetheless.
     with contextlib.suppress(RuntimeError):
@@ -95,8 +95,8 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     >>> dict(mesh.shape)
     {'replica': 2, 'ipu': 2}
     """
-    check_count("replicas", replicas)
-    check_count("ipus_per_replica", ipus_per_replica)
+    replicas = check_count("replicas", replicas)
+    ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
     needed, devices = replicas * ipus_per_replica, jax.devices()
     if len(devices) < needed:
         raise ValueError(
@@ -139,8 +139,7 @@ class InFlight:
     """
 
     def __init__(self, limit: int = 4):
-        check_count("limit", limit)
-        self._limit = limit
+        self._limit = check_count("limit", limit)
         self._steps: collections.deque[list[jax.Array]] = collections.deque()
 
     @property

@@ -247,9 +247,7 @@ class _Program:
         if self.replicas > 1:
             found = jax.tree.map(lambda g: lax.psum(g, REPLICA_AXIS), found)
         is_none = lambda leaf: leaf is None  # noqa: E731
-        return jax.tree.map(
-            lambda g, p: jnp.zeros_like(p) if g is None else g.astype(p.dtype), found, self.params, is_leaf=is_none
-        )
+        return jax.tree.map(lambda g, p: jnp.zeros_like(p) if g is None else g, found, self.params, is_leaf=is_none)
 
 
 def _zeros(leaf: Any) -> jax.Array:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.devices import REPLICA_AXIS
-from ipu_jax.options import check_count
+from ipu_jax.options import as_int, check_count
 from ipu_jax.order import Order, Place
 from ipu_jax.prefetch import FeedTimeoutError, Prefetcher
 from ipu_jax.source import Source
@@ -124,7 +124,8 @@ class Feed:
     ):
         if epochs is not None:
             check_count("epochs", epochs)
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        ahead = as_int(prefetch)
+        if ahead is None or ahead < 0:
             raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
         if check_count("workers", workers) > max(prefetch, 1):
             raise ValueError(
@@ -159,7 +160,7 @@ class Feed:
         )
         self._assembler = _Assembler(examples, order, self.like, local_lead, examples.filling(fill))
         self._order, self._epochs = order, epochs
-        self.prefetch, self.workers, self._timeout = prefetch, workers, timeout
+        self.prefetch, self.workers, self._timeout = ahead, workers, timeout
         self._place = order.first(Place(0, 0) if state is None else _place_of(state, order))
         self._ahead: Prefetcher[Place, FeedBatch] | None = None
         self._closed = False
@@ -180,11 +181,12 @@ class Feed:
 
     def seek(self, epoch: int) -> None:
         """Goes to the start of an epoch; where it stands there already, what lies ready is kept."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        to = as_int(epoch)
+        if to is None or to < 0:
             raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
-        if self._place != Place(epoch, 0):
+        if self._place != Place(to, 0):
             self._drop()
-            self._place = Place(epoch, 0)
+            self._place = Place(to, 0)
 
     def epoch(self) -> Iterator[FeedBatch]:
         """The batches that are left of the epoch where the feed stands."""

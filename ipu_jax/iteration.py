@@ -132,13 +132,15 @@ class Iteration:
         held = cells_of.take(state.params)
         shown = [cells.cut(k, weights) for k, weights in enumerate(held)]
         like = [[array[0, 0] for array in of_cell] for of_cell in state.optimizer.like]
-        sums, kept = update(gradients, Kept(like, state.optimizer.everywhere), shown, loss)
+        sums, kept = update(gradients, dataclasses.replace(state.optimizer, like=like), shown, loss)
         weights = [self._rounded(k, value, key) for k, value in enumerate(sums)]
         if cells.replicas > 1:
             weights = rts.gather(cells, weights)
         new = TrainState(
             params=cells_of.put(state.params, weights),
-            optimizer=Kept([[array[None, None] for array in of_cell] for of_cell in kept.like], kept.everywhere),
+            optimizer=dataclasses.replace(
+                kept, like=[[array[None, None] for array in of_cell] for of_cell in kept.like]
+            ),
             stages=stages,
             scale=state.scale,
             step=state.step,
@@ -201,7 +203,8 @@ class Iteration:
 
     def _all_finite(self, gradients: list[Any]) -> Any:
         """Whether all gradients of all IPUs are finite. Communicates one pmin of a number."""
-        found = jnp.stack([jnp.all(jnp.isfinite(g)) for g in gradients]).all().astype(jnp.int32)
+        # where all is frozen there are none, and nothing is bad
+        found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
         axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
         return lax.pmin(found, axes) > 0
 

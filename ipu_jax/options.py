@@ -9,7 +9,9 @@ Every check here raises before anything is traced or compiled, with the value, t
 import dataclasses
 import difflib
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
@@ -17,18 +19,42 @@ Precision = Literal["32.32", "16.32", "16.16"]
 Half = Literal["bfloat16", "float16"]
 
 
+def as_int(value: object) -> int | None:
+    """Return `value` as Python's own int if it is an integer, NumPy's too; None if not (a bool is not).
+
+    >>> as_int(np.int64(3)), as_int(True), as_int(3.0)
+    (3, None, None)
+    """
+    return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
+
+
 def check_count(name: str, value: object) -> int:
-    """`value`, if it is an int of at least 1.
+    """Return `value` as an int, if it is an integer of at least 1, NumPy's too.
 
     Raises:
         ValueError: it is not (bools are not counts).
 
-    >>> check_count("micro_batches", 4)
+    >>> check_count("micro_batches", np.int64(4))
     4
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    count = as_int(value)
+    if count is None or count < 1:
         raise ValueError(f"{name}={value!r} is not a count: give an int of at least 1")
-    return value
+    return count
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return `value`, if it is a bool, NumPy's too.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> check_bool("weighted", np.True_)
+    True
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}={value!r} is no bool: give True or False")
+    return bool(value)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -50,17 +76,18 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def check_positive(name: str, value: object) -> float:
-    """`value`, if it is a finite number above 0.
+    """Return `value` as Python's own number, if it is a finite one above 0, NumPy's too.
 
     Raises:
         ValueError: it is not.
 
-    >>> check_positive("loss_scale", 128.0)
+    >>> check_positive("loss_scale", np.float32(128))
     128.0
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
+    number: Any = value.item() if isinstance(value, (np.integer, np.floating)) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{name}={value!r} is not a positive number: give a finite one above 0")
-    return value
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +106,15 @@ class PipelineOptions:
     reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
-        check_count("gradient_accumulation", self.gradient_accumulation)
+        _keep(self, gradient_accumulation=check_count("gradient_accumulation", self.gradient_accumulation))
         check_choice("reduction", self.reduction, REDUCTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScale:
     """A loss scale that looks for the largest that works: an update with an inf or NaN in its gradients is skipped.
+
+    A skipped update leaves weights, optimizer state and stages' state as they were, on all IPUs and replicas.
 
     Attributes:
         initial: the first scale.
@@ -104,9 +133,9 @@ class DynamicScale:
     largest: float = 2.0**24
 
     def __post_init__(self) -> None:
-        check_count("growth_interval", self.growth_interval)
+        _keep(self, growth_interval=check_count("growth_interval", self.growth_interval))
         for name in ("initial", "factor", "smallest", "largest"):
-            check_positive(name, getattr(self, name))
+            _keep(self, **{name: check_positive(name, getattr(self, name))})
         if self.factor <= 1:
             raise ValueError(f"factor={self.factor} does not grow: give one above 1, such as 2")
         if not self.smallest <= self.initial <= self.largest:
@@ -136,6 +165,8 @@ class TrainOptions:
         half: the 16 of `precision`.
         stochastic_rounding: weights held in half are rounded up or down at random, so that small updates are not lost.
         shard_optimizer: each replica keeps and updates its part of the optimizer's state (replicated tensor sharding).
+        donate: a call gives the buffers of its state to the new one, and the old state holds nothing afterwards. False
+            keeps it, at the price of one more copy of weights and optimizer state.
 
     Raises:
         ValueError: a value is outside its rule, or does not go with another.
@@ -153,28 +184,22 @@ class TrainOptions:
     half: Half = "bfloat16"
     stochastic_rounding: bool = False
     shard_optimizer: bool = False
+    donate: bool = True
 
     def __post_init__(self) -> None:
         for name in ("replication_factor", "gradient_accumulation"):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+                _keep(self, **{name: check_count(name, getattr(self, name))})
         if self.reduction is not None:
             check_choice("reduction", self.reduction, REDUCTIONS)
-        for name in ("weighted", "stochastic_rounding", "shard_optimizer"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is no bool: give True or False")
-        check_count("device_iterations", self.device_iterations)
-        if isinstance(self.outputs, str):
-            check_choice("outputs", self.outputs, ("final", "all", "sum"))
-        elif self.device_iterations % check_count("outputs", self.outputs):
-            raise ValueError(
-                f"outputs={self.outputs} does not divide device_iterations={self.device_iterations}: the last outputs "
-                "would be lost; give a divisor of it, or 'final', 'all' or 'sum'"
-            )
+        for name in ("weighted", "stochastic_rounding", "shard_optimizer", "donate"):
+            _keep(self, **{name: check_bool(name, getattr(self, name))})
+        _keep(self, device_iterations=check_count("device_iterations", self.device_iterations))
+        self._check_outputs()
         if self.max_gradient_norm is not None:
-            check_positive("max_gradient_norm", self.max_gradient_norm)
+            _keep(self, max_gradient_norm=check_positive("max_gradient_norm", self.max_gradient_norm))
         if not isinstance(self.loss_scale, DynamicScale):
-            check_positive("loss_scale", self.loss_scale)
+            _keep(self, loss_scale=check_positive("loss_scale", self.loss_scale))
         check_choice("precision", self.precision, get_args(Precision))
         check_choice("half", self.half, get_args(Half))
         if self.stochastic_rounding and self.precision != "16.16":
@@ -183,9 +208,26 @@ class TrainOptions:
                 "is rounded; use precision='16.16'"
             )
 
+    def _check_outputs(self) -> None:
+        if isinstance(self.outputs, str):
+            check_choice("outputs", self.outputs, ("final", "all", "sum"))
+            return
+        _keep(self, outputs=check_count("outputs", self.outputs))
+        if self.device_iterations % self.outputs:
+            raise ValueError(
+                f"outputs={self.outputs} does not divide device_iterations={self.device_iterations}: the last outputs "
+                "would be lost; give a divisor of it, or 'final', 'all' or 'sum'"
+            )
+
     @property
     def every(self) -> int:
-        """Of how many updates one gives its outputs; all are summed under "sum"."""
+        """Return outputs every this many updates; all are summed under "sum"."""
         if isinstance(self.outputs, int):
             return self.outputs
         return 1 if self.outputs == "all" else self.device_iterations
+
+
+def _keep(options: Any, **checked: Any) -> None:
+    """Puts checked values into frozen options: NumPy's numbers as Python's own, which hash and trace as they do."""
+    for name, value in checked.items():
+        object.__setattr__(options, name, value)

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ipu_jax.options import check_choice, check_count
+from ipu_jax.options import as_int, check_choice, check_count
 
 LASTS: Final = ("drop", "updates", "pad", "wrap")
 """What becomes of the examples at the end of an epoch that fill no whole batch: see `Order`."""
@@ -107,21 +107,21 @@ class Order:
             "replicas": replicas,
             "device_iterations": iterations,
         }
-        for name, value in counts.items():
-            check_count(name, value)
-        check_count("instances", instances)
-        if isinstance(instance, bool) or not isinstance(instance, int) or not 0 <= instance < instances:
+        micro_batch, gradient_accumulation, replicas, iterations = (check_count(*given) for given in counts.items())
+        instances = check_count("instances", instances)
+        number, own_seed = as_int(instance), as_int(seed)
+        if number is None or not 0 <= number < instances:
             raise ValueError(f"instance={instance!r} is none of instances={instances}: give an int from 0 on")
         if replicas % instances:
             raise ValueError(
                 f"replicas={replicas} cannot be shared by instances={instances}: use a multiple of {instances}"
             )
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        if own_seed is None or own_seed < 0:
             raise ValueError(f"seed={seed!r} is not a seed: give an int of at least 0")
-        self.seed, self.shuffle, self.last = seed, shuffle, check_choice("last", last, LASTS)
+        self.seed, self.shuffle, self.last = own_seed, shuffle, check_choice("last", last, LASTS)
         self._shape = (iterations, replicas, gradient_accumulation, micro_batch)
         mine = replicas // instances
-        self._mine = slice(instance * mine, (instance + 1) * mine)
+        self._mine = slice(number * mine, (number + 1) * mine)
         self.per_update = replicas * gradient_accumulation * micro_batch
         self.per_batch = iterations * self.per_update
         if not self.batches_from(0):

@@ -153,9 +153,25 @@ def _whether_frozen(name: str, treedef: Any, frozen: Any) -> list[bool]:
     except ValueError as error:
         raise ValueError(f"frozen[{name!r}] does not fit the group's tree: {error}") from error
     for value in found:
-        if not isinstance(value, bool):
+        if not isinstance(value, (bool, np.bool_)):
             raise ValueError(f"frozen[{name!r}] holds {value!r}: give True, False, or a tree of them")
-    return found
+    return [bool(value) for value in found]
+
+
+def with_frozen(layout: Layout, frozen: Mapping[str, Any]) -> Layout:
+    """Return the layout with these leaves frozen and no others, as `plan_layout` takes them.
+
+    Raises:
+        ValueError: a `frozen` that doesn't fit, or a leaf that is to get a gradient and isn't floating.
+    """
+    groups = []
+    for group in layout.groups:
+        of_frozen = _whether_frozen(group.name, group.treedef, frozen.get(group.name, False))
+        for leaf, is_frozen in zip(group.leaves, of_frozen, strict=True):
+            _check_floating(leaf.path, jnp.dtype(leaf.dtype), is_frozen)
+        leaves = (dataclasses.replace(leaf, frozen=f) for leaf, f in zip(group.leaves, of_frozen, strict=True))
+        groups.append(dataclasses.replace(group, leaves=tuple(leaves)))
+    return dataclasses.replace(layout, groups=tuple(groups))
 
 
 def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
@@ -163,12 +179,14 @@ def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
         raise ValueError(f"{where} is {value!r}: a weight must be an array")
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
-    if not frozen and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(
-            f"{where} is {value.dtype}: weights must be floating; freeze it, or carry other data in the batch"
-        )
+    _check_floating(where, value.dtype, frozen)
     held = jax.dtypes.canonicalize_dtype(value.dtype)  # numpy's float64 is held as float32
     return Leaf(where, tuple(value.shape), np.dtype(held).name, frozen=frozen)
+
+
+def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
+    if not frozen and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{where} is {dtype}: weights must be floating; freeze it, or carry other data in the batch")
 
 
 def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[str, Any]) -> list[Leaf]:

@@ -11,6 +11,7 @@
 `value_and_grad` may be called as it is, or inside the user's own `jax.jit` with the optimizer's update.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +19,15 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax import engine, packing
-from ipu_jax.arguments import check_batch, check_key, check_sharded, owners_of, specs_for, state_owners_of
+from ipu_jax.arguments import (
+    check_alive,
+    check_batch,
+    check_key,
+    check_sharded,
+    owners_of,
+    specs_for,
+    state_owners_of,
+)
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.packing import Layout, Sharded
@@ -43,7 +52,9 @@ class Pipeline:
             dim that doesn't divide by the IPUs is padded with zeros, which `unshard` drops.
         state_specs: likewise for the state of concurrent stages; every IPU holds it whole unless said.
         frozen: per group, True, or a pytree of bools that is a prefix of the group's own: leaves that get no gradient.
-            Nothing is computed or held for one, it may be of any dtype, and its part of the gradients is zeros.
+            Nothing is computed or held for one, it may be of any dtype, and its part of the gradients is zeros. What
+            counts is the pipeline that runs, not the one that sharded the weights: to unfreeze in stages, go on with
+            the same weights on another pipeline.
         ipu_memory: bytes that an IPU holds, say 900e6: the first `value_and_grad` of given shapes warns, before it
             runs, where they do not suffice.
 
@@ -158,6 +169,7 @@ class Pipeline:
 
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
         """The inverse of `shard`, for parameters, gradients or state: `{group: pytree}` with whole, unpadded leaves."""
+        check_alive("sharded", sharded)
         return packing.fetch(sharded)
 
     def value_and_grad(
@@ -187,7 +199,7 @@ class Pipeline:
                 before anything is compiled.
         """
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
-        self._memory.check(self, params, batch, state, key)
+        self._memory.check(self, self.adopted(params), batch, state, key)
         result = self._bounded(self._value_and_grad, params, batch, state, key)
         return result if self._state_owners else result[:2]
 
@@ -231,7 +243,7 @@ class Pipeline:
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
         limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
         program = self._value_and_grad if compile else None
-        return make_report(self, params, batch, state, key, program=program, ipu_memory=limit)
+        return make_report(self, self.adopted(params), batch, state, key, program=program, ipu_memory=limit)
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
         result = program(*args)
@@ -240,15 +252,19 @@ class Pipeline:
 
     def _check(self, params: Any, batch: Any, state: Any, key: Any, *, needs_key: bool) -> None:
         check_sharded("params", params, self._owners, self._specs, self.ipus)
+        self.adopted(params)  # raises what is wrong with `frozen`
+        check_alive("params", params)
         if self._state_owners:
             if state is None:
                 names = ", ".join(map(repr, sorted(self._state_owners)))
                 raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
             check_sharded("state", state, self._state_owners, self._state_specs, self.ipus)
+            check_alive("state", state)
         elif state is not None:
             raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
         check_key(key, self.stages, needed=needs_key)
         check_batch(batch, self.replicas, self.options.gradient_accumulation)
+        check_alive("batch", batch)
 
     def _run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, *, backward: bool) -> Any:
         options = self.options
@@ -262,7 +278,8 @@ class Pipeline:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
             result = self.on_ipu(params, batch, state, key, seed=seed, replicas=self.replicas, backward=backward)
             aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if self.replicas > 1 else result.aux
-            return result.loss, aux, result.gradients, result.state
+            gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
+            return result.loss, aux, gradients, result.state
 
         out = (PartitionSpec(), of_batch, of_params if backward else PartitionSpec(), of_state)
         mapped = jax.shard_map(
@@ -289,11 +306,25 @@ class Pipeline:
         """The program of one IPU, for who maps it himself, such as `make_train_step`; arguments as of `engine.run`.
 
         To be called inside a `shard_map` over the pipeline's mesh. With `replicas=1` nothing is sent between replicas,
-        whatever their number: loss, gradients and new state are this replica's own.
+        whatever their number: loss, gradients and new state are this replica's own. Gradients are float32 at least.
         """
         state = state or packing.nothing(self.ipus)
-        plan = self.plan(params.layout, state.layout, batch, key, backward=backward)
-        return engine.run(plan, params, state, batch, key, seed=seed, replicas=replicas, backward=backward)
+        own = self.adopted(params)
+        plan = self.plan(own.layout, state.layout, batch, key, backward=backward)
+        result = engine.run(plan, own, state, batch, key, seed=seed, replicas=replicas, backward=backward)
+        if result.gradients is None:
+            return result
+        # one tree with the weights, so that optax can update those
+        return dataclasses.replace(result, gradients=dataclasses.replace(result.gradients, layout=params.layout))
+
+    def adopted(self, params: Sharded) -> Sharded:
+        """Return the same weights with what this pipeline freezes as frozen, whichever pipeline sharded them.
+
+        Raises:
+            ValueError: this pipeline's `frozen` doesn't fit them, or leaves one to be trained that isn't floating.
+        """
+        layout = packing.with_frozen(params.layout, self._frozen)
+        return params if layout == params.layout else dataclasses.replace(params, layout=layout)
 
     def rebuilt(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
         """The same pipeline with other stages (of the same places and groups) or on another mesh."""

@@ -4,8 +4,8 @@
     "16.32"   F and B in half; sums, weights and the optimizer's state in float32
     "16.16"   F and B in half; weights and the optimizer's state in half, too
 
-The first number is what is computed in, the second what is accumulated in. Sums over micro-batches are float32 always:
-they cost no bytes that are sent.
+The first number is what is computed in, the second what is accumulated in. Sums of gradients, over micro-batches and
+over replicas, are float32 always.
 """
 
 import dataclasses

@@ -168,7 +168,8 @@ def verify(
     4.0
     """
     if rtol is None:
-        dtypes = [leaf.dtype for group in params.layout.groups for leaf in group.leaves if not leaf.frozen]
+        layout = pipeline.adopted(params).layout
+        dtypes = [leaf.dtype for group in layout.groups for leaf in group.leaves if not leaf.frozen]
         rtol = max([1e-5, *(8 * float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype != "float32")])
     found = pipeline.value_and_grad(params, batch, state, key)
     whole_state = None if state is None else pipeline.unshard(state)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.accumulate import accumulate, accumulate_gradients
-from ipu_jax.arguments import check_batch
+from ipu_jax.arguments import check_alive, check_batch
 from ipu_jax.devices import REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction, check_count
 from ipu_jax.pipeline import Pipeline
@@ -41,13 +41,14 @@ def replicas_of(
     >>> replicas_of(num_ipus=8, ipus_per_replica=2)
     4
     """
-    check_count("ipus_per_replica", ipus_per_replica)
+    ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
     if (replication_factor is None) == (num_ipus is None):
         given = "neither" if num_ipus is None else "both"
         raise ValueError(f"replication_factor and num_ipus: {given} given; give one of the two")
     if num_ipus is None:
         return check_count("replication_factor", replication_factor)
-    if check_count("num_ipus", num_ipus) % ipus_per_replica:
+    num_ipus = check_count("num_ipus", num_ipus)
+    if num_ipus % ipus_per_replica:
         below = num_ipus // ipus_per_replica * ipus_per_replica
         nearest = f"{below} or {below + ipus_per_replica}" if below else f"{ipus_per_replica}"
         raise ValueError(
@@ -162,6 +163,7 @@ class Replicas:
 
     def unshard(self, sharded: Any) -> Any:
         """The inverse of `shard`: the tree, on the default device."""
+        check_alive("sharded", sharded)
         return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), sharded)
 
     def value_and_grad(self, params: Any, batch: Any, key: Any = None) -> tuple[Any, Any]:
@@ -201,6 +203,8 @@ class Replicas:
         if key is not None and not self.random:
             raise ValueError("a key was given, but loss_fn takes none: replicate(..., random=True)")
         check_batch(batch, self.replicas, self.options.gradient_accumulation)
+        for what, tree in (("params", params), ("batch", batch)):
+            check_alive(what, tree)
 
     def check_params(self, params: Any) -> None:
         """Raises `ValueError` unless the leaves of `params` are floating arrays."""

@@ -28,14 +28,14 @@ which costs a large array more than a collective of its own does."""
 def buckets(cells: Cells, dtypes: Sequence[Any]) -> list[list[int]]:
     """Which cells travel together: small ones of one dtype."""
     found: list[list[int]] = []
-    open_: dict[Any, tuple[list[int], int]] = {}
+    open_: dict[Any, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
     for k, dtype in enumerate(map(jnp.dtype, dtypes)):
         size = cells.chunk(k) * cells.replicas * dtype.itemsize
         if size >= BUCKET_BYTES:
             found.append([k])
             continue
-        bucket, filled = open_.get(dtype, ([], BUCKET_BYTES))
-        if filled + size > BUCKET_BYTES:
+        bucket, filled = open_.get(dtype, (None, 0))
+        if bucket is None or filled + size > BUCKET_BYTES:
             bucket, filled = [], 0
             found.append(bucket)
         bucket.append(k)

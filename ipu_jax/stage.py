@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from ipu_jax.devices import ALL_IPUS, AllIpus
-from ipu_jax.options import check_choice
+from ipu_jax.options import as_int, check_choice
 
 
 @jax.tree_util.register_dataclass
@@ -105,8 +105,11 @@ class Stage:
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ValueError(f"fn={self.fn!r} is not callable: give a function of (params, x, microbatch)")
-        if self.ipu is not ALL_IPUS and (isinstance(self.ipu, bool) or not isinstance(self.ipu, int) or self.ipu < 0):
-            raise ValueError(f"ipu={self.ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS")
+        if self.ipu is not ALL_IPUS:
+            ipu = as_int(self.ipu)
+            if ipu is None or ipu < 0:
+                raise ValueError(f"ipu={self.ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS")
+            object.__setattr__(self, "ipu", ipu)
         if self.evaluate is not None and not callable(self.evaluate):
             raise ValueError(f"evaluate={self.evaluate!r} is not callable: give a function called like fn, or None")
         if isinstance(self.takes, str) or not all(isinstance(name, str) for name in self.takes):

@@ -3,7 +3,7 @@
 step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
 state = step.init(params)
 for batch in batches:                     # leaves (10, M, micro-batch, ...)
-    state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's
+    state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's (donate=False keeps it)
 
 gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
                                 (or a part each)                              (gathered)
@@ -21,16 +21,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import cells as cells_of
 from ipu_jax import packing
-from ipu_jax.cells import Cells
+from ipu_jax.arguments import check_alive
 from ipu_jax.devices import REPLICA_AXIS, InFlight
 from ipu_jax.iteration import Iteration, StepOutputs, TrainState
-from ipu_jax.options import TrainOptions
+from ipu_jax.model_for import model_for
+from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.packing import WHOLE, Sharded
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.precision import cast_floats, computing_in
-from ipu_jax.replicate import Replicas, over_replicas, replicate
+from ipu_jax.precision import cast_floats
+from ipu_jax.replicate import Replicas, over_replicas
 from ipu_jax.scaling import first_scale
-from ipu_jax.update import Kept, Update
+from ipu_jax.update import Kept, Update, copied
 
 
 def make_train_step(
@@ -55,7 +56,7 @@ def make_train_step(
     >>> round(float(outputs.loss), 4), int(state.step)
     (0.2304, 3)
     """
-    return TrainStep(model, optimizer, options or TrainOptions())
+    return TrainStep(model, optimizer, TrainOptions() if options is None else options)
 
 
 class TrainStep:
@@ -69,7 +70,10 @@ class TrainStep:
     def __init__(self, model: Any, optimizer: optax.GradientTransformation, options: TrainOptions):
         if not isinstance(optimizer, optax.GradientTransformation):
             raise ValueError(f"optimizer={optimizer!r} is no optax.GradientTransformation: give optax.sgd(...) or such")
-        self.options, self.model = options, _model_for(model, options)
+        if not isinstance(options, TrainOptions):
+            raise ValueError(f"options={options!r} are no TrainOptions: give TrainOptions(...), or leave them out")
+        self.options, self.model = options, model_for(model, options)
+        self._is_pipeline = isinstance(self.model, Pipeline)
         self.random = (
             any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random
         )
@@ -77,8 +81,8 @@ class TrainStep:
         self._optimizer = optimizer if clip is None else optax.chain(_clip(clip), optimizer)
         self._held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
         self._window = InFlight()
-        self._update: Update | None = None
-        self._program = jax.jit(self._run, donate_argnums=0)
+        self._updates: dict[Any, Update] = {}  # by where weights lie
+        self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
 
     # state
 
@@ -87,13 +91,15 @@ class TrainStep:
 
         Args:
             params: `{group: pytree}` for a pipeline, any pytree of floating arrays for a function. They are copied.
-            stages: `{group: pytree}`, where a pipeline's stages hold state.
+            stages: `{group: pytree}`, where a pipeline's stages hold state, and None where they don't.
             key: a typed key, where the model is random or rounding is.
 
         Raises:
-            ValueError: weights that don't fit the model, a key missing or superfluous, or an optimizer that needs in
-                one piece what lies apart; before anything is compiled.
+            ValueError: weights that don't fit the model, a key or stages' state missing or superfluous, or an
+                optimizer that needs in one piece what lies apart; before anything is compiled.
         """
+        if isinstance(params, Sharded):
+            raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
         self._check_key(key)
         return self._placed(params, stages, key, None)
 
@@ -120,24 +126,28 @@ class TrainStep:
         """The state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key"}`.
 
         Each whole, and as its owner knows it: weights and stages' state by group, optax its own state. `restore` takes
-        it. None where there is none.
+        it. None where there is none. All are copies, which later calls leave alone.
+
+        Raises:
+            ValueError: the state is not of this step, or was given to a call before.
         """
-        assert self._update is not None, "a state comes from init"
+        update = self._checked_update(state)
         return {
             "params": self.model.unshard(state.params),
-            "optimizer": self._update.gather_state(state.optimizer.like, state.optimizer.everywhere),
+            "optimizer": update.gather_state(state.optimizer.like, state.optimizer.everywhere),
             "stages": self.model.unshard(state.stages)
             if isinstance(self.model, Pipeline) and state.stages is not None
             else None,
-            "scale": state.scale,
+            "scale": jax.tree.map(copied, state.scale),
             "step": int(state.step),
-            "key": state.key,
+            "key": None if state.key is None else copied(state.key),
         }
 
     def _placed(self, params: Any, stages: Any, key: Any, optimizer_state: Any) -> TrainState:
         """The state that starts with these weights; `optimizer_state` is whole, or None for its first."""
         if self.options.precision != "32.32":
             params = cast_floats(params, self._held)
+        of_stages = self._placed_stages(stages)
         if isinstance(self.model, Pipeline):
             placed = self.model.shard(params)
             whole = [
@@ -150,8 +160,8 @@ class TrainStep:
             self.model.check_params(params)
             whole = jax.tree.leaves(params)
             placed = jax.tree.map(lambda leaf: self._place(leaf), params)
-        cells = self._cells(placed)
-        self._update = update = Update(self._optimizer, cells)
+        update = self._update_for(placed)
+        cells = update.cells
         if optimizer_state is None:
             like, everywhere = update.init(cells.logical([jnp.asarray(value) for value in whole]))
         else:
@@ -159,21 +169,66 @@ class TrainStep:
         kept = Kept(
             [[self._place(a, cells_of.block_spec(cells, k)) for a in of_cell] for k, of_cell in enumerate(like)],
             [self._place(a) for a in everywhere],
+            update.kind,
         )
         return TrainState(
             params=placed,
             optimizer=kept,
-            stages=self.model.shard_state(stages) if stages is not None and isinstance(self.model, Pipeline) else None,
+            stages=of_stages,
             scale=jax.tree.map(lambda a: self._place(a), first_scale(self.options)),
             step=self._place(np.int32(0)),
             key=None if key is None else self._place(key),
         )
 
-    def _cells(self, params: Any) -> Cells:
-        cut = self.model.replicas if self.options.shard_optimizer else 1
-        if isinstance(params, Sharded):
-            return cells_of.of_layout(params.layout, replicas=cut)
-        return cells_of.of_tree(params, replicas=cut)
+    def _placed_stages(self, stages: Any) -> Sharded | None:
+        groups = sorted(stage.state for stage in self.model.stages if stage.state) if self._is_pipeline else []
+        if stages is None and groups:
+            raise ValueError(f"stages is missing: pass stages={{...}} with the state of {', '.join(map(repr, groups))}")
+        if stages is not None and not groups:
+            raise ValueError("stages were given, but the model holds no state: leave them out")
+        return None if stages is None else self.model.shard_state(stages)
+
+    def _update_for(self, params: Any) -> Update:
+        """The optimizer's update of weights that lie as these do, read once for all that do."""
+        is_sharded = isinstance(params, Sharded)
+        leaves, treedef = jax.tree.flatten(params)
+        where = params.layout if is_sharded else (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        if where not in self._updates:
+            cut = self.model.replicas if self.options.shard_optimizer else 1
+            of = (
+                cells_of.of_layout(params.layout, replicas=cut)
+                if is_sharded
+                else cells_of.of_tree(params, replicas=cut)
+            )
+            self._updates[where] = Update(self._optimizer, of)
+        return self._updates[where]
+
+    def _checked_update(self, state: Any) -> Update:
+        """The update that goes with a state; `ValueError` unless the state is of a step like this, and unused."""
+        if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != self._is_pipeline:
+            raise ValueError("state is not of this step: make it with step.init(params)")
+        check_alive(
+            "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
+        )
+        if isinstance(state.params, Sharded) and self.model.adopted(state.params) is not state.params:
+            raise ValueError(
+                "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its "
+                "weights, step.init(other.whole(state)['params'], ...)"
+            )
+        if self.options.precision != "32.32":
+            for path, leaf in jax.tree.leaves_with_path(state.params):
+                if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != self._held:
+                    raise ValueError(
+                        f"state.params{jax.tree_util.keystr(path)} is {leaf.dtype}, but precision="
+                        f"{self.options.precision!r} holds {self._held}: begin anew with its weights, "
+                        "step.init(other.whole(state)['params'], ...)"
+                    )
+        update = self._update_for(state.params)
+        update.check(state.optimizer)
+        if (state.scale is None) == isinstance(self.options.loss_scale, DynamicScale):
+            raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")
+        self._check_key(state.key)
+        return update
 
     def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -202,14 +257,16 @@ class TrainStep:
         `shard_optimizer`, a psum_scatter of gradients and an all_gather of weights a bucket.
 
         Args:
-            state: from `init` or the call before. Its buffers are reused: it holds nothing afterwards.
+            state: from `init` or the call before. Its buffers are reused, and it holds nothing afterwards, unless the
+                options say `donate=False`.
             batch: leaves (device_iterations, replicas, M, micro-batch, ...), without each of the first two that is 1.
 
         Returns:
             The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.
 
         Raises:
-            ValueError: the batch does not fit; before anything is compiled.
+            ValueError: the batch does not fit, or the state is not of this step or was given to a call before; before
+                anything is compiled.
         """
         self._check_batch(state, batch)
         state, outputs = self._program(state, batch)
@@ -222,8 +279,8 @@ class TrainStep:
         return self._program.lower(state, batch)
 
     def _check_batch(self, state: TrainState, batch: Any) -> None:
-        if self._update is None or not isinstance(state, TrainState):
-            raise ValueError("state is not of this step: make it with step.init(params)")
+        self._checked_update(state)
+        check_alive("batch", batch)
         count = self.options.device_iterations
         if count > 1:
             for path, leaf in jax.tree.leaves_with_path(batch):
@@ -247,8 +304,7 @@ class TrainStep:
         stacked = several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
         of_outputs = StepOutputs(WHOLE, PartitionSpec(*[None] * stacked, REPLICA_AXIS), WHOLE)
         of_state = self._specs(state)
-        assert self._update is not None, "checked by the call"
-        iteration = Iteration(self.model, self.options, self._update, random=self.random)
+        iteration = Iteration(self.model, self.options, self._update_for(state.params), random=self.random)
         program = lambda state, batch: iteration.run(state, batch, stacked=stacked)  # noqa: E731
         if isinstance(self.model, Pipeline):
             mapped: Any = jax.shard_map(
@@ -271,52 +327,18 @@ class TrainStep:
     def _specs(self, state: TrainState) -> TrainState:
         everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
         layout_specs = lambda tree: packing.specs_of(tree.layout) if isinstance(tree, Sharded) else everywhere(tree)  # noqa: E731
-        cells = self._cells(state.params)
+        cells = self._update_for(state.params).cells
         like = [[cells_of.block_spec(cells, k) for _ in of_cell] for k, of_cell in enumerate(state.optimizer.like)]
         return TrainState(
             params=layout_specs(state.params),
-            optimizer=Kept(like, everywhere(state.optimizer.everywhere)),
+            optimizer=dataclasses.replace(
+                state.optimizer, like=like, everywhere=everywhere(state.optimizer.everywhere)
+            ),
             stages=layout_specs(state.stages),
             scale=everywhere(state.scale),
             step=WHOLE,
             key=everywhere(state.key),
         )
-
-
-def _model_for(model: Any, options: TrainOptions) -> Any:
-    """The model that a step runs: on all its replicas, computing in the precision asked for."""
-    half = None if options.precision == "32.32" else jnp.dtype(options.half)
-    if isinstance(model, Pipeline | Replicas):
-        asked = {"gradient_accumulation": options.gradient_accumulation, "reduction": options.reduction}
-        for name, value in asked.items():
-            own = getattr(model.options, name)
-            if value is not None and value != own:
-                raise ValueError(
-                    f"TrainOptions({name}={value!r}), but the {type(model).__name__} was made with {name}={own!r}: "
-                    "give it in one of the two places, or the same in both"
-                )
-    count = options.replication_factor
-    if isinstance(model, Pipeline):
-        if count is not None and count != model.replicas:
-            model = replicate(model, replication_factor=count)
-        return model if half is None else model.rebuilt(stages=[computing_in(stage, half) for stage in model.stages])
-    if isinstance(model, Replicas):
-        if count is not None and count != model.replicas:
-            raise ValueError(
-                f"TrainOptions(replication_factor={count}), but the Replicas are {model.replicas}: "
-                "give it in one of the two places, or the same in both"
-            )
-        loss_fn, random, of_model = model.loss_fn, model.random, model.options
-        count, m, reduction = model.replicas, of_model.gradient_accumulation, of_model.reduction
-    else:
-        if not callable(model):
-            raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
-        loss_fn, random = model, False
-        m, reduction = options.gradient_accumulation or 1, options.reduction or "mean"
-    fn = loss_fn
-    if half is not None:
-        fn = lambda p, mb, **asked: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked)  # noqa: E731
-    return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)
 
 
 def _clip(largest: float) -> optax.GradientTransformation:

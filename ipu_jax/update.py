@@ -32,10 +32,12 @@ class Kept:
     Attributes:
         like: per cell, the arrays that lie as it does: adam's two moments, say.
         everywhere: what all IPUs hold alike: step counts, and whatever is not shaped as a leaf.
+        kind: static; the structure of the state as optax knows it, by which another optimizer's is told.
     """
 
     like: list[list[Any]]
     everywhere: list[Any]
+    kind: str = dataclasses.field(default="", metadata={"static": True})
 
 
 class Update:
@@ -60,6 +62,7 @@ class Update:
         # per cell the dtypes of its kept arrays, and per leaf which part of the state is which of them
         self.kept_dtypes: list[list[str]] = [[] for _ in cells.cells]
         self._kept_of: list[dict[int, int]] = [{} for _ in range(n)]
+        self.kind = str(reading.state_treedef)
         for i, leaf in reading.like_state.items():
             kept, taken = self.kept_dtypes[cells.cell_of(leaf)], self._kept_of[leaf].values()
             dtype = str(aval_of(self._state[i]).dtype)
@@ -104,12 +107,22 @@ class Update:
             )
         return leaves
 
+    def check(self, kept: Kept) -> None:
+        """Raises `ValueError` unless a state is this optimizer's, for weights that lie as these do."""
+        like = [[(block_shape(self.cells, k), dtype) for dtype in dtypes] for k, dtypes in enumerate(self.kept_dtypes)]
+        everywhere = [(aval_of(self._state[i]).shape, str(aval_of(self._state[i]).dtype)) for i in self._everywhere]
+        found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (kept.like, kept.everywhere))
+        if (kept.kind, *found) != (self.kind, like, everywhere):
+            raise ValueError(
+                "state.optimizer is another optimizer's, or of weights that lie otherwise: use the step that made it, "
+                "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
+            )
+
     def gather_state(self, like: Sequence[Sequence[Any]], everywhere: Sequence[Any]) -> Any:
         """The inverse of `init`: the optimizer's own state, whole, as optax knows it."""
         leaves: list[Any] = [None] * len(self._state)
         for i, value in zip(self._everywhere, everywhere, strict=True):
-            is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-            leaves[i] = value if is_key else jnp.asarray(np.asarray(value))
+            leaves[i] = copied(value)
         for i, leaf in self.reading.like_state.items():
             array = np.asarray(like[self.cells.cell_of(leaf)][self._kept_of[leaf][i]])
             leaves[i] = jnp.asarray(self.cells.host_leaf(leaf, array))
@@ -156,7 +169,8 @@ class Update:
                 found = [jnp.where(valid, n, o) for n, o in zip(found, old, strict=True)]
             results.append(found)
         new = [self._known(self._new_state[i], env) for i in self._everywhere]
-        return [sums for sums, *_ in results], Kept([list(of_cell) for _, *of_cell in results], new)
+        like = [list(of_cell) for _, *of_cell in results]
+        return [sums for sums, *_ in results], dataclasses.replace(kept, like=like, everywhere=new)
 
     def _known(self, v: Any, env: dict[Any, Any]) -> Any:
         return jnp.asarray(v.val, aval_of(v).dtype) if isinstance(v, core.Literal) else env[v]
@@ -278,3 +292,10 @@ class Update:
             v: whole_of(cells, s, v, k, everyone[:, :, at : at + size_of(shape)].reshape(*everyone.shape[:2], *shape))
             for s, v, k, _, at, shape in parts
         }
+
+
+def copied(value: Any) -> Any:
+    """Return numbers, or keys, that all devices hold alike, as an array of its own on the default device."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(copied(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+    return jnp.array(np.asarray(value))

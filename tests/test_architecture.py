@@ -50,6 +50,7 @@ LAYERS = (
     "rts",
     "precision",
     "scaling",
+    "model_for",
     "iteration",
     "train",
     "order",

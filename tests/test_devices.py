@@ -50,7 +50,7 @@ def test_a_count_is_a_positive_int(count):
         InFlight(limit=count)
 
 
-@pytest.mark.parametrize("num_ipus", [1, 3, 8])
+@pytest.mark.parametrize("num_ipus", [1, 3, 8, np.int64(3)])
 def test_configure_is_content_with_a_backend_that_holds_enough(num_ipus):
     assert configure(num_ipus) == jax.devices()[:num_ipus]
 
@@ -101,7 +101,9 @@ def test_configure_twice_with_fewer_is_fine():
     assert in_a_fresh_process("configure(4); print(len(configure(3)), len(jax.devices()))") == "3 4"
 
 
-@pytest.mark.parametrize(("replicas", "ipus_per_replica"), [(1, 1), (1, 8), (2, 4), (8, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "ipus_per_replica"), [(1, 1), (1, 8), (2, 4), (8, 1), (3, 2), (np.int64(2), np.uint8(4))]
+)
 def test_make_mesh_names_its_axes_and_takes_the_first_devices(replicas, ipus_per_replica):
     mesh = make_mesh(replicas, ipus_per_replica)
     assert mesh.axis_names == (REPLICA_AXIS, IPU_AXIS) == ("replica", "ipu")

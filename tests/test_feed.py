@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -375,6 +376,16 @@ def test_a_mesh_without_replicas_is_refused():
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     with pytest.raises(ValueError, match=r"^mesh has axes \('data',\), none is 'replica': make it with make_mesh\("):
         Feed(numbers(), mesh=mesh, micro_batch=2)
+
+
+def test_numpys_integers_are_taken_as_pythons_own():
+    given: Any = {"micro_batch": np.int64(2), "prefetch": np.int64(0), "epochs": np.int32(3)}
+    epoch: Any = np.int64(1)
+    feed = Feed(numbers(), mesh=make_mesh(1, 1), **given)
+    feed.seek(epoch)
+    assert (type(feed.prefetch), feed.prefetch) == (int, 0)
+    assert {type(value) for value in feed.state().values()} == {int}
+    assert feed.state()["epoch"] == 1
 
 
 def test_an_epoch_that_is_none_is_refused():

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from dense import largest_relative_error
 from harness import exactly
@@ -117,3 +118,93 @@ def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backwar
 def test_a_frozen_that_does_not_fit_is_refused(frozen, message):
     with pytest.raises(ValueError, match=exactly(message)):
         frozen_pipeline(frozen).shard(MIXED)
+
+
+# weights that another pipeline sharded
+
+
+def two_stages(frozen: Any) -> Pipeline:
+    """Unlike widths, so that leaves of both IPUs share flat slots, and a concurrent head that is split unevenly."""
+    stages = [
+        Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"] + p["b"]), params="a", ipu=0),
+        Stage(lambda p, x, mb: jnp.tanh(x @ p["w"]), params="b", ipu=1),
+        Stage(lambda p, x, mb: jax.lax.psum(jnp.sum((x @ p["w"]) ** 2), "ipu") / ROWS, params="head", ipu=ALL_IPUS),
+    ]
+    return Pipeline(
+        stages, gradient_accumulation=2, frozen=frozen, specs={"head": PartitionSpec(None, "ipu")}, mesh=make_mesh(1, 2)
+    )
+
+
+UNLIKE = {
+    "a": {"w": normal(D, 5), "b": normal(5)},
+    "b": {"w": normal(5, 3, seed=4)},
+    "head": {"w": normal(3, 7, seed=5)},
+}
+FREEZES = {
+    "nothing": {},
+    "a": {"a": True},
+    "part of a and the head": {"a": {"w": False, "b": np.True_}, "head": True},
+    "everything": {"a": True, "b": True, "head": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("a", "nothing"), ("nothing", "a"), ("everything", "part of a and the head")]
+)
+def test_what_is_frozen_is_said_by_the_pipeline_that_runs(before, after):
+    """Unfreezing in stages: the next pipeline goes on with the weights that the one before sharded and trained."""
+    batch = {"x": normal(2, ROWS, D, seed=1)}
+    first, second = two_stages(FREEZES[before]), two_stages(FREEZES[after])
+
+    def dense(p):
+        h = jnp.tanh(jnp.tanh(batch["x"] @ p["a"]["w"] + p["a"]["b"]) @ p["b"]["w"])
+        return jnp.mean(jnp.sum((h @ p["head"]["w"]) ** 2, axis=(1, 2)) / ROWS)
+
+    def freezes(frozen, group, name):
+        of_group = frozen.get(group, False)
+        return of_group[name] if isinstance(of_group, dict) else of_group
+
+    weights: Any = UNLIKE
+    params: Any = first.shard(UNLIKE)
+    optimizer = optax.sgd(0.1, momentum=0.5)
+    expected_state, state = optimizer.init(weights), optimizer.init(params)
+    for pipeline, frozen in ((first, FREEZES[before]), (second, FREEZES[after])):
+        exact = {
+            group: {n: g * (not freezes(frozen, group, n)) for n, g in leaves.items()}
+            for group, leaves in jax.grad(dense)(weights).items()
+        }
+        updates, expected_state = optimizer.update(exact, expected_state)
+        weights = optax.apply_updates(weights, updates)
+        # one tree with the weights, whoever made them
+        gradients = pipeline.value_and_grad(params, batch)[1]
+        assert jax.tree.structure(gradients) == jax.tree.structure(params)
+        assert largest_relative_error(pipeline.unshard(gradients), exact) <= 1e-5
+        updates, state = optimizer.update(gradients, state)
+        params = optax.apply_updates(params, updates)
+    assert largest_relative_error(second.unshard(params), weights) <= 1e-5
+    verify(second, params, batch)
+
+
+def test_what_another_pipeline_froze_costs_as_much_as_if_this_one_had_sharded_it():
+    batch = {"x": normal(2, ROWS, D, seed=1)}
+    first, second = two_stages(FREEZES["a"]), two_stages({})
+    of_first, of_second = first.shard(UNLIKE), second.shard(UNLIKE)
+    for pipeline in (first, second):
+        own, others = (of_first, of_second) if pipeline is first else (of_second, of_first)
+        of_own, of_others = (pipeline.report(params, batch, compile=False) for params in (own, others))
+        assert of_own == of_others
+    # the accumulators of a/w and a/b, and of b/w in their slots
+    assert second.report(of_first, batch, compile=False) != first.report(of_first, batch, compile=False)
+
+
+def test_unfreezing_what_cannot_be_trained_is_refused():
+    pipeline, whole = frozen_pipeline({"a": INT}), frozen_pipeline({})
+    params = pipeline.shard(MIXED)
+    batch = {"x": normal(3, ROWS, D, seed=1), "y": normal(3, ROWS, D, seed=2)}
+    message = "params['a']['row'] is int32: weights must be floating; freeze it, or carry other data in the batch"
+    for call in (whole.value_and_grad, whole.loss, whole.report):
+        with pytest.raises(ValueError, match=exactly(message)):
+            call(params, batch)
+    unfit = frozen_pipeline({"a": {"w": True}})
+    with pytest.raises(ValueError, match=r"^frozen\['a'\] does not fit the group's tree: "):
+        unfit.value_and_grad(params, batch)

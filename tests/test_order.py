@@ -1,5 +1,8 @@
 """Which example stands in which batch: each once, over any number of instances, and from any place on."""
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -129,6 +132,19 @@ def test_a_place_where_no_batch_begins_is_the_next_epochs_start():
 def test_the_order_of_an_epoch_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         Order(10, 4).of_epoch(0)[0] = 1
+
+
+def test_numpys_integers_are_taken_as_pythons_own():
+    given: Any = {"replicas": 2, "gradient_accumulation": 3, "iterations": 2, "seed": 5, "instances": 2, "instance": 1}
+    plain = Order(40, 2, **given)
+    of_numpy: Any = {name: np.uint8(value) for name, value in {"examples": 40, "micro_batch": 2, **given}.items()}
+    order = Order(**of_numpy)
+    assert {type(value) for value in (order.examples, order.seed, order.per_update, order.per_batch)} == {int}
+    assert np.array_equal(order.rows(Place(0, 0)).indices, plain.rows(Place(0, 0)).indices)
+    not_seeds: Any = (True, 1.0, None, np.float32(1))
+    for seed in not_seeds:
+        with pytest.raises(ValueError, match=re.escape(f"seed={seed!r} is not a seed: give an int of at least 0")):
+            Order(40, 2, seed=seed)
 
 
 @pytest.mark.parametrize(

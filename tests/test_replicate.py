@@ -129,10 +129,13 @@ def test_a_loop_that_never_waits_is_bounded():
         ({"num_ipus": 6}, 6),
         ({"num_ipus": 6, "ipus_per_replica": 2}, 3),
         ({"num_ipus": 2, "ipus_per_replica": 2}, 1),
+        ({"num_ipus": np.int64(6), "ipus_per_replica": np.int32(2)}, 3),
+        ({"replication_factor": np.int64(3)}, 3),
     ],
 )
 def test_both_ways_of_asking(asked, replicas):
     assert replicas_of(**asked) == replicas
+    assert type(replicas_of(**asked)) is int
 
 
 @pytest.mark.parametrize(

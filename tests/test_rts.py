@@ -17,6 +17,9 @@ def test_large_arrays_travel_alone_and_small_ones_together():
     large, small = (2**10, 2**10), (2**9, 2**10)  # 4 MB and 2 MB of float32
     of_cells = cells_with(small, large, (3,), small, small, large, (), replicas=2)
     assert rts.buckets(of_cells, ["float32"] * 7) == [[0, 2], [1], [3, 4], [5], [6]]
+    empty = cells_with((0,), (3,), (2, 0), large, (0,), replicas=2)
+    assert rts.buckets(empty, ["float32"] * 5) == [[0, 1, 2, 4], [3]]
+    assert rts.buckets(cells_with((0,), replicas=2), ["float32"]) == [[0]]
     mixed = cells_with((3,), (4,), (5,), replicas=2)
     assert rts.buckets(mixed, ["float32", "bfloat16", "float32"]) == [[0, 2], [1]]
 
@@ -25,7 +28,7 @@ def test_large_arrays_travel_alone_and_small_ones_together():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_round_trip_is_the_sum(replicas, dtype, monkeypatch):
     monkeypatch.setattr(rts, "BUCKET_BYTES", 4 * 20)
-    shapes = [(5, 7), (3,), (), (2, 2), (11,)]
+    shapes = [(0, 3), (5, 7), (3,), (), (2, 2), (0,), (11,)]
     of_cells = cells_with(*shapes, replicas=replicas, dtype=dtype)
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.integers(-4, 5, (replicas, *shape)), dtype) for shape in shapes]

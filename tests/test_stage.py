@@ -29,9 +29,15 @@ def test_a_stage_that_cannot_be_called_is_refused():
         Stage(3)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("ipu", [-1, 1.0, True, "0", None, "ALL_IPUS"])
+@pytest.mark.parametrize("ipu", [np.int64(3), np.uint8(3), np.int32(3)])
+def test_a_stage_on_numpys_integer_is_on_that_ipu(ipu):
+    stage = Stage(mlp, ipu=ipu)
+    assert (stage.ipu, type(stage.ipu), type(stage.place)) == (3, int, int)
+
+
+@pytest.mark.parametrize("ipu", [-1, 1.0, True, "0", None, "ALL_IPUS", np.int64(-1), np.True_, np.float64(1)])
 def test_a_stage_on_what_is_no_ipu_is_refused(ipu):
-    with pytest.raises(ValueError, match=f"^ipu={ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS$"):
+    with pytest.raises(ValueError, match=exactly(f"ipu={ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS")):
         Stage(mlp, ipu=ipu)
 
 

@@ -6,10 +6,21 @@ import numpy as np
 import optax
 import pytest
 from dense import chain, largest_relative_error
+from jax.sharding import PartitionSpec as P
 from test_pipeline import refused
 from trained import batches_of, quick_compiles, state_error, train_dense
 
-from ipu_jax import Outputs, Pipeline, Replicas, Stage, TrainOptions, make_train_step, replicate
+from ipu_jax import (
+    ALL_IPUS,
+    Outputs,
+    Pipeline,
+    Replicas,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+    replicate,
+)
 
 STEPS = 3
 
@@ -118,6 +129,35 @@ def test_the_optimizer_state_falls_by_the_replicas():
     assert held[True] <= whole / 4 + 2 * 4 * 2
 
 
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("shapes", [((0,), (3, 2), (), (2, 0)), ((0, 4), (0,), (0,), (0,))])
+def test_leaves_without_elements_are_updated_like_any(kind, shapes):
+    """The first of all, in between, or all of them; each a leaf of its own dtype's bucket, split or whole."""
+    names = ("a", "b", "c", "d")
+    params = {name: np.full(shape, 2, np.float32) for name, shape in zip(names, shapes, strict=True)}
+    scaled = lambda leaf, mb: jnp.sum(leaf**2) * jnp.mean(mb)  # noqa: E731
+    model = lambda p, mb: sum(scaled(p[name], mb) for name in names)  # noqa: E731
+    if kind == "pipeline":
+        stages = [
+            Stage(lambda p, x, mb: scaled(p["a"], mb) + scaled(p["b"], mb), params="first", ipu=0),
+            Stage(lambda p, x, mb: x + scaled(p["c"], mb), params="last", ipu=1),
+            Stage(lambda p, x, mb: x + jax.lax.psum(scaled(p["d"], mb), "ipu"), params="head", ipu=ALL_IPUS),
+        ]
+        model = Pipeline(stages, mesh=make_mesh(2, 2), specs={"head": P(*[None] * (len(shapes[3]) - 1), "ipu")})
+        params = {"first": {n: params[n] for n in "ab"}, "last": {"c": params["c"]}, "head": {"d": params["d"]}}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    step = make_train_step(model, optimizer, TrainOptions(replication_factor=2, shard_optimizer=True))
+    batch = np.asarray([1.0, 2.0], np.float32).reshape(2, 1, 1)
+    state, outputs = step(step.init(params), batch)
+    gradients = jax.tree.map(lambda w: 2 * w * 1.5, params)
+    expected_state = optimizer.init(params)
+    updates, expected_state = optimizer.update(gradients, expected_state, params)
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], optax.apply_updates(params, updates)) <= 1e-6
+    assert state_error(whole["optimizer"], expected_state) <= 1e-6
+    np.testing.assert_allclose(outputs.loss, 1.5 * 4 * sum(w.size for w in jax.tree.leaves(params)), rtol=1e-6)
+
+
 # pipelines
 
 
@@ -203,6 +243,47 @@ def test_frozen_weights_stay_and_are_not_decayed():
         np.testing.assert_array_equal(found["first"][name], params["first"][name])
     for group, name in (("first", "w"), ("last", "u"), ("last", "v")):
         assert not np.any(np.asarray(found[group][name]) == params[group][name]), name
+
+
+def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
+    """It keeps what is frozen, how state is split, its schedule, its reduction, and how much memory an IPU has."""
+
+    def first(w, x, mb):
+        return mb * w["fixed"] * w["scale"]
+
+    def last(w, x, mb, *, state):
+        return Outputs(jax.lax.psum(jnp.sum(x @ w), "ipu"), state=state + 1)
+
+    pipeline = Pipeline(
+        [Stage(first, params="first", ipu=0), Stage(last, params="last", state="last", ipu=ALL_IPUS)],
+        mesh=make_mesh(1, 2),
+        schedule="gpipe",
+        gradient_accumulation=2,
+        reduction="sum",
+        specs={"last": P(None, "ipu")},
+        state_specs={"last": P("ipu")},
+        frozen={"first": {"fixed": True, "scale": False}},
+        ipu_memory=1000.0,
+    )
+    step = make_train_step(pipeline, optax.adam(0.5), TrainOptions(replication_factor=2, precision="16.32"))
+    params = {"first": {"fixed": jnp.full(3, 2.0), "scale": jnp.ones(3)}, "last": jnp.ones((3, 4))}
+    state = step.init(params, stages={"last": jnp.zeros(4)})
+    assert state.stages is not None
+    assert jax.tree.leaves(state.stages)[0].sharding.spec == P("ipu")
+    assert [shard.data.shape for shard in state.stages.concurrent["last"][0].addressable_shards] == [(2,)] * 4
+    state, outputs = step(state, np.ones((2, 2, 5, 3), np.float32))
+    whole = step.whole(state)
+    assert isinstance(whole["optimizer"][0].mu["first"]["fixed"], optax.MaskedNode)
+    assert whole["params"]["first"]["fixed"].tolist() == [2, 2, 2]
+    np.testing.assert_allclose(whole["params"]["first"]["scale"], 0.5, rtol=1e-5)
+    assert whole["stages"]["last"].tolist() == [2, 2, 2, 2]
+    assert float(outputs.loss) == 5 * 3 * 2 * 4
+    # adam hides how long a gradient is; its first moment does not: 4 micro-batches, 5 rows, 2 of `fixed`, 0.1 of it
+    np.testing.assert_allclose(whole["optimizer"][0].mu["last"], 0.1 * 4 * 5 * 2, rtol=1e-5)
+    assert step.model.schedule.name == "gpipe"
+    assert (step.model.replicas, step.model.ipus) == (2, 2)
+    with pytest.warns(UserWarning, match=r"more than ipu_memory=1\.0 kB"):
+        step.model.report(state.params, np.ones((2, 2, 50, 3), np.float32), state.stages, compile=False)
 
 
 # counts

@@ -1,15 +1,29 @@
 """Halves: what is computed, summed and held in which dtype; rounding that is right on average; loss scaling."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from dense import chain, largest_relative_error
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from test_pipeline import refused
 from trained import quick_compiles
 
-from ipu_jax import DynamicScale, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import (
+    ALL_IPUS,
+    DynamicScale,
+    Outputs,
+    Pipeline,
+    Replicas,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+)
 from ipu_jax.precision import stochastic_round
 from ipu_jax.scaling import Scale, next_scale
 
@@ -107,7 +121,10 @@ def test_what_is_exact_infinite_or_no_number_stays(half):
         np.testing.assert_array_equal(stochastic_round(x, half, jax.random.key(seed)).astype(jnp.float32), x)
 
 
-@pytest.mark.parametrize(("kind", "shard_optimizer"), [("function", False), ("function", True), ("pipeline", True)])
+@pytest.mark.parametrize(
+    ("kind", "shard_optimizer"),
+    [("function", False), ("function", True), ("pipeline", True), ("whole", False), ("whole", True), ("split", True)],
+)
 def test_small_updates_are_not_lost(kind, shard_optimizer):
     """200 updates of a sixteenth of the gap between two bfloat16: rounding to the nearest loses them all."""
     n, steps, update = 512, 200, 2.0**-12
@@ -116,6 +133,14 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
     if kind == "pipeline":
         model = Pipeline(
             [Stage(lambda p, x, mb: loss_fn(p, mb), params="p", ipu=1)], mesh=make_mesh(2, 2), reduction="sum"
+        )
+    elif kind != "function":  # a concurrent weight, held whole by all IPUs, or a part by each
+        of_ipu = lambda p, x, mb: lax.psum(loss_fn(p, mb), "ipu") / (2 if kind == "whole" else 1)  # noqa: E731
+        model = Pipeline(
+            [Stage(of_ipu, params="p", ipu=ALL_IPUS)],
+            mesh=make_mesh(2, 2),
+            reduction="sum",
+            specs={"p": P() if kind == "whole" else P("ipu")},
         )
     found = {}
     for stochastic in (False, True):
@@ -131,11 +156,12 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
         whole = jnp.ones(n)
         state = step.init(whole if kind == "function" else {"p": whole}, key=jax.random.key(0) if stochastic else None)
         state, _ = step(state, np.full((steps, 2, 1, 1, 1), -update / 2, np.float32))
-        # replicas must stay alike, although they round at random
+        # who holds the same must stay alike, although each rounds at random
         for leaf in jax.tree.leaves(state.params):
             blocks = [
                 np.asarray(s.data) for s in leaf.addressable_shards if s.index == leaf.addressable_shards[0].index
             ]
+            assert len(blocks) == (4 if kind == "whole" else 2)
             assert all(np.array_equal(block, blocks[0]) for block in blocks)
         params = step.whole(state)["params"]
         found[stochastic] = np.asarray((params if kind == "function" else params["p"]).astype(jnp.float32))
@@ -143,6 +169,70 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
     # a walk of 200 steps with a deviation of a quarter of a gap each, over 512 weights: 5 sigma are 0.006
     assert abs(found[True].mean() - (1 + steps * update)) <= 0.006
     assert len(np.unique(found[True])) > 5
+    first, second = np.split(found[True], 2)  # of replicas' chunks and of IPUs' shards, each with numbers of its own
+    assert not np.array_equal(first, second)
+
+
+# sums and evaluation
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_sums_over_replicas_are_of_float32(kind, shard_optimizer):
+    """A replica's 1 + 2^-8 is no bfloat16: were it rounded before it is sent, the other's -1 would leave nothing."""
+    loss_fn = lambda w, mb: jnp.sum(w * mb)  # noqa: E731
+    model = loss_fn
+    if kind == "pipeline":
+        model = Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")], gradient_accumulation=2, reduction="sum")
+    options = TrainOptions(
+        replication_factor=2,
+        gradient_accumulation=2,
+        reduction="sum",
+        precision="16.16",
+        shard_optimizer=shard_optimizer,
+    )
+    step = make_train_step(model, optax.sgd(1.0), options)
+    whole = jnp.zeros(3)
+    batch = np.asarray([[[1.0], [2.0**-8]], [[-1.0], [0.0]]], np.float32)
+    state, _ = step(step.init(whole if kind == "function" else {"p": whole}), batch)
+    params = step.whole(state)["params"]
+    assert (params if kind == "function" else params["p"]).tolist() == [-(2.0**-8)] * 3
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("precision", ["16.32", "16.16"])
+def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, precision):
+    """What is computed of them here is float32, so that a twin that rounds by hand is as near as float32 is."""
+    rng, seen = np.random.default_rng(0), []
+    params = {"a": rng.normal(size=(5, 7)).astype(np.float32), "b": rng.normal(size=7).astype(np.float32)}
+    rows = rng.normal(size=(2, 2, 3, 5)).astype(np.float32)
+
+    def wide(*read):
+        seen.extend(leaf.dtype for leaf in read)
+        return [leaf.astype(jnp.float32) for leaf in read]
+
+    def loss_fn(p, mb):
+        mb, a, b = wide(mb, p["a"], p["b"])
+        return jnp.mean((mb @ a @ b) ** 2)
+
+    def first(p, x, mb):
+        mb, a = wide(mb, p)
+        return mb @ a
+
+    model = Replicas(loss_fn, replication_factor=2, gradient_accumulation=2)
+    if kind == "pipeline":
+        never = lambda p, x, mb: jnp.mean(x @ p) * jnp.nan  # noqa: E731
+        last = Stage(never, params="b", ipu=1, evaluate=lambda p, x, mb: jnp.mean((x @ wide(p)[0]) ** 2))
+        stages = [Stage(first, params="a", ipu=0), last]
+        model = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=2)
+    step = make_train_step(model, optax.sgd(0.1), TrainOptions(precision=precision))
+    state = step.init(params)
+    found = float(step.model.loss(state.params, rows))
+    assert set(seen) == {jnp.dtype("bfloat16")}
+    rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)  # noqa: E731
+    expected = np.mean((rounded(rows) @ rounded(params["a"]) @ rounded(params["b"])) ** 2)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert abs(np.mean((rows @ params["a"] @ params["b"]) ** 2) - expected) > 1e-4 * expected
 
 
 # loss scaling
@@ -202,6 +292,83 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
         plain.init(whole if kind == "function" else {"a": jnp.ones(3), "p": whole}), np.delete(batch, 3, axis=0)
     )
     assert largest_relative_error(whole_state["params"], plain.whole(expected)["params"]) <= 1e-6
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_gradient_that_is_infinite_on_one_ipu_of_one_replica_skips_the_whole_update(bad, shard_optimizer):
+    """And with it the stages' new state: what a bad forward made of it would stay for ever."""
+
+    def root(p, x, mb, *, state):
+        # at w = 1 its slope is infinite where the shift is -1; its value is 0, and so all else is finite
+        new = {"n": state["n"] + 1, "mean": 0.5 * state["mean"] + 0.5 * mb["x"].mean()}
+        return Outputs(jnp.sqrt(p["w"] + mb["shift"]) + (0 if x is None else x), state=new)
+
+    def last(p, x, mb):
+        return jnp.mean((x * mb["x"]) @ p["v"])
+
+    groups = ("first", "second")
+    stages = [Stage(root, params=name, state=name, ipu=ipu) for ipu, name in enumerate(groups)]
+    # only the stage on IPU `bad` sees the shift
+    seen = [
+        dataclasses.replace(
+            stage, fn=lambda p, x, mb, i=i, **k: root(p, x, mb | {"shift": mb["shift"] * (i == bad)}, **k)
+        )
+        for i, stage in enumerate(stages)
+    ]
+    model = Pipeline([*seen, Stage(last, params="last", ipu=1)], mesh=make_mesh(2, 2))
+    scaling = DynamicScale(initial=2.0**10, growth_interval=1)
+    options = TrainOptions(loss_scale=scaling, shard_optimizer=shard_optimizer)
+    step = make_train_step(model, optax.adam(0.1), options)
+    params = {name: {"w": np.ones(4, np.float32)} for name in groups} | {"last": {"v": np.ones(4, np.float32)}}
+    of_stages = {name: {"n": np.int32(3), "mean": np.float32(0.25)} for name in groups}
+    state = step.init(params, stages=of_stages)
+    before = step.whole(state)
+
+    x = np.random.default_rng(0).normal(size=(2, 1, 3, 4)).astype(np.float32)
+    shift = np.zeros((2, 1, 4), np.float32)
+    shift[1, 0, 2] = -1
+    state, outputs = step(state, {"x": x, "shift": shift})
+    assert np.isfinite(outputs.loss)
+    assert int(outputs.updated) == 0
+    after = step.whole(state)
+    assert float(after.pop("scale").scale) == 2.0**9
+    assert after.pop("step") == 1
+    for name in ("params", "optimizer", "stages"):
+        for new, old in zip(jax.tree.leaves(after[name]), jax.tree.leaves(before[name]), strict=True):
+            np.testing.assert_array_equal(new, old)
+    for leaf in jax.tree.leaves((state.params, state.stages)):  # and each device's own
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(leaf)[shard.index])
+
+    # the next one is made, from where all stood before
+    state, outputs = step(state, {"x": x, "shift": np.zeros_like(shift)})
+    assert int(outputs.updated) == 1
+
+    def dense(p):
+        hidden = jnp.sqrt(p["first"]["w"]) + jnp.sqrt(p["second"]["w"])
+        return jnp.mean((hidden * x.reshape(-1, 4)) @ p["last"]["v"])
+
+    adam = optax.adam(0.1)
+    updates, _ = adam.update(jax.grad(dense)(params), adam.init(params), params)
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], optax.apply_updates(params, updates)) <= 1e-5
+    assert float(whole["scale"].scale) == 2.0**10
+    for name in groups:
+        assert int(whole["stages"][name]["n"]) == 4
+        np.testing.assert_allclose(whole["stages"][name]["mean"], 0.5 * 0.25 + 0.5 * x.mean(), rtol=1e-5)
+
+
+def test_a_scale_where_everything_is_frozen_only_grows():
+    stages = [Stage(lambda p, x, mb: mb * p, params="a"), Stage(lambda p, x, mb: jnp.mean(x * p), params="b", ipu=1)]
+    model = Pipeline(stages, frozen={"a": True, "b": True})
+    options = TrainOptions(loss_scale=DynamicScale(initial=8.0, growth_interval=1))
+    step = make_train_step(model, optax.adam(0.1), options)
+    params = {"a": np.full(3, 2, np.float32), "b": np.full(3, 3, np.float32)}
+    state, outputs = step(step.init(params), np.ones((1, 2, 3), np.float32))
+    whole = step.whole(state)
+    assert (float(outputs.loss), int(outputs.updated), float(whole["scale"].scale)) == (6.0, 1, 16.0)
+    assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, whole["params"])) == {"a": [2] * 3, "b": [3] * 3}
 
 
 def test_the_scale_stays_within_its_bounds():
