@@ -28,6 +28,7 @@ from ipu_jax import (
     VerificationError,
     engine,
     make_mesh,
+    reference,
     reference_value_and_grad,
     verify,
 )
@@ -134,18 +135,36 @@ def assert_everything_equals(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * np.abs(e[np.isfinite(e)]).max(), err_msg=str(path))
 
 
-@pytest.mark.parametrize(("replicas", "reduction"), [(1, "sum"), (2, "mean")])
-def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(replicas, reduction):
-    model = Everything(replicas, reduction=reduction)
-    pipeline = model.pipeline
-    found = reference_value_and_grad(pipeline, model.params, model.batch, model.state, model.key)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(reduction):
+    """Two replicas under "mean". Under "sum" one, given numpy's float64, which is held as float32."""
+    model = Everything(2 if reduction == "mean" else 1, reduction=reduction)
+    given = (model.params, model.batch, model.state)
+    if reduction == "sum":
+        given = jax.tree.map(lambda a: a.astype(np.float64) if a.dtype == np.float32 else a, given)
+    found = reference_value_and_grad(model.pipeline, *given, model.key)
     assert_everything_equals(found, model.expected(reduction))
-    assert {leaf.devices().pop() for leaf in jax.tree.leaves(found)} == {pipeline.mesh.devices.flat[0]}
-    report = verify(pipeline, pipeline.shard(model.params), model.batch, pipeline.shard_state(model.state), model.key)
-    assert set(report.gradient_errors) == {f"params{leaf}" for leaf in ("['a']['w']", "['a']['fixed']", "['b']", "['c']")}
+    assert {leaf.devices().pop() for leaf in jax.tree.leaves(found)} == {model.pipeline.mesh.devices.flat[0]}
+
+
+@pytest.fixture(scope="module")
+def right() -> Any:
+    """A model, and what its pipeline and the unsharded program return."""
+    model = Everything(replicas=2)
+    pipeline = model.pipeline
+    sharded = pipeline.shard(model.params), model.batch, pipeline.shard_state(model.state), model.key
+    expected = reference_value_and_grad(pipeline, model.params, model.batch, model.state, model.key)
+    return model, sharded, pipeline.value_and_grad(*sharded), expected
+
+
+def test_a_report_of_everything(right, monkeypatch):
+    model, sharded, _, expected = right
+    monkeypatch.setattr(reference, "reference_value_and_grad", lambda *_: expected)
+    report = verify(model.pipeline, *sharded)
+    assert set(report.gradient_errors) == {f"params{at}" for at in ("['a']['w']", "['a']['fixed']", "['b']", "['c']")}
     assert set(report.state_errors) == {"state['seen']['mean']", "state['seen']['count']"}
     assert set(report.aux_errors) == {
-        f"aux{leaf}" for leaf in ("['a']['mean']", "['a']['on']", "['c']['rows']", "['c']['masked']")
+        f"aux{at}" for at in ("['a']['mean']", "['a']['on']", "['c']['rows']", "['c']['masked']")
     }
     assert re.fullmatch(r".*; 2 of state, \d\.\de[+-]\d\d; 4 of aux, \d\.\de[+-]\d\d", str(report))
 
@@ -153,94 +172,116 @@ def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(replica
 # faults
 
 
-def _with(what: str, change: Any) -> Any:
-    """`engine.run` with one of its results changed; `change(result's part, the state that went in)`."""
-    run = engine.run
-
-    def wrong(plan, params, state, *args, **options):
-        result = run(plan, params, state, *args, **options)
-        return dataclasses.replace(result, **{what: change(getattr(result, what), state)})
-
-    return wrong
+def _of_group_b(gradients: Any) -> Any:
+    concurrent = {"b": [leaf.at[0, 0].mul(1.1) for leaf in gradients.concurrent["b"]]}
+    return dataclasses.replace(gradients, concurrent=concurrent)
 
 
-def _of_group_b(gradients: Any, _: Any) -> Any:
-    return dataclasses.replace(gradients, concurrent={"b": [leaf.at[0, 0].mul(1.1) for leaf in gradients.concurrent["b"]]})
+def _changed(stage: str, leaf: str, change: Any) -> Any:
+    return lambda aux: aux | {stage: aux[stage] | {leaf: change(aux[stage][leaf])}}
 
 
-def _of_second_replica(aux: Any, _: Any) -> Any:
-    wrong = aux["c"]["rows"].at[2, 1].add(0.01 * (lax.axis_index("replica") == 1))
-    return aux | {"c": aux["c"] | {"rows": wrong}}
-
-
-def _one_off(aux: Any, _: Any) -> Any:
-    return aux | {"a": aux["a"] | {"on": aux["a"]["on"].at[1].add(1)}}
-
-
-def _finite(aux: Any, _: Any) -> Any:
-    return aux | {"c": aux["c"] | {"masked": jnp.maximum(aux["c"]["masked"], -1e30)}}
+def _floats_times(scale: float) -> Any:
+    return lambda tree: jax.tree.map(lambda leaf: leaf * scale if leaf.dtype == jnp.float32 else leaf, tree)
 
 
 NUMBER = r"-?(?:inf|\d[\d.]*(?:e[+-]?\d+)?)"
 FAULTS = {
-    "the loss": ("loss", lambda loss, _: loss * 1.001, r"the loss differs from .* by more than rtol=1e-05: loss "),
+    "the loss": ("loss", lambda loss: loss * 1.001, r"the loss differs from .* by more than rtol=1e-05: loss "),
     "a gradient": (
         "gradients",
         _of_group_b,
         rf"the gradient of params\['b'\] differs from the unsharded program's by {NUMBER} relative, more than "
         rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[0, \d\] \(1 of 4 gradients differ\): loss ",
     ),
-    "state that stays as it was": (
-        "state",
-        lambda _, old: old,
-        rf"the new state\['seen'\]\['count'\] differs from the unsharded program's by 0\.5 relative, and int32 must be "
-        r"equal: 3 instead of 6 \(2 of 2 leaves of state differ\): loss ",
+    "a gradient of a frozen leaf": (
+        "gradients",
+        lambda g: dataclasses.replace(g, slots=[leaf + 1e-3 if leaf.shape == (2, D) else leaf for leaf in g.slots]),
+        rf"the gradient of params\['a'\]\['fixed'\] differs from .* by 0\.001 relative, more than rtol=1e-05: "
+        r"0\.001 instead of 0 at \[0\] \(1 of 4 gradients differ\): loss ",
     ),
-    "one replica's state": (
+    "state that was updated once too often": (
         "state",
-        lambda new, _: jax.tree.map(lambda leaf: leaf * 1.001 if leaf.dtype == jnp.float32 else leaf, new),
+        lambda state: jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, state),
+        r"the new state\['seen'\]\['count'\] differs from the unsharded program's by 0\.167 relative, and int32 must be "
+        r"equal: 7 instead of 6 \(1 of 2 leaves of state differ\): loss ",
+    ),
+    "a running mean": (
+        "state",
+        _floats_times(1.001),
         rf"the new state\['seen'\]\['mean'\] differs from the unsharded program's by 0\.001 relative, more than "
         rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d\] \(1 of 2 leaves of state differ\): loss ",
     ),
     "a row of one micro-batch of one replica": (
         "aux",
-        _of_second_replica,
+        _changed("c", "rows", lambda rows: rows.at[1, 2, 1].add(0.01)),
         rf"the aux\['c'\]\['rows'\] differs from the unsharded program's by {NUMBER} relative, more than rtol=1e-05: "
         rf"{NUMBER} instead of {NUMBER} at \[1, 2, 1\] \(1 of 4 leaves of aux differ\): loss ",
     ),
     "micro-batches in another order": (
         "aux",
-        lambda aux, _: jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 0), aux),
+        lambda aux: jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 1), aux),
+        r"the aux\['.*'\]\['.*'\] differs from .* \(4 of 4 leaves of aux differ\): loss ",
+    ),
+    "replicas in another order": (
+        "aux",
+        lambda aux: jax.tree.map(lambda leaf: leaf[::-1], aux),
         r"the aux\['.*'\]\['.*'\] differs from .* \(4 of 4 leaves of aux differ\): loss ",
     ),
     "an integer that is one off": (
         "aux",
-        _one_off,
+        _changed("a", "on", lambda on: on.at[0, 1].add(1)),
         rf"the aux\['a'\]\['on'\] differs from the unsharded program's by {NUMBER} relative, and int32 must be equal: "
-        r"(\d) instead of \d at \[\d, 1\] \(1 of 4 leaves of aux differ\): loss ",
+        r"\d+ instead of \d+ at \[0, 1\] \(1 of 4 leaves of aux differ\): loss ",
     ),
     "a large number for one that is infinite": (
         "aux",
-        _finite,
-        rf"the aux\['c'\]\['masked'\] differs from the unsharded program's by inf relative, more than rtol=1e-05: "
+        _changed("c", "masked", lambda masked: jnp.maximum(masked, -1e30)),
+        r"the aux\['c'\]\['masked'\] differs from the unsharded program's by inf relative, more than rtol=1e-05: "
         r"-1e\+30 instead of -inf at \[\d, \d, \d\] \(1 of 4 leaves of aux differ\): loss ",
     ),
     "a NaN in the aux": (
         "aux",
-        lambda aux, _: aux | {"a": aux["a"] | {"mean": aux["a"]["mean"].at[2].set(jnp.nan)}},
-        rf"the aux\['a'\]\['mean'\] differs from the unsharded program's by nan relative, more than rtol=1e-05: "
+        _changed("a", "mean", lambda mean: mean.at[0, 2].set(jnp.nan)),
+        r"the aux\['a'\]\['mean'\] differs from the unsharded program's by nan relative, more than rtol=1e-05: "
         rf"nan instead of {NUMBER} at \[0, 2\] \(1 of 4 leaves of aux differ\): loss ",
     ),
 }
 
 
 @pytest.mark.parametrize(("what", "change", "message"), FAULTS.values(), ids=FAULTS)
-def test_a_pipeline_with_a_fault_fails(monkeypatch, what, change, message):
-    monkeypatch.setattr(engine, "run", _with(what, change))
-    model = Everything(replicas=2)
-    params, state = model.pipeline.shard(model.params), model.pipeline.shard_state(model.state)
+def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, message):
+    model, sharded, ((loss, aux), gradients, state), expected = right
+    found = {"loss": loss, "aux": aux, "gradients": gradients, "state": state}
+    found |= {what: change(found[what])}
+    result = (found["loss"], found["aux"]), found["gradients"], found["state"]
+    monkeypatch.setattr(model.pipeline, "value_and_grad", lambda *_: result)
+    monkeypatch.setattr(reference, "reference_value_and_grad", lambda *_: expected)
     with pytest.raises(VerificationError, match="^" + message):
-        verify(model.pipeline, params, model.batch, state, model.key)
+        verify(model.pipeline, *sharded)
+
+
+ENGINE_FAULTS = {
+    "gradients of the first micro-batches are lost": (
+        lambda result, args: dataclasses.replace(result, gradients=_floats_times(0.5)(result.gradients)),
+        r"the gradient of params\['a'\] differs from .* by 0\.5 relative",
+    ),
+    "the state is dropped": (
+        lambda result, args: dataclasses.replace(result, state=args[2]),
+        r"the new state\['s'\] differs from .* by 1 relative, .* 0 instead of 3 \(1 of 1 leaves of state differ\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), ENGINE_FAULTS.values(), ids=ENGINE_FAULTS)
+def test_an_engine_with_a_fault_fails(monkeypatch, change, message):
+    run = engine.run
+    monkeypatch.setattr(engine, "run", lambda *args, **options: change(run(*args, **options), args))
+    stage = Stage(lambda w, x, mb, *, state: Outputs(jnp.mean((mb["x"] @ w) ** 2), state + 1), params="a", state="s")
+    pipeline = Pipeline([stage], gradient_accumulation=M)
+    params, state = pipeline.shard({"a": normal(D, D)}), pipeline.shard_state({"s": np.float32(0)})
+    with pytest.raises(VerificationError, match="^" + message):
+        verify(pipeline, params, batch_of(1), state)
 
 
 def test_other_keys_are_other_numbers(monkeypatch):
@@ -250,10 +291,10 @@ def test_other_keys_are_other_numbers(monkeypatch):
         return run(plan, params, state, batch, jax.random.fold_in(key, 1), **options)
 
     monkeypatch.setattr(engine, "run", wrong)
-    model = Everything()
-    params, state = model.pipeline.shard(model.params), model.pipeline.shard_state(model.state)
+    stage = Stage(lambda w, x, mb, *, key: jnp.mean(mb["x"]) * jax.random.uniform(key), random=True)
+    pipeline = Pipeline([stage], gradient_accumulation=M)
     with pytest.raises(VerificationError, match=r"^the loss differs"):
-        verify(model.pipeline, params, model.batch, state, model.key)
+        verify(pipeline, pipeline.shard({}), batch_of(1), key=jax.random.key(0))
 
 
 # aux
@@ -338,7 +379,7 @@ RULES = {"sign": (sign_of_cotangent, np.sign), "clip": (clipped, lambda g: np.cl
 
 
 @pytest.mark.parametrize(
-    ("rule", "reduction", "replicas"), [("sign", "mean", 1), ("sign", "sum", 2), ("clip", "mean", 2), ("clip", "sum", 1)]
+    ("rule", "reduction", "replicas"), [("sign", "mean", 1), ("clip", "mean", 2), ("clip", "sum", 1)]
 )
 def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas):
     fn, by_hand = RULES[rule]
@@ -373,8 +414,8 @@ def normalised(w, x, mb, *, state):
     return Outputs(y, state=0.5 * state + 0.5 * mean, aux={"replica": lax.axis_index("replica"), "y": y})
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_batch_norm_over_replicas_is_batch_norm_of_the_joined_rows(replicas):
+def test_batch_norm_over_replicas_is_batch_norm_of_the_joined_rows():
+    replicas = 3
     stages = [
         Stage(normalised, params="a", state="seen", name="norm"),
         Stage(lambda w, x, mb: jnp.mean((x @ w - mb["y"]) ** 2), params="b", ipu=1),
@@ -404,17 +445,6 @@ def test_batch_norm_over_replicas_is_batch_norm_of_the_joined_rows(replicas):
 
 
 # float64
-
-
-def test_weights_of_numpys_float64_are_those_that_the_pipeline_holds():
-    model = Everything()
-    to_64 = lambda tree: jax.tree.map(lambda a: a.astype(np.float64) if a.dtype == np.float32 else a, tree)  # noqa: E731
-    params, batch, state = to_64(model.params), to_64(model.batch), to_64(model.state)
-    found = reference_value_and_grad(model.pipeline, params, batch, state, model.key)
-    assert {leaf.dtype for leaf in jax.tree.leaves(found[1:])} == {jnp.dtype("float32"), jnp.dtype("int32")}
-    assert_everything_equals(found, model.expected())
-    pipeline = model.pipeline
-    verify(pipeline, pipeline.shard(params), batch, pipeline.shard_state(state), model.key)
 
 
 IN_FLOAT64 = """
