@@ -59,7 +59,9 @@ class Report:
         return (
             f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
             f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
-            + "".join(f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors)
+            + "".join(
+                f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
+            )
         )
 
 
@@ -251,7 +253,7 @@ class _Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Allowed:
-    """How far apart two leaves may be: `rtol` where it was given, else what rounding explains; exact types not at all."""
+    """How far apart two leaves may be: `rtol` where it was given, else what rounding explains; integers not at all."""
 
     rtol: float | None
     default: float

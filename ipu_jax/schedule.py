@@ -161,8 +161,8 @@ class Schedule:
             A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `simulation` has the closed forms.
 
         Raises:
-            ValueError: a cost that is no finite number of at least 0, not as many costs as stages, or a `weight` greater
-                than `backward`.
+            ValueError: a cost that is no finite number of at least 0, not as many costs as stages, or a `weight` above
+                `backward`.
 
         >>> zbv = make("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
         >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
@@ -220,7 +220,9 @@ IPUs takes until the next tick: move it to tick 3 or later
 
 def _placement_of(placement: Any) -> Placement:
     if isinstance(placement, str) or not isinstance(placement, Iterable):
-        raise ValueError(f"placement={placement!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)")
+        raise ValueError(
+            f"placement={placement!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)"
+        )
     found = []
     for stage, ipu in enumerate(placement):
         found.append(None if ipu is None else as_int(ipu))

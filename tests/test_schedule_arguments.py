@@ -1,8 +1,8 @@
-"""What schedules, the simulator, `split` and `measure_costs` take: NumPy's numbers too; and what they refuse, in words."""
+"""What schedules, the simulator, `split` and `measure_costs` take, NumPy's numbers too; what they refuse, in words."""
 
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,10 @@ def test_a_placement_that_is_none_is_refused(bad):
 def test_a_tick_that_is_no_integer_is_refused(bad):
     forward, backward = ROWS
     wrong = (backward[0], (backward[1][0], bad))
-    refused(lambda: Schedule("mine", (0, 1), 2, forward, wrong), f"schedule 'mine': 1B1 is in tick {bad!r}: give an int of at least 0")
+    refused(
+        lambda: Schedule("mine", (0, 1), 2, forward, wrong),
+        f"schedule 'mine': 1B1 is in tick {bad!r}: give an int of at least 0",
+    )
 
 
 @pytest.mark.parametrize("bad", [None, 3, "01", (0, 1)], ids=repr)
@@ -119,7 +122,7 @@ def test_a_schedules_own_name_must_be_text():
 
 
 def test_costs_may_be_numpys_and_any_sequence():
-    schedule = make("zb-h1", ipus=2, micro_batches=3)
+    schedule: Any = make("zb-h1", ipus=2, micro_batches=3)
     expected = schedule.simulate([1, 2], [3, 4], [1, 2], 0.5)
     for of in (np.array, jnp.array, tuple, iter):
         found = schedule.simulate(of([1, 2]), of([3, 4]), of([1, 2]), np.float64(0.5))
@@ -150,11 +153,12 @@ def test_what_is_not_a_cost_is_refused(bad):
 
 def test_split_takes_numpys_numbers():
     costs, memory = np.array([4, 1, 1, 1, 3, 2]), np.ones(6, np.float32)
+    two, three, limit = (cast(Any, number) for number in (np.int64(2), np.int64(3), np.float32(3)))
     expected = split(range(6), [4, 1, 1, 1, 3, 2], 3, memory=[1] * 6, limit=3)
-    found = split(np.arange(6), costs, np.int64(3), memory=memory, limit=np.float32(3))
+    found = split(np.arange(6), costs, three, memory=memory, limit=limit)
     assert (found.ipus, found.loads) == (expected.ipus, expected.loads)
     assert {type(load) for load in found.loads} == {float}
-    assert split("abcd", iter([1, 1, 1, 1]), np.int64(2), rounds=np.int64(2)).ipus == (0, 1, 0, 1)
+    assert split("abcd", iter([1, 1, 1, 1]), two, rounds=two).ipus == (0, 1, 0, 1)
 
 
 @pytest.mark.parametrize("bad", [None, 3, "12", {0: 1, 1: 1}], ids=repr)
@@ -162,7 +166,8 @@ def test_costs_and_memory_are_a_number_a_layer(bad):
     refused(lambda: split("ab", bad, 2), f"costs={bad!r} are no numbers: give one for each layer")
     if bad is not None:
         refused(
-            lambda: split("ab", [1, 1], 2, memory=bad, limit=3), f"memory={bad!r} are no numbers: give one for each layer"
+            lambda: split("ab", [1, 1], 2, memory=bad, limit=3),
+            f"memory={bad!r} are no numbers: give one for each layer",
         )
 
 
@@ -183,7 +188,12 @@ WEIGHTS = {"a": np.ones((4, 8)), "b": np.ones((8, 2))}
         (3, WEIGHTS, None, "stages holds 3: give Stages, the first one first"),
         ([FIRST, LAST], {"a": 1}, None, "params: missing 'b', which stages name"),
         ([FIRST, LAST], [1, 2], None, "params is a list: give {group: pytree}"),
-        ([Stage(lambda p, x, mb, *, state: Outputs(mb.sum(), state=state), state="s")], {}, None, "state: missing 's', which stages name"),
+        (
+            [Stage(lambda p, x, mb, *, state: Outputs(mb.sum(), state=state), state="s")],
+            {},
+            None,
+            "state: missing 's', which stages name",
+        ),
     ],
 )
 def test_measure_costs_refuses(stages, params, state, message):

@@ -190,7 +190,10 @@ SECOND_FIRST = {
         Schedule("mine", (0, 1), 2, ((1, 0), (2, 1)), ((5, 4), (4, 3)), None, "one-phase"),
         "counts",
     ),
-    "a concurrent stage": (Schedule("mine", (0, None), 2, ((1, 0), (2, 1)), ((4, 3), (2, 1)), None, "one-phase"), "counts"),
+    "a concurrent stage": (
+        Schedule("mine", (0, None), 2, ((1, 0), (2, 1)), ((4, 3), (2, 1)), None, "one-phase"),
+        "counts",
+    ),
 }
 
 
@@ -204,7 +207,7 @@ def test_micro_batches_out_of_order_are_refused_where_a_stage_holds_state(case):
             return Outputs(y, state=state["state"] + 1) if stateful else y
 
         found = [Stage(lambda p, x, mb: jnp.sin(mb), ipu=0)] if len(schedule.placement) > 1 else []
-        place = schedule.placement[-1]
+        place = schedule.placement[len(found)]
         last = Stage(fn, ipu=ALL_IPUS if place is None else place, name=name, state="s" if stateful else None)
         return [*found, last]
 

@@ -105,7 +105,13 @@ def test_rounds_go_round_the_ipus():
         ("ab", [1, 1], 0, {}, "ipus=0 is not a count"),
         ("ab", [1, 1], 2, {"memory": [1, 2]}, r"memory=\[1, 2\] and limit=None: give the layers' bytes and an IPU's"),
         ("ab", [1, 1], 2, {"memory": [1], "limit": 3}, "memory has 1 numbers for 2 layers"),
-        ("ab", [1, 1], 2, {"memory": [1, -1], "limit": 3}, r"layer 'b': memory\[1\]=-1 is not a size: give a finite number of at least 0"),
+        (
+            "ab",
+            [1, 1],
+            2,
+            {"memory": [1, -1], "limit": 3},
+            r"layer 'b': memory\[1\]=-1 is not a size: give a finite number of at least 0",
+        ),
         (
             "ab",
             [1, 1],

@@ -1,7 +1,7 @@
 """The unsharded program against models written apart, in plain jax; and `verify` against pipelines with a fault.
 
-`verify` shares code with what it judges (keys, skips, state, how a loss is read), so neither is the other's oracle here:
-what they run is a Python loop over replicas and micro-batches, or one product over all of them.
+`verify` shares code with what it judges (keys, skips, state, how a loss is read), so neither is the other's oracle
+here: that is a Python loop over replicas and micro-batches, or one product over all of them.
 """
 
 import dataclasses
@@ -197,14 +197,14 @@ FAULTS = {
     "a gradient of a frozen leaf": (
         "gradients",
         lambda g: dataclasses.replace(g, slots=[leaf + 1e-3 if leaf.shape == (2, D) else leaf for leaf in g.slots]),
-        rf"the gradient of params\['a'\]\['fixed'\] differs from .* by 0\.001 relative, more than rtol=1e-05: "
+        r"the gradient of params\['a'\]\['fixed'\] differs from .* by 0\.001 relative, more than rtol=1e-05: "
         r"0\.001 instead of 0 at \[0\] \(1 of 4 gradients differ\): loss ",
     ),
     "state that was updated once too often": (
         "state",
         lambda state: jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, state),
-        r"the new state\['seen'\]\['count'\] differs from the unsharded program's by 0\.167 relative, and int32 must be "
-        r"equal: 7 instead of 6 \(1 of 2 leaves of state differ\): loss ",
+        r"the new state\['seen'\]\['count'\] differs from the unsharded program's by 0\.167 relative, and int32 must "
+        r"be equal: 7 instead of 6 \(1 of 2 leaves of state differ\): loss ",
     ),
     "a running mean": (
         "state",
