@@ -88,11 +88,16 @@ def reference_value_and_grad(
         sent but what stages themselves send over axis "replica".
 
     Raises:
-        ValueError: the batch doesn't fit, or a key is missing or superfluous.
+        ValueError: the batch doesn't fit, or a group of state or a key is missing or superfluous.
     """
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(key, stages, needed=any(stage.random for stage in stages))
     check_batch(batch, replicas, m)
+    held, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
+    if held != given:
+        raise ValueError(
+            f"state has the groups {sorted(given)}, the stages name {sorted(held)}: give {{group: pytree}}"
+        )
     if replicas == 1:
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
     model, count = whole(stages, "reference"), m * replicas

@@ -208,6 +208,8 @@ IPUs takes until the next tick: move it to tick 3 or later
         >>> Schedule.from_text(str(schedule)) == schedule
         True
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r} is no text: give what str(schedule) gives, or a grid of your own")
         return cls(*grid.parse(text))
 
     def to_text(self) -> str:

@@ -111,6 +111,13 @@ def test_a_table_that_is_none_is_refused(bad):
     )
 
 
+def test_a_schedule_is_read_from_text():
+    refused(
+        lambda: Schedule.from_text(3),  # pyright: ignore[reportArgumentType]
+        "text=3 is no text: give what str(schedule) gives, or a grid of your own",
+    )
+
+
 def test_a_schedules_own_name_must_be_text():
     refused(
         lambda: Schedule(3, (0, 1), 2, *ROWS),  # pyright: ignore[reportArgumentType]

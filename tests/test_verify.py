@@ -402,6 +402,17 @@ def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas)
     verify(pipeline, pipeline.shard({"a": w}), batch)
 
 
+def test_a_concurrent_stages_rule_sees_a_part_of_the_cotangent_and_verify_says_so():
+    """What all IPUs hold alike gets its cotangent in equal parts: such a rule belongs on a local stage."""
+    stages = [
+        Stage(lambda w, x, mb: sign_of_cotangent(mb["x"] @ w), params="a", ipu=ALL_IPUS),
+        Stage(lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2), ipu=1),
+    ]
+    pipeline = Pipeline(stages, gradient_accumulation=M, specs={"a": P()})
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['a'\] differs from .* by 1 relative"):
+        verify(pipeline, pipeline.shard({"a": normal(D, D)}), batch_of(1))
+
+
 # replicas that see each other
 
 
@@ -489,3 +500,11 @@ def test_the_unsharded_program_refuses_what_the_pipeline_refuses():
         reference_value_and_grad(model.pipeline, model.params, batch_of(1), model.state, model.key)
     with pytest.raises(ValueError, match=exactly("stage 'a' takes a random key: pass key=jax.random.key(...)")):
         reference_value_and_grad(model.pipeline, model.params, model.batch, model.state)
+    for state in (None, {}, {"other": model.state["seen"]}):
+        with pytest.raises(
+            ValueError,
+            match=exactly(
+                f"state has the groups {sorted(state or {})}, the stages name ['seen']: give {{group: pytree}}"
+            ),
+        ):
+            reference_value_and_grad(model.pipeline, model.params, model.batch, state, model.key)
