@@ -186,10 +186,10 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def bytes_of(tree: Any) -> int:
-    """The bytes of all arrays, `jax.ShapeDtypeStruct` or avals in a tree.
+    """The bytes of all arrays, `jax.ShapeDtypeStruct` or avals in a tree; of a typed key, those of its data.
 
-    >>> bytes_of([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.numpy.ones(4)])
-    28
+    >>> bytes_of([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.numpy.ones(4), jax.random.key(0)])
+    36
     """
     leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape"))
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)

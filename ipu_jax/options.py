@@ -61,7 +61,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """`value`, if it is one of `choices`.
 
     Raises:
-        ValueError: it is not; the nearest choice is named where there is one.
+        ValueError: it is not; the nearest choice is named where there is one, whatever the case of its letters.
 
     >>> check_choice("schedule", "groupd", ("sequential", "grouped"))
     Traceback (most recent call last):
@@ -70,8 +70,9 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """
     if isinstance(value, str) and value in choices:
         return value
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    lowered = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(value.lower(), lowered, n=1) if isinstance(value, str) else []
+    hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
     raise ValueError(f"{name}={value!r} is unknown: {hint}Choose one of {', '.join(map(repr, choices))}")
 
 
@@ -87,6 +88,29 @@ def check_positive(name: str, value: object) -> float:
     number: Any = value.item() if isinstance(value, (np.integer, np.floating)) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{name}={value!r} is not a positive number: give a finite one above 0")
+    return number
+
+
+def check_cost(name: str, value: object, kind: str = "cost") -> float:
+    """Return `value` as a float, if it is a finite number of at least 0: any that `float` takes, but text and bools.
+
+    Args:
+        name: of the argument.
+        value: of it.
+        kind: what errors call such a number.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> check_cost("transfer", np.int64(3))
+    3.0
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bool, np.bool_)) else float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name}={value!r} is not a {kind}: give a finite number of at least 0")
     return number
 
 

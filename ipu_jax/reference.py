@@ -1,18 +1,24 @@
 """The same stages, unsharded: the program that a pipeline must equal, and the comparison.
 
-`reference_value_and_grad` runs the stages one after the other on one device, micro-batch by micro-batch, on whole
-weights, differentiated by `jax.value_and_grad`. A stage's `reference` function takes the place of its `fn`; a
-concurrent stage without one runs on a mesh of a single IPU, where its collectives do nothing. `verify` compares.
+`reference_value_and_grad` runs the stages one after the other, micro-batch by micro-batch, on whole weights. Each
+micro-batch is differentiated by a `jax.vjp` of its own, from the cotangent that the pipeline gives its loss: what a
+rule makes of a cotangent (clips it, takes its sign) it makes of the same number in both. A stage's `reference` function
+takes the place of its `fn`; a concurrent stage without one runs on a mesh of a single IPU, where its collectives do
+nothing. Replicas stand beside each other, each on its first IPU, so that what a stage sends over axis "replica"
+(synchronised batch norm) arrives. `verify` compares.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.arguments import check_batch, check_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.packing import Sharded
 from ipu_jax.pipeline import Pipeline
@@ -20,7 +26,7 @@ from ipu_jax.segment import NOTHING, Given, keys_of, loss_and_aux, whole
 
 
 class VerificationError(AssertionError):
-    """A pipeline's loss or a gradient differs from the unsharded program's."""
+    """A pipeline's loss, a gradient, its new state or its aux differs from the unsharded program's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Report:
         loss_error: relative to the reference.
         gradient_errors: per leaf, the largest difference relative to the leaf's largest reference magnitude.
         state_errors: likewise for the new state, where stages hold some.
+        aux_errors: likewise for the aux, where stages return some.
     """
 
     loss: float
@@ -39,23 +46,27 @@ class Report:
     loss_error: float
     gradient_errors: dict[str, float]
     state_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    aux_errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def worst(self) -> tuple[str, float]:
         """The gradient leaf with the largest relative error, and that error."""
-        return max(self.gradient_errors.items(), key=lambda item: item[1], default=("(no weights)", 0.0))
+        return _worst(self.gradient_errors) if self.gradient_errors else ("(no weights)", 0.0)
 
     def __str__(self) -> str:
         leaf, error = self.worst
+        others = {"state": self.state_errors, "aux": self.aux_errors}
         return (
             f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
             f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
-            + (
-                f"; {len(self.state_errors)} of state, {max(self.state_errors.values()):.1e}"
-                if self.state_errors
-                else ""
+            + "".join(
+                f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
             )
         )
+
+
+def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
+    return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
 
 
 def reference_value_and_grad(
@@ -73,62 +84,71 @@ def reference_value_and_grad(
     Returns:
         `(loss, {group: pytree of gradients})`, with aux and new state as `Pipeline.value_and_grad` returns them: mean
         loss over micro-batches and replicas; gradients reduced as the pipeline's `reduction` says, accumulated in
-        float32 at least. Runs on the mesh's first device; nothing is sent.
+        float32 at least. All of it lies on the mesh's first device. Each replica runs on its first IPU; nothing is
+        sent but what stages themselves send over axis "replica".
+
+    Raises:
+        ValueError: the batch doesn't fit, or a group of state or a key is missing or superfluous.
     """
-    device = pipeline.mesh.devices.flat[0]
-    alone = Mesh(np.array([[device]]), (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
-    model = whole(pipeline.stages, "reference")
-    replicas, m = pipeline.replicas, pipeline.options.gradient_accumulation
+    stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
+    check_key(key, stages, needed=any(stage.random for stage in stages))
+    check_batch(batch, replicas, m)
+    held, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
+    if held != given:
+        raise ValueError(
+            f"state has the groups {sorted(given)}, the stages name {sorted(held)}: give {{group: pytree}}"
+        )
     if replicas == 1:
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
+    model, count = whole(stages, "reference"), m * replicas
+    seed = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
     frozen = pipeline.is_frozen(params)
+    alone = Mesh(pipeline.mesh.devices[:, :1], (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    everywhere, apart = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    params, state, key = jax.device_put((params, state or {}, key), NamedSharding(alone, everywhere))
+    batch = jax.device_put(batch, NamedSharding(alone, apart))
     leaves, treedef = jax.tree.flatten(params)
-    learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
 
-    def one(learning: list[Any], given: Given, state: Any) -> tuple[Any, Any]:
-        following = iter(learning)
-        weights = [leaf if is_frozen else next(following) for leaf, is_frozen in zip(leaves, frozen, strict=True)]
-        y, new_state, aux = model(jax.tree.unflatten(treedef, weights), NOTHING, given, state)
-        loss, aux = loss_and_aux(y.y, aux, pipeline.stages[-1])
-        return loss, (new_state, aux)
+    def of_replica(leaves: list[Any], batch: Any, state: Any, key: Any) -> Any:
+        learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
 
-    def program(learning: list[Any], batch: Any, state: Any, key: Any) -> Any:
-        def of_micro_batch(carry: Any, at: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-            replica, index, microbatch = at
+        def of_micro_batch(carry: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+            index, microbatch = at
             sums, state = carry
-            keys = keys_of(key, replica, index, range(len(pipeline.stages)), pipeline.stages)
-            (loss, (state, aux)), gradients = jax.value_and_grad(one, has_aux=True)(
-                learning, Given(microbatch, keys), state
-            )
-            return (jax.tree.map(lambda total, v: total + v, sums, (loss, gradients)), state), aux
+            keys = keys_of(key, lax.axis_index(REPLICA_AXIS), index, range(len(stages)), stages)
 
-        def of_replica(sums: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
-            replica, batch = at
-            indices = (jnp.full(m, replica), jnp.arange(m), batch)
-            (sums, new_state), aux = jax.lax.scan(of_micro_batch, (sums, state), indices)
-            return sums, (new_state, aux)
+            def loss_of(learning: list[Any]) -> tuple[Any, Any]:
+                following = iter(learning)
+                weights = [w if is_frozen else next(following) for w, is_frozen in zip(leaves, frozen, strict=True)]
+                message, new_state, aux = model(
+                    jax.tree.unflatten(treedef, weights), NOTHING, Given(microbatch, keys), state
+                )
+                loss, aux = loss_and_aux(message.y, aux, stages[-1])
+                return loss, (new_state, aux)
+
+            loss, vjp, (state, aux) = jax.vjp(loss_of, learning, has_aux=True)
+            (gradients,) = vjp(jnp.full((), seed, loss.dtype))
+            return ([total + g for total, g in zip(sums, gradients, strict=True)], state), (loss, aux)
 
         zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]
-        sums, (states, aux) = jax.lax.scan(
-            of_replica, (jnp.zeros((), jnp.float32), zeros), (jnp.arange(replicas), batch)
-        )
-        of_floats = lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]  # noqa: E731
-        return *sums, jax.tree.map(of_floats, states), aux
+        microbatches = jax.tree.map(lambda leaf: leaf[0], batch)
+        (sums, new_state), (losses, aux) = lax.scan(of_micro_batch, (zeros, state), (jnp.arange(m), microbatches))
+        return jax.tree.map(lambda leaf: leaf[None], (sums, new_state, losses, aux))
 
-    everywhere = PartitionSpec()
-    mapped = jax.shard_map(program, mesh=alone, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    learning, leaves, batch, state = jax.device_put((learning, leaves, batch, state or {}), device)
-    loss, sums, new_state, aux = jax.jit(mapped)(learning, batch, state, key)
-    count = m * replicas
-    scale = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
+    mapped = jax.shard_map(
+        of_replica, mesh=alone, in_specs=(everywhere, apart, everywhere, everywhere), out_specs=apart, check_vma=False
+    )
+    # of each a leading dim: the replicas
+    results = jax.jit(mapped)(leaves, batch, state, key)
+    (sums, states, losses, aux), leaves = jax.device_put((results, leaves), pipeline.mesh.devices.flat[0])
     following = iter(sums)
     gradients = [
-        jnp.zeros_like(w) if is_frozen else (next(following) * scale).astype(w.dtype)
+        jnp.zeros_like(w) if is_frozen else next(following).sum(0).astype(w.dtype)
         for w, is_frozen in zip(leaves, frozen, strict=True)
     ]
-    if replicas == 1:
-        aux = jax.tree.map(lambda leaf: leaf[0], aux)
-    value = pipeline.value_of(loss / count, aux)
+    new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
+    loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
+    value = pipeline.value_of(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
     result = (value, jax.tree.unflatten(treedef, gradients))
     return (*result, new_state) if new_state else result
 
@@ -142,22 +162,26 @@ def verify(
     *,
     rtol: float | None = None,
 ) -> Report:
-    """Runs the pipeline and the unsharded program on the same weights and batch, and compares loss and every gradient.
+    """Runs the pipeline and the unsharded program on the same weights and batch, and compares all that they return.
 
-    Where stages hold state, the new state is compared too.
+    That is the loss, every gradient, the new state where stages hold some, and every leaf of every stage's aux, of each
+    micro-batch and replica. Floats must agree to a tolerance, everything else exactly. What is infinite in both agrees
+    in state and aux (a masked logit), not in loss and gradients.
 
     Args:
         pipeline: the pipeline.
         params: from `pipeline.shard`.
         batch, state, key: as `Pipeline.value_and_grad` takes them.
         rtol: the largest relative error allowed, of the loss and of each leaf (relative to the leaf's largest
-            magnitude). Default: 1e-5, or 8 machine epsilons of the coarsest weight dtype where that is more.
+            magnitude). Default: 1e-5, or 8 machine epsilons of the coarsest weight dtype, or of the leaf's own, where
+            that is more.
 
     Returns:
         The `Report`.
 
     Raises:
-        VerificationError: an error is above `rtol` or not a number; it names the worst leaf.
+        VerificationError: an error is above `rtol` or not a number, or the aux are not of the same tree and shapes; it
+            names the worst leaf, the two values that are furthest apart, and the tolerance.
 
     >>> from ipu_jax.stage import Stage
     >>> halve = Stage(lambda w, x, mb: mb * w, params="first", ipu=0)
@@ -167,46 +191,103 @@ def verify(
     >>> verify(pipeline, params, jnp.ones((3, 4, 2))).loss
     4.0
     """
-    if rtol is None:
-        layout = pipeline.adopted(params).layout
-        dtypes = [leaf.dtype for group in layout.groups for leaf in group.leaves if not leaf.frozen]
-        rtol = max([1e-5, *(8 * float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype != "float32")])
     found = pipeline.value_and_grad(params, batch, state, key)
     whole_state = None if state is None else pipeline.unshard(state)
     expected = reference_value_and_grad(pipeline, pipeline.unshard(params), batch, whole_state, key)
-    loss, expected_loss = (value[0] if isinstance(value, tuple) else value for value in (found[0], expected[0]))
-    report = Report(
-        float(loss),
-        float(expected_loss),
-        _relative_error(np.asarray(loss), np.asarray(expected_loss)),
-        _errors("params", pipeline.unshard(found[1]), expected[1]),
-        {} if state is None else _errors("state", pipeline.unshard(found[2]), expected[2]),
+    (loss, aux), (expected_loss, expected_aux) = (
+        value if isinstance(value, tuple) else (value, None) for value in (found[0], expected[0])
     )
-    if not report.loss_error <= rtol:
-        raise VerificationError(f"the loss differs from the unsharded program's by more than rtol={rtol:g}: {report}")
-    for what, errors in (("the gradient of", report.gradient_errors), ("the new", report.state_errors)):
-        wrong = {leaf: error for leaf, error in errors.items() if not error <= rtol}
+    _check_alike(aux, expected_aux)
+    groups = pipeline.adopted(params).layout.groups
+    dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
+    allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
+    of_loss = _Compared("", loss, expected_loss, may_be_infinite=False)
+    compared = {
+        "the gradient of": _compare("params", pipeline.unshard(found[1]), expected[1], may_be_infinite=False),
+        "the new": [] if state is None else _compare("state", pipeline.unshard(found[2]), expected[2]),
+        "the": _compare("aux", aux, expected_aux),
+    }
+    of_gradients, of_state, of_aux = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
+    report = Report(float(loss), float(expected_loss), of_loss.error, of_gradients, of_state, of_aux)
+    if not allowed.passes(of_loss):
+        bound = allowed.of(of_loss)
+        raise VerificationError(f"the loss differs from the unsharded program's by more than rtol={bound:g}: {report}")
+    for (what, leaves), kind in zip(compared.items(), ("gradients", "leaves of state", "leaves of aux"), strict=True):
+        wrong = {leaf.name: leaf for leaf in leaves if not allowed.passes(leaf)}
         if wrong:
-            leaf, error = max(wrong.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
-            kind = "gradients" if errors is report.gradient_errors else "leaves of state"
+            leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
+            bound = f"more than rtol={allowed.of(leaf):g}" if leaf.is_float else f"and {leaf.found.dtype} must be equal"
             raise VerificationError(
-                f"{what} {leaf} differs from the unsharded program's by {error:.3g} relative, "
-                f"more than rtol={rtol:g} ({len(wrong)} of {len(errors)} {kind} differ): {report}"
+                f"{what} {leaf.name} differs from the unsharded program's by {leaf.error:.3g} relative, {bound}: "
+                f"{leaf.furthest} ({len(wrong)} of {len(leaves)} {kind} differ): {report}"
             )
     return report
 
 
-def _errors(what: str, found: Any, expected: Any) -> dict[str, float]:
-    return {
-        f"{what}{jax.tree_util.keystr(path)}": _relative_error(np.asarray(f), np.asarray(e))
+class _Compared:
+    """A leaf of the pipeline's beside the unsharded program's.
+
+    Attributes:
+        name: what errors call it.
+        found, expected: the two.
+        error: the largest difference relative to the largest finite magnitude expected.
+    """
+
+    def __init__(self, name: str, found: Any, expected: Any, *, may_be_infinite: bool = True):
+        self.name, self.found, self.expected = name, np.asarray(found), np.asarray(expected)
+        self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
+        wide = np.complex128 if jnp.issubdtype(self.expected.dtype, jnp.complexfloating) else np.float64
+        f, e = self.found.astype(wide), self.expected.astype(wide)
+        with np.errstate(invalid="ignore"):  # inf - inf is not a number, and so above any bound
+            apart = np.abs(f - e)
+        if not self.is_float:  # integers that float64 cannot tell apart are one apart at least
+            apart = np.where(self.found == self.expected, 0, np.maximum(apart, 1))
+        elif may_be_infinite:
+            apart = np.where(f == e, 0, apart)
+        self._apart = apart
+        scale = np.abs(e[np.isfinite(e)]).max(initial=0)
+        self.error = float(apart.max() / (scale or 1.0)) if apart.size else 0.0
+
+    @property
+    def furthest(self) -> str:
+        """The two elements that are furthest apart, and where."""
+        at = np.unravel_index(np.argmax(self._apart), self._apart.shape)
+        found, expected = self.found[at].item(), self.expected[at].item()
+        values = f"{found:.6g} instead of {expected:.6g}" if self.is_float else f"{found} instead of {expected}"
+        return values + (f" at {list(map(int, at))}" if at else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Allowed:
+    """How far apart two leaves may be: `rtol` where it was given, else what rounding explains; integers not at all."""
+
+    rtol: float | None
+    default: float
+
+    def of(self, leaf: _Compared) -> float:
+        if not leaf.is_float:
+            return 0.0
+        return max(self.default, _roundings(leaf.expected.dtype)) if self.rtol is None else self.rtol
+
+    def passes(self, leaf: _Compared) -> bool:
+        return leaf.error <= self.of(leaf)  # not where it is not a number
+
+
+def _roundings(dtype: Any) -> float:
+    return 8 * float(jnp.finfo(dtype).eps)
+
+
+def _compare(what: str, found: Any, expected: Any, *, may_be_infinite: bool = True) -> list[_Compared]:
+    return [
+        _Compared(f"{what}{jax.tree_util.keystr(path)}", f, e, may_be_infinite=may_be_infinite)
         for (path, f), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
-    }
+    ]
 
 
-def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    found, expected = found.astype(np.float64), expected.astype(np.float64)
-    if not found.size:
-        return 0.0
-    scale = np.abs(expected).max()
-    with np.errstate(invalid="ignore"):  # inf - inf is not a number, and so above any bound
-        return float(np.abs(found - expected).max() / (scale if scale > 0 else 1.0))
+def _check_alike(aux: Any, expected: Any) -> None:
+    shapes = [jax.tree.map(lambda leaf: list(jnp.shape(leaf)), tree) for tree in (aux, expected)]
+    if shapes[0] != shapes[1]:
+        raise VerificationError(
+            f"the aux has shapes {shapes[0]}, the unsharded program's {shapes[1]}: what a stage's reference returns as "
+            "aux must look like what its fn returns"
+        )

@@ -48,7 +48,7 @@ def _refuse(table: Timetable, task: Task, why: str) -> NoReturn:
 
 def _check_shape(table: Timetable) -> None:
     name, stages = table.name, len(table.placement)
-    if not name or name != " ".join(name.split()):
+    if not isinstance(name, str) or not name or name != " ".join(name.split()):
         raise ValueError(f"name={name!r} cannot stand in a header: give one line, words apart by one blank")
     check_choice("clock", table.clock, clock.CLOCKS)
     check_count("ipus", table.ipus)

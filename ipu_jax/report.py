@@ -21,7 +21,6 @@ import warnings
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax import packing
@@ -271,7 +270,7 @@ class MemoryGuard:
         if self.ipu_memory is None:
             return
         leaves, treedef = jax.tree.flatten(batch)
-        shapes = (params.layout, treedef, tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves))
+        shapes = (params.layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
             warn_where_too_large(make_report(pipeline, params, batch, state, key), self.ipu_memory, stacklevel=4)

@@ -19,13 +19,14 @@ This module knows no jax.
 """
 
 import dataclasses
-import operator
+from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 from ipu_jax import clock, families, grid, simulation
 from ipu_jax.clock import Clock, Kind, Placement, Rows, Task
 from ipu_jax.families import NAMES
-from ipu_jax.options import check_choice, check_count
+from ipu_jax.options import as_int, check_choice, check_count
 from ipu_jax.replay import validate
 from ipu_jax.simulation import Cost, Simulation
 
@@ -68,11 +69,12 @@ class Schedule:
     clock: Clock = "two-phase"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", tuple(self.placement))
-        for kind in ("forward", "backward", "weight"):
-            rows = getattr(self, kind)
-            if rows is not None:
-                object.__setattr__(self, kind, tuple(tuple(map(operator.index, row)) for row in rows))
+        object.__setattr__(self, "placement", _placement_of(self.placement))
+        object.__setattr__(self, "ipus", check_count("ipus", self.ipus))
+        for name in ("forward", "backward", "weight"):
+            rows = getattr(self, name)
+            if rows is not None or name != "weight":
+                object.__setattr__(self, name, _rows_of(self.name, name, rows))
         validate(self)
 
     @property
@@ -159,7 +161,8 @@ class Schedule:
             A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `simulation` has the closed forms.
 
         Raises:
-            ValueError: a negative cost, not as many costs as stages, or a `weight` greater than `backward`.
+            ValueError: a cost that is no finite number of at least 0, not as many costs as stages, or a `weight` above
+                `backward`.
 
         >>> zbv = make("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
         >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
@@ -205,6 +208,8 @@ IPUs takes until the next tick: move it to tick 3 or later
         >>> Schedule.from_text(str(schedule)) == schedule
         True
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r} is no text: give what str(schedule) gives, or a grid of your own")
         return cls(*grid.parse(text))
 
     def to_text(self) -> str:
@@ -213,6 +218,37 @@ IPUs takes until the next tick: move it to tick 3 or later
 
     def __str__(self) -> str:
         return self.to_text()
+
+
+def _placement_of(placement: Any) -> Placement:
+    if isinstance(placement, str) or not isinstance(placement, Iterable):
+        raise ValueError(
+            f"placement={placement!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)"
+        )
+    found = []
+    for stage, ipu in enumerate(placement):
+        found.append(None if ipu is None else as_int(ipu))
+        if ipu is not None and found[-1] is None:
+            raise ValueError(f"stage {stage} is on IPU {ipu!r}: give an int, or None for a concurrent stage")
+    return tuple(found)
+
+
+def _rows_of(schedule: str, name: str, rows: Any) -> Rows:
+    is_table = isinstance(rows, Iterable) and not isinstance(rows, str)
+    table = [list(row) if isinstance(row, Iterable) else None for row in rows] if is_table else [None]
+    for stage, row in enumerate(table):
+        if row is None:
+            raise ValueError(
+                f"schedule {schedule!r}: the {name} table is {rows!r}: give per stage a row of ticks, one a micro-batch"
+            )
+        for m, tick in enumerate(row):
+            if as_int(tick) is None:
+                task = Task(stage, _LETTERS[name], m)
+                raise ValueError(f"schedule {schedule!r}: {task} is in tick {tick!r}: give an int of at least 0")
+    return tuple(tuple(map(int, row or ())) for row in table)
+
+
+_LETTERS: dict[str, Kind] = {"forward": "F", "backward": "B", "weight": "W"}
 
 
 def make(
@@ -250,8 +286,8 @@ def make(
         A checked `Schedule`.
 
     Raises:
-        ValueError: unknown name (with the nearest), a count below 1, no stages, a stage on an IPU that isn't there, or
-            a placement that "looped" or "zbv" cannot serve.
+        ValueError: unknown name (with the nearest), a count that is no integer of at least 1, no stages, a stage on an
+            IPU that isn't there, or a placement that "looped" or "zbv" cannot serve.
 
     >>> make("sequential", ipus=4, micro_batches=8).bubble()
     0.75
@@ -261,13 +297,13 @@ def make(
     (0, 1, 0, 1)
     """
     check_choice("schedule", name, NAMES)
-    check_count("micro_batches", micro_batches)
-    check_count("rounds", rounds)
+    micro_batches, rounds = check_count("micro_batches", micro_batches), check_count("rounds", rounds)
+    ipus = None if ipus is None else check_count("ipus", ipus)
     if placement is None:
         if ipus is None:
             raise ValueError("give ipus=, placement=, or both")
-        placement = families.default_placement(name, check_count("ipus", ipus), rounds)
-    placement = tuple(placement)
+        placement = families.default_placement(name, ipus, rounds)
+    placement = _placement_of(placement)
     if not placement:
         raise ValueError("placement=() has no stages: give at least one")
     if ipus is None:

@@ -20,11 +20,13 @@ Programming Overview", pipelined execution.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from ipu_jax import clock, replay
 from ipu_jax.clock import Task, Timetable
+from ipu_jax.options import check_cost
 
 Cost = float | Sequence[float]
 
@@ -56,8 +58,7 @@ def simulate(
 ) -> Simulation:
     """Runs a table; `schedule.Schedule.simulate` documents the arguments."""
     costs = _costs_of(table, forward, backward, weight)
-    if transfer < 0:
-        raise ValueError(f"transfer={transfer!r} is negative: give the time that a message takes, or 0")
+    transfer = check_cost("transfer", transfer)
     free = [0.0] * table.ipus
     busy = [0.0] * table.ipus
     starts: dict[Task, float] = {}
@@ -108,18 +109,17 @@ def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | No
     return {"F": f, "B": b, "W": w}
 
 
-def _per_stage(table: Timetable, name: str, cost: Cost) -> list[float]:
+def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
     stages = len(table.placement)
-    if isinstance(cost, Sequence):
-        if len(cost) != stages:
-            raise ValueError(f"{name} has {len(cost)} costs for {stages} stages: give a number, or one for each stage")
-        found = [float(one) for one in cost]
+    if isinstance(cost, Iterable) and not isinstance(cost, (str, Mapping)) and getattr(cost, "shape", None) != ():
+        costs = list(cost)
+        if len(costs) != stages:
+            raise ValueError(f"{name} has {len(costs)} costs for {stages} stages: give a number, or one for each stage")
+        found = [check_cost(f"{name}[{stage}]", one) for stage, one in enumerate(costs)]
     else:
+        whole = check_cost(name, cost)
         # a number is the cost of all that one IPU holds of the model, and of a concurrent stage on all IPUs together
-        found = [cost / (1 if ipu is None else table.placement.count(ipu)) for ipu in table.placement]
-    for stage, one in enumerate(found):
-        if one < 0:
-            raise ValueError(f"{name} costs stage {stage} {one!r}: a cost is at least 0")
+        found = [whole / (1 if ipu is None else table.placement.count(ipu)) for ipu in table.placement]
     return [one / (table.ipus if ipu is None else 1) for one, ipu in zip(found, table.placement, strict=True)]
 
 

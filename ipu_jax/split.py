@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from ipu_jax.cost import jaxpr_flops
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.halves import halves_of
-from ipu_jax.options import check_count
+from ipu_jax.options import check_cost, check_count
 from ipu_jax.segment import NOTHING, Given, one_by_one
 from ipu_jax.stage import Stage
 
@@ -110,20 +110,17 @@ def split(
     >>> split(range(4), [5, 1, 1, 1], ipus=2, memory=[1, 1, 1, 1], limit=2).ipus  # 3 layers would not fit
     (0, 0, 1, 1)
     """
-    layers, given = list(model_layers), list(costs)
-    check_count("ipus", ipus)
-    check_count("rounds", rounds)
-    if len(given) != len(layers):
-        raise ValueError(f"costs has {len(given)} numbers for {len(layers)} layers: give one for each layer")
+    if not isinstance(model_layers, Iterable):
+        raise ValueError(f"model_layers={model_layers!r} are no layers: give them in their order, as in a list")
+    layers = list(model_layers)
+    ipus, rounds = check_count("ipus", ipus), check_count("rounds", rounds)
+    given = _one_a_layer("costs", costs, len(layers))
     local = [i for i, layer in enumerate(layers) if not (isinstance(layer, Stage) and layer.place is None)]
     names = tuple(_name_of(layer, i) for i, layer in enumerate(layers))
     if len(local) < ipus * rounds:
         runs = f"{ipus} IPUs" if rounds == 1 else f"{ipus} IPUs x {rounds} rounds"
         raise ValueError(f"{len(local)} layers cannot fill {runs}: cut them finer, or take fewer IPUs")
-    for i in local:
-        if not (math.isfinite(given[i]) and given[i] >= 0):
-            raise ValueError(f"costs[{i}]={given[i]!r} of layer {names[i]!r}: a cost is a finite number of at least 0")
-    loads_of = [given[i] for i in local]
+    loads_of = [check_cost(f"layer {names[i]!r}: costs[{i}]", given[i]) for i in local]
     if not sum(loads_of):
         raise ValueError(f"costs of all {len(local)} layers are 0: there is nothing to balance; give costs above 0")
     bytes_of = _bytes_of(memory, limit, names, local)
@@ -157,6 +154,15 @@ def _name_of(layer: Any, number: int) -> str:
     return getattr(layer, "name", None) or f"layer {number}"
 
 
+def _one_a_layer(name: str, numbers: Any, layers: int) -> list[Any]:
+    if isinstance(numbers, (str, Mapping)) or not isinstance(numbers, Iterable):
+        raise ValueError(f"{name}={numbers!r} are no numbers: give one for each layer")
+    found = list(numbers)
+    if len(found) != layers:
+        raise ValueError(f"{name} has {len(found)} numbers for {layers} layers: give one for each layer")
+    return found
+
+
 def _bytes_of(
     memory: Iterable[float] | None, limit: float | None, names: tuple[str, ...], local: list[int]
 ) -> list[float] | None:
@@ -164,18 +170,16 @@ def _bytes_of(
         raise ValueError(f"memory={memory!r} and limit={limit!r}: give the layers' bytes and an IPU's, or neither")
     if memory is None or limit is None:
         return None
-    given = list(memory)
-    if len(given) != len(names):
-        raise ValueError(f"memory has {len(given)} numbers for {len(names)} layers: give one for each layer")
-    for i in local:
-        if not given[i] >= 0:
-            raise ValueError(f"memory[{i}]={given[i]!r} of layer {names[i]!r}: bytes are at least 0")
-        if given[i] > limit:
+    given = _one_a_layer("memory", memory, len(names))
+    of_layers = [check_cost(f"layer {names[i]!r}: memory[{i}]", given[i], "size") for i in local]
+    most = check_cost("limit", limit, "size")
+    for i, size in zip(local, of_layers, strict=True):
+        if size > most:
             raise ValueError(
-                f"layer {names[i]!r} takes {given[i]:g} bytes, more than an IPU holds, limit={limit:g}: cut the layer "
+                f"layer {names[i]!r} takes {size:g} bytes, more than an IPU holds, limit={most:g}: cut the layer "
                 "in two, or make it a concurrent stage"
             )
-    return [given[i] for i in local]
+    return of_layers
 
 
 def _partition(
@@ -228,7 +232,7 @@ def measure_costs(
         state: `{group: pytree}`, whole, where stages hold state.
 
     Raises:
-        ValueError: the last stage returns no scalar loss.
+        ValueError: no stages, something else among them, a group that is missing, or no scalar loss of the last stage.
 
     >>> first = Stage(lambda w, x, mb: jax.nn.relu(mb @ w), params="first")
     >>> last = Stage(lambda w, x, mb: jnp.mean(x @ w), params="last")
@@ -237,7 +241,14 @@ def measure_costs(
     >>> split([first, last], costs, ipus=2).ipus
     (0, 1)
     """
-    chain = tuple(stages)
+    chain = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    for stage in chain:
+        if not isinstance(stage, Stage):
+            raise ValueError(f"stages holds {stage!r}: give Stages, the first one first")
+    if not chain:
+        raise ValueError("stages=() is empty: give at least one Stage")
+    _check_groups("params", params, [stage.params for stage in chain])
+    _check_groups("state", state or {}, [stage.state for stage in chain])
     found: list[int] = []
 
     def program() -> Any:
@@ -258,3 +269,11 @@ def measure_costs(
     mesh = AbstractMesh((1, 1), (REPLICA_AXIS, IPU_AXIS))  # collectives of concurrent stages need an axis to name
     jax.eval_shape(jax.shard_map(program, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))
     return found
+
+
+def _check_groups(what: str, given: Any, named: list[str | None]) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{what} is a {type(given).__name__}: give {{group: pytree}}")
+    missing = sorted({name for name in named if name is not None} - given.keys())
+    if missing:
+        raise ValueError(f"{what}: missing {', '.join(map(repr, missing))}, which stages name")

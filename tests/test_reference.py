@@ -22,6 +22,7 @@ from ipu_jax import (
     verify,
 )
 
+NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
 rng = np.random.default_rng(0)
 X = rng.normal(size=(3, 5, 4)).astype(np.float32)
 WEIGHTS = {"a": {"w": rng.normal(size=(4, 4)).astype(np.float32)}, "b": rng.normal(size=(4, 4)).astype(np.float32)}
@@ -85,11 +86,6 @@ def test_a_pipeline_without_weights_is_verified_by_its_loss():
     assert str(report).endswith("0 gradients, largest relative error 0.0e+00 at (no weights)")
 
 
-def test_an_aux_is_left_out_of_the_comparison():
-    report = verified(pipeline_of(last=lambda w, x, mb: (loss(w, x, mb), {"y": x @ w})))
-    assert report.loss_error < 1e-6
-
-
 @pytest.mark.parametrize(
     ("places", "options", "reduction"),
     [((None, 0, 1, None), {"tied": True, "replicas": 2}, "sum"), ((0, None), {}, "mean")],
@@ -151,9 +147,10 @@ def test_a_reference_with_another_loss_is_told_with_the_report():
 def test_a_wrong_gradient_is_named():
     with pytest.raises(VerificationError) as caught:
         verified(pipeline_of(last_reference=with_gradient_times(1, loss), reference=with_gradient_times(2, body)))
-    assert str(caught.value).startswith(
-        "the gradient of params['a']['w'] differs from the unsharded program's by 0.5 relative, "
-        "more than rtol=1e-05 (1 of 2 gradients differ): loss "
+    assert re.match(
+        r"the gradient of params\['a'\]\['w'\] differs from the unsharded program's by 0\.5 relative, more than "
+        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d, \d\] \(1 of 2 gradients differ\): loss ",
+        str(caught.value),
     )
 
 
@@ -168,9 +165,10 @@ def test_of_several_wrong_gradients_the_worst_is_named():
     # w's gradient is a quarter of the reference's, an error of 0.75; x's, and so a's, is half of it
     with pytest.raises(VerificationError) as caught:
         verified(pipeline)
-    assert str(caught.value).startswith(
-        "the gradient of params['b'] differs from the unsharded program's by 0.75 relative, "
-        "more than rtol=1e-05 (2 of 2 gradients differ): loss "
+    assert re.match(
+        r"the gradient of params\['b'\] differs from the unsharded program's by 0\.75 relative, more than "
+        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d, \d\] \(2 of 2 gradients differ\): loss ",
+        str(caught.value),
     )
 
 

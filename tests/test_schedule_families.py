@@ -286,8 +286,8 @@ def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
     ("costs", "message"),
     [
         ({"forward": [1]}, "forward has 1 costs for 2 stages: give a number, or one for each stage"),
-        ({"backward": [1, -1]}, "backward costs stage 1 -1.0: a cost is at least 0"),
-        ({"transfer": -1}, "transfer=-1 is negative: give the time that a message takes, or 0"),
+        ({"backward": [1, -1]}, "backward[1]=-1 is not a cost: give a finite number of at least 0"),
+        ({"transfer": -1}, "transfer=-1 is not a cost: give a finite number of at least 0"),
         (
             {"weight": 3},
             "weight=3 costs stage 0 more than backward=2.0, of which it is a part: backward is the whole backward pass",

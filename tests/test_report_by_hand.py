@@ -1,0 +1,218 @@
+"""Every field of a report, of a model with all that a stage may have, from its shapes by arithmetic.
+
+embed (all IPUs, columns)  ->  first (IPU 0; aux)  ->  second (IPU 1; state)  ->  head (all IPUs, columns; aux)
+x (N, K) -> (N, D)             (N, D) -> (N, E)        (N, E) -> (N, G)           (N, G) -> loss
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+
+N, K, D, E, G, V = 3, 6, 8, 10, 7, 9  # V columns on 2 IPUs: 5 and 4
+M = 2
+FLOAT = 4  # bytes
+
+
+def embed(w, x, mb):
+    return lax.all_gather(mb @ w, "ipu", axis=1, tiled=True)
+
+
+def first(w, x, mb):
+    y = x @ w
+    return Outputs(y, aux={"sum": y.sum(), "rows": y.sum(1)})
+
+
+def second(w, x, mb, *, state):
+    return Outputs(x @ w, state={"seen": state["seen"] + 1, "kept": state["kept"]})
+
+
+def head(w, x, mb):
+    y = x @ w
+    return lax.psum(y.sum(), "ipu"), {"count": jnp.int32(N)}
+
+
+def pipeline_of(schedule: str) -> Any:
+    stages = [
+        Stage(embed, params="embed", ipu=ALL_IPUS),
+        Stage(first, params="first", ipu=0),
+        Stage(second, params="second", ipu=1, state="s"),
+        Stage(head, params="head", ipu=ALL_IPUS, reference=lambda w, x, mb: (x @ w).sum()),
+    ]
+    columns = PartitionSpec(None, "ipu")
+    pipeline = Pipeline(
+        stages,
+        mesh=make_mesh(1, 2),
+        schedule=schedule,
+        gradient_accumulation=M,
+        specs={"embed": columns, "head": columns},
+    )
+    params = pipeline.shard(
+        {
+            "embed": np.ones((K, D), np.float32),
+            "first": np.ones((D, E), np.float32),
+            "second": np.ones((E, G), np.float32),
+            "head": np.ones((G, V), np.float32),
+        }
+    )
+    state = pipeline.shard_state({"s": {"seen": np.zeros(3, np.int32), "kept": np.zeros(2, jnp.bfloat16)}})
+    return pipeline, params, jax.ShapeDtypeStruct((M, N, K), "float32"), state
+
+
+# FLOPs of one micro-batch on one IPU. F, and the parts of the backward for the input and for the weights.
+EMBED = {"F": 2 * N * K * (D // 2), "B": 2 * N * K * (D // 2)}  # x is the batch: no gradient of it
+FIRST = {"F": 2 * N * D * E + N * E + N * E, "B": 2 * N * D * E, "W": 2 * N * D * E}  # with both sums of the aux
+SECOND = {"F": 2 * N * E * G + 3, "B": 2 * N * E * G, "W": 2 * N * E * G}  # with three counters of the state
+HEAD = {"F": 2 * N * G * 5 + N * 5, "B": 2 * 2 * N * G * 5}  # 5 columns, one of padding on IPU 1
+
+
+@pytest.mark.parametrize(("schedule", "depths"), [("grouped", (2, 1)), ("zb-h1", (2, 2))])
+def test_every_field_by_hand(schedule, depths):
+    pipeline, params, batch, state = pipeline_of(schedule)
+    found = pipeline.report(params, batch, state, compile=False)
+    assert (found.schedule, found.micro_batches, len(found.ipus), found.temporary) == (schedule, M, 2, None)
+    one, two = found.ipus
+    split = schedule == "zb-h1"
+    # the layers lie in one slot, as long as the larger; the shards of the ends beside it
+    held = FLOAT * (D * E + K * D // 2 + G * 5)
+    assert (one.weights, one.padding) == (held, 0)
+    assert (two.weights, two.padding) == (FLOAT * (E * G + K * D // 2 + G * 4), FLOAT * (D * E - E * G + G))
+    for part in (one, two):
+        assert part.gradients == part.accumulators == held == part.weights + part.padding
+        assert part.state == 3 * 4 + 2 * 2
+        assert part.batch == FLOAT * M * N * K
+    # each layer keeps its input; the embedding's is the batch, a head's B follows its F at once
+    inputs = FLOAT * N * D, FLOAT * N * E
+    # W needs the cotangent of y that B had: of one micro-batch on IPU 0 (1B0 1W0 1B1), of two on IPU 1 (2B0 2B1)
+    cuts = (FLOAT * N * E, 2 * FLOAT * N * G) if split else (0, 0)
+    assert (one.stash, two.stash) == tuple(depth * x + cut for depth, x, cut in zip(depths, inputs, cuts, strict=True))
+    # the buffers of the scan: of each kind as long as on the IPU that needs most of it
+    assert found.stash == max(d * x for d, x in zip(depths, inputs, strict=True)) + max(cuts)
+    # y and dx of each boundary; between the IPUs as made and as received; the loss; M aux
+    assert found.registers == FLOAT * (2 * N * D + 2 * 2 * N * E + 2 * N * G) + FLOAT + M * FLOAT * (1 + N + 1)
+    assert found.sums == 0
+    if not split:  # B of a layer: its input out of the stash, copied for the product, and its weights' gradient
+        assert (one.working_set, two.working_set) == (FLOAT * (N * D + D * E), FLOAT * (N * E + E * G))
+    assert found.working_set == max(one.working_set, two.working_set)
+    assert found.predicted_temporary == found.stash + found.registers + found.working_set
+    own = (FIRST, SECOND)
+    for part, layer in zip((one, two), own, strict=True):
+        assert part.flops == M * (sum(EMBED.values()) + sum(layer.values()) + sum(HEAD.values()))
+        # y or dx to the neighbour; dy of the embedding to all; x of the head to all, and the parts of its dx
+        assert part.sent == FLOAT * (N * E + N * D + 2 * N * G)
+        assert part.idle == pytest.approx(1 - part.flops / makespan(schedule))
+
+
+def makespan(schedule: str) -> float:
+    """The sum of the phases that the picture of the schedule has, each as long as its busiest IPU."""
+    b1, b2 = FIRST["B"] + FIRST["W"], SECOND["B"] + SECOND["W"]
+    f, g, whole_head = FIRST["F"], SECOND["F"], HEAD["F"] + HEAD["B"]
+    if schedule == "grouped":
+        # IPU 0  0F0 1F0 | 0F1 1F1 3F0 3B0     | 3F1 3B1 1B0 0B0     | 1B1 0B1
+        # IPU 1  0F0     | 0F1 2F0 3F0 3B0 2B0 | 2F1 3F1 3B1 2B1 0B0 | 0B1
+        entries = 2 * (EMBED["F"] + EMBED["B"])
+        return entries + 2 * whole_head + f + max(f, g) + b2 + g + max(b1, b2) + b1
+    # IPU 0  0F0 1F0 | 0F1 1F1 3F0 3B0 |     | 1B0 3F1 3B1 0B0 | 1W0 | 1B1 0B1 | 1W1
+    # IPU 1  0F0     | 0F1 2F0 3F0 3B0 | 2B0 | 2F1 3F1 3B1 0B0 | 2B1 | 2W0 0B1 | 2W1
+    ends = 2 * (EMBED["F"] + EMBED["B"] + whole_head)
+    work = f + max(f, g) + SECOND["B"] + max(FIRST["B"], g) + max(FIRST["W"], SECOND["B"])
+    return ends + work + max(FIRST["B"], SECOND["W"]) + max(FIRST["W"], SECOND["W"])
+
+
+# the working set, of two stages without anything else
+
+
+def test_the_working_set_by_hand():
+    rows, widths = 4, (8, 16, 32)
+    stages = [
+        Stage(lambda w, x, mb: mb @ w, params="a", ipu=0),
+        Stage(lambda w, x, mb: jnp.sum(x @ w), params="b", ipu=1),
+    ]
+    pipeline = Pipeline(stages, gradient_accumulation=2, schedule="1f1b")
+    params = pipeline.shard({"a": np.ones(widths[:2], np.float32), "b": np.ones(widths[1:], np.float32)})
+    found = pipeline.report(params, jax.ShapeDtypeStruct((2, rows, widths[0]), "float32"), compile=False)
+    # B of the first: its slice of the batch, copied for the product, and the product of that and dy
+    first_b = rows * widths[0] + widths[0] * widths[1]
+    # B of the last: x out of the stash, copied; the loss's cotangent for every y, which two products read; one of them
+    last_b = rows * widths[1] + rows * widths[2] + widths[1] * widths[2]
+    assert [part.working_set for part in found.ipus] == [FLOAT * first_b, FLOAT * last_b]
+    assert found.working_set == FLOAT * last_b
+
+
+# keys
+
+
+def noisy(w, x, mb, *, key):
+    """Dropout by two keys of the stage's one."""
+    one, two = jax.random.split(key)
+    h = jnp.tanh((mb if x is None else x) @ w)
+    return h * jax.random.bernoulli(one, 0.5, h.shape) * jax.random.bernoulli(two, 0.5, h.shape)
+
+
+def noisy_pipeline(recompute: Any, fn: Any = noisy, **options: Any) -> Any:
+    stages = [Stage(fn, params=name, ipu=k, random=True, recompute=recompute) for k, name in enumerate("ab")]
+    pipeline = Pipeline([*stages, Stage(lambda p, x, mb: jnp.mean(x), ipu=1)], gradient_accumulation=M, **options)
+    params = pipeline.shard({name: np.ones((D, D), np.float32) for name in "ab"})
+    return pipeline, params, np.ones((M, N, D), np.float32)
+
+
+def test_a_key_that_is_folded_again_is_not_kept():
+    pipeline, params, batch = noisy_pipeline("all", schedule="gpipe")
+    found = pipeline.report(params, batch, key=jax.random.key(0), compile=False)
+    assert [part.stash for part in found.ipus] == [0, M * FLOAT * N * D], (
+        "a stage's input; the first one's is the batch"
+    )
+
+
+LAYERS = 3
+
+
+def noisy_layers(w, x, mb, *, key):
+    """A layer at a time, each recomputed, each with a key of its own: so the scan keeps its keys."""
+
+    @jax.checkpoint
+    def layer(h, key):
+        return jnp.tanh(h @ w) * jax.random.bernoulli(key, 0.5, h.shape), None
+
+    return lax.scan(layer, mb if x is None else x, jax.random.split(key, LAYERS))[0]
+
+
+def test_keys_that_are_kept_are_counted_by_their_data():
+    stash = {}
+    for impl in ("threefry2x32", "rbg"):
+        pipeline, params, batch = noisy_pipeline("none", noisy_layers, schedule="gpipe")
+        found = pipeline.report(params, batch, key=jax.random.key(0, impl=impl), compile=False)
+        stash[impl] = [part.stash for part in found.ipus]
+    # per layer its input and its key, of 2 or 4 words
+    assert stash["threefry2x32"] == [M * LAYERS * (FLOAT * N * D + 8)] * 2
+    assert stash["rbg"] == [M * LAYERS * (FLOAT * N * D + 16)] * 2
+
+
+@pytest.mark.parametrize("recompute", ["all", pytest.param("none", marks=pytest.mark.slow)])
+def test_a_pipeline_with_keys_is_checked_trained_and_reported(recompute):
+    pipeline, params, batch = noisy_pipeline(recompute, ipu_memory=900e6)
+    key = jax.random.key(1)
+    loss, _ = pipeline.value_and_grad(params, batch, key=key)  # the check comes first, and warns of nothing
+    assert np.isfinite(loss)
+    shape = jax.eval_shape(lambda: jax.random.key(1))
+    predicted, compiled = (pipeline.report(params, batch, key=k, compile=k is shape) for k in (key, shape))
+    assert compiled.temporary is not None
+    assert predicted.ipus == compiled.ipus
+    tight, params, batch = noisy_pipeline(recompute, ipu_memory=100)
+    with pytest.warns(UserWarning, match=r"^IPU \d needs .* more than ipu_memory=100 B"):
+        jax.eval_shape(tight.value_and_grad, params, batch, None, key)
+
+
+def test_a_batch_that_holds_keys_is_counted_by_their_data():
+    stage = Stage(lambda w, x, mb: jnp.mean(mb["x"] @ w * jax.random.uniform(mb["key"])), params="w")
+    pipeline = Pipeline([stage], gradient_accumulation=M, ipu_memory=900e6)
+    params = pipeline.shard({"w": np.ones((D, D), np.float32)})
+    batch = {"x": np.ones((M, N, D), np.float32), "key": jax.random.split(jax.random.key(0), M)}
+    pipeline.value_and_grad(params, batch)
+    assert pipeline.report(params, batch, compile=False).ipus[0].batch == M * (FLOAT * N * D + 8)
