@@ -1,5 +1,6 @@
 """The only source of chance in a case: everything drawn follows from the seed, the number and the kind of the case."""
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -50,14 +51,10 @@ def normal(seed: int, shape: tuple[int, ...], scale: float = 0.5) -> np.ndarray:
 
 
 def described(value: Any) -> str:
-    """A dataclass without the fields that have their default: what is unusual about it."""
-    import dataclasses
-
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return repr(value)
-    shown = []
-    for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        if field.default is dataclasses.MISSING or found != field.default:
-            shown.append(f"{field.name}={described(found)}")
+    """The fields of a dataclass that have not their default: what is unusual about it."""
+    shown = [
+        f"{field.name}={getattr(value, field.name)!r}"
+        for field in dataclasses.fields(value)
+        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
+    ]
     return f"{type(value).__name__}({', '.join(shown)})"

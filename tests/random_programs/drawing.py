@@ -7,7 +7,7 @@ from random_programs.model import VOCABULARY, ROWS, Block, Leaf, Loss, Model, Pi
 
 Leaves = tuple[tuple[str, Leaf], ...]
 
-LOCAL = {
+LOCAL: dict[str, float] = {
     "mlp": 4,
     "scan": 5,
     "loop": 1,
@@ -21,29 +21,41 @@ LOCAL = {
     "convolution": 0.7,
     "activation": 1,
 }
-CONCURRENT = {"columns": 3, "whole": 1, "wide": 2, "wide norm": 1, "wide softmax": 1, "wide tokens": 1}
+CONCURRENT: dict[str, float] = {"columns": 3, "whole": 1, "wide": 2, "wide norm": 1, "wide softmax": 1, "wide tokens": 1}
 
 
-def draw_model(dice: Dice, *, halves: bool = True) -> Model:
+SIMPLE_LOCAL: dict[str, float] = {"mlp": 3, "activation": 1}
+SIMPLE_CONCURRENT: dict[str, float] = {"columns": 1, "wide": 1}
+
+
+def draw_model(dice: Dice, *, simple: bool = False, random: bool = True) -> Model:
+    """A model of one to eight stages.
+
+    Args:
+        dice: what decides.
+        simple: whether it shall compile fast: few kinds of blocks, all float32, nothing passed by or held.
+        random: whether there may be dropout.
+    """
     width = dice.between(4, 7)
     ipus, places = _places(dice)
+    kinds = (SIMPLE_LOCAL, SIMPLE_CONCURRENT) if simple else (LOCAL, CONCURRENT)
     replicas = dice.weighted({1: 3, 2: 1}) if 2 * ipus <= 8 else 1
-    mix = dice.weighted({"float32": 6, "bfloat16": 1, "both": 2}) if halves else "float32"
+    mix = dice.weighted({"float32": 6, "bfloat16": 1, "both": 2}) if not simple else "float32"
     tied = places[0] is None and places[-1] is None and len(places) > 1 and dice.chance(0.6)
     pieces: list[Piece] = []
     for i, place in enumerate(places):
         like = [piece for piece in pieces if piece.blocks and (piece.place is None) == (place is None)]
-        if like and not tied and dice.chance(0.35) and all(b.d_in == b.d_out == width for b in like[-1].blocks):
+        if like and not tied and dice.chance(0.5) and all(b.d_in == b.d_out == width for b in like[-1].blocks):
             blocks = tuple(dataclasses.replace(b, constant=dice.number()) for b in like[-1].blocks)
         else:
-            blocks = tuple(_block(dice, place, width, mix) for _ in range(dice.weighted({1: 4, 2: 2, 3: 1})))
+            blocks = tuple(_block(dice, kinds, place, width, mix) for _ in range(1 if simple else dice.weighted({1: 5, 2: 2})))
         if tied and i in (0, len(places) - 1):
             blocks = ()
         pieces.append(Piece(place, blocks, width=width, recompute=dice.weighted({"none": 4, "all": 1, "dots": 1})))
     pieces = _widened(dice, pieces)
     pieces[0] = dataclasses.replace(pieces[0], first=_first(dice, pieces[0], tied))
     pieces[-1] = dataclasses.replace(pieces[-1], loss=_loss(dice, pieces[-1], tied, mix))
-    pieces = _extras(dice, pieces)
+    pieces = pieces if simple else _extras(dice, pieces, random)
     pieces, groups = _grouped(dice, pieces, tied, mix)
     return Model(
         tuple(pieces),
@@ -95,8 +107,10 @@ def _dtype(dice: Dice, mix: str) -> str:
     return dice.one_of(("float32", "bfloat16")) if mix == "both" else mix
 
 
-def _block(dice: Dice, place: int | None, d: int, mix: str) -> Block:
-    kind = dice.weighted(LOCAL if place is not None else CONCURRENT)
+def _block(
+    dice: Dice, kinds: tuple[dict[str, float], dict[str, float]], place: int | None, d: int, mix: str
+) -> Block:
+    kind = dice.weighted(kinds[0] if place is not None else kinds[1])
     of = lambda *shape, split=None: Leaf(shape, _dtype(dice, mix), split)  # noqa: E731
     block = Block(kind, d, d, _dtype(dice, mix), constant=dice.number(), residual=dice.chance(0.5))
     leaves: dict[str, Leaf] = {}
@@ -189,15 +203,15 @@ def _loss(dice: Dice, piece: Piece, tied: bool, mix: str) -> Loss:
     return dataclasses.replace(loss, leaves=(("w", w), ("b", Leaf((VOCABULARY,), split=0))))
 
 
-def _extras(dice: Dice, pieces: list[Piece]) -> list[Piece]:
+def _extras(dice: Dice, pieces: list[Piece], random: bool) -> list[Piece]:
     """State, keys, skips, aux and trees between stages."""
     on = {name: dice.chance(p) for name, p in (("norm", 0.3), ("drop", 0.3), ("skip", 0.4), ("aux", 0.4), ("wrap", 0.2))}
     last = len(pieces) - 1
     for i, piece in enumerate(pieces):
         if on["norm"] and dice.chance(0.5):
             piece = dataclasses.replace(piece, norm=True)
-        if on["drop"] and dice.chance(0.5):
-            piece = dataclasses.replace(piece, keep=dice.one_of((0.5, 0.75)))
+        if random and on["drop"] and dice.chance(0.5):
+            piece = dataclasses.replace(piece, keep=dice.one_of((0.5, 0.75)), draws=dice.chance(0.2))
         if on["aux"] and dice.chance(0.5):
             piece = dataclasses.replace(piece, aux=True)
         if on["wrap"] and i < last and dice.chance(0.5):

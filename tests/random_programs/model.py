@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,10 @@ class Leaf:
     dtype: str = "float32"
     split: int | None = None
     frozen: bool = False
+
+    def __repr__(self) -> str:
+        split = "" if self.split is None else f" split {self.split}"
+        return f"{self.dtype}{list(self.shape)}{split}{' frozen' if self.frozen else ''}"
 
     def value(self, seed: int) -> np.ndarray:
         if self.dtype == "int32":  # a permutation
@@ -70,6 +74,7 @@ class Piece:
     group: str | None = None
     first: str = ""  # how the first piece begins: "x", "local ids" or "split ids"
     keep: float = 1.0  # dropout's
+    draws: bool = False  # whether dropout takes `jax.random`'s numbers, which are long to compile, or the key's own bits
     norm: bool = False  # a batch norm, which holds state
     sends: str = ""
     takes: tuple[str, ...] = ()
@@ -90,8 +95,12 @@ class Model:
     ipus: int
     micro_batches: int
     schedule: str
-    reduction: str
+    reduction: Literal["mean", "sum"]
     seed: int
+
+    @property
+    def placement(self) -> tuple[int | None, ...]:
+        return tuple(piece.place for piece in self.pieces)
 
     def weights(self) -> dict[str, Any]:
         """`{group: {block: {leaf: array}}}`, whole, in the leaves' dtypes."""
@@ -125,13 +134,14 @@ class Model:
             if piece.norm
         }
 
-    def batch(self) -> dict[str, np.ndarray]:
-        """Leaves (replicas, M, ...), whatever the number of replicas."""
+    def batch(self, number: int = 0) -> dict[str, np.ndarray]:
+        """Leaves (replicas, M, ...), whatever the number of replicas; another `number` is another batch."""
         lead = (self.replicas, self.micro_batches)
-        rng = np.random.default_rng(self.seed + 7)
+        seed = self.seed + 10_000 * (number + 1)
+        rng = np.random.default_rng(seed)
         return {
-            "x": normal(self.seed + 8, (*lead, ROWS, self.width), 1.0).astype(np.float32),
-            "y": normal(self.seed + 9, (*lead, ROWS, self.width), 1.0).astype(np.float32),
+            "x": normal(seed + 1, (*lead, ROWS, self.width), 1.0).astype(np.float32),
+            "y": normal(seed + 2, (*lead, ROWS, self.width), 1.0).astype(np.float32),
             "ids": rng.integers(VOCABULARY, size=(*lead, ROWS)).astype(np.int32),
             "labels": rng.integers(VOCABULARY, size=(*lead, ROWS)).astype(np.int32),
             "flag": rng.integers(2, size=lead).astype(np.int32),
@@ -154,8 +164,10 @@ class Model:
         for i, piece in enumerate(self.pieces):
             bare = dataclasses.replace(piece, blocks=(), loss=None)
             lines.append(f"  stage {i}: {described(bare)}")
-            lines += [f"      {described(block)}" for block in piece.blocks]
-            lines += [f"      {described(piece.loss)}"] if piece.loss else []
+            lines += [f"      {described(dataclasses.replace(block, leaves=()))}" for block in piece.blocks]
+            lines += [f"      {described(dataclasses.replace(piece.loss, leaves=()))}"] if piece.loss else []
+        for name, leaves in self.groups:
+            lines.append(f"  weights {name}: {', '.join(f'{path} {leaf!r}' for path, leaf in leaves)}")
         return "\n".join(lines)
 
 

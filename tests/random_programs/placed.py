@@ -68,6 +68,9 @@ def _stage(model: Model, number: int) -> Stage:
 
 
 def _function(piece: Piece) -> Callable[..., Any]:
+    # an export is made once, as one that came out of a file is: jax makes none inside a shard_map
+    exports = {b: _export(block) for b, block in enumerate(piece.blocks) if block.kind == "exported"}
+
     def fn(w: Any, x: Any, mb: Any, *, state: Any = None, key: Any = None, skips: Mapping[str, Any] | None = None) -> Any:
         if isinstance(x, dict):
             x = x["h"] + x["sum"][:, None] * x["three"]
@@ -77,9 +80,17 @@ def _function(piece: Piece) -> Callable[..., Any]:
             assert skips is not None
             h = h + skips[name].mean(1, keepdims=True).astype(h.dtype)
         for b, block in enumerate(piece.blocks):
-            h = _BLOCKS[block.kind](block, None if w is None else w.get(str(b)), h.astype(block.dtype), mb)
+            h = h.astype(block.dtype)
+            weights = None if w is None else w.get(str(b))
+            h = exports[b].call(h) if b in exports else _BLOCKS[block.kind](block, weights, h, mb)
         if piece.keep < 1:
-            h = jnp.where(jax.random.uniform(key, h.shape, jnp.float32) < piece.keep, h / piece.keep, 0).astype(h.dtype)
+            if piece.draws:
+                kept = jax.random.uniform(key, h.shape, jnp.float32) < piece.keep
+            else:
+                place = jnp.arange(h.size, dtype=jnp.uint32).reshape(h.shape)
+                bits = jax.random.key_data(key)
+                kept = ((bits[0] >> place) ^ (bits[1] >> place)) % 4 < round(piece.keep * 4)
+            h = jnp.where(kept, h / piece.keep, 0).astype(h.dtype)
         new = None
         if piece.norm:
             h, new = _norm(h.astype(jnp.float32), state)
@@ -172,10 +183,9 @@ def _callback(block: Block, w: Any, h: Any, mb: Any) -> Any:
     return h * jax.pure_callback(on_the_host, like, lax.stop_gradient(mb["x"][:, :1])).astype(h.dtype)
 
 
-def _exported(block: Block, w: Any, h: Any, mb: Any) -> Any:
-    factors = np.cos(constant_of(block.constant, block.d_in))
-    shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
-    return jax.export.export(jax.jit(lambda h: h * jnp.asarray(factors, h.dtype)))(shape).call(h)
+def _export(block: Block) -> Any:
+    shape = jax.ShapeDtypeStruct((ROWS, block.d_in), jnp.dtype(block.dtype))
+    return jax.export.export(jax.jit(lambda h: _constant(block, None, h, None)))(shape)
 
 
 def _cond(block: Block, w: Any, h: Any, mb: Any) -> Any:
@@ -236,7 +246,6 @@ _BLOCKS: dict[str, Callable[..., Any]] = {
     "layer norm": _layer_norm,
     "constant": _constant,
     "callback": _callback,
-    "exported": _exported,
     "cond": _cond,
     "permutation": _permutation,
     "convolution": _convolution,

@@ -20,33 +20,45 @@ EPSILON, MOMENTUM = 0.1, 0.75
 
 
 class Dense:
-    """The dense program of a model: `run` gives loss, gradients, aux per stage and new state."""
+    """The dense program of a model.
+
+    Args:
+        model: which.
+        exact: whether it computes in float64, rather than in the model's own dtypes.
+    """
 
     def __init__(self, model: Model, *, exact: bool):
         self.model, self.exact = model, exact
+        self.frozen = jax.tree.leaves(model.by_leaf(lambda leaf: leaf.frozen))
+        self._step = jax.jit(jax.value_and_grad(self._loss_of, has_aux=True))
 
-    def run(self, key: Any = None, *, evaluate: bool = False) -> tuple[Any, Any, dict[int, Any], Any]:
-        """`(loss, gradients, {stage: aux of (replicas, M, ...)}, state)`."""
+    def run(
+        self, weights: Any, batch: Any, state: Any, key: Any = None
+    ) -> tuple[Any, Any, dict[int, Any], Any]:
+        """One weight update's `(loss, gradients, {stage: aux of (replicas, M, ...)}, new state)`.
+
+        Args:
+            weights: `{group: {block: {leaf: array}}}`, whole.
+            batch: leaves (replicas, M, ...).
+            state: `{group: tree}` of the batch norms.
+            key: a typed key, where the model is random.
+        """
         with jax.enable_x64(self.exact):
-            return self._run(key)
+            if self.exact:
+                weights, batch, state = as_float64(weights), as_float64(batch), as_float64(state)
+            return self._run(weights, batch, state, key)
 
-    def _run(self, key: Any) -> tuple[Any, Any, dict[int, Any], Any]:
+    def _loss_of(self, learning: Any, frozen: Any, mb: Any, state: Any, keys: Any) -> Any:
+        whole = [f if one is None else one for one, f in zip(learning, frozen, strict=True)]
+        treedef = jax.tree.structure(self.model.by_leaf(lambda leaf: 0))
+        return self._forward(jax.tree.unflatten(treedef, whole), mb, state, keys)
+
+    def _run(self, weights: Any, batch: Any, first_state: Any, key: Any) -> tuple[Any, Any, dict[int, Any], Any]:
         model = self.model
-        weights, batch, first_state = model.weights(), model.batch(), model.state()
-        if self.exact:
-            weights, batch, first_state = as_float64(weights), as_float64(batch), as_float64(first_state)
-        frozen = model.by_leaf(lambda leaf: leaf.frozen)
         leaves, treedef = jax.tree.flatten(weights)
-        is_frozen = jax.tree.leaves(frozen)
-        learning = [leaf for leaf, still in zip(leaves, is_frozen, strict=True) if not still]
-
-        def loss_of(learning: Any, mb: Any, state: Any, keys: Any) -> Any:
-            rest = iter(learning)
-            whole = [leaf if still else next(rest) for leaf, still in zip(leaves, is_frozen, strict=True)]
-            return self._forward(jax.tree.unflatten(treedef, whole), mb, state, keys)
-
-        step = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
-        losses, sums, states, auxes = [], [np.zeros(leaf.shape) for leaf in learning], [], []
+        learning = [None if still else leaf for leaf, still in zip(leaves, self.frozen, strict=True)]
+        frozen = [leaf if still else None for leaf, still in zip(leaves, self.frozen, strict=True)]
+        losses, sums, states, auxes = [], [np.zeros(leaf.shape) for leaf in leaves], [], []
         for replica in range(model.replicas):
             state = first_state
             for m in range(model.micro_batches):
@@ -55,15 +67,15 @@ class Dense:
                     of_micro_batch = jax.random.fold_in(jax.random.fold_in(key, replica), m)
                     keys = [jax.random.fold_in(of_micro_batch, stage) for stage in range(len(model.pieces))]
                 mb = {name: leaf[replica, m] for name, leaf in batch.items()}
-                (loss, (state, aux)), gradients = step(learning, mb, state, keys)
+                (loss, (state, aux)), gradients = self._step(learning, frozen, mb, state, keys)
                 losses.append(np.float64(loss))
-                sums = [total + np.asarray(g).astype(np.float64) for total, g in zip(sums, gradients, strict=True)]
+                for i, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        sums[i] += np.asarray(gradient).astype(np.float64)
                 auxes.append(jax.device_get(aux))
             states.append(jax.device_get(state))
         count = model.replicas * model.micro_batches
-        rest = iter(sums)
-        scale = 1 if model.reduction == "sum" else 1 / count
-        gradients = [np.zeros(leaf.shape) if s else next(rest) * scale for leaf, s in zip(leaves, is_frozen, strict=True)]
+        gradients = [total if model.reduction == "sum" else total / count for total in sums]
         lead = (model.replicas, model.micro_batches)
         stacked = jax.tree.map(lambda *parts: np.stack(parts).reshape(*lead, *np.shape(parts[0])), *auxes)
         mean = lambda *s: s[0] if s[0].dtype == np.int32 else np.mean(s, axis=0)  # noqa: E731
@@ -83,8 +95,7 @@ class Dense:
             for b, block in enumerate(piece.blocks):
                 h = _BLOCKS[block.kind](block, w.get(str(b), {}), self._cast(h, block.dtype), mb, self._cast)
             if piece.keep < 1:
-                drawn = jax.random.uniform(keys[i], h.shape, jnp.float32) < np.float32(piece.keep)
-                h = h * drawn / piece.keep
+                h = h * _kept(piece, keys[i], h.shape) / piece.keep
             if piece.norm:
                 h, state[state_of(i)] = self._norm(h, state[state_of(i)])
             if piece.sends:
@@ -139,6 +150,14 @@ class Dense:
 
 
 Cast = Callable[[Any, Any], Any]
+
+
+def _kept(piece: Piece, key: Any, shape: tuple[int, int]) -> Any:
+    if piece.draws:
+        return jax.random.uniform(key, shape, jnp.float32) < np.float32(piece.keep)
+    first, second = jax.random.key_data(key)
+    place = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32)
+    return (((first >> place) ^ (second >> place)) % 4 < round(piece.keep * 4)).reshape(shape)
 
 
 def _mlp(block: Block, w: Any, h: Any, mb: Any, cast: Cast) -> Any:
