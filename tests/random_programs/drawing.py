@@ -28,16 +28,16 @@ SIMPLE_LOCAL: dict[str, float] = {"mlp": 3, "activation": 1}
 SIMPLE_CONCURRENT: dict[str, float] = {"columns": 1, "wide": 1}
 
 
-def draw_model(dice: Dice, *, simple: bool = False, random: bool = True) -> Model:
+def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Model:
     """A model of one to eight stages.
 
     Args:
         dice: what decides.
         simple: whether it shall compile fast: few kinds of blocks, all float32, nothing passed by or held.
-        random: whether there may be dropout.
+        one_ipu: whether all of it stands on one IPU, and nothing of it is frozen: what a plain function can do as well.
     """
     width = dice.between(4, 7)
-    ipus, places = _places(dice)
+    ipus, places = (1, [0] * dice.between(1, 2)) if one_ipu else _places(dice)
     kinds = (SIMPLE_LOCAL, SIMPLE_CONCURRENT) if simple else (LOCAL, CONCURRENT)
     replicas = dice.weighted({1: 3, 2: 1}) if 2 * ipus <= 8 else 1
     mix = dice.weighted({"float32": 6, "bfloat16": 1, "both": 2}) if not simple else "float32"
@@ -55,8 +55,8 @@ def draw_model(dice: Dice, *, simple: bool = False, random: bool = True) -> Mode
     pieces = _widened(dice, pieces)
     pieces[0] = dataclasses.replace(pieces[0], first=_first(dice, pieces[0], tied))
     pieces[-1] = dataclasses.replace(pieces[-1], loss=_loss(dice, pieces[-1], tied, mix))
-    pieces = pieces if simple else _extras(dice, pieces, random)
-    pieces, groups = _grouped(dice, pieces, tied, mix)
+    pieces = pieces if one_ipu else _extras(dice, pieces, often=0.3 if simple else 1.0)
+    pieces, groups = _grouped(dice, pieces, tied, mix, freezes=not one_ipu and dice.chance(0.35))
     return Model(
         tuple(pieces),
         groups,
@@ -203,14 +203,15 @@ def _loss(dice: Dice, piece: Piece, tied: bool, mix: str) -> Loss:
     return dataclasses.replace(loss, leaves=(("w", w), ("b", Leaf((VOCABULARY,), split=0))))
 
 
-def _extras(dice: Dice, pieces: list[Piece], random: bool) -> list[Piece]:
+def _extras(dice: Dice, pieces: list[Piece], *, often: float) -> list[Piece]:
     """State, keys, skips, aux and trees between stages."""
-    on = {name: dice.chance(p) for name, p in (("norm", 0.3), ("drop", 0.3), ("skip", 0.4), ("aux", 0.4), ("wrap", 0.2))}
+    chances = {"norm": 0.3, "drop": 0.3, "skip": 0.4, "aux": 0.4, "wrap": 0.2}
+    on = {name: dice.chance(often * chance) for name, chance in chances.items()}
     last = len(pieces) - 1
     for i, piece in enumerate(pieces):
         if on["norm"] and dice.chance(0.5):
             piece = dataclasses.replace(piece, norm=True)
-        if random and on["drop"] and dice.chance(0.5):
+        if on["drop"] and dice.chance(0.5):
             piece = dataclasses.replace(piece, keep=dice.one_of((0.5, 0.75)), draws=dice.chance(0.2))
         if on["aux"] and dice.chance(0.5):
             piece = dataclasses.replace(piece, aux=True)
@@ -229,12 +230,11 @@ def _extras(dice: Dice, pieces: list[Piece], random: bool) -> list[Piece]:
 
 
 def _grouped(
-    dice: Dice, pieces: list[Piece], tied: bool, mix: str
+    dice: Dice, pieces: list[Piece], tied: bool, mix: str, *, freezes: bool
 ) -> tuple[list[Piece], tuple[tuple[str, Leaves], ...]]:
     """Names the groups, and freezes some leaves."""
     found: list[Piece] = []
     groups: dict[str, Leaves] = {}
-    freezes = dice.chance(0.35)
     for i, piece in enumerate(pieces):
         leaves = {f"{b}/{name}": leaf for b, block in enumerate(piece.blocks) for name, leaf in block.leaves}
         if piece.first in ("local ids", "split ids"):

@@ -29,6 +29,8 @@ class Case:
         self.spoilt = [spoil(dice, placement, self.table) for _ in range(SPOILT)]
         # a spoilt table that is still valid is an unusual one: it runs rather than the first
         unusual = [t for t in self.spoilt if t != self.table and not fault_of(placement, self.model.ipus, t)]
+        if any(piece.norm for piece in self.model.pieces):  # state is updated in the micro-batches' order, or refused
+            unusual = [t for t in unusual if all(list(row) == sorted(row) for row in t[0])]
         self.runs = unusual[-1] if unusual and dice.chance(0.7) else self.table
 
     def __str__(self) -> str:
