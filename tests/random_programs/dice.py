@@ -23,12 +23,10 @@ class Dice:
         return items[int(self._rng.integers(len(items)))]
 
     def weighted(self, weights: dict[Item, float]) -> Item:
-        at = self._rng.random() * sum(weights.values())
-        for item, weight in weights.items():
-            at -= weight
-            if at < 0:
-                return item
-        return item  # pyright: ignore[reportPossiblyUnboundVariable] (rounding may leave `at` at 0)
+        ends = np.cumsum([*weights.values()])
+        # rounding may leave the draw at the very end
+        at = min(int(np.searchsorted(ends, self._rng.random() * ends[-1], side="right")), len(ends) - 1)
+        return list(weights)[at]
 
     def between(self, least: int, most: int) -> int:
         """An int from `least` to `most`, both included."""

@@ -3,7 +3,7 @@
 import dataclasses
 
 from random_programs.dice import Dice
-from random_programs.model import VOCABULARY, ROWS, Block, Leaf, Loss, Model, Piece
+from random_programs.model import ROWS, VOCABULARY, Block, Leaf, Loss, Model, Piece
 
 Leaves = tuple[tuple[str, Leaf], ...]
 
@@ -21,7 +21,14 @@ LOCAL: dict[str, float] = {
     "convolution": 0.7,
     "activation": 1,
 }
-CONCURRENT: dict[str, float] = {"columns": 3, "whole": 1, "wide": 2, "wide norm": 1, "wide softmax": 1, "wide tokens": 1}
+CONCURRENT: dict[str, float] = {
+    "columns": 3,
+    "whole": 1,
+    "wide": 2,
+    "wide norm": 1,
+    "wide softmax": 1,
+    "wide tokens": 1,
+}
 
 
 SIMPLE_LOCAL: dict[str, float] = {"mlp": 3, "activation": 1}
@@ -37,7 +44,9 @@ def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Mo
         one_ipu: whether all of it stands on one IPU, and nothing of it is frozen: what a plain function can do as well.
     """
     width = dice.between(4, 7)
-    ipus, places = (1, [0] * dice.between(1, 2)) if one_ipu else _places(dice)
+    ipus, places = _places(dice)
+    if one_ipu:
+        ipus, places = 1, [0 for _ in range(dice.between(1, 2))]
     kinds = (SIMPLE_LOCAL, SIMPLE_CONCURRENT) if simple else (LOCAL, CONCURRENT)
     replicas = dice.weighted({1: 3, 2: 1}) if 2 * ipus <= 8 else 1
     mix = dice.weighted({"float32": 6, "bfloat16": 1, "both": 2}) if not simple else "float32"
@@ -48,7 +57,9 @@ def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Mo
         if like and not tied and dice.chance(0.5) and all(b.d_in == b.d_out == width for b in like[-1].blocks):
             blocks = tuple(dataclasses.replace(b, constant=dice.number()) for b in like[-1].blocks)
         else:
-            blocks = tuple(_block(dice, kinds, place, width, mix) for _ in range(1 if simple else dice.weighted({1: 5, 2: 2})))
+            blocks = tuple(
+                _block(dice, kinds, place, width, mix) for _ in range(1 if simple else dice.weighted({1: 5, 2: 2}))
+            )
         if tied and i in (0, len(places) - 1):
             blocks = ()
         pieces.append(Piece(place, blocks, width=width, recompute=dice.weighted({"none": 4, "all": 1, "dots": 1})))
@@ -93,7 +104,7 @@ def _places(dice: Dice) -> tuple[int, list[int | None]]:
         there = line[: dice.between(1, min(ipus, 3))]
         places = [*there, *(there[::-1] if dice.chance(0.5) else there[-2::-1])]
     elif shape == "looped":
-        places = line[: dice.between(1, min(ipus, 3))] * 2
+        places = [*line[: dice.between(1, min(ipus, 3))]] * 2
     elif shape == "any":
         places = [dice.between(0, ipus - 1) for _ in range(dice.between(1, 5))]
     else:
@@ -107,9 +118,7 @@ def _dtype(dice: Dice, mix: str) -> str:
     return dice.one_of(("float32", "bfloat16")) if mix == "both" else mix
 
 
-def _block(
-    dice: Dice, kinds: tuple[dict[str, float], dict[str, float]], place: int | None, d: int, mix: str
-) -> Block:
+def _block(dice: Dice, kinds: tuple[dict[str, float], dict[str, float]], place: int | None, d: int, mix: str) -> Block:
     kind = dice.weighted(kinds[0] if place is not None else kinds[1])
     of = lambda *shape, split=None: Leaf(shape, _dtype(dice, mix), split)  # noqa: E731
     block = Block(kind, d, d, _dtype(dice, mix), constant=dice.number(), residual=dice.chance(0.5))
@@ -246,7 +255,9 @@ def _grouped(
         if group == "tied" and i:
             leaves = {}
         # stages of one place with the same leaves may share them
-        shared = [p.group for p in found if p.place == piece.place and groups.get(p.group or "") == tuple(leaves.items())]
+        shared = [
+            p.group for p in found if p.place == piece.place and groups.get(p.group or "") == tuple(leaves.items())
+        ]
         if leaves and group != "tied" and shared and not freezes and dice.chance(0.3):
             group = shared[0]
         elif group is not None and leaves:

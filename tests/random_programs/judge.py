@@ -23,6 +23,8 @@ def fault_of(placement: Placement, ipus: int, table: Table) -> str:
     forward, backward, weight, clock = table
     rows = {"F": forward, "B": backward} | ({} if weight is None else {"W": weight})
     m = len(forward[0])
+    if m == 0:
+        return "it is empty"
     if weight is not None and (clock == "two-phase" or all(place is None for place in placement)):
         return "W has no place here"
     for kind, of_kind in rows.items():

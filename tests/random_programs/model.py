@@ -1,6 +1,6 @@
 """A random model as data: pieces of blocks, each piece one stage. `placed` and `plain` say what it computes, apart.
 
-    Model -> Piece (a stage: its place, what it sends, takes, holds) -> Block (a few weights) -> Leaf (one weight)
+Model -> Piece (a stage: its place, what it sends, takes, holds) -> Block (a few weights) -> Leaf (one weight)
 """
 
 import dataclasses
@@ -74,7 +74,9 @@ class Piece:
     group: str | None = None
     first: str = ""  # how the first piece begins: "x", "local ids" or "split ids"
     keep: float = 1.0  # dropout's
-    draws: bool = False  # whether dropout takes `jax.random`'s numbers, which are long to compile, or the key's own bits
+    draws: bool = (
+        False  # whether dropout takes `jax.random`'s numbers, which are long to compile, or the key's own bits
+    )
     norm: bool = False  # a batch norm, which holds state
     sends: str = ""
     takes: tuple[str, ...] = ()

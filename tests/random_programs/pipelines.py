@@ -33,7 +33,9 @@ class Case:
         schedule: Any = model.schedule
         if schedule == "own":
             rng = np.random.default_rng(self.table_seed)
-            schedule = Schedule("own", model.placement, model.ipus, *random_table(rng, model.placement, model.micro_batches))
+            schedule = Schedule(
+                "own", model.placement, model.ipus, *random_table(rng, model.placement, model.micro_batches)
+            )
         pipeline = pipeline_of(model, schedule)
         assert_right(model, pipeline, evaluates=self.evaluates)
         if self.judges_verify:

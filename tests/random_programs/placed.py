@@ -1,4 +1,4 @@
-"""A random model as `ipu_jax` stages: what a user of the library would write, with `sharded_ops` where all IPUs work."""
+"""A random model as a user of the library would write it: stages, with `sharded_ops` where all IPUs work."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,7 +71,9 @@ def _function(piece: Piece) -> Callable[..., Any]:
     # an export is made once, as one that came out of a file is: jax makes none inside a shard_map
     exports = {b: _export(block) for b, block in enumerate(piece.blocks) if block.kind == "exported"}
 
-    def fn(w: Any, x: Any, mb: Any, *, state: Any = None, key: Any = None, skips: Mapping[str, Any] | None = None) -> Any:
+    def fn(
+        w: Any, x: Any, mb: Any, *, state: Any = None, key: Any = None, skips: Mapping[str, Any] | None = None
+    ) -> Any:
         if isinstance(x, dict):
             x = x["h"] + x["sum"][:, None] * x["three"]
         h = _begin(piece, w, x, mb)

@@ -32,9 +32,7 @@ class Dense:
         self.frozen = jax.tree.leaves(model.by_leaf(lambda leaf: leaf.frozen))
         self._step = jax.jit(jax.value_and_grad(self._loss_of, has_aux=True))
 
-    def run(
-        self, weights: Any, batch: Any, state: Any, key: Any = None
-    ) -> tuple[Any, Any, dict[int, Any], Any]:
+    def run(self, weights: Any, batch: Any, state: Any, key: Any = None) -> tuple[Any, Any, dict[int, Any], Any]:
         """One weight update's `(loss, gradients, {stage: aux of (replicas, M, ...)}, new state)`.
 
         Args:

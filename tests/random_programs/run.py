@@ -51,7 +51,8 @@ class Worker:
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self.cases = 0
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -72,7 +73,9 @@ class Worker:
             return Outcome(kind, case, timeout, f"hangs: no end after {timeout:g} s\n{self.end()}")
         if not line:
             code = self._process.wait()
-            return Outcome(kind, case, time.monotonic() - start, f"the process died with exit code {code}\n{self.end()}")
+            return Outcome(
+                kind, case, time.monotonic() - start, f"the process died with exit code {code}\n{self.end()}"
+            )
         return Outcome(kind, case, time.monotonic() - start, json.loads(line))
 
     @property
@@ -81,10 +84,17 @@ class Worker:
 
     def end(self) -> str:
         """Ends the process; the end of what it wrote."""
+        if self._log.closed:
+            return ""
         self._process.kill()
         self._process.wait()
+        self._listener.join()
         self._log.seek(0)
-        return self._log.read()[-3000:]
+        said = self._log.read()[-3000:]
+        for file in (self._process.stdin, self._process.stdout, self._log):
+            assert file is not None
+            file.close()
+        return said
 
 
 def _environment() -> dict[str, str]:
@@ -93,7 +103,9 @@ def _environment() -> dict[str, str]:
     found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     found.pop("JAX_COMPILATION_CACHE_DIR", None)
     # a collective that not all IPUs come to ends the process after a minute rather than never
-    flags = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=30 --xla_cpu_collective_call_terminate_timeout_seconds=60"
+    flags = (
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=30 --xla_cpu_collective_call_terminate_timeout_seconds=60"
+    )
     found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {flags}".strip()
     return found
 
@@ -105,7 +117,7 @@ class Run:
         self._args = args
         self._worker: Worker | None = None
         self._spent = dict.fromkeys(args.kind, 0.0)
-        self._next = dict.fromkeys(args.kind, args.first)
+        self._next: dict[str, int] = {kind: args.first for kind in args.kind}
         self._start = time.monotonic()
         self.failures: list[Outcome] = []
 
@@ -114,6 +126,7 @@ class Run:
         if args.case is not None:
             for kind in args.kind:
                 self._one(kind, args.case)
+                self._next[kind] += 1
         else:
             shown = time.monotonic()
             while time.monotonic() - self._start < 60 * args.minutes and not (args.exit_first and self.failures):

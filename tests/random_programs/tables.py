@@ -6,13 +6,14 @@ before it through every segment.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 Placement = tuple[int | None, ...]
 Rows = tuple[tuple[int, ...], ...]
-Table = tuple[Rows, Rows, Rows | None, str]
+Clock = Literal["one-phase", "two-phase"]
+Table = tuple[Rows, Rows, Rows | None, Clock]
 
 
 @dataclasses.dataclass(frozen=True)

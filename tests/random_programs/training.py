@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from ipu_jax import DynamicScale, TrainOptions, make_train_step
+from ipu_jax.options import Precision
 from random_programs import placed
 from random_programs.closeness import as_float64, assert_close, coarsest
 from random_programs.dice import Dice
@@ -167,6 +168,7 @@ class Case:
         )
         optimizer, stages = recipe.init(masked(weights)), model.state()
         key = jax.random.key(model.seed) if model.random else None
+        update = jax.jit(recipe.update)
         losses, updated = [], []
         for u, batch in enumerate(self.batches()):
             of_update = None if key is None else jax.random.fold_in(key, u)
@@ -183,7 +185,7 @@ class Case:
             if options.max_gradient_norm is not None:
                 clip = optax.clip_by_global_norm(options.max_gradient_norm)
                 gradients = clip.update(gradients, clip.init(gradients))[0]
-            updates, optimizer = jax.jit(recipe.update)(gradients, optimizer, masked(weights))
+            updates, optimizer = update(gradients, optimizer, masked(weights))
             new = iter(jax.tree.leaves(optax.apply_updates(masked(weights), updates)))
             leaves = [w if f else next(new) for f, w in zip(dense.frozen, jax.tree.leaves(weights), strict=True)]
             weights, stages = jax.tree.unflatten(jax.tree.structure(weights), leaves), new_stages
@@ -216,7 +218,8 @@ def draw_recipe(dice: Dice) -> Recipe:
 def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
     iterations = dice.weighted({1: 2, 2: 2, 4: 1})
     every = [k for k in (1, 2, 4) if iterations % k == 0]
-    precision = dice.weighted({"32.32": 4, "16.32": 1, "16.16": 1})
+    precisions: dict[Precision, float] = {"32.32": 4, "16.32": 1, "16.16": 1}
+    precision = dice.weighted(precisions)
     dynamic = DynamicScale(initial=2.0**4, growth_interval=dice.between(1, 3))
     return TrainOptions(
         replication_factor=model.replicas if is_function else None,
@@ -254,5 +257,3 @@ def _cast(tree: Any, dtype: str) -> Any:
 
 def _floats(tree: Any) -> list[Any]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
-
-

@@ -15,7 +15,8 @@ def failure_of(kind: str, seed: int, case: int) -> str:
 
     described = "(it could not be drawn)"
     try:
-        drawn = importlib.import_module(f"random_programs.{kind}").Case(Dice(kind, seed, case))
+        module = importlib.import_module(kind if "." in kind else f"random_programs.{kind}")
+        drawn = module.Case(Dice(kind, seed, case))
         described = str(drawn)
         drawn.check()
     except Exception as error:
