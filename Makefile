@@ -8,12 +8,15 @@ PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
 # Chosen to pass 97% after two epochs, in both modes, within two minutes on two cores.
 MNIST_FLAGS ?= --batch-size 64 --gradient-accumulation-count 2 --learning-rate 0.2
 PYTEST_FLAGS ?= -n 2
+# Of random programs: how long, and more flags for tests/random_programs/run.py, such as --kind ops or --seed 7.
+MINUTES ?= 60
+RANDOM_FLAGS ?=
 
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.
 FINGERPRINT := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test mnist bench format clean
+.PHONY: help venv test random mnist bench format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -56,6 +59,9 @@ test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctes
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+random: $(STAMP) ## try random programs against dense ones for MINUTES (60)
+	$(BIN)/python tests/random_programs/run.py --minutes $(MINUTES) $(RANDOM_FLAGS)
 
 mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two epochs
 	$(BIN)/run-sharded-mnist --pipeline-mode concurrent --epochs 2 $(MNIST_FLAGS)

@@ -1,0 +1,58 @@
+"""How far a result may lie from the exact one: as far as a dense program's that rounds as often, and no farther.
+
+A case's dense program runs twice, in float64 (what is right) and in the case's own dtypes (what rounding makes of it).
+Both are written with nothing of ours. A result may then be off by
+
+    4 x the dense program's own error in that leaf            rounding is a matter of luck, and of the order of sums
+    + ULPS eps of the largest number in that leaf             where the dense program was lucky, or exact
+    + eps / 4 of the largest gradient of all                  what cancels in a leaf had the size of its neighbours
+
+with eps that of the coarsest dtype that the case computes in. For float32 that is 1e-6 of a leaf: a gradient that
+misses one micro-batch of eight, or lies in the wrong leaf, is 10,000 times farther off.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ULPS = 8
+
+
+def assert_close(what: str, found: Any, exact: Any, rounded: Any, eps: float) -> None:
+    """Raises `AssertionError` with every leaf of `found` that is farther from `exact` than `rounded` allows."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
+    assert jax.tree.structure(found) == jax.tree.structure(exact), (
+        f"{what} has the tree {jax.tree.structure(found)}, and should have {jax.tree.structure(exact)}"
+    )
+    found, exact, rounded = ([_float64(leaf) for leaf in jax.tree.leaves(tree)] for tree in (found, exact, rounded))
+    largest = max((np.abs(leaf).max(initial=0) for leaf in exact), default=0.0)
+    wrong = []
+    for path, f, e, r in zip(paths, found, exact, rounded, strict=True):
+        if f.shape != e.shape:
+            wrong.append(f"{what}{path} has shape {f.shape}, and should have {e.shape}")
+            continue
+        own = np.abs(r - e).max(initial=0)
+        allowed = 4 * own + ULPS * eps * np.abs(e).max(initial=0) + eps / 4 * largest
+        off = np.abs(f - e).max(initial=0)
+        if not off <= allowed:
+            wrong.append(
+                f"{what}{path} of shape {f.shape} is off by {off:.3g}, where {allowed:.3g} is allowed; "
+                f"its largest number should be {np.abs(e).max(initial=0):.3g}, and is {np.abs(f).max(initial=0):.3g}"
+            )
+    assert not wrong, "\n".join(wrong)
+
+
+def coarsest(dtypes: Any) -> float:
+    """The eps of the coarsest of these floating dtypes; float32's where there is none coarser."""
+    return max([float(jnp.finfo(jnp.float32).eps), *(float(jnp.finfo(dtype).eps) for dtype in dtypes)])
+
+
+def as_float64(tree: Any) -> Any:
+    """Floating leaves as numpy's float64, the others as they are: what the exact program computes with."""
+    return jax.tree.map(lambda leaf: _float64(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+
+def _float64(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf).astype(np.float64)

@@ -1,0 +1,390 @@
+"""Draws what each op is given: its arrays and how they lie, its options, and the dense program beside it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import sharded_ops
+from random_programs import dense_ops
+from random_programs.dice import Dice
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """One op with all it needs.
+
+    Attributes:
+        local: the program of one IPU.
+        dense: the same on whole arrays of one part of "data", told whether it is the `exact` one.
+        names, arrays, specs: of the arguments; a dim 0 over "data" holds tokens.
+        ragged: per argument the dim that is padded to divide by the IPUs, or None.
+        out_spec: of the result.
+        out_ragged, out_size: which dim of the result is padded, and its real size.
+        out_dtype: the result's, where it is not that of the case.
+        ct_fill: what the padding of the result's cotangent holds: NaN where the op promises not to read it.
+        options: for the reader.
+    """
+
+    local: Callable[..., Any]
+    dense: Callable[..., Any]
+    names: tuple[str, ...]
+    arrays: tuple[np.ndarray, ...]
+    specs: tuple[P, ...]
+    ragged: tuple[int | None, ...]
+    out_spec: P
+    out_ragged: int | None = None
+    out_size: int = 0
+    out_dtype: str | None = None
+    ct_fill: float = 1e4
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_float(self) -> list[bool]:
+        return [jnp.issubdtype(array.dtype, jnp.floating) for array in self.arrays]
+
+
+class _Draw:
+    """Shapes and arrays of one case: N tokens of each part of "data", D features, V columns."""
+
+    def __init__(self, dice: Dice, ipus: int, parts: int, dtype: str):
+        self.dice, self.ipus, self.parts, self.dtype = dice, ipus, parts, dtype
+        self.n, self.d, self.v = dice.between(1, 6), dice.between(1, 7), dice.between(1, 13)
+        self.rest = () if dice.chance(0.7) else (dice.between(1, 3),)  # further dims of tokens
+        self._rng = np.random.default_rng(dice.number())
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (self.n * self.parts, *self.rest)
+
+    def floats(self, *shape: int, scale: float = 1.0) -> np.ndarray:
+        return (self._rng.normal(size=shape) * scale).astype(jnp.dtype(self.dtype))
+
+    def ids(self, size: int, beyond: bool) -> np.ndarray:
+        low, high = (-2, size + 2) if beyond else (0, size)
+        dtype = self.dice.one_of((np.int32, np.int16, np.int8))
+        return self._rng.integers(low, high, size=self.tokens).astype(dtype)
+
+    def divisible(self) -> None:
+        """Tokens that the IPUs divide."""
+        self.n = self.ipus * self.dice.between(1, 2)
+
+    def over_data(self, *rest: Any) -> P:
+        return P("data", *rest)
+
+    def last(self, ndim: int) -> P:
+        """Tokens over "data", the last dim over the IPUs."""
+        return P("data", *[None] * (ndim - 2), "ipu")
+
+
+def _embedding(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw = _Draw(dice, ipus, parts, dtype)
+    by_rows = dice.chance(0.7)
+    scatter = by_rows and dice.chance(0.3)
+    if scatter:
+        draw.divisible()
+    options: dict[str, Any] = {"split": "rows" if by_rows else "features", "reduction": "scatter" if scatter else "sum"}
+    size = draw.v if by_rows else draw.d
+    table, ids = draw.floats(draw.v, draw.d), draw.ids(draw.v, beyond=True)
+    ndim = ids.ndim + 1
+    return Given(
+        lambda table, ids: sharded_ops.embedding(table, ids, size=size, **options),
+        dense_ops.embedding,
+        ("table", "ids"),
+        (table, ids),
+        (P("ipu") if by_rows else P(None, "ipu"), P("data")),
+        (0 if by_rows else 1, None),
+        P(("data", "ipu")) if scatter else P("data") if by_rows else draw.last(ndim),
+        out_ragged=None if by_rows else ndim - 1,
+        out_size=draw.d,
+        options=options,
+    )
+
+
+def _take_last(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw = _Draw(dice, ipus, parts, dtype)
+    x, ids = draw.floats(*draw.tokens, draw.v), draw.ids(draw.v, beyond=True)
+    return Given(
+        lambda x, ids: sharded_ops.take_last(x, ids, size=draw.v),
+        dense_ops.take_last,
+        ("x", "indices"),
+        (x, ids),
+        (draw.last(x.ndim), P("data")),
+        (x.ndim - 1, None),
+        P("data"),
+    )
+
+
+def _columns(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw = _Draw(dice, ipus, parts, dtype)
+    scattered = dice.chance(0.3)
+    if scattered:
+        draw.divisible()
+    x, w, bias = draw.floats(*draw.tokens, draw.d), draw.floats(draw.d, draw.v), draw.floats(draw.v)
+    options: dict[str, Any] = {"size": draw.v}
+    if scattered:
+        options["tokens"] = draw.n
+    return Given(
+        lambda x, w, bias: sharded_ops.matmul(x, w, bias=bias, **options),
+        dense_ops.matmul,
+        ("x", "w", "bias"),
+        (x, w, bias),
+        (P(("data", "ipu")) if scattered else P("data"), P(None, "ipu"), P("ipu")),
+        (None, 1, 0),
+        draw.last(x.ndim),
+        out_ragged=x.ndim - 1,
+        out_size=draw.v,
+        options=options,
+    )
+
+
+def _rows(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw = _Draw(dice, ipus, parts, dtype)
+    scatter = dice.chance(0.3)
+    if scatter:
+        draw.divisible()
+    x, w, bias = draw.floats(*draw.tokens, draw.v), draw.floats(draw.v, draw.d), draw.floats(draw.d)
+    options = {"split": "rows", "size": draw.v, "reduction": "scatter" if scatter else "sum"}
+    return Given(
+        lambda x, w, bias: sharded_ops.matmul(x, w, bias=bias, **options),
+        dense_ops.matmul,
+        ("x", "w", "bias"),
+        (x, w, bias),
+        (draw.last(x.ndim), P("ipu"), P()),
+        (x.ndim - 1, 0, None),
+        P(("data", "ipu")) if scatter else P("data"),
+        options=options,
+    )
+
+
+def _tied_projection(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw = _Draw(dice, ipus, parts, dtype)
+    hidden, table = draw.floats(*draw.tokens, draw.d), draw.floats(draw.v, draw.d)
+    return Given(
+        lambda hidden, table: sharded_ops.tied_projection(hidden, table, size=draw.v),
+        dense_ops.tied_projection,
+        ("hidden", "table"),
+        (hidden, table),
+        (P("data"), P("ipu")),
+        (None, 0),
+        draw.last(hidden.ndim),
+        out_ragged=hidden.ndim - 1,
+        out_size=draw.v,
+    )
+
+
+def _loss_options(dice: Dice) -> dict[str, Any]:
+    return {
+        "label_smoothing": dice.weighted({0.0: 2, 0.1: 1, 1.0: 0.2}),
+        "z_loss": dice.weighted({0.0: 2, 0.01: 1}),
+        "soft_cap": dice.weighted({None: 2, 3.0: 1}),
+        "temperature": dice.weighted({1.0: 2, 0.5: 1}),
+        "ignore_index": dice.weighted({None: 2, 0: 1, -1: 1}),
+        "out_of_range": dice.weighted({"ignore": 2, "clip": 1}),
+        "reduction": dice.one_of(("none", "mean", "sum")),
+    }
+
+
+def _result(options: dict[str, Any], value: Any) -> Any:
+    """A reduced loss is one number of each part of "data"."""
+    return value if options["reduction"] == "none" else value[None]
+
+
+def _cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw, options = _Draw(dice, ipus, parts, dtype), _loss_options(dice)
+    logits = draw.floats(*draw.tokens, draw.v, scale=3)
+    soft, weighted = dice.chance(0.25), dice.chance(0.4)
+    weights = np.abs(draw.floats(*draw.tokens)).astype(np.float32) if weighted else np.ones(draw.tokens, np.int32)
+    if soft:
+        options |= {"ignore_index": None, "out_of_range": "ignore"}
+        labels = np.abs(draw.floats(*draw.tokens, draw.v))
+    else:
+        labels = draw.ids(draw.v, beyond=True)
+    use = {"weights": True} if weighted else {}
+
+    def local(logits: Any, labels: Any, weights: Any) -> Any:
+        given = {"weights": weights} if weighted else {}
+        return _result(options, sharded_ops.log_softmax_cross_entropy(logits, labels, size=draw.v, **given, **options))
+
+    def dense(logits: Any, labels: Any, weights: Any, *, exact: bool) -> Any:
+        return _result(options, dense_ops.cross_entropy(logits, labels, weights, weighted, exact=exact, **options))
+
+    split, dim = draw.last(logits.ndim), logits.ndim - 1
+    return Given(
+        local,
+        dense,
+        ("logits", "labels", "weights"),
+        (logits, labels, weights),
+        (split, split if soft else P("data"), P("data")),
+        (dim, dim if soft else None, None),
+        P("data"),
+        out_dtype="float32",
+        options=options | use,
+    )
+
+
+def _linear_cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw, options = _Draw(dice, ipus, parts, dtype), _loss_options(dice)
+    hidden, table = draw.floats(*draw.tokens, draw.d), draw.floats(draw.v, draw.d)
+    labels, weighted = draw.ids(draw.v, beyond=True), dice.chance(0.4)
+    weights = np.abs(draw.floats(*draw.tokens)).astype(np.float32)
+    tiling: dict[str, Any] = {
+        "gradients": dice.one_of(
+            (None, "backward") if options["reduction"] == "none" else (None, "backward", "forward")
+        ),
+        "token_chunk": dice.one_of((None, 1, 2, 5)),
+        "column_chunk": dice.one_of((None, 1, 3)),
+    }
+
+    def local(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
+        given = {"weights": weights} if weighted else {}
+        loss = sharded_ops.linear_cross_entropy(hidden, table, labels, size=draw.v, **given, **options, **tiling)
+        return _result(options, loss)
+
+    def dense(hidden: Any, table: Any, labels: Any, weights: Any, *, exact: bool) -> Any:
+        logits = dense_ops.tied_projection(hidden, table, exact=exact, wide=True)
+        return _result(options, dense_ops.cross_entropy(logits, labels, weights, weighted, exact=exact, **options))
+
+    return Given(
+        local,
+        dense,
+        ("hidden", "table", "labels", "weights"),
+        (hidden, table, labels, weights if weighted else weights.astype(np.int32)),
+        (P("data"), P("ipu"), P("data"), P("data")),
+        (None, 0, None, None),
+        P("data"),
+        out_dtype="float32",
+        options=options | tiling | {"weights": weighted},
+    )
+
+
+def _of_last(name: str) -> Callable[[Dice, int, int, str], Given]:
+    """softmax, log_softmax and the norms: (N.., V) -> (N.., V)."""
+
+    def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+        draw = _Draw(dice, ipus, parts, dtype)
+        x, norm = draw.floats(*draw.tokens, draw.v, scale=2), name.endswith("norm")
+        split, dim = draw.last(x.ndim), x.ndim - 1
+        more = [draw.floats(draw.v) for _ in range({"layer_norm": 2, "rms_norm": 1}.get(name, 0))]
+        options: dict[str, Any] = {"epsilon": dice.one_of((0.1, 1.0))} if norm else {}
+        op = getattr(sharded_ops, name)
+        return Given(
+            lambda x, *more: op(x, *more, size=draw.v, **options),
+            lambda x, *more, exact: getattr(dense_ops, name)(x, *more, exact=exact, **options),
+            ("x", "scale", "bias")[: 1 + len(more)],
+            (x, *more),
+            (split, *[P("ipu")] * len(more)),
+            (dim, *[0] * len(more)),
+            split,
+            out_ragged=dim,
+            out_size=draw.v,
+            ct_fill=np.nan if norm else 1e4,
+            options=options,
+        )
+
+    return draw_one
+
+
+def _moving(name: str) -> Callable[[Dice, int, int, str], Given]:
+    """The collectives. `x` differs between IPUs where a sum or an owner is meant: its dim 1 is then the IPUs."""
+
+    def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+        draw = _Draw(dice, ipus, parts, dtype)
+        owner = dice.between(0, ipus - 1)
+        if "tokens" in name:
+            draw.divisible()
+        of_all = name in ("to_all", "reduce_to_all", "reduce_to", "reduce_scatter_tokens")
+        op = getattr(sharded_ops, name)
+        if of_all:
+            x = draw.floats(draw.tokens[0], ipus, draw.d)
+            kwargs = {"owner": owner} if name in ("to_all", "reduce_to") else {}
+            out_spec = {"reduce_scatter_tokens": P(("data", "ipu")), "reduce_to": P("data", "ipu")}.get(name, P("data"))
+            local = lambda x: op(x[:, 0], **kwargs)  # noqa: E731
+            if name == "reduce_to":
+                local = lambda x: op(x[:, 0], **kwargs)[:, None]  # noqa: E731
+            return Given(
+                local,
+                lambda x, *, exact: dense_ops.moved(name, x, owner),
+                ("x",),
+                (x,),
+                (P("data", "ipu"),),
+                (None,),
+                out_spec,
+                options=kwargs,
+            )
+        x = draw.floats(draw.tokens[0], draw.v)
+        if name == "from_all":
+            return Given(
+                lambda x: op(x, 1, draw.v),
+                lambda x, *, exact: x,
+                ("x",),
+                (x,),
+                (P("data", "ipu"),),
+                (1,),
+                P("data"),
+            )
+        return Given(op, lambda x, *, exact: x, ("x",), (x,), (P("data"),), (None,), P(("data", "ipu")))
+
+    return draw_one
+
+
+def _top_k(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    draw = _Draw(dice, ipus, parts, dtype)
+    k = dice.between(1, draw.v)
+    x = draw.floats(*draw.tokens, draw.v)
+    return Given(
+        lambda x: sharded_ops.top_k(x, k, size=draw.v)[0],
+        lambda x, *, exact: dense_ops.top_k(x, k)[0],
+        ("x",),
+        (x,),
+        (draw.last(x.ndim),),
+        (x.ndim - 1,),
+        P("data"),
+        options={"k": k},
+    )
+
+
+def _chosen(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+    """argmax and top_k's columns: what they choose is told by a float, so that it may have a (zero) gradient."""
+    draw = _Draw(dice, ipus, parts, dtype)
+    k = dice.between(0, draw.v)
+    # ties: of equal numbers the first column wins; 0 would win over -0, so there is none of these
+    x = (np.round(draw.floats(*draw.tokens, draw.v).astype(np.float32)) + 0.0).astype(jnp.dtype(dtype))
+
+    def chosen(x: Any) -> Any:
+        if k == 0:
+            return sharded_ops.argmax(x, size=draw.v).astype(jnp.float32)
+        return sharded_ops.top_k(x, k, size=draw.v)[1].astype(jnp.float32)
+
+    return Given(
+        chosen,
+        lambda x, *, exact: dense_ops.chosen(x, k),
+        ("x",),
+        (x,),
+        (draw.last(x.ndim),),
+        (x.ndim - 1,),
+        P("data"),
+        out_dtype="float32",
+        options={"k": k},
+    )
+
+
+OPS: dict[str, Callable[[Dice, int, int, str], Given]] = {
+    "embedding": _embedding,
+    "take_last": _take_last,
+    "matmul columns": _columns,
+    "matmul rows": _rows,
+    "tied_projection": _tied_projection,
+    "log_softmax_cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "top_k": _top_k,
+    "chosen": _chosen,
+    **{name: _of_last(name) for name in ("softmax", "log_softmax", "layer_norm", "rms_norm")},
+    **{
+        name: _moving(name)
+        for name in ("to_all", "from_all", "reduce_to_all", "reduce_to", "scatter_tokens", "reduce_scatter_tokens")
+    },
+}

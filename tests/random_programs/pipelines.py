@@ -1,0 +1,108 @@
+"""Pipelines of random stages, placements and schedules: loss, gradients, aux and state against a dense program's."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_jax import Pipeline, Schedule, engine, make_mesh, verify
+from random_programs import placed
+from random_programs.closeness import assert_close, coarsest
+from random_programs.dice import Dice
+from random_programs.drawing import draw_model
+from random_programs.model import Model
+from random_programs.plain import Dense
+from random_programs.tables import random_table
+
+
+class Case:
+    """A pipeline, and what else is asked of it besides its gradients."""
+
+    def __init__(self, dice: Dice):
+        self.model = draw_model(dice)
+        self.table_seed = dice.number()
+        self.judges_verify, self.evaluates = dice.chance(0.1), dice.chance(0.15)
+
+    def __str__(self) -> str:
+        return f"{self.model}\n  verify: {self.judges_verify}, evaluates: {self.evaluates}"
+
+    def check(self) -> None:
+        model = self.model
+        schedule: Any = model.schedule
+        if schedule == "own":
+            rng = np.random.default_rng(self.table_seed)
+            schedule = Schedule(
+                "own", model.placement, model.ipus, *random_table(rng, model.placement, model.micro_batches)
+            )
+        pipeline = pipeline_of(model, schedule)
+        assert_right(model, pipeline, evaluates=self.evaluates)
+        if self.judges_verify:
+            verify(pipeline, *arguments(model, pipeline))
+
+
+def pipeline_of(model: Model, schedule: str | Schedule) -> Pipeline:
+    return Pipeline(
+        placed.stages_of(model),
+        mesh=make_mesh(model.replicas, model.ipus),
+        schedule=schedule,
+        gradient_accumulation=model.micro_batches,
+        reduction=model.reduction,
+        specs=placed.specs_of(model),
+        frozen=placed.frozen_of(model),
+    )
+
+
+def arguments(model: Model, pipeline: Pipeline) -> tuple[Any, Any, Any, Any]:
+    """Weights, batch, state and key, as `value_and_grad` takes them."""
+    batch = model.batch()
+    if model.replicas == 1:
+        batch = {name: leaf[0] for name, leaf in batch.items()}
+    state = pipeline.shard_state(model.state()) if model.state() else None
+    key = jax.random.key(model.seed) if model.random else None
+    return pipeline.shard(model.weights()), batch, state, key
+
+
+def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -> None:
+    """Raises `AssertionError` where the pipeline's results are not the dense program's."""
+    given = arguments(model, pipeline)
+    with bubbles_of_nan():
+        loss, aux, gradients, new = parts(model, pipeline.value_and_grad(*given))
+    dense = (model.weights(), model.batch(), model.state(), given[3])
+    exact, rounded = Dense(model, exact=True).run(*dense), Dense(model, exact=False).run(*dense)
+    of_aux = lambda whole: whole if model.replicas > 1 else jax.tree.map(lambda leaf: leaf[0], whole)  # noqa: E731
+    eps = coarsest(model.dtypes)
+    gradients = pipeline.unshard(gradients)
+    for leaf, weight in zip(jax.tree.leaves(gradients), jax.tree.leaves(model.weights()), strict=True):
+        assert leaf.dtype == weight.dtype, f"a gradient is {leaf.dtype}, and its weight {weight.dtype}"
+    assert_close("loss", loss, exact[0], rounded[0], eps)
+    assert_close("gradients", gradients, exact[1], rounded[1], eps)
+    assert_close("aux", aux, of_aux(exact[2]), of_aux(rounded[2]), eps)
+    if new is not None:
+        assert_close("state", pipeline.unshard(new), exact[3], rounded[3], eps)
+    if evaluates:
+        evaluated = pipeline.loss(*given)
+        assert_close("evaluated loss", evaluated[0] if aux else evaluated, exact[0], rounded[0], eps)
+
+
+def parts(model: Model, result: Any) -> tuple[Any, dict[int, Any], Any, Any]:
+    """Loss, aux per stage, gradients and new state of what `value_and_grad` returned."""
+    value, gradients, *new = result
+    with_aux = [i for i, piece in enumerate(model.pieces) if piece.aux]
+    if not with_aux:
+        return value, {}, gradients, new[0] if new else None
+    loss, aux = value
+    last = len(model.pieces) - 1
+    by_stage = {last: aux} if with_aux == [last] else {i: aux[f"stage{i}"] for i in with_aux}
+    return loss, by_stage, gradients, new[0] if new else None
+
+
+@contextlib.contextmanager
+def bubbles_of_nan() -> Iterator[None]:
+    """What nothing was written to holds NaN, so that a bubble which leaks shows."""
+    before, engine.IDLE_FILL = engine.IDLE_FILL, float("nan")
+    try:
+        yield
+    finally:
+        engine.IDLE_FILL = before

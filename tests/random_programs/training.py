@@ -1,0 +1,259 @@
+"""Training steps: random optax chains and options, a few updates, against optax on one device in float64.
+
+Compared are the losses that the calls told, the weights, the stages' state and the optimizer's own state.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ipu_jax import DynamicScale, TrainOptions, make_train_step
+from ipu_jax.options import Precision
+from random_programs import placed
+from random_programs.closeness import as_float64, assert_close, coarsest
+from random_programs.dice import Dice
+from random_programs.drawing import draw_model
+from random_programs.model import Model
+from random_programs.pipelines import bubbles_of_nan, pipeline_of
+from random_programs.plain import Dense
+
+# Adam divides by the root of a gradient's square: with an epsilon of this size rounding stays rounding.
+EPSILON = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """An optax chain as data."""
+
+    core: str
+    rate: float
+    schedule: str = ""
+    clip: float | None = None
+    clip_value: float | None = None
+    decay: float = 0.0
+    masked: bool = False
+
+    def build(self) -> optax.GradientTransformation:
+        rate: Any = self.rate
+        if self.schedule == "linear":
+            rate = optax.linear_schedule(self.rate, self.rate / 4, 3)
+        elif self.schedule == "exponential":
+            rate = optax.exponential_decay(self.rate, 2, 0.5, staircase=True)
+        elif self.schedule == "warm-up":
+            rate = optax.warmup_cosine_decay_schedule(self.rate / 8, self.rate, 2, 5)
+        mask: Any = (lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)) if self.masked else None
+        cores: dict[str, Callable[[], optax.GradientTransformation]] = {
+            "sgd": lambda: optax.sgd(rate),
+            "momentum": lambda: optax.sgd(rate, momentum=0.9),
+            "nesterov": lambda: optax.sgd(rate, momentum=0.9, nesterov=True),
+            "adam": lambda: optax.adam(rate, eps=EPSILON),
+            "adamw": lambda: optax.adamw(rate, eps=EPSILON, weight_decay=self.decay, mask=mask),
+            "lamb": lambda: optax.lamb(rate, eps=EPSILON, weight_decay=self.decay, mask=mask),
+            "rmsprop": lambda: optax.rmsprop(rate, eps=EPSILON, momentum=0.5),
+        }
+        parts = [cores[self.core]()]
+        if self.decay and self.core not in ("adamw", "lamb"):
+            parts.insert(0, optax.add_decayed_weights(self.decay, mask))
+        if self.clip_value is not None:
+            parts.insert(0, optax.clip(self.clip_value))
+        if self.clip is not None:
+            parts.insert(0, optax.clip_by_global_norm(self.clip))
+        return optax.chain(*parts) if len(parts) > 1 else parts[0]
+
+
+class Case:
+    """A model, a chain and options; `calls` calls of the step."""
+
+    def __init__(self, dice: Dice):
+        self.is_function = dice.chance(0.25)
+        self.model = draw_model(dice, simple=True, one_ipu=self.is_function)
+        if self.is_function:
+            self.model = dataclasses.replace(self.model, replicas=dice.one_of((1, 2, 4)))
+        if self.model.schedule == "own" or all(jax.tree.leaves(self.model.by_leaf(lambda leaf: leaf.frozen))):
+            self.model = dataclasses.replace(self.model, schedule="grouped", groups=_thawed(self.model))
+        self.recipe = draw_recipe(dice)
+        self.options = draw_options(dice, self.model, self.is_function)
+        self.calls = dice.between(1, 2)
+        self.bad = dice.between(0, 3) if isinstance(self.options.loss_scale, DynamicScale) else None
+
+    def __str__(self) -> str:
+        what = "a plain function" if self.is_function else "a pipeline"
+        return f"{what}: {self.model}\n  {self.recipe}\n  {self.options}\n  calls: {self.calls}, bad update: {self.bad}"
+
+    @property
+    def updates(self) -> int:
+        return self.calls * self.options.device_iterations
+
+    def batches(self) -> list[dict[str, np.ndarray]]:
+        """Per update, leaves (replicas, M, ...); one of them may hold an infinity in one row of one replica."""
+        found = [self.model.batch(u) for u in range(self.updates)]
+        if self.bad is not None and self.bad < len(found):
+            found[self.bad]["x"][-1, -1, 0, 0] = np.inf
+            found[self.bad]["y"][-1, -1, 0, 0] = np.inf
+        return found
+
+    def check(self) -> None:
+        exact, rounded = self._trained(exact=True), self._trained(exact=False)
+        whole, losses, updated = self._found()
+        half = [self.options.half] if self.options.precision != "32.32" else []
+        eps = coarsest([*self.model.dtypes, *half])
+        want = [_told(run["losses"], self.options) for run in (exact, rounded)]
+        assert np.array_equal(np.isfinite(losses), np.isfinite(want[0])), f"losses {losses}, and should be {want[0]}"
+        finite = np.isfinite(want[0])
+        assert_close("losses", losses[finite], want[0][finite], want[1][finite], eps)
+        for what in ("params", "optimizer", "stages"):
+            assert_close(what, whole[what], exact[what], rounded[what], eps)
+        if updated is not None:
+            wanted = _told(exact["updated"], self.options)
+            assert np.array_equal(updated, wanted), f"updated {updated}, and should be {wanted}"
+
+    def _found(self) -> tuple[dict[str, Any], np.ndarray, Any]:
+        """What the step makes of it."""
+        model, options = self.model, self.options
+        step = make_train_step(self._model(), self.recipe.build(), options)
+        key = jax.random.key(model.seed) if step.random or options.stochastic_rounding else None
+        weights: Any = model.weights()
+        state = step.init(weights, stages=model.state() or None, key=key)
+        batches, told = self.batches(), []
+        with bubbles_of_nan():
+            for call in range(self.calls):
+                mine = batches[call * options.device_iterations :][: options.device_iterations]
+                stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *mine)
+                stacked = jax.tree.map(lambda leaf: leaf[:, 0], stacked) if model.replicas == 1 else stacked
+                stacked = jax.tree.map(lambda leaf: leaf[0], stacked) if options.device_iterations == 1 else stacked
+                state, outputs = step(state, stacked)
+                told.append(jax.device_get(outputs))
+        whole = step.whole(state)
+        found = {
+            "params": whole["params"],
+            "optimizer": _floats(whole["optimizer"]),
+            "stages": whole["stages"] or {},
+        }
+        flat = lambda of: np.concatenate([np.atleast_1d(of(outputs)) for outputs in told])  # noqa: E731
+        return found, flat(lambda o: o.loss), None if told[0].updated is None else flat(lambda o: o.updated)
+
+    def _model(self) -> Any:
+        if not self.is_function:
+            return pipeline_of(self.model, self.model.schedule)
+        stages = placed.stages_of(self.model)
+
+        def loss(params: Any, mb: Any) -> Any:
+            x = None
+            for stage in stages:
+                x = stage.fn(params.get(stage.params), x, mb)
+            return x
+
+        return loss
+
+    def _trained(self, *, exact: bool) -> dict[str, Any]:
+        """What plain optax makes of it, on one device."""
+        with jax.enable_x64(exact):
+            return self._trained_in(exact)
+
+    def _trained_in(self, exact: bool) -> dict[str, Any]:
+        model, options, recipe = self.model, self.options, self.recipe.build()
+        dense = Dense(model, exact=exact)
+        to_half = lambda tree: _cast(tree, options.half)  # noqa: E731
+        weights = model.weights() if options.precision != "16.16" else to_half(model.weights())
+        weights = as_float64(weights) if exact else weights
+        # frozen leaves are not there for optax
+        masked = lambda tree: jax.tree.unflatten(  # noqa: E731
+            jax.tree.structure(tree),
+            [optax.MaskedNode() if f else leaf for f, leaf in zip(dense.frozen, jax.tree.leaves(tree), strict=True)],
+        )
+        optimizer, stages = recipe.init(masked(weights)), model.state()
+        key = jax.random.key(model.seed) if model.random else None
+        update = jax.jit(recipe.update)
+        losses, updated = [], []
+        for u, batch in enumerate(self.batches()):
+            of_update = None if key is None else jax.random.fold_in(key, u)
+            given, read = weights, batch
+            if options.precision != "32.32":
+                given, read = to_half(weights), to_half(batch)
+            loss, gradients, _, new_stages = dense.run(given, read, stages, of_update)
+            losses.append(loss)
+            gradients = masked(jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights))
+            finite = all(np.isfinite(np.asarray(g, np.float64)).all() for g in jax.tree.leaves(gradients))
+            updated.append(int(finite))
+            if isinstance(options.loss_scale, DynamicScale) and not finite:
+                continue
+            if options.max_gradient_norm is not None:
+                clip = optax.clip_by_global_norm(options.max_gradient_norm)
+                gradients = clip.update(gradients, clip.init(gradients))[0]
+            updates, optimizer = update(gradients, optimizer, masked(weights))
+            new = iter(jax.tree.leaves(optax.apply_updates(masked(weights), updates)))
+            leaves = [w if f else next(new) for f, w in zip(dense.frozen, jax.tree.leaves(weights), strict=True)]
+            weights, stages = jax.tree.unflatten(jax.tree.structure(weights), leaves), new_stages
+            weights = jax.device_get(weights)
+            if options.precision == "16.16":
+                weights = to_half(weights)
+                weights = as_float64(weights) if exact else weights
+        return {
+            "params": weights,
+            "optimizer": _floats(optimizer),
+            "stages": stages,
+            "losses": losses,
+            "updated": updated,
+        }
+
+
+def draw_recipe(dice: Dice) -> Recipe:
+    core = dice.one_of(("sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "rmsprop"))
+    return Recipe(
+        core,
+        rate=dice.one_of((0.05, 0.2)),
+        schedule=dice.weighted({"": 2, "linear": 1, "exponential": 1, "warm-up": 1}),
+        clip=dice.weighted({None: 2, 0.3: 1, 100.0: 0.5}),
+        clip_value=dice.weighted({None: 4, 0.05: 1}),
+        decay=dice.weighted({0.0: 1, 0.1: 1}),
+        masked=dice.chance(0.5),
+    )
+
+
+def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
+    iterations = dice.weighted({1: 2, 2: 2, 4: 1})
+    every = [k for k in (1, 2, 4) if iterations % k == 0]
+    precisions: dict[Precision, float] = {"32.32": 4, "16.32": 1, "16.16": 1}
+    precision = dice.weighted(precisions)
+    dynamic = DynamicScale(initial=2.0**4, growth_interval=dice.between(1, 3))
+    return TrainOptions(
+        replication_factor=model.replicas if is_function else None,
+        gradient_accumulation=model.micro_batches if is_function else None,
+        reduction=model.reduction if is_function else None,
+        device_iterations=iterations,
+        outputs=dice.weighted({"final": 2, "all": 2, "sum": 1, dice.one_of(every): 1}),
+        max_gradient_norm=dice.weighted({None: 3, 0.5: 1}),
+        loss_scale=dice.weighted({1.0: 3, 64.0: 1, dynamic: 1}),
+        precision=precision,
+        half=dice.one_of(("bfloat16", "float16")) if precision != "32.32" else "bfloat16",
+        stochastic_rounding=precision == "16.16" and dice.chance(0.4),
+        shard_optimizer=dice.chance(0.4),
+    )
+
+
+def _thawed(model: Model) -> Any:
+    thaw = lambda leaf: dataclasses.replace(leaf, frozen=leaf.dtype == "int32")  # noqa: E731
+    return tuple((name, tuple((path, thaw(leaf)) for path, leaf in leaves)) for name, leaves in model.groups)
+
+
+def _told(values: list[Any], options: TrainOptions) -> np.ndarray:
+    """What calls tell of per-update values."""
+    grouped = np.asarray(values).reshape(-1, options.device_iterations)
+    if options.outputs == "sum":
+        return grouped.sum(1)
+    return grouped[:, options.every - 1 :: options.every].reshape(-1)
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    """Floats rounded to `dtype`."""
+    floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype) if floating(leaf) else leaf, tree)
+
+
+def _floats(tree: Any) -> list[Any]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
