@@ -1,13 +1,15 @@
 """What a pipeline is given, checked before anything is traced: groups and their places, specs, keys, batches."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from ipu_jax import packing
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.packing import Sharded
 from ipu_jax.stage import Stage
 
@@ -25,6 +27,36 @@ def check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: d
             packing.with_specs(group.name, group.leaves, group.treedef, specs)
         ):
             raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+
+
+def checked_stages(stages: Any) -> tuple[Stage, ...]:
+    """Return the stages as a tuple.
+
+    Raises:
+        ValueError: there are none, or one is not a `Stage`.
+    """
+    found = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    if not found:
+        raise ValueError("stages=() is empty: give at least one Stage")
+    for number, stage in enumerate(found):
+        if not isinstance(stage, Stage):
+            raise ValueError(f"stage {number} is {stage!r}: give a list of Stage(fn, params='group', ipu=0)")
+    return found
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise `ValueError` unless `mesh` is one of axes "replica" and "ipu"."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} is not a mesh: make it with make_mesh(replicas, ipus_per_replica)")
+    if tuple(mesh.axis_names) != (REPLICA_AXIS, IPU_AXIS):
+        raise ValueError(f"mesh has axes {mesh.axis_names}: make it with make_mesh(replicas, ipus_per_replica)")
+
+
+def by_group(name: str, value: Any) -> dict[str, Any]:
+    """Return an argument that has an entry per group as a dict, an empty one for None; else raise `ValueError`."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r} does not say which group it is for: give {{'group': ...}}")
+    return dict(value or {})
 
 
 def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -199,6 +199,7 @@ def halves_of(
     derive = _keep_only(traced, derived, num_params)
     kept = [_shape_of(residuals[i].aval) for i in stashed]
     y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals[:count])))
+    _refuse_keys(segment, (y, aux))
     dy = split_floats(y)[0]
 
     def restore(inputs: list[Any], stash: list[Any]) -> Any:
@@ -264,6 +265,7 @@ def _only_forward(
     differs = differing_outputs(segment, traced.jaxpr, unlike, len(jax.tree.leaves(params)))
     _refuse_unlike_results(segment, jax.tree.unflatten(held["result"], differs), last, split_state)
     y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals)))
+    _refuse_keys(segment, (y, aux))
     signature = signature_of((traced,), held["result"])
     return Halves(y, aux, [], [], signature, _forward=traced, _result=held["result"])
 
@@ -275,6 +277,15 @@ def _refuse_unlike_results(segment: Segment, differs: Any, last: bool, split_sta
     refuse_unlike(segment, "an aux", any(jax.tree.leaves(aux)))
     of_state = zip(jax.tree.leaves(new_state), jax.tree.leaves(split_state), strict=True)
     refuse_unlike(segment, "state that is not split", any(may and not split for may, split in of_state))
+
+
+def _refuse_keys(segment: Segment, results: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(results):
+        if _is_key(leaf):
+            raise ValueError(
+                f"stage {segment.name!r} returns a random key, {leaf.dtype}, in its {'aux' if path[0].idx else 'y'}: "
+                "return jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data where it is used"
+            )
 
 
 def _sources(

@@ -20,10 +20,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax import engine, packing
 from ipu_jax.arguments import (
+    by_group,
     check_alive,
     check_batch,
     check_key,
+    check_mesh,
     check_sharded,
+    checked_stages,
     owners_of,
     specs_for,
     state_owners_of,
@@ -84,16 +87,11 @@ class Pipeline:
         frozen: Mapping[str, Any] | None = None,
         ipu_memory: float | None = None,
     ):
-        self.stages = tuple(stages)
-        if not self.stages:
-            raise ValueError("stages=() is empty: give at least one Stage")
+        self.stages = checked_stages(stages)
         self.options = PipelineOptions(gradient_accumulation, reduction)
         placement = tuple(stage.place for stage in self.stages)
         self.mesh = make_mesh(1, 1 + max((p for p in placement if p is not None), default=0)) if mesh is None else mesh
-        if tuple(self.mesh.axis_names) != (REPLICA_AXIS, IPU_AXIS):
-            raise ValueError(
-                f"mesh has axes {self.mesh.axis_names}: make it with make_mesh(replicas, ipus_per_replica)"
-            )
+        check_mesh(self.mesh)
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         for number, (stage, place) in enumerate(zip(self.stages, placement, strict=True)):
             if place is not None and place >= self.ipus:
@@ -103,10 +101,12 @@ class Pipeline:
                 )
         self._owners = owners_of(self.stages)
         self._state_owners = state_owners_of(self.stages)
-        self._specs = specs_for(self._owners, specs or {}, "specs")
+        self._specs = specs_for(self._owners, by_group("specs", specs), "specs")
         of_state = {name: PartitionSpec() for name, place in self._state_owners.items() if place is None}
-        self._state_specs = of_state | specs_for(self._state_owners, state_specs or {}, "state_specs")
-        self._frozen = dict(frozen or {})
+        self._state_specs = of_state | specs_for(
+            self._state_owners, by_group("state_specs", state_specs), "state_specs"
+        )
+        self._frozen = by_group("frozen", frozen)
         unknown = sorted(self._frozen.keys() - self._owners.keys())
         if unknown:
             raise ValueError(

@@ -15,7 +15,7 @@ from harness import exactly
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Sharded, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Sharded, Stage, make_mesh
 from ipu_jax.schedule import NAMES, make
 
 _compiled: list[str] = []
@@ -69,6 +69,43 @@ def batch(*lead: int) -> dict[str, np.ndarray]:
 def test_no_stages():
     with refused("stages=() is empty: give at least one Stage"):
         Pipeline([])
+
+
+@pytest.mark.parametrize("stages", [3, body, [body], [Stage(body, params="a"), None]])
+def test_what_is_not_a_stage(stages):
+    found = [stages] if not isinstance(stages, list) else stages
+    number = len(found) - 1
+    with refused(f"stage {number} is {found[number]!r}: give a list of Stage(fn, params='group', ipu=0)"):
+        Pipeline(stages)
+
+
+@pytest.mark.parametrize("mesh", [3, (1, 2), "2"])
+def test_what_is_not_a_mesh(mesh):
+    with refused(f"mesh={mesh!r} is not a mesh: make it with make_mesh(replicas, ipus_per_replica)"):
+        two_stages(mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["specs", "state_specs", "frozen"])
+@pytest.mark.parametrize("value", [3, True, P("ipu"), ["a"]])
+def test_what_is_not_said_of_a_group(name, value):
+    with refused(f"{name}={value!r} does not say which group it is for: give {{'group': ...}}"):
+        two_stages(**{name: value})
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "loss"])
+@pytest.mark.parametrize("where", ["y", "aux"])
+def test_a_random_key_is_not_handed_on(where, call):
+    def first(w, x, mb, *, key):
+        return Outputs((mb["x"] @ w, key) if where == "y" else mb["x"] @ w, aux=None if where == "y" else {"of": key})
+
+    stages = [Stage(first, params="a", random=True), Stage(lambda w, x, mb: jnp.mean(x[0] @ w), params="b", ipu=1)]
+    pipeline = Pipeline(stages)
+    params, key = pipeline.shard(weights("a", "b")), jax.random.key(0)
+    with refused(
+        f"stage 'a' returns a random key, key<fry>, in its {where}: return jax.random.key_data(key), and wrap it again "
+        "with jax.random.wrap_key_data where it is used"
+    ):
+        getattr(pipeline, call)(params, batch(1), key=key)
 
 
 @pytest.mark.parametrize("value", [0, -3, True, 2.5, "4", None])
