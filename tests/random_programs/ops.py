@@ -61,7 +61,7 @@ class Case:
         if given.out_ragged is not None:
             out = np.take(out, range(given.out_size), axis=given.out_ragged)
         eps = coarsest([] if self.dtype == "float32" else [self.dtype])
-        assert_close("the result", out, exact, rounded, eps)
+        assert_close("the result", out, exact, [rounded], eps)
         wanted = self._gradients(ct, exact=True), self._gradients(ct, exact=False)
         found = []
         for i, gradient in zip([i for i, f in enumerate(floats) if f], gradients, strict=True):
@@ -74,7 +74,7 @@ class Case:
             found.append(gradient)
         names = [name for name, is_float in zip(given.names, floats, strict=True) if is_float]
         as_dict = lambda leaves: dict(zip(names, leaves, strict=True))  # noqa: E731
-        assert_close("gradient", as_dict(found), as_dict(wanted[0]), as_dict(wanted[1]), eps)
+        assert_close("gradient", as_dict(found), as_dict(wanted[0]), [as_dict(wanted[1])], eps)
 
     def _program(self) -> Callable[..., Any]:
         axes, sizes = (("data", "ipu"), (self.parts, self.ipus)) if self.two_axes else (("ipu",), (self.ipus,))

@@ -75,7 +75,7 @@ def _function(piece: Piece) -> Callable[..., Any]:
         w: Any, x: Any, mb: Any, *, state: Any = None, key: Any = None, skips: Mapping[str, Any] | None = None
     ) -> Any:
         if isinstance(x, dict):
-            x = x["h"] + x["sum"][:, None] * x["three"]
+            x = x["h"] + x["mean"][:, None] * (x["three"] / 8).astype(x["h"].dtype)
         h = _begin(piece, w, x, mb)
         begun = h
         for name in piece.takes:
@@ -99,7 +99,7 @@ def _function(piece: Piece) -> Callable[..., Any]:
         aux = {"mean": h.mean(), "rows": h[:, 0]} if piece.aux else None
         y = h if piece.loss is None else _LOSSES[piece.loss.kind](piece.loss, w, h, mb)
         if piece.wraps:
-            y = {"h": y, "sum": y.sum(1), "three": jnp.int32(3)}
+            y = {"h": y, "mean": y.mean(1), "three": jnp.int32(3)}
         if new is None and not piece.sends:
             return y if aux is None else (y, aux) if piece.loss is not None else Outputs(y, aux=aux)
         return Outputs(y, state=new, skips={piece.sends: begun} if piece.sends else {}, aux=aux)

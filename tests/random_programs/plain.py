@@ -85,7 +85,7 @@ class Dense:
         for i, piece in enumerate(model.pieces):
             w = weights.get(piece.group, {})
             if isinstance(h, tuple):
-                h = h[0] + h[1] * 3
+                h = h[0] + h[1] * 0.375
             h = self._begin(piece, w, h, mb)
             begun = h
             for name in piece.takes:
@@ -103,7 +103,7 @@ class Dense:
             if piece.loss is not None:
                 h = self._loss(piece.loss, w, h, mb)
             if piece.wraps:
-                h = (h, jnp.sum(h, axis=1)[:, None])
+                h = (h, jnp.mean(h, axis=1)[:, None])
         return h, (state, aux)
 
     def _cast(self, h: Any, dtype: Any) -> Any:

@@ -9,11 +9,13 @@ costs one case, never the run. Exits 1 if a case failed.
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,8 +67,9 @@ class Worker:
         start = time.monotonic()
         self.cases += 1
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps([kind, seed, case])}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died since: the end of its answers says so
+            self._process.stdin.write(f"{json.dumps([kind, seed, case])}\n")
+            self._process.stdin.flush()
         try:
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
@@ -93,7 +96,8 @@ class Worker:
         said = self._log.read()[-3000:]
         for file in (self._process.stdin, self._process.stdout, self._log):
             assert file is not None
-            file.close()
+            with contextlib.suppress(BrokenPipeError):  # what it was sent last it never read
+                file.close()
         return said
 
 
@@ -140,7 +144,10 @@ class Run:
         if self._worker is not None:
             self._worker.end()
         for failure in self.failures:
-            print(f"FAILED  {self._command(failure)}\n        {failure.error.strip().splitlines()[-1][:200]}")
+            lines = failure.error.strip().splitlines()
+            # the line that names the error; behind it stands jax's note on its traceback
+            named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+            print(f"FAILED  {self._command(failure)}\n        {(named or lines)[-1][:200]}")
         return 1 if self.failures else 0
 
     def _one(self, kind: str, case: int) -> None:

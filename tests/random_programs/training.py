@@ -15,7 +15,7 @@ import optax
 from ipu_jax import DynamicScale, TrainOptions, make_train_step
 from ipu_jax.options import Precision
 from random_programs import placed
-from random_programs.closeness import as_float64, assert_close, coarsest
+from random_programs.closeness import as_float64, assert_close, coarsest, nudged
 from random_programs.dice import Dice
 from random_programs.drawing import draw_model
 from random_programs.model import Model
@@ -79,6 +79,7 @@ class Case:
         self.recipe = draw_recipe(dice)
         self.options = draw_options(dice, self.model, self.is_function)
         self.calls = dice.between(1, 2)
+        self._dense: dict[bool, Dense] = {}
         self.bad = dice.between(0, 3) if isinstance(self.options.loss_scale, DynamicScale) else None
 
     def __str__(self) -> str:
@@ -98,16 +99,17 @@ class Case:
         return found
 
     def check(self) -> None:
-        exact, rounded = self._trained(exact=True), self._trained(exact=False)
+        exact = self._trained(exact=True)
+        rounded = [self._trained(exact=False), self._trained(exact=False, nudge=1)]
         whole, losses, updated = self._found()
         half = [self.options.half] if self.options.precision != "32.32" else []
         eps = coarsest([*self.model.dtypes, *half])
-        want = [_told(run["losses"], self.options) for run in (exact, rounded)]
+        want = [_told(run["losses"], self.options) for run in (exact, *rounded)]
         assert np.array_equal(np.isfinite(losses), np.isfinite(want[0])), f"losses {losses}, and should be {want[0]}"
         finite = np.isfinite(want[0])
-        assert_close("losses", losses[finite], want[0][finite], want[1][finite], eps)
+        assert_close("losses", losses[finite], want[0][finite], [told[finite] for told in want[1:]], eps)
         for what in ("params", "optimizer", "stages"):
-            assert_close(what, whole[what], exact[what], rounded[what], eps)
+            assert_close(what, whole[what], exact[what], [run[what] for run in rounded], eps)
         if updated is not None:
             wanted = _told(exact["updated"], self.options)
             assert np.array_equal(updated, wanted), f"updated {updated}, and should be {wanted}"
@@ -150,16 +152,17 @@ class Case:
 
         return loss
 
-    def _trained(self, *, exact: bool) -> dict[str, Any]:
+    def _trained(self, *, exact: bool, nudge: int = 0) -> dict[str, Any]:
         """What plain optax makes of it, on one device."""
         with jax.enable_x64(exact):
-            return self._trained_in(exact)
+            return self._trained_in(exact, nudge)
 
-    def _trained_in(self, exact: bool) -> dict[str, Any]:
+    def _trained_in(self, exact: bool, nudge: int) -> dict[str, Any]:
         model, options, recipe = self.model, self.options, self.recipe.build()
-        dense = Dense(model, exact=exact)
+        dense = self._dense.setdefault(exact, Dense(model, exact=exact))
         to_half = lambda tree: _cast(tree, options.half)  # noqa: E731
-        weights = model.weights() if options.precision != "16.16" else to_half(model.weights())
+        weights = nudged(model.weights(), nudge) if nudge else model.weights()
+        weights = to_half(weights) if options.precision == "16.16" else weights
         weights = as_float64(weights) if exact else weights
         # frozen leaves are not there for optax
         masked = lambda tree: jax.tree.unflatten(  # noqa: E731
