@@ -3,7 +3,7 @@
 It stands at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, which is when these settings count; processes that a test starts inherit them.
 
-Of the tests marked slow a sample runs: one in six of each function's, and of each function at least one; none of those
+Of the tests marked slow a sample runs: one in eight of each function's, and of each function at least one; none of those
 marked slow(sampled=False), which take half a minute or more. `pytest --slow=all` runs them all.
 """
 
@@ -24,7 +24,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COLLECTIVES_FAIL
 # A cached executable would hide what a test compiles.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
-_ONE_IN = 6
+_ONE_IN = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

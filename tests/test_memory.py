@@ -31,7 +31,7 @@ def compiled_step(pipeline, params, batch):
     return jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
 
 
-@pytest.mark.parametrize("ipus", [2, 4])
+@pytest.mark.parametrize("ipus", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
 def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
     flat = [compiled_bytes(report_of(schedule, ipus, m)) for m in settled(schedule, ipus)]

@@ -197,7 +197,7 @@ def test_weights_start_as_he_and_lecun_say():
 # the pipelines
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sampled=False)
 @pytest.mark.parametrize(("mode", "ipus", "m"), LAYOUTS)
 def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
     """Loss, every gradient and every running average."""
@@ -236,7 +236,7 @@ def test_resnet50_is_the_unsharded_programs():
     ipu_jax.verify(pipeline, sharded, make_batch(2), state=averages, rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sampled=False)
 def test_averages_are_float32_in_lower_precision(params, state):
     precision = "16.16"
     pipeline = make_pipeline(18, "basic", gradient_accumulation=2, precision=precision, width=WIDTH)

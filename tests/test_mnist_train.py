@@ -175,7 +175,9 @@ def expected(batches):
     return unsharded_losses(batches, optax.sgd(0.01))
 
 
-@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 2), ("concurrent", 4)])
+@pytest.mark.parametrize(
+    ("mode", "ipus"), [("basic", 2), ("concurrent", 2), pytest.param("concurrent", 4, marks=pytest.mark.slow)]
+)
 def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode, ipus, batches, expected):
     calls = train(make_trainer(batches, mode, ipus, repeat_count=20), updates=UPDATES)
     np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-4)
