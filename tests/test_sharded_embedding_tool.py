@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_compiles(argv, li
     ("argv", "line"),
     [
         (["--ipus", "9"], r"num_ipus=9, .*"),
-        (["--vocab-size", "99999999999"], r"Unable to allocate .*"),
+        (["--vocab-size", "2147483647", "--feature-size", "100000"], r"Unable to allocate .*"),
     ],
 )
 def test_what_this_machine_cannot_hold_is_refused_in_one_line(argv, line, capsys, monkeypatch):
