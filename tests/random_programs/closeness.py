@@ -9,7 +9,8 @@ with nothing of ours. A result may then be off by
     + eps / 4 of the largest gradient of all                  what cancels in a leaf had the size of its neighbours
 
 with eps that of the coarsest dtype that the case computes in. For float32 that is 1e-6 of a leaf: a gradient that
-misses one micro-batch of eight, or lies in the wrong leaf, is 10,000 times farther off.
+misses one micro-batch of eight, or lies in the wrong leaf, is 10,000 times farther off. What is not finite in float64,
+such as the weights of a training that diverges, must not be finite either.
 """
 
 from collections.abc import Sequence
@@ -37,12 +38,19 @@ def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps:
         f"{what} has the tree {jax.tree.structure(found)}, and should have {jax.tree.structure(exact)}"
     )
     found, exact, *rounded = ([_float64(leaf) for leaf in jax.tree.leaves(tree)] for tree in (found, exact, *rounded))
-    largest = max((np.abs(leaf).max(initial=0) for leaf in exact), default=0.0)
+    largest = max((np.abs(leaf[np.isfinite(leaf)]).max(initial=0) for leaf in exact), default=0.0)
     wrong = []
     for path, f, e, *of_rounded in zip(paths, found, exact, *rounded, strict=True):
         if f.shape != e.shape:
             wrong.append(f"{what}{path} has shape {f.shape}, and should have {e.shape}")
             continue
+        finite = np.isfinite(e)
+        if not np.array_equal(np.isfinite(f), finite):
+            wrong.append(
+                f"{what}{path} has {(~np.isfinite(f)).sum()} numbers that are not finite, not {(~finite).sum()}"
+            )
+            continue
+        f, e, *of_rounded = (np.where(finite, leaf, 0) for leaf in (f, e, *of_rounded))
         own = max(np.abs(r - e).max(initial=0) for r in of_rounded)
         allowed = 4 * own + ULPS * eps * np.abs(e).max(initial=0) + eps / 4 * largest
         off = np.abs(f - e).max(initial=0)
