@@ -112,6 +112,16 @@ def test_make_mesh_names_its_axes_and_takes_the_first_devices(replicas, ipus_per
     assert list(mesh.devices.flat) == jax.devices()[: replicas * ipus_per_replica]
 
 
+def test_the_window_waits_for_a_step_that_has_large_outputs_only():
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.sin(x @ x), x))  # some tenths of a second
+    window = InFlight(limit=1)
+    steps = [jnp.ones((200, 200)).block_until_ready()]
+    for _ in range(3):
+        steps.append(step(steps[-1]))
+        window.admit(steps[-1])
+        assert all(x.is_ready() for x in steps[:-1])
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate):
     mesh = make_mesh(1, 8)
