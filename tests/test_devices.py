@@ -112,6 +112,17 @@ def test_make_mesh_names_its_axes_and_takes_the_first_devices(replicas, ipus_per
     assert list(mesh.devices.flat) == jax.devices()[: replicas * ipus_per_replica]
 
 
+def test_the_window_waits_for_a_step_that_has_large_outputs_only():
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.sin(x @ x), x))  # some tenths of a second
+    window = InFlight(limit=1)
+    before = x = step(jnp.ones((200, 200)))
+    window.admit(x)
+    for _ in range(2):
+        before, x = x, step(x)
+        window.admit(x)
+        assert before.is_ready()
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate):
     mesh = make_mesh(1, 8)

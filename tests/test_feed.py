@@ -188,6 +188,15 @@ def test_an_epoch_ends_and_the_next_one_begins():
         assert [len(rest), rest[0].epoch] == [1, 2]
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_seeking_the_epoch_where_it_stands_goes_back_to_its_start(prefetch):
+    with Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=2, prefetch=prefetch) as feed:
+        first = [numbers_of(next(feed)) for _ in range(3)]
+        feed.seek(0)
+        assert feed.state()["position"] == 0
+        assert [numbers_of(next(feed)) for _ in range(3)] == first
+
+
 def test_after_the_last_epoch_there_is_nothing():
     feed = Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=4, epochs=1)
     with feed:

@@ -128,6 +128,16 @@ def test_an_ipu_holds_its_own_classes_only(params):
     assert not bias.addressable_shards[3].data[1:].any()
 
 
+def test_a_class_that_pads_a_shard_is_never_predicted(params, batch):
+    """All logits of the 10 classes are negative, and those of the 2 that fill up the fourth shard are 0."""
+    classifier = params["classifier"]
+    low = {**params, "classifier": {**classifier, "b": classifier["b"] - 50}}
+    predictions = dense_logits(low, batch["images"]).argmax(-1).reshape(M, B)
+    pipeline = make_pipeline("concurrent", ipus=4, gradient_accumulation=M)
+    _, aux = pipeline.loss(pipeline.shard(low), {**batch, "labels": predictions})
+    np.testing.assert_array_equal(aux["correct"], [B] * M)
+
+
 # what an example is
 
 

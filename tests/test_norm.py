@@ -75,6 +75,23 @@ def test_forward_and_backward(mode, n, size, dtype, op, dense, seed):
         assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
 
 
+@pytest.mark.parametrize("op", [rms_norm, layer_norm])
+def test_a_wide_scale_is_not_rounded_to_a_half_types_x(op):
+    split, x = Split(7, 3), normal(0, (20, 7), jnp.bfloat16)
+    vectors = [normal(1 + i, (7,), np.float32) for i in range(1 if op is rms_norm else 2)]
+    specs = (split.spec(1, 2, "ipu"), *(P("ipu") for _ in vectors))
+    sharded = on_ipus(functools.partial(op, size=7, epsilon=EPSILON), 3, specs, specs[0])
+    out = sharded(padded(split, x, 1), *(padded(split, vector, 0) for vector in vectors))
+
+    wide = x.astype(np.float64)
+    centred = wide if op is rms_norm else wide - wide.mean(-1, keepdims=True)
+    want = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + EPSILON) * vectors[0]
+    want = want if op is rms_norm else want + vectors[1]
+    # One rounding to bfloat16, and what float32 adds to it: not two.
+    errors = np.abs(np.asarray(unpadded(split, out, 1), np.float64) - want)
+    assert (errors <= 1.02 * 2.0**-8 * np.abs(want)).all()
+
+
 def _layer_norm_in_float64(x, scale, ct):
     """The result and dx, worked out by hand."""
     x, scale, ct = (np.asarray(array, np.float64) for array in (x, scale, ct))

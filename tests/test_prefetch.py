@@ -84,6 +84,21 @@ def test_an_error_comes_in_its_turn_with_the_workers_traceback():
     assert "in make" in shown
 
 
+def test_after_an_error_no_further_item_is_begun():
+    begun = []
+
+    def make(number):
+        begun.append(number)
+        return 1 / (1 - number)
+
+    with Prefetcher(make, iter(range(9)), ahead=9, workers=1, seconds=SECONDS) as made:
+        wait_until(lambda: not workers() or len(begun) > 2)
+        assert begun == [0, 1]
+        assert made.take() == 1
+        with pytest.raises(ZeroDivisionError):
+            made.take()
+
+
 def test_what_never_comes_is_an_error_that_says_what_the_workers_do():
     release = threading.Event()
 

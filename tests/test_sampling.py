@@ -83,6 +83,22 @@ def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, imp
         np.testing.assert_array_equal(found[cold], logits.argmax(-1)[cold])
 
 
+def test_only_the_tokens_of_a_known_temperature_of_zero_are_greedy():
+    """A temperature that is known when traced takes a short way where it is 0: for all tokens, or for none."""
+    temperatures = np.tile(np.array([0, 2], np.float32), 20)
+    logits = normal(3, (40, 7))
+
+    def each_ipu(key, logits):
+        return [sample(key, logits, size=7, temperature=known) for known in (temperatures, 0 * temperatures)]
+
+    run = on_ipus(each_ipu, 3, (P(), COLUMNS), P())
+    some, none = run(jax.random.key(2), padded(Split(7, 3), logits, 1))
+    drawn = np.argmax(logits + temperatures[:, None] * _gumbel(jax.random.key(2), (40,), 7), -1)
+    assert (drawn[1::2] != logits[1::2].argmax(-1)).any()
+    np.testing.assert_array_equal(some, drawn)
+    np.testing.assert_array_equal(none, logits.argmax(-1))
+
+
 DRAWS = 20_000
 LOGITS = np.array([0.3, -1.0, 2.0, -INF, 1.5, 0.0, 1.0, -3.0, 1.9, -INF], np.float32)
 

@@ -134,6 +134,16 @@ def test_softmax(mode, n, size, dtype, seed, scale, offset):
     assert_close(unpadded(split, dlogits, 2), want_dlogits, np.abs(ct.astype(np.float32)).max(), ROUNDINGS)
 
 
+def test_probabilities_of_half_logits_are_rounded_once():
+    split, logits = Split(37, 3), (4 * normal(0, (20, 37))).astype(jnp.bfloat16)
+    sharded = on_ipus(functools.partial(softmax, size=37), 3, P(None, "ipu"), P(None, "ipu"))
+    p = np.asarray(unpadded(split, sharded(padded(split, logits, 1)), 1), np.float64)
+    want = np.exp(logits.astype(np.float64))
+    want /= want.sum(-1, keepdims=True)
+    # One rounding to bfloat16, and what float32 adds to it; the logarithm's would be many times as large.
+    assert (np.abs(p - want) <= 1.02 * 2.0**-8 * want).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_second_derivatives_of_softmax(typed):
