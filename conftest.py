@@ -3,8 +3,8 @@
 It stands at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, which is when these settings count; processes that a test starts inherit them.
 
-Of the tests marked slow a sample runs: one in eight of each function's, and of each function at least one; none of those
-marked slow(sampled=False), which take half a minute or more. `pytest --slow=all` runs them all.
+Of the tests marked slow a sample runs: one in eight of each function's, and of each function at least one; none of
+those marked slow(sampled=False), which take half a minute or more. `pytest --slow=all` runs them all.
 """
 
 import os

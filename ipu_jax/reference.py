@@ -36,7 +36,8 @@ class Report:
     Attributes:
         loss, reference_loss: the pipeline's and the unsharded program's.
         loss_error: relative to the reference.
-        gradient_errors: per leaf, the largest difference relative to the leaf's largest reference magnitude.
+        gradient_errors: per leaf, the largest difference relative to the leaf's largest reference magnitude; where one
+            is too large, what moving the weights by one unit in their last place explains is taken off of all.
         state_errors: likewise for the new state, where stages hold some.
         aux_errors: likewise for the aux, where stages return some.
     """
@@ -168,6 +169,11 @@ def verify(
     micro-batch and replica. Floats must agree to a tolerance, everything else exactly. What is infinite in both agrees
     in state and aux (a masked logit), not in loss and gradients.
 
+    Some results are what is left of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
+    attention. They are rounding alone, in the unsharded program as in the pipeline. So where something is too far off,
+    the unsharded program runs three times more, from float32 weights moved by at most one unit in their last place, and
+    4 times what that changes of a leaf is not held against the pipeline.
+
     Args:
         pipeline: the pipeline.
         params: from `pipeline.shard`.
@@ -191,28 +197,34 @@ def verify(
     >>> verify(pipeline, params, jnp.ones((3, 4, 2))).loss
     4.0
     """
-    found = pipeline.value_and_grad(params, batch, state, key)
-    whole_state = None if state is None else pipeline.unshard(state)
-    expected = reference_value_and_grad(pipeline, pipeline.unshard(params), batch, whole_state, key)
-    (loss, aux), (expected_loss, expected_aux) = (
-        value if isinstance(value, tuple) else (value, None) for value in (found[0], expected[0])
-    )
-    _check_alike(aux, expected_aux)
+    weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
+
+    def unsharded(weights: Any) -> tuple[Any, dict[str, Any]]:
+        return _results(reference_value_and_grad(pipeline, weights, batch, whole_state, key))
+
+    value, *sharded = pipeline.value_and_grad(params, batch, state, key)
+    loss, found = _results((value, *map(pipeline.unshard, sharded)))
+    expected_loss, expected = unsharded(weights)
+    _check_alike(found["aux"], expected["aux"])
     groups = pipeline.adopted(params).layout.groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
     allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
-    of_loss = _Compared("", loss, expected_loss, may_be_infinite=False)
-    compared = {
-        "the gradient of": _compare("params", pipeline.unshard(found[1]), expected[1], may_be_infinite=False),
-        "the new": [] if state is None else _compare("state", pipeline.unshard(found[2]), expected[2]),
-        "the": _compare("aux", aux, expected_aux),
-    }
-    of_gradients, of_state, of_aux = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
-    report = Report(float(loss), float(expected_loss), of_loss.error, of_gradients, of_state, of_aux)
+    (of_loss,) = _compare({"": loss}, {"": expected_loss})[""]
+    compared = _compare(found, expected)
+    if not all(allowed.passes(leaf) for leaves in compared.values() for leaf in leaves):
+        moved = [unsharded(_moved(weights, seed))[1] for seed in range(3)]
+        compared = _compare(found, expected, jax.tree.map(_slack, expected, *moved))
+    errors = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
+    report = Report(float(loss), float(expected_loss), of_loss.error, *errors)
     if not allowed.passes(of_loss):
         bound = allowed.of(of_loss)
         raise VerificationError(f"the loss differs from the unsharded program's by more than rtol={bound:g}: {report}")
-    for (what, leaves), kind in zip(compared.items(), ("gradients", "leaves of state", "leaves of aux"), strict=True):
+    for what, leaves, kind in zip(
+        ("the gradient of", "the new", "the"),
+        compared.values(),
+        ("gradients", "leaves of state", "leaves of aux"),
+        strict=True,
+    ):
         wrong = {leaf.name: leaf for leaf in leaves if not allowed.passes(leaf)}
         if wrong:
             leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
@@ -230,14 +242,13 @@ class _Compared:
     Attributes:
         name: what errors call it.
         found, expected: the two.
-        error: the largest difference relative to the largest finite magnitude expected.
+        error: the largest difference, less a slack, relative to the largest finite magnitude expected.
     """
 
-    def __init__(self, name: str, found: Any, expected: Any, *, may_be_infinite: bool = True):
+    def __init__(self, name: str, found: Any, expected: Any, slack: float, *, may_be_infinite: bool):
         self.name, self.found, self.expected = name, np.asarray(found), np.asarray(expected)
         self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
-        wide = np.complex128 if jnp.issubdtype(self.expected.dtype, jnp.complexfloating) else np.float64
-        f, e = self.found.astype(wide), self.expected.astype(wide)
+        f, e = _wide(self.found), _wide(self.expected)
         with np.errstate(invalid="ignore"):  # inf - inf is not a number, and so above any bound
             apart = np.abs(f - e)
         if not self.is_float:  # integers that float64 cannot tell apart are one apart at least
@@ -246,7 +257,7 @@ class _Compared:
             apart = np.where(f == e, 0, apart)
         self._apart = apart
         scale = np.abs(e[np.isfinite(e)]).max(initial=0)
-        self.error = float(apart.max() / (scale or 1.0)) if apart.size else 0.0
+        self.error = float(np.maximum(apart - slack, 0).max() / (scale or 1.0)) if apart.size else 0.0
 
     @property
     def furthest(self) -> str:
@@ -277,11 +288,55 @@ def _roundings(dtype: Any) -> float:
     return 8 * float(jnp.finfo(dtype).eps)
 
 
-def _compare(what: str, found: Any, expected: Any, *, may_be_infinite: bool = True) -> list[_Compared]:
-    return [
-        _Compared(f"{what}{jax.tree_util.keystr(path)}", f, e, may_be_infinite=may_be_infinite)
-        for (path, f), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
-    ]
+def _results(result: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """Return the loss, and what else `value_and_grad` returned, by name."""
+    value, gradients, *state = result
+    loss, aux = value if isinstance(value, tuple) else (value, None)
+    return loss, {"params": gradients, "state": state[0] if state else None, "aux": aux}
+
+
+def _compare(found: dict[str, Any], expected: dict[str, Any], slack: Any = None) -> dict[str, list[_Compared]]:
+    slack = jax.tree.map(lambda _: 0.0, expected) if slack is None else slack
+    return {
+        name: [
+            _Compared(f"{name}{jax.tree_util.keystr(path)}", f, e, s, may_be_infinite=name in ("state", "aux"))
+            for (path, f), e, s in zip(
+                jax.tree.leaves_with_path(found[name]),
+                jax.tree.leaves(expected[name]),
+                jax.tree.leaves(slack[name]),
+                strict=True,
+            )
+        ]
+        for name in found
+    }
+
+
+def _slack(expected: Any, *moved: Any) -> float:
+    """Return 4 times what moving the weights changes of a leaf; of integers, and of what is infinite, nothing."""
+    if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
+        return 0.0
+    e, found = _wide(expected), 0.0
+    for m in map(_wide, moved):
+        both = np.isfinite(e) & np.isfinite(m)
+        found = max(found, np.abs(m[both] - e[both]).max(initial=0))
+    return 4 * found
+
+
+def _wide(leaf: Any) -> np.ndarray:
+    leaf = np.asarray(leaf)
+    return leaf.astype(np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64)
+
+
+def _moved(weights: Any, seed: int) -> Any:
+    """The weights with each float32 number moved at random, by at most one unit in its last place."""
+    rng = np.random.default_rng(seed)
+
+    def move(leaf: Any) -> Any:
+        if leaf.dtype not in (np.float32, np.float64):
+            return leaf
+        return (leaf * (1 + np.finfo(leaf.dtype).eps * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
+
+    return jax.tree.map(move, jax.device_get(weights))
 
 
 def _check_alike(aux: Any, expected: Any) -> None:

@@ -508,3 +508,46 @@ def test_the_unsharded_program_refuses_what_the_pipeline_refuses():
             ),
         ):
             reference_value_and_grad(model.pipeline, model.params, model.batch, state, model.key)
+
+
+# gradients of which rounding alone is left
+
+
+def attention(fault: float = 0.0) -> tuple[Pipeline, Any, Any]:
+    """The keys' bias moves all scores of a row alike, which softmax does not see; `fault` is added to its gradient."""
+
+    @jax.custom_vjp
+    def faulty(bias):
+        return bias
+
+    faulty.defvjp(lambda bias: (bias, None), lambda _, g: (g + fault,))
+
+    def attend(w, x, mb, bias_of):
+        q, k = mb["x"] @ w["q"], mb["x"] @ w["k"] + bias_of(w["bias"])
+        return jax.nn.softmax(q @ k.T) @ (mb["x"] @ w["v"])
+
+    stages = [
+        Stage(
+            lambda w, x, mb: attend(w, x, mb, faulty),
+            params="a",
+            reference=lambda w, x, mb: attend(w, x, mb, lambda b: b),
+        ),
+        Stage(lambda w, x, mb: jnp.mean((x @ w - mb["y"]) ** 2), params="b", ipu=1),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M)
+    weights = {"q": normal(D, D), "k": normal(D, D, seed=3), "v": normal(D, D, seed=4), "bias": normal(D, seed=5)}
+    return pipeline, pipeline.shard({"a": weights, "b": normal(D, D, seed=6)}), batch_of(1)
+
+
+def test_a_gradient_that_cancels_is_judged_by_what_it_was_made_of():
+    pipeline, params, batch = attention()
+    gradients = pipeline.unshard(pipeline.value_and_grad(params, batch)[1])["a"]
+    assert np.abs(gradients["bias"]).max() < 1e-6 < 1e-3 < np.abs(gradients["q"]).max()
+    errors = verify(pipeline, params, batch).gradient_errors
+    assert errors["params['a']['bias']"] <= 1e-5
+
+
+def test_a_fault_in_a_gradient_that_cancels_is_found():
+    pipeline, params, batch = attention(fault=1e-5)
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['a'\]\['bias'\] differs .* \(1 of 5 "):
+        verify(pipeline, params, batch)
