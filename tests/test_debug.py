@@ -101,6 +101,14 @@ def test_a_difference_of_bits_or_places_is_seen(x, y, alike, printed):
     ] * 2
 
 
+def test_the_mean_of_a_half_type_is_not_rounded_to_it(printed):
+    on_ipus(debug_x, 2, P("ipu"), P("ipu"))(jnp.array([256, 258, 0, 1], jnp.bfloat16)).block_until_ready()
+    assert printed() == [
+        "x, forward, ipu 0 of 2: bfloat16[2], differs between IPUs, min 256, max 258, mean 257",
+        "x, forward, ipu 1 of 2: bfloat16[2], differs between IPUs, min 0, max 1, mean 0.5",
+    ]
+
+
 def test_nan_and_empty_values_show(printed):
     on_ipus(debug_x, 2, P("ipu"), P("ipu"))(jnp.array([1.0, jnp.nan, 3.0, 4.0])).block_until_ready()
     assert printed() == [

@@ -180,6 +180,18 @@ def test_the_window_waits_for_the_oldest_step_that_still_can_be():
     assert x == 11
 
 
+def test_the_window_waits_for_the_next_step_where_the_oldest_was_donated():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.sin(x @ x), x))  # some tenths of a second
+    jax.block_until_ready(x := slow(jnp.ones((200, 200))))
+    window = InFlight(limit=1)
+    donated = jax.jit(lambda x: x + 1)(1)
+    window.admit(donated)
+    donated.delete()
+    window.admit(x := slow(x))
+    assert x.is_ready()
+    assert not window.outstanding
+
+
 def test_the_window_keeps_its_overlap_beside_a_donated_counter():
     step = jax.jit(lambda count: (count + 1, count * 0.5), donate_argnums=0)
     window = InFlight(limit=3)

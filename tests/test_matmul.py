@@ -416,6 +416,22 @@ def test_a_half_bias_is_added_in_float32_before_the_one_rounding(dtype):
     assert float(rows(x, w, bias)[0, 0]) == 1 + eps
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("split", ["columns", "rows"])
+def test_a_float32_bias_is_not_rounded_before_the_sum_is(dtype, split):
+    # A little more than eps / 2 makes of 1 the next number; rounded to the dtype it is eps / 2, and 1 stays 1.
+    eps = float(jnp.finfo(dtype).eps)
+    bias = jnp.full(2, eps / 2 * (1 + eps / 4), jnp.float32)
+    if split == "columns":
+        x, w, specs = jnp.ones((1, 1), dtype), jnp.ones((1, 2), dtype), (P(), P(None, "ipu"), P("ipu"))
+    else:
+        x, w, specs = jnp.full((1, 2), 0.5, dtype), jnp.ones((2, 2), dtype), (P(None, "ipu"), P("ipu"), P())
+    out_specs = P(None, "ipu") if split == "columns" else P()
+    y = on_ipus(functools.partial(_with_bias, split=split), 2, specs, out_specs)(x, w, bias)
+    assert y.dtype == dtype
+    assert y.tolist() == [[1 + eps] * 2]
+
+
 def test_a_half_row_sum_is_scattered_as_float32_and_its_cotangent_gathered_as_half():
     op = functools.partial(matmul, split="rows", reduction="scatter")
     sharded = on_ipus(op, 2, (P(None, "ipu"), P("ipu")), P("ipu"))

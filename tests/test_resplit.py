@@ -191,6 +191,14 @@ def test_what_is_placed_is_a_copy(n):
     assert not any(np.any(leaf) for leaf in placed.values())
 
 
+def test_what_was_brought_whole_is_a_copy():
+    padded = {"table": np.zeros((4, 2), np.float32), "bias": np.zeros(3, np.float32)}
+    whole = Layout.of({"table": padded["table"][:3], "bias": padded["bias"]}, {"table": 0, "bias": None}).whole(padded)
+    for leaf in padded.values():
+        leaf += 1
+    assert not any(np.any(leaf) for leaf in whole.values())
+
+
 def test_a_memory_map_is_read_in_place(tmp_path):
     table = normal(0, (SIZE, 3))
     np.save(tmp_path / "table.npy", table)

@@ -258,6 +258,15 @@ def test_rows_that_leave_no_choice():
         assert columns.tolist() == best, name
 
 
+@pytest.mark.parametrize("k", [4, 6])
+def test_a_nucleus_that_is_full_just_so_takes_no_further_column(k):
+    """Of 4 equal columns 2 are half of all; at 6 the others have no probability."""
+    logits = np.broadcast_to(np.array([0, -INF, 0, 0, 0, -INF], np.float32), (64, 6))
+    draw = functools.partial(sample, size=6, top_k=k, top_p=0.5)
+    drawn = on_ipus(draw, 2, (P(), COLUMNS), P())(jax.random.key(0), logits)
+    assert set(np.asarray(drawn).tolist()) == {0, 2}
+
+
 @in_transforms
 def test_drawing_may_stand_in_vmap_and_scan(transform, typed):
     logits, keys = normal(0, (3, 5, 7)), jax.random.split(jax.random.key(0), 3)
