@@ -85,6 +85,29 @@ def test_frozen_leaves_get_no_gradient_and_the_others_theirs(frozen, learning, p
                 assert not np.asarray(gradient).any()
 
 
+@pytest.mark.parametrize("frozen", ["z", "a"])
+@pytest.mark.parametrize("schedule", ["grouped", "zb-h1"])
+def test_of_two_groups_that_run_as_one_the_other_learns_in_whatever_order_they_are_named(frozen, schedule):
+    stages = [
+        Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"]), params="z", ipu=0),
+        Stage(lambda p, x, mb: jnp.sin(x @ p["w"]), params="a", ipu=0),
+        Stage(loss_layer, params="b", ipu=1),
+    ]
+    pipeline = Pipeline(stages, gradient_accumulation=3, frozen={frozen: True}, schedule=schedule)
+    params = {name: {"w": normal(D, D, seed=seed)} for seed, name in enumerate("zab")}
+    batch = {"x": normal(3, ROWS, D, seed=4), "y": normal(3, ROWS, D, seed=5)}
+    _, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+
+    def twin(params):
+        z, a, b = (params[name]["w"] for name in "zab")
+        return jnp.mean((jnp.sin(jnp.tanh(batch["x"] @ z) @ a) @ b - batch["y"]) ** 2)
+
+    expected = jax.grad(twin)(params) | {frozen: {"w": jnp.zeros((D, D))}}
+    found = pipeline.unshard(gradients)
+    for name in "zab":
+        np.testing.assert_allclose(found[name]["w"], expected[name]["w"], rtol=1e-5, atol=1e-7)
+
+
 def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backward():
     def compiled(frozen):
         stages = [

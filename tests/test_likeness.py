@@ -199,3 +199,24 @@ def test_like_stages_whose_weights_lie_in_other_slots_use_their_own():
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for name, gradient in pipeline.unshard(gradients).items():
         assert largest_relative_error(gradient, expected[name]) < 1e-5, name
+
+
+def test_like_stages_of_a_zero_bubble_schedule_keep_cuts_as_deep_as_each_needs():
+    """Under zb-h1 the later of them has more micro-batches between B and W than the first."""
+    micro_batches, ipus = 6, 5
+    layer = lambda p, x, mb: jnp.tanh((mb if x is None else x) @ p)  # noqa: E731
+    stages = [Stage(layer, params=f"p{i}", ipu=i) for i in range(ipus - 1)]
+    stages.append(Stage(lambda p, x, mb: jnp.mean((x @ p) ** 2), params=f"p{ipus - 1}", ipu=ipus - 1))
+    pipeline = Pipeline(stages, gradient_accumulation=micro_batches, schedule="zb-h1", mesh=make_mesh(1, ipus))
+    of = np.random.default_rng(0)
+    params = {f"p{i}": (of.normal(size=(D, D)) / 2).astype(np.float32) for i in range(ipus)}
+    batch = of.normal(size=(micro_batches, ROWS, D)).astype(np.float32)
+
+    def twin(params):
+        h = batch
+        for i in range(ipus - 1):
+            h = jnp.tanh(h @ params[f"p{i}"])
+        return jnp.mean((h @ params[f"p{ipus - 1}"]) ** 2)
+
+    _, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+    assert largest_relative_error(pipeline.unshard(gradients), jax.grad(twin)(params)) < 1e-5

@@ -244,6 +244,16 @@ def test_params_of_another_pipeline(method):
             getattr(pipeline, method)(params, batch(1))
 
 
+@pytest.mark.parametrize("spec", [P(), P(None), P(None, None)])
+def test_a_leaf_that_every_ipu_holds_gets_its_whole_gradient_however_its_spec_is_written(spec):
+    stage = Stage(lambda w, x, mb: jnp.mean(mb @ w), params="w", ipu=ALL_IPUS)
+    pipeline = Pipeline([stage], mesh=make_mesh(1, 2), specs={"w": spec})
+    rows = np.arange(12, dtype=np.float32).reshape(1, 4, 3)
+    _, gradients = pipeline.value_and_grad(pipeline.shard({"w": np.ones((3, 2), np.float32)}), rows)
+    # of the mean of 4 x 2 numbers, a column of rows stands in 8ths in both
+    np.testing.assert_allclose(pipeline.unshard(gradients)["w"], [[18 / 8] * 2, [22 / 8] * 2, [26 / 8] * 2])
+
+
 def test_params_split_by_other_specs():
     params = concurrent(P(None, "ipu")).shard(weights("w"))
     with pytest.raises(ValueError, match=r"^params were sharded by a pipeline with other "):

@@ -80,6 +80,13 @@ def test_the_report_in_words():
     )
 
 
+@pytest.mark.parametrize("leaves", ["abc", "bac", "acb"])
+def test_what_is_not_a_number_is_the_worst_wherever_it_stands(leaves):
+    errors = {"a": 0.5, "b": math.nan, "c": 2.0}
+    report = Report(1.0, 1.0, 0.0, {leaf: errors[leaf] for leaf in leaves})
+    assert str(report).endswith("3 gradients, largest relative error nan at b")
+
+
 def test_a_pipeline_without_weights_is_verified_by_its_loss():
     report = verified(Pipeline([Stage(lambda p, x, mb: jnp.mean(mb**2))], gradient_accumulation=3), {})
     assert report.worst == ("(no weights)", 0.0)

@@ -105,6 +105,14 @@ def test_what_it_says_it_holds_is_what_the_arrays_hold():
     assert found.ipus[0].batch == sum(leaf.nbytes for leaf in batch.values())
 
 
+def test_of_several_replicas_an_ipu_holds_the_batch_of_its_own():
+    pipeline = two_stages(mesh=make_mesh(2, 2))
+    params, of_one = arguments(pipeline)
+    batch = jax.ShapeDtypeStruct((2, *of_one.shape), of_one.dtype)
+    found = pipeline.report(params, batch, compile=False)
+    assert [part.batch for part in found.ipus] == [4 * MICRO_BATCHES * ROWS * 8] * 2
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_arguments_and_results_are_as_the_compiled_step_says(replicas):
     model = chain((None, 0, 1, None), 4, replicas=replicas, tied=True)

@@ -67,6 +67,20 @@ def _taking_loss(p, x, mb, *, skips):
     return jnp.mean((x @ p["w"] + skips["long"]["h"] - mb["y"]) ** 2)
 
 
+def test_a_skip_is_sent_as_far_as_its_last_taker_and_no_further():
+    functions = [sender, taker, passer, lambda p, x, mb: jnp.mean(x @ p["w"])]
+    stages = [
+        Stage(fn, params=f"p{i}", ipu=i, takes=("long",) if fn is taker else (), name=f"s{i}")
+        for i, fn in enumerate(functions)
+    ]
+    pipeline = Pipeline(stages, gradient_accumulation=3, mesh=make_mesh(1, 4))
+    params = pipeline.shard({f"p{i}": {"w": normal(D, D, seed=i)} for i in range(4)})
+    report = pipeline.report(params, {"x": normal(3, ROWS, D)}, compile=False)
+    y = h = dx = 4 * ROWS * D
+    rows = 4 * ROWS
+    assert [part.sent for part in report.ipus] == [y + h + rows, y + (dx + h), y + dx, dx]
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

@@ -73,6 +73,11 @@ WAYS = {
     "in cond": lambda op: lambda y: lax.cond(y.sum() > 0, lambda: op(y).sum(), lambda: y.sum()),
     "in scan": lambda op: lambda y: lax.scan(lambda c, _: (c + op(y).sum(), None), y.sum(), None, length=2)[0],
     "in a loop in jit": lambda op: jax.jit(lambda y: lax.fori_loop(0, 2, lambda _, c: c + op(y).sum(), y.sum())),
+    "in a loop in cond": lambda op: (
+        lambda y: lax.cond(
+            y.sum() > 0, lambda: lax.fori_loop(0, 2, lambda _, c: op(y * c).sum(), y.sum()), lambda: y.sum()
+        )
+    ),
     "in custom_vjp": lambda op: _only_forward(op),
 }
 
