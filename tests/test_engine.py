@@ -139,8 +139,8 @@ def test_bfloat16_stays_within_its_roundings_of_the_float32_twin(places, ipus):
 
 @pytest.mark.parametrize("place", [0, ALL_IPUS])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_gradients_in_half_precision_are_accumulated_in_float32(place, dtype):
-    m = 300  # in bfloat16, 256 + 1 is 256
+def test_losses_and_gradients_in_half_precision_are_accumulated_in_float32(place, dtype):
+    m = 300  # in bfloat16, 256 + 1 is 256, and 512 + 2 is 512
     stage = Stage(lambda w, x, mb: (w * mb).sum(), params="w", ipu=place)
     pipeline = Pipeline(
         [stage],
@@ -149,7 +149,8 @@ def test_gradients_in_half_precision_are_accumulated_in_float32(place, dtype):
         reduction="sum",
         specs={"w": PartitionSpec()} if place is ALL_IPUS else None,
     )
-    _, gradients = pipeline.value_and_grad(pipeline.shard({"w": jnp.ones(2, dtype)}), jnp.ones((m, 2), dtype))
+    loss, gradients = pipeline.value_and_grad(pipeline.shard({"w": jnp.ones(2, dtype)}), jnp.ones((m, 2), dtype))
+    assert float(loss) == 2
     np.testing.assert_array_equal(pipeline.unshard(gradients)["w"], np.full(2, m))
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, engine, make_mesh, verify
+from ipu_jax.account import plan_for
 from ipu_jax.schedule import NAMES, make
 from sharded_ops import log_softmax_cross_entropy, matmul
 
@@ -106,6 +107,22 @@ def test_recompute_changes_no_number(name, recompute):
 
 def test_replicas_of_a_zero_bubble_pipeline():
     assert_equals_the_unsharded_program("zb-h1", 2, 3, concurrent_head=True, replicas=2)
+
+
+def test_like_stages_of_which_messages_wait_for_one_alone():
+    """Stages 1 to 3 are one piece of program; in the 4 micro-batches only stage 3 gets two activations at a time, and
+    only stage 2 three gradients."""
+    stages = [Stage(lambda w, x, mb: mb @ w, params="first", ipu=0)]
+    stages += [Stage(lambda w, x, mb: jnp.sin(x), ipu=ipu, name=f"sin{ipu}") for ipu in (1, 2, 0, 1)]
+    stages.append(Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="last", ipu=2))
+    pipeline = Pipeline(stages, schedule="looped", gradient_accumulation=4)
+    params = pipeline.shard({"first": weights(3, 3, 0)["w"], "last": weights(3, 2, 1)["w"]})
+    batch = np.random.default_rng(2).normal(size=(4, 5, 3)).astype(np.float32)
+    plan = plan_for(pipeline, params, batch)
+    assert (1, 2, 3) in plan.teams
+    assert [plan.queue(i - 1, "F") for i in (1, 2, 3)] == [1, 1, 2]
+    assert [plan.queue(i, "B") for i in (1, 2, 3)] == [1, 3, 1]
+    verify(pipeline, params, batch)
 
 
 def test_recompute_all_shrinks_the_temporary_memory():

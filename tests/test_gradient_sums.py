@@ -104,6 +104,14 @@ def counted(p, x):
     return lax.fori_loop(0, LAYERS, step, x)
 
 
+def beyond_the_end(p, x):
+    # not `dynamic_index_in_dim`: it is a jit, whose gradient is added whole
+    def step(i, h):
+        return jnp.tanh(h @ lax.dynamic_slice(p["b"], (i + 2, 0, 0), (1, D, D))[0])
+
+    return lax.fori_loop(0, LAYERS, step, x)
+
+
 def looked_up(p, x):
     ids = jnp.asarray([0, 3, 3, 1, 3])
     return x * p["c"][ids] + p["a"][jnp.asarray([1, 1, 2]), ids[:3]].sum(0) + p["d"][ids[0]]
@@ -121,7 +129,7 @@ FUNCTIONS = {
     f.__name__: f
     for f in (
         scaled, half, half_inside, half_before, shared, shared_untouched, backwards, with_outputs, twice, nested,
-        nested_shared, sliced, sliced_in_scan, fused, counted, looked_up, one_for_two, unread,
+        nested_shared, sliced, sliced_in_scan, fused, counted, beyond_the_end, looked_up, one_for_two, unread,
     )
 } | {"scanned": lambda p, x: scanned(layers(p), x)}  # fmt: skip
 

@@ -252,6 +252,9 @@ def test_transfer_delays_what_crosses():
     assert make("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate(transfer=0.5).makespan == (
         make("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate().makespan + 4 * 0.5
     )
+    # on one IPU a concurrent stage has no other to hear from
+    alone = make("1f1b", placement=(None, 0, None), ipus=1, micro_batches=1)
+    assert alone.simulate(transfer=0.5).makespan == 9
 
 
 def test_w_takes_its_part_of_the_backward():

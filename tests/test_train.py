@@ -224,6 +224,17 @@ def test_state_of_stages_keys_and_aux_go_through():
     np.testing.assert_allclose(outputs.aux["noise"][1, 0, 1], jax.random.normal(own), rtol=1e-6)
 
 
+def test_integer_state_is_replica_0s_on_every_replica():
+    """Also what no result shows: the numbers that the other replicas go on with."""
+    stage = Stage(lambda w, x, mb, *, state: Outputs(w * jnp.sum(mb), state=state + mb[0]), params="w", state="s")
+    step = make_train_step(replicate(Pipeline([stage]), replication_factor=2), optax.sgd(0.1))
+    state = step.init({"w": jnp.ones(())}, stages={"s": jnp.int32(1)})
+    for _ in range(2):
+        state, _ = step(state, jnp.asarray([[[3]], [[5]]]))
+    (seen,) = jax.tree.leaves(state.stages)
+    assert [np.asarray(shard.data).item() for shard in seen.addressable_shards] == [7, 7]
+
+
 def test_frozen_weights_stay_and_are_not_decayed():
     """`fixed` shares a slot with a weight of another IPU that is trained, `table` is no float."""
     first = lambda p, x, mb: p["table"][mb] * p["w"] + p["fixed"]  # noqa: E731
