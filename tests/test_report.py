@@ -95,8 +95,8 @@ def test_a_concurrent_stage_counts_its_share_on_every_ipu():
 
 
 def test_an_ipu_may_hold_nothing_but_padding():
-    pipeline, *given = concurrent_head(size=5)
-    found = pipeline.report(*given, compile=False)
+    pipeline, params, batch = concurrent_head(size=5)
+    found = pipeline.report(params, batch, compile=False)
     column = 4 * 16
     assert [part.weights for part in found.ipus] == [512 + 2 * column, 2 * column, column, 0]
     assert [part.weights + part.padding for part in found.ipus] == [512 + 2 * column] * 4
