@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from test_pipeline import refused
 from trained import IPUS, MODELS, quick_compiles, state_error
 
-from ipu_jax import Pipeline, Stage, cells, make_mesh, packing, rts
+from ipu_jax import ALL_IPUS, Pipeline, Stage, cells, make_mesh, packing, rts
 from ipu_jax.update import Kept, Update
 
 MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
@@ -192,6 +192,15 @@ def test_scalars_and_single_elements(replicas):
         "b": {"one": jnp.ones(1), "w": jnp.ones((2, 2))},
     }
     check(Pipeline(stages, mesh=make_mesh(replicas, 2)), whole, {"lamb": USUAL["lamb"]} | FILLINGS)
+
+
+def test_a_leaf_that_all_ipus_hold_counts_once_when_replicas_cut_it():
+    unused = lambda p, x, mb: mb  # noqa: E731
+    stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="head", ipu=ALL_IPUS)]
+    whole = {"a": jnp.ones(3), "head": {"gain": jnp.arange(5.0) + 1, "w": jnp.ones((2, 3))}}
+    specs = {"head": {"gain": P(), "w": P(None, "ipu")}}
+    optimizers = {name: (USUAL | FILLINGS)[name] for name in ("lamb", "clipped", "fillings")}
+    check(Pipeline(stages, mesh=make_mesh(2, 2), specs=specs), whole, optimizers)
 
 
 # what is read of an optimizer
