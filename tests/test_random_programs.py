@@ -82,8 +82,13 @@ def test_a_leaf_that_is_another_ones_is_far_from_right():
     assert_close("gradients", rounded, exact, [rounded], 1e-7)
     with pytest.raises(AssertionError, match=r"gradients\['a'\] of shape \(3, 3\) is off by 1, where"):
         assert_close("gradients", {"a": rounded["b"], "b": rounded["a"]}, exact, [rounded], 1e-7)
-    with pytest.raises(AssertionError, match="is off by nan"):
-        assert_close("gradients", {**rounded, "b": np.full((3, 3), np.nan)}, exact, [rounded], 1e-7)
+    unknown = {**rounded, "b": np.full((3, 3), np.nan)}
+    with pytest.raises(AssertionError, match=r"gradients\['b'\] has 9 numbers that are not finite, not 0"):
+        assert_close("gradients", unknown, exact, [rounded], 1e-7)
+    diverged = {**exact, "b": np.where(np.eye(3), np.nan, 2)}
+    with pytest.raises(AssertionError, match=r"gradients\['b'\] has 0 numbers that are not finite, not 3"):
+        assert_close("gradients", rounded, diverged, [rounded], 1e-7)
+    assert_close("gradients", diverged, diverged, [diverged], 1e-7)
 
 
 CASES_MADE_FOR_THIS = {
