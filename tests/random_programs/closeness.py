@@ -1,8 +1,8 @@
 """How far a result may lie from the exact one: as far as a dense program's that rounds as often, and no farther.
 
 A case's dense program runs in float64 (what is right) and in the case's own dtypes (what rounding makes of it), there
-also from float32 weights that are one unit in the last place off: what that changes nobody can ask for. All are written
-with nothing of ours. A result may then be off by
+also from float32 weights that are one unit in the last place off, and, in half types, rounding after each operation:
+what that changes nobody can ask for. All are written with nothing of ours. A result may then be off by
 
     4 x the dense programs' own worst error in that leaf      rounding is a matter of luck, and of the order of sums
     + ULPS eps of the largest number in that leaf             where the dense program was lucky, or exact

@@ -72,6 +72,8 @@ def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -
     dense = (model.weights(), model.batch(), model.state(), given[3])
     exact, in_own_dtypes = Dense(model, exact=True).run(*dense), Dense(model, exact=False)
     runs = [in_own_dtypes.run(*dense)] + [in_own_dtypes.run(nudged(dense[0], seed), *dense[1:]) for seed in range(3)]
+    if model.dtypes != {"float32"}:
+        runs.append(Dense(model, exact=False, fused=False).run(*dense))
     rounded = list(zip(*runs, strict=True))
     of_aux = lambda whole: whole if model.replicas > 1 else jax.tree.map(lambda leaf: leaf[0], whole)  # noqa: E731
     eps = coarsest(model.dtypes)

@@ -3,7 +3,9 @@
 Written to differ from `placed` wherever it can: loops over layers are Python's, lookups are products with one-hot rows,
 a micro-batch goes through the model by itself and its gradient is added by hand.
 
-`exact` programs get float64 weights and cast nothing; the others cast where the model says.
+`exact` programs get float64 weights and cast nothing; the others cast where the model says. XLA keeps float32 where it
+fuses one half-type operation with the next, so that a whole model in one program rounds far less often than the same
+model cut into stages: `fused=False` rounds after each operation.
 """
 
 from collections.abc import Callable
@@ -25,12 +27,14 @@ class Dense:
     Args:
         model: which.
         exact: whether it computes in float64, rather than in the model's own dtypes.
+        fused: whether XLA may keep more digits between operations than their dtypes have.
     """
 
-    def __init__(self, model: Model, *, exact: bool):
+    def __init__(self, model: Model, *, exact: bool, fused: bool = True):
         self.model, self.exact = model, exact
         self.frozen = jax.tree.leaves(model.by_leaf(lambda leaf: leaf.frozen))
-        self._step = jax.jit(jax.value_and_grad(self._loss_of, has_aux=True))
+        options = None if fused else {"xla_allow_excess_precision": False}
+        self._step = jax.jit(jax.value_and_grad(self._loss_of, has_aux=True), compiler_options=options)
 
     def run(self, weights: Any, batch: Any, state: Any, key: Any = None) -> tuple[Any, Any, dict[int, Any], Any]:
         """One weight update's `(loss, gradients, {stage: aux of (replicas, M, ...)}, new state)`.

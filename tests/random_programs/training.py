@@ -79,7 +79,7 @@ class Case:
         self.recipe = draw_recipe(dice)
         self.options = draw_options(dice, self.model, self.is_function)
         self.calls = dice.between(1, 2)
-        self._dense: dict[bool, Dense] = {}
+        self._dense: dict[tuple[bool, bool], Dense] = {}
         self.bad = dice.between(0, 3) if isinstance(self.options.loss_scale, DynamicScale) else None
 
     def __str__(self) -> str:
@@ -100,9 +100,11 @@ class Case:
 
     def check(self) -> None:
         exact = self._trained(exact=True)
-        rounded = [self._trained(exact=False), self._trained(exact=False, nudge=1)]
-        whole, losses, updated = self._found()
         half = [self.options.half] if self.options.precision != "32.32" else []
+        rounded = [self._trained(exact=False), self._trained(exact=False, nudge=1)]
+        if {*self.model.dtypes, *half} != {"float32"}:
+            rounded.append(self._trained(exact=False, fused=False))
+        whole, losses, updated = self._found()
         eps = coarsest([*self.model.dtypes, *half])
         want = [_told(run["losses"], self.options) for run in (exact, *rounded)]
         assert np.array_equal(np.isfinite(losses), np.isfinite(want[0])), f"losses {losses}, and should be {want[0]}"
@@ -152,14 +154,14 @@ class Case:
 
         return loss
 
-    def _trained(self, *, exact: bool, nudge: int = 0) -> dict[str, Any]:
+    def _trained(self, *, exact: bool, nudge: int = 0, fused: bool = True) -> dict[str, Any]:
         """What plain optax makes of it, on one device."""
         with jax.enable_x64(exact):
-            return self._trained_in(exact, nudge)
+            return self._trained_in(exact, nudge, fused)
 
-    def _trained_in(self, exact: bool, nudge: int) -> dict[str, Any]:
+    def _trained_in(self, exact: bool, nudge: int, fused: bool) -> dict[str, Any]:
         model, options, recipe = self.model, self.options, self.recipe.build()
-        dense = self._dense.setdefault(exact, Dense(model, exact=exact))
+        dense = self._dense.setdefault((exact, fused), Dense(model, exact=exact, fused=fused))
         to_half = lambda tree: _cast(tree, options.half)  # noqa: E731
         weights = nudged(model.weights(), nudge) if nudge else model.weights()
         weights = to_half(weights) if options.precision == "16.16" else weights
