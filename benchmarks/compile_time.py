@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from figures import Figures
-from pipeline import ROWS, WIDTH, layers
 
+from figures import Figures
 from ipu_jax import Pipeline, Stage, configure
+from pipeline import ROWS, WIDTH, layers
 
 LAYERS_A_STAGE, MOST_STAGES = 4, 8
 

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from figures import Cost, Figures, cost_of, largest_relative_difference, least, temporary_bytes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rivals_of.workers import Workers, torch_is_installed
 
+from figures import Cost, Figures, cost_of, largest_relative_difference, least, temporary_bytes
 from ipu_jax import configure, make_mesh
+from rivals_of.workers import Workers, torch_is_installed
 from sharded_ops import linear_cross_entropy, log_softmax_cross_entropy, tied_projection
 
 TOKENS, FEATURES, VOCABULARY = 1024, 768, 32000

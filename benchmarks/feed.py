@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from figures import Figures, side_by_side
-
 from ipu_jax import Feed, Pipeline, configure, make_mesh
 from mnist_example.data import MNIST, load_mnist
 from mnist_example.model import MODES, init_params, make_pipeline

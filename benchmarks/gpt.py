@@ -31,10 +31,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from figures import Figures, side_by_side
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from figures import Figures, side_by_side
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from figures import Figures, side_by_side
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from figures import Figures, side_by_side
 from ipu_jax import configure
 from mnist_example.model import MODES, init_params, make_pipeline
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from figures import Figures, largest_relative_difference, side_by_side, temporary_bytes
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from figures import Figures, largest_relative_difference, side_by_side, temporary_bytes
 from ipu_jax import Pipeline, Stage, configure
 
 WIDTH, ROWS, LAYERS, STAGES = 1024, 64, 8, 2

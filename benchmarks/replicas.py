@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from figures import Cost, Figures, cost_of, least, side_by_side
-from rivals_of.torch_pipeline import TorchPipeline
-from rivals_of.workers import torch_is_installed
 
+from figures import Cost, Figures, cost_of, least, side_by_side
 from ipu_jax import TrainOptions, configure, make_train_step
 from mnist_example.model import init_params
+from rivals_of.torch_pipeline import TorchPipeline
+from rivals_of.workers import torch_is_installed
 
 REPLICAS = 2
 RATE = 0.1

@@ -21,17 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from figures import Cost, Figures, cost_of, largest_relative_difference, least, side_by_side, temporary_bytes
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from figures import Cost, Figures, cost_of, largest_relative_difference, least, side_by_side, temporary_bytes
+from ipu_jax import Pipeline, Stage, configure, make_mesh
+from mnist_example.model import init_params, make_pipeline
 from pipeline import STAGES, batch_of, layers, model
 from rivals_of import torch_pipeline
 from rivals_of.torch_pipeline import TorchPipeline
 from rivals_of.usual_idiom import value_and_grad
 from rivals_of.workers import torch_is_installed
-
-from ipu_jax import Pipeline, Stage, configure, make_mesh
-from mnist_example.model import init_params, make_pipeline
 
 RIVALS = ("torch", "idiom")
 MNIST_SIZES = ((64, 16), (8, 84))  # micro-batch, M: those of mnist.py

@@ -29,19 +29,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from figures import Cost, Figures, side_by_side
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from figures import Cost, Figures, side_by_side
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure
-from ipu_jax.schedule import NAMES, Schedule, make
+from ipu_jax.schedules import NAMES, Schedule, make
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16
 D = 1024
 ROUNDS = 4  # a step takes up to two seconds
 
-# Narayanan et al. 2021 and Qi et al. 2023 and 2024: see `ipu_jax.simulation`
+# Narayanan et al. 2021 and Qi et al. 2023 and 2024: see `ipu_jax.schedules._simulate`
 BUBBLES = {"gpipe": 0.273, "1f1b": 0.273, "looped": 0.158, "zb-h1": 0.111, "zbv": 0.059}
 
 

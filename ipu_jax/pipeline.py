@@ -18,8 +18,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ipu_jax import engine, packing
-from ipu_jax.arguments import (
+from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
+from ipu_jax.engine import scan as engine
+from ipu_jax.engine.plan import Plan, make_plan
+from ipu_jax.options import PipelineOptions, Reduction
+from ipu_jax.programs.segment import segments_of
+from ipu_jax.schedules import Schedule, make
+from ipu_jax.stage import Stage
+from ipu_jax.weights import packing
+from ipu_jax.weights.arguments import (
     by_group,
     check_alive,
     check_batch,
@@ -31,14 +39,7 @@ from ipu_jax.arguments import (
     specs_for,
     state_owners_of,
 )
-from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
-from ipu_jax.options import PipelineOptions, Reduction
-from ipu_jax.packing import Layout, Sharded
-from ipu_jax.plan import Plan, make_plan
-from ipu_jax.report import MemoryGuard, PipelineReport, make_report
-from ipu_jax.schedule import Schedule, make
-from ipu_jax.segment import segments_of
-from ipu_jax.stage import Stage
+from ipu_jax.weights.packing import Layout, Sharded
 
 
 class Pipeline:
@@ -47,7 +48,7 @@ class Pipeline:
     Args:
         stages: the model, first stage first. Neighbours on one IPU, and several stages an IPU, are fine.
         mesh: axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages name.
-        schedule: a name of `ipu_jax.schedule.NAMES` or a `Schedule` for this placement and M.
+        schedule: a name of `ipu_jax.schedules.NAMES` or a `Schedule` for this placement and M.
         gradient_accumulation: M, the micro-batches of one weight update; any number, also fewer than stages.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.

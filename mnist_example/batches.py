@@ -14,8 +14,8 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from ipu_jax import Feed, normalise
+from ipu_jax.data.order import Order, Place
 from ipu_jax.options import check_count
-from ipu_jax.order import Order, Place
 
 _BATCHES_AHEAD = 2  # a call's batch each, and so many beside the two that run and wait
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+
 from figures import Cost
 from rivals_of.workers import Workers
 

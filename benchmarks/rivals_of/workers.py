@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+
 from figures import Cost
 
 

@@ -1,6 +1,6 @@
 """Whether a schedule table can run, found by playing it: nothing here is shared with the library's own validator.
 
-The rules, from the documents of `ipu_jax.clock` and `ipu_jax.replay`:
+The rules, from the documents of `ipu_jax.schedules._timetable` and `_validate`:
 
     every stage does F and B (and W, where there is one) of every micro-batch, each kind of one micro-batch a tick
     the stages of a segment share their ticks, a head's F and B one tick; a concurrent stage has no W

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_jax import Pipeline, Schedule, engine, make_mesh, verify
+from ipu_jax import Pipeline, Schedule, make_mesh, verify
+from ipu_jax.engine import scan as engine
 from random_programs import placed
 from random_programs.closeness import assert_close, coarsest, nudged
 from random_programs.dice import Dice

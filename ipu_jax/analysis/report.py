@@ -1,0 +1,276 @@
+"""What a pipeline needs on each IPU, before it runs: bytes by kind, FLOPs, bytes sent, and the idle share of a step.
+
+    IPU  weights  padding   batch   stash  gradients  temporary        FLOPs  sent/tick   idle
+    0    49.2 kB      0 B  1.0 MB  1.6 MB    49.2 kB     2.9 MB  136.2 MFLOP   131.1 kB  36.0%
+    1    49.2 kB      0 B  1.0 MB  1.0 MB    49.2 kB     2.9 MB  153.6 MFLOP   131.1 kB  27.8%
+
+The program is SPMD: what its scan carries is as large on every IPU as on the one that needs most. So the temporary
+bytes are the same in each row, and predicted from the largest:
+
+    temporary  =  stash       the schedule's: for each segment, its depth x the bytes that a micro-batch leaves
+               +  registers   the messages between neighbours, y and dx, as made and as received; loss and aux
+               +  working set what F or B of one segment has alive at once, of one micro-batch
+               +  sums        gradient accumulators, but only where they are wider than the weights (bfloat16): those
+                              of a weight's own dtype are the gradients that the step returns, and counted as those
+
+Nothing is run. `docs/memory.md` has predictions beside what XLA says.
+"""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.analysis._account import (
+    PipelineLike,
+    costs_of,
+    idle_shares,
+    plan_for,
+    registers_of,
+    sent_by,
+    stash_buffers,
+    stash_of,
+    weights_of,
+    wider_sums,
+)
+from ipu_jax.analysis.cost import bytes_of
+from ipu_jax.weights import packing
+from ipu_jax.weights.packing import Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class IpuReport:
+    """One IPU's part. Bytes, unless said otherwise.
+
+    Attributes:
+        ipu: its number in the replica.
+        weights: its own leaves, and its shards of concurrent ones.
+        padding: what its slots and shards hold beyond that, for the larger leaves of other IPUs.
+        state: what its stages' state takes, padding included.
+        batch: the M micro-batches of one step, which every IPU holds.
+        stash: what its own segments keep between F and B (and W), with messages that queue up.
+        gradients: the result: laid out as weights and padding are.
+        accumulators: the sums of the scan, float32 at least; the same buffers as `gradients` where dtypes are alike.
+        working_set: what F, B or W of one of its segments has alive at once.
+        flops: operations of one step, those of its part of the concurrent stages among them.
+        sent: what it puts into collectives in a tick in which all stages are active: a ppermute of y and one of dx,
+            broadcasts to and reductions from concurrent stages; not what a stage's own function communicates.
+        idle: the share of a step in which it waits, its FLOPs taken as time.
+    """
+
+    ipu: int
+    weights: int
+    padding: int
+    state: int
+    batch: int
+    stash: int
+    gradients: int
+    accumulators: int
+    working_set: int
+    flops: int
+    sent: int
+    idle: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineReport:
+    """What a pipeline needs for given shapes; `str()` prints the table.
+
+    Attributes:
+        schedule: the schedule's name.
+        micro_batches: M.
+        ipus: per IPU of a replica, its part.
+        stash, registers, working_set, sums: bytes of the prediction, the same on every IPU; the module says of what.
+        temporary: the compiled program's temporary bytes an IPU, as XLA says; None where it was not compiled.
+    """
+
+    schedule: str
+    micro_batches: int
+    ipus: tuple[IpuReport, ...]
+    stash: int
+    registers: int
+    working_set: int
+    sums: int
+    temporary: int | None = None
+
+    @property
+    def predicted_temporary(self) -> int:
+        """Temporary bytes an IPU, without compiling."""
+        return self.stash + self.registers + self.working_set + self.sums
+
+    def bytes_by_kind(self, ipu: int) -> dict[str, int]:
+        """What an IPU must hold at once; temporary bytes as measured, or predicted where nothing was compiled."""
+        part = self.ipus[ipu]
+        return {
+            "weights": part.weights + part.padding,
+            **({"state": part.state} if part.state else {}),
+            "gradients": part.gradients,
+            "batch": part.batch,
+            "temporary": self.predicted_temporary if self.temporary is None else self.temporary,
+        }
+
+    def total(self, ipu: int) -> int:
+        """The sum of `bytes_by_kind`."""
+        return sum(self.bytes_by_kind(ipu).values())
+
+    def __str__(self) -> str:
+        kind = "predicted" if self.temporary is None else "compiled"
+        head = ["IPU", "weights", "padding", "batch", "stash", "gradients", "temporary", "FLOPs", "sent/tick", "idle"]
+        rows = [head]
+        for part in self.ipus:
+            temporary = self.bytes_by_kind(part.ipu)["temporary"]
+            sizes = (part.weights, part.padding, part.batch, part.stash, part.gradients, temporary)
+            cells = [str(part.ipu), *(in_units(size, "B") for size in sizes), in_units(part.flops, "FLOP")]
+            rows.append([*cells, in_units(part.sent, "B"), f"{part.idle:.1%}"])
+        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        parts = f"stash {in_units(self.stash, 'B')}, registers {in_units(self.registers, 'B')}, working set "
+        parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
+        told = (
+            f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
+        )
+        title = f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
+        return "\n".join([title, *(line.rstrip() for line in lines), told])
+
+
+def in_units(value: float, unit: str) -> str:
+    """With a decimal prefix.
+
+    >>> in_units(131072, "B"), in_units(3, "B")
+    ('131.1 kB', '3 B')
+    """
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.1f} {prefix}{unit}"
+    return f"{value:g} {unit}"
+
+
+def make_report(
+    pipeline: PipelineLike,
+    params: Sharded,
+    batch: Any,
+    state: Sharded | None = None,
+    key: Any = None,
+    *,
+    program: Any = None,
+    ipu_memory: float | None = None,
+) -> PipelineReport:
+    """The report of a pipeline; `Pipeline.report` documents it.
+
+    Args:
+        pipeline: whose stages, mesh and schedule to report on.
+        params: a `Sharded` of arrays or of `jax.ShapeDtypeStruct`.
+        batch, state, key: as `Pipeline.value_and_grad` takes them, or their shapes.
+        program: the jitted step of these four, to compile for its temporary bytes; None predicts only.
+        ipu_memory: bytes that an IPU holds; a `UserWarning` says what does not fit.
+
+    Raises:
+        ValueError: `ipu_memory` is not above 0.
+    """
+    check_ipu_memory(ipu_memory)
+    layout, schedule, m = params.layout, pipeline.schedule, pipeline.schedule.micro_batches
+    plan = plan_for(pipeline, params, batch, state, key)
+    costs = costs_of(plan, layout)
+    idle = idle_shares(plan, costs, layout.ipus)
+    held = [weights_of(layout, k) for k in range(layout.ipus)]
+    local = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
+    of_batch = bytes_of(batch) // pipeline.replicas
+    ipus = tuple(
+        IpuReport(
+            ipu=k,
+            weights=held[k][0],
+            padding=held[k][1] - held[k][0],
+            state=0 if state is None else weights_of(state.layout, k)[1],
+            batch=of_batch,
+            stash=stash_of(plan, k),
+            gradients=held[k][1],
+            accumulators=held[k][2],
+            working_set=max((costs[i].working_set for i in local[k]), default=0),
+            flops=m * sum(costs[i].forward + costs[i].backward for i in local[k]),
+            sent=sent_by(plan, k),
+            idle=idle[k],
+        )
+        for k in range(layout.ipus)
+    )
+    made = PipelineReport(
+        schedule=schedule.name,
+        micro_batches=m,
+        ipus=ipus,
+        stash=stash_buffers(plan),
+        registers=registers_of(plan, m),
+        working_set=max(cost.working_set for cost in costs),
+        sums=wider_sums(layout),
+        temporary=None if program is None else _temporary(program, pipeline.mesh, params, batch, state, key),
+    )
+    if ipu_memory is not None:
+        warn_where_too_large(made, ipu_memory, stacklevel=4)
+    return made
+
+
+def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> int | None:
+    def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    of_params, of_state = (
+        None if tree is None else jax.tree.map(placed, tree, packing.specs_of(tree.layout)) for tree in (params, state)
+    )
+    of_batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    analysis = program.lower(of_params, of_batch, of_state, key).compile().memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes  # not every platform says
+
+
+def check_ipu_memory(ipu_memory: float | None) -> None:
+    """Raises `ValueError` unless `ipu_memory` is None or a number of bytes above 0."""
+    if ipu_memory is None:
+        return
+    if isinstance(ipu_memory, bool) or not isinstance(ipu_memory, (int, float)) or not ipu_memory > 0:
+        raise ValueError(f"ipu_memory={ipu_memory!r} is not a size: give bytes above 0, as in 900e6, or None")
+
+
+def warn_where_too_large(report: PipelineReport, ipu_memory: float, *, stacklevel: int = 2) -> None:
+    """Warns, once for all of them, of the IPUs that do not hold what the report says."""
+    above = [part.ipu for part in report.ipus if report.total(part.ipu) > ipu_memory]
+    if not above:
+        return
+    worst = max(above, key=report.total)
+    kinds = ", ".join(f"{kind} {in_units(size, 'B')}" for kind, size in report.bytes_by_kind(worst).items())
+    others = f" ({len(above)} of {len(report.ipus)} IPUs do not fit)" if len(above) > 1 else ""
+    warnings.warn(
+        f"IPU {worst} needs {in_units(report.total(worst), 'B')} ({kinds}), more than ipu_memory="
+        f"{in_units(ipu_memory, 'B')}{others}: use recompute='all' on its stages, more IPUs, a smaller micro-batch, or "
+        f"a schedule that keeps less than {report.schedule!r} does",
+        stacklevel=stacklevel,
+    )
+
+
+class MemoryGuard:
+    """Warns before the first step of given shapes that an IPU cannot hold. Nothing is compiled for it.
+
+    Args:
+        ipu_memory: bytes that an IPU holds, or None for no check.
+
+    Raises:
+        ValueError: `ipu_memory` is not above 0.
+    """
+
+    def __init__(self, ipu_memory: float | None):
+        check_ipu_memory(ipu_memory)
+        self.ipu_memory = ipu_memory
+        self._seen: set[Any] = set()
+
+    def check(self, pipeline: PipelineLike, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> None:
+        """Call it before a step."""
+        if self.ipu_memory is None:
+            return
+        leaves, treedef = jax.tree.flatten(batch)
+        shapes = (params.layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if shapes not in self._seen:
+            self._seen.add(shapes)
+            warn_where_too_large(make_report(pipeline, params, batch, state, key), self.ipu_memory, stacklevel=4)

@@ -1,0 +1,350 @@
+"""From the host to the IPUs: batches of examples, assembled and sent ahead of the step that computes with them.
+
+    source --read--> rows of this instance --send--> batch on the mesh --> step
+    (arrays,          (Order: shuffled,               (device_put)
+     an indexable)     sliced, resumable)
+    `------------- `workers` threads, at most `prefetch` batches ahead ---'
+
+    source = {"images": images, "labels": labels}
+    with Feed(source, mesh=pipeline.mesh, micro_batch=64, gradient_accumulation=16) as feed:
+        for batch in feed.epoch():
+            loss, gradients = pipeline.value_and_grad(params, batch.data)
+
+Bytes cross as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/feed.md.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, SupportsIndex
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.data.order import Order, Place
+from ipu_jax.data.prefetch import FeedTimeoutError, Prefetcher
+from ipu_jax.data.source import Source
+from ipu_jax.devices import REPLICA_AXIS
+from ipu_jax.options import as_int, check_count
+
+_STATE: Final = ("epoch", "position", "examples", "seed", "shuffle")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FeedBatch:
+    """One batch, on the IPUs.
+
+    Attributes:
+        data: the source's pytree, leaves `jax.Array` (device_iterations, replicas, M, micro-batch, ...), without each
+            of the first two that is 1: what `Pipeline.value_and_grad` takes.
+        epoch: whose batch it is, from 0.
+        examples: real ones of it, over all instances.
+        updates: how many of its device iterations hold a real example, counted from the first.
+        is_real: bool, which rows of this instance are real, its leading dims those of its part of `data`.
+        nbytes: of this instance's rows, as they crossed to each IPU of a replica.
+    """
+
+    data: Any
+    epoch: int
+    examples: int
+    updates: int
+    is_real: npt.NDArray[np.bool_]
+    nbytes: int
+
+
+class Feed:
+    """Batches of examples on a mesh, in an order that seed and epoch decide, from any point on.
+
+    Iterating goes on through the epochs; `epoch()` stops at the end of the current one. Every batch has the same shape.
+    Each replica's rows go to all IPUs of that replica. Nothing is communicated between IPUs or instances.
+
+    Where the IPUs are of one process, `mesh` holds this instance's replicas only, and there are `instances` times as
+    many. A mesh over the devices of several processes holds those of all instances, each with as many rows of it.
+
+    Args:
+        source: a pytree of arrays with an example a row, or an indexable: `__len__()`, and `__getitem__` of an index
+            array (n,) that gives a pytree of NumPy arrays (n, ...). With several workers it is called by several
+            threads at once.
+        mesh: with an axis "replica"; `Pipeline.mesh`.
+        micro_batch: examples of a micro-batch, B.
+        gradient_accumulation: micro-batches of an update on each replica, M.
+        device_iterations: updates of a batch, K.
+        shuffle: a new order in each epoch, the same for the same seed; else the source's own order.
+        seed: of the shuffling, at least 0.
+        epochs: iteration ends after so many, those before `state` included; None: never.
+        last: what becomes of the examples at an epoch's end that fill no whole batch. "drop": left out. "updates": so
+            are those that fill no whole update, but a batch may hold fewer than K updates. "pad": they are filled up
+            with `fill`. "wrap": with the epoch's first examples again. `FeedBatch` says what is real.
+        fill: under "pad" and "updates", a number, or a pytree of them as the source's: such as a label that is none.
+        prefetch: batches that may lie ready, or be in the making, beyond those handed out; 0: each is made by the
+            caller when it is asked for.
+        workers: threads that make them, at most `prefetch`; 1 without prefetch, which starts no thread.
+        instances: processes that share the replicas.
+        instance: which of them this is, from 0.
+        timeout: seconds after which a batch that the workers don't bring is an error.
+        state: from `state()`: goes on with the very next batch. Instances, workers and the batch's dims may be others.
+
+    Attributes:
+        like: the pytree of a batch's arrays, leaves `jax.ShapeDtypeStruct` with sharding: to compile a step for it.
+        prefetch, workers: as given.
+
+    Raises:
+        ValueError: a value outside its rule, a source that can't be read, too few examples, or a state of others.
+
+    >>> from ipu_jax.devices import make_mesh
+    >>> source = {"x": np.arange(10, dtype=np.int32)}
+    >>> with Feed(source, mesh=make_mesh(2, 1), micro_batch=2, shuffle=False, epochs=1) as feed:
+    ...     batch = next(feed)
+    ...     batch.data["x"].tolist(), feed.batches_per_epoch, feed.state()["position"]
+    ([[[0, 1]], [[2, 3]]], 2, 4)
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        mesh: Mesh,
+        micro_batch: int,
+        gradient_accumulation: int = 1,
+        device_iterations: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = None,
+        last: str = "drop",
+        fill: Any = 0,
+        prefetch: int = 2,
+        workers: int = 1,
+        instances: int = 1,
+        instance: int = 0,
+        timeout: float = 120.0,
+        state: Mapping[str, SupportsIndex] | None = None,
+    ):
+        if epochs is not None:
+            check_count("epochs", epochs)
+        ahead = as_int(prefetch)
+        if ahead is None or ahead < 0:
+            raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
+        if check_count("workers", workers) > max(prefetch, 1):
+            raise ValueError(
+                f"workers={workers}, but prefetch={prefetch} batches are made at once at most: use fewer workers, or "
+                f"prefetch={workers}"
+            )
+        if not (timeout > 0 and math.isfinite(timeout)):
+            raise ValueError(f"timeout={timeout} is not a number of seconds: give one such as 120")
+        check_count("instances", instances)
+        replicas, of_mesh = _replicas(mesh, instances, instance)
+        examples = Source(source)
+        order = Order(
+            examples.examples,
+            micro_batch,
+            gradient_accumulation=gradient_accumulation,
+            replicas=replicas,
+            iterations=device_iterations,
+            shuffle=shuffle,
+            seed=seed,
+            last=last,
+            instances=instances,
+            instance=instance,
+        )
+        # of all replicas of the mesh, and of this instance's
+        dims = ((device_iterations, device_iterations, None), (of_mesh, replicas // instances, REPLICA_AXIS))
+        kept = [dim for dim in dims if dim[0] > 1]
+        of_update = (gradient_accumulation, micro_batch)
+        lead, local_lead = (*[dim[0] for dim in kept], *of_update), (*[dim[1] for dim in kept], *of_update)
+        sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in kept]))
+        self.like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, sharding=sharding), examples.like
+        )
+        self._assembler = _Assembler(examples, order, self.like, local_lead, examples.filling(fill))
+        self._order, self._epochs = order, epochs
+        self.prefetch, self.workers, self._timeout = ahead, workers, timeout
+        self._place = order.first(Place(0, 0) if state is None else _place_of(state, order))
+        self._ahead: Prefetcher[Place, FeedBatch] | None = None
+        self._closed = False
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many batches a whole epoch has."""
+        return self._order.batches_from(0)
+
+    def state(self) -> dict[str, int]:
+        """Where the feed stands, as plain ints: behind the last batch that was handed out, whatever lies ready.
+
+        It is the same on every instance.
+        """
+        order = self._order
+        values = (self._place.epoch, self._place.position, order.examples, order.seed, int(order.shuffle))
+        return dict(zip(_STATE, values, strict=True))
+
+    def seek(self, epoch: int) -> None:
+        """Goes to the start of an epoch; where it stands there already, what lies ready is kept."""
+        to = as_int(epoch)
+        if to is None or to < 0:
+            raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
+        if self._place != Place(to, 0):
+            self._drop()
+            self._place = Place(to, 0)
+
+    def epoch(self) -> Iterator[FeedBatch]:
+        """The batches that are left of the epoch where the feed stands."""
+        number = self._place.epoch
+        while self._place.epoch == number and not self._is_done:
+            yield self._next()
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> FeedBatch:
+        """The next batch.
+
+        Raises:
+            StopIteration: `epochs` are over.
+            FeedTimeoutError: it did not come in time; says what the workers do.
+            Exception: what the source raised. The batch was not handed out: the next call tries it again.
+        """
+        if self._is_done:
+            raise StopIteration
+        return self._next()
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._closed = True
+        if error is None:
+            self._drop()
+        else:
+            self._drop_after(error)
+
+    def close(self) -> None:
+        """Ends the workers and drops what lies ready. A second time does nothing; `state` can still be asked.
+
+        Raises:
+            FeedTimeoutError: a worker is stuck in the source.
+        """
+        self._closed = True
+        self._drop()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._epochs is not None and self._place.epoch >= self._epochs
+
+    def _next(self) -> FeedBatch:
+        if self._closed:
+            raise ValueError("the feed is closed: read inside its `with` block")
+        try:
+            if not self.prefetch:
+                batch = self._assembler(self._place)
+            else:
+                if self._ahead is None:
+                    self._ahead = Prefetcher(
+                        self._assembler,
+                        _places(self._order, self._place, self._epochs),
+                        ahead=self.prefetch,
+                        workers=self.workers,
+                        seconds=self._timeout,
+                    )
+                batch = self._ahead.take()
+            self._place = self._order.after(self._place)
+        except FeedTimeoutError:
+            raise  # the batch may still come: the next call waits for it again
+        except BaseException as error:  # Ctrl-C too may come when a batch is taken and not yet counted
+            self._drop_after(error)
+            if isinstance(error, StopIteration):  # it would end the caller's loop, as if there were no more
+                raise RuntimeError("the source raised StopIteration") from error
+            raise
+        return batch
+
+    def _drop(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def _drop_after(self, error: BaseException) -> None:
+        try:
+            self._drop()
+        except FeedTimeoutError as stuck:
+            error.add_note(f"and a worker is stuck: {stuck}")
+
+
+class _Assembler:
+    """Makes the batch from a place on. It knows nothing of the feed, which the workers must not keep alive."""
+
+    def __init__(self, source: Source, order: Order, like: Any, lead: tuple[int, ...], fill: Any):
+        self._source, self._order, self._like, self._lead, self._fill = source, order, like, lead, fill
+
+    def __call__(self, place: Place) -> FeedBatch:
+        rows = self._order.rows(place)
+        indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
+        is_whole = self._order.last == "wrap" or is_real.all()
+        read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
+        return FeedBatch(
+            jax.tree.map(self._send, self._like, read),
+            place.epoch,
+            rows.examples,
+            rows.updates,
+            is_real.reshape(self._lead),
+            sum(leaf.nbytes for leaf in jax.tree.leaves(read)),
+        )
+
+    def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Any:
+        whole = jax.tree.map(
+            lambda like, fill: np.full((len(indices), *like.shape), fill, like.dtype), self._source.like, self._fill
+        )
+        if is_real.any():
+            read = jax.tree.leaves(self._source.read(indices[is_real]))
+            for filled, real in zip(jax.tree.leaves(whole), read, strict=True):
+                filled[is_real] = real
+        return whole
+
+    def _send(self, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> jax.Array:
+        of_instance = rows.reshape(*self._lead, *rows.shape[1:])
+        return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
+
+
+def _places(order: Order, place: Place, epochs: int | None) -> Iterator[Place]:
+    while epochs is None or place.epoch < epochs:
+        yield place
+        place = order.after(place)
+
+
+def _replicas(mesh: Mesh, instances: int, instance: int) -> tuple[int, int]:
+    """Replicas of all instances, and those of the mesh."""
+    if REPLICA_AXIS not in mesh.axis_names:
+        raise ValueError(
+            f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"
+        )
+    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA_AXIS), 0)
+    owners = [{device.process_index for device in row.flat} for row in rows.reshape(len(rows), -1)]
+    processes = set().union(*owners)
+    if processes == {jax.process_index()}:
+        return len(rows) * instances, len(rows)
+    if len(processes) != instances:
+        raise ValueError(f"mesh lies on {len(processes)} processes, but instances={instances}: give one for each")
+    each = len(rows) // instances
+    if owners[instance * each : (instance + 1) * each] != [{jax.process_index()}] * each or len(rows) % instances:
+        raise ValueError(
+            f"mesh has replicas of the processes {[sorted(of_row) for of_row in owners]}, and instance={instance} is "
+            f"process {jax.process_index()}: give each instance as many replicas, whole ones, in the order of instances"
+        )
+    return len(rows), len(rows)
+
+
+def _place_of(state: Mapping[str, SupportsIndex], order: Order) -> Place:
+    try:
+        found = {name: operator.index(value) for name, value in state.items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"state={state!r} is not one: give what state() returned") from error
+    if found.keys() != set(_STATE) or found["epoch"] < 0 or not 0 <= found["position"] <= found["examples"]:
+        raise ValueError(f"state={found} is not one: give what state() returned")
+    here = {"examples": order.examples, "seed": order.seed, "shuffle": int(order.shuffle)}
+    for name, value in here.items():
+        if found[name] != value:
+            raise ValueError(
+                f"state is of {name}={found[name]}, but the feed has {name}={value}: its order is another one, and "
+                "examples would be lost or read twice"
+            )
+    return Place(found["epoch"], found["position"])

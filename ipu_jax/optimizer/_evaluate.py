@@ -1,0 +1,72 @@
+"""Computing one leaf's part of a traced update, as far as it is asked for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from ipu_jax.optimizer._analysis import Reading
+from ipu_jax.optimizer.blocks import Cells
+
+
+class Lookup:
+    """The values of a traced update that one leaf's program reads.
+
+    Args:
+        reading: of the update.
+        cells: where the weights lie.
+        leaf: the leaf.
+        shape: in which its cell is shown.
+        made: the values that are there, as the cell is shown.
+        known: gives a variable that every IPU knows.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        cells: Cells,
+        leaf: int,
+        shape: tuple[int, ...],
+        made: dict[Any, Any],
+        known: Callable[[Any], Any],
+    ):
+        self._reading, self._cells, self._leaf = reading, cells, leaf
+        self._shape, self._made, self._known = shape, made, known
+
+    def __call__(self, v: Any) -> Any:
+        """A value of the leaf's own shape, or a number, as the leaf's cell is shown."""
+        reading, made = self._reading, self._made
+        if isinstance(v, core.Literal):
+            return jnp.full(self._shape, v.val, aval_of(v).dtype)
+        if v in made:
+            return made[v]
+        if v in reading.like:
+            eqn = reading.made_by[v]
+            (made[v],) = bind(eqn, [self(x) for x in eqn.invars])
+        elif v in reading.fills or not aval_of(v).shape:
+            # by its number, so that leaves of different shapes in one cell have one program
+            made[v] = jnp.broadcast_to(self.logical(reading.fills.get(v, v)).astype(aval_of(v).dtype), self._shape)
+        else:
+            whole = jnp.broadcast_to(self._known(v), self._cells.leaves[self._leaf].shape)
+            made[v] = self._cells.localize(self._leaf, whole)
+        return made[v]
+
+    def logical(self, v: Any) -> Any:
+        """On the owner of a leaf that is not cut: a value in its own shape."""
+        if isinstance(v, core.Literal):
+            return jnp.asarray(v.val, aval_of(v).dtype)
+        if v in self._reading.like:
+            return self._cells.delocalize(self._leaf, self(v))
+        return self._known(v)
+
+
+def bind(eqn: Any, inputs: list[Any]) -> Any:
+    """The results of an equation on other values than those it was traced with."""
+    found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def aval_of(v: Any) -> Any:
+    """Shape and dtype of a variable."""
+    return v.aval

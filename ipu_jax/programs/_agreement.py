@@ -1,0 +1,68 @@
+"""What a traced segment may not do: hang, or hand on as one value what its IPUs hold unlike.
+
+A collective over "ipu" waits until every IPU of the replica has come to it. So it may not stand in a local stage, which
+only one IPU runs, nor, in a concurrent stage, in a branch or a loop whose predicate may differ between IPUs. And what a
+concurrent stage hands on (its `y`, its aux, state that is not split) is one value for all: each IPU's own would pass
+for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from ipu_jax._jaxprs import all_equations
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.programs._variance import differing, waits
+from ipu_jax.programs.segment import Segment
+
+_WHO = {IPU_AXIS: "IPUs", REPLICA_AXIS: "replicas"}
+
+
+def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weights: int) -> list[bool]:
+    """Return, per output of a segment's F or B, whether it may differ between IPUs; none of a local segment's does.
+
+    Args:
+        segment: whose trace it is.
+        jaxpr: its F or its B.
+        inputs: per input, whether IPUs hold unlike values.
+        weights: how many of the first inputs all replicas hold alike; the others are each replica's own.
+
+    Raises:
+        ValueError: some IPUs, or some replicas, would wait for others that don't come; names the stage, the primitive
+            and the mend.
+    """
+    if any(waits(eqn, REPLICA_AXIS) for eqn in all_equations(jaxpr)) and lax.axis_size(REPLICA_AXIS) > 1:
+        own = [i >= weights for i in range(len(jaxpr.invars))]
+        differing(jaxpr, own, REPLICA_AXIS, lambda eqn, inside: _refuse_branch(segment, eqn, inside, REPLICA_AXIS))
+    if segment.place is None:
+        return differing(jaxpr, inputs, IPU_AXIS, lambda eqn, inside: _refuse_branch(segment, eqn, inside, IPU_AXIS))
+    for eqn in all_equations(jaxpr):
+        if waits(eqn, IPU_AXIS):
+            raise ValueError(
+                f"stage {segment.name!r} on IPU {segment.place} uses {eqn.primitive.name} over axis {IPU_AXIS!r}, "
+                "which would wait for ever for the IPUs that don't run it: make the stage concurrent "
+                "(ipu=ALL_IPUS), or take the collective out"
+            )
+    return [False] * len(jaxpr.outvars)
+
+
+def _refuse_branch(segment: Segment, eqn: Any, inside: str, axis: str) -> None:
+    raise ValueError(
+        f"stage {segment.name!r} uses {eqn.primitive.name} over axis {axis!r} inside a {inside} "
+        f"whose predicate may differ between {_WHO[axis]}: those that take it would wait for ever for the "
+        f"others; communicate outside of it, or decide by what all {_WHO[axis]} hold alike"
+    )
+
+
+def refuse_unlike(segment: Segment, what: str, differs: bool) -> None:
+    """Refuse a value of a concurrent segment that each IPU has another of.
+
+    Raises:
+        ValueError: names the stage, the value and the mend.
+    """
+    if differs:
+        raise ValueError(
+            f"concurrent stage {segment.name!r} returns {what} that may differ between IPUs, where all are to hold the "
+            f"same: gather the parts (jax.lax.all_gather) or add them up (jax.lax.psum) over axis {IPU_AXIS!r} first"
+        )

@@ -1,0 +1,138 @@
+"""Which values of a traced program may differ along a mesh axis, and who might wait for ever.
+
+A value that is computed of what all devices of the axis hold alike is alike on all of them; a shard, a device's own
+number and all that is computed of them may differ, until a collective such as psum or all_gather makes one value of
+them. A branch or a loop decided by what differs is taken by some devices only: no collective over the axis may stand in
+it, and what it gives differs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from ipu_jax._jaxprs import all_equations, closed_of, scan_parts
+
+# over the axis, these give every IPU the same
+_MAKES_ALIKE = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+# their body is called once, with the equation's inputs in order
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+Refuse = Callable[[Any, str], None]
+
+
+def waits(eqn: Any, axis: str) -> bool:
+    """Return whether an equation waits for the other devices of the axis."""
+    return _is_over(eqn, axis) and eqn.primitive.name != "axis_index"
+
+
+def _is_over(eqn: Any, axis: str) -> bool:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axis in (axes if isinstance(axes, (tuple, list)) else (axes,))
+
+
+def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> list[bool]:
+    """Return, per output of a jaxpr, whether it may differ along an axis.
+
+    Args:
+        jaxpr: an open jaxpr, traced with the axis in scope under `check_vma=False`.
+        inputs: per input, whether it may differ.
+        axis: the mesh axis.
+        refuse: called where only some devices may come to an equation that waits, with that and "cond" or "while"; it
+            raises.
+    """
+    return _Axis(axis, refuse).differing(jaxpr, inputs)
+
+
+class _Axis:
+    """The rules of `differing`, for one axis."""
+
+    def __init__(self, axis: str, refuse: Refuse):
+        self.axis, self.refuse = axis, refuse
+
+    def differing(self, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+        differs = {var for var, may in zip(jaxpr.invars, inputs, strict=True) if may}
+
+        def of(atoms: Sequence[Any]) -> list[bool]:
+            return [not isinstance(v, core.Literal) and v in differs for v in atoms]
+
+        for eqn in jaxpr.eqns:
+            given = of(eqn.invars)
+            differs.update(v for v, may in zip(eqn.outvars, self._outputs(eqn, given), strict=True) if may)
+            if any(given):  # what is written into a Ref
+                differs.update(v for v in eqn.invars if not isinstance(v, core.Literal) and _is_ref(v))
+        return of(jaxpr.outvars)
+
+    def _outputs(self, eqn: Any, given: list[bool]) -> list[bool]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if name in _CALLS:
+            return self.differing(closed_of(eqn.params[_CALLS[name]]).jaxpr, given)
+        if name == "cond":
+            return self._cond(eqn, given)
+        if name == "while":
+            return self._while(eqn, given)
+        if name == "scan":
+            return self._scan(eqn, given)
+        if name == "axis_index":
+            return [_is_over(eqn, self.axis)] * count
+        if waits(eqn, self.axis):
+            return [name not in _MAKES_ALIKE or eqn.params.get("axis_index_groups") is not None] * count
+        of_its_own = any(
+            _is_over(inner, self.axis) and inner.primitive.name not in _MAKES_ALIKE
+            for jaxpr in core.jaxprs_in_params(eqn.params)
+            for inner in all_equations(jaxpr)
+        )
+        return [any(given) or of_its_own] * count
+
+    def _refuse_inside(self, jaxprs: Sequence[Any], name: str) -> None:
+        for jaxpr in jaxprs:
+            for eqn in all_equations(jaxpr):
+                if waits(eqn, self.axis):
+                    self.refuse(eqn, name)
+
+    def _cond(self, eqn: Any, given: list[bool]) -> list[bool]:
+        branches = [branch.jaxpr for branch in eqn.params["branches"]]
+        if given[0]:
+            self._refuse_inside(branches, "cond")
+            return [True] * len(eqn.outvars)
+        of_branches = [self.differing(branch, given[1:]) for branch in branches]
+        return [any(of_output) for of_output in zip(*of_branches, strict=True)]
+
+    def _while(self, eqn: Any, given: list[bool]) -> list[bool]:
+        params = eqn.params
+        predicate, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        of_predicate, rest = given[: params["cond_nconsts"]], given[params["cond_nconsts"] :]
+        of_body, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
+        while True:  # until no more of the carry is found to differ
+            (decides,) = self.differing(predicate, [*of_predicate, *carry])
+            if decides:
+                self._refuse_inside([predicate, body], "while")
+                return [True] * len(carry)
+            after = [a or b for a, b in zip(carry, self.differing(body, [*of_body, *carry]), strict=True)]
+            if after == carry:
+                return carry
+            carry = after
+
+    def _scan(self, eqn: Any, given: list[bool]) -> list[bool]:
+        num_consts, num_carry = scan_parts(eqn.params)
+        consts, carry, xs = given[:num_consts], given[num_consts:][:num_carry], given[num_consts + num_carry :]
+        while True:
+            found = self.differing(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+            after = [a or b for a, b in zip(carry, found[:num_carry], strict=True)]
+            if after == carry:
+                return [*carry, *found[num_carry:]]
+            carry = after
+
+
+def _is_ref(var: Any) -> bool:
+    return hasattr(var.aval, "inner_aval")

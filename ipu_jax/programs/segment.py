@@ -1,0 +1,200 @@
+"""A segment: neighbouring stages of one place as one function, and what passes from one to the next.
+
+    Carried(y, skips)  ->  stage 3  ->  stage 4  ->  Carried(y, skips)
+
+A skip that a stage sends travels in the message from stage to stage until the last stage that takes it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.schedules import Schedule
+from ipu_jax.stage import Outputs, Role, Stage, naming
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What passes between stages: what one returned, and the skips that are on their way."""
+
+    y: Any
+    skips: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+NOTHING = Carried(None)
+"""What the first stage gets."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What F and B of a micro-batch both read: its part of the batch, and per stage its random key, or None."""
+
+    microbatch: Any
+    keys: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Neighbouring stages that run where they stand, one after the other, without a message between them.
+
+    Attributes:
+        stages: in order.
+        first: the number of its first stage.
+        onward: per stage, the skips that a later stage takes.
+        role: what it is run for.
+    """
+
+    stages: tuple[Stage, ...]
+    first: int
+    onward: tuple[frozenset[str], ...]
+    role: Role = "training"
+
+    @property
+    def place(self) -> int | None:
+        return self.stages[0].place
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(stage.params for stage in self.stages if stage.params is not None))
+
+    @property
+    def state_groups(self) -> tuple[str, ...]:
+        return tuple(stage.state for stage in self.stages if stage.state is not None)
+
+    @property
+    def name(self) -> str:
+        return " + ".join(stage.name for stage in self.stages)
+
+    def __call__(
+        self, params: Mapping[str, Any], x: Carried, given: Given, state: Mapping[str, Any]
+    ) -> tuple[Carried, dict[str, Any], dict[str, Any]]:
+        """`(message, new state per group, aux per stage)`."""
+        new_state, aux = dict(state), {}
+        for number, (stage, onward, key) in enumerate(
+            zip(self.stages, self.onward, given.keys, strict=True), self.first
+        ):
+            with naming(stage.name, number):
+                weights = None if stage.params is None else params[stage.params]
+                extra: dict[str, Any] = {"key": key} if stage.random else {}
+                if stage.state is not None:
+                    extra["state"] = new_state[stage.state]
+                if stage.takes:
+                    extra["skips"] = {name: _taken(name, stage, x) for name in stage.takes}
+                out = stage.function(self.role)(weights, x.y, given.microbatch, **extra)
+                out = out if isinstance(out, Outputs) else Outputs(out)
+                if stage.state is not None and self.role != "evaluation":
+                    new_state[stage.state] = _checked_state(stage, out.state, extra["state"])
+                if stage.state is None and out.state is not None:
+                    raise ValueError(
+                        f"stage {stage.name!r} returns state but holds none: name its group, Stage(..., state='name')"
+                    )
+                if out.aux is not None:
+                    aux = merged_aux(aux, {stage.name: out.aux})
+                x = Carried(out.y, _sent(stage, out.skips, x.skips, onward))
+        return x, new_state, aux
+
+
+def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The aux of both, per stage.
+
+    Raises:
+        ValueError: two stages of one name return aux.
+    """
+    twice = one.keys() & other.keys()
+    if twice:
+        raise ValueError(f"two stages called {min(twice)!r} return aux: give them names of their own, name=...")
+    return {**one, **other}
+
+
+def _taken(name: str, stage: Stage, x: Carried) -> Any:
+    if name not in x.skips:
+        raise ValueError(
+            f"stage {stage.name!r} takes skip {name!r}, which no earlier stage sends: "
+            f"return Outputs(y, skips={{{name!r}: ...}}) from one"
+        )
+    return x.skips[name]
+
+
+def _sent(stage: Stage, new: Mapping[str, Any], old: dict[str, Any], onward: frozenset[str]) -> dict[str, Any]:
+    for name in new:
+        if name not in onward:
+            raise ValueError(f"stage {stage.name!r} sends skip {name!r}, which no later stage takes: leave it out")
+        if name in old:
+            raise ValueError(
+                f"stage {stage.name!r} sends skip {name!r}, which is still on its way from an earlier stage: "
+                "give it another name"
+            )
+    return {name: value for name, value in {**old, **new}.items() if name in onward}
+
+
+def _checked_state(stage: Stage, new: Any, old: Any) -> Any:
+    def of(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+    if jax.tree.structure(new) != jax.tree.structure(old) or of(new) != of(old):
+        raise ValueError(
+            f"stage {stage.name!r} got state {_described(old)} and returns {_described(new)}: "
+            "return Outputs(y, state=...) with the same tree, shapes and dtypes"
+        )
+    return new
+
+
+def _described(tree: Any) -> str:
+    return str(jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree))
+
+
+def whole(stages: tuple[Stage, ...], role: Role) -> Segment:
+    """All stages as one segment: the unsharded model."""
+    return Segment(stages, 0, _onward(stages), role)
+
+
+def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segment, ...]:
+    """A segment for each stage."""
+    onward = _onward(stages)
+    return tuple(Segment((stage,), i, (onward[i],), role) for i, stage in enumerate(stages))
+
+
+def segments_of(stages: tuple[Stage, ...], schedule: Schedule, role: Role = "training") -> tuple[Segment, ...]:
+    """Joins neighbouring stages on one IPU, and neighbouring concurrent stages, that always run in the same tick."""
+    when = list(zip(schedule.forward, schedule.backward, schedule.weight or schedule.backward, strict=True))
+    found: list[Segment] = []
+    for number, (stage, onward) in enumerate(zip(stages, _onward(stages), strict=True)):
+        if found and found[-1].place == stage.place and when[number] == when[number - 1]:
+            joined = found[-1]
+            found[-1] = dataclasses.replace(joined, stages=(*joined.stages, stage), onward=(*joined.onward, onward))
+        else:
+            found.append(Segment((stage,), number, (onward,), role))
+    return tuple(found)
+
+
+def _onward(stages: tuple[Stage, ...]) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(name for later in stages[i + 1 :] for name in later.takes) for i in range(len(stages)))
+
+
+def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict[str, Any]]:
+    """The loss, and the aux per stage, where the last stage may have returned `(loss, aux)`."""
+    loss: Any = y
+    if isinstance(y, tuple) and len(y) == 2:
+        loss, aux = y[0], merged_aux(aux, {last.name: y[1]})
+    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise ValueError(
+            f"the last stage, {last.name!r}, returns {found}: "
+            "return the micro-batch's mean loss, a float scalar, or (loss, aux)"
+        )
+    return loss, dict(aux)
+
+
+def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:
+    """Per stage its key, or None where it takes none: `key`, then replica, micro-batch and stage folded in."""
+    if key is None:
+        return (None,) * len(stages)
+    own = jax.random.fold_in(jax.random.fold_in(key, replica), microbatch)
+    return tuple(
+        jax.random.fold_in(own, number) if stage.random else None for stage, number in zip(stages, numbers, strict=True)
+    )

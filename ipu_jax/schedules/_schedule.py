@@ -1,0 +1,315 @@
+"""Schedules as plain data: in which tick each stage runs F (forward), B (backward) and W of which micro-batch.
+
+Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is stage, F or B, micro-batch):
+
+           ramp-up       main                                ramp-down
+    tick   0        1    2        3        4        5        6        7
+    IPU 0  0F0      0F1  0F2      0F3      0B0      0B1      0B2      0B3
+    IPU 1           1F0  1F1      1F2 1B0  1F3 1B1  1B2      1B3
+    IPU 2                2F0 2B0  2F1 2B1  2F2 2B2  2F3 2B3
+
+A schedule is two or three tables of ticks and a clock that says what a tick is made of (`clock`). Where there is W, the
+backward pass is split: B gives the gradient of a stage's input, which another IPU waits for, and W the gradients of its
+weights, which nobody waits for, so that W fills what would be bubbles.
+
+`make` knows the schedules that have names (`families`); a table of your own runs as well, if `replay` finds nothing
+wrong with it; and `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
+
+This module knows no jax.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from ipu_jax.options import as_int, check_choice, check_count
+from ipu_jax.schedules import _families as families
+from ipu_jax.schedules import _simulate as simulation
+from ipu_jax.schedules import _text as grid
+from ipu_jax.schedules import _timetable as clock
+from ipu_jax.schedules._families import NAMES
+from ipu_jax.schedules._simulate import Cost, Simulation
+from ipu_jax.schedules._timetable import Clock, Kind, Placement, Rows, Task
+from ipu_jax.schedules._validate import validate
+
+__all__ = ["NAMES", "Clock", "Cost", "Kind", "Placement", "Schedule", "Simulation", "Task", "make", "validate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Who does what when. Immutable; checked when made.
+
+    Attributes:
+        name: what it is called.
+        placement: per stage, its IPU, or None for a concurrent stage (all IPUs together).
+        ipus: IPUs of a replica.
+        forward, backward: `forward[stage][microbatch]` is the tick of that F, `backward` likewise of that B.
+        weight: likewise of W, or None where B does the whole backward pass. A concurrent stage has no W: its row
+            repeats its B.
+        clock: "two-phase" (a tick has an F and a B for each of an IPU's stages) or "one-phase" (an IPU does one
+            segment's F, B or W in a tick; messages may wait).
+
+    Raises:
+        ValueError: the first thing that is wrong; the text names the cell and the mend.
+
+    >>> schedule = make("grouped", ipus=2, micro_batches=3)
+    >>> print(schedule)
+    grouped: 2 stages on 2 IPUs, 3 micro-batches, 5 ticks, bubble 25.0%
+    stash: stage 0 holds 3, stage 1 holds 1
+           ramp-up  main                         ramp-down
+    tick   0        1        2        3        4
+    IPU 0  0F0      0F1      0F2 0B0  0B1      0B2
+    IPU 1           1F0 1B0  1F1 1B1  1F2 1B2
+    """
+
+    name: str
+    placement: Placement
+    ipus: int
+    forward: Rows
+    backward: Rows
+    weight: Rows | None = None
+    clock: Clock = "two-phase"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", _placement_of(self.placement))
+        object.__setattr__(self, "ipus", check_count("ipus", self.ipus))
+        for name in ("forward", "backward", "weight"):
+            rows = getattr(self, name)
+            if rows is not None or name != "weight":
+                object.__setattr__(self, name, _rows_of(self.name, name, rows))
+        validate(self)
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.forward[0])
+
+    @property
+    def ticks(self) -> int:
+        return 1 + max(tick for _, rows in clock.tables_of(self) for row in rows for tick in row)
+
+    @property
+    def forward_ticks(self) -> int:
+        """How many ticks a forward-only run of this schedule takes."""
+        return 1 + max(map(max, self.forward))
+
+    @property
+    def segments(self) -> tuple[range, ...]:
+        """The stages of each segment: neighbouring stages of one place, which share their ticks."""
+        return clock.segments_of(self.placement)
+
+    def phase(self, stage: int, kind: Kind) -> str:
+        """In which phase of the tick the stage's F, B or W runs."""
+        return clock.phase(self, stage, kind)
+
+    def stash_depth(self, stage: int) -> int:
+        """How many micro-batches a stage holds at once: begun by its F, and not yet freed by its last use.
+
+        The last use is W, or B where the stage has no W. Slots are micro-batch modulo depth.
+        """
+        return clock.depth(clock.stash_spans(self, stage))
+
+    def cut_depth(self, stage: int) -> int:
+        """How many micro-batches a stage holds at once between B and W; 0 where it has no W."""
+        return clock.depth(clock.cut_spans(self, stage))
+
+    def inbox_depth(self, boundary: int, kind: Kind) -> int:
+        """How many messages lie at once between stage `boundary` and the next; 1 where a register is enough.
+
+        A message is there from the end of the phase in which it was made until the task that uses it. Slots are
+        micro-batch modulo depth.
+
+        Args:
+            boundary: between stage `boundary` and stage `boundary + 1`.
+            kind: "F" for activations, "B" for their gradients.
+        """
+        return max(1, clock.depth(clock.inbox_spans(self, boundary, kind)))
+
+    @cached_property
+    def _by_tick(self) -> dict[int, list[Task]]:
+        found: dict[int, list[Task]] = {}
+        for task in clock.tasks_of(self):
+            found.setdefault(clock.tick_of(self, task), []).append(task)
+        return found
+
+    def tasks(self, tick: int) -> list[Task]:
+        """The tasks of a tick, in the order of the clock."""
+        return list(self._by_tick.get(tick, []))
+
+    def order(self, ipu: int) -> list[Task]:
+        """The tasks of an IPU, concurrent ones among them, in the order in which it runs them."""
+        return [task for task in clock.tasks_of(self) if self.placement[task.stage] in (None, ipu)]
+
+    def simulate(
+        self,
+        forward: Cost = 1.0,
+        backward: Cost = 2.0,
+        weight: Cost | None = None,
+        transfer: float = 0.0,
+        *,
+        lockstep: bool = False,
+    ) -> Simulation:
+        """A run in which tasks take time: each IPU does its tasks in order, each as soon as its inputs are there.
+
+        Args:
+            forward: the cost of F. A number is what an IPU's whole share of the model costs, divided evenly among its
+                local stages, and what a concurrent stage costs; a sequence has a cost for each stage. Of a concurrent
+                stage's cost each IPU bears an equal part.
+            backward: likewise, the cost of the whole backward pass.
+            weight: likewise, what W takes of it where the schedule has W; half of `backward` unless given.
+            transfer: how long a message from one IPU to another, or to all of them, takes.
+            lockstep: whether all IPUs also wait for each other at the end of each phase.
+
+        Returns:
+            A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `simulation` has the closed forms.
+
+        Raises:
+            ValueError: a cost that is no finite number of at least 0, not as many costs as stages, or a `weight` above
+                `backward`.
+
+        >>> zbv = make("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
+        >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
+        (25.5, 0.0588, (8, 8, 8, 8))
+        """
+        return simulation.simulate(self, forward, backward, weight, transfer, lockstep=lockstep)
+
+    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """The idle share of the IPUs' time, every stage costing `forward` for F and `backward` for B.
+
+        A concurrent stage's cost is divided by the IPUs. Under the two-phase clock a phase lasts as long as its
+        busiest IPU. For S local stages on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives 1-1/S.
+        """
+        stages = len(self.placement)
+        return self.simulate([forward] * stages, [backward] * stages, lockstep=self.clock == "two-phase").bubble
+
+    @classmethod
+    def from_text(cls, text: str) -> "Schedule":
+        """The schedule that a text draws: what `str(schedule)` gives, or a grid of your own.
+
+        A grid needs a row for each IPU. Cells stand under the numbers of a line "tick", or are apart by "|" or by two
+        blanks or more, with "." for a tick in which the IPU is idle. A stage stands on the IPU in whose row it is; one
+        that is in all rows is concurrent. Without a header the name is "custom", and the clock is "one-phase" unless
+        an IPU does several things in a tick.
+
+        Raises:
+            ValueError: the text is no such drawing, or what it draws is no valid schedule.
+
+        >>> schedule = Schedule.from_text('''
+        ...     IPU 0 | 0F0 |     | 0B0 | 0F1 |     | 0B1
+        ...     IPU 1 |     | 1F0 | 1B0 |     | 1F1 | 1B1
+        ... ''')
+        Traceback (most recent call last):
+        ...
+        ValueError: schedule 'custom': IPU 0, tick 2, 0B0: it needs 1B0, which runs in tick 2, and a message between \
+IPUs takes until the next tick: move it to tick 3 or later
+        >>> schedule = Schedule.from_text('''
+        ...     IPU 0  0F0  0F1  .    0B0  .    0B1
+        ...     IPU 1  .    1F0  1B0  1F1  1B1  .
+        ... ''')
+        >>> schedule.placement, schedule.clock, schedule.inbox_depth(0, "F")
+        ((0, 1), 'one-phase', 1)
+        >>> Schedule.from_text(str(schedule)) == schedule
+        True
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r} is no text: give what str(schedule) gives, or a grid of your own")
+        return cls(*grid.parse(text))
+
+    def to_text(self) -> str:
+        """The picture: a row an IPU, a column a tick. `from_text` reads it back."""
+        return grid.draw(self, self.bubble())
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _placement_of(placement: Any) -> Placement:
+    if isinstance(placement, str) or not isinstance(placement, Iterable):
+        raise ValueError(
+            f"placement={placement!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)"
+        )
+    found = []
+    for stage, ipu in enumerate(placement):
+        found.append(None if ipu is None else as_int(ipu))
+        if ipu is not None and found[-1] is None:
+            raise ValueError(f"stage {stage} is on IPU {ipu!r}: give an int, or None for a concurrent stage")
+    return tuple(found)
+
+
+def _rows_of(schedule: str, name: str, rows: Any) -> Rows:
+    is_table = isinstance(rows, Iterable) and not isinstance(rows, str)
+    table = [list(row) if isinstance(row, Iterable) else None for row in rows] if is_table else [None]
+    for stage, row in enumerate(table):
+        if row is None:
+            raise ValueError(
+                f"schedule {schedule!r}: the {name} table is {rows!r}: give per stage a row of ticks, one a micro-batch"
+            )
+        for m, tick in enumerate(row):
+            if as_int(tick) is None:
+                task = Task(stage, _LETTERS[name], m)
+                raise ValueError(f"schedule {schedule!r}: {task} is in tick {tick!r}: give an int of at least 0")
+    return tuple(tuple(map(int, row or ())) for row in table)
+
+
+_LETTERS: dict[str, Kind] = {"forward": "F", "backward": "B", "weight": "W"}
+
+
+def make(
+    name: str,
+    *,
+    micro_batches: int,
+    ipus: int | None = None,
+    placement: Placement | None = None,
+    rounds: int = 2,
+) -> Schedule:
+    """The schedule called `name`. Any M will do for each of them: below, equal to or above the stages, no multiple.
+
+    | name | what it does | stage s of S keeps at most |
+    |---|---|---|
+    | "sequential" | one stage at a time, the others idle (model sharding) | 1 |
+    | "grouped" | in a tick all IPUs do F, then all do B | 2(S-1-s)+1 |
+    | "interleaved" | in a tick an IPU does F or B; no message ever waits | S-s |
+    | "gpipe" | all F, then all B | M |
+    | "1f1b" | B as soon as it can be, F as early as the stash allows | S-s |
+    | "looped" | 1f1b over several rounds of stages, device mapping [0, 1, 0, 1] | of the order of S |
+    | "zb-h1" | 1f1b with B split, W where there were bubbles | S |
+    | "zbv" | B split, stages folded back: [0, 1, 1, 0] | S micro-batches of an IPU's share |
+
+    `simulation` has the bubbles and `families` the sources. "looped" and "zbv" pay where an IPU's share of the model
+    can be cut into equal stages.
+
+    Args:
+        name: one of the above.
+        micro_batches: M, at least 1.
+        ipus: IPUs of a replica. Without `placement`: one local stage on each, or for "looped" and "zbv" several.
+        placement: per stage its IPU, or None for a concurrent stage, of which there may be some anywhere.
+        rounds: how many stages "looped" puts on each IPU when it makes its own placement.
+
+    Returns:
+        A checked `Schedule`.
+
+    Raises:
+        ValueError: unknown name (with the nearest), a count that is no integer of at least 1, no stages, a stage on an
+            IPU that isn't there, or a placement that "looped" or "zbv" cannot serve.
+
+    >>> make("sequential", ipus=4, micro_batches=8).bubble()
+    0.75
+    >>> {name: round(make(name, ipus=4, micro_batches=8).bubble(), 3) for name in ("1f1b", "looped", "zb-h1", "zbv")}
+    {'1f1b': 0.273, 'looped': 0.158, 'zb-h1': 0.111, 'zbv': 0.059}
+    >>> make("looped", ipus=2, micro_batches=3).placement
+    (0, 1, 0, 1)
+    """
+    check_choice("schedule", name, NAMES)
+    micro_batches, rounds = check_count("micro_batches", micro_batches), check_count("rounds", rounds)
+    ipus = None if ipus is None else check_count("ipus", ipus)
+    if placement is None:
+        if ipus is None:
+            raise ValueError("give ipus=, placement=, or both")
+        placement = families.default_placement(name, ipus, rounds)
+    placement = _placement_of(placement)
+    if not placement:
+        raise ValueError("placement=() has no stages: give at least one")
+    if ipus is None:
+        ipus = 1 + max((ipu for ipu in placement if ipu is not None), default=0)
+    of, forward, backward, weight = families.tables(name, placement, micro_batches)
+    return Schedule(name, placement, ipus, forward, backward, weight, of)

@@ -1,0 +1,134 @@
+"""How long a table takes when its tasks take time: makespan, bubble, and how much is held.
+
+Each IPU runs its own tasks in the table's order, each as soon as the IPU is free and its inputs are there. Ticks play
+no part, unless `lockstep`: then all IPUs wait for each other at each exchange, as the collectives of the engine do.
+
+Published closed forms, for S local stages on S IPUs, M micro-batches, and F, B, W the times of one IPU's whole share of
+one micro-batch (B without W where a schedule has W), that the tests hold this simulator to:
+
+    sequential     makespan S M (F+B)                        bubble 1 - 1/S                Graphcore "sharded execution"
+    grouped        makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "grouped"
+    interleaved    makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "interleaved"
+    gpipe          makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Huang et al. 2019
+    1f1b           makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Narayanan et al. 2021, 2.2
+    looped         makespan (M+(S-1)/R) (F+B), R rounds      bubble (S-1) / (R M + S-1)    Narayanan et al. 2021, 2.2
+    zb-h1          makespan M (F+B+W) + (S-1) (F+B-W)        for M >= S                    Qi et al. 2023, table 2
+    zbv            makespan M (F+B+W) + (S-1) F/2, or a little more: F = B = W, M >= S     Qi et al. 2024, section 4
+
+Huang: arXiv:1811.06965. Narayanan: arXiv:2104.04473. Qi: arXiv:2401.10241 and arXiv:2405.15362. Graphcore: "Multi-IPU
+Programming Overview", pipelined execution.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ipu_jax.options import check_cost
+from ipu_jax.schedules import _timetable as clock
+from ipu_jax.schedules import _validate as replay
+from ipu_jax.schedules._timetable import Task, Timetable
+
+Cost = float | Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a simulated run of one weight update was like.
+
+    Attributes:
+        makespan: time from the first task's start to the last one's end.
+        bubble: the share of the IPUs' time in which they were idle.
+        peak_stash: per IPU, how many (stage, micro-batch) it held at once at most: begun by F, not yet freed by the
+            last use (W, or B where there is no W). A stage of a looped pipeline holds a fraction of what the whole
+            share of an IPU would.
+        busy: per IPU, the time in which it worked.
+        start_times, end_times: per task, when it started and ended.
+    """
+
+    makespan: float
+    bubble: float
+    peak_stash: tuple[int, ...]
+    busy: tuple[float, ...]
+    start_times: Mapping[Task, float]
+    end_times: Mapping[Task, float]
+
+
+def simulate(
+    table: Timetable, forward: Cost, backward: Cost, weight: Cost | None, transfer: float, *, lockstep: bool
+) -> Simulation:
+    """Runs a table; `schedule.Schedule.simulate` documents the arguments."""
+    costs = _costs_of(table, forward, backward, weight)
+    transfer = check_cost("transfer", transfer)
+    free = [0.0] * table.ipus
+    busy = [0.0] * table.ipus
+    starts: dict[Task, float] = {}
+    ends: dict[Task, float] = {}
+    before: tuple[int, int] | None = None
+    # in the order of the clock everything that a task needs, and what its IPU does before it, has been met
+    for task in clock.tasks_of(table):
+        tick, phase, _ = clock.moment(table, task)
+        if lockstep and before != (tick, phase):
+            free, before = [max(free)] * table.ipus, (tick, phase)
+        here = table.placement[task.stage]
+        who = range(table.ipus) if here is None else (here,)
+        start = max(free[k] for k in who)
+        for source in replay.sources(table, task):
+            there = table.placement[source.stage]
+            crosses = there is not None and there != here and table.ipus > 1
+            start = max(start, ends[source] + (transfer if crosses else 0.0))
+        cost = costs[task.kind][task.stage]
+        starts[task], ends[task] = start, start + cost
+        for k in who:
+            free[k] = start + cost
+            busy[k] += cost
+    makespan = max(ends.values())
+    return Simulation(
+        makespan=makespan,
+        bubble=1.0 - sum(busy) / (table.ipus * makespan) if makespan else 0.0,
+        peak_stash=_peak_stash(table),
+        busy=tuple(busy),
+        start_times=MappingProxyType(starts),
+        end_times=MappingProxyType(ends),
+    )
+
+
+def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | None) -> dict[str, list[float]]:
+    """What each stage's F, B and W cost on an IPU that runs them."""
+    f, whole = _per_stage(table, "forward", forward), _per_stage(table, "backward", backward)
+    w = [cost / 2 for cost in whole] if weight is None else _per_stage(table, "weight", weight)
+    for stage, (part, of) in enumerate(zip(w, whole, strict=True)):
+        if part > of:
+            raise ValueError(
+                f"weight={weight!r} costs stage {stage} more than backward={backward!r}, of which it is a part: "
+                "backward is the whole backward pass"
+            )
+    b = [
+        all_ - part if clock.last_use(table, stage) == "W" else all_
+        for stage, (all_, part) in enumerate(zip(whole, w, strict=True))
+    ]
+    return {"F": f, "B": b, "W": w}
+
+
+def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
+    stages = len(table.placement)
+    if isinstance(cost, Iterable) and not isinstance(cost, (str, Mapping)) and getattr(cost, "shape", None) != ():
+        costs = list(cost)
+        if len(costs) != stages:
+            raise ValueError(f"{name} has {len(costs)} costs for {stages} stages: give a number, or one for each stage")
+        found = [check_cost(f"{name}[{stage}]", one) for stage, one in enumerate(costs)]
+    else:
+        whole = check_cost(name, cost)
+        # a number is the cost of all that one IPU holds of the model, and of a concurrent stage on all IPUs together
+        found = [whole / (1 if ipu is None else table.placement.count(ipu)) for ipu in table.placement]
+    return [one / (table.ipus if ipu is None else 1) for one, ipu in zip(found, table.placement, strict=True)]
+
+
+def _peak_stash(table: Timetable) -> tuple[int, ...]:
+    held, peak = [0] * table.ipus, [0] * table.ipus
+    for task in clock.tasks_of(table):
+        here = table.placement[task.stage]
+        for k in range(table.ipus) if here is None else (here,):
+            held[k] += (task.kind == "F") - (task.kind == clock.last_use(table, task.stage))
+            peak[k] = max(peak[k], held[k])
+    return tuple(peak)

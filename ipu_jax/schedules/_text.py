@@ -1,0 +1,186 @@
+"""The picture of a schedule: a row an IPU, a column a tick. It prints, and it parses back.
+
+    1f1b: 2 stages on 2 IPUs, 2 micro-batches, 6 ticks, bubble 33.3%, one-phase clock
+    stash: stage 0 holds 2, stage 1 holds 1
+           ramp-up       main       ramp-down
+    tick   0        1    2     3    4          5
+    IPU 0  0F0      0F1        0B0             0B1
+    IPU 1           1F0  1B0   1F1  1B1
+
+A drawing of your own may leave out everything but the rows. Its cells stand under the numbers of a line "tick", or,
+where there is no such line, apart by "|" or by two blanks or more, with "." for a tick in which an IPU is idle.
+"""
+
+import re
+from typing import NamedTuple
+
+from ipu_jax.schedules import _timetable as clock
+from ipu_jax.schedules._timetable import Clock, Placement, Rows, Task, Timetable
+
+_HEADER = re.compile(r"(?P<name>.+): \d+ stages? on (?P<ipus>\d+) IPUs?, .*?(?:, (?P<clock>one-phase) clock)?")
+_IDLE = {"", ".", "-"}
+
+
+class Fields(NamedTuple):
+    """What a picture says; `schedule.Schedule` has the same names."""
+
+    name: str
+    placement: Placement
+    ipus: int
+    forward: Rows
+    backward: Rows
+    weight: Rows | None
+    clock: Clock
+
+
+# out
+
+
+def draw(table: Timetable, bubble: float) -> str:
+    """The picture. `parse` reads it back."""
+    stages, tasks = len(table.placement), clock.tasks_of(table)
+    ticks = 1 + max(clock.tick_of(table, task) for task in tasks)
+    rows = [[f"IPU {k}", *([""] * ticks)] for k in range(table.ipus)]
+    for task in tasks:
+        at, ipu = 1 + clock.tick_of(table, task), table.placement[task.stage]
+        for k in range(table.ipus) if ipu is None else (ipu,):
+            rows[k][at] += f" {task}" if rows[k][at] else str(task)
+    phases = [_phase_of_pipeline(table, tick) for tick in range(ticks)]
+    starts = ["", *(name if i == 0 or name != phases[i - 1] else "" for i, name in enumerate(phases))]
+    lines = [starts, ["tick", *map(str, range(ticks))], *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(1 + ticks)]
+    depths = [clock.depth(clock.stash_spans(table, s)) for s in range(stages)]
+    header = [
+        f"{table.name}: {stages} stages on {table.ipus} IPUs, {len(table.forward[0])} micro-batches, "
+        f"{ticks} ticks, bubble {bubble:.1%}" + (", one-phase clock" if table.clock == "one-phase" else ""),
+        "stash: " + ", ".join(f"stage {s} holds {depth}" for s, depth in enumerate(depths)),
+    ]
+    if table.ipus == 1 and None in table.placement:  # its rows cannot tell a concurrent stage from a local one
+        header.append("placement: " + ", ".join("all IPUs" if ipu is None else f"IPU {ipu}" for ipu in table.placement))
+    cells = (zip(line, widths, strict=True) for line in lines)
+    return "\n".join([*header, *("  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in cells)])
+
+
+def _phase_of_pipeline(table: Timetable, tick: int) -> str:
+    """Ramp-up until the last stage has a gradient, ramp-down once it has done its last F."""
+    if tick < min(table.backward[-1]):
+        return "ramp-up"
+    return "main" if tick <= max(table.forward[-1]) else "ramp-down"
+
+
+# in
+
+
+def parse(text: str) -> Fields:
+    """Reads a picture.
+
+    Raises:
+        ValueError: no rows, a cell that is no task, a task missing or twice, a stage on some IPUs but not on all.
+    """
+    name, of, placed = "custom", None, None
+    starts: list[int] | None = None
+    rows: dict[int, list[list[Task]]] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if header := _HEADER.fullmatch(line):
+            name, of = header["name"], header["clock"] or "two-phase"
+        elif line.startswith("placement:"):
+            placed = [None if at == "all IPUs" else int(at[4:]) for at in re.split(r",\s*", line[10:].strip())]
+        elif re.fullmatch(r"tick(\s+\d+)+", line):
+            starts = [found.start() for found in re.finditer(r"\d+", line)]
+        elif row := re.match(r"IPU +(\d+)(?=\s|\||$)", line):
+            ipu = int(row[1])
+            if ipu in rows:
+                raise ValueError(f"IPU {ipu} has two rows: give each IPU one")
+            rows[ipu] = [_cell(ipu, tick, cell) for tick, cell in enumerate(_cells(line, row.end(), starts))]
+        elif not re.fullmatch(r"stash: .*|(ramp-up|main|ramp-down|\s)+", line):
+            raise ValueError(f"{line!r} is no line of a schedule: rows begin with 'IPU' and a number")
+    if sorted(rows) != list(range(len(rows))) or not rows:
+        raise ValueError(f"the rows are of IPUs {sorted(rows)}: give a row for each IPU, 'IPU 0', 'IPU 1' and so on")
+    return _fields(name, of, placed, [rows[ipu] for ipu in range(len(rows))])
+
+
+def _cells(line: str, label: int, starts: list[int] | None) -> list[str]:
+    """The row's cells: by the columns of the line "tick", or by what stands between them."""
+    if starts is None:
+        body = line[label:].strip()
+        return [cell.strip() for cell in (body.strip("|").split("|") if "|" in body else re.split(r"\s{2,}", body))]
+    cells = [""] * len(starts)
+    for word in re.finditer(r"\S+", line[label:]):
+        # a word belongs to the last column that begins no later than it does
+        column = sum(start <= label + word.start() for start in starts) - 1
+        cells[max(0, column)] += f" {word[0]}"
+    return [cell.strip() for cell in cells]
+
+
+def _cell(ipu: int, tick: int, cell: str) -> list[Task]:
+    try:
+        return [Task.parse(word) for word in cell.split() if word not in _IDLE]
+    except ValueError as error:
+        raise ValueError(f"IPU {ipu}, tick {tick}: {error}") from None
+
+
+def _fields(name: str, of: str | None, placed: list[int | None] | None, rows: list[list[list[Task]]]) -> Fields:
+    ticks: dict[Task, int] = {}
+    seen: dict[Task, list[int]] = {}
+    for ipu, row in enumerate(rows):
+        for tick, cell in enumerate(row):
+            for task in cell:
+                if ipu in seen.setdefault(task, []) or ticks.setdefault(task, tick) != tick:
+                    raise ValueError(
+                        f"IPU {ipu}, tick {tick}: {task} is there already in tick {ticks[task]}: do each task once"
+                    )
+                seen[task].append(ipu)
+    if not ticks:
+        raise ValueError("the rows have no tasks: write stage, F, B or W, micro-batch, as in '2F0'")
+    stages, count = 1 + max(task.stage for task in ticks), 1 + max(task.microbatch for task in ticks)
+    placement = tuple(placed) if placed else _placement(stages, seen, len(rows))
+    if len(placement) != stages:
+        raise ValueError(f"the line 'placement:' has {len(placement)} stages, the rows have {stages}: place each")
+    split = any(task.kind == "W" for task in ticks)
+
+    def rows_of(kind: clock.Kind) -> Rows:
+        def tick_of(stage: int, m: int) -> int:
+            task = Task(stage, "B" if kind == "W" and placement[stage] is None else kind, m)
+            if task not in ticks:
+                where = "all IPUs" if placement[stage] is None else f"IPU {placement[stage]}"
+                raise ValueError(f"schedule {name!r}: {task} is missing: {where} must do it in some tick")
+            return ticks[task]
+
+        return tuple(tuple(tick_of(stage, m) for m in range(count)) for stage in range(stages))
+
+    one_phase = of == "one-phase" or (of is None and (split or not _two_phase(rows, placement)))
+    weight = rows_of("W") if split else None
+    return Fields(
+        name,
+        placement,
+        len(rows),
+        rows_of("F"),
+        rows_of("B"),
+        weight,
+        "one-phase" if one_phase else "two-phase",
+    )
+
+
+def _placement(stages: int, seen: dict[Task, list[int]], ipus: int) -> Placement:
+    """A stage stands on the IPU of its row, or is concurrent where it stands in all rows."""
+    placement: list[int | None] = []
+    for stage in range(stages):
+        where = {tuple(rows): task for task, rows in seen.items() if task.stage == stage}
+        union = sorted({ipu for rows in where for ipu in rows})
+        for rows, task in where.items():
+            if list(rows) != union or len(rows) not in (1, ipus):
+                raise ValueError(
+                    f"{task} stands in the rows of IPUs {list(rows)}, stage {stage} in those of {union}: a stage "
+                    "stands on one IPU, or on all of them"
+                )
+        if not union:
+            raise ValueError(f"stage {stage} is missing: number the stages from 0 without a gap")
+        placement.append(union[0] if len(union) == 1 else None)
+    return tuple(placement)
+
+
+def _two_phase(rows: list[list[list[Task]]], placement: Placement) -> bool:
+    """Whether some IPU does more in a tick than one segment's F or B, as only the two-phase clock allows."""
+    firsts = {stage: stages[0] for stages in clock.segments_of(placement) for stage in stages}
+    cells = [[task for task in cell if placement[task.stage] is not None] for row in rows for cell in row]
+    return any(len({(firsts[task.stage], task.kind, task.microbatch) for task in cell}) > 1 for cell in cells)

@@ -1,0 +1,1 @@
+"""Command lines that prove the sharded ops against the unsharded program."""

@@ -1,0 +1,191 @@
+"""sharded-matmul-tool: proves the sharded matmul against the unsharded program, on inputs of any size.
+
+    logits = lhs @ rhs          lhs (rows, cols) on every IPU, rhs (cols, outsize) with its columns split over the IPUs
+    loss   = mean softmax cross-entropy of the logits with random labels
+
+It computes logits, loss, dLhs and dRhs twice, by `sharded_ops` on virtual IPUs and by plain jax and optax on one
+device, and says whether they agree. It exits with 0 if they do, 1 if they don't, and 2 if it was asked for something
+that cannot be.
+
+    $ sharded-matmul-tool --ipus 4
+    Loss on 4 IPUs: 9.0730
+    Loss unsharded: 9.0730
+    Results match.
+
+The tolerances are absolute rules. The gradients of a mean over many rows are small: in half types, where 0.01 passes,
+it is the logits and the loss that are put to the test; float32 tests all four.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import IPU_AXIS, configure, make_mesh
+from sharded_ops import Split, log_softmax_cross_entropy, matmul
+
+
+class Tolerance(NamedTuple):
+    """|got - want| <= atol + rtol * |want|, as numpy.allclose has it."""
+
+    rtol: float
+    atol: float
+
+
+FLOAT32_TOLERANCE = Tolerance(rtol=1e-6, atol=1e-5)
+HALF_TOLERANCE = Tolerance(rtol=1e-3, atol=1e-2)
+
+
+_LARGEST = 2**31 - 1
+
+
+class Results(NamedTuple):
+    logits: Any
+    loss: Any
+    dLhs: Any
+    dRhs: Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool with these arguments, or the command line's; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        configure(args.ipus)
+        mesh = make_mesh(1, args.ipus)
+        dtype = jnp.float16 if args.fp16 else jnp.bfloat16 if args.bf16 else jnp.float32
+        lhs, rhs, labels = random_inputs(args.rows, args.cols, args.outsize, args.seed, dtype)
+    except (ValueError, MemoryError) as error:
+        parser.error(str(error))
+
+    sharded = jax.device_get(sharded_program(mesh, args.outsize)(lhs, rhs, labels))
+    print(f"Loss on {args.ipus} IPU{'s' if args.ipus > 1 else ''}: {sharded.loss:.4f}")
+    if not args.checks:
+        return 0
+
+    dense = jax.device_get(jax.jit(dense_program)(lhs, rhs, labels))
+    print(f"Loss unsharded: {dense.loss:.4f}")
+    differing = differences(sharded, dense, FLOAT32_TOLERANCE if dtype == jnp.float32 else HALF_TOLERANCE)
+    for name, error in differing.items():
+        print(f"Max ABS error: {error:.3g} ({name})")
+    if differing:
+        return 1
+    print("Results match.")
+    return 0
+
+
+def random_inputs(rows: int, cols: int, outsize: int, seed: int, dtype: Any) -> tuple[np.ndarray, ...]:
+    """lhs like the activations of a tanh, rhs as a dense layer is initialised, and a label for each row.
+
+    The logits then have a standard deviation of 1/3 whatever the sizes, and practically none reaches 2, where two
+    neighbouring bfloat16 numbers lie further apart than the half types' tolerance.
+    """
+    rng = np.random.default_rng(seed)
+    lhs = rng.uniform(-1, 1, (rows, cols)).astype(dtype)
+    rhs = rng.uniform(-1 / np.sqrt(cols), 1 / np.sqrt(cols), (cols, outsize)).astype(dtype)
+    return lhs, rhs, rng.integers(0, outsize, rows, dtype=np.int32)
+
+
+def sharded_program(mesh: Mesh, outsize: int) -> Any:
+    """(lhs, rhs, labels) -> Results, with rhs split by columns over the mesh's IPUs."""
+    split = Split(outsize, mesh.shape[IPU_AXIS])
+    columns = split.spec(1, 2, IPU_AXIS)
+
+    def each_ipu(lhs, rhs_shard, labels):
+        logits_shard = matmul(lhs, rhs_shard, split="columns", size=outsize, axis=IPU_AXIS)
+        return log_softmax_cross_entropy(logits_shard, labels, size=outsize, axis=IPU_AXIS).mean(), logits_shard
+
+    on_ipus = jax.shard_map(each_ipu, mesh=mesh, in_specs=(P(), columns, P()), out_specs=(P(), columns))
+
+    @jax.jit
+    def program(lhs, rhs, labels):
+        def loss_and_logits(lhs, rhs):
+            return on_ipus(lhs, split.pad(rhs, 1), labels)
+
+        (loss, logits), (dLhs, dRhs) = jax.value_and_grad(loss_and_logits, argnums=(0, 1), has_aux=True)(lhs, rhs)
+        return Results(split.unpad(logits, 1), loss, dLhs, dRhs)
+
+    return program
+
+
+def dense_program(lhs: jax.Array, rhs: jax.Array, labels: jax.Array) -> Results:
+    """The same on one device, without anything of `sharded_ops`."""
+
+    def loss_and_logits(lhs, rhs):
+        logits = lhs @ rhs
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+        return losses.mean(), logits
+
+    (loss, logits), (dLhs, dRhs) = jax.value_and_grad(loss_and_logits, argnums=(0, 1), has_aux=True)(lhs, rhs)
+    return Results(logits, loss, dLhs, dRhs)
+
+
+def differences(got: Results, want: Results, tolerance: Tolerance) -> dict[str, float]:
+    """The largest absolute error of each quantity that is out of tolerance. NaN always is."""
+    differing = {}
+    for name in Results._fields:
+        one, other = (np.asarray(getattr(results, name), np.float64) for results in (got, want))
+        error = np.abs(one - other)
+        if not np.all(error <= tolerance.atol + tolerance.rtol * np.abs(other)):
+            differing[name] = float(error.max())
+    return differing
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage that argparse puts before it."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="sharded-matmul-tool",
+        description="Compares a matmul and its softmax cross-entropy, sharded over IPUs, with the unsharded program.",
+    )
+
+    def size(name: str, default: int, meaning: str, convert: Callable[[str], int] = _positive) -> None:
+        parser.add_argument(name, type=convert, default=default, metavar="N", help=f"{meaning} (default: {default})")
+
+    size("--rows", 256, "rows of lhs, the tokens")
+    size("--cols", 768, "columns of lhs, and rows of rhs")
+    size("--outsize", 8000, "columns of rhs, which are split over the IPUs")
+    size("--ipus", 2, "IPUs to split them over")
+    size("--seed", 42, "seed of the random inputs", _not_negative)
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--fp16", action="store_true", help="lhs and rhs in float16, rather than float32")
+    half.add_argument("--bf16", action="store_true", help="lhs and rhs in bfloat16, rather than float32")
+    parser.add_argument(
+        "--no-checks", dest="checks", action="store_false", help="run the sharded program only, and compare nothing"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+    if value > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than 32 bits hold: give {_LARGEST} at most")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One weight update: micro-batches, replicas, precision, loss scale, optimizer."""

@@ -1,0 +1,54 @@
+"""The model that a training step runs: on all its replicas, computing in the precision asked for.
+
+Pipeline        -- replicate --> on a wider mesh -- computing_in --> its stages cast what they read
+loss function   ------------->   Replicas        --------------->    of a function that casts what it reads
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ipu_jax.options import TrainOptions
+from ipu_jax.pipeline import Pipeline
+from ipu_jax.training._precision import cast_floats, computing_in
+from ipu_jax.training.replicas import Replicas, replicate
+
+
+def model_for(model: Any, options: TrainOptions) -> Any:
+    """Return the model that a step runs: a `Pipeline` or `Replicas`, whatever was given.
+
+    Raises:
+        ValueError: the options and the model's own say different things, or the model is neither of these.
+    """
+    half = None if options.precision == "32.32" else jnp.dtype(options.half)
+    if isinstance(model, Pipeline | Replicas):
+        asked = {"gradient_accumulation": options.gradient_accumulation, "reduction": options.reduction}
+        for name, value in asked.items():
+            own = getattr(model.options, name)
+            if value is not None and value != own:
+                raise ValueError(
+                    f"TrainOptions({name}={value!r}), but the {type(model).__name__} was made with {name}={own!r}: "
+                    "give it in one of the two places, or the same in both"
+                )
+    count = options.replication_factor
+    if isinstance(model, Pipeline):
+        if count is not None and count != model.replicas:
+            model = replicate(model, replication_factor=count)
+        return model if half is None else model.rebuilt(stages=[computing_in(stage, half) for stage in model.stages])
+    if isinstance(model, Replicas):
+        if count is not None and count != model.replicas:
+            raise ValueError(
+                f"TrainOptions(replication_factor={count}), but the Replicas are {model.replicas}: "
+                "give it in one of the two places, or the same in both"
+            )
+        loss_fn, random, of_model = model.loss_fn, model.random, model.options
+        count, m, reduction = model.replicas, of_model.gradient_accumulation, of_model.reduction
+    else:
+        if not callable(model):
+            raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
+        loss_fn, random = model, False
+        m, reduction = options.gradient_accumulation or 1, options.reduction or "mean"
+    fn = loss_fn
+    if half is not None:
+        fn = lambda p, mb, **asked: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked)  # noqa: E731
+    return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)

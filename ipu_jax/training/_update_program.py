@@ -1,0 +1,222 @@
+"""The program of a training step on one IPU: a weight update, and many of them in one call.
+
+gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
+                                (or a part each)                              (gathered)
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ipu_jax._collectives import state_over_replicas
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.optimizer import blocks as cells_of
+from ipu_jax.optimizer import zero as rts
+from ipu_jax.optimizer.update import Kept, Update
+from ipu_jax.options import DynamicScale, TrainOptions
+from ipu_jax.pipeline import Pipeline
+from ipu_jax.training._accumulate import accumulate_gradients
+from ipu_jax.training._loss_scale import Scale, next_scale, scale_now
+from ipu_jax.training._precision import stochastic_round
+from ipu_jax.training.replicas import Replicas
+from ipu_jax.weights.packing import Sharded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What an update changes, placed on the IPUs. A pytree.
+
+    Attributes:
+        params: the weights, as `Pipeline.shard` or `Replicas.shard` places them.
+        optimizer: the optimizer's state; `TrainStep.whole` gives it as optax knows it.
+        stages: the state of a pipeline's stages, or None.
+        scale: the dynamic loss scale, or None.
+        step: int32, how many updates were tried.
+        key: the typed key that every update's own is folded from, or None.
+    """
+
+    params: Any
+    optimizer: Kept
+    stages: Sharded | None
+    scale: Scale | None
+    step: Any
+    key: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutputs:
+    """What a call tells. Where it tells of several updates, every leaf has a leading dim of them.
+
+    Attributes:
+        loss: over all micro-batches and replicas, unscaled.
+        aux: what the model returned beside it, leaves (M, ...) or (replicas, M, ...); None if nothing.
+        updated: under a `DynamicScale`, int32: 1 where the update was made, 0 where it was skipped; else None.
+    """
+
+    loss: Any
+    aux: Any
+    updated: Any
+
+
+class Iteration:
+    """What every IPU runs in a call of a `TrainStep`, inside the mapped program.
+
+    Args:
+        model: on all its replicas.
+        options: of the step.
+        update: the optimizer's, for the model's weights.
+        random: whether the model takes a key.
+    """
+
+    def __init__(self, model: Pipeline | Replicas, options: TrainOptions, update: Update, *, random: bool):
+        self.model, self.options, self.update, self.random = model, options, update, random
+
+    def run(self, state: TrainState, batch: Any, *, stacked: bool) -> tuple[TrainState, StepOutputs]:
+        """All updates of a call.
+
+        Args:
+            state: this IPU's blocks.
+            batch: leaves ([device_iterations,] 1, M, ...), this replica's.
+            stacked: whether outputs get a leading dim of updates.
+        """
+        options = self.options
+        if options.device_iterations == 1:
+            return self.one(state, jax.tree.map(lambda leaf: leaf[0], batch))
+        batch = jax.tree.map(lambda leaf: leaf[:, 0], batch)
+        if stacked and options.every == 1:
+            return lax.scan(self.one, state, batch)
+
+        def keep_last(carry: Any, batch: Any) -> tuple[Any, None]:
+            state, told = carry
+            state, outputs = self.one(state, batch)
+            if options.outputs == "sum":
+                outputs = jax.tree.map(jnp.add, told, outputs)
+            return (state, outputs), None
+
+        def every(state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
+            return lax.scan(keep_last, (state, blank), batch)[0]
+
+        # outputs that nobody asked for are never stacked
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        blank = jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), jax.eval_shape(self.one, state, first)[1])
+        if not stacked:
+            return every(state, batch)
+        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, options.every, *leaf.shape[1:]), batch)
+        return lax.scan(every, state, groups)
+
+    def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
+        """One update: batch leaves are (M, ...)."""
+        options, model, update = self.options, self.model, self.update
+        cells, scale = update.cells, scale_now(options, state.scale)
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        seed = scale if options.weighted or model.options.reduction == "sum" else scale / self._count
+        loss, aux, gradients, stages = self._gradients(state, batch, key if self.random else None, seed)
+        loss, divisor = self._global_loss(loss, aux, scale)
+
+        if cells.replicas > 1:
+            gradients = rts.scatter(cells, gradients)
+        elif model.replicas > 1:
+            gradients = lax.psum(gradients, REPLICA_AXIS)
+        dynamic = isinstance(options.loss_scale, DynamicScale)
+        finite = self._all_finite(gradients) if dynamic else None
+        if divisor is not None:
+            gradients = [g.astype(jnp.float32) / divisor for g in gradients]
+        gradients = [g.astype(cell.dtype) for g, cell in zip(gradients, cells.cells, strict=True)]
+
+        held = cells_of.take(state.params)
+        shown = [cells.cut(k, weights) for k, weights in enumerate(held)]
+        like = [[array[0, 0] for array in of_cell] for of_cell in state.optimizer.like]
+        sums, kept = update(gradients, dataclasses.replace(state.optimizer, like=like), shown, loss)
+        weights = [self._rounded(k, value, key) for k, value in enumerate(sums)]
+        if cells.replicas > 1:
+            weights = rts.gather(cells, weights)
+        new = TrainState(
+            params=cells_of.put(state.params, weights),
+            optimizer=dataclasses.replace(
+                kept, like=[[array[None, None] for array in of_cell] for of_cell in kept.like]
+            ),
+            stages=stages,
+            scale=state.scale,
+            step=state.step,
+            key=state.key,
+        )
+        if finite is not None:
+            new = self._unless_bad(finite, new, state)
+        told = StepOutputs(
+            loss, jax.tree.map(lambda leaf: leaf[None], aux), None if finite is None else finite.astype(jnp.int32)
+        )
+        return dataclasses.replace(new, step=state.step + 1), told
+
+    def _unless_bad(self, finite: Any, new: TrainState, old: TrainState) -> TrainState:
+        """The new state where the gradients are finite, otherwise the old one; and the loss scale that follows."""
+        assert isinstance(self.options.loss_scale, DynamicScale), "there is no other reason to look"
+        assert old.scale is not None, "init makes it"
+        keyless = [dataclasses.replace(state, key=None, scale=None) for state in (new, old)]
+        chosen = jax.tree.map(lambda n, o: jnp.where(finite, n, o), *keyless)
+        scale = next_scale(self.options.loss_scale, old.scale, finite)
+        return dataclasses.replace(chosen, key=old.key, scale=scale)
+
+    @property
+    def _count(self) -> int:
+        return self.model.options.gradient_accumulation * self.model.replicas
+
+    def _gradients(self, state: TrainState, batch: Any, key: Any, seed: Any) -> tuple[Any, Any, list[Any], Any]:
+        """This replica's mean loss, aux, sums of gradients by cell, and the stages' new state over all replicas."""
+        model = self.model
+        if not isinstance(model, Pipeline):
+            loss, aux, sums = accumulate_gradients(
+                model.loss_fn, state.params, batch, key, seed=seed, random=self.random
+            )
+            return loss, aux, jax.tree.leaves(sums), None
+        result = model.on_ipu(state.params, batch, state.stages, key, seed=seed)
+        value = model.value_of(result.loss, result.aux)
+        stages = state.stages and result.state
+        if model.replicas > 1:
+            stages = state_over_replicas(stages)
+        return result.loss, value[1] if isinstance(value, tuple) else None, cells_of.take(result.gradients), stages
+
+    def _global_loss(self, loss: Any, aux: Any, scale: Any) -> tuple[Any, Any]:
+        """The loss over all replicas, and what the gradients are to be divided by, None for 1."""
+        options = self.options
+        static = None if isinstance(scale, float | int) and scale == 1 else scale
+        if not options.weighted:
+            return (lax.pmean(loss, REPLICA_AXIS) if self.model.replicas > 1 else loss), static
+        counts: Any = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
+        if not hasattr(counts, "shape") or counts.ndim != 1:
+            raise ValueError(
+                "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
+                "the count a number"
+            )
+        here = (loss * self.model.options.gradient_accumulation, counts.astype(jnp.float32).sum())
+        total, count = lax.psum(here, REPLICA_AXIS) if self.model.replicas > 1 else here
+        if self.model.options.reduction == "sum":
+            return total, static
+        # without a count there is no loss and no gradient: 0 by 1, not 0 by 0
+        count = jnp.where(count > 0, count, jnp.inf)
+        return total / count, count * scale
+
+    def _all_finite(self, gradients: list[Any]) -> Any:
+        """Whether all gradients of all IPUs are finite. Communicates one pmin of a number."""
+        # where all is frozen there are none, and nothing is bad
+        found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
+        axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
+        return lax.pmin(found, axes) > 0
+
+    def _rounded(self, k: int, value: Any, key: Any) -> Any:
+        """A cell's new weights in its own dtype."""
+        cells, cell = self.update.cells, self.update.cells.cells[k]
+        if not self.options.stochastic_rounding or cell.dtype not in ("bfloat16", "float16"):
+            return value.astype(cell.dtype)
+        # no replica has this number, so the model's keys are others
+        key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(2**32 - 1)), k)
+        if not cell.is_whole:  # who holds the same must round it the same
+            key = jax.random.fold_in(key, lax.axis_index(IPU_AXIS))
+        if cells.replicas > 1:
+            key = jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS))
+        return stochastic_round(value, cell.dtype, key)

@@ -1,0 +1,289 @@
+"""Replicas: copies of the model that each see a part of the batch, and agree on loss and gradients.
+
+    batch (R, M, B, ...) --+-- replica 0: loss of its M micro-batches, gradients --+
+                           +-- replica 1                                           +-- one reduction -- the same on all
+                           +-- ...                                               --+
+
+A replica of one IPU is a plain loss function under `jax.pmap`. A replica of several IPUs is a `Pipeline`, whose mesh
+has the replicas as its other axis. Either way the user says `replicate(model, replication_factor=R)`, or how many IPUs
+there are in all, and gets what has `shard`, `value_and_grad` and `unshard`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.devices import REPLICA_AXIS, InFlight, make_mesh
+from ipu_jax.options import PipelineOptions, Reduction, check_count
+from ipu_jax.pipeline import Pipeline
+from ipu_jax.training._accumulate import accumulate, accumulate_gradients
+from ipu_jax.weights.arguments import check_alive, check_batch
+
+
+def replicas_of(
+    *, replication_factor: int | None = None, num_ipus: int | None = None, ipus_per_replica: int = 1
+) -> int:
+    """The number of replicas, asked for as such or by the IPUs that there are in all.
+
+    Args:
+        replication_factor: R itself.
+        num_ipus: R x `ipus_per_replica`.
+        ipus_per_replica: IPUs of one copy of the model.
+
+    Raises:
+        ValueError: neither or both given, a number that is no count, or IPUs that make no whole number of replicas.
+
+    >>> replicas_of(num_ipus=8, ipus_per_replica=2)
+    4
+    """
+    ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
+    if (replication_factor is None) == (num_ipus is None):
+        given = "neither" if num_ipus is None else "both"
+        raise ValueError(f"replication_factor and num_ipus: {given} given; give one of the two")
+    if num_ipus is None:
+        return check_count("replication_factor", replication_factor)
+    num_ipus = check_count("num_ipus", num_ipus)
+    if num_ipus % ipus_per_replica:
+        below = num_ipus // ipus_per_replica * ipus_per_replica
+        nearest = f"{below} or {below + ipus_per_replica}" if below else f"{ipus_per_replica}"
+        raise ValueError(
+            f"num_ipus={num_ipus} makes no whole number of replicas of ipus_per_replica={ipus_per_replica}: "
+            f"give a multiple of it, such as {nearest}"
+        )
+    return num_ipus // ipus_per_replica
+
+
+@overload
+def replicate(model: Pipeline, *, replication_factor: int | None = None, num_ipus: int | None = None) -> Pipeline: ...
+
+
+@overload
+def replicate(
+    model: Callable[..., Any],
+    *,
+    replication_factor: int | None = None,
+    num_ipus: int | None = None,
+    gradient_accumulation: int = 1,
+    reduction: Reduction = "mean",
+    random: bool = False,
+) -> "Replicas": ...
+
+
+def replicate(
+    model: Any,
+    *,
+    replication_factor: int | None = None,
+    num_ipus: int | None = None,
+    gradient_accumulation: int | None = None,
+    reduction: Reduction | None = None,
+    random: bool | None = None,
+) -> Any:
+    """Copies of a model, on R times the IPUs of one.
+
+    Args:
+        model: a `Pipeline`, or a loss function as `Replicas` takes it.
+        replication_factor: R. Give this, or `num_ipus`.
+        num_ipus: IPUs in all; R is this divided by the IPUs of one replica.
+        gradient_accumulation, reduction, random: of a loss function, as `Replicas` takes them. A pipeline has its own.
+
+    Returns:
+        A `Pipeline` on a wider mesh, or `Replicas`. Batches are (R, M, micro-batch, ...), without R where it is 1.
+
+    Raises:
+        ValueError: as `replicas_of`; options given for a pipeline; too few devices.
+
+    >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
+    >>> replicas = replicate(loss_fn, replication_factor=2)
+    >>> loss, gradients = replicas.value_and_grad(replicas.shard(jnp.ones(3)), jnp.ones((2, 1, 4, 3)))
+    >>> float(loss), gradients.tolist()
+    (9.0, [6.0, 6.0, 6.0])
+    """
+    if isinstance(model, Pipeline):
+        options = {"gradient_accumulation": gradient_accumulation, "reduction": reduction, "random": random}
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"{name}={value!r} was given, but a pipeline has its own: make the Pipeline with it")
+        count = replicas_of(replication_factor=replication_factor, num_ipus=num_ipus, ipus_per_replica=model.ipus)
+        return model.rebuilt(mesh=make_mesh(count, model.ipus))
+    return Replicas(
+        model,
+        replication_factor=replicas_of(replication_factor=replication_factor, num_ipus=num_ipus),
+        gradient_accumulation=1 if gradient_accumulation is None else gradient_accumulation,
+        reduction=reduction or "mean",
+        random=bool(random),
+    )
+
+
+class Replicas:
+    """Runs a loss function on R replicas of one IPU each, by `jax.pmap`.
+
+    `loss_fn(params, microbatch) -> loss`, `(loss, aux)` or `Outputs(loss, aux=aux)`: the micro-batch's mean loss, a
+    float scalar. It sees one micro-batch of one replica, and need not know of the others.
+
+    Args:
+        loss_fn: the function.
+        replication_factor: R.
+        gradient_accumulation: M, the micro-batches of a replica in one weight update, one after the other.
+        reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
+            the mean.
+        random: whether `loss_fn` gets `key=`, a typed key of this replica and micro-batch.
+
+    Raises:
+        ValueError: a function that is not callable, an option outside its rule, or too few devices.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        replication_factor: int = 1,
+        gradient_accumulation: int = 1,
+        reduction: Reduction = "mean",
+        random: bool = False,
+    ):
+        if not callable(loss_fn):
+            raise ValueError(f"model={loss_fn!r} is neither a Pipeline nor callable: give a loss function")
+        self.loss_fn, self.random = loss_fn, random
+        self.replicas, self.ipus = check_count("replication_factor", replication_factor), 1
+        self.options = PipelineOptions(gradient_accumulation, reduction)
+        self.devices: list[Any] = list(make_mesh(self.replicas, 1).devices.flat)
+        self.mesh = Mesh(np.array(self.devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        self._window = InFlight()
+        self._value_and_grad = self._mapped(backward=True)
+        self._loss = self._mapped(backward=False)
+
+    def shard(self, params: Any) -> Any:
+        """Places a pytree of whole weights on every replica. Host to device only."""
+        return jax.device_put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
+
+    def unshard(self, sharded: Any) -> Any:
+        """The inverse of `shard`: the tree, on the default device."""
+        check_alive("sharded", sharded)
+        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), sharded)
+
+    def value_and_grad(self, params: Any, batch: Any, key: Any = None) -> tuple[Any, Any]:
+        """Loss and gradients of one weight update, the same on all replicas.
+
+        Communicates one pmean of the loss and one psum of all gradients over the replicas.
+
+        Args:
+            params: from `shard`.
+            batch: a pytree whose leaves are (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1.
+            key: a typed key, where the function is random.
+
+        Returns:
+            `(loss, gradients)`, or `((loss, aux), gradients)`; aux has a leading (M,), or (R, M,). Gradients have the
+            dtypes of `params`; they are accumulated in float32 at least.
+
+        Raises:
+            ValueError: the batch does not fit, or the key is missing or superfluous; before anything is compiled.
+        """
+        self.check(params, batch, key)
+        (loss, aux), gradients = self._value_and_grad((params, key), batch)
+        self._window.admit(loss)
+        return (loss if aux is None else (loss, aux)), gradients
+
+    def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
+        """The loss, or `(loss, aux)`, without gradients."""
+        self.check(params, batch, key)
+        loss, aux = self._loss((params, key), batch)
+        self._window.admit(loss)
+        return loss if aux is None else (loss, aux)
+
+    def check(self, params: Any, batch: Any, key: Any = None) -> None:
+        """Raises the `ValueError` that `value_and_grad` would raise for such arguments."""
+        self.check_params(params)
+        if self.random and (key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()):
+            raise ValueError(f"key={key!r} is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)")
+        if key is not None and not self.random:
+            raise ValueError("a key was given, but loss_fn takes none: replicate(..., random=True)")
+        check_batch(batch, self.replicas, self.options.gradient_accumulation)
+        for what, tree in (("params", params), ("batch", batch)):
+            check_alive(what, tree)
+
+    def check_params(self, params: Any) -> None:
+        """Raises `ValueError` unless the leaves of `params` are floating arrays."""
+        for path, leaf in jax.tree.leaves_with_path(params):
+            if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                found = getattr(leaf, "dtype", repr(leaf))
+                where = f"params{jax.tree_util.keystr(path)}"
+                raise ValueError(f"{where} is {found}: weights must be floating arrays; carry other data in the batch")
+
+    def _mapped(self, *, backward: bool) -> Any:
+        count = self.replicas * self.options.gradient_accumulation
+        seed = 1.0 if self.options.reduction == "sum" else 1.0 / count
+
+        def program(held: Any, batch: Any) -> Any:
+            params, key = held
+            batch = jax.tree.map(lambda leaf: leaf[0], batch)
+            value_of = lambda loss, aux: (  # noqa: E731
+                lax.pmean(loss, REPLICA_AXIS),
+                jax.tree.map(lambda leaf: leaf[None], aux),
+            )
+            if not backward:
+                return value_of(*accumulate(self.loss_fn, params, batch, key, random=self.random))
+            loss, aux, sums = accumulate_gradients(self.loss_fn, params, batch, key, seed=seed, random=self.random)
+            gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), lax.psum(sums, REPLICA_AXIS), params)
+            return value_of(loss, aux), gradients
+
+        whole, split = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+
+        def run(held: Any, batch: Any) -> Any:
+            if self.replicas == 1:
+                batch = jax.tree.map(lambda leaf: leaf[None], batch)
+            out = ((whole, split), whole) if backward else (whole, split)
+            result = over_replicas(program, self.devices, in_specs=(whole, split), out_specs=out)(held, batch)
+            if self.replicas > 1:
+                return result
+            one = lambda value: (value[0], jax.tree.map(lambda leaf: leaf[0], value[1]))  # noqa: E731
+            return (one(result[0]), result[1]) if backward else one(result)
+
+        return jax.jit(run)
+
+
+def over_replicas(
+    program: Callable[..., Any], devices: Sequence[Any], *, in_specs: tuple[Any, ...], out_specs: Any
+) -> Callable[..., Any]:
+    """`jax.pmap` of a program over axis "replica", spoken to as `jax.shard_map` is.
+
+    Args:
+        program: sees blocks as under `shard_map`: a split dim has size 1 in each, and stays.
+        devices: one a replica.
+        in_specs, out_specs: trees of `PartitionSpec`, prefixes of arguments and result; each names "replica" at most
+            once and no other axis.
+
+    Returns:
+        A function of whole arrays to whole arrays.
+    """
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)  # noqa: E731
+
+    def run(*args: Any) -> Any:
+        dims = [
+            dim_of(s) for s in jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=is_spec), is_leaf=is_spec)
+        ]
+        leaves, treedef = jax.tree.flatten(args)
+
+        def with_dims(*leaves: Any) -> Any:
+            # pmap takes the mapped dim away and shard_map keeps it: one of the two must be the rule
+            blocks = [x if dim is None else jnp.expand_dims(x, dim) for x, dim in zip(leaves, dims, strict=True)]
+            result = program(*jax.tree.unflatten(treedef, blocks))
+            specs = jax.tree.broadcast(out_specs, result, is_leaf=is_spec)
+            return jax.tree.map(
+                lambda spec, x: x if dim_of(spec) is None else jnp.squeeze(x, dim_of(spec)),
+                specs,
+                result,
+                is_leaf=is_spec,
+            )
+
+        out_axes = jax.tree.map(dim_of, out_specs, is_leaf=is_spec)
+        return jax.pmap(
+            with_dims, axis_name=REPLICA_AXIS, in_axes=tuple(dims), out_axes=out_axes, devices=list(devices)
+        )(*leaves)
+
+    return run

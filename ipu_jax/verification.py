@@ -1,0 +1,348 @@
+"""The same stages, unsharded: the program that a pipeline must equal, and the comparison.
+
+`reference_value_and_grad` runs the stages one after the other, micro-batch by micro-batch, on whole weights. Each
+micro-batch is differentiated by a `jax.vjp` of its own, from the cotangent that the pipeline gives its loss: what a
+rule makes of a cotangent (clips it, takes its sign) it makes of the same number in both. A stage's `reference` function
+takes the place of its `fn`; a concurrent stage without one runs on a mesh of a single IPU, where its collectives do
+nothing. Replicas stand beside each other, each on its first IPU, so that what a stage sends over axis "replica"
+(synchronised batch norm) arrives. `verify` compares.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.pipeline import Pipeline
+from ipu_jax.programs.segment import NOTHING, Given, keys_of, loss_and_aux, whole
+from ipu_jax.weights.arguments import check_batch, check_key
+from ipu_jax.weights.packing import Sharded
+
+
+class VerificationError(AssertionError):
+    """A pipeline's loss, a gradient, its new state or its aux differs from the unsharded program's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        loss, reference_loss: the pipeline's and the unsharded program's.
+        loss_error: relative to the reference.
+        gradient_errors: per leaf, the largest difference relative to the leaf's largest reference magnitude; where one
+            is too large, what moving the weights by one unit in their last place explains is taken off of all.
+        state_errors: likewise for the new state, where stages hold some.
+        aux_errors: likewise for the aux, where stages return some.
+    """
+
+    loss: float
+    reference_loss: float
+    loss_error: float
+    gradient_errors: dict[str, float]
+    state_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    aux_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The gradient leaf with the largest relative error, and that error."""
+        return _worst(self.gradient_errors) if self.gradient_errors else ("(no weights)", 0.0)
+
+    def __str__(self) -> str:
+        leaf, error = self.worst
+        others = {"state": self.state_errors, "aux": self.aux_errors}
+        return (
+            f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
+            f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
+            + "".join(
+                f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
+            )
+        )
+
+
+def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
+    return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
+
+
+def reference_value_and_grad(
+    pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
+) -> Any:
+    """What `Pipeline.value_and_grad` gives, from the unsharded program.
+
+    Args:
+        pipeline: whose stages, gradient accumulation, reduction and frozen leaves to use; its mesh and schedule play no
+            part.
+        params: `{group: pytree}`, whole weights.
+        batch, key: as `Pipeline.value_and_grad` takes them.
+        state: `{group: pytree}`, whole, where stages hold state.
+
+    Returns:
+        `(loss, {group: pytree of gradients})`, with aux and new state as `Pipeline.value_and_grad` returns them: mean
+        loss over micro-batches and replicas; gradients reduced as the pipeline's `reduction` says, accumulated in
+        float32 at least. All of it lies on the mesh's first device. Each replica runs on its first IPU; nothing is
+        sent but what stages themselves send over axis "replica".
+
+    Raises:
+        ValueError: the batch doesn't fit, or a group of state or a key is missing or superfluous.
+    """
+    stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
+    check_key(key, stages, needed=any(stage.random for stage in stages))
+    check_batch(batch, replicas, m)
+    held, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
+    if held != given:
+        raise ValueError(
+            f"state has the groups {sorted(given)}, the stages name {sorted(held)}: give {{group: pytree}}"
+        )
+    if replicas == 1:
+        batch = jax.tree.map(lambda leaf: leaf[None], batch)
+    model, count = whole(stages, "reference"), m * replicas
+    seed = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
+    frozen = pipeline.is_frozen(params)
+    alone = Mesh(pipeline.mesh.devices[:, :1], (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    everywhere, apart = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    params, state, key = jax.device_put((params, state or {}, key), NamedSharding(alone, everywhere))
+    batch = jax.device_put(batch, NamedSharding(alone, apart))
+    leaves, treedef = jax.tree.flatten(params)
+
+    def of_replica(leaves: list[Any], batch: Any, state: Any, key: Any) -> Any:
+        learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
+
+        def of_micro_batch(carry: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+            index, microbatch = at
+            sums, state = carry
+            keys = keys_of(key, lax.axis_index(REPLICA_AXIS), index, range(len(stages)), stages)
+
+            def loss_of(learning: list[Any]) -> tuple[Any, Any]:
+                following = iter(learning)
+                weights = [w if is_frozen else next(following) for w, is_frozen in zip(leaves, frozen, strict=True)]
+                message, new_state, aux = model(
+                    jax.tree.unflatten(treedef, weights), NOTHING, Given(microbatch, keys), state
+                )
+                loss, aux = loss_and_aux(message.y, aux, stages[-1])
+                return loss, (new_state, aux)
+
+            loss, vjp, (state, aux) = jax.vjp(loss_of, learning, has_aux=True)
+            (gradients,) = vjp(jnp.full((), seed, loss.dtype))
+            return ([total + g for total, g in zip(sums, gradients, strict=True)], state), (loss, aux)
+
+        zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]
+        microbatches = jax.tree.map(lambda leaf: leaf[0], batch)
+        (sums, new_state), (losses, aux) = lax.scan(of_micro_batch, (zeros, state), (jnp.arange(m), microbatches))
+        return jax.tree.map(lambda leaf: leaf[None], (sums, new_state, losses, aux))
+
+    mapped = jax.shard_map(
+        of_replica, mesh=alone, in_specs=(everywhere, apart, everywhere, everywhere), out_specs=apart, check_vma=False
+    )
+    # of each a leading dim: the replicas
+    results = jax.jit(mapped)(leaves, batch, state, key)
+    (sums, states, losses, aux), leaves = jax.device_put((results, leaves), pipeline.mesh.devices.flat[0])
+    following = iter(sums)
+    gradients = [
+        jnp.zeros_like(w) if is_frozen else next(following).sum(0).astype(w.dtype)
+        for w, is_frozen in zip(leaves, frozen, strict=True)
+    ]
+    new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
+    loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
+    value = pipeline.value_of(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
+    result = (value, jax.tree.unflatten(treedef, gradients))
+    return (*result, new_state) if new_state else result
+
+
+def verify(
+    pipeline: Pipeline,
+    params: Sharded,
+    batch: Any,
+    state: Sharded | None = None,
+    key: Any = None,
+    *,
+    rtol: float | None = None,
+) -> Report:
+    """Runs the pipeline and the unsharded program on the same weights and batch, and compares all that they return.
+
+    That is the loss, every gradient, the new state where stages hold some, and every leaf of every stage's aux, of each
+    micro-batch and replica. Floats must agree to a tolerance, everything else exactly. What is infinite in both agrees
+    in state and aux (a masked logit), not in loss and gradients.
+
+    Some results are what is left of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
+    attention. They are rounding alone, in the unsharded program as in the pipeline. So where something is too far off,
+    the unsharded program runs three times more, from float32 weights moved by at most one unit in their last place, and
+    4 times what that changes of a leaf is not held against the pipeline.
+
+    Args:
+        pipeline: the pipeline.
+        params: from `pipeline.shard`.
+        batch, state, key: as `Pipeline.value_and_grad` takes them.
+        rtol: the largest relative error allowed, of the loss and of each leaf (relative to the leaf's largest
+            magnitude). Default: 1e-5, or 8 machine epsilons of the coarsest weight dtype, or of the leaf's own, where
+            that is more.
+
+    Returns:
+        The `Report`.
+
+    Raises:
+        VerificationError: an error is above `rtol` or not a number, or the aux are not of the same tree and shapes; it
+            names the worst leaf, the two values that are furthest apart, and the tolerance.
+
+    >>> from ipu_jax.stage import Stage
+    >>> halve = Stage(lambda w, x, mb: mb * w, params="first", ipu=0)
+    >>> square = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="second", ipu=1)
+    >>> pipeline = Pipeline([halve, square], gradient_accumulation=3)
+    >>> params = pipeline.shard({"first": jnp.ones(2), "second": jnp.ones((2, 2))})
+    >>> verify(pipeline, params, jnp.ones((3, 4, 2))).loss
+    4.0
+    """
+    weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
+
+    def unsharded(weights: Any) -> tuple[Any, dict[str, Any]]:
+        return _results(reference_value_and_grad(pipeline, weights, batch, whole_state, key))
+
+    value, *sharded = pipeline.value_and_grad(params, batch, state, key)
+    loss, found = _results((value, *map(pipeline.unshard, sharded)))
+    expected_loss, expected = unsharded(weights)
+    _check_alike(found["aux"], expected["aux"])
+    groups = pipeline.adopted(params).layout.groups
+    dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
+    allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
+    (of_loss,) = _compare({"": loss}, {"": expected_loss})[""]
+    compared = _compare(found, expected)
+    if not all(allowed.passes(leaf) for leaves in compared.values() for leaf in leaves):
+        moved = [unsharded(_moved(weights, seed))[1] for seed in range(3)]
+        compared = _compare(found, expected, jax.tree.map(_slack, expected, *moved))
+    errors = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
+    report = Report(float(loss), float(expected_loss), of_loss.error, *errors)
+    if not allowed.passes(of_loss):
+        bound = allowed.of(of_loss)
+        raise VerificationError(f"the loss differs from the unsharded program's by more than rtol={bound:g}: {report}")
+    for what, leaves, kind in zip(
+        ("the gradient of", "the new", "the"),
+        compared.values(),
+        ("gradients", "leaves of state", "leaves of aux"),
+        strict=True,
+    ):
+        wrong = {leaf.name: leaf for leaf in leaves if not allowed.passes(leaf)}
+        if wrong:
+            leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
+            bound = f"more than rtol={allowed.of(leaf):g}" if leaf.is_float else f"and {leaf.found.dtype} must be equal"
+            raise VerificationError(
+                f"{what} {leaf.name} differs from the unsharded program's by {leaf.error:.3g} relative, {bound}: "
+                f"{leaf.furthest} ({len(wrong)} of {len(leaves)} {kind} differ): {report}"
+            )
+    return report
+
+
+class _Compared:
+    """A leaf of the pipeline's beside the unsharded program's.
+
+    Attributes:
+        name: what errors call it.
+        found, expected: the two.
+        error: the largest difference, less a slack, relative to the largest finite magnitude expected.
+    """
+
+    def __init__(self, name: str, found: Any, expected: Any, slack: float, *, may_be_infinite: bool):
+        self.name, self.found, self.expected = name, np.asarray(found), np.asarray(expected)
+        self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
+        f, e = _wide(self.found), _wide(self.expected)
+        with np.errstate(invalid="ignore"):  # inf - inf is not a number, and so above any bound
+            apart = np.abs(f - e)
+        if not self.is_float:  # integers that float64 cannot tell apart are one apart at least
+            apart = np.where(self.found == self.expected, 0, np.maximum(apart, 1))
+        elif may_be_infinite:
+            apart = np.where(f == e, 0, apart)
+        self._apart = apart
+        scale = np.abs(e[np.isfinite(e)]).max(initial=0)
+        self.error = float(np.maximum(apart - slack, 0).max() / (scale or 1.0)) if apart.size else 0.0
+
+    @property
+    def furthest(self) -> str:
+        """The two elements that are furthest apart, and where."""
+        at = np.unravel_index(np.argmax(self._apart), self._apart.shape)
+        found, expected = self.found[at].item(), self.expected[at].item()
+        values = f"{found:.6g} instead of {expected:.6g}" if self.is_float else f"{found} instead of {expected}"
+        return values + (f" at {list(map(int, at))}" if at else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Allowed:
+    """How far apart two leaves may be: `rtol` where it was given, else what rounding explains; integers not at all."""
+
+    rtol: float | None
+    default: float
+
+    def of(self, leaf: _Compared) -> float:
+        if not leaf.is_float:
+            return 0.0
+        return max(self.default, _roundings(leaf.expected.dtype)) if self.rtol is None else self.rtol
+
+    def passes(self, leaf: _Compared) -> bool:
+        return leaf.error <= self.of(leaf)  # not where it is not a number
+
+
+def _roundings(dtype: Any) -> float:
+    return 8 * float(jnp.finfo(dtype).eps)
+
+
+def _results(result: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """Return the loss, and what else `value_and_grad` returned, by name."""
+    value, gradients, *state = result
+    loss, aux = value if isinstance(value, tuple) else (value, None)
+    return loss, {"params": gradients, "state": state[0] if state else None, "aux": aux}
+
+
+def _compare(found: dict[str, Any], expected: dict[str, Any], slack: Any = None) -> dict[str, list[_Compared]]:
+    slack = jax.tree.map(lambda _: 0.0, expected) if slack is None else slack
+    return {
+        name: [
+            _Compared(f"{name}{jax.tree_util.keystr(path)}", f, e, s, may_be_infinite=name in ("state", "aux"))
+            for (path, f), e, s in zip(
+                jax.tree.leaves_with_path(found[name]),
+                jax.tree.leaves(expected[name]),
+                jax.tree.leaves(slack[name]),
+                strict=True,
+            )
+        ]
+        for name in found
+    }
+
+
+def _slack(expected: Any, *moved: Any) -> float:
+    """Return 4 times what moving the weights changes of a leaf; of integers, and of what is infinite, nothing."""
+    if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
+        return 0.0
+    e, found = _wide(expected), 0.0
+    for m in map(_wide, moved):
+        both = np.isfinite(e) & np.isfinite(m)
+        found = max(found, np.abs(m[both] - e[both]).max(initial=0))
+    return 4 * found
+
+
+def _wide(leaf: Any) -> np.ndarray:
+    leaf = np.asarray(leaf)
+    return leaf.astype(np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64)
+
+
+def _moved(weights: Any, seed: int) -> Any:
+    """The weights with each float32 number moved at random, by at most one unit in its last place."""
+    rng = np.random.default_rng(seed)
+
+    def move(leaf: Any) -> Any:
+        if leaf.dtype not in (np.float32, np.float64):
+            return leaf
+        return (leaf * (1 + np.finfo(leaf.dtype).eps * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
+
+    return jax.tree.map(move, jax.device_get(weights))
+
+
+def _check_alike(aux: Any, expected: Any) -> None:
+    shapes = [jax.tree.map(lambda leaf: list(jnp.shape(leaf)), tree) for tree in (aux, expected)]
+    if shapes[0] != shapes[1]:
+        raise VerificationError(
+            f"the aux has shapes {shapes[0]}, the unsharded program's {shapes[1]}: what a stage's reference returns as "
+            "aux must look like what its fn returns"
+        )

@@ -1,0 +1,143 @@
+"""What a pipeline is given, checked before anything is traced: groups and their places, specs, keys, batches."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.stage import Stage
+from ipu_jax.weights import packing
+from ipu_jax.weights.packing import Sharded
+
+
+def check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+    """Raises `ValueError` unless `found` is a `Sharded` of a pipeline with these owners and specs."""
+    call = "shard" if what == "params" else "shard_state"
+    if not isinstance(found, Sharded):
+        raise ValueError(f"{what} is a {type(found).__name__}: pass what pipeline.{call}(...) returns")
+    layout = found.layout
+    if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
+        raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
+    for group in layout.groups:
+        if group.ipu is None and group.leaves != tuple(
+            packing.with_specs(group.name, group.leaves, group.treedef, specs)
+        ):
+            raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+
+
+def checked_stages(stages: Any) -> tuple[Stage, ...]:
+    """Return the stages as a tuple.
+
+    Raises:
+        ValueError: there are none, or one is not a `Stage`.
+    """
+    found = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    if not found:
+        raise ValueError("stages=() is empty: give at least one Stage")
+    for number, stage in enumerate(found):
+        if not isinstance(stage, Stage):
+            raise ValueError(f"stage {number} is {stage!r}: give a list of Stage(fn, params='group', ipu=0)")
+    return found
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise `ValueError` unless `mesh` is one of axes "replica" and "ipu"."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} is not a mesh: make it with make_mesh(replicas, ipus_per_replica)")
+    if tuple(mesh.axis_names) != (REPLICA_AXIS, IPU_AXIS):
+        raise ValueError(f"mesh has axes {mesh.axis_names}: make it with make_mesh(replicas, ipus_per_replica)")
+
+
+def by_group(name: str, value: Any) -> dict[str, Any]:
+    """Return an argument that has an entry per group as a dict, an empty one for None; else raise `ValueError`."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r} does not say which group it is for: give {{'group': ...}}")
+    return dict(value or {})
+
+
+def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """`specs`, if it names groups of concurrent stages only; else `ValueError`."""
+    unused = sorted(name for name in specs if owners.get(name, 0) is not None)
+    if unused:
+        raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
+    return dict(specs)
+
+
+def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Per group, the IPU of its stages, or None where they are concurrent.
+
+    Raises:
+        ValueError: a group on two IPUs.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.params is None:
+            continue
+        if owners.setdefault(stage.params, stage.place) != stage.place:
+            here, there = (
+                "ALL_IPUS" if place is None else f"IPU {place}" for place in (owners[stage.params], stage.place)
+            )
+            raise ValueError(
+                f"group {stage.params!r} is used on {here} and on {there}: a group lives on one IPU, or is shared by "
+                "concurrent stages; put its stages on one IPU, make them all concurrent, or give each its own group"
+            )
+    return owners
+
+
+def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Likewise per state group.
+
+    Raises:
+        ValueError: two stages name the same one.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.state is None:
+            continue
+        if stage.state in owners:
+            raise ValueError(
+                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
+                "give each stage its own"
+            )
+        owners[stage.state] = stage.place
+    return owners
+
+
+def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
+    """Raises `ValueError` unless `key` is a typed key where it is needed, and None where nobody takes one."""
+    if key is None and needed:
+        random = next(stage.name for stage in stages if stage.random)
+        raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")
+    if key is not None and (
+        not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()
+    ):
+        raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
+    if key is not None and not any(stage.random for stage in stages):
+        raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
+
+
+def check_alive(what: str, tree: Any, mend: str = "pass what that call returned in their place") -> None:
+    """Raises `ValueError` where an array of `tree` was deleted, which ends the process where it is run on devices."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
+
+
+def check_batch(batch: Any, replicas: int, m: int) -> None:
+    """Raises `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
+    lead = (m,) if replicas == 1 else (replicas, m)
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is None or shape[: len(lead)] != lead:
+            found = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            means = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {found}: its leading dims must be {means} ...) = "
+                f"({', '.join(map(str, lead))}, ...)"
+            )
+    if not jax.tree.leaves(batch):
+        raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")

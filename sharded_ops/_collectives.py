@@ -1,0 +1,338 @@
+"""Moving whole values between the IPUs of a mesh axis, each function with its transpose said.
+
+                           forward                              backward (its transpose)
+    to_all                 the owner's value to all IPUs        sum of all cotangents, to the owner only
+    from_all               shards of a dim, gathered on all     sum of all cotangents, to each its own slice
+    reduce_to_all          sum over the IPUs, on all            sum of all cotangents, to all
+    reduce_to              sum over the IPUs, to the owner      the owner's cotangent, to all
+    scatter_tokens         to each its own slice of a dim       the slices' cotangents, gathered on all
+    reduce_scatter_tokens  sum over the IPUs, sliced likewise   the slices' cotangents, gathered on all
+
+So `to_all` and `reduce_to` are each other's transpose, and so are `from_all` and `reduce_scatter_tokens`, of which
+`scatter_tokens` is the form for a value that is summed already. Tokens stand in dim 0 as a rule, but any dim will do.
+
+What "the sum of all cotangents" is depends on how the enclosing `shard_map` was made; JAX has a convention for each.
+
+`check_vma=True` (the default): types say which values vary over an axis. What is the same on all IPUs is *typed* so,
+may leave with `out_specs=P()`, and has one cotangent, already summed. Gradients are the dense program's, whether
+`jax.grad` stands inside the `shard_map` or outside.
+
+`check_vma=False`: types say nothing. What is differentiated is the sum over the IPUs of what each of them returns, so
+every IPU holds a *part* of each cotangent. `jax.grad` outside the `shard_map` takes care of that: it hands each IPU 1/n
+of a replicated output's cotangent and sums what comes back for a replicated input. A `jax.vjp` inside must do the same
+itself: seed each IPU with cotangent/n, and `psum` the gradients of inputs that all IPUs hold.
+
+The ops of this package hold to that in both, because they are made of plain `lax` collectives of the right kind. The
+functions at the end of this file tell the two apart.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from sharded_ops._arguments import array, shown, whole_number
+from sharded_ops._split import Split, axis_size, check_shard, is_typed, split_over, varying_axes
+
+
+def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
+    """Gives every IPU of the axis the value that one of them, the owner, holds.
+
+    What the other IPUs hold in `x` is not read, be it NaN, and its gradient is zero.
+
+    Forward: one all-reduce of `x` over `axis`. Backward: under check_vma=True nothing, as the cotangent is summed
+    already; under check_vma=False one all-reduce.
+
+    Args:
+        x: any shape and dtype, the same shape on each IPU.
+        owner: the owner's index on the axis: an int, or an integer scalar that is the same on all IPUs. A traced owner
+            cannot be checked; where it names no IPU, the result is zero.
+        axis: the mesh axis.
+
+    Returns:
+        As `x`, the same on all IPUs.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, or `owner` names no IPU of it or differs between IPUs.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0])  # IPU 0 holds 1, IPU 1 holds 2
+        >>> op = partial(to_all, owner=1)
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
+        [2.]
+    """
+    x = array("x", x)
+    # The sum of one value and zeros is exact in any dtype; of bools it is an int.
+    return lax.psum(_only_on(owner, x, axis), axis).astype(x.dtype)
+
+
+def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.Array:
+    """Gathers the shards of a split dim, so that every IPU holds the whole array without its padding.
+
+    Forward: one all-gather of `x_shard` over `axis`. Backward: under check_vma=True nothing, each IPU cuts its slice
+    out of the summed cotangent; under check_vma=False one reduce-scatter.
+
+    Args:
+        x_shard: (.., padded, ..) globally; each IPU holds (.., ceil(size/n), ..). Any dtype. Padding is dropped unread,
+            and its gradient is zero.
+        dim: the dim that is split; negative ones count from the end.
+        size: its rows without padding.
+        axis: the mesh axis.
+
+    Returns:
+        (.., size, ..), the same on all IPUs.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or the shard does not fit `size`.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0, 3.0, 9.0])  # 3 rows and one of padding
+        >>> op = partial(from_all, dim=0, size=3)
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
+        [1. 2. 3.]
+    """
+    split, dim = split_over(size, axis), whole_number("dim", dim)
+    x_shard = array("x_shard", x_shard)
+    check_shard("x_shard", x_shard, dim, split, axis)
+    return split.unpad(gather_to_all(x_shard, axis, dim % x_shard.ndim, tiled=True), dim)
+
+
+def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
+    """Sums a partial value over the IPUs of the axis, so that every IPU holds the sum.
+
+    Forward: one all-reduce of `x` over `axis`, in the dtype of `x`. Backward: under check_vma=True nothing; under
+    check_vma=False one all-reduce.
+
+    Args:
+        x: any shape and number dtype: this IPU's part of the sum.
+        axis: the mesh axis.
+
+    Returns:
+        As `x`, the same on all IPUs.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's; or `x` is typed the same on all of several IPUs, and so is
+            no part of a sum: adding it up would give n times too much.
+
+    Example:
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0])
+        >>> print(jax.jit(jax.shard_map(reduce_to_all, mesh=mesh, in_specs=P("ipu"), out_specs=P()))(x))
+        [3.]
+    """
+    x = array("x", x)
+    check_part_of_sum(x, axis)
+    return lax.psum(x, axis)
+
+
+def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
+    """Sums a partial value over the IPUs of the axis, for one of them, the owner, to hold.
+
+    The cotangent of the other IPUs' zeros is not read, be it NaN.
+
+    Forward: one all-reduce of `x` over `axis`, in the dtype of `x`: XLA has no reduction to one device. Backward: one
+    all-reduce of the owner's cotangent.
+
+    Args:
+        x: any shape and number dtype: this IPU's part of the sum.
+        owner: the owner's index on the axis: an int, or an integer scalar that is the same on all IPUs. A traced owner
+            cannot be checked; where it names no IPU, all hold zeros.
+        axis: the mesh axis.
+
+    Returns:
+        As `x`: the sum on the owner, zeros on the others.
+
+    Raises:
+        ValueError: as `to_all` for `owner`, and as `reduce_to_all` for `x`.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0])
+        >>> op = partial(reduce_to, owner=1)
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P("ipu")))(x))
+        [0. 3.]
+    """
+    return _only_on(owner, reduce_to_all(x, axis), axis)
+
+
+def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
+    """Cuts a value that all IPUs hold, so that each keeps its own slice of `dim`. `from_all` puts it together again.
+
+    Forward: sends nothing. Backward: under check_vma=True one all-gather of the slices' cotangents, half of what the
+    all-reduce that jax derives would send; it is a rule of its own, for reverse mode. Under check_vma=False nothing:
+    each IPU's part is its own slice, and the all-reduce of `x` stands where the `shard_map` is differentiated.
+
+    Args:
+        x: (N, ..), the same on all IPUs. Any dtype.
+        axis: the mesh axis.
+        dim: the dim that is cut, of any size N; negative ones count from the end.
+
+    Returns:
+        (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
+        (ceil(N/n), ..). The cotangent of the padding is not read.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or `x` differs between the IPUs.
+
+    Example:
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([1.0, 2.0, 3.0])
+        >>> scatter = jax.jit(jax.shard_map(scatter_tokens, mesh=mesh, in_specs=P(), out_specs=P("ipu")))
+        >>> print(scatter(x))  # 2 rows on each IPU, the last one padding
+        [1. 2. 3. 0.]
+    """
+    x, dim = array("x", x), whole_number("dim", dim)
+    split = _split_of_dim(x, dim, axis)
+    check_same_on_all("x", x, axis)
+    # Integers have no cotangent that a rule could gather.
+    own = _typed_slice if is_typed(axis) and jnp.issubdtype(x.dtype, jnp.inexact) else _own_slice
+    return own(x, split, axis, dim % x.ndim)
+
+
+def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
+    """Sums a partial value over the IPUs of the axis, and leaves each with its own slice of `dim` of the sum.
+
+    What `scatter_tokens(reduce_to_all(x))` gives, for half of what that sends.
+
+    Forward: one reduce-scatter of `x` over `axis`, in the dtype of `x`. Backward: one all-gather of the slices'
+    cotangents.
+
+    Args:
+        x: (N, ..) of any number dtype: this IPU's part of the sum.
+        axis: the mesh axis.
+        dim: the dim that is cut, of any size N; negative ones count from the end.
+
+    Returns:
+        (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
+        (ceil(N/n), ..). The cotangent of the padding is not read.
+
+    Raises:
+        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or `x` is no part of a sum, as
+            `reduce_to_all` says.
+
+    Example:
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> x = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])  # the parts of IPU 0 and of IPU 1
+        >>> op = lambda x: reduce_scatter_tokens(x[0])
+        >>> print(jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P("ipu")))(x))
+        [11. 22. 33.  0.]
+    """
+    x, dim = array("x", x), whole_number("dim", dim)
+    split = _split_of_dim(x, dim, axis)
+    check_part_of_sum(x, axis)
+    x = as_varying(x, frozenset({axis})) if is_typed(axis) else x
+    if not x.shape[dim]:
+        return x  # XLA scatters no dim without rows
+    return lax.psum_scatter(split.pad(x, dim), axis, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
+    """The slices of dim 0 of all IPUs, padding included, left typed as varying: its transpose reduces and scatters.
+
+    Forward: one all-gather. Backward: one reduce-scatter.
+    """
+    # XLA gathers no dim without rows.
+    return lax.all_gather(x, axis, axis=0, tiled=True) if x.shape[0] else x
+
+
+def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False) -> jax.Array:
+    """`lax.all_gather`, typed the same on all IPUs where types are checked, and with the right transpose in both.
+
+    Forward: one all-gather. Backward: under check_vma=True nothing; under check_vma=False one reduce-scatter.
+    """
+    if tiled and not x.shape[dim]:
+        return lax.psum(x, axis)  # XLA gathers no dim without rows; what is empty is its own sum
+    return lax.all_gather(x, axis, axis=dim, tiled=tiled, to="invarying" if is_typed(axis) else "varying")
+
+
+def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """`x` typed as varying over these axes as well. Backward: a psum over each axis that was added."""
+    missing = axes - varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
+    """Refuses a value that by its type differs between the IPUs of `axis`, where the op needs one value for all.
+
+    Under check_vma=False types say nothing, and nothing is refused.
+
+    Raises:
+        ValueError: names the value, and how to bring it to all IPUs.
+    """
+    if isinstance(x, jax.Array) and axis in varying_axes(x):
+        raise ValueError(
+            f"{name} varies over axis {axis!r}, but must be the same on all its IPUs: bring it in with in_specs that "
+            f"don't name {axis!r}, or use to_all or from_all on it first"
+        )
+
+
+def check_part_of_sum(x: jax.Array, axis: str) -> None:
+    """Refuses a value that by its type is the same on all of several IPUs, where the op would add it up over them.
+
+    Under check_vma=False types say nothing, and nothing is refused.
+
+    Raises:
+        ValueError: names the value, and how to add it up all the same.
+    """
+    parts = axis_size(axis)
+    if parts > 1 and is_typed(axis) and axis not in varying_axes(x):
+        raise ValueError(
+            f"x of shape {x.shape} is the same on all {parts} IPUs of axis {axis!r}, so it is no part of a sum over "
+            f"them: use it as it is, or lax.pcast(x, {axis!r}, to='varying') if each IPU does add the same"
+        )
+
+
+def _only_on(owner: int | jax.Array, x: jax.Array, axis: str) -> jax.Array:
+    """`x` on the owner, and zeros on the other IPUs."""
+    parts = axis_size(axis)
+    if not isinstance(owner, jax.Array | np.ndarray):
+        owner = whole_number("owner", owner)
+    if np.shape(owner) != () or not jnp.issubdtype(jnp.result_type(owner), jnp.integer):
+        raise ValueError(f"owner={shown(owner)} is not one index of an IPU: give an int, or an integer scalar")
+    if not isinstance(owner, Tracer) and not 0 <= int(owner) < parts:
+        raise ValueError(f"owner={int(owner)} names no IPU of axis {axis!r}, which has {parts}: give 0 to {parts - 1}")
+    check_same_on_all("owner", owner, axis)
+    return jnp.where(lax.axis_index(axis) == owner, x, jnp.zeros_like(x))
+
+
+def _split_of_dim(x: jax.Array, dim: int, axis: str) -> Split:
+    axis_size(axis)  # an unknown axis is told before a missing dim
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"x has shape {x.shape}, without a dim {dim} to scatter: give an array that has one")
+    return split_over(x.shape[dim], axis, option=f"x.shape[{dim}]", at_least=0)
+
+
+def _own_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(split.pad(x, dim), split.offset(lax.axis_index(axis)), split.local, dim)
+
+
+# Its own rule, because lax's would sum over the IPUs what is zero but for one of them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _typed_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
+    return _own_slice(x, split, axis, dim)
+
+
+def _typed_slice_forward(x: jax.Array, split: Split, axis: str, dim: int) -> tuple[jax.Array, None]:
+    return _own_slice(x, split, axis, dim), None
+
+
+def _typed_slice_backward(split: Split, axis: str, dim: int, _: None, dslice: jax.Array) -> tuple[jax.Array]:
+    return (split.unpad(gather_to_all(dslice, axis, dim, tiled=True), dim),)
+
+
+_typed_slice.defvjp(_typed_slice_forward, _typed_slice_backward)

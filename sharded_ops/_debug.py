@@ -1,0 +1,149 @@
+"""Printing where a value lives, in the forward pass and in the backward pass, from within a `shard_map`.
+
+    y = debug_sharding(x, "hidden")
+
+    hidden, forward, ipu 0 of 2: float32[2,3], differs between IPUs, min -1, max 2, mean 0.5
+    hidden, forward, ipu 1 of 2: float32[2,3], differs between IPUs, min 0, max 3, mean 1.25
+    hidden, backward, ipu 0 of 2: float32[2,3], the same on all IPUs, min 1, max 1, mean 1
+    hidden, backward, ipu 1 of 2: float32[2,3], the same on all IPUs, min 1, max 1, mean 1
+
+Each IPU reduces what it holds to four words, a checksum of its bits and the summary. One all-gather brings them
+together, and the first IPU of the axis prints the lines of all of them at once, in order.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sharded_ops._arguments import array, shown
+from sharded_ops._collectives import gather_to_all
+from sharded_ops._split import axis_size
+
+# An odd factor, so that multiplying by it loses no bits of a 32-bit word: Knuth's, 2**32 over the golden ratio.
+_MIXER = np.uint32(2654435769)
+
+
+def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
+    """Returns `x`, and prints what each IPU of `axis` holds of it; in the backward pass, of its cotangent.
+
+    A line names the value, the pass, the IPU (after its place on the mesh's other axes, if there are any), the dtype
+    and the shape on that IPU, whether all IPUs of the axis hold the same bits, as far as a checksum of 32 bits tells,
+    and the least, greatest and mean element, rounded to float32; NaN shows in all three. Under check_vma=False the
+    cotangent is this IPU's part of it (see `collectives`).
+
+    The lines of one value stand together, in the order of the IPUs. Two values are printed in the order in which the
+    program comes by them, which XLA may choose where neither needs the other; `jax.effects_barrier()` waits for all of
+    it. Each step of a `lax.scan` is printed, and each example of a `jax.vmap`, by itself.
+
+    Forward and backward: one all-gather of 16 bytes from each IPU, so every IPU of the axis must come by, as for any
+    collective: not in a branch that only some of them take. Only reverse-mode derivatives are there.
+
+    Args:
+        x: any shape, of a boolean, integer or real dtype.
+        name: stands at the head of each line.
+        axis: the mesh axis.
+
+    Returns:
+        `x`, unchanged.
+
+    Raises:
+        ValueError: `x` holds complex numbers or keys, or `axis` is not the enclosing shard_map's.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> op = partial(debug_sharding, name="x")
+        >>> sharded = jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("ipu"), out_specs=P("ipu")))
+        >>> y = sharded(jnp.arange(4.0)); jax.effects_barrier()
+        x, forward, ipu 0 of 2: float32[2], differs between IPUs, min 0, max 1, mean 0.5
+        x, forward, ipu 1 of 2: float32[2], differs between IPUs, min 2, max 3, mean 2.5
+    """
+    axis_size(axis)  # refuses an unknown axis
+    if not isinstance(name, str):
+        raise ValueError(f"name={shown(name)} is not a text: give one to stand at the head of each line")
+    x = array("x", x)
+    dtype = x.dtype
+    if not (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(
+            f"{name} has dtype {dtype}, which has no least and greatest element: give debug_sharding a boolean, "
+            f"integer or real array, such as x.real and x.imag, or jax.random.key_data(x)"
+        )
+    if jnp.issubdtype(dtype, jnp.floating):
+        return _observed(x, name, axis)
+    _print_all(x, name, "forward", axis)  # no cotangent will come
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _observed(x: jax.Array, name: str, axis: str) -> jax.Array:
+    _print_all(x, name, "forward", axis)
+    return x
+
+
+def _observed_forward(x: jax.Array, name: str, axis: str) -> tuple[jax.Array, None]:
+    return _observed(x, name, axis), None
+
+
+def _observed_backward(name: str, axis: str, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    _print_all(dx, name, "backward", axis)
+    return (dx,)
+
+
+_observed.defvjp(_observed_forward, _observed_backward)
+
+
+def _print_all(x: jax.Array, name: str, way: str, axis: str) -> None:
+    x = lax.stop_gradient(x)
+    wide = x.astype(jnp.float32)
+    summary = jnp.stack([wide.min(), wide.max(), wide.mean()]) if x.size else jnp.zeros(3, jnp.float32)
+    words = jnp.concatenate([_checksum(x)[None], lax.bitcast_convert_type(summary, jnp.uint32)])
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [other for other in mesh.manual_axes if other != axis]
+    array = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    print_words = functools.partial(_print_words, f"{name}, {way}", axis, others, array, x.size == 0)
+    places = [lax.axis_index(other) for other in others]
+    jax.debug.callback(print_words, gather_to_all(words, axis), lax.axis_index(axis), places)
+
+
+def _print_words(
+    head: str,
+    axis: str,
+    others: list[str],
+    array: str,
+    empty: bool,
+    words: np.ndarray,
+    index: np.ndarray,
+    places: list[np.ndarray],
+) -> None:
+    if index != 0:
+        return
+    words = np.ascontiguousarray(words)
+    parts = len(words)
+    alike = "the same on all IPUs" if np.all(words[:, 0] == words[0, 0]) else "differs between IPUs"
+    place = "".join(f"{other} {int(at)}, " for other, at in zip(others, places, strict=True))
+    lines = []
+    for ipu, (low, high, mean) in enumerate(words[:, 1:].view(np.float32).tolist()):
+        values = "empty" if empty else f"min {low:.6g}, max {high:.6g}, mean {mean:.6g}"
+        lines.append(f"{head}, {place}{axis} {ipu} of {parts}: {array}, {alike}, {values}\n")
+    # In one, so that the lines of two values do not mix.
+    print("".join(lines), end="", flush=True)
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """A uint32 of all bits of `x` and their places: values that differ in one word of 32 bits never have the same."""
+    if x.dtype.itemsize < 4:
+        # Exact. Narrow types can't all be cast to words bit by bit.
+        x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32).ravel()  # two words for an element of 8 bytes
+    places = 2 * lax.iota(jnp.uint32, bits.size) + 1
+    return jnp.sum(_mixed(bits) * places, dtype=jnp.uint32)
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    """A bijection of 32-bit words whose low bits hang on the high ones as well, where floats differ most."""
+    bits = (bits ^ (bits >> 16)) * _MIXER
+    return bits ^ (bits >> 15)

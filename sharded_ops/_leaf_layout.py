@@ -1,0 +1,147 @@
+"""What one leaf of a tree is when it is whole, which of its dims is split, and how it comes to the host and back.
+
+`resplit` puts these together for whole trees.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from sharded_ops._arguments import whole_number
+from sharded_ops._split import Split
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """What one leaf is when it is whole, and which of its dims is split.
+
+    Args:
+        shape: of the whole leaf, without padding.
+        dtype: its name, such as "bfloat16".
+        dim: the dim that is split, not negative; None for a leaf that every IPU holds whole.
+
+    Raises:
+        ValueError: `dtype` names none, or there is no dim `dim` of at least one row.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    dim: int | None
+
+    def __post_init__(self) -> None:
+        try:
+            jnp.dtype(self.dtype)
+        except TypeError:
+            raise ValueError(f"dtype={self.dtype!r} names no dtype: give one such as 'float32'") from None
+        if self.dim is None:
+            return
+        object.__setattr__(self, "dim", whole_number("dim", self.dim, instead="None for a leaf that is not split"))
+        if not 0 <= self.dim < len(self.shape):
+            mend = f"give 0 to {len(self.shape) - 1}, or None" if self.shape else "give None"
+            raise ValueError(f"dim={self.dim!r} is no dim of shape {self.shape}: {mend}")
+        if not self.shape[self.dim]:
+            raise ValueError(f"dim={self.dim} of shape {self.shape} has no rows to split: give dim=None")
+
+    def padded_shape(self, parts: int) -> tuple[int, ...]:
+        """The global shape on `parts` IPUs: `shape`, with the rows of `Split.padded` in `dim`."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], Split(self.shape[self.dim], parts).padded, *self.shape[self.dim + 1 :])
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """The `PartitionSpec` of the padded leaf."""
+        if self.dim is None:
+            return PartitionSpec()
+        return Split(self.shape[self.dim], 1).spec(self.dim, len(self.shape), axis)
+
+
+def leaf_layout_of(path: str, leaf: Any, dim: Any) -> LeafLayout:
+    """The layout of a whole leaf; a negative `dim` counts from the end.
+
+    Raises:
+        ValueError: names the leaf, which is no array, or a random key, or has no such dim.
+    """
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise ValueError(f"leaf {path!r} is {leaf!r}, which is no array: make it one, with a dtype of its own")
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise ValueError(f"leaf {path!r} has dtype {leaf.dtype}, which cannot be saved: give jax.random.key_data of it")
+    try:
+        if dim is not None:
+            dim = whole_number("dim", dim, instead="None for a leaf that is not split")
+            dim += len(leaf.shape) if -len(leaf.shape) <= dim < 0 else 0
+        return LeafLayout(tuple(leaf.shape), jnp.dtype(leaf.dtype).name, dim)
+    except ValueError as error:
+        raise ValueError(f"leaf {path!r}: {error}") from None
+
+
+def check_leaf(method: str, path: str, leaf: Any, described: LeafLayout, *, padded: bool = False) -> None:
+    """Refuses a leaf that is not what `described` says; `padded`: with any rows of padding in its split dim.
+
+    Raises:
+        ValueError: names the leaf, and what it is and should be.
+    """
+    shape, dim = tuple(np.shape(leaf)), described.dim
+    fits = shape == described.shape
+    if padded and dim is not None and len(shape) == len(described.shape):
+        fits = shape[dim] >= described.shape[dim]
+        fits &= shape[:dim] + shape[dim + 1 :] == described.shape[:dim] + described.shape[dim + 1 :]
+    if not fits:
+        takes = f"{described.shape}" + (f" with any padding in dim {dim}" if padded and dim is not None else "")
+        raise ValueError(
+            f"{method}: leaf {path!r} has shape {shape}, but the layout takes {takes}: give the leaf that it is of"
+        )
+    name = getattr(getattr(leaf, "dtype", None), "name", type(leaf).__name__)
+    if name != described.dtype:
+        raise ValueError(
+            f"{method}: leaf {path!r} has dtype {name}, but the layout says {described.dtype}: convert it, or make the "
+            f"layout of what it has become"
+        )
+
+
+def real_part(described: LeafLayout) -> tuple[slice, ...]:
+    """What to take of a padded leaf to have it whole."""
+    return tuple(slice(0, size) for size in described.shape)
+
+
+def with_meaning(array: np.ndarray, described: LeafLayout) -> np.ndarray:
+    """numpy saves a dtype that it has not itself as bytes without a meaning; the layout knows what they were."""
+    dtype = jnp.dtype(described.dtype)
+    if array.dtype.kind == "V" and array.dtype.names is None and array.dtype.itemsize == dtype.itemsize:
+        return array.view(dtype)
+    return array
+
+
+def brought_whole(path: str, leaf: Any, described: LeafLayout) -> np.ndarray:
+    """The leaf whole, in memory of its own: shard after shard is copied to where its rows belong.
+
+    Raises:
+        ValueError: the leaf does not fit, or rows of it lie on IPUs of other processes alone.
+    """
+    if not isinstance(leaf, jax.Array):
+        leaf = with_meaning(np.asarray(leaf), described)
+        check_leaf("whole", path, leaf, described, padded=True)
+        return np.array(leaf[real_part(described)])
+    check_leaf("whole", path, leaf, described, padded=True)
+    # Of equal shards one: other mesh axes, and other processes, hold the same.
+    shards = {tuple((part.start, part.stop) for part in shard.index): shard for shard in leaf.addressable_shards}
+    if sum(shard.data.size for shard in shards.values()) < leaf.size:
+        raise ValueError(
+            f"whole: rows of leaf {path!r} lie on IPUs of other processes alone, where they cannot be read: gather it "
+            f"first, with jax.experimental.multihost_utils.process_allgather(leaf, tiled=True)"
+        )
+    whole = np.empty(described.shape, leaf.dtype)
+    for shard in shards.values():
+        # A slice beyond the end takes what is there: the real rows of this shard.
+        rows = whole[(*shard.index, ...)]
+        rows[...] = _on_host(shard.data)[tuple(slice(0, size) for size in rows.shape)]
+    return whole
+
+
+def _on_host(shard: jax.Array) -> np.ndarray:
+    # jax keeps the host's copy of what it fetched for as long as the array lives: let that be an array of our own.
+    own = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+    return np.asarray(own)

@@ -1,0 +1,185 @@
+"""Normalisation over a last dim that is split over the IPUs of a mesh axis.
+
+Each IPU reduces its own columns to one or two floats a token, one collective tells all of them the whole row's, and
+every IPU finishes by itself.
+
+    rms_norm     each IPU's sum of squares                        one all-reduce of 1 float a token
+    layer_norm   each IPU's mean m, and its sum M of (x - m)^2    one all-gather of 2 floats a token
+
+What layer_norm gathers it puts together as Chan et al. do (Updating formulae and a pairwise algorithm for computing
+sample variances, 1979, equation 2.1), here for n parts of c columns each:
+
+    mean = sum(c * m) / D        variance = (sum(M) + sum(c * (m - mean)^2)) / D
+
+No square of a large mean is ever taken from another, as in E[x^2] - E[x]^2: with a mean of 1e4 and a deviation of 1
+that would lose every digit of float32.
+
+Everything is plain lax, so derivatives of any order and either mode are there.
+
+Dims: N tokens (any number of leading dims), D columns; n IPUs.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sharded_ops._arguments import array, real_number
+from sharded_ops._collectives import as_varying, gather_to_all, is_typed, reduce_to_all
+from sharded_ops._split import Split, check_shard, mask_padding, split_over
+
+
+def rms_norm(
+    x_shard: jax.Array, scale_shard: jax.Array, *, size: int, axis: str = "ipu", epsilon: float = 1e-6
+) -> jax.Array:
+    """`x / sqrt(mean(x^2) + epsilon) * scale` over a last dim that is split over the IPUs of `axis`.
+
+    Forward: one all-reduce of 1 float a token. Backward: one all-reduce of 1 float a token.
+
+    Args:
+        x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
+            floating dtype; half types are computed in float32 and rounded once.
+        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating.
+        size: D, without padding. Padding is neither read nor counted, and its gradient is zero.
+        axis: the mesh axis.
+        epsilon: added to the mean of squares, at least 0.
+
+    Returns:
+        (N.., D) globally, each IPU holds (N.., ceil(D/n)), in the dtype of `x_shard`. Padding comes out as zeros, and
+        its cotangent is not read.
+
+    Raises:
+        ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
+            `epsilon` is not a number of at least 0, or `axis` is not the enclosing shard_map's.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> op = partial(rms_norm, size=2, epsilon=0.0)
+        >>> sharded = jax.shard_map(op, mesh=mesh, in_specs=(P(None, "ipu"), P("ipu")), out_specs=P(None, "ipu"))
+        >>> print(jax.jit(sharded)(jnp.array([[1.0, 7.0]]), jnp.array([5.0, 10.0])))  # the root mean square is 5
+        [[ 1. 14.]]
+    """
+    split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
+    x_shard = array("x_shard", x_shard)
+    x_ND = _real_columns("x_shard", x_shard, split, axis)
+    scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
+    mean_square_N = reduce_to_all(jnp.square(x_ND).sum(-1), axis) / split.size
+    return _finish(x_ND * lax.rsqrt(mean_square_N + epsilon)[..., None] * scale_D, x_shard, split, axis)
+
+
+def layer_norm(
+    x_shard: jax.Array,
+    scale_shard: jax.Array,
+    bias_shard: jax.Array | None = None,
+    *,
+    size: int,
+    axis: str = "ipu",
+    epsilon: float = 1e-6,
+) -> jax.Array:
+    """`(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias` over a last dim split over the IPUs of `axis`.
+
+    Forward: one all-gather of 2 floats a token. Backward: one all-reduce of 2 floats a token under check_vma=True; one
+    reduce-scatter that leaves 2 floats a token on each IPU under check_vma=False.
+
+    It is as exact as the mean is, which is a float32: a row whose mean is k deviations from zero comes out with an
+    error of about k * 2**-24, which is what rounding `x` itself did to it.
+
+    Args:
+        x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
+            floating dtype; half types are computed in float32 and rounded once.
+        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating.
+        bias_shard: as `scale_shard`, or None.
+        size: D, without padding. Padding is neither read nor counted, and its gradient is zero.
+        axis: the mesh axis.
+        epsilon: added to the variance, at least 0.
+
+    Returns:
+        (N.., D) globally, each IPU holds (N.., ceil(D/n)), in the dtype of `x_shard`. Padding comes out as zeros, and
+        its cotangent is not read.
+
+    Raises:
+        ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
+            `epsilon` is not a number of at least 0, or `axis` is not the enclosing shard_map's.
+
+    Source: Ba et al. 2016, arXiv:1607.06450.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> op = partial(layer_norm, size=2, epsilon=0.0)
+        >>> sharded = jax.shard_map(op, mesh=mesh, in_specs=(P(None, "ipu"), P("ipu")), out_specs=P(None, "ipu"))
+        >>> print(jax.jit(sharded)(jnp.array([[4.0, 8.0]]), jnp.array([1.0, 10.0])))  # the mean is 6, the deviation 2
+        [[-1. 10.]]
+    """
+    split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
+    x_shard = array("x_shard", x_shard)
+    x_ND = _real_columns("x_shard", x_shard, split, axis)
+    scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
+    mean_N, variance_N = _mean_and_variance(x_ND, split, axis)
+    y_ND = (x_ND - mean_N[..., None]) * lax.rsqrt(variance_N + epsilon)[..., None] * scale_D
+    if bias_shard is not None:
+        y_ND = y_ND + _per_column("bias_shard", bias_shard, x_ND, split, axis)
+    return _finish(y_ND, x_shard, split, axis)
+
+
+def _mean_and_variance(x_ND: jax.Array, split: Split, axis: str) -> tuple[jax.Array, jax.Array]:
+    """Over the real columns of all IPUs."""
+    counts_n = np.array([split.count(index) for index in range(split.parts)], x_ND.dtype)
+    # An IPU without real columns divides zero by one; it weighs nothing in the sums over the IPUs.
+    count = jnp.maximum(jnp.asarray(counts_n)[lax.axis_index(axis)], 1)
+
+    # The sum of many columns with a large mean is rounded at its own size, so the mean is found in two passes. The
+    # second is exact in its derivatives whatever the first gave.
+    rough_N = lax.stop_gradient(x_ND.sum(-1) / count)
+    mean_N = rough_N + _sum_of_real(x_ND - rough_N[..., None], split, axis) / count
+    squares_N = _sum_of_real(jnp.square(x_ND - mean_N[..., None]), split, axis)
+
+    # n shards, each with the two floats of every token
+    parts_n2N = gather_to_all(jnp.stack([mean_N, squares_N]), axis)
+    means_nN, squares_nN = parts_n2N[:, 0], parts_n2N[:, 1]
+    # No dot, whose operands a GPU or TPU may round.
+    weights_nN = jnp.asarray(counts_n / split.size).reshape(-1, *(1,) * mean_N.ndim)
+    # From the first shard's mean, for the same reason as above. It has a real column always.
+    base_N = lax.stop_gradient(means_nN[0])
+    mean_N = base_N + (weights_nN * (means_nN - base_N)).sum(0)
+    between_N = (weights_nN * jnp.square(means_nN - mean_N)).sum(0)
+    whole_2N = jnp.stack([mean_N, squares_nN.sum(0) / split.size + between_N])
+    # In one, so that under check_vma=True what comes back is one all-reduce.
+    mean_N, variance_N = _varying(whole_2N, axis)
+    return mean_N, variance_N
+
+
+def _sum_of_real(x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
+    return mask_padding(x_ND, -1, split, axis, fill=0).sum(-1)
+
+
+def _real_columns(name: str, shard: jax.Array, split: Split, axis: str) -> jax.Array:
+    """The shard in float32 (float64 if it is), with zeros for padding."""
+    if not jnp.issubdtype(shard.dtype, jnp.floating):
+        raise ValueError(f"{name} has dtype {shard.dtype}, but norms take floating arrays: convert it first")
+    check_shard(name, shard, -1, split, axis)
+    wide = shard.astype(jnp.promote_types(shard.dtype, jnp.float32))
+    return _varying(mask_padding(wide, -1, split, axis, fill=0), axis)
+
+
+def _per_column(name: str, shard: jax.Array, x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
+    """A scale or bias in the dtype of `x_ND`, with zeros for padding."""
+    shard = array(name, shard)
+    if shard.ndim != 1:
+        raise ValueError(f"{name} has shape {shard.shape} on each IPU, but must have 1 dim: one value for each column")
+    return _real_columns(name, shard, split, axis).astype(x_ND.dtype)
+
+
+def _finish(y_ND: jax.Array, x_shard: jax.Array, split: Split, axis: str) -> jax.Array:
+    """`y_ND` in the dtype of the input. Masked once more, so that no cotangent of the padding reaches the others'."""
+    return mask_padding(y_ND, -1, split, axis, fill=0).astype(x_shard.dtype)
+
+
+def _varying(x: jax.Array, axis: str) -> jax.Array:
+    """`x` typed as differing between the IPUs, where types are checked: a shard may by chance be alike on all."""
+    return as_varying(x, frozenset({axis})) if is_typed(axis) else x

@@ -1,0 +1,212 @@
+"""The fused projection and softmax cross-entropy: the logits of all tokens and columns are never there at once.
+
+    hidden_ND (all IPUs)   table_VD (rows split, as `embedding` has it)   labels_N (all IPUs)
+
+    gradients="backward"                                      matmuls
+        forward    for each tile: logits, statistics             1
+                   one all-gather; loss of each token
+        backward   for each tile: logits again, slopes,          1
+                   parts of both gradients                       2
+
+    gradients="forward", the default for a loss that is a sum or a mean
+        forward    for each chunk of tokens: logits of all       1
+                   columns of the shard, statistics, all-gather,
+                   loss; and for each tile of them slopes,
+                   parts of both gradients                       2
+        backward   both gradients times the loss's cotangent     0
+
+A tile is `token_chunk` tokens by `column_chunk` columns of the shard; the last ones may be smaller.
+
+(Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, compute the logits twice;
+Hsu et al. 2024, "Liger kernel", arXiv:2410.10989, the gradients in the forward pass.)
+
+Dims: N tokens, D features, V rows of the table; C columns of a tile; n IPUs.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from sharded_ops._arguments import array, array_like, one_axis, one_of, whole_number
+from sharded_ops._collectives import as_varying, check_same_on_all, is_typed, varying_axes
+from sharded_ops._split import check_shard, split_over
+from sharded_ops.losses._cross_entropy import (
+    OutOfRange,
+    Reduction,
+    checked_labels,
+    checked_options,
+    checked_terms,
+    checked_weights,
+    reduced,
+)
+from sharded_ops.losses._statistics import Terms
+from sharded_ops.losses._tiled import Chunks, loss, sum_of_losses
+
+# Logits: of a tile, 2 MiB of float32, and of all the shard's columns for a chunk of tokens, 8 MiB. Smaller ones make
+# slow matmuls, larger ones no faster on a CPU; beside a large `hidden` they may be larger at no cost that is felt.
+_TILE, _CHUNK = 1 << 19, 1 << 21
+
+
+def linear_cross_entropy(
+    hidden: jax.Array,
+    table: jax.Array,
+    labels: ArrayLike,
+    *,
+    size: int,
+    axis: str = "ipu",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int | None = None,
+    out_of_range: OutOfRange = "ignore",
+    weights: ArrayLike | None = None,
+    reduction: Reduction = "none",
+    gradients: Literal["backward", "forward"] | None = None,
+    token_chunk: int | None = None,
+    column_chunk: int | None = None,
+) -> jax.Array:
+    """`log_softmax_cross_entropy(hidden @ table.T, labels)` without ever making the logits.
+
+    gradients="backward": forward one all-gather of 3 floats per token. gradients="forward": as many floats, in one
+    all-gather for each chunk of tokens. Backward, in both: one all-reduce of dx, (N.., D) in the dtype of `hidden`;
+    under check_vma=False it stands where the `shard_map` is differentiated (see `collectives`). Under check_vma=False
+    all IPUs must use the loss alike, as `log_softmax_cross_entropy` says.
+
+    Derivatives are those of reverse mode, and forward mode over it (`jax.hessian`): forward mode alone is refused by
+    jax, for which use `matmul` and `log_softmax_cross_entropy`. Second derivatives keep every tile, so they take at
+    least the memory of the logits.
+
+    Args:
+        hidden: (N.., D), floating, the same on all IPUs. The row of a token that does not count is not read.
+        table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). In the dtype
+            of `hidden`. Half types are multiplied as they are and accumulate in float32; float16's slopes are scaled
+            to its range first, so that none is lost before a loss scale or a mean's 1/N is multiplied in.
+        labels: (N..) of any integer dtype, the same on all IPUs.
+        size: V, without padding. Padding is not read, and its gradient is zero.
+        axis: the mesh axis.
+        label_smoothing, z_loss, soft_cap, temperature, ignore_index, out_of_range, weights, reduction: as for
+            `log_softmax_cross_entropy`.
+        gradients: where the gradients are computed. "forward" saves one matmul in four, for `reduction` "mean" or
+            "sum" only, and is the default there; the forward pass then makes both gradients, but only where it is
+            differentiated, and they are kept until the backward pass (float16's in float32). "backward" keeps
+            `hidden`, the table and a few floats per token.
+        token_chunk: tokens of a tile; with gradients="forward" as many have their logits of all the shard's columns
+            there at once. By default 1024 at most; with gradients="forward" at most as make 2**21 logits (8 MiB), or
+            N * D of them if that is more, but 64 may always be.
+        column_chunk: columns of a tile. By default at most as make 2**19 logits (2 MiB), or N * D / 4 of them if that
+            is more, but 64 may always be; with gradients="forward" 128 at most, or a 128th of the shard's if that is
+            more. Defaults are lowered to chunks that divide evenly, where that not more than doubles their number.
+
+    Returns:
+        The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs.
+
+    Raises:
+        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size`; by their types, `hidden`,
+            `labels` or `weights` differ between the IPUs of `axis`, or the table does not; an option outside its
+            range, gradients="forward" for a loss that is not reduced, or an `axis` that is not one of the enclosing
+            shard_map's.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> op = partial(linear_cross_entropy, size=4, reduction="mean")
+        >>> loss = jax.shard_map(op, mesh=mesh, in_specs=(P(), P("ipu"), P()), out_specs=P())
+        >>> print(jax.jit(loss)(jnp.ones((3, 8)), jnp.ones((4, 8)), jnp.array([0, 3, 1])))  # log(4)
+        1.3862944
+    """
+    split = split_over(whole_number("size", size, at_least=1), one_axis(axis))
+    checked_options(out_of_range, reduction)
+    way = _way(gradients, reduction)
+    terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
+    hidden, table = array("hidden", hidden), array("table", table)
+    _check_operands(hidden, table)
+    check_shard("table", table, 0, split, axis)
+    check_same_on_all("hidden", hidden, axis)
+    labels = array_like("labels", labels)
+    weights = None if weights is None else checked_weights(weights)
+    for name, per_token in (("labels", labels), ("weights", weights)):
+        if per_token is not None:
+            _check_per_token(name, per_token, hidden)
+            check_same_on_all(name, per_token, axis)
+    targets, faulty = checked_labels(labels, split.size, ignore_index, out_of_range)
+    shape = targets.shape
+    hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    chunks = _chunks(hidden_ND.shape, split.local, way, token_chunk, column_chunk)
+    # What a rule returns for an operand has to vary as that does; the transpose of this sums the parts of dx.
+    axes = frozenset().union(*(varying_axes(x) for x in (hidden, table, targets, weights) if x is not None))
+    axes |= {axis} if is_typed(axis) else set()
+    hidden_ND, table_VD = as_varying(hidden_ND, axes), as_varying(table, axes)
+    if way == "backward":
+        loss_N: jax.Array = loss(hidden_ND, table_VD, targets_N, terms, chunks)
+        return reduced(loss_N.reshape(shape), targets >= 0, faulty, weights, reduction)
+
+    def total(losses: jax.Array) -> jax.Array:
+        return reduced(losses, targets >= 0, faulty, weights, reduction)
+
+    # What each token's loss is multiplied with in the end, by each device's own sum: what varied over fewer axes than
+    # the losses do, jax would add up over the others.
+    ones = as_varying(jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32)), axes - {axis})
+    return sum_of_losses(hidden_ND, table_VD, targets_N, jax.grad(total)(ones).reshape(-1), terms, chunks)
+
+
+def _way(gradients: Any, reduction: Reduction) -> Literal["backward", "forward"]:
+    """Where the gradients are computed: as asked, or as suits the reduction."""
+    if gradients is None:
+        return "backward" if reduction == "none" else "forward"
+    one_of("gradients", gradients, ("backward", "forward"))
+    if gradients == "forward" and reduction == "none":
+        raise ValueError(
+            "gradients='forward' computes them before each token's cotangent is known, so the loss must be reduced: "
+            "use reduction='mean' or 'sum', or gradients='backward'"
+        )
+    return gradients
+
+
+def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, column_chunk: Any) -> Chunks:
+    tokens, features = shape
+    token_chunk, column_chunk = (
+        None if chunk is None else whole_number(name, chunk, at_least=1, instead="leave it out to have it chosen")
+        for name, chunk in (("token_chunk", token_chunk), ("column_chunk", column_chunk))
+    )
+    if way == "forward":
+        at_once = max(_CHUNK, tokens * features) // local
+        tokens_of_tile, columns_of_tile = max(64, at_once), max(128, local // 128)
+    else:
+        tokens_of_tile = 1024
+        columns_of_tile = max(64, max(_TILE, tokens * features // 4) // min(tokens_of_tile, max(tokens, 1)))
+    return Chunks(
+        min(token_chunk or _even(tokens, tokens_of_tile), max(tokens, 1)),
+        min(column_chunk or _even(local, columns_of_tile), local),
+    )
+
+
+def _even(extent: int, limit: int) -> int:
+    """The width of equal chunks of at most `limit`; unequal ones where that would more than double their number."""
+    least = max(-(-extent // limit), 1)
+    number = next((k for k in range(least, 2 * least) if extent % k == 0), least)
+    return max(-(-extent // number), 1)
+
+
+def _check_operands(hidden: jax.Array, table: jax.Array) -> None:
+    if hidden.ndim < 1 or table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
+        raise ValueError(
+            f"hidden of shape {hidden.shape} and table of shape {table.shape} on each IPU don't go together: give "
+            "(.., D) and (rows, D)"
+        )
+    if hidden.dtype != table.dtype or not jnp.issubdtype(hidden.dtype, jnp.floating):
+        raise ValueError(
+            f"hidden has dtype {hidden.dtype} and table {table.dtype}, but both must have the same floating dtype: "
+            "convert one of them"
+        )
+
+
+def _check_per_token(name: str, per_token: ArrayLike, hidden: jax.Array) -> None:
+    if jnp.shape(per_token) != hidden.shape[:-1]:
+        raise ValueError(
+            f"{name} has shape {jnp.shape(per_token)}, but hidden of shape {hidden.shape} takes one for each token: "
+            f"give shape {hidden.shape[:-1]}"
+        )

@@ -1,0 +1,96 @@
+"""The benchmarks' lines and exit status."""
+
+import numpy as np
+import pytest
+
+from figures import Cost, Figures, largest_relative_difference, least, side_by_side
+
+
+def test_a_figure_above_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
+    figures = Figures("", ["--check"])
+    figures.add("cost", 1.02, 1.03)
+    assert figures.status() == 0
+    figures.add("memory", 1.10, 1.05)
+    assert figures.status() == 1
+    printed = capsys.readouterr()
+    assert [line.split() for line in printed.out.splitlines()] == [
+        ["cost", "1.02", "<=", "1.03"],
+        ["memory", "1.1", "<=", "1.05", "FALLS", "SHORT"],
+    ]
+    assert printed.err == "falls short: memory\n"
+
+
+def test_a_figure_below_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
+    figures = Figures("", ["--check"])
+    figures.add("speed-up", 0.97, at_least=0.97)
+    figures.add("agreement", 1.01, 1.05, at_least=0.95)
+    assert figures.status() == 0
+    figures.add("too slow", 0.96, at_least=0.97)
+    assert figures.status() == 1
+    printed = capsys.readouterr()
+    assert [line.split("  ")[0] for line in printed.err.splitlines()] == ["falls short: too slow"]
+    assert [" ".join(line.split()) for line in printed.out.splitlines()] == [
+        "speed-up 0.97 >= 0.97",
+        "agreement 1.01 >= 0.95 and <= 1.05",
+        "too slow 0.96 >= 0.97 FALLS SHORT",
+    ]
+
+
+@pytest.mark.parametrize("bound", [{"at_most": 1.0}, {"at_least": 1.0}])
+def test_not_a_number_falls_short(bound: dict[str, float]):
+    figures = Figures("", ["--check"])
+    figures.add("cost", float("nan"), **bound)
+    assert figures.status() == 1
+
+
+def test_without_check_the_status_is_0_and_a_figure_may_have_no_bound():
+    figures = Figures("", [])
+    figures.add("cost", 2.0, 1.0)
+    figures.add("told", 2.0)
+    assert figures.status() == 0
+
+
+def test_a_script_may_have_flags_of_its_own():
+    figures = Figures("", ["--only", "torch"], lambda parser: parser.add_argument("--only"))
+    assert figures.args.only == "torch"
+
+
+def test_the_least_of_clock_and_of_work_are_taken_apart():
+    assert least([Cost(1.0, 4.0), Cost(2.0, 3.0)]) == Cost(1.0, 3.0)
+
+
+def test_side_by_side_runs_each_call_in_every_round():
+    counts = [0, 0]
+
+    def call(k: int) -> int:
+        counts[k] += 1
+        return k
+
+    costs = side_by_side(lambda: call(0), lambda: call(1), rounds=3)
+    assert counts == [5, 5]
+    assert all(0 <= cost.wall < 1 for cost in costs)
+
+
+def test_the_difference_is_relative_to_the_leaf():
+    assert largest_relative_difference([np.array([10.0, 11.0])], [np.array([10.0, 10.0])]) == pytest.approx(0.1)
+    assert largest_relative_difference([np.array(1.0), np.array(6.0)], [np.array(1.0), np.array(5.0)]) == pytest.approx(
+        0.2
+    )
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("of_found", [True, False])
+def test_not_a_number_differs_in_whichever_leaf_it_stands(place: int, of_found: bool):
+    with_nan = [np.array([1.0, 2.0 if k != place else np.nan]) for k in range(3)]
+    without = [np.array([1.0, 2.0])] * 3
+    trees = (with_nan, without) if of_found else (without, with_nan)
+    figures = Figures("", ["--check"])
+    figures.add("difference", largest_relative_difference(*trees), 1e-5)
+    assert figures.status() == 1
+
+
+def test_a_difference_of_unlike_shapes_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^the shapes found are \[\(2, 1\)\], and \[\(2,\)\] are expected: compare like"
+    ):
+        largest_relative_difference([np.ones((2, 1))], [np.ones(2)])

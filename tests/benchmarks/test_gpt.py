@@ -1,0 +1,151 @@
+"""The benchmark's GPT, pipelined with a tied table, gives the loss and every gradient of a dense GPT written apart."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt import Sizes, init_params, make_pipeline, random_batch
+from ipu_jax.engine import scan as engine
+from support.dense import largest_relative_error
+
+# 11 divides by neither 2 nor 4 IPUs
+SIZES = Sizes(vocabulary=11, length=6, features=8, heads=2, layers=4)
+SEQUENCES = 2
+
+
+@pytest.fixture(autouse=True)
+def bubbles_hold_nan(monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+
+
+@jax.jit
+def dense_value_and_grad(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
+    """Of one micro-batch, without any function of gpt.py: a sequence, a head and a layer at a time."""
+
+    def normalised(p: Any, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        unit = (wide - wide.mean(1)[:, None]) / jnp.sqrt(wide.var(1)[:, None] + 1e-5)
+        return unit.astype(x.dtype) * p["scale"] + p["bias"]
+
+    def attended(p: Any, x: jax.Array) -> jax.Array:
+        total = jnp.zeros_like(x)
+        for head in range(SIZES.heads):
+            query, key, value = (x @ p["qkv"][:, part, head] for part in range(3))
+            scores = (query @ key.T).astype(jnp.float32) / np.sqrt(key.shape[1])
+            weights = jnp.exp(scores) * np.tri(SIZES.length)
+            total += (weights / weights.sum(1, keepdims=True)).astype(x.dtype) @ value @ p["out"][head]
+        return total
+
+    # as `jax.nn.gelu` has it, by tanh
+    def gelu(x: jax.Array) -> jax.Array:
+        return x * (jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)) + 1) / 2
+
+    def of_one(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = jax.nn.one_hot(tokens, SIZES.vocabulary, dtype=params["table"].dtype) @ params["table"]
+        x += params["positions"]
+        for layer in range(SIZES.layers):
+            p = jax.tree.map(lambda w, layer=layer: w[layer], params["blocks"])
+            x += attended(p["attention"], normalised(p["norm1"], x))
+            x += gelu(normalised(p["norm2"], x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
+        logits = (normalised(params["norm"], x) @ params["table"].T).astype(jnp.float32)
+        return (jnp.log(jnp.exp(logits).sum(1)) - logits[jnp.arange(SIZES.length), targets]).mean()
+
+    mean_loss = lambda params: jax.vmap(of_one, (None, 0, 0))(params, tokens, targets).mean()  # noqa: E731
+    return jax.value_and_grad(mean_loss)(params)
+
+
+def joined(params: dict[str, Any]) -> dict[str, Any]:
+    """The blocks of all stages in one group, as float64 numpy arrays."""
+    stages = [params[name] for name in sorted(params) if name.startswith("blocks")]
+    together = jax.tree.map(lambda *parts: np.concatenate(parts), *stages)
+    found = {name: w for name, w in params.items() if not name.startswith("blocks")} | {"blocks": together}
+    return jax.tree.map(lambda w: np.asarray(w, np.float64), found)
+
+
+@functools.cache
+def weights_of(ipus: int) -> dict[str, Any]:
+    """Larger than at the start of a training, where the gradients of early layers and biases are nearly nothing."""
+    drawn = np.random.default_rng(0)
+    one = jax.eval_shape(lambda: init_params(SIZES, 1))
+    one = jax.tree.map(lambda w: (0.3 * drawn.normal(size=w.shape)).astype(np.float32), one)
+    each = SIZES.layers // ipus
+    blocks = one.pop("blocks0")
+    return one | {f"blocks{i}": jax.tree.map(lambda w, i=i: w[each * i :][:each], blocks) for i in range(ipus)}
+
+
+@functools.cache
+def expected(micro_batches: int, dtype: str) -> tuple[Any, dict[str, Any]]:
+    params = jax.tree.map(lambda w: jnp.asarray(w, dtype), weights_of(1))
+    params["blocks"] = params.pop("blocks0")
+    batch = random_batch(SIZES, micro_batches, SEQUENCES)
+    all_ = [
+        dense_value_and_grad(params, tokens, targets)
+        for tokens, targets in zip(batch["tokens"], batch["targets"], strict=True)
+    ]
+    return jax.tree.map(lambda *parts: np.mean(np.asarray(parts, np.float64), axis=0), *all_)
+
+
+def pipelined(
+    ipus: int, micro_batches: int, dtype: str = "float32", *, loss_too: bool = False, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    pipeline = make_pipeline(SIZES, ipus, gradient_accumulation=micro_batches, **options)
+    params = pipeline.shard(jax.tree.map(lambda w: w.astype(jnp.dtype(dtype)), weights_of(ipus)))
+    batch = random_batch(SIZES, micro_batches, SEQUENCES)
+    loss, gradients = pipeline.value_and_grad(params, batch)
+    if loss_too:
+        np.testing.assert_allclose(pipeline.loss(params, batch), loss, rtol=1e-6)
+    return np.asarray(loss, np.float64), joined(pipeline.unshard(gradients))
+
+
+def assert_equals_the_dense_gpt(ipus: int, micro_batches: int, **options: Any) -> None:
+    found = pipelined(ipus, micro_batches, **options)
+    assert largest_relative_error(found, expected(micro_batches, "float32")) < 50 * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "schedule", "recompute"), [(1, "grouped", "none"), (3, "1f1b", "all"), (3, "zb-h1", "none")]
+)
+def test_a_tied_gpt_on_2_ipus(schedule, micro_batches, recompute):
+    assert_equals_the_dense_gpt(
+        2,
+        micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        loss_too=recompute == "all",
+    )
+
+
+# every count of IPUs, M below and above it, every schedule, with and without recompute
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ipus", "micro_batches", "schedule", "recompute"),
+    [
+        (1, 3, "grouped", "none"),
+        (1, 1, "zb-h1", "all"),
+        (2, 1, "1f1b", "none"),
+        (2, 3, "sequential", "all"),
+        (4, 3, "1f1b", "all"),
+        (4, 3, "sequential", "none"),
+        (4, 6, "zb-h1", "none"),
+        (4, 6, "grouped", "all"),
+    ],
+)
+def test_every_schedule_of_a_tied_gpt(ipus, micro_batches, schedule, recompute):
+    assert_equals_the_dense_gpt(ipus, micro_batches, schedule=schedule, recompute=recompute)
+
+
+def test_bfloat16():
+    """As near to the float32 program as the dense one in bfloat16 is, within a few roundings."""
+    found, exact = pipelined(2, 3, "bfloat16"), expected(3, "float32")
+    dense_error = largest_relative_error(expected(3, "bfloat16"), exact)
+    few = 4 * float(jnp.finfo(jnp.bfloat16).eps)
+    assert largest_relative_error(found, exact) < dense_error + few
+
+
+def test_layers_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="layers=4 don't divide by ipus=3: give a multiple"):
+        make_pipeline(SIZES, 3)

@@ -1,0 +1,72 @@
+"""The processes of the torch rival: answers, and a diagnosis where there is none. Stand-ins take the place of torch."""
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from figures import Cost
+from rivals_of.torch_pipeline import TorchPipeline
+
+BATCHES = {"4x2": {"images": np.zeros((2, 4, 28, 28), np.uint8), "labels": np.zeros((2, 4), np.int32)}}
+
+
+def pipeline_of(folder: Path, program: str, limit: float = 20.0) -> TorchPipeline:
+    """Its processes run `program`, which has `rank`, `folder` and the first `order`."""
+    path = folder / "stage.py"
+    path.write_text(
+        "import json, pathlib, sys, time\n"
+        "import numpy as np\n"
+        "rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])\n"
+        "order = json.loads(sys.stdin.readline())\n" + textwrap.dedent(program)
+    )
+    return TorchPipeline({"hidden.w": np.ones((2, 3))}, BATCHES, limit=limit, program=path)
+
+
+def test_the_clock_is_rank_0s_and_cpu_work_is_summed(tmp_path: Path):
+    program = """
+        assert order == {"do": "steps", "batch": "4x2", "count": 2, "schedule": "GPipe", "threads": 1, "steps": 2}
+        print(json.dumps({"wall": [1 + rank, 2 + rank], "cpu": [3 + rank, 4 + rank]}))
+    """
+    with pipeline_of(tmp_path, program) as rival:
+        assert rival.step_costs("4x2", "GPipe", threads=1, steps=2) == [Cost(1, 7), Cost(2, 9)]
+
+
+def test_a_result_is_what_both_ranks_wrote(tmp_path: Path):
+    program = """
+        weights = np.load(folder / "weights.npz")
+        found = {"hidden.w": weights["hidden.w"]} if rank == 0 else {"loss": 3.0, "classifier.b": np.zeros(2)}
+        np.savez(folder / f"result-{rank}.npz", **found)
+        print("{}")
+    """
+    with pipeline_of(tmp_path, program) as rival:
+        loss, gradients = rival.result("4x2", "1F1B")
+    assert loss == 3.0
+    assert {name: g.tolist() for name, g in gradients.items()} == {
+        "hidden.w": [[1.0] * 3] * 2,
+        "classifier.b": [0.0, 0.0],
+    }
+
+
+def test_a_process_that_dies_ends_the_one_that_waits_for_it(tmp_path: Path):
+    program = """
+        if rank == 1:
+            sys.exit("no such kernel")
+        time.sleep(600)
+    """
+    with (
+        pipeline_of(tmp_path, program) as rival,
+        pytest.raises(RuntimeError, match=r"stage 1 exited with 1 at \{.*\nstage 1: no such kernel"),
+    ):
+        rival.step_costs("4x2", "GPipe", threads=1, steps=1)
+    assert all(process.returncode is not None for process in rival.processes)
+
+
+def test_a_process_that_is_stuck_is_given_up(tmp_path: Path):
+    with (
+        pipeline_of(tmp_path, "time.sleep(600)", limit=1.0) as rival,
+        pytest.raises(RuntimeError, match=r"no answer from stage 0 within 1 s to \{"),
+    ):
+        rival.step_costs("4x2", "GPipe", threads=1, steps=1)
+    assert all(process.returncode is not None for process in rival.processes)

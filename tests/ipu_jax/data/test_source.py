@@ -1,0 +1,183 @@
+"""Reading examples: from arrays and from indexables, always in new memory, and what no IPU could hold."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ipu_jax.data.source import Source, normalise
+
+INDICES = np.array([4, 0, 4, 2])
+
+
+class Squares:
+    """An indexable that hands out the same buffer again and again."""
+
+    def __init__(self, count=5):
+        self._count, self._buffer = count, np.zeros((99, 2), np.float32)
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, indices):
+        self._buffer[: len(indices)] = (indices**2)[:, None]
+        return [self._buffer[: len(indices)]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held"),
+    [
+        (np.uint8, np.uint8),
+        (np.bool_, np.bool_),
+        (np.int64, np.int32),
+        (np.float64, np.float32),
+        (np.float16, np.float16),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+        (">i4", np.int32),
+        (np.uint64, np.uint32),
+    ],
+)
+def test_arrays_of_every_dtype_are_read_as_jax_holds_them(dtype, held):
+    array = np.arange(30).reshape(5, 3, 2).astype(dtype)
+    array.flags.writeable = False
+    source = Source((array, {"n": array[:, 0, 0]}))
+    first, second = source.read(INDICES)
+    assert (source.examples, first.dtype, second["n"].dtype) == (5, held, held)
+    np.testing.assert_array_equal(first, array[INDICES].astype(held))
+    np.testing.assert_array_equal(second["n"], array[INDICES, 0, 0].astype(held))
+    assert source.like[0] == jax.ShapeDtypeStruct((3, 2), held)
+    first[:] = 0  # new memory, and writable
+
+
+def test_a_jax_array_is_a_source_too():
+    assert Source(jnp.arange(5) * 2).read(INDICES).tolist() == [8, 0, 8, 4]
+
+
+def test_a_buffer_that_is_used_again_changes_nothing_that_was_read():
+    source = Source(Squares())
+    (first,) = source.read(INDICES)
+    sent = jax.device_put(first)
+    source.read(np.array([1, 1, 1, 1]))
+    assert first[:, 0].tolist() == sent[:, 0].tolist() == [16, 0, 16, 4]
+
+
+def test_big_integers_are_refused_when_they_are_read():
+    source = Source({"id": np.array([1, 2**31, -(2**40)])})
+    assert source.read(np.array([0]))["id"].tolist() == [1]
+    for index, value in ((1, 2147483648), (2, -1099511627776)):
+        with pytest.raises(ValueError, match="cannot") as refused:
+            source.read(np.array([0, index]))
+        assert str(refused.value) == (
+            f"the source holds {value} at source['id'], which int32 cannot: set jax_enable_x64, or give smaller numbers"
+        )
+
+
+def test_filling_takes_the_sources_structure():
+    source = Source({"x": np.zeros((2, 3), np.float32), "y": np.zeros(2, np.int32)})
+    assert source.filling(-1) == {"x": -1, "y": -1}
+    assert source.filling({"x": 0.5, "y": 7}) == {"x": 0.5, "y": 7}
+
+
+class Broken:
+    """An indexable whose later answers are another thing than its first."""
+
+    def __init__(self, *answers):
+        self._answers = iter(answers)
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, indices):
+        return next(self._answers)(indices)
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        (
+            lambda indices: [np.zeros((4, 2)), np.zeros(4)],
+            "the source gave PyTreeDef([*, *]) for 4 examples, and PyTreeDef([*]) for the first one: give all alike",
+        ),
+        (
+            lambda indices: [np.zeros((4, 3), np.int32)],
+            "the source gave int32 (3,) at source[0], and float32 (2,) for the first example: give all alike",
+        ),
+        (
+            lambda indices: [np.zeros((3, 2))],
+            "the source gave shape (3, 2) at source[0] for 4 examples: give NumPy arrays (4, ...)",
+        ),
+        (lambda indices: [1.0], "the source gave float at source[0] for 4 examples: give NumPy arrays (4, ...)"),
+    ],
+)
+def test_an_indexable_must_stay_alike(then, message):
+    source = Source(Broken(lambda indices: [np.zeros((len(indices), 2))], then))
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
+        source.read(INDICES)
+    assert str(refused.value) == message
+
+
+MEND = "give arrays with an example a row, or an object with __len__ and __getitem__ of an index array"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"x": np.zeros((0, 2))}, f"the source holds no examples: {MEND}"),
+        ({}, f"the source holds no examples: {MEND}"),
+        (Squares(0), f"the source holds no examples: {MEND}"),
+        ({"x": [1, 2]}, f"the source has int at source['x'][0]: {MEND}"),
+        ("digits", f"the source has str at source: {MEND}"),
+        (np.float32(3), f"the source has float32 at source: {MEND}"),
+        (iter([1]), f"the source is a list_iterator, whose examples have no numbers: {MEND}"),
+        (Broken(lambda indices: {}), f"the source has examples without any array: {MEND}"),
+        (
+            (np.zeros(3), {"y": np.zeros(4)}),
+            "the source's arrays differ in length: 3 at source[0], 4 at source[1]['y']; give a row of each for every "
+            "example",
+        ),
+        (np.array(["a", "b"]), "the source holds <U1 at source: IPUs hold numbers and bools only"),
+        ([np.array([{}, {}])], "the source holds object at source[0]: IPUs hold numbers and bools only"),
+    ],
+)
+def test_what_is_no_source_is_refused(source, message):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
+        Source(source)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill", "message"),
+    [
+        (np.uint8, -1, "fill=-1 at source[0] is no uint8: give a number that it holds"),
+        (np.int32, 0.5, "fill=0.5 at source[0] is no int32: give a number that it holds"),
+        (np.float32, "a", "fill='a' at source[0] is no float32: give a number that it holds"),
+        (np.float32, {"x": 1}, "fill={'x': 1} is neither a number nor a pytree of numbers as the source's"),
+    ],
+)
+def test_what_cannot_fill_up_is_refused(dtype, fill, message):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
+        Source([np.zeros(3, dtype)]).filling(fill)
+    assert str(refused.value) == message
+
+
+# bytes as numbers
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_bytes_are_normalised_alike_on_host_and_ipu_but_for_rounding(dtype):
+    every = np.arange(256, dtype=np.uint8)[:, None]
+    mean, std = np.array([0.5, 0.1307, 0.9]), np.array([0.5, 0.3081, 0.2])
+    on_ipu = jax.jit(lambda values: normalise(values, mean=mean, std=std, dtype=dtype))(jnp.asarray(every))
+    on_host = normalise(every, mean=mean, std=std, dtype=dtype)
+    exact = (every / 255 - mean) / std
+    assert on_ipu.dtype == on_host.dtype == dtype
+    # three roundings, of the quotient, of the difference and of the result; the first two are divided by std
+    tolerance = 4 * float(jnp.finfo(dtype).eps) / std.min()
+    for found in (on_ipu, on_host):
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, atol=tolerance, rtol=0)
+
+
+def test_floats_are_no_bytes():
+    with pytest.raises(ValueError, match=r"^values are float32: give bytes, uint8 of 0 to 255$"):
+        normalise(np.zeros(3, np.float32))

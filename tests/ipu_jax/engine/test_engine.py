@@ -1,0 +1,416 @@
+"""The staged scan against dense twins, its bubbles filled with NaN; what it costs is read from what XLA compiled."""
+
+import collections
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh
+from ipu_jax.engine import scan as engine
+from support.dense import Model, chain, largest_relative_error
+
+_ = None  # in a placement: a concurrent stage
+
+
+@pytest.fixture(autouse=True)
+def nan_in_bubbles(monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+
+
+def assert_equals_its_twin(model: Model, ipus: int, options: dict[str, Any], rtol: float = 1e-5) -> Pipeline:
+    pipeline = model.pipeline(ipus, **options)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
+    expected_loss, expected = model.twin(pipeline.options.reduction)
+    assert largest_relative_error(loss, expected_loss) < rtol
+    found = pipeline.unshard(gradients)
+    assert largest_relative_error(found, expected) < rtol
+    assert jax.tree.map(lambda g: g.dtype, found) == jax.tree.map(lambda w: w.dtype, model.params)
+    return pipeline
+
+
+# Placement, IPUs, M, options of the model, options of the pipeline. The full product has thousands of programs; this
+# sample meets the pairs of what may go wrong together, and the slow tests draw from the rest.
+UNLIKE, TIED, TWICE = {"like": False}, {"tied": True}, {"replicas": 2}
+SEQUENTIAL, SUM = {"schedule": "sequential"}, {"reduction": "sum"}
+CASES = [
+    ((0,), 1, 1, {}, {}),
+    ((0,), 2, 3, TWICE, SUM),
+    ((0, 1), 2, 1, {}, {}),
+    ((0, 1), 2, 3, UNLIKE, SEQUENTIAL | SUM),
+    ((0, 1), 2, 8, TWICE, {}),
+    ((0, 0, 1), 2, 2, UNLIKE, {}),
+    ((0, 1, 0, 1), 2, 3, {}, {}),
+    ((0, 1, 0), 2, 8, UNLIKE, SEQUENTIAL),
+    ((0, 2, 1), 4, 8, UNLIKE, {}),
+    ((0, 1, 2, 3), 4, 2, UNLIKE, SUM),
+    ((0, 1, 2, 3), 4, 3, UNLIKE | TWICE, SEQUENTIAL),
+    (tuple(range(8)), 8, 3, {}, {}),
+    ((_, 0, 1), 2, 3, UNLIKE, {}),
+    ((_, 0, 1, _), 2, 3, TIED, {}),
+    ((_, 0, 1, _), 4, 8, TIED | TWICE, SUM),
+    ((_, 1, _), 2, 1, UNLIKE, {}),
+    ((0, _, 1), 2, 3, UNLIKE, {}),
+    ((0, _, 1, _), 4, 2, UNLIKE | TWICE, SEQUENTIAL | SUM),
+    ((0, _, _, 1, 1), 2, 3, {}, {}),
+    ((_, 0, _, 1, _), 2, 3, TIED, SEQUENTIAL),
+    ((_, 3, 1, _, _), 4, 2, UNLIKE, {}),
+    ((_,), 4, 3, {}, SUM),
+    ((_,), 1, 8, {}, {}),
+    ((_, _), 2, 2, TIED | TWICE, {}),
+]
+
+
+def case_id(case) -> str:
+    places, ipus, m, model, pipeline = case
+    where = "".join("*" if place is None else str(place) for place in places)
+    return "-".join([where, f"on{ipus}", f"m{m}", *model, *(str(v) for v in pipeline.values())])
+
+
+@pytest.mark.parametrize(
+    ("places", "ipus", "micro_batches", "of_model", "of_pipeline"),
+    # every other one always runs, of the others a sample
+    [pytest.param(*case, id=case_id(case), marks=pytest.mark.slow if i % 2 else ()) for i, case in enumerate(CASES)],
+)
+def test_loss_and_every_gradient_equal_the_dense_twins(places, ipus, micro_batches, of_model, of_pipeline):
+    assert_equals_its_twin(chain(places, micro_batches, **of_model), ipus, of_pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("places", "ipus", "micro_batches", "of_model", "of_pipeline"),
+    [
+        ((0, 1, 2, 3), 4, 8, {}, {}),
+        ((0, 1, _), 8, 8, UNLIKE, SUM),
+        ((_, _, _), 8, 1, UNLIKE, {}),
+        ((1, 0), 2, 2, {}, SUM),
+        ((_, 0, 0, _), 2, 8, TIED | TWICE, SEQUENTIAL | SUM),
+        ((0, _, 0), 4, 3, UNLIKE | TWICE, {}),
+    ],
+)
+def test_more_of_the_sample(places, ipus, micro_batches, of_model, of_pipeline):
+    assert_equals_its_twin(chain(places, micro_batches, **of_model), ipus, of_pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_any_placement_equals_its_twin(seed):
+    pick = random.Random(seed)
+    ipus = pick.choice([1, 2, 3, 4])
+    places = tuple(pick.choice([None, *range(ipus)]) for _ in range(pick.randint(1, 6)))
+    ends_meet = len(places) > 1 and places[0] is None and places[-1] is None
+    model = chain(
+        places,
+        pick.choice([1, 2, 3, 5, 8]),
+        replicas=pick.choice([1, 2]),
+        like=pick.random() < 0.5,
+        tied=ends_meet and pick.random() < 0.7,
+        seed=seed,
+    )
+    options = {"schedule": pick.choice(["grouped", "sequential"]), "reduction": pick.choice(["mean", "sum"])}
+    pipeline = assert_equals_its_twin(model, ipus, options)
+    assert largest_relative_error(pipeline.loss(pipeline.shard(model.params), model.batch), model.twin()[0]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [tuple(range(8)), (_, *range(8), _), tuple(reversed(range(8)))])
+@pytest.mark.parametrize("micro_batches", [1, 8, 16])
+@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+def test_eight_ipus_equal_the_twin(places, micro_batches, schedule):
+    assert_equals_its_twin(chain(places, micro_batches, like=False), 8, {"schedule": schedule})
+
+
+@pytest.mark.parametrize(("places", "ipus"), [((0, _, 1), 2), ((_, 0, 1, _), 4)])
+def test_bfloat16_stays_within_its_roundings_of_the_float32_twin(places, ipus):
+    """A rounding is 2^-9 of a value, and a gradient sees one an operation and layer, forward and backward: some 16."""
+    model = chain(places, 3, dtype=jnp.bfloat16)
+    pipeline = model.pipeline(ipus)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
+    full = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, (model.params, model.batch))
+    twin = dataclasses.replace(model, params=full[0], batch=full[1]).twin()
+    assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), twin) < 16 * 2**-9
+
+
+@pytest.mark.parametrize("place", [0, ALL_IPUS])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_losses_and_gradients_in_half_precision_are_accumulated_in_float32(place, dtype):
+    m = 300  # in bfloat16, 256 + 1 is 256, and 512 + 2 is 512
+    stage = Stage(lambda w, x, mb: (w * mb).sum(), params="w", ipu=place)
+    pipeline = Pipeline(
+        [stage],
+        mesh=make_mesh(1, 2),
+        gradient_accumulation=m,
+        reduction="sum",
+        specs={"w": PartitionSpec()} if place is ALL_IPUS else None,
+    )
+    loss, gradients = pipeline.value_and_grad(pipeline.shard({"w": jnp.ones(2, dtype)}), jnp.ones((m, 2), dtype))
+    assert float(loss) == 2
+    np.testing.assert_array_equal(pipeline.unshard(gradients)["w"], np.full(2, m))
+
+
+# what passes between stages
+
+
+def rich_stage(i: int, width: int):
+    """Takes and gives a tree of every dtype; each boundary has a width of its own."""
+
+    def fn(w, x, mb):
+        if x is None:
+            x = {"h": mb["x"], "n": [mb["ids"], mb["ids"][0] > 3], "half": mb["x"][:, 0].astype(jnp.bfloat16)}
+            x |= {"scale": jnp.float16(1.5), "flags": mb["ids"] > 4}
+        h = jnp.tanh(x["h"] @ w) * x["scale"].astype(jnp.float32) + x["half"].astype(jnp.float32)[:, None]
+        h = jnp.where(x["flags"][:, None], h, h / 2) + jnp.where(x["n"][1], 0.1, 0.2) * x["n"][0][:, None]
+        return {
+            "h": h,
+            "n": [x["n"][0] + 1, ~x["n"][1]],
+            "half": h[:, 0].astype(jnp.bfloat16),
+            "scale": (x["scale"] * h.mean()).astype(jnp.float16) if i % 2 else x["scale"],
+            "flags": x["flags"] ^ (x["n"][0] % 2 == 0),
+        }
+
+    return fn
+
+
+@pytest.mark.parametrize("places", [(0, 1, 0), (0, _, 1), (_, 0, _)])
+def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
+    rng = np.random.default_rng(0)
+    widths = (4, 6, 3, 5)
+    weights = {f"w{i}": jnp.asarray(rng.normal(size=widths[i : i + 2]), jnp.float32) for i in range(3)}
+    fns = [rich_stage(i, widths[i + 1]) for i in range(3)]
+
+    def loss(w, x, mb):
+        y = fns[2](w, x, mb)
+        return jnp.mean(y["h"] ** 2) + jnp.mean(jnp.where(y["flags"], y["n"][0], 0)) * y["scale"].astype(jnp.float32)
+
+    stages = [
+        Stage(fn, params=f"w{i}", ipu=ALL_IPUS if place is None else place)
+        for i, (fn, place) in enumerate(zip([*fns[:2], loss], places, strict=True))
+    ]
+    specs = {f"w{i}": PartitionSpec() for i, place in enumerate(places) if place is None}
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=4, specs=specs)
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(4, 5, 4)), jnp.float32),
+        "ids": jnp.asarray(rng.integers(9, size=(4, 5)), jnp.int32),
+    }
+    found_loss, gradients = pipeline.value_and_grad(pipeline.shard(weights), batch)
+
+    def plain(weights):
+        one = lambda mb: loss(weights["w2"], fns[1](weights["w1"], fns[0](weights["w0"], None, mb), mb), mb)  # noqa: E731
+        return jnp.mean(jax.vmap(one)(batch))
+
+    expected_loss, expected = jax.jit(jax.value_and_grad(plain))(weights)
+    # the half-precision leaves are rounded by the same casts in both programs, but XLA may fuse around them
+    assert largest_relative_error(found_loss, expected_loss) < 1e-3
+    assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-2
+
+
+@pytest.mark.parametrize("middle", [None, lambda p, x, mb: x, lambda p, x, mb: {"deep": [x, mb.sum()]}])
+def test_stages_without_weights_pass_gradients_on(middle):
+    unwrap = lambda x: x["deep"][0] * x["deep"][1] if isinstance(x, dict) else x  # noqa: E731
+    first = Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="w", ipu=0)
+    last = Stage(lambda p, x, mb: jnp.mean(unwrap(x) ** 2), ipu=1)
+    stages = [first, *([] if middle is None else [Stage(middle, ipu=1), Stage(lambda p, x, mb: x, ipu=0)]), last]
+    pipeline = Pipeline(stages, gradient_accumulation=3)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(4, 5)), jnp.float32)}
+    batch = jnp.asarray(rng.normal(size=(3, 2, 4)), jnp.float32)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+
+    def plain(params):
+        h = jnp.tanh(batch @ params["w"])
+        if middle is not None and isinstance(middle(None, h[0], batch[0]), dict):
+            h = h * batch.sum((1, 2))[:, None, None]
+        return jnp.mean(h**2)
+
+    expected = jax.value_and_grad(plain)(params)
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("places", [(0, 1, 0), (0, 0, 1), (_, 0, _)])
+def test_stages_that_share_a_group_add_their_gradients(places):
+    shared = [i for i, place in enumerate(places) if place == max(places, key=places.count)]
+    names = ["shared" if i in shared else f"own{i}" for i in range(3)]
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(scale=0.5, size=(4, 4)), jnp.float32) for name in dict.fromkeys(names)}
+    batch = jnp.asarray(rng.normal(size=(5, 3, 4)), jnp.float32)
+
+    def layer(w, x, mb):
+        return jnp.tanh((mb if x is None else x) @ w)
+
+    fns = [layer, layer, lambda w, x, mb: jnp.mean(layer(w, x, mb) ** 2)]
+    stages = [
+        Stage(fn, params=name, ipu=ALL_IPUS if place is None else place)
+        for fn, name, place in zip(fns, names, places, strict=True)
+    ]
+    specs = {name: PartitionSpec() for name, place in zip(names, places, strict=True) if place is None}
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=5, specs=specs)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+
+    def plain(params):
+        h = batch
+        for name in names:
+            h = jnp.tanh(h @ params[name])
+        return jnp.mean(h**2)
+
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), jax.value_and_grad(plain)(params)) < 1e-5
+
+
+def rows_of(x, w):
+    """x's columns that meet this IPU's rows of w."""
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("ipu") * w.shape[0], w.shape[0], axis=1)
+
+
+gathered = functools.partial(jax.lax.all_gather, axis_name="ipu", axis=1, tiled=True)
+COLLECTIVES = {
+    "a reduce-scatter and an all-gather": (
+        PartitionSpec("ipu"),
+        lambda w, x: gathered(jax.lax.psum_scatter(rows_of(x, w) @ w, "ipu", scatter_dimension=1, tiled=True)),
+        lambda w, x: x @ w,
+    ),
+    "a mean over IPUs that hold the weights alike": (
+        PartitionSpec(),
+        lambda w, x: jax.lax.pmean(x @ w, "ipu"),
+        lambda w, x: x @ w,
+    ),
+    "all-gathers in a scan over remat layers": (
+        PartitionSpec(None, "ipu"),
+        lambda w, x: jax.lax.scan(
+            lambda h, _: (jax.checkpoint(lambda h: gathered(jnp.tanh(h @ w)))(h), None), x, None, 2
+        )[0],
+        lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w),
+    ),
+    "an all-gather where the activations say so": (
+        PartitionSpec(None, "ipu"),
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: gathered(x @ w), lambda: x),
+        lambda w, x: jnp.where(x[0, 0] > 0, x @ w, x),
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "fn", "plain"), COLLECTIVES.values(), ids=COLLECTIVES)
+def test_the_collectives_of_a_concurrent_stage_have_the_gradients_of_the_dense_program(spec, fn, plain):
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(scale=0.5, size=(8, 8)).astype(np.float32) for name in "abc"}
+    batch = rng.normal(size=(3, 5, 8)).astype(np.float32)
+    stages = [
+        Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a", ipu=0),
+        Stage(lambda w, x, mb: fn(w, x), params="b", ipu=ALL_IPUS),
+        Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="c", ipu=1),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 4), gradient_accumulation=3, specs={"b": spec})
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+
+    def dense(params):
+        return jnp.mean(
+            jax.vmap(lambda mb: jnp.mean((plain(params["b"], jnp.tanh(mb @ params["a"])) @ params["c"]) ** 2))(batch)
+        )
+
+    expected = jax.jit(jax.value_and_grad(dense))(params)
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), expected) < 1e-5
+
+
+# schedules of the user's own
+
+OWN = {
+    "GPipe: all F, then all B": ((0, 1), ((0, 1, 2), (1, 2, 3)), ((5, 6, 7), (4, 5, 6))),
+    "1F1B": ((0, 1), ((0, 1, 4), (1, 3, 5)), ((3, 5, 7), (2, 4, 6))),
+    "a message that waits": ((0, 1), ((0, 2), (1, 4)), ((5, 7), (4, 6))),
+    "a head in its own time": ((0, _), ((0, 2), (0, 2)), ((1, 3), (0, 2))),
+    "an embedding in its own time": ((_, 0, 1), ((0, 3), (1, 4), (2, 5)), ((4, 7), (3, 6), (2, 5))),
+}
+REFUSED = {
+    "neighbours apart in time, far from others": ((0, 0), ((0, 1), (1, 2)), ((1, 2), (1, 2))),
+    "the head reads a tick late": ((0, _), ((0, 1), (1, 2)), ((1, 2), (1, 2))),
+    "the head's B a tick after its F": ((0, _), ((0, 1), (0, 1)), ((1, 2), (1, 2))),
+    "exit a tick late": ((_, 0), ((0, 1), (0, 1)), ((1, 2), (0, 1))),
+    "an entry's result read a tick late": ((_, 0), ((0, 1), (1, 2)), ((1, 2), (1, 2))),
+    "F of neighbours on one IPU apart": (
+        (0, 1, 1, 2),
+        ((0, 1), (1, 2), (2, 3), (3, 4)),
+        ((5, 6), (4, 5), (4, 5), (3, 4)),
+    ),
+    "B of neighbours on one IPU apart": (
+        (0, 1, 1, 2),
+        ((0, 1), (1, 2), (1, 2), (2, 3)),
+        ((5, 6), (4, 5), (3, 4), (2, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("places", "forward", "backward"), OWN.values(), ids=OWN)
+def test_a_schedule_of_the_users_own_is_run_as_it_says(places, forward, backward):
+    ipus = max(2, 1 + max(place for place in places if place is not None))
+    schedule = Schedule("mine", places, ipus, forward, backward)
+    assert_equals_its_twin(chain(places, len(forward[0])), ipus, {"schedule": schedule})
+
+
+@pytest.mark.parametrize(("places", "forward", "backward"), REFUSED.values(), ids=REFUSED)
+def test_a_schedule_that_the_engine_could_not_run_is_refused(places, forward, backward):
+    ipus = max(2, 1 + max(place for place in places if place is not None))
+    with pytest.raises(ValueError, match=r"^schedule 'mine': "):
+        Schedule("mine", places, ipus, forward, backward)
+
+
+# idle means idle
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_each_stage_runs_once_a_micro_batch_on_its_own_ipu_and_never_else(schedule, backward):
+    """Counted on the host by pure callbacks, which XLA may move out of a branch or a loop as it may any arithmetic."""
+    m, places = 4, (0, 1, 2, _)
+    runs = collections.Counter()
+
+    def counted(kind, i):
+        def host(x, ipu, at):
+            runs[kind, i, int(ipu), int(at)] += 1
+            return x
+
+        def call(x, at):
+            return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x, jax.lax.axis_index("ipu"), at)
+
+        return call
+
+    def stage(i):
+        @jax.custom_vjp
+        def probe(x, at):
+            return counted("F", i)(x, at)
+
+        probe.defvjp(
+            lambda x, at: (counted("F", i)(x, at), (x, at)),
+            lambda saved, g: (g + 0 * counted("B", i)(*saved), None),
+        )
+
+        def fn(w, x, mb):
+            y = probe((mb["x"] if x is None else x) @ w, mb["at"])
+            # the probe hands the host this IPU's number, so its y may differ between IPUs as far as a trace can tell
+            return jax.lax.pmean(y.mean(), "ipu") if i == 3 else jnp.tanh(y)
+
+        return Stage(fn, params=f"w{i}", ipu=ALL_IPUS if places[i] is None else places[i])
+
+    pipeline = Pipeline(
+        [stage(i) for i in range(4)],
+        mesh=make_mesh(1, 4),
+        schedule=schedule,
+        gradient_accumulation=m,
+        specs={"w3": PartitionSpec()},
+    )
+    params = pipeline.shard({f"w{i}": np.eye(3, dtype=np.float32) for i in range(4)})
+    batch = {"x": np.ones((m, 2, 3), np.float32), "at": np.arange(m)}
+    jax.block_until_ready((pipeline.value_and_grad if backward else pipeline.loss)(params, batch))
+
+    expected = {
+        (kind, i, ipu, at): 1
+        for kind in ("FB" if backward else "F")
+        for i in range(4)
+        for ipu in ([i] if i < 3 else range(4))
+        for at in range(m)
+    }
+    assert runs == expected

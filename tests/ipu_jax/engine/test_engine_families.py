@@ -1,0 +1,147 @@
+"""Every schedule family, run by the engine, gives the unsharded program's loss and gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax.analysis._account import plan_for
+from ipu_jax.engine import scan as engine
+from ipu_jax.schedules import NAMES, make
+from sharded_ops import log_softmax_cross_entropy, matmul
+
+CLASSES = 7
+
+
+@pytest.fixture(autouse=True)
+def bubbles_hold_nan(monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+
+
+def layer(params, x, microbatch):
+    x = microbatch["x"] if x is None else x
+    return jax.nn.relu(x @ params["w"] + params["b"])
+
+
+def head(params, x, microbatch):
+    logits = matmul(x, params["w"]) + params["b"]
+    return jnp.mean(log_softmax_cross_entropy(logits, microbatch["y"], size=CLASSES))
+
+
+def dense_head(params, x, microbatch):
+    log_p = jax.nn.log_softmax(x @ params["w"] + params["b"])
+    return -jnp.mean(jnp.take_along_axis(log_p, microbatch["y"][:, None], axis=1))
+
+
+def weights(rows, columns, seed):
+    w = np.random.default_rng(seed).normal(size=(rows, columns)) / rows**0.5
+    return {"w": w.astype(np.float32), "b": np.full(columns, 0.1, np.float32)}
+
+
+def assert_equals_the_unsharded_program(
+    name: str,
+    ipus: int,
+    micro_batches: int,
+    *,
+    concurrent_head: bool,
+    recompute: Any = "none",
+    replicas: int = 1,
+):
+    """A chain of unlike layers under the family's own placement, with or without a concurrent head behind it."""
+    placement = [ipu for ipu in make(name, micro_batches=1, ipus=ipus).placement if ipu is not None]
+    widths = [12, *(16 + i % 3 for i in range(len(placement)))]
+    stages = [Stage(layer, params=f"layer{i}", ipu=ipu, recompute=recompute) for i, ipu in enumerate(placement)]
+    params = {f"layer{i}": weights(widths[i], widths[i + 1], i) for i in range(len(placement))}
+    params["head"] = weights(widths[-1], CLASSES, 99)
+    specs = {"head": {"w": PartitionSpec(None, "ipu"), "b": PartitionSpec("ipu")}}
+    if concurrent_head:
+        stages.append(Stage(head, params="head", ipu=ALL_IPUS, reference=dense_head))
+        schedule = make(name, micro_batches=micro_batches, ipus=ipus, placement=(*placement, None))
+    else:
+        stages.pop()
+        last = f"layer{len(stages)}"
+        whole = lambda p, x, mb: dense_head(p["head"], layer(p["layer"], x, mb), mb)  # noqa: E731
+        stages.append(Stage(whole, params="last", ipu=placement[-1], recompute=recompute))
+        params["last"] = {"layer": params.pop(last), "head": params.pop("head")}
+        specs = {}
+        schedule = make(name, micro_batches=micro_batches, ipus=ipus)
+    pipeline = Pipeline(
+        stages,
+        mesh=make_mesh(replicas, ipus),
+        schedule=schedule,
+        gradient_accumulation=micro_batches,
+        specs=specs,
+    )
+    lead = (micro_batches,) if replicas == 1 else (replicas, micro_batches)
+    rng = np.random.default_rng(5)
+    batch = {
+        "x": rng.normal(size=(*lead, 5, 12)).astype(np.float32),
+        "y": rng.integers(0, CLASSES, (*lead, 5)).astype(np.int32),
+    }
+    sharded = pipeline.shard(params)
+    report = verify(pipeline, sharded, batch)
+    assert float(pipeline.loss(sharded, batch)) == pytest.approx(report.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("concurrent_head", [False, True], ids=["local head", "concurrent head"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_equals_the_unsharded_program(name, concurrent_head):
+    assert_equals_the_unsharded_program(name, 2, 3, concurrent_head=concurrent_head)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_on_4_ipus(name, micro_batches):
+    assert_equals_the_unsharded_program(name, 4, micro_batches, concurrent_head=micro_batches == 5)
+
+
+@pytest.mark.parametrize("recompute", ["all", jax.checkpoint_policies.dots_saveable], ids=["all", "dots"])
+@pytest.mark.parametrize("name", ["grouped", "zb-h1"])
+def test_recompute_changes_no_number(name, recompute):
+    assert_equals_the_unsharded_program(name, 2, 3, concurrent_head=False, recompute=recompute)
+
+
+def test_replicas_of_a_zero_bubble_pipeline():
+    assert_equals_the_unsharded_program("zb-h1", 2, 3, concurrent_head=True, replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "micro_batches", "waiting"),
+    [
+        ("zbv", (0, 1, 2, 3, 3, 2, 1, 0), 5, {"F": [1, 2], "B": [1, 1]}),
+        ("looped", (0, 1, 2, 0, 1, 2), 4, {"F": [1, 1], "B": [1, 3]}),
+    ],
+)
+def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places, micro_batches, waiting):
+    """Stages 1 and 2 are one piece of program, which stands behind rings that only stage 2 needs."""
+    stages = [Stage(lambda w, x, mb: jnp.sin(x), ipu=ipu, name=f"stage {i}") for i, ipu in enumerate(places)]
+    stages[0] = Stage(lambda w, x, mb: mb @ w, params="first", ipu=places[0])
+    stages[-1] = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="last", ipu=places[-1])
+    pipeline = Pipeline(stages, schedule=name, gradient_accumulation=micro_batches)
+    params = pipeline.shard({"first": weights(3, 3, 0)["w"], "last": weights(3, 2, 1)["w"]})
+    batch = np.random.default_rng(2).normal(size=(micro_batches, 5, 3)).astype(np.float32)
+    plan = plan_for(pipeline, params, batch)
+    assert (1, 2) in plan.teams
+    assert {"F": [plan.queue(i - 1, "F") for i in (1, 2)], "B": [plan.queue(i, "B") for i in (1, 2)]} == waiting
+    verify(pipeline, params, batch)
+
+
+def test_recompute_all_shrinks_the_temporary_memory():
+    def temporary_bytes(recompute: Any) -> int:
+        deep = lambda p, x, mb: jax.nn.tanh(jax.nn.tanh(mb @ p) @ p)  # noqa: E731
+        loss = lambda p, x, mb: jnp.mean((x @ p) ** 2)  # noqa: E731
+        stages = [Stage(deep, params="a", ipu=0, recompute=recompute), Stage(loss, params="b", ipu=1)]
+        pipeline = Pipeline(stages, gradient_accumulation=4, schedule="gpipe")
+        params = pipeline.shard({"a": np.ones((64, 64), np.float32), "b": np.ones((64, 64), np.float32)})
+        batch = np.ones((4, 512, 64), np.float32)
+        compiled = jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporary_bytes("all") < 0.8 * temporary_bytes("none")

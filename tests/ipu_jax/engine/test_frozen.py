@@ -1,0 +1,234 @@
+"""Frozen weights get no gradient and cost none; weights of several dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax.engine import scan as engine
+from support.dense import largest_relative_error
+from support.harness import exactly
+from support.layers import ROWS, D, loss_layer, normal
+
+
+@pytest.fixture(autouse=True)
+def bubbles_hold_nan(monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+
+
+# frozen weights and mixed dtypes
+
+
+def frozen_pipeline(frozen: Any, schedule: str = "grouped", places: tuple[int | None, ...] = (0, 1)) -> Pipeline:
+    def first(p, x, mb):
+        return jnp.tanh(mb["x"] @ p["w"] + p["b"]) * p["scale"][p["row"]]
+
+    places_ = [ALL_IPUS if place is None else place for place in places]
+    stages = [Stage(first, params="a", ipu=places_[0]), Stage(loss_layer, params="b", ipu=places_[1])]
+    specs = {name: PartitionSpec() for name, place in zip("ab", places, strict=True) if place is None}
+    return Pipeline(
+        stages, gradient_accumulation=3, frozen=frozen, schedule=schedule, specs=specs, mesh=make_mesh(1, 2)
+    )
+
+
+MIXED = {
+    "a": {
+        "w": normal(D, D),
+        "b": jnp.asarray(normal(D), jnp.bfloat16),
+        "scale": normal(2, D),
+        "row": np.ones((), np.int32),
+    },
+    "b": {"w": normal(D, D, seed=4)},
+}
+INT = {"w": False, "b": False, "scale": False, "row": True}
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "zb-h1"])
+@pytest.mark.parametrize("places", [(0, 1), (None, 1), (0, None), (0, 0)])
+@pytest.mark.parametrize(
+    ("frozen", "learning"),
+    [
+        ({"a": INT}, {"a": ["w", "b", "scale"], "b": ["w"]}),
+        ({"a": {**INT, "w": True}}, {"a": ["b", "scale"], "b": ["w"]}),
+        ({"a": True}, {"b": ["w"]}),
+        ({"a": True, "b": True}, {}),
+        ({"a": INT, "b": True}, {"a": ["w", "b", "scale"]}),
+    ],
+)
+def test_frozen_leaves_get_no_gradient_and_the_others_theirs(frozen, learning, places, schedule):
+    pipeline = frozen_pipeline(frozen, schedule, places)
+    params = pipeline.shard(MIXED)
+    batch = {"x": normal(3, ROWS, D, seed=1), "y": normal(3, ROWS, D, seed=2)}
+    verify(pipeline, params, batch)
+    loss, gradients = pipeline.value_and_grad(params, batch)
+
+    def twin(chosen):
+        a, b = ({**MIXED[g], **chosen.get(g, {})} for g in "ab")
+        h = jnp.tanh(batch["x"] @ a["w"] + a["b"]) * a["scale"][1]
+        return jnp.mean((h @ b["w"] - batch["y"]) ** 2)
+
+    expected, of_chosen = jax.value_and_grad(twin)(
+        {g: {n: MIXED[g][n] for n in names} for g, names in learning.items()}
+    )
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for group, leaves in pipeline.unshard(gradients).items():
+        for name, gradient in leaves.items():
+            assert gradient.dtype == MIXED[group][name].dtype
+            if name in learning.get(group, []):
+                bound = 1e-2 if gradient.dtype == jnp.bfloat16 else 1e-5
+                assert largest_relative_error([gradient], [of_chosen[group][name]]) < bound
+            else:
+                assert not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("frozen", ["z", "a"])
+@pytest.mark.parametrize("schedule", ["grouped", "zb-h1"])
+def test_of_two_groups_that_run_as_one_the_other_learns_in_whatever_order_they_are_named(frozen, schedule):
+    stages = [
+        Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"]), params="z", ipu=0),
+        Stage(lambda p, x, mb: jnp.sin(x @ p["w"]), params="a", ipu=0),
+        Stage(loss_layer, params="b", ipu=1),
+    ]
+    pipeline = Pipeline(stages, gradient_accumulation=3, frozen={frozen: True}, schedule=schedule)
+    params = {name: {"w": normal(D, D, seed=seed)} for seed, name in enumerate("zab")}
+    batch = {"x": normal(3, ROWS, D, seed=4), "y": normal(3, ROWS, D, seed=5)}
+    _, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+
+    def twin(params):
+        z, a, b = (params[name]["w"] for name in "zab")
+        return jnp.mean((jnp.sin(jnp.tanh(batch["x"] @ z) @ a) @ b - batch["y"]) ** 2)
+
+    expected = jax.grad(twin)(params) | {frozen: {"w": jnp.zeros((D, D))}}
+    found = pipeline.unshard(gradients)
+    for name in "zab":
+        np.testing.assert_allclose(found[name]["w"], expected[name]["w"], rtol=1e-5, atol=1e-7)
+
+
+def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backward():
+    def compiled(frozen):
+        stages = [
+            Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"]), params="a", ipu=0),
+            Stage(loss_layer, params="b", ipu=1),
+        ]
+        pipeline = Pipeline(stages, gradient_accumulation=2, frozen=frozen)
+        params = pipeline.shard({"a": {"w": normal(1024, 64)}, "b": {"w": normal(64, 64)}})
+        batch = {"x": normal(2, ROWS, 1024), "y": normal(2, ROWS, 64)}
+        return jax.jit(pipeline.value_and_grad).lower(params, batch)
+
+    learning, frozen = compiled({}), compiled({"a": True})
+    count = lambda lowered: lowered.as_text().count("stablehlo.dot_general")  # noqa: E731
+    assert count(learning) == 5  # 2 forward, dW of both, dx of the second
+    assert count(frozen) <= 4  # jax 0.12 also finds that nobody needs dx
+    of = lambda lowered: lowered.compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+    assert of(learning) - of(frozen) > 0.9 * 4 * 1024 * 64
+
+
+@pytest.mark.parametrize(
+    ("frozen", "message"),
+    [
+        ({"c": True}, "frozen='c' is no group: the stages name 'a', 'b'"),
+        ({"a": 1}, "frozen['a'] holds 1: give True, False, or a tree of them"),
+        (
+            {},
+            "params['a']['row'] is int32: weights must be floating; freeze it, or carry other data in the batch",
+        ),
+    ],
+)
+def test_a_frozen_that_does_not_fit_is_refused(frozen, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        frozen_pipeline(frozen).shard(MIXED)
+
+
+# weights that another pipeline sharded
+
+
+def two_stages(frozen: Any) -> Pipeline:
+    """Unlike widths, so that leaves of both IPUs share flat slots, and a concurrent head that is split unevenly."""
+    stages = [
+        Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"] + p["b"]), params="a", ipu=0),
+        Stage(lambda p, x, mb: jnp.tanh(x @ p["w"]), params="b", ipu=1),
+        Stage(lambda p, x, mb: jax.lax.psum(jnp.sum((x @ p["w"]) ** 2), "ipu") / ROWS, params="head", ipu=ALL_IPUS),
+    ]
+    return Pipeline(
+        stages, gradient_accumulation=2, frozen=frozen, specs={"head": PartitionSpec(None, "ipu")}, mesh=make_mesh(1, 2)
+    )
+
+
+UNLIKE = {
+    "a": {"w": normal(D, 5), "b": normal(5)},
+    "b": {"w": normal(5, 3, seed=4)},
+    "head": {"w": normal(3, 7, seed=5)},
+}
+FREEZES = {
+    "nothing": {},
+    "a": {"a": True},
+    "part of a and the head": {"a": {"w": False, "b": np.True_}, "head": True},
+    "everything": {"a": True, "b": True, "head": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("a", "nothing"), ("nothing", "a"), ("everything", "part of a and the head")]
+)
+def test_what_is_frozen_is_said_by_the_pipeline_that_runs(before, after):
+    """Unfreezing in stages: the next pipeline goes on with the weights that the one before sharded and trained."""
+    batch = {"x": normal(2, ROWS, D, seed=1)}
+    first, second = two_stages(FREEZES[before]), two_stages(FREEZES[after])
+
+    def dense(p):
+        h = jnp.tanh(jnp.tanh(batch["x"] @ p["a"]["w"] + p["a"]["b"]) @ p["b"]["w"])
+        return jnp.mean(jnp.sum((h @ p["head"]["w"]) ** 2, axis=(1, 2)) / ROWS)
+
+    def freezes(frozen, group, name):
+        of_group = frozen.get(group, False)
+        return of_group[name] if isinstance(of_group, dict) else of_group
+
+    weights: Any = UNLIKE
+    params: Any = first.shard(UNLIKE)
+    optimizer = optax.sgd(0.1, momentum=0.5)
+    expected_state, state = optimizer.init(weights), optimizer.init(params)
+    for pipeline, frozen in ((first, FREEZES[before]), (second, FREEZES[after])):
+        exact = {
+            group: {n: g * (not freezes(frozen, group, n)) for n, g in leaves.items()}
+            for group, leaves in jax.grad(dense)(weights).items()
+        }
+        updates, expected_state = optimizer.update(exact, expected_state)
+        weights = optax.apply_updates(weights, updates)
+        # one tree with the weights, whoever made them
+        gradients = pipeline.value_and_grad(params, batch)[1]
+        assert jax.tree.structure(gradients) == jax.tree.structure(params)
+        assert largest_relative_error(pipeline.unshard(gradients), exact) <= 1e-5
+        updates, state = optimizer.update(gradients, state)
+        params = optax.apply_updates(params, updates)
+    assert largest_relative_error(second.unshard(params), weights) <= 1e-5
+    verify(second, params, batch)
+
+
+def test_what_another_pipeline_froze_costs_as_much_as_if_this_one_had_sharded_it():
+    batch = {"x": normal(2, ROWS, D, seed=1)}
+    first, second = two_stages(FREEZES["a"]), two_stages({})
+    of_first, of_second = first.shard(UNLIKE), second.shard(UNLIKE)
+    for pipeline in (first, second):
+        own, others = (of_first, of_second) if pipeline is first else (of_second, of_first)
+        of_own, of_others = (pipeline.report(params, batch, compile=False) for params in (own, others))
+        assert of_own == of_others
+    # the accumulators of a/w and a/b, and of b/w in their slots
+    assert second.report(of_first, batch, compile=False) != first.report(of_first, batch, compile=False)
+
+
+def test_unfreezing_what_cannot_be_trained_is_refused():
+    pipeline, whole = frozen_pipeline({"a": INT}), frozen_pipeline({})
+    params = pipeline.shard(MIXED)
+    batch = {"x": normal(3, ROWS, D, seed=1), "y": normal(3, ROWS, D, seed=2)}
+    message = "params['a']['row'] is int32: weights must be floating; freeze it, or carry other data in the batch"
+    for call in (whole.value_and_grad, whole.loss, whole.report):
+        with pytest.raises(ValueError, match=exactly(message)):
+            call(params, batch)
+    unfit = frozen_pipeline({"a": {"w": True}})
+    with pytest.raises(ValueError, match=r"^frozen\['a'\] does not fit the group's tree: "):
+        unfit.value_and_grad(params, batch)

@@ -1,0 +1,120 @@
+"""Everything with everything: each pair of choices below meets in some case, which equals its dense twin.
+
+All of them together would be thousands of programs. Faults of a pipeline come of one choice, or of two that meet: so a
+greedy search picks cases until every pair that can meet has met.
+"""
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import jax
+import pytest
+
+from ipu_jax import Pipeline, make_mesh
+from ipu_jax.engine import scan as engine
+from ipu_jax.schedules import NAMES, make
+from support.dense import Model, chain, largest_relative_error
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "schedule": NAMES,
+    "ipus": (1, 2, 4, 8),
+    "micro_batches": ("below", "equal", "above"),
+    "like": (True, False),
+    "concurrent": ("none", "start", "middle", "end", "both", "tied"),
+    "recompute": ("none", "all", "dots"),
+    "replicas": (1, 2),
+    "reduction": ("mean", "sum"),
+}
+Case = tuple[Any, ...]
+
+
+def possible(case: dict[str, Any]) -> bool:
+    return case.get("ipus", 1) * case.get("replicas", 1) <= 8
+
+
+def pairs_of(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    return set(itertools.combinations(zip(CHOICES, case, strict=True), 2))
+
+
+def covering() -> list[Case]:
+    """Cases such that every possible pair of choices is in one of them; the same ones every time."""
+    rng = random.Random(0)
+    missing = {
+        pair
+        for (a, of_a), (b, of_b) in itertools.combinations(CHOICES.items(), 2)
+        for pair in (((a, x), (b, y)) for x in of_a for y in of_b)
+        if possible(dict(pair))
+    }
+    found: list[Case] = []
+    while missing:
+        tries = [tuple(rng.choice(values) for values in CHOICES.values()) for _ in range(200)]
+        must = dict(min(missing, key=repr))
+        tries = [tuple(must.get(name, value) for name, value in zip(CHOICES, case, strict=True)) for case in tries]
+        best = max(
+            (case for case in tries if possible(dict(zip(CHOICES, case, strict=True)))),
+            key=lambda case: len(pairs_of(case) & missing),
+        )
+        missing -= pairs_of(best)
+        found.append(best)
+    return found
+
+
+CASES = covering()
+
+
+def model_of(schedule: str, ipus: int, micro_batches: str, like: bool, concurrent: str, recompute: Any, replicas: int):
+    places: list[int | None] = list(make(schedule, ipus=ipus, micro_batches=1).placement)
+    stages = len(places)
+    if concurrent in ("start", "both", "tied"):
+        places.insert(0, None)
+    if concurrent == "middle":
+        places.insert((len(places) + 1) // 2, None)
+    if concurrent in ("end", "both", "tied"):
+        places.append(None)
+    count = {"below": max(1, stages // 2), "equal": stages, "above": stages + 1 + stages // 2}[micro_batches]
+    model = chain(tuple(places), count, replicas=replicas, like=like, tied=concurrent == "tied")
+    policy = jax.checkpoint_policies.dots_saveable if recompute == "dots" else recompute
+    return dataclasses.replace(
+        model, stages=tuple(dataclasses.replace(stage, recompute=policy) for stage in model.stages)
+    )
+
+
+def test_the_cases_meet_in_all_pairs():
+    met = set().union(*map(pairs_of, CASES))
+    for (a, of_a), (b, of_b) in itertools.combinations(CHOICES.items(), 2):
+        for x, y in itertools.product(of_a, of_b):
+            assert ((a, x), (b, y)) in met or not possible({a: x, b: y})
+    assert len(CASES) < 80
+
+
+_ALWAYS = 16  # each was chosen for the most pairs that those before it miss
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if i < _ALWAYS else pytest.mark.slow) for i, case in enumerate(CASES)],
+    ids=["-".join(map(str, case)) for case in CASES],
+)
+def test_equals_the_dense_twin(case, monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    schedule, ipus, micro_batches, like, concurrent, recompute, replicas, reduction = case
+    model: Model = model_of(schedule, ipus, micro_batches, like, concurrent, recompute, replicas)
+    pipeline = Pipeline(
+        model.stages,
+        mesh=make_mesh(replicas, ipus),
+        specs=model.specs,
+        gradient_accumulation=model.micro_batches,
+        schedule=schedule,
+        reduction=reduction,
+    )
+    params = pipeline.shard(model.params)
+    expected_loss, expected = model.twin(reduction)
+    before = pipeline.loss(params, model.batch)
+    loss, gradients = pipeline.value_and_grad(params, model.batch)
+    between = pipeline.loss(params, model.batch)
+    again, _ = pipeline.value_and_grad(params, model.batch)
+    for found in (before, loss, between, again):
+        assert float(found) == pytest.approx(float(expected_loss), rel=1e-5)
+    assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-5

@@ -1,0 +1,116 @@
+"""What a compiled step needs, against what its report predicts and what the design promises.
+
+The bytes are XLA's own (`memory_analysis`) and the buffers those of the compiled program's text, so that nothing here
+trusts the code that predicts. `benchmarks/memory.py` has the model, and prints the figures of docs/memory.md.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from memory import (
+    LAYERS,
+    MICRO_BATCHES,
+    NEAR,
+    ROWS,
+    SCHEDULES,
+    WIDTH,
+    arguments,
+    compiled_bytes,
+    pipeline_of,
+    report_of,
+    settled,
+)
+
+MESSAGE = 4 * ROWS * WIDTH  # bytes of one activation
+
+
+def compiled_step(pipeline, params, batch):
+    return jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
+
+
+@pytest.mark.parametrize("ipus", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
+def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
+    flat = [compiled_bytes(report_of(schedule, ipus, m)) for m in settled(schedule, ipus)]
+    assert len(flat) >= 2
+    assert max(flat) <= 1.05 * min(flat)
+
+
+@pytest.mark.parametrize("ipus", [2, 4])
+def test_gpipe_keeps_every_micro_batch(ipus):
+    small, large = (report_of("gpipe", ipus, m) for m in (8, 16))
+    assert large.stash == 2 * small.stash
+    assert compiled_bytes(large) - compiled_bytes(small) == pytest.approx(small.stash, rel=0.01)
+
+
+@pytest.mark.parametrize(("ipus", "micro_batches"), [*((2, m) for m in MICRO_BATCHES), (4, 8), (4, 16)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_temporary_bytes_are_what_the_report_predicts(schedule, ipus, micro_batches):
+    found = report_of(schedule, ipus, micro_batches)
+    assert found.stash > 0.4 * found.predicted_temporary, "the stash is what this model needs most for"
+    assert found.predicted_temporary / NEAR <= compiled_bytes(found) <= found.predicted_temporary * NEAR
+
+
+@pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
+def test_the_stash_is_depth_times_residuals(schedule, depths):
+    """By hand: 3 layers keep tanh and 1 - tanh each; a last stage its input as well, and the difference from y."""
+    first, last = (part.stash for part in report_of(schedule, 2, 8).ipus)
+    a_layer = 2 * LAYERS * MESSAGE
+    # jax 0.12 sees that the tanh of the first stage's last layer is its result, and keeps one value less there
+    assert first in (depths[0] * a_layer, depths[0] * (a_layer - MESSAGE))
+    assert last in (depths[1] * (a_layer + 2 * MESSAGE), depths[1] * (a_layer + MESSAGE))
+
+
+def test_recompute_takes_the_stash_away():
+    kept = report_of("1f1b", 2, 8)
+    pipeline = pipeline_of("1f1b", 2, 8)
+    stages = [type(stage)(stage.fn, params=stage.params, ipu=stage.ipu, recompute="all") for stage in pipeline.stages]
+    again = type(pipeline)(stages, schedule="1f1b", gradient_accumulation=8)
+    found = again.report(*arguments(again))
+    assert [part.stash for part in found.ipus] == [0, MESSAGE], "the first stage reads its input from the batch"
+    assert compiled_bytes(found) < 0.6 * compiled_bytes(kept)
+    # the working set decides here, of which the report knows an upper bound
+    assert compiled_bytes(found) <= found.predicted_temporary * NEAR
+    assert found.ipus[0].flops > 1.3 * kept.ipus[0].flops, "a third more work"
+
+
+WIDE = 512  # weights of 1 MB, activations of 2 rows
+
+
+@pytest.fixture(scope="module", params=["grouped", "1f1b", "zb-h1"])
+def heavy_weights(request):
+    pipeline = pipeline_of(request.param, 2, 8)
+    params, batch = arguments(pipeline, width=WIDE, rows=2)
+    return pipeline, params, batch, compiled_step(pipeline, params, batch)
+
+
+def test_no_weights_are_stashed(heavy_weights):
+    pipeline, params, batch, step = heavy_weights
+    leaf, message = 4 * WIDE * WIDE, 4 * 2 * WIDE
+    found = pipeline.report(params, batch)
+    assert found.stash < 64 * message < leaf / 2
+    # sums lie in the gradients that the step returns; beyond those at most one stage's products on their way there
+    assert step.memory_analysis().temp_size_in_bytes <= 1.05 * LAYERS * leaf
+    assert step.memory_analysis().output_size_in_bytes == pytest.approx(LAYERS * leaf, rel=0.01)
+    assert found.ipus[0].gradients == found.ipus[0].accumulators == LAYERS * leaf
+
+
+def test_no_buffer_holds_gradients_of_several_stages(heavy_weights):
+    """An IPU sums its own stages' gradients only: no array as large as two leaves."""
+    *_, step = heavy_weights
+    shapes = re.findall(r"\bf32\[([\d,]+)\]", step.as_text())
+    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
+    assert largest == WIDE * WIDE
+
+
+def test_half_precision_sums_are_wider_than_their_gradients():
+    pipeline = pipeline_of("1f1b", 2, 4)
+    params, batch = arguments(pipeline)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    params = pipeline.shard(pipeline.unshard(params))
+    part = pipeline.report(params, batch, compile=False).ipus[0]
+    assert (part.weights, part.gradients, part.accumulators) == tuple(LAYERS * WIDTH * WIDTH * k for k in (2, 2, 4))

@@ -1,0 +1,274 @@
+"""Stages that hold state, against a program written apart: a Python loop over replicas and micro-batches."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+from ipu_jax.engine import scan as engine
+from support.dense import largest_relative_error
+from support.harness import exactly
+from support.layers import ROWS, D, loss_layer, normal
+
+MOMENTUM = 0.9
+
+
+@pytest.fixture(autouse=True)
+def bubbles_hold_nan(monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+
+
+# batch norm
+
+
+def norm_layer(p, x, mb, *, state):
+    """As a user writes it: normalise by the micro-batch, and remember what was seen."""
+    x = mb["x"] if x is None else x
+    h = x @ p["w"]
+    mean, var = h.mean(0), h.var(0)
+    seen = {
+        "mean": MOMENTUM * state["mean"] + (1 - MOMENTUM) * mean,
+        "var": MOMENTUM * state["var"] + (1 - MOMENTUM) * var,
+        "count": state["count"] + 1,
+    }
+    return Outputs(jnp.tanh((h - mean) * lax.rsqrt(var + 1e-5) * p["gain"]), state=seen)
+
+
+def norm_layer_in_evaluation(p, x, mb, *, state):
+    x = mb["x"] if x is None else x
+    return jnp.tanh((x @ p["w"] - state["mean"]) * lax.rsqrt(state["var"] + 1e-5) * p["gain"])
+
+
+class NormModel:
+    """`places` says where each normalised layer stands; the loss follows on the last IPU, or on all."""
+
+    def __init__(self, places: tuple[int | None, ...], micro_batches: int, replicas: int = 1, recompute: Any = "none"):
+        self.replicas, self.micro_batches = replicas, micro_batches
+        norm = functools.partial(Stage, norm_layer, evaluate=norm_layer_in_evaluation, recompute=recompute)
+        self.names = [f"layer{i}" for i in range(len(places) - 1)]
+        self.stages = [
+            norm(params=name, state=f"{name} seen", ipu=ALL_IPUS if place is None else place)
+            for name, place in zip(self.names, places, strict=False)
+        ]
+        self.stages.append(Stage(loss_layer, params="loss", ipu=ALL_IPUS if places[-1] is None else places[-1]))
+        self.params = {
+            **{name: {"w": normal(D, D, seed=i), "gain": normal(D, seed=50 + i)} for i, name in enumerate(self.names)},
+            "loss": {"w": normal(D, D, seed=99)},
+        }
+        self.state = {
+            f"{name} seen": {
+                "mean": normal(D, seed=70 + i),
+                "var": normal(D, seed=80 + i) ** 2,
+                "count": np.full((), i, np.int32),
+            }
+            for i, name in enumerate(self.names)
+        }
+        self.specs = {
+            stage.params: PartitionSpec() for stage in self.stages if stage.params is not None and stage.place is None
+        }
+        lead = (micro_batches,) if replicas == 1 else (replicas, micro_batches)
+        self.batch = {"x": normal(*lead, ROWS, D, seed=1), "y": normal(*lead, ROWS, D, seed=2)}
+
+    def pipeline(self, ipus: int, schedule: str = "grouped") -> Pipeline:
+        return Pipeline(
+            self.stages,
+            mesh=make_mesh(self.replicas, ipus),
+            schedule=schedule,
+            gradient_accumulation=self.micro_batches,
+            specs=self.specs,
+        )
+
+    def twin(self) -> tuple[Any, Any, Any]:
+        """Loss, gradients and new state: nothing of ours in it."""
+
+        def forward(params, x, y, state):
+            new = {}
+            for name in self.names:
+                h = jnp.einsum("nd,de->ne", x, params[name]["w"])
+                mean, var = h.sum(0) / ROWS, jnp.square(h - h.sum(0) / ROWS).sum(0) / ROWS
+                old = state[f"{name} seen"]
+                new[f"{name} seen"] = {
+                    "count": old["count"] + 1,
+                    "mean": old["mean"] * 0.9 + mean * 0.1,
+                    "var": old["var"] * 0.9 + var * 0.1,
+                }
+                x = jnp.tanh((h - mean[None]) / jnp.sqrt(var[None] + 1e-5) * params[name]["gain"])
+            return jnp.square(x @ params["loss"]["w"] - y).mean(), new
+
+        step = jax.jit(jax.value_and_grad(forward, has_aux=True))
+        xs, ys = (self.batch[k].reshape(self.replicas, self.micro_batches, ROWS, D) for k in ("x", "y"))
+        losses, gradients, states = [], [], []
+        for replica in range(self.replicas):
+            state = self.state
+            for m in range(self.micro_batches):
+                (loss, state), gradient = step(self.params, xs[replica, m], ys[replica, m], state)
+                losses.append(loss)
+                gradients.append(gradient)
+            states.append(state)
+        mean = lambda *leaves: sum(leaves) / len(leaves)  # noqa: E731
+        state = jax.tree.map(lambda *s: s[0] if s[0].dtype == np.int32 else mean(*s), *states)
+        return mean(*losses), jax.tree.map(mean, *gradients), state
+
+
+def assert_state_loss_and_gradients_equal_the_twins(model: NormModel, pipeline: Pipeline) -> None:
+    params, state = pipeline.shard(model.params), pipeline.shard_state(model.state)
+    evaluated = pipeline.loss(params, model.batch, state)
+    loss, gradients, new_state = pipeline.value_and_grad(params, model.batch, state)
+    expected_loss, expected_gradients, expected_state = model.twin()
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
+    found = pipeline.unshard(new_state)
+    assert largest_relative_error(found, expected_state) < 1e-5
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+    assert float(pipeline.loss(params, model.batch, state)) == float(evaluated)  # it changes nothing
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1"])
+def test_running_statistics_are_updated_once_a_micro_batch_in_order(schedule):
+    model = NormModel((0, 1, 1), 3)
+    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, schedule))
+
+
+@pytest.mark.parametrize(
+    ("places", "ipus", "micro_batches", "replicas", "recompute"),
+    [
+        ((0, 0), 1, 2, 1, "none"),
+        ((0, 1, 2, 3), 4, 2, 1, "none"),
+        ((0, 1, 2, 3), 4, 5, 1, "all"),
+        ((0, 1, 1), 2, 3, 2, "none"),
+        ((None, 0, 1), 2, 3, 1, "none"),
+        ((0, None, 1), 2, 3, 1, "all"),
+        ((0, 1, None), 2, 3, 1, "none"),
+        ((0, 1, None, 1, None), 2, 2, 2, "none"),
+        ((1, 0, 1, 0), 2, 4, 1, "none"),
+    ],
+)
+def test_state_wherever_stages_stand(places, ipus, micro_batches, replicas, recompute):
+    model = NormModel(places, micro_batches, replicas, recompute)
+    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(ipus))
+
+
+@pytest.mark.parametrize("name", ["looped", "zbv"])
+def test_state_of_several_stages_an_ipu(name):
+    places = (0, 1, 0, 1) if name == "looped" else (0, 1, 1, 0)
+    model = NormModel(places, 4)
+    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, name))
+
+
+def test_state_of_like_stages_in_one_team():
+    model = NormModel((0, 1, 2, 3, 4, 5, 6, 7), 3)
+    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(8, "1f1b"))
+
+
+def test_evaluation_reads_the_running_statistics():
+    model = NormModel((0, 1, 1), 3)
+    pipeline = model.pipeline(2)
+    params, state = pipeline.shard(model.params), pipeline.shard_state(model.state)
+    for _ in range(3):  # before, between and after training
+        whole, loss = pipeline.unshard(state), 0.0
+        for m in range(3):
+            x = model.batch["x"][m]
+            for name in model.names:
+                seen = whole[f"{name} seen"]
+                h = (x @ model.params[name]["w"] - seen["mean"]) / np.sqrt(seen["var"] + 1e-5)
+                x = np.tanh(h * model.params[name]["gain"])
+            loss += np.mean((x @ model.params["loss"]["w"] - model.batch["y"][m]) ** 2) / 3
+        assert float(pipeline.loss(params, model.batch, state)) == pytest.approx(float(loss), rel=1e-5)
+        _, _, state = pipeline.value_and_grad(params, model.batch, state)
+
+
+def test_a_concurrent_stage_may_split_its_state():
+    def fn(p, x, mb, *, state):
+        return Outputs(mb @ p, state=state + lax.axis_index("ipu") + 1.0)
+
+    stages = [
+        Stage(
+            fn, params="w", state="s", ipu=ALL_IPUS, reference=lambda p, x, mb, *, state: Outputs(mb @ p, state=state)
+        ),
+        Stage(lambda p, x, mb: jnp.mean(x), ipu=1),
+    ]
+    pipeline = Pipeline(
+        stages, gradient_accumulation=2, specs={"w": PartitionSpec()}, state_specs={"s": PartitionSpec("ipu")}
+    )
+    params, state = pipeline.shard({"w": normal(D, D)}), pipeline.shard_state({"s": np.zeros(3, np.float32)})
+    _, _, new = pipeline.value_and_grad(params, normal(2, ROWS, D), state)
+    np.testing.assert_array_equal(pipeline.unshard(new)["s"], [2, 2, 4])  # two micro-batches; 2 + 1 numbers an IPU
+
+
+def test_state_out_of_a_step_goes_into_the_next():
+    model = NormModel((0, 1, 1), 2)
+    pipeline = model.pipeline(2, "1f1b")
+    params, state = pipeline.shard(model.params), pipeline.shard_state(model.state)
+
+    @jax.jit
+    def two_steps(params, state):
+        _, _, state = pipeline.value_and_grad(params, model.batch, state)
+        return pipeline.value_and_grad(params, model.batch, state)[2]
+
+    counts = [seen["count"] for seen in pipeline.unshard(two_steps(params, state)).values()]
+    assert [int(count) for count in counts] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("new", "found"),
+    [
+        (lambda s: None, "None"),
+        (lambda s: s[:1], "float32[1]"),
+        (lambda s: s.astype(jnp.int32), "int32[3]"),
+        (lambda s: {"a": s}, "{'a': 'float32[3]'}"),
+    ],
+)
+def test_a_new_state_must_look_like_the_old_one(new, found):
+    stage = Stage(lambda p, x, mb, *, state: Outputs(mb.mean(), state=new(state)), state="s", name="one")
+    pipeline = Pipeline([stage])
+    state = pipeline.shard_state({"s": np.zeros(3, np.float32)})
+    message = (
+        f"stage 'one' got state float32[3] and returns {found}: "
+        "return Outputs(y, state=...) with the same tree, shapes and dtypes"
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        jax.eval_shape(pipeline.value_and_grad, pipeline.shard({}), np.ones((1, 2)), state)
+
+
+def refused(stage: Stage, message: str, *, call: str = "value_and_grad", state: Any = None, key: Any = None) -> None:
+    pipeline = Pipeline([stage])
+    with pytest.raises(ValueError, match=exactly(message)):
+        getattr(pipeline, call)(pipeline.shard({}), np.ones((1, 2)), state, key)
+
+
+def test_state_and_key_are_asked_for_and_refused_where_nobody_takes_them():
+    plain = Stage(lambda p, x, mb: mb.mean())
+    random = Stage(lambda p, x, mb, *, key: mb.mean(), random=True, name="r")
+    holding = Stage(lambda p, x, mb, *, state: Outputs(mb.mean(), state=state), state="s")
+    refused(
+        plain,
+        "state was given, but no stage holds any: name its group, Stage(..., state='name')",
+        state=Pipeline([holding]).shard_state({"s": np.zeros(3)}),
+    )
+    refused(plain, "a key was given, but no stage takes one: Stage(..., random=True)", key=jax.random.key(0))
+    for call in ("value_and_grad", "loss"):
+        refused(random, "stage 'r' takes a random key: pass key=jax.random.key(...)", call=call)
+        refused(holding, "state is missing: pass state=pipeline.shard_state({...}) with the groups 's'", call=call)
+    refused(holding, "state is a dict: pass what pipeline.shard_state(...) returns", state={"s": np.zeros(3)})
+    refused(random, "key=0 is not one typed key: make it with jax.random.key(seed)", key=0)
+
+
+def test_a_random_stage_with_an_evaluate_needs_no_key_there():
+    stage = Stage(
+        lambda p, x, mb, *, key: jax.random.uniform(key), random=True, evaluate=lambda p, x, mb, *, key: mb.mean() * 2
+    )
+    pipeline = Pipeline([stage])
+    assert float(pipeline.loss(pipeline.shard({}), np.ones((1, 2), np.float32))) == 2
+
+
+def test_a_state_that_two_stages_name_is_refused():
+    one = Stage(lambda p, x, mb, *, state: Outputs(mb, state=state), state="s")
+    with pytest.raises(ValueError, match=r"^state 's' is named by two stages: "):
+        Pipeline([one, one])

@@ -1,0 +1,290 @@
+"""Any optax optimizer on weights that lie on IPUs, in slots, in shards or in replicas' chunks, equals plain optax.
+
+Gradients are drawn, not computed: each model's weights are updated three times, by all optimizers in one program.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.optimizer import blocks as cells
+from ipu_jax.optimizer import zero as rts
+from ipu_jax.optimizer.update import Kept, Update
+from ipu_jax.weights import packing
+from support.dense import largest_relative_error
+from support.refusals import refused
+from support.trained import IPUS, MODELS, quick_compiles, state_error
+
+MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
+
+
+def only_first_stage(tree):
+    """True for the leaves of one group, which share slots with others' leaves."""
+    first = sorted(tree)[0]
+    return {name: jax.tree.map(lambda _, name=name: name == first, tree[name]) for name in tree}
+
+
+USUAL = {
+    "sgd": optax.sgd(0.1),
+    "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1, mask=MATRICES),
+    "lamb": optax.lamb(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+}
+OTHERS = {
+    "half momentum": optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.bfloat16),
+    "adam": optax.adam(1e-2),
+    "lion": optax.lion(1e-2, weight_decay=0.1),
+    "rmsprop": optax.rmsprop(1e-2, centered=True, momentum=0.5),
+    "adagrad": optax.chain(optax.clip(0.05), optax.adagrad(0.1)),
+    "clipped between": optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.5), optax.scale(-0.1)),
+    "masked": optax.masked(optax.adam(1e-2), only_first_stage),
+    "two": optax.multi_transform({True: optax.adam(1e-2), False: optax.sgd(0.1, momentum=0.9)}, only_first_stage),
+    "decayed by loss": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    "zero NaNs": optax.zero_nans(),
+    "noisy": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
+    "schedule free": optax.contrib.schedule_free_adamw(1e-2),
+}
+
+
+def _counts_fillings(leaf):
+    """Every reduction, of numbers that no filling with zeros leaves as they are; and an update that is none itself."""
+    extremes = jnp.max(-1 - leaf**2) * jnp.min(1 + leaf**2)
+    everywhere = jnp.all(leaf**2 < 9) & ~jnp.any(leaf > 9)
+    return leaf * jnp.sum((leaf + 1) ** 2) * extremes * jnp.where(everywhere, 1e-3, 2e-3) + 0.01
+
+
+FILLINGS = {"fillings": optax.stateless(lambda tree, _: jax.tree.map(_counts_fillings, tree))}
+FACTORED = {"adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)}
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def gradients_for(params):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=(STEPS, *w.shape)), w.dtype), params)
+
+
+def plain(optimizer, params, gradients):
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def one(carry, at):
+        (params, state), (i, g) = carry, at
+        updates, state = optimizer.update(g, state, params, value=i)
+        return (optax.apply_updates(params, updates), state), None
+
+    def run(params, gradients):
+        first = (params, optimizer.init(params))
+        return jax.lax.scan(one, first, (jnp.arange(STEPS) * 1.0, gradients))[0]
+
+    return jax.jit(run)(params, gradients)
+
+
+def spread(pipeline, optimizers, params, gradients, replicas):
+    """Weights and states after all updates, whole, per optimizer; and what the replicas' chunks take."""
+    placed = pipeline.shard(params)
+    # each replica has a part of the gradient, and their sum is the whole
+    each = [pipeline.shard(jax.tree.map(lambda g, i=i: g[i] / replicas, gradients)) for i in range(STEPS)]
+    of_gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    of_cells = cells.of_layout(placed.layout, replicas=replicas)
+    updates = {name: Update(optimizer, of_cells) for name, optimizer in optimizers.items()}
+    whole = of_cells.logical(jax.tree.leaves(params))
+    states = {name: Kept(*update.init(whole)) for name, update in updates.items()}
+    of_kept = {
+        name: Kept(
+            [[cells.block_spec(of_cells, k) for _ in of_cell] for k, of_cell in enumerate(kept.like)],
+            [P() for _ in kept.everywhere],
+        )
+        for name, kept in states.items()
+    }
+
+    def one(update, carry, at):
+        (params, kept), (i, sharded) = carry, at
+        shown = [of_cells.cut(k, w) for k, w in enumerate(cells.take(params))]
+        g = cells.take(sharded)
+        g = rts.scatter(of_cells, g) if replicas > 1 else g
+        like = [[a[0, 0] for a in of_cell] for of_cell in kept.like]
+        sums, kept = update(g, Kept(like, kept.everywhere), shown, i)
+        kept = Kept([[a[None, None] for a in of_cell] for of_cell in kept.like], kept.everywhere)
+        return cells.put(params, rts.gather(of_cells, sums) if replicas > 1 else sums), kept
+
+    def program(params, states, gradients):
+        def step(carry, at):
+            return {name: one(update, carry[name], at) for name, update in updates.items()}, None
+
+        first = {name: (params, states[name]) for name in updates}
+        return jax.lax.scan(step, first, (jnp.arange(STEPS) * 1.0, gradients))[0]
+
+    of_params = packing.specs_of(placed.layout)
+    stacked = jax.tree.map(lambda spec: P(None, *spec), of_params, is_leaf=lambda leaf: isinstance(leaf, P))
+    run = jax.shard_map(
+        program,
+        mesh=pipeline.mesh,
+        in_specs=(of_params, of_kept, stacked),
+        out_specs={name: (of_params, of_kept[name]) for name in updates},
+        check_vma=False,
+    )
+    found = jax.jit(run)(placed, states, of_gradients)
+    return {
+        name: (pipeline.unshard(w), updates[name].gather_state(kept.like, kept.everywhere), w)
+        for name, (w, kept) in found.items()
+    }
+
+
+def padding_is_zero(sharded):
+    """Whether nothing but leaves was ever written: slots' fillings and vocabularies' paddings are 0 still."""
+    total = sum(float(jnp.abs(a).sum()) for a in jax.tree.leaves(sharded))
+    whole = sum(float(jnp.abs(a).sum()) for a in jax.tree.leaves(packing.fetch(sharded)))
+    return abs(total - whole) <= 1e-5 * total
+
+
+def check_model(model, replicas, optimizers):
+    dense, ipus = MODELS[model](), IPUS[model]
+    check(Pipeline(dense.stages, mesh=make_mesh(replicas, ipus), specs=dense.specs), dense.params, optimizers)
+
+
+def check(pipeline, whole, optimizers):
+    gradients, replicas = gradients_for(whole), pipeline.replicas
+    for name, (params, state, sharded) in spread(pipeline, optimizers, whole, gradients, replicas).items():
+        expected, expected_state = plain(optimizers[name], whole, gradients)
+        assert largest_relative_error(params, expected) <= 1e-6, name
+        # norms are added up in another order; a half is one rounding off where its float32 was at the edge
+        assert state_error(state, expected_state) <= (1e-2 if name == "half momentum" else 2e-6), name
+        assert padding_is_zero(sharded), name
+
+
+@pytest.mark.parametrize(
+    ("model", "replicas", "optimizers"),
+    [
+        ("unlike local stages", 1, ("adamw", "fillings")),
+        ("a concurrent head, split unevenly", 1, ("lamb", "adafactor")),
+        ("a tied table, split unevenly", 2, ("clipped", "fillings")),
+    ],
+)
+def test_usual_optimizers_equal_plain_optax(model, replicas, optimizers):
+    check_model(model, replicas, {name: (USUAL | FACTORED | FILLINGS)[name] for name in optimizers})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "replicas"),
+    [
+        ("a concurrent head, split unevenly", 2),
+        ("like stages stacked", 1),
+        ("a tied table, split unevenly", 1),
+    ],
+)
+def test_every_optimizer_equals_plain_optax(model, replicas):
+    check_model(model, replicas, OTHERS if replicas > 1 else OTHERS | FILLINGS | FACTORED)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_scalars_and_single_elements(replicas):
+    unused = lambda p, x, mb: mb  # noqa: E731
+    stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="b", ipu=1)]
+    whole = {
+        "a": {"gain": jnp.float32(2), "w": jnp.arange(3.0) + 1},
+        "b": {"one": jnp.ones(1), "w": jnp.ones((2, 2))},
+    }
+    check(Pipeline(stages, mesh=make_mesh(replicas, 2)), whole, {"lamb": USUAL["lamb"]} | FILLINGS)
+
+
+def test_a_leaf_that_all_ipus_hold_counts_once_when_replicas_cut_it():
+    unused = lambda p, x, mb: mb  # noqa: E731
+    stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="head", ipu=ALL_IPUS)]
+    whole = {"a": jnp.ones(3), "head": {"gain": jnp.arange(5.0) + 1, "w": jnp.ones((2, 3))}}
+    specs = {"head": {"gain": P(), "w": P(None, "ipu")}}
+    optimizers = {name: (USUAL | FILLINGS)[name] for name in ("lamb", "clipped", "fillings")}
+    check(Pipeline(stages, mesh=make_mesh(2, 2), specs=specs), whole, optimizers)
+
+
+# what is read of an optimizer
+
+
+def update_of(optimizer, model="a concurrent head, split unevenly", replicas=1):
+    dense, ipus = MODELS[model](), IPUS[model]
+    params = dense.pipeline(ipus).shard(dense.params)
+    return Update(optimizer, cells.of_layout(params.layout, replicas=replicas))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "levels"), [("sgd", 1), ("adamw", 1), ("clipped", 2), ("lamb", 3), ("adafactor", 3)]
+)
+@pytest.mark.parametrize("model", ["unlike local stages", "a concurrent head, split unevenly"])
+def test_only_norms_are_told_to_other_ipus(optimizer, levels, model):
+    reading = update_of((USUAL | FACTORED)[optimizer], model).reading
+    assert len(reading.everywhere) == levels
+    told = [s for of_level in reading.summaries for s in of_level]
+    assert len(told) == 0 if levels == 1 else len(told) > 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "switches"),
+    # the mask is by group, and in a slot are leaves of all groups; a norm is over the leaf's own elements
+    [(USUAL["adamw"], 0), (OTHERS["masked"], 1), (USUAL["lamb"], 2)],
+)
+def test_leaves_that_are_treated_alike_share_a_program(optimizer, switches):
+    update = update_of(optimizer, "unlike local stages")
+    whole = update.cells.logical([jnp.ones(leaf.shape) for leaf in update.cells.leaves])
+    kept = Kept(*update.init(whole))
+
+    def program(g, w):
+        like = [[a[0, 0] for a in of_cell] for of_cell in kept.like]
+        return update(g, Kept(like, kept.everywhere), w, jnp.float32(0))[0]
+
+    cells_of_ipu = [jnp.ones(cell.shape) for cell in update.cells.cells]
+    mapped = jax.shard_map(program, mesh=make_mesh(1, 3), in_specs=P(), out_specs=P(), check_vma=False)
+    text = str(jax.make_jaxpr(mapped)(cells_of_ipu, cells_of_ipu))
+    assert (text.count("cond[") > 0) == (switches > 0)
+    if switches < 2:
+        assert text.count("all_gather[") == 0
+
+
+def test_what_cannot_be_cut_is_refused():
+    with refused(
+        "optimizer: its reduce_sum over dims (0,) needs params['stage0']['w'] of shape (7, 5) in one piece, but "
+        "shard_optimizer=True cuts it over 2 replicas: use an optimizer that is elementwise or takes norms of whole "
+        "leaves (sgd, adam, lamb, clipping), or shard_optimizer=False"
+    ):
+        update_of(FACTORED["adafactor"], replicas=2)
+
+
+def test_what_cannot_be_split_is_refused():
+    muon = optax.contrib.muon(0.1)
+    with pytest.raises(ValueError, match=r"^optimizer: its \w+ mixes the elements of params\['stage0'\]\['w'\]"):
+        update_of(muon)
+    sort = optax.stateless(lambda g, _: jax.tree.map(lambda leaf: jnp.sort(leaf, axis=None).reshape(leaf.shape), g))
+    with pytest.raises(ValueError, match=r"^optimizer: its \w+ mixes the elements of "):
+        update_of(sort)
+    with refused(
+        "optimizer: its cond reads all of params['stage0']['b'] together with other leaves, but they lie apart, on 3 "
+        "IPUs: use transforms that work leaf by leaf, or that meet in sums and norms"
+    ):
+        update_of(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "unlike local stages")
+
+
+def test_an_optimizer_that_changes_the_tree_is_refused():
+    with refused(
+        "optimizer: its update gives a tree of another structure than it was given: "
+        "an optax.GradientTransformation must keep both"
+    ):
+        update_of(optax.stateless(lambda g, _: jax.tree.leaves(g)))
+
+
+def test_frozen_leaves_are_masked_and_stay():
+    stage = lambda p, x, mb: jnp.sum(p["w"] * p["table"]) + mb  # noqa: E731
+    params = {"a": {"w": jnp.ones(3), "table": jnp.arange(3)}}
+    pipeline = Pipeline(
+        [Stage(stage, params="a", ipu=1)], mesh=make_mesh(1, 2), frozen={"a": {"w": False, "table": True}}
+    )
+    of_cells = cells.of_layout(pipeline.shard(params).layout, replicas=1)
+    assert [leaf.path for leaf in of_cells.leaves] == ["params['a']['w']"]
+    assert of_cells.logical([7]) == {"a": {"w": 7, "table": optax.MaskedNode()}}

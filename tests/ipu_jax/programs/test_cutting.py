@@ -1,0 +1,130 @@
+"""B and W together are the whole backward: the same gradients, the products of the weights in W, and none twice."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+
+from ipu_jax import Stage
+from ipu_jax.programs.segment import Carried, Given, whole
+from ipu_jax.programs.segment_program import Halves, halves_of
+from support.dense import largest_relative_error
+from support.sums import empty_sums
+
+ROWS, D, LAYERS = 5, 6, 3
+
+
+def layer(h, wb):
+    return jnp.tanh(h @ wb["w"] + wb["b"])
+
+
+def one_by_one(p, x, mb):
+    for i in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p))
+    return x
+
+
+def scanned(p, x, mb):
+    return lax.scan(lambda h, wb: (layer(h, wb), None), x, p)[0]
+
+
+def backwards(p, x, mb):
+    return lax.scan(lambda h, wb: (layer(h, wb), None), x, p, reverse=True, unroll=2)[0]
+
+
+def remat_scanned(p, x, mb):
+    return lax.scan(lambda h, wb: (jax.checkpoint(layer)(h, wb), None), x, p)[0]
+
+
+def with_outputs(p, x, mb):
+    """What the scan stacks is used as well, and a weight that every iteration reads."""
+    last, every = lax.scan(lambda h, wb: (layer(h, wb) @ p["w"][0], h.sum(1)), x, p)
+    return last * every.sum()
+
+
+def nested(p, x, mb):
+    def outer(h, _):
+        return scanned(p, h, mb), None
+
+    return lax.scan(outer, x, None, length=2)[0]
+
+
+FUNCTIONS = {
+    "one by one": one_by_one,
+    "a scan": scanned,
+    "a scan in jit": jax.jit(scanned),
+    "a scan from the end, unrolled": backwards,
+    "a scan of checkpoints": remat_scanned,
+    "a checkpoint of a scan in jit": jax.checkpoint(jax.jit(scanned)),
+    "a scan with outputs": with_outputs,
+    "a scan in a scan": nested,
+}
+
+
+def cut(fn: Any, recompute: Any = "none") -> tuple[Halves, dict[str, Any], jax.Array]:
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(LAYERS, D, D)) / 3, "float32"), "b": jnp.ones((LAYERS, D))}
+    x = jnp.asarray(rng.normal(size=(ROWS, D)), "float32")
+    segment = whole((Stage(fn, params="g", recompute=recompute),), "training")
+    return halves_of(segment, {"g": params}, Carried(x), GIVEN, {}, last=False, split=True), params, x
+
+
+GIVEN = Given(None, (None,))
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_b_and_w_give_what_the_vjp_gives(fn, recompute):
+    halves, params, x = cut(fn, recompute)
+
+    @jax.jit
+    def run(params, x, dy):
+        _, _, _, stash = halves.forward({"g": params}, Carried(x), GIVEN, {})
+        dx, made = halves.backward_input({"g": params}, GIVEN, stash, [dy])
+        totals = halves.backward_weight({"g": params}, GIVEN, stash, made, empty_sums(params), jnp.int32(0))
+        return jax.tree.unflatten(jax.tree.structure(params), totals), dx[0]
+
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D)), "float32")
+    expected = jax.vjp(lambda p, x: fn(p, x, None), params, x)[1](dy)
+    assert largest_relative_error(run(params, x, dy), expected) < 2e-6
+
+
+def products(jaxpr: Any, times: int = 1) -> int:
+    """How many matrix products a program runs, those of a scan as often as it turns."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += times * (eqn.primitive.name == "dot_general")
+        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        count += sum(products(inner, times * turns) for inner in core.jaxprs_in_params(eqn.params))
+    return count
+
+
+@pytest.mark.parametrize("fn", [one_by_one, scanned, jax.jit(scanned), backwards], ids=lambda fn: fn.__name__)
+def test_w_makes_the_products_of_the_weights_gradients_and_b_the_others(fn):
+    programs = cut(fn)[0].programs
+    assert {kind: products(program.jaxpr) for kind, program in programs.items()} == {"F": 3, "B": 3, "W": 3}
+
+
+@pytest.mark.parametrize(
+    ("fn", "recompute", "again"),
+    [(scanned, "all", 3), (remat_scanned, "none", 3), (remat_scanned, "all", 6), (jax.jit(scanned), "all", 3)],
+)
+def test_what_is_recomputed_is_recomputed_in_b_alone(fn, recompute, again):
+    programs = cut(fn, recompute)[0].programs
+    assert products(programs["B"].jaxpr) <= 3 + again
+    assert products(programs["W"].jaxpr) == 3
+
+
+def test_the_cut_of_a_scan_is_one_gradient_a_layer_and_no_weight():
+    assert [made.shape for made in cut(scanned)[0].cut] == [(LAYERS, ROWS, D)]
+
+
+def test_a_policy_decides_what_b_finds():
+    kept = functools.partial(cut, scanned)
+    saving = kept(jax.checkpoint_policies.everything_saveable)[0]
+    assert products(saving.programs["B"].jaxpr) < products(kept("all")[0].programs["B"].jaxpr)

@@ -1,0 +1,226 @@
+"""Gradients added in place: equal to `jax.vjp` of the plain function, whatever gives them, and each to its own leaf.
+
+The trees have leaves of equal shapes beside each other, so that a gradient in the wrong place changes a number and not
+a shape.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+
+from ipu_jax._jaxprs import laid_open
+from ipu_jax.programs.gradient_sums import Sum, add_gradients
+from support.dense import largest_relative_error
+
+LAYERS, D, ROWS = 3, 4, 5
+X = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D)), "float32")
+SHAPES = {"a": (LAYERS, D, D), "b": (LAYERS, D, D), "c": (D, D), "d": (D, D), "g": (LAYERS, D), "s": ()}
+PARAMS = {k: np.random.default_rng(i).normal(size=s).astype("float32") / 2 for i, (k, s) in enumerate(SHAPES.items())}
+
+
+def scanned(p, x):
+    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w["a"]) @ w["b"] * w["g"], None), x, p)[0]
+
+
+def layers(p):
+    return {name: p[name] for name in ("a", "b", "g")}
+
+
+def scaled(p, x):
+    return scanned(layers(p) | {"a": p["a"] * p["s"]}, x)
+
+
+def half(p, x):
+    return scanned(layers(p) | {"b": p["b"].astype("bfloat16").astype("float32")}, x)
+
+
+def half_inside(p, x):
+    step = lambda h, w: (h + (h.astype("bfloat16") @ w["a"].astype("bfloat16")).astype("float32") @ w["b"], None)  # noqa: E731
+    return lax.scan(step, x, layers(p))[0]
+
+
+def half_before(p, x):
+    low = jax.tree.map(lambda w: w.astype("bfloat16"), layers(p))
+    return scanned(low, x.astype("bfloat16")).astype("float32")
+
+
+def shared(p, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ p["c"] + h @ w["a"]) @ p["d"], None), x, layers(p))[0]
+
+
+def shared_untouched(p, x):
+    return lax.scan(lambda h, _: (h * 2, None), x @ p["c"], None, length=2)[0] @ p["d"]
+
+
+def backwards(p, x):
+    return lax.scan(lambda h, w: (jnp.sin(h @ w["b"]) @ w["a"], h), x, layers(p), reverse=True, unroll=2)[0]
+
+
+def with_outputs(p, x):
+    h, seen = lax.scan(lambda h, w: (jnp.tanh(h @ w["a"]), h @ w["b"]), x, layers(p))
+    return h + seen.sum(0) + seen[1]
+
+
+def twice(p, x):
+    return scanned(layers(p) | {"b": p["a"]}, scanned(layers(p), x))
+
+
+def nested(p, x):
+    def outer(h, w):
+        return lax.scan(lambda h, row: (h + jnp.tanh(h @ w["b"]) * row, None), h, w["a"])[0], None
+
+    return lax.scan(outer, x, layers(p))[0]
+
+
+def nested_shared(p, x):
+    def outer(h, w):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ p["c"]) @ w["b"], None), h, None, length=2)[0], None
+
+    return lax.scan(outer, x, layers(p))[0]
+
+
+def sliced(p, x):
+    for i in (2, 0, 1):
+        x = jnp.tanh(x @ p["a"][i]) * p["g"][i]
+    return x @ p["c"][:, :2] @ p["d"][1:3] + p["b"][1:, 1:3].sum() + p["c"][::2].sum() + p["d"][0, 0]
+
+
+def sliced_in_scan(p, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w["a"][:, :2] @ w["b"][1:3]) + w["g"][0], None), x, layers(p))[0]
+
+
+def fused(p, x):
+    q, k, v = x @ p["c"][:, :2], x @ p["c"][:, 1:3], x @ p["c"][:, 2:]
+    return (q * k) @ v.T @ x @ p["d"]
+
+
+def counted(p, x):
+    def step(i, h):
+        return jnp.tanh(h @ p["a"][i]) @ lax.dynamic_index_in_dim(p["b"], i + 2, keepdims=False)
+
+    return lax.fori_loop(0, LAYERS, step, x)
+
+
+def beyond_the_end(p, x):
+    # not `dynamic_index_in_dim`: it is a jit, whose gradient is added whole
+    def step(i, h):
+        return jnp.tanh(h @ lax.dynamic_slice(p["b"], (i + 2, 0, 0), (1, D, D))[0])
+
+    return lax.fori_loop(0, LAYERS, step, x)
+
+
+def looked_up(p, x):
+    ids = jnp.asarray([0, 3, 3, 1, 3])
+    return x * p["c"][ids] + p["a"][jnp.asarray([1, 1, 2]), ids[:3]].sum(0) + p["d"][ids[0]]
+
+
+def one_for_two(p, x):
+    return x @ (p["c"] + p["d"]) + p["c"].sum()
+
+
+def unread(p, x):
+    return x @ p["c"] + 3 * p["s"]
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (
+        scaled, half, half_inside, half_before, shared, shared_untouched, backwards, with_outputs, twice, nested,
+        nested_shared, sliced, sliced_in_scan, fused, counted, beyond_the_end, looked_up, one_for_two, unread,
+    )
+} | {"scanned": lambda p, x: scanned(layers(p), x)}  # fmt: skip
+
+
+def traced_backward(fn, params, x, dy):
+    """A closed jaxpr of (params, x, dy) to dx and the gradient of each leaf."""
+
+    def backward(params, x, dy):
+        dparams, dx = jax.vjp(fn, params, x)[1](dy)
+        return [dx, *jax.tree.leaves(dparams)]
+
+    return laid_open(jax.make_jaxpr(backward)(params, x, dy))
+
+
+BEFORE = 0.5  # what the accumulators hold
+
+
+def added_and_expected(fn, flat):
+    """dx and the gradients of `fn`, by accumulators of these flat shapes or the leaves' own, and by `jax.vjp`."""
+    dy = jnp.asarray(np.random.default_rng(2).normal(size=jax.eval_shape(fn, PARAMS, X).shape), "float32")
+    traced = traced_backward(fn, PARAMS, X, dy)
+    leaves = jax.tree.leaves(PARAMS)
+    totals = [jnp.full(leaf.size + 3 if leaf.shape in flat else leaf.shape, BEFORE) for leaf in leaves]
+
+    @jax.jit
+    def run(params, x, dy, totals, zero):
+        sums = [Sum(total, leaf.shape) for total, leaf in zip(totals, leaves, strict=True)]
+        args = [*jax.tree.leaves(params), x, dy]
+        return add_gradients(traced, args, 1, sums, zero), core.jaxpr_as_fun(traced)(*args)
+
+    (new, dx), expected = run(PARAMS, X, dy, totals, 0)
+    for total, leaf in zip(new, leaves, strict=True):
+        np.testing.assert_array_equal(total.reshape(-1)[leaf.size :], BEFORE)
+    found = [total.reshape(-1)[: leaf.size].reshape(leaf.shape) for total, leaf in zip(new, leaves, strict=True)]
+    return [*dx, *[total - BEFORE for total in found]], expected
+
+
+CHECKPOINT = pytest.param(jax.checkpoint, marks=pytest.mark.slow, id="checkpoint")
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        pytest.param((), id="whole"),
+        pytest.param(((LAYERS, D, D),), id="matrices flat"),
+        pytest.param(tuple(SHAPES.values()), id="flat", marks=pytest.mark.slow),
+        pytest.param(((LAYERS, D), (D, D)), id="others flat", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("wrap", [pytest.param(lambda fn: fn, id="plain"), CHECKPOINT])
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_each_leaf_gets_its_own_gradient(fn, wrap, flat):
+    found, expected = added_and_expected(wrap(fn), flat)
+    # a gradient that is rounded to bfloat16 is summed before the rounding here, and after it there
+    bound = 1e-2 if fn.__name__.startswith("half") else 1e-5
+    for one, other in zip(found, expected, strict=True):
+        assert largest_relative_error(one, other) < bound
+
+
+def test_gradients_of_half_types_add_up_in_float32():
+    params = {"a": jnp.ones((LAYERS, D, D), "bfloat16"), "c": jnp.ones((D, D), "bfloat16")}
+
+    def fn(p, x):
+        return lax.scan(lambda h, w: (h, (x * w + x * p["c"]).sum()), 0, p["a"])[1]
+
+    x, dy = jnp.ones((D, D), "bfloat16"), jnp.ones(LAYERS, "bfloat16")
+    traced = traced_backward(fn, params, x, dy)
+    sums = [Sum(jnp.full(leaf.shape, 256.0), leaf.shape) for leaf in params.values()]
+    (a, c), _ = add_gradients(traced, [*params.values(), x, dy], 1, sums, jnp.int32(0))
+    np.testing.assert_array_equal(a, 257.0)  # in bfloat16, 256 + 1 is 256
+    np.testing.assert_array_equal(c, 259.0)
+
+
+def made(jaxpr):
+    """The shapes and dtypes of all that a program computes."""
+    for eqn in jaxpr.eqns:
+        yield from ((v.aval.shape, v.aval.dtype.name) for v in eqn.outvars)
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from made(inner)
+
+
+@pytest.mark.parametrize("fn", ["scanned", "backwards", "twice", "nested"])
+def test_no_gradient_as_long_as_all_layers_is_made(fn):
+    dy = jnp.ones((ROWS, D))
+    traced = traced_backward(FUNCTIONS[fn], PARAMS, X, dy)
+    assert ((LAYERS, D, D), "float32") in set(made(traced.jaxpr))
+
+    def run(params, totals, zero):
+        sums = [Sum(total, leaf.shape) for total, leaf in zip(totals, jax.tree.leaves(PARAMS), strict=True)]
+        return add_gradients(traced, [*jax.tree.leaves(params), X, dy], 1, sums, zero)[0]
+
+    flat = [jnp.zeros(leaf.size + 1) for leaf in jax.tree.leaves(PARAMS)]
+    outputs = set(made(jax.make_jaxpr(run)(PARAMS, flat, 0).jaxpr))
+    assert ((LAYERS, D, D), "float32") not in outputs

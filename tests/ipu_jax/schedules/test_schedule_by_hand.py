@@ -1,0 +1,225 @@
+"""Lock-step runs added up with a pencil; zbv where an IPU holds more stages than another; schedules out of order.
+
+Nothing here trusts the simulator, the families or the validator: the tables are drawn, the sums written out, and what
+`check` asks of a table is said in a few lines of its own.
+"""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+from ipu_jax.engine import scan as engine
+from ipu_jax.schedules import Schedule, make
+from support.dense import chain, largest_relative_error
+
+
+@pytest.fixture(autouse=True)
+def bubbles_hold_nan(monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+
+
+# lock-step: the sum over the phases of what the busiest IPU takes in each
+
+TWO = {"placement": (0, 1), "forward": [5, 3], "backward": [4, 2], "weight": [1.5, 0.5]}
+CONCURRENT = {
+    # of a concurrent stage each of the two IPUs bears half: F is 1 and 2, B 3 and 4
+    "placement": (None, 0, 1, None),
+    "forward": [2, 5, 3, 4],
+    "backward": [6, 4, 2, 8],
+    "weight": [0, 1.5, 0.5, 0],
+}
+FOUR = {"forward": [5, 3, 1, 2], "backward": [4, 2, 3, 6], "weight": [1, 0.5, 2, 1]}
+
+# name -> what it costs, its rows of the picture, and per phase that anybody works in, in order, what that phase takes
+BY_HAND = {
+    "sequential": (TWO, "0F0 | . | 0B0 | 0F1 | . | 0B1", ". | 1F0 1B0 | . | . | 1F1 1B1 | .", [5, 3, 2, 4] * 2),
+    "grouped": (
+        TWO,
+        "0F0 | 0F1 | 0B0 | 0B1",
+        ". | 1F0 1B0 | 1F1 1B1 | .",
+        [5, max(5, 3), 2, 3, max(4, 2), 4],
+    ),
+    "interleaved": (
+        {**TWO, "forward": [6, 3]},
+        "0F0 | . | 0F1 | 0B0 | . | 0B1",
+        ". | 1F0 | 1B0 | 1F1 | 1B1 | .",
+        [6, 3, max(6, 2), max(4, 3), 2, 4],
+    ),
+    "gpipe": (
+        TWO,
+        "0F0 | 0F1 | . | . | 0B0 | 0B1",
+        ". | 1F0 | 1F1 | 1B0 | 1B1 | .",
+        [5, max(5, 3), 3, 2, max(4, 2), 4],
+    ),
+    "1f1b": (
+        TWO,
+        "0F0 | 0F1 | . | 0B0 | . | 0B1",
+        ". | 1F0 | 1B0 | 1F1 | 1B1 | .",
+        [5, max(5, 3), 2, max(4, 3), 2, 4],
+    ),
+    "zb-h1": (
+        TWO,  # B without W is 2.5 and 1.5
+        "0F0 | 0F1 | . | 0B0 | 0W0 | 0B1 | 0W1",
+        ". | 1F0 | 1B0 | 1F1 | 1B1 | 1W0 | 1W1",
+        [5, max(5, 3), 1.5, max(2.5, 3), max(1.5, 1.5), max(2.5, 0.5), max(1.5, 0.5)],
+    ),
+    "looped": (
+        {**FOUR, "placement": (0, 1, 0, 1)},
+        "0F0 | 0F1 | 2F0 | 2F1 | . | 2B0 | . | 2B1 | 0B0 | 0B1",
+        ". | 1F0 | 1F1 | 3F0 | 3B0 | 3F1 | 3B1 | 1B0 | 1B1 | .",
+        [5, max(5, 3), max(1, 3), max(1, 2), 6, max(3, 2), 6, max(3, 2), max(4, 2), 4],
+    ),
+    "zbv": (
+        {**FOUR, "placement": (0, 1, 1, 0)},  # B without W is 3, 1.5, 1 and 5; stages 1 and 2 run as one
+        "0F0 | 0F1 | 3F0 | 3B0 | 3F1 | 3B1 | 0B0 | 3W0 | 0B1 | 0W0 | 3W1 | 0W1",
+        ". | 1F0 2F0 | 1F1 2F1 | . | 2B0 1B0 | . | 2B1 1B1 | 2W0 1W0 | 2W1 1W1 | . | . | .",
+        [5, max(5, 4), max(2, 4), 5, max(2, 2.5), 5, max(3, 2.5), max(1, 2.5), max(3, 2.5), 1, 1, 1],
+    ),
+    "grouped, concurrent ends": (
+        CONCURRENT,
+        "0F0 1F0 | 0F1 1F1 3F0 3B0 | 3F1 3B1 1B0 0B0 | 1B1 0B1",
+        "0F0 | 0F1 2F0 3F0 3B0 2B0 | 2F1 3F1 3B1 2B1 0B0 | 0B1",
+        [1, 5, 1, max(5, 3), 2 + 4, 2, 3, 2 + 4, max(4, 2), 3, 4, 3],
+    ),
+    "zb-h1, concurrent ends": (
+        CONCURRENT,
+        "0F0 1F0 | 0F1 1F1 3F0 3B0 | . | 1B0 3F1 3B1 0B0 | 1W0 | 1B1 0B1 | 1W1",
+        "0F0 | 0F1 2F0 3F0 3B0 | 2B0 | 2F1 3F1 3B1 0B0 | 2B1 | 2W0 0B1 | 2W1",
+        [1, 5, 1, max(5, 3), 2 + 4, 1.5, max(2.5, 3), 2 + 4, 3, max(1.5, 1.5), max(2.5, 0.5), 3, max(1.5, 0.5)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_lock_step_makespans_by_hand(case):
+    costs, first, second, phases = BY_HAND[case]
+    name = case.split(",")[0]
+    schedule = make(name, placement=costs["placement"], micro_batches=2)
+    of = ", one-phase clock" if name not in ("sequential", "grouped") else ""
+    drawn = Schedule.from_text(f"{name}: 2 stages on 2 IPUs, as drawn{of}\nIPU 0 | {first}\nIPU 1 | {second}")
+    assert drawn == schedule
+    run = schedule.simulate(costs["forward"], costs["backward"], costs["weight"], lockstep=True)
+    assert run.makespan == pytest.approx(sum(phases))
+    shares = [
+        (f + b) * (1 if ipu is not None else 0.5)
+        for f, b, ipu in zip(costs["forward"], costs["backward"], costs["placement"], strict=True)
+    ]
+    busy = [2 * sum(s for s, ipu in zip(shares, costs["placement"], strict=True) if ipu in (None, k)) for k in range(2)]
+    assert run.busy == pytest.approx(tuple(busy))
+    assert run.bubble == pytest.approx(1 - sum(busy) / (2 * sum(phases)))
+
+
+# zbv where IPUs hold unlike numbers of stages
+
+
+def check(placement: tuple[int | None, ...], m_count: int) -> None:
+    """A table of B and W is right: each thing is there when it is used, an IPU does one segment's task a tick."""
+    schedule = make("zbv", placement=placement, micro_batches=m_count)
+    forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
+    assert weight is not None
+    assert {len(row) for rows in (forward, backward, weight) for row in rows} == {m_count}
+    assert len(forward) == len(backward) == len(weight) == len(placement)
+    stages, doing = range(len(placement)), {}
+    segment = [0] * len(placement)
+    for s in stages[1:]:
+        segment[s] = segment[s - 1] + (placement[s] != placement[s - 1])
+    for m in range(m_count):
+        for s in stages:
+            assert forward[s][m] <= backward[s][m] <= weight[s][m]
+            if placement[s] is not None:
+                assert forward[s][m] < backward[s][m] < weight[s][m]
+                for kind, rows in (("F", forward), ("B", backward), ("W", weight)):
+                    mine = (segment[s], kind, m)
+                    assert doing.setdefault((placement[s], rows[s][m]), mine) == mine, "one task a tick"
+            if s == 0:
+                continue
+            before, here = placement[s - 1], placement[s]
+            # what one IPU makes another gets in the next tick; what stands in one place is passed on at once, and
+            # concurrent stages run before the local ones of their tick, with F, and behind them, with B
+            if before == here or before is None:
+                assert forward[s - 1][m] <= forward[s][m]
+            elif here is not None:
+                assert forward[s - 1][m] < forward[s][m]
+            if before == here or (before is None and here is not None):
+                assert backward[s][m] <= backward[s - 1][m]
+            else:
+                assert backward[s][m] < backward[s - 1][m]
+    for rows in (forward, backward, weight):
+        assert all(list(row) == sorted(set(row)) for row in rows), "micro-batches in order, one a tick"
+    ipus = {ipu for ipu in placement if ipu is not None}
+    for ipu in ipus:
+        mine = [s for s in stages if placement[s] == ipu]
+        for tick in range(schedule.ticks):
+            held = sum(forward[s][m] <= tick <= weight[s][m] for s in mine for m in range(m_count))
+            assert held <= len(ipus) * len(mine), "no more than S micro-batches of its share"
+
+
+UNLIKE = [
+    (0, 0, 0, 1, 1, 0),
+    (0, 1, 1, 1, 0, 0),
+    (0, 0, 0, 0, 0, 1, 0),
+    (2, 0, 0, 1, 1, 1, 1, 0, 2, 2),
+    (0, 1, 1, 2, 2, 2, 2, 1, 0, 0, 0),
+    (0, 0, 1, 2, 1, 1, 1, 0),
+    (None, 0, 0, 1, None, 1, 1, 0, None),
+    (3, 2, 2, 2, 1, 0, 0, 0, 0, 1, 2, 3, 3),
+]
+
+
+@pytest.mark.parametrize("placement", UNLIKE, ids=str)
+def test_zbv_of_unlike_lengths_is_a_right_table(placement):
+    for m_count in (1, 2, 3, 4, 5, 8, 13):
+        check(placement, m_count)
+
+
+@pytest.mark.parametrize("places", [(0, 0, 1, 0), pytest.param((0, 1, 1, 1, 0, 0), marks=pytest.mark.slow)], ids=str)
+def test_zbv_of_unlike_lengths_trains_as_its_dense_twin(places):
+    model = chain(places, 3, like=False)
+    pipeline = model.pipeline(2, schedule="zbv")
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
+
+
+# out of order
+
+SECOND_FIRST = {
+    "one IPU": (Schedule("mine", (0,), 1, ((1, 0),), ((2, 3),), None, "one-phase"), "counts"),
+    "a stage behind": (
+        Schedule("mine", (0, 1), 2, ((1, 0), (2, 1)), ((5, 4), (4, 3)), None, "one-phase"),
+        "counts",
+    ),
+    "a concurrent stage": (
+        Schedule("mine", (0, None), 2, ((1, 0), (2, 1)), ((4, 3), (2, 1)), None, "one-phase"),
+        "counts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SECOND_FIRST)
+def test_micro_batches_out_of_order_are_refused_where_a_stage_holds_state(case):
+    schedule, name = SECOND_FIRST[case]
+
+    def stages(*, stateful: bool) -> list[Stage]:
+        def fn(p, x, mb, **state):
+            y = jnp.mean((mb if x is None else x) ** 2)
+            return Outputs(y, state=state["state"] + 1) if stateful else y
+
+        found = [Stage(lambda p, x, mb: jnp.sin(mb), ipu=0)] if len(schedule.placement) > 1 else []
+        place = schedule.placement[len(found)]
+        last = Stage(fn, ipu=ALL_IPUS if place is None else place, name=name, state="s" if stateful else None)
+        return [*found, last]
+
+    options = {"mesh": make_mesh(1, schedule.ipus), "schedule": schedule, "gradient_accumulation": 2}
+    message = (
+        "schedule 'mine' runs F of stage 'counts' out of the micro-batches' order, but its state is updated in order: "
+        "run them in order, or hold no state in it"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Pipeline(stages(stateful=True), **options)
+    pipeline = Pipeline(stages(stateful=False), **options)
+    batch = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    expected = np.mean(batch**2 if len(schedule.placement) == 1 else np.sin(batch) ** 2)
+    assert float(pipeline.value_and_grad(pipeline.shard({}), batch)[0]) == pytest.approx(expected, rel=1e-5)

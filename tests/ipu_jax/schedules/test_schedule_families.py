@@ -1,0 +1,353 @@
+"""The schedules that have names: their figures, their closed forms, and what each of them keeps."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipu_jax.schedules import NAMES, Kind, Schedule, Task, make
+
+KINDS: tuple[Kind, ...] = ("F", "B")
+
+ONE_PHASE = tuple(name for name in NAMES if name not in ("sequential", "grouped"))
+SIZES = st.tuples(st.integers(1, 6), st.integers(1, 10))
+COSTS = st.sampled_from([{}, {"forward": 1, "backward": 1}, {"forward": 3, "backward": 0.5}, {"backward": 2.5}])
+
+# figures
+
+AT_4_IPUS_AND_8_MICRO_BATCHES = {
+    "sequential": (96, 0.75, (1, 1, 1, 1)),
+    "grouped": (33, 3 / 11, (7, 5, 3, 1)),
+    "interleaved": (33, 3 / 11, (4, 3, 2, 1)),
+    "gpipe": (33, 3 / 11, (8, 8, 8, 8)),
+    "1f1b": (33, 3 / 11, (4, 3, 2, 1)),
+    "looped": (28.5, 3 / 19, (11, 9, 7, 5)),  # of stages half as big
+    "zb-h1": (27, 1 / 9, (4, 4, 4, 4)),
+    "zbv": (25.5, 1 / 17, (8, 8, 8, 8)),  # of stages half as big
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_figures_of_every_family(name):
+    makespan, bubble, peak_stash = AT_4_IPUS_AND_8_MICRO_BATCHES[name]
+    run = make(name, ipus=4, micro_batches=8).simulate(forward=1, backward=2)
+    assert run.makespan == pytest.approx(makespan)
+    assert run.bubble == pytest.approx(bubble)
+    assert run.peak_stash == peak_stash
+    assert run.busy == pytest.approx((24, 24, 24, 24))
+
+
+def test_the_1f1b_grid():
+    assert str(make("1f1b", ipus=3, micro_batches=4)).splitlines() == [
+        "1f1b: 3 stages on 3 IPUs, 4 micro-batches, 12 ticks, bubble 33.3%, one-phase clock",
+        "stash: stage 0 holds 3, stage 1 holds 2, stage 2 holds 1",
+        "       ramp-up            main                           ramp-down",
+        "tick   0        1    2    3     4    5    6    7    8    9          10   11",
+        "IPU 0  0F0      0F1  0F2             0B0  0F3  0B1       0B2             0B3",
+        "IPU 1           1F0  1F1        1B0  1F2  1B1  1F3  1B2             1B3",
+        "IPU 2                2F0  2B0   2F1  2B1  2F2  2B2  2F3  2B3",
+    ]
+
+
+def test_the_zero_bubble_grid_with_concurrent_ends():
+    assert str(make("zb-h1", placement=(None, 0, 1, None), micro_batches=3)).splitlines() == [
+        "zb-h1: 4 stages on 2 IPUs, 3 micro-batches, 10 ticks, bubble 5.3%, one-phase clock",
+        "stash: stage 0 holds 2, stage 1 holds 2, stage 2 holds 2, stage 3 holds 1",
+        "       ramp-up  main" + " " * 66 + "ramp-down",
+        "tick   0        1                2    3                4    5        6                7          8        9",
+        "IPU 0  0F0 1F0  0F1 1F1 3F0 3B0       1B0 3F1 3B1 0B0  1W0  0F2 1F2  1B1 3F2 3B2 0B1  1W1        1B2 0B2  1W2",
+        "IPU 1  0F0      0F1 2F0 3F0 3B0  2B0  2F1 3F1 3B1 0B0  2B1  0F2 2W0  2F2 3F2 3B2 0B1  2B2        2W1 0B2  2W2",
+    ]
+
+
+# closed forms
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES, costs=COSTS)
+def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, costs):
+    s_count, m_count = sizes
+    for name in ("grouped", "interleaved", "gpipe", "1f1b"):
+        run = make(name, ipus=s_count, micro_batches=m_count).simulate(**costs)
+        assert run.bubble == pytest.approx((s_count - 1) / (m_count + s_count - 1)), name
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES, rounds=st.integers(1, 4))
+def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(sizes, rounds):
+    s_count, m_count = sizes
+    run = make("looped", ipus=s_count, micro_batches=m_count, rounds=rounds).simulate()
+    # with fewer micro-batches than IPUs a round comes back before the IPU has filled the time
+    waits = max(0, s_count - m_count) * (1 - 1 / rounds) * 3 if s_count > 1 else 0
+    assert run.makespan == pytest.approx(3 * m_count + 3 * (s_count - 1) / rounds + waits)
+    if m_count >= s_count:
+        assert run.bubble == pytest.approx((s_count - 1) / (rounds * m_count + s_count - 1))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES)
+def test_zb_h1_leaves_a_third_of_the_bubble(sizes):
+    s_count, m_count = sizes
+    run = make("zb-h1", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
+    assert run.makespan == pytest.approx(3 * m_count + s_count - 1 + max(0, s_count - m_count))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES)
+def test_zbv_leaves_little_more_than_the_way_to_the_fold(sizes):
+    s_count, m_count = sizes
+    run = make("zbv", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
+    least = 3 * m_count + (s_count - 1) / 2
+    assert run.makespan >= least - 1e-9
+    if m_count >= s_count:
+        assert run.makespan <= least + 1
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(sizes=SIZES)
+def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
+    s_count, m_count = sizes
+    order = ("zbv", "zb-h1", "1f1b", "sequential")
+    bubbles = [make(name, ipus=s_count, micro_batches=m_count).simulate().bubble for name in order]
+    assert bubbles == sorted(bubbles)
+    looped = make("looped", ipus=s_count, micro_batches=m_count).simulate().bubble
+    assert looped <= bubbles[2] + 1e-9
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES)
+def test_interleaved_is_the_closed_table(sizes):
+    s_count, m_count = sizes
+    schedule = make("interleaved", ipus=s_count, micro_batches=m_count)
+    for s in range(s_count):
+        assert schedule.forward[s] == tuple(s + 2 * m for m in range(m_count))
+        assert schedule.backward[s] == tuple(2 * s_count - 1 - s + 2 * m for m in range(m_count))
+
+
+# what is kept
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(sizes=SIZES)
+def test_what_each_family_stashes(sizes):
+    s_count, m_count = sizes
+    every = range(s_count)
+
+    def depths(name: str) -> list[int]:
+        schedule = make(name, ipus=s_count, micro_batches=m_count)
+        return [schedule.stash_depth(s) for s in range(len(schedule.placement))]
+
+    assert depths("1f1b") == depths("interleaved") == [min(m_count, s_count - s) for s in every]
+    assert depths("gpipe") == [m_count] * s_count
+    assert max(depths("zb-h1")) <= min(m_count, s_count)
+    # Qi et al. 2024: no more than 1F1B's fullest IPU; here of both its stages together
+    peak = make("zbv", ipus=s_count, micro_batches=m_count).simulate().peak_stash
+    assert max(peak) <= 2 * min(m_count, s_count)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "1f1b", "looped", "zb-h1", "zbv"])
+def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
+    def kept(m_count: int) -> tuple:
+        schedule = make(name, ipus=3, micro_batches=m_count)
+        stages = range(len(schedule.placement))
+        boundaries: list[tuple[int, Kind]] = [(b, kind) for b in stages[:-1] for kind in KINDS]
+        return (
+            [schedule.stash_depth(s) for s in stages],
+            [schedule.cut_depth(s) for s in stages],
+            [schedule.inbox_depth(*boundary) for boundary in boundaries],
+        )
+
+    assert kept(12) == kept(48)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES, name=st.sampled_from(["interleaved", "gpipe", "grouped", "sequential"]))
+def test_no_message_waits_where_a_register_must_do(sizes, name):
+    schedule = make(name, ipus=sizes[0], micro_batches=sizes[1])
+    assert all(schedule.inbox_depth(b, kind) == 1 for b in range(sizes[0] - 1) for kind in KINDS)
+
+
+def test_a_depth_counts_a_message_until_the_tick_of_its_use():
+    schedule = Schedule.from_text("""
+        IPU 0  0F0  0F1  0F2  .    .    0B0  .    0B1  .    0B2
+        IPU 1  .    .    1F0  1B0  1F1  1B1  1F2  1B2  .    .
+    """)
+    # at the end of tick 2: 0F1 and 0F2, while 0F0 was used in it
+    assert schedule.inbox_depth(0, "F") == 2
+    assert schedule.inbox_depth(0, "B") == 1
+    assert [schedule.stash_depth(s) for s in range(2)] == [3, 1]
+
+
+def test_what_lies_between_b_and_w():
+    schedule = Schedule.from_text("IPU 0  0F0  0B0  0F1  0B1  0W0  0W1  0F2  0B2  0W2")
+    assert (schedule.stash_depth(0), schedule.cut_depth(0)) == (2, 2)
+    assert make("1f1b", ipus=2, micro_batches=4).cut_depth(0) == 0
+    assert make("zb-h1", placement=(0, 1, None), micro_batches=4).cut_depth(2) == 0
+
+
+# queries
+
+
+def test_phases_order_and_ticks_under_the_one_phase_clock():
+    schedule = make("1f1b", placement=(None, 0, None, 1, None), micro_batches=2)
+    assert [schedule.phase(s, "F") for s in range(5)] == ["entry", "work", "entry", "work", "head"]
+    assert [schedule.phase(s, "B") for s in range(5)] == ["exit", "work", "exit", "work", "head"]
+    assert [[str(task) for task in schedule.tasks(tick)] for tick in range(schedule.ticks)] == [
+        ["0F0", "1F0"],
+        ["0F1", "2F0", "1F1", "3F0", "4F0", "4B0"],
+        ["3B0", "2B0"],
+        ["2F1", "3F1", "1B0", "4F1", "4B1", "0B0"],
+        ["3B1", "2B1"],
+        ["1B1", "0B1"],
+    ]
+    assert schedule.order(1) == [t for tick in range(6) for t in schedule.tasks(tick) if t.stage != 1]
+    assert (schedule.ticks, schedule.forward_ticks) == (6, 4)
+    assert schedule.segments == (range(1), range(1, 2), range(2, 3), range(3, 4), range(4, 5))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neighbours_on_one_ipu_share_their_ticks(name):
+    placement = {"looped": (0, 0, 1, 0, 0, 1), "zbv": (0, 0, 1, 1, 1, 0, 0)}.get(name, (0, 0, 1, 1, 1))
+    schedule = make(name, placement=placement, micro_batches=3)
+    assert schedule.forward[0] == schedule.forward[1]
+    assert schedule.backward[0] == schedule.backward[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_concurrent_stages_alone(name):
+    schedule = make(name, placement=(None, None), ipus=2, micro_batches=3)
+    assert schedule.forward == schedule.backward == ((0, 1, 2), (0, 1, 2))
+    assert schedule.weight is None
+    assert schedule.simulate().bubble == pytest.approx(0)
+
+
+# the simulator
+
+
+def test_a_number_is_the_cost_of_an_ipu_and_a_sequence_that_of_stages():
+    schedule = make("zbv", ipus=2, micro_batches=4)
+    assert schedule.simulate(2, 4).makespan == schedule.simulate([1] * 4, [2] * 4).makespan
+    assert schedule.simulate(2, 4).busy == (24, 24)
+    uneven = make("1f1b", ipus=2, micro_batches=4).simulate([1, 3], [2, 6])
+    assert uneven.busy == (12, 36)
+    assert uneven.makespan == 1 + 36 + 2
+
+
+def test_a_concurrent_stage_keeps_all_ipus_busy_for_its_share():
+    run = make("1f1b", placement=(0, 1, None), micro_batches=1).simulate(1, 2)
+    assert [run.start_times[Task.parse(t)] for t in ("0F0", "1F0", "2F0", "2B0", "1B0", "0B0")] == [
+        0,
+        1,
+        2,
+        2.5,
+        3.5,
+        5.5,
+    ]
+    assert (run.makespan, run.busy) == (7.5, (4.5, 4.5))
+    assert run.end_times[Task(2, "B", 0)] == 3.5
+
+
+def test_transfer_delays_what_crosses():
+    schedule = make("1f1b", ipus=3, micro_batches=1)
+    assert schedule.simulate(transfer=0.5).makespan == 9 + 4 * 0.5
+    assert make("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate(transfer=0.5).makespan == (
+        make("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate().makespan + 4 * 0.5
+    )
+    # on one IPU a concurrent stage has no other to hear from
+    alone = make("1f1b", placement=(None, 0, None), ipus=1, micro_batches=1)
+    assert alone.simulate(transfer=0.5).makespan == 9
+
+
+def test_w_takes_its_part_of_the_backward():
+    schedule = make("zb-h1", ipus=4, micro_batches=8)
+    assert schedule.simulate(weight=0).makespan == pytest.approx(33)
+    assert schedule.simulate(1, 2, weight=1).makespan == 27
+    # W is no part of a schedule without it
+    assert make("1f1b", ipus=4, micro_batches=8).simulate(weight=0.3).makespan == 33
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES, name=st.sampled_from(NAMES))
+def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
+    schedule = make(name, ipus=sizes[0], micro_batches=sizes[1])
+    free, held = schedule.simulate(), schedule.simulate(lockstep=True)
+    assert held.makespan >= free.makespan - 1e-9
+    assert held.busy == pytest.approx(free.busy)
+    assert held.peak_stash == free.peak_stash
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(sizes=SIZES.filter(lambda sizes: sizes[0] > 1), name=st.sampled_from([n for n in ONE_PHASE if n != "zbv"]))
+def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
+    schedule = make(name, ipus=sizes[0], micro_batches=sizes[1])
+    assert len(schedule.segments) == len(schedule.placement)
+    run = schedule.simulate([1] * len(schedule.placement), [2 if schedule.weight else 1] * len(schedule.placement))
+    assert run.makespan == pytest.approx(schedule.ticks)
+    assert all(run.start_times[task] <= tick for tick in range(schedule.ticks) for task in schedule.tasks(tick))
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"forward": [1]}, "forward has 1 costs for 2 stages: give a number, or one for each stage"),
+        ({"backward": [1, -1]}, "backward[1]=-1 is not a cost: give a finite number of at least 0"),
+        ({"transfer": -1}, "transfer=-1 is not a cost: give a finite number of at least 0"),
+        (
+            {"weight": 3},
+            "weight=3 costs stage 0 more than backward=2.0, of which it is a part: backward is the whole backward pass",
+        ),
+    ],
+)
+def test_the_simulator_refuses(costs, message):
+    with pytest.raises(ValueError, match=r".") as caught:
+        make("zb-h1", ipus=2, micro_batches=2).simulate(**costs)
+    assert str(caught.value) == message
+
+
+# make
+
+
+def test_placements_that_families_make():
+    assert make("zbv", ipus=4, micro_batches=8).placement == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert make("looped", ipus=2, micro_batches=8).placement == (0, 1, 0, 1)
+    assert make("looped", ipus=2, micro_batches=8, rounds=3).placement == (0, 1, 0, 1, 0, 1)
+    assert make("1f1b", ipus=3, micro_batches=8).placement == (0, 1, 2)
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 1, 0), (2, 0, None, 0, 2), (None, 1, 0, 0, 1, None), (0,)])
+def test_placements_that_zbv_serves(placement):
+    assert make("zbv", placement=placement, micro_batches=5).weight is not None
+
+
+@pytest.mark.parametrize("placement", [(0, 1, None, 0, 1), (1, 0, 1, 0, 1, 0), (0, 0), (0, 1, 2)])
+def test_placements_that_looped_serves(placement):
+    assert make("looped", placement=placement, micro_batches=5).micro_batches == 5
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        (
+            {"name": "zbv", "placement": (0, 1, 0, 1)},
+            "schedule 'zbv' cannot serve the local stages on [0, 1, 0, 1]: it needs them folded, there and back over "
+            "the same IPUs, as in [0, 1, 1, 0]; 'zb-h1' serves any placement",
+        ),
+        (
+            {"name": "looped", "placement": (0, 1, 1, 0)},
+            "schedule 'looped' cannot serve the local stages on [0, 1, 0]: it needs them on the same IPUs in the same "
+            "order round after round, as in [0, 1, 0, 1]; '1f1b' serves any placement",
+        ),
+        (
+            {"name": "zb-h2"},
+            "schedule='zb-h2' is unknown: did you mean 'zb-h1'? Choose one of 'sequential', 'grouped', 'interleaved', "
+            "'gpipe', '1f1b', 'looped', 'zb-h1', 'zbv'",
+        ),
+        ({"name": "looped", "rounds": 0}, "rounds=0 is not a count: give an int of at least 1"),
+        ({"name": "zbv", "ipus": None}, "give ipus=, placement=, or both"),
+        ({"name": "gpipe", "micro_batches": 0}, "micro_batches=0 is not a count: give an int of at least 1"),
+        ({"name": "1f1b", "placement": (0, 2)}, "stage 1 is on IPU 2, outside the replica: it has IPUs 0 to 1"),
+    ],
+)
+def test_make_refuses(given_, message):
+    with pytest.raises(ValueError, match=r".") as caught:
+        make(**{"ipus": 2, "micro_batches": 1} | given_)
+    assert str(caught.value) == message

@@ -1,0 +1,281 @@
+"""`verify` agrees with what is right, and says which leaf is worst where something is wrong."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import (
+    ALL_IPUS,
+    Pipeline,
+    Report,
+    Stage,
+    VerificationError,
+    make_mesh,
+    reference_value_and_grad,
+    verify,
+)
+from support.dense import chain, largest_relative_error
+
+NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
+rng = np.random.default_rng(0)
+X = rng.normal(size=(3, 5, 4)).astype(np.float32)
+WEIGHTS = {"a": {"w": rng.normal(size=(4, 4)).astype(np.float32)}, "b": rng.normal(size=(4, 4)).astype(np.float32)}
+
+
+def body(p, x, mb):
+    return jnp.tanh(mb @ p["w"])
+
+
+def loss(w, x, mb):
+    return jnp.mean((x @ w) ** 2)
+
+
+def pipeline_of(first=body, last=loss, *, reference=None, last_reference=None, **options) -> Pipeline:
+    stages = [
+        Stage(first, params="a", ipu=0, reference=reference),
+        Stage(last, params="b", ipu=1, reference=last_reference),
+    ]
+    return Pipeline(stages, gradient_accumulation=3, **options)
+
+
+def verified(pipeline: Pipeline, weights=None, data=X, **options) -> Report:
+    return verify(pipeline, pipeline.shard(WEIGHTS if weights is None else weights), data, **options)
+
+
+def with_gradient_times(scale: float, fn):
+    """The same values, and gradients that are `scale` times too large."""
+
+    def wrong(p, x, mb):
+        y = fn(p, x, mb)
+        return lax.stop_gradient(y) + scale * (y - lax.stop_gradient(y))
+
+    return wrong
+
+
+# what is right
+
+
+def test_a_report_of_what_is_right():
+    report = verified(pipeline_of())
+    expected = float(np.mean((np.tanh(X @ WEIGHTS["a"]["w"]) @ WEIGHTS["b"]) ** 2))
+    assert report.loss == pytest.approx(expected, rel=1e-5)
+    assert report.reference_loss == pytest.approx(expected, rel=1e-5)
+    assert report.loss_error < 1e-6
+    assert set(report.gradient_errors) == {"params['a']['w']", "params['b']"}
+    assert all(0 <= error < 1e-5 for error in report.gradient_errors.values())
+
+
+def test_the_report_in_words():
+    report = Report(0.12345678, 0.12345679, 8.1e-8, {"params['a']": 1e-7, "params['b']": 2.34e-6})
+    assert report.worst == ("params['b']", 2.34e-6)
+    assert str(report) == (
+        "loss 0.123457, unsharded 0.123457, relative error 8.1e-08; "
+        "2 gradients, largest relative error 2.3e-06 at params['b']"
+    )
+
+
+@pytest.mark.parametrize("leaves", ["abc", "bac", "acb"])
+def test_what_is_not_a_number_is_the_worst_wherever_it_stands(leaves):
+    errors = {"a": 0.5, "b": math.nan, "c": 2.0}
+    report = Report(1.0, 1.0, 0.0, {leaf: errors[leaf] for leaf in leaves})
+    assert str(report).endswith("3 gradients, largest relative error nan at b")
+
+
+def test_a_pipeline_without_weights_is_verified_by_its_loss():
+    report = verified(Pipeline([Stage(lambda p, x, mb: jnp.mean(mb**2))], gradient_accumulation=3), {})
+    assert report.worst == ("(no weights)", 0.0)
+    assert str(report).endswith("0 gradients, largest relative error 0.0e+00 at (no weights)")
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "reduction"),
+    [((None, 0, 1, None), {"tied": True, "replicas": 2}, "sum"), ((0, None), {}, "mean")],
+)
+def test_the_unsharded_program_is_the_dense_twin_and_runs_on_one_device(places, options, reduction):
+    model = chain(places, 3, **options)
+    pipeline = model.pipeline(4, reduction=reduction)
+    found = reference_value_and_grad(pipeline, model.params, model.batch)
+    assert largest_relative_error(found, model.twin(reduction)) < 1e-5
+    for leaf in jax.tree.leaves(found):
+        assert leaf.devices() == {pipeline.mesh.devices.flat[0]}
+    report = verify(pipeline, pipeline.shard(model.params), model.batch)
+    assert report.worst[1] < 1e-5
+
+
+def test_the_unsharded_program_takes_the_reference_and_not_the_function():
+    marked = lambda p, x, mb: 7 + 0 * jnp.mean(x)  # noqa: E731
+    pipeline = pipeline_of(last_reference=lambda w, x, mb: marked(w, x, mb) + jnp.mean(w))
+    value, gradients = reference_value_and_grad(pipeline, WEIGHTS, X)
+    assert value == pytest.approx(7 + float(WEIGHTS["b"].mean()), rel=1e-6)
+    np.testing.assert_allclose(gradients["b"], np.full((4, 4), 1 / 16), rtol=1e-6)
+    np.testing.assert_array_equal(gradients["a"]["w"], 0)
+
+
+def head_stage(fn, reference=None) -> Pipeline:
+    stages = [Stage(body, params="a", ipu=0), Stage(fn, params="b", ipu=ALL_IPUS, reference=reference)]
+    return Pipeline(stages, mesh=make_mesh(1, 4), specs={"b": P(None, "ipu")}, gradient_accumulation=3)
+
+
+def test_a_reference_reads_the_whole_weights_of_a_concurrent_stage():
+    weights = WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}  # 10 columns on 4 IPUs: 3 each
+
+    def head(w, x, mb):
+        assert w.shape == (4, 3)
+        return lax.psum(jnp.sum((x @ w) ** 2), "ipu") / 50
+
+    def dense(w, x, mb):
+        assert w.shape == (4, 10)
+        return jnp.mean((x @ w) ** 2)
+
+    assert verified(head_stage(head, dense), weights).worst[1] < 1e-5
+
+
+# what is wrong
+
+
+def test_a_reference_with_another_loss_is_told_with_the_report():
+    pipeline = pipeline_of(last_reference=lambda w, x, mb: 1.01 * loss(w, x, mb))
+    with pytest.raises(VerificationError) as caught:
+        verified(pipeline)
+    assert re.fullmatch(
+        r"the loss differs from the unsharded program's by more than rtol=1e-05: "
+        r"loss [\d.]+, unsharded [\d.]+, relative error 9\.9e-03; "
+        r"2 gradients, largest relative error 9\.9e-03 at params\['(a'\]\['w|b)'\]",
+        str(caught.value),
+    )
+
+
+def test_a_wrong_gradient_is_named():
+    with pytest.raises(VerificationError) as caught:
+        verified(pipeline_of(last_reference=with_gradient_times(1, loss), reference=with_gradient_times(2, body)))
+    assert re.match(
+        r"the gradient of params\['a'\]\['w'\] differs from the unsharded program's by 0\.5 relative, more than "
+        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d, \d\] \(1 of 2 gradients differ\): loss ",
+        str(caught.value),
+    )
+
+
+def test_of_several_wrong_gradients_the_worst_is_named():
+    wrong_w = lambda w, x, mb: loss(w + 0 * w, x, mb)  # noqa: E731
+    pipeline = pipeline_of(
+        last_reference=lambda w, x, mb: (
+            with_gradient_times(4, lambda w, x, mb: wrong_w(w, lax.stop_gradient(x), mb))(w, x, mb)
+            + 2 * (loss(lax.stop_gradient(w), x, mb) - lax.stop_gradient(loss(w, x, mb)))
+        )
+    )
+    # w's gradient is a quarter of the reference's, an error of 0.75; x's, and so a's, is half of it
+    with pytest.raises(VerificationError) as caught:
+        verified(pipeline)
+    assert re.match(
+        r"the gradient of params\['b'\] differs from the unsharded program's by 0\.75 relative, more than "
+        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d, \d\] \(2 of 2 gradients differ\): loss ",
+        str(caught.value),
+    )
+
+
+def test_a_verification_error_is_an_assertion_error():
+    assert issubclass(VerificationError, AssertionError)
+
+
+@jax.custom_vjp
+def nan_gradient(x):
+    return x
+
+
+nan_gradient.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.nan,))
+
+
+def test_a_gradient_that_is_nan_is_named_even_beside_a_large_error():
+    pipeline = pipeline_of(
+        first=lambda p, x, mb: body(jax.tree.map(nan_gradient, p), x, mb),
+        reference=body,
+        last_reference=with_gradient_times(1e6, loss),
+    )
+    with pytest.raises(
+        VerificationError, match=r"^the gradient of params\['a'\]\['w'\] differs from .* by nan relative"
+    ):
+        verified(pipeline)
+
+
+def test_gradients_that_are_nan_in_both_programs_are_no_agreement():
+    with pytest.raises(
+        VerificationError, match=r"^the gradient of params\['a'\]\['w'\] differs from .* by nan relative"
+    ):
+        verified(pipeline_of(first=lambda p, x, mb: body(jax.tree.map(nan_gradient, p), x, mb)))
+
+
+def test_gradients_that_overflow_in_both_programs_are_no_agreement():
+    pipeline = Pipeline([Stage(lambda w, x, mb: jnp.sum(jnp.sqrt(mb**2 @ w)), params="w")], gradient_accumulation=3)
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['w'\] differs from .* by nan relative"):
+        verified(pipeline, {"w": np.zeros((4, 4), np.float32)})
+
+
+def test_a_loss_that_is_nan_is_told():
+    with pytest.raises(
+        VerificationError, match=r"^the loss differs from .*: loss nan, unsharded nan, relative error nan"
+    ):
+        verified(pipeline_of(last=lambda w, x, mb: loss(w, x, mb) * jnp.nan))
+
+
+def test_a_concurrent_stage_that_takes_the_largest_part_for_the_whole_is_found():
+    """Its loss is alike on all IPUs, so that the trace shows nothing."""
+    forgetful = lambda w, x, mb: lax.pmax(jnp.sum(lax.stop_gradient(x @ w) ** 2), "ipu") / 10  # noqa: E731
+    with pytest.raises(VerificationError, match=r"^the loss differs"):
+        verified(head_stage(forgetful))
+
+
+def test_a_concurrent_stage_that_counts_its_padding_is_found():
+    weights = WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}
+
+    def head(w, x, mb):
+        return jnp.log(lax.psum(jnp.sum(jnp.exp(x @ w)), "ipu"))  # exp of a padded column is 1, not 0
+
+    with pytest.raises(VerificationError, match=r"^the loss differs"):
+        verified(head_stage(head), weights)
+
+
+# tolerances
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other", "rtol"),
+    [
+        (np.float32, np.float32, "1e-05"),
+        (jnp.bfloat16, np.float32, "0.0625"),
+        (np.float16, jnp.bfloat16, "0.0625"),
+        (np.float16, np.float32, "0.0078125"),
+    ],
+)
+def test_the_default_tolerance_is_of_the_coarsest_weights(dtype, other, rtol):
+    weights = {"a": {"w": WEIGHTS["a"]["w"].astype(dtype)}, "b": WEIGHTS["b"].astype(other)}
+    with pytest.raises(
+        VerificationError, match=f"^the loss differs from the unsharded program's by more than rtol={rtol}:"
+    ):
+        verified(pipeline_of(last_reference=lambda w, x, mb: 2 * loss(w, x, mb)), weights)
+
+
+def test_a_tolerance_may_be_given():
+    pipeline = pipeline_of(last_reference=lambda w, x, mb: 1.01 * loss(w, x, mb))
+    assert verified(pipeline, rtol=0.02).loss_error == pytest.approx(0.01 / 1.01, rel=1e-3)
+    with pytest.raises(VerificationError, match=r"by more than rtol=0\.005: "):
+        verified(pipeline, rtol=0.005)
+
+
+def test_an_error_is_relative_to_the_leaf_and_absolute_where_the_reference_is_zero():
+    tiny = pipeline_of(
+        last=lambda w, x, mb: loss(w, x, mb) * 1e-6, last_reference=lambda w, x, mb: loss(w, x, mb) * 2e-6
+    )
+    with pytest.raises(VerificationError, match=r"relative error 5\.0e-01"):
+        verified(tiny)
+    zero = pipeline_of(last_reference=lambda w, x, mb: lax.stop_gradient(loss(w, x, mb)))
+    with pytest.raises(
+        VerificationError, match=r"^the gradient of params\[.*\] differs from the unsharded program's by"
+    ):
+        verified(zero)
+    assert all(math.isfinite(e) for e in verified(zero, rtol=1e9).gradient_errors.values())

@@ -1,0 +1,544 @@
+"""The unsharded program against models written apart, in plain jax; and `verify` against pipelines with a fault.
+
+`verify` shares code with what it judges (keys, skips, state, how a loss is read), so neither is the other's oracle
+here: that is a Python loop over replicas and micro-batches, or one product over all of them.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, VerificationError, make_mesh, reference_value_and_grad, verify
+from ipu_jax import verification as reference
+from ipu_jax.engine import scan as engine
+from support.dense import largest_relative_error
+from support.harness import exactly
+
+ROWS, D, M = 3, 4, 3
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=shape) / 2).astype(np.float32)
+
+
+def batch_of(replicas: int, m: int = M) -> Any:
+    lead = (m,) if replicas == 1 else (replicas, m)
+    return {"x": normal(*lead, ROWS, D, seed=1), "y": normal(*lead, ROWS, D, seed=2)}
+
+
+# a model with everything that a stage may ask for and give
+
+
+def first(p, x, mb, *, state, key):
+    keep = jax.random.bernoulli(key, 0.5, mb["x"].shape)
+    h = jnp.tanh(mb["x"] @ p["w"] + p["fixed"]) * keep
+    seen = {"mean": 0.9 * state["mean"] + 0.1 * h.mean(0), "count": state["count"] + 1}
+    return Outputs(h, state=seen, skips={"h": h}, aux={"mean": h.mean(), "on": keep.sum()})
+
+
+def middle(p, x, mb):
+    return jnp.sin(lax.all_gather(x @ p, "ipu", axis=1, tiled=True))
+
+
+def last(p, x, mb, *, key, skips):
+    noise = jax.random.normal(key, x.shape)
+    loss = jnp.mean((x @ p + skips["h"] + 0.1 * noise - mb["y"]) ** 2)
+    return loss, {"rows": x.sum(1), "masked": jnp.where(x[:, 0] > 0, x[:, 0], -jnp.inf)}
+
+
+class Everything:
+    """State, keys, a skip, aux, a frozen leaf, a concurrent stage; over one or two replicas."""
+
+    def __init__(self, replicas: int = 1, **options: Any):
+        stages = [
+            Stage(first, params="a", state="seen", random=True),
+            Stage(middle, params="b", ipu=ALL_IPUS),
+            Stage(last, params="c", ipu=1, random=True, takes=("h",)),
+        ]
+        self.pipeline = Pipeline(
+            stages,
+            mesh=make_mesh(replicas, 2),
+            specs={"b": P(None, "ipu")},
+            frozen={"a": {"w": False, "fixed": True}},
+            gradient_accumulation=M,
+            **options,
+        )
+        self.params = {"a": {"w": normal(D, D, seed=3), "fixed": normal(D, seed=4)}} | {
+            name: normal(D, D, seed=seed) for name, seed in (("b", 5), ("c", 6))
+        }
+        self.state = {"seen": {"mean": normal(D, seed=7), "count": np.int32(3)}}
+        self.batch, self.key, self.replicas = batch_of(replicas), jax.random.key(8), replicas
+
+    def expected(self, reduction: str = "mean") -> Any:
+        """`((loss, aux), gradients, state)`, as a loop."""
+
+        def loss_of(learning, x, y, seen, keys):
+            keep = jax.random.uniform(keys[0], x.shape) < 0.5
+            h = jnp.where(keep, jnp.tanh(x @ learning[0] + self.params["a"]["fixed"]), 0)
+            z = jnp.sin(h @ learning[1])
+            loss = jnp.square(z @ learning[2] + h + 0.1 * jax.random.normal(keys[2], x.shape) - y).mean()
+            seen = {"mean": seen["mean"] * 0.9 + h.sum(0) / ROWS * 0.1, "count": seen["count"] + 1}
+            aux = {"a": {"mean": h.mean(), "on": keep.sum()}}
+            return loss, (seen, aux | {"c": {"rows": z.sum(1), "masked": jnp.where(z[:, 0] > 0, z[:, 0], -np.inf)}})
+
+        learning = [self.params["a"]["w"], self.params["b"], self.params["c"]]
+        xs, ys = (self.batch[name].reshape(self.replicas, M, ROWS, D) for name in "xy")
+        step = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+        losses, gradients, states, auxes = [], [], [], []
+        for r in range(self.replicas):
+            seen = self.state["seen"]
+            for m in range(M):
+                of_micro_batch = jax.random.fold_in(jax.random.fold_in(self.key, r), m)
+                keys = [jax.random.fold_in(of_micro_batch, stage) for stage in range(3)]
+                (loss, (seen, aux)), gradient = step(learning, xs[r, m], ys[r, m], seen, keys)
+                losses.append(loss)
+                gradients.append(gradient)
+                auxes.append(aux)
+            states.append(seen)
+        count = 1 if reduction == "sum" else len(losses)
+        a, b, c = jax.tree.map(lambda *g: sum(g) / count, *gradients)
+        lead = (M,) if self.replicas == 1 else (self.replicas, M)
+        aux = jax.tree.map(lambda *leaf: jnp.stack(leaf).reshape(*lead, *leaf[0].shape), *auxes)
+        mean = sum(seen["mean"] for seen in states) / len(states)
+        of_a = {"w": a, "fixed": np.zeros(D, np.float32)}
+        return (
+            (sum(losses) / len(losses), aux),
+            {"a": of_a, "b": b, "c": c},
+            {"seen": {"mean": mean, "count": np.int32(3 + M)}},
+        )
+
+
+def assert_everything_equals(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, f), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        f, e = np.asarray(f), np.asarray(e)
+        assert (f.shape, f.dtype) == (e.shape, e.dtype), path
+        np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * np.abs(e[np.isfinite(e)]).max(), err_msg=str(path))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(reduction):
+    """Two replicas under "mean". Under "sum" one, given numpy's float64, which is held as float32."""
+    model = Everything(2 if reduction == "mean" else 1, reduction=reduction)
+    given = (model.params, model.batch, model.state)
+    if reduction == "sum":
+        given = jax.tree.map(lambda a: a.astype(np.float64) if a.dtype == np.float32 else a, given)
+    found = reference_value_and_grad(model.pipeline, *given, model.key)
+    assert_everything_equals(found, model.expected(reduction))
+    assert {leaf.devices().pop() for leaf in jax.tree.leaves(found)} == {model.pipeline.mesh.devices.flat[0]}
+
+
+@pytest.fixture(scope="module")
+def right() -> Any:
+    """A model, and what its pipeline and the unsharded program return."""
+    model = Everything(replicas=2)
+    pipeline = model.pipeline
+    sharded = pipeline.shard(model.params), model.batch, pipeline.shard_state(model.state), model.key
+    expected = reference_value_and_grad(pipeline, model.params, model.batch, model.state, model.key)
+    return model, sharded, pipeline.value_and_grad(*sharded), expected
+
+
+def test_a_report_of_everything(right, monkeypatch):
+    model, sharded, _, expected = right
+    monkeypatch.setattr(reference, "reference_value_and_grad", lambda *_: expected)
+    report = verify(model.pipeline, *sharded)
+    assert set(report.gradient_errors) == {f"params{at}" for at in ("['a']['w']", "['a']['fixed']", "['b']", "['c']")}
+    assert set(report.state_errors) == {"state['seen']['mean']", "state['seen']['count']"}
+    assert set(report.aux_errors) == {
+        f"aux{at}" for at in ("['a']['mean']", "['a']['on']", "['c']['rows']", "['c']['masked']")
+    }
+    assert re.fullmatch(r".*; 2 of state, \d\.\de[+-]\d\d; 4 of aux, \d\.\de[+-]\d\d", str(report))
+
+
+# faults
+
+
+def _of_group_b(gradients: Any) -> Any:
+    concurrent = {"b": [leaf.at[0, 0].mul(1.1) for leaf in gradients.concurrent["b"]]}
+    return dataclasses.replace(gradients, concurrent=concurrent)
+
+
+def _changed(stage: str, leaf: str, change: Any) -> Any:
+    return lambda aux: aux | {stage: aux[stage] | {leaf: change(aux[stage][leaf])}}
+
+
+def _floats_times(scale: float) -> Any:
+    return lambda tree: jax.tree.map(lambda leaf: leaf * scale if leaf.dtype == jnp.float32 else leaf, tree)
+
+
+NUMBER = r"-?(?:inf|\d[\d.]*(?:e[+-]?\d+)?)"
+FAULTS = {
+    "the loss": ("loss", lambda loss: loss * 1.001, r"the loss differs from .* by more than rtol=1e-05: loss "),
+    "a gradient": (
+        "gradients",
+        _of_group_b,
+        rf"the gradient of params\['b'\] differs from the unsharded program's by {NUMBER} relative, more than "
+        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[0, \d\] \(1 of 4 gradients differ\): loss ",
+    ),
+    "a gradient of a frozen leaf": (
+        "gradients",
+        lambda g: dataclasses.replace(g, slots=[leaf + 1e-3 if leaf.shape == (2, D) else leaf for leaf in g.slots]),
+        r"the gradient of params\['a'\]\['fixed'\] differs from .* by 0\.001 relative, more than rtol=1e-05: "
+        r"0\.001 instead of 0 at \[0\] \(1 of 4 gradients differ\): loss ",
+    ),
+    "state that was updated once too often": (
+        "state",
+        lambda state: jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, state),
+        r"the new state\['seen'\]\['count'\] differs from the unsharded program's by 0\.167 relative, and int32 must "
+        r"be equal: 7 instead of 6 \(1 of 2 leaves of state differ\): loss ",
+    ),
+    "a running mean": (
+        "state",
+        _floats_times(1.001),
+        rf"the new state\['seen'\]\['mean'\] differs from the unsharded program's by 0\.001 relative, more than "
+        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d\] \(1 of 2 leaves of state differ\): loss ",
+    ),
+    "a row of one micro-batch of one replica": (
+        "aux",
+        _changed("c", "rows", lambda rows: rows.at[1, 2, 1].add(0.01)),
+        rf"the aux\['c'\]\['rows'\] differs from the unsharded program's by {NUMBER} relative, more than rtol=1e-05: "
+        rf"{NUMBER} instead of {NUMBER} at \[1, 2, 1\] \(1 of 4 leaves of aux differ\): loss ",
+    ),
+    "micro-batches in another order": (
+        "aux",
+        lambda aux: jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 1), aux),
+        r"the aux\['.*'\]\['.*'\] differs from .* \(4 of 4 leaves of aux differ\): loss ",
+    ),
+    "replicas in another order": (
+        "aux",
+        lambda aux: jax.tree.map(lambda leaf: leaf[::-1], aux),
+        r"the aux\['.*'\]\['.*'\] differs from .* \(4 of 4 leaves of aux differ\): loss ",
+    ),
+    "an integer that is one off": (
+        "aux",
+        _changed("a", "on", lambda on: on.at[0, 1].add(1)),
+        rf"the aux\['a'\]\['on'\] differs from the unsharded program's by {NUMBER} relative, and int32 must be equal: "
+        r"\d+ instead of \d+ at \[0, 1\] \(1 of 4 leaves of aux differ\): loss ",
+    ),
+    "a large number for one that is infinite": (
+        "aux",
+        _changed("c", "masked", lambda masked: jnp.maximum(masked, -1e30)),
+        r"the aux\['c'\]\['masked'\] differs from the unsharded program's by inf relative, more than rtol=1e-05: "
+        r"-1e\+30 instead of -inf at \[\d, \d, \d\] \(1 of 4 leaves of aux differ\): loss ",
+    ),
+    "a NaN in the aux": (
+        "aux",
+        _changed("a", "mean", lambda mean: mean.at[0, 2].set(jnp.nan)),
+        r"the aux\['a'\]\['mean'\] differs from the unsharded program's by nan relative, more than rtol=1e-05: "
+        rf"nan instead of {NUMBER} at \[0, 2\] \(1 of 4 leaves of aux differ\): loss ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "change", "message"), FAULTS.values(), ids=FAULTS)
+def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, message):
+    model, sharded, ((loss, aux), gradients, state), expected = right
+    found = {"loss": loss, "aux": aux, "gradients": gradients, "state": state}
+    found |= {what: change(found[what])}
+    result = (found["loss"], found["aux"]), found["gradients"], found["state"]
+    monkeypatch.setattr(model.pipeline, "value_and_grad", lambda *_: result)
+    monkeypatch.setattr(reference, "reference_value_and_grad", lambda *_: expected)
+    with pytest.raises(VerificationError, match="^" + message):
+        verify(model.pipeline, *sharded)
+
+
+ENGINE_FAULTS = {
+    "gradients of the first micro-batches are lost": (
+        lambda result, args: dataclasses.replace(result, gradients=_floats_times(0.5)(result.gradients)),
+        r"the gradient of params\['a'\] differs from .* by 0\.5 relative",
+    ),
+    "the state is dropped": (
+        lambda result, args: dataclasses.replace(result, state=args[2]),
+        r"the new state\['s'\] differs from .* by 1 relative, .* 0 instead of 3 \(1 of 1 leaves of state differ\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), ENGINE_FAULTS.values(), ids=ENGINE_FAULTS)
+def test_an_engine_with_a_fault_fails(monkeypatch, change, message):
+    run = engine.run
+    monkeypatch.setattr(engine, "run", lambda *args, **options: change(run(*args, **options), args))
+    stage = Stage(lambda w, x, mb, *, state: Outputs(jnp.mean((mb["x"] @ w) ** 2), state + 1), params="a", state="s")
+    pipeline = Pipeline([stage], gradient_accumulation=M)
+    params, state = pipeline.shard({"a": normal(D, D)}), pipeline.shard_state({"s": np.float32(0)})
+    with pytest.raises(VerificationError, match="^" + message):
+        verify(pipeline, params, batch_of(1), state)
+
+
+def test_other_keys_are_other_numbers(monkeypatch):
+    run = engine.run
+
+    def wrong(plan, params, state, batch, key, **options):
+        return run(plan, params, state, batch, jax.random.fold_in(key, 1), **options)
+
+    monkeypatch.setattr(engine, "run", wrong)
+    stage = Stage(lambda w, x, mb, *, key: jnp.mean(mb["x"]) * jax.random.uniform(key), random=True)
+    pipeline = Pipeline([stage], gradient_accumulation=M)
+    with pytest.raises(VerificationError, match=r"^the loss differs"):
+        verify(pipeline, pipeline.shard({}), batch_of(1), key=jax.random.key(0))
+
+
+# aux
+
+
+def with_aux(fn, reference=None, dtype: Any = np.float32, **options: Any) -> Any:
+    """`verify` of one stage that returns `fn`'s aux."""
+    stage = Stage(
+        lambda w, x, mb: (jnp.mean(mb["x"] @ w), fn(w, mb["x"])),
+        params="w",
+        reference=None if reference is None else lambda w, x, mb: (jnp.mean(mb["x"] @ w), reference(w, mb["x"])),
+    )
+    pipeline = Pipeline([stage], gradient_accumulation=M)
+    return verify(pipeline, pipeline.shard({"w": normal(D, D).astype(dtype)}), batch_of(1), **options)
+
+
+def test_integers_are_compared_exactly_whatever_the_tolerance():
+    large = lambda at: lambda w, x: jnp.full((2,), 10**9).at[at].add(1)  # noqa: E731
+    assert with_aux(large(0)).aux_errors == {"aux": 0.0}
+    with pytest.raises(
+        VerificationError,
+        match=r"^the aux differs from .* by 1e-09 relative, and int32 must be equal: 1000000001 instead of 1000000000 "
+        r"at \[0, 0\] \(1 of 1 leaves of aux differ\): ",
+    ):
+        with_aux(large(0), large(1), jnp.bfloat16, rtol=0.5)
+    with pytest.raises(VerificationError, match=r"and bool must be equal: True instead of False at \[0\] \("):
+        with_aux(lambda w, x: w[0, 0] == w[0, 0], lambda w, x: w[0, 0] != w[0, 0])
+
+
+def test_an_aux_of_a_half_type_has_its_own_tolerance():
+    halves = lambda by: lambda w, x: (x[0] @ w * by).astype(jnp.bfloat16)  # noqa: E731
+    assert with_aux(halves(1.02), halves(1)).aux_errors["aux"] == pytest.approx(0.02, abs=0.01)
+    with pytest.raises(VerificationError, match=r"more than rtol=0\.0625: "):
+        with_aux(halves(1.1), halves(1))
+    with pytest.raises(VerificationError, match=r"more than rtol=0\.001: "):
+        with_aux(halves(1.02), halves(1), rtol=0.001)
+
+
+def test_complex_aux_is_compared_in_both_parts():
+    with pytest.raises(VerificationError, match=r"^the aux differs"):
+        with_aux(lambda w, x: jnp.sum(w) + 1j, lambda w, x: jnp.sum(w) + 2j)
+
+
+def test_an_aux_that_is_empty_is_compared_by_its_shape():
+    assert with_aux(lambda w, x: x[:0]).aux_errors == {"aux": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reference", "shapes"),
+    [(lambda w, x: x[0], "[3, 4]"), (lambda w, x: {"logits": x}, "{'logits': [3, 3, 4]}"), (lambda w, x: None, "None")],
+)
+def test_an_aux_of_another_shape_or_tree_is_refused(reference, shapes):
+    with pytest.raises(
+        VerificationError,
+        match=exactly(
+            f"the aux has shapes [3, 3, 4], the unsharded program's {shapes}: what a stage's reference returns as "
+            "aux must look like what its fn returns"
+        ),
+    ):
+        with_aux(lambda w, x: x, reference)
+
+
+# rules that are not linear in their cotangent
+
+
+@jax.custom_vjp
+def sign_of_cotangent(x):
+    return x
+
+
+sign_of_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g),))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+CLIP = 0.02
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -CLIP, CLIP),))
+RULES = {"sign": (sign_of_cotangent, np.sign), "clip": (clipped, lambda g: np.clip(g, -CLIP, CLIP))}
+
+
+@pytest.mark.parametrize(
+    ("rule", "reduction", "replicas"), [("sign", "mean", 1), ("clip", "mean", 2), ("clip", "sum", 1)]
+)
+def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas):
+    fn, by_hand = RULES[rule]
+    stages = [
+        Stage(lambda w, x, mb: fn(mb["x"] @ w), params="a"),
+        Stage(lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2), ipu=1),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(replicas, 2), gradient_accumulation=M, reduction=reduction)
+    w, batch = normal(D, D, seed=5), batch_of(replicas)
+    seed = 1 if reduction == "sum" else 1 / (M * replicas)
+    expected = np.zeros((D, D))
+    clipped_some = 0
+    for x, y in zip(*(batch[name].reshape(-1, ROWS, D) for name in "xy"), strict=True):
+        cotangent = 2 * (x @ w - y) / (ROWS * D) * seed
+        clipped_some += np.count_nonzero(by_hand(cotangent) != cotangent)
+        expected += x.T @ by_hand(cotangent)
+    assert clipped_some
+    _, gradients = reference_value_and_grad(pipeline, {"a": w}, batch)
+    np.testing.assert_allclose(gradients["a"], expected, rtol=1e-5, atol=1e-6)
+    verify(pipeline, pipeline.shard({"a": w}), batch)
+
+
+def test_a_concurrent_stages_rule_sees_a_part_of_the_cotangent_and_verify_says_so():
+    """What all IPUs hold alike gets its cotangent in equal parts: such a rule belongs on a local stage."""
+    stages = [
+        Stage(lambda w, x, mb: sign_of_cotangent(mb["x"] @ w), params="a", ipu=ALL_IPUS),
+        Stage(lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2), ipu=1),
+    ]
+    pipeline = Pipeline(stages, gradient_accumulation=M, specs={"a": P()})
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['a'\] differs from .* by 1 relative"):
+        verify(pipeline, pipeline.shard({"a": normal(D, D)}), batch_of(1))
+
+
+# replicas that see each other
+
+
+def normalised(w, x, mb, *, state):
+    """Batch norm over the rows of all replicas."""
+    h = mb["x"] @ w
+    mean = lax.pmean(h.mean(0), "replica")
+    var = lax.pmean(jnp.square(h - mean).mean(0), "replica")
+    y = (h - mean) * lax.rsqrt(var + 1e-5)
+    return Outputs(y, state=0.5 * state + 0.5 * mean, aux={"replica": lax.axis_index("replica"), "y": y})
+
+
+def test_batch_norm_over_replicas_is_batch_norm_of_the_joined_rows():
+    replicas = 3
+    stages = [
+        Stage(normalised, params="a", state="seen", name="norm"),
+        Stage(lambda w, x, mb: jnp.mean((x @ w - mb["y"]) ** 2), params="b", ipu=1),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(replicas, 2), gradient_accumulation=M)
+    params, batch = {"a": normal(D, D, seed=3), "b": normal(D, D, seed=4)}, batch_of(replicas)
+
+    def loss_of(params):
+        x, y = (jnp.swapaxes(batch[name], 0, 1).reshape(M, replicas * ROWS, D) for name in "xy")
+        h = x @ params["a"]
+        mean = h.mean(1, keepdims=True)
+        normal_ = (h - mean) / jnp.sqrt(h.var(1, keepdims=True) + 1e-5)
+        return jnp.mean((normal_ @ params["b"] - y) ** 2), (mean[:, 0], normal_.reshape(M, replicas, ROWS, D))
+
+    (loss, (means, rows)), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+    state = np.zeros(D, np.float32)
+    for mean in means:
+        state = 0.5 * state + 0.5 * np.asarray(mean)
+    state_before = {"seen": np.zeros(D, np.float32)}
+    (found, aux), found_gradients, new_state = reference_value_and_grad(pipeline, params, batch, state_before)
+    assert float(found) == pytest.approx(float(loss), rel=1e-5)
+    assert largest_relative_error(found_gradients, gradients) < 1e-5
+    np.testing.assert_allclose(new_state["seen"], state, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(aux["norm"]["replica"], np.repeat(np.arange(replicas)[:, None], M, 1))
+    np.testing.assert_allclose(aux["norm"]["y"], np.swapaxes(rows, 0, 1), rtol=1e-4, atol=1e-5)
+    verify(pipeline, pipeline.shard(params), batch, pipeline.shard_state(state_before))
+
+
+# float64
+
+
+IN_FLOAT64 = """
+import jax, jax.numpy as jnp, numpy as np
+from ipu_jax import Pipeline, Stage, make_mesh, reference_value_and_grad, verify
+a, b = np.random.default_rng(0).normal(size=(2, 4, 4))
+x = np.random.default_rng(1).normal(size=(2, 3, 5, 4))
+stages = [
+    Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a"),
+    Stage(lambda w, x, mb: (jnp.mean((x @ w) ** 2), x), params="b", ipu=1),
+]
+pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
+(loss, aux), gradients = reference_value_and_grad(pipeline, {"a": a, "b": b}, x)
+h = np.tanh(x @ a)
+assert {leaf.dtype for leaf in jax.tree.leaves((loss, aux, gradients))} == {jnp.dtype("float64")}
+np.testing.assert_allclose(loss, np.mean((h @ b) ** 2), rtol=1e-14)
+np.testing.assert_allclose(aux, h, rtol=1e-14)
+dy = 2 * (h @ b) / h.size
+np.testing.assert_allclose(gradients["b"], np.einsum("rmnd,rmne->de", h, dy), rtol=1e-12)
+np.testing.assert_allclose(gradients["a"], np.einsum("rmnd,rmne->de", x, dy @ b.T * (1 - h**2)), rtol=1e-12)
+report = verify(pipeline, pipeline.shard({"a": a, "b": b}), x, rtol=1e-12)
+mixed = {"a": a, "b": b.astype(np.float32)}
+verify(pipeline, pipeline.shard(mixed), x.astype(np.float32))
+print("ok", report.worst[1] < 1e-13)
+"""
+
+
+def test_float64_throughout_where_jax_has_it():
+    environment = os.environ | {"JAX_ENABLE_X64": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IN_FLOAT64], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout, ran.returncode) == ("ok True\n", 0), ran.stderr
+
+
+# what it refuses
+
+
+def test_the_unsharded_program_refuses_what_the_pipeline_refuses():
+    model = Everything(replicas=2)
+    with pytest.raises(ValueError, match=r"^batch\['x'\] has shape \(3, 3, 4\): its leading dims must be"):
+        reference_value_and_grad(model.pipeline, model.params, batch_of(1), model.state, model.key)
+    with pytest.raises(ValueError, match=exactly("stage 'a' takes a random key: pass key=jax.random.key(...)")):
+        reference_value_and_grad(model.pipeline, model.params, model.batch, model.state)
+    for state in (None, {}, {"other": model.state["seen"]}):
+        with pytest.raises(
+            ValueError,
+            match=exactly(
+                f"state has the groups {sorted(state or {})}, the stages name ['seen']: give {{group: pytree}}"
+            ),
+        ):
+            reference_value_and_grad(model.pipeline, model.params, model.batch, state, model.key)
+
+
+# gradients of which rounding alone is left
+
+
+def attention(fault: float = 0.0) -> tuple[Pipeline, Any, Any]:
+    """The keys' bias moves all scores of a row alike, which softmax does not see; `fault` is added to its gradient."""
+
+    @jax.custom_vjp
+    def faulty(bias):
+        return bias
+
+    faulty.defvjp(lambda bias: (bias, None), lambda _, g: (g + fault,))
+
+    def attend(w, x, mb, bias_of):
+        q, k = mb["x"] @ w["q"], mb["x"] @ w["k"] + bias_of(w["bias"])
+        return jax.nn.softmax(q @ k.T) @ (mb["x"] @ w["v"])
+
+    stages = [
+        Stage(
+            lambda w, x, mb: attend(w, x, mb, faulty),
+            params="a",
+            reference=lambda w, x, mb: attend(w, x, mb, lambda b: b),
+        ),
+        Stage(lambda w, x, mb: jnp.mean((x @ w - mb["y"]) ** 2), params="b", ipu=1),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M)
+    weights = {"q": normal(D, D), "k": normal(D, D, seed=3), "v": normal(D, D, seed=4), "bias": normal(D, seed=5)}
+    return pipeline, pipeline.shard({"a": weights, "b": normal(D, D, seed=6)}), batch_of(1)
+
+
+def test_a_gradient_that_cancels_is_judged_by_what_it_was_made_of():
+    pipeline, params, batch = attention()
+    gradients = pipeline.unshard(pipeline.value_and_grad(params, batch)[1])["a"]
+    assert np.abs(gradients["bias"]).max() < 1e-6 < 1e-3 < np.abs(gradients["q"]).max()
+    errors = verify(pipeline, params, batch).gradient_errors
+    assert errors["params['a']['bias']"] <= 1e-5
+
+
+def test_a_fault_in_a_gradient_that_cancels_is_found():
+    pipeline, params, batch = attention(fault=1e-5)
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['a'\]\['bias'\] differs .* \(1 of 5 "):
+        verify(pipeline, params, batch)

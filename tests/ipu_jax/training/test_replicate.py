@@ -1,0 +1,198 @@
+"""Replicas: R of batch B equal one of R x B, pmap equals the mesh, and what is asked for wrongly is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from ipu_jax import Outputs, Pipeline, Stage, make_mesh, replicate
+from ipu_jax.training.replicas import replicas_of
+from support.dense import chain, largest_relative_error
+from support.refusals import refused
+
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
+
+
+def loss_fn(params, microbatch):
+    hidden = jnp.tanh(microbatch["x"] @ params["w"] + params["b"])
+    return jnp.mean((hidden.sum(axis=1) - microbatch["y"]).astype(jnp.float32) ** 2)
+
+
+def problem(*lead: int, dtype: str = "float32"):
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    return {"w": normal(5, 7), "b": normal(7)}, {"x": normal(*lead, 3, 5), "y": normal(*lead, 3)}
+
+
+def twin(params, batch, reduction: str):
+    """The whole batch at once, on one device."""
+    lead = batch["y"].ndim - 1
+    count = int(np.prod(batch["y"].shape[:lead]))
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[lead + 1 :]), batch)
+    loss, gradients = jax.value_and_grad(loss_fn)(params, rows)
+    return loss, jax.tree.map(lambda g: g * (count if reduction == "sum" else 1), gradients)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "m", "reduction", "dtype"),
+    [
+        (1, 1, "mean", "float32"),
+        (1, 3, "sum", "float32"),
+        (2, 1, "mean", "float32"),
+        (2, 3, "mean", "bfloat16"),
+        (4, 3, "sum", "float32"),
+        (8, 2, "mean", "float32"),
+    ],
+)
+def test_replicas_of_one_ipu_equal_the_whole_batch(replicas, m, reduction, dtype):
+    lead = (m,) if replicas == 1 else (replicas, m)
+    params, batch = problem(*lead, dtype=dtype)
+    model = replicate(loss_fn, replication_factor=replicas, gradient_accumulation=m, reduction=reduction)
+    loss, gradients = model.value_and_grad(model.shard(params), batch)
+    expected_loss, expected = twin(params, batch, reduction)
+    assert abs(float(loss) - float(expected_loss)) <= TOLERANCE[dtype] * abs(float(expected_loss))
+    assert largest_relative_error(gradients, expected) <= TOLERANCE[dtype]
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(dtype)}
+    assert len(gradients["w"].sharding.device_set) == replicas
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_pmap_equals_the_mesh(reduction):
+    params, batch = problem(4, 2)
+    by_pmap = replicate(loss_fn, num_ipus=4, gradient_accumulation=2, reduction=reduction)
+    one = Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")], gradient_accumulation=2, reduction=reduction)
+    by_mesh = replicate(one, num_ipus=4)
+    assert dict(by_mesh.mesh.shape) == {"replica": 4, "ipu": 1}
+    loss, gradients = by_pmap.value_and_grad(by_pmap.shard(params), batch)
+    mesh_loss, mesh_gradients = by_mesh.value_and_grad(by_mesh.shard({"p": params}), batch)
+    assert abs(float(loss) - float(mesh_loss)) <= 1e-6 * abs(float(loss))
+    assert largest_relative_error(by_pmap.unshard(gradients), by_mesh.unshard(mesh_gradients)["p"]) <= 1e-6
+
+
+def test_replicas_of_several_ipus_equal_one_with_the_whole_batch():
+    model = chain((0, 1, None), 3, replicas=2, like=False)
+    alone = Pipeline(model.stages, mesh=make_mesh(1, 2), specs=model.specs, gradient_accumulation=3)
+    wider = replicate(alone, num_ipus=4)
+    loss, gradients = wider.value_and_grad(wider.shard(model.params), model.batch)
+    expected_loss, expected = model.twin()
+    assert abs(float(loss) - float(expected_loss)) <= 1e-6 * abs(float(expected_loss))
+    assert largest_relative_error(wider.unshard(gradients), expected) <= 2e-6
+
+
+def test_it_is_pmap_that_runs_and_that_sums_once():
+    params, batch = problem(2, 3)
+    model = replicate(loss_fn, replication_factor=2, gradient_accumulation=3)
+    hlo = model._value_and_grad.lower((model.shard(params), None), batch).compile().as_text()
+    # the loss, and the gradients together; none in the loop over micro-batches
+    assert hlo.count(" all-reduce(") <= 2
+    assert not [line for line in hlo.splitlines() if " all-reduce(" in line and "while/body" in line]
+
+
+def test_aux_keys_and_evaluation():
+    def noisy(params, microbatch, *, key):
+        noise = jax.random.normal(key)
+        return Outputs(loss_fn(params, microbatch) + noise, aux={"noise": noise})
+
+    params, batch = problem(2, 3)
+    model = replicate(noisy, replication_factor=2, gradient_accumulation=3, random=True)
+    key = jax.random.key(0)
+    (loss, aux), gradients = model.value_and_grad(model.shard(params), batch, key)
+    expected = [
+        [jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, r), i)) for i in range(3)] for r in (0, 1)
+    ]
+    np.testing.assert_allclose(aux["noise"], expected, rtol=1e-6)
+    dense_loss, dense = twin(params, batch, "mean")
+    assert abs(float(loss) - float(dense_loss) - float(jnp.mean(jnp.asarray(expected)))) < 1e-5
+    assert largest_relative_error(gradients, dense) <= 1e-6
+    evaluated, again = model.loss(model.shard(params), batch, key)
+    assert abs(float(evaluated) - float(loss)) < 1e-6
+    np.testing.assert_array_equal(again["noise"], aux["noise"])
+    one = replicate(lambda p, mb: (loss_fn(p, mb), mb["y"].sum()), replication_factor=1, gradient_accumulation=2)
+    assert one.loss(one.shard(params), jax.tree.map(lambda leaf: leaf[0, :2], batch))[1].shape == (2,)
+
+
+def test_a_loop_that_never_waits_is_bounded():
+    params, batch = problem(8, 1)
+    model = replicate(loss_fn, replication_factor=8)
+    held = model.shard(params)
+    losses = [model.value_and_grad(held, batch)[0] for _ in range(100)]
+    assert np.isfinite(float(losses[-1]))
+    assert model._window.outstanding <= 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "replicas"),
+    [
+        ({"replication_factor": 3}, 3),
+        ({"replication_factor": 3, "ipus_per_replica": 2}, 3),
+        ({"num_ipus": 6}, 6),
+        ({"num_ipus": 6, "ipus_per_replica": 2}, 3),
+        ({"num_ipus": 2, "ipus_per_replica": 2}, 1),
+        ({"num_ipus": np.int64(6), "ipus_per_replica": np.int32(2)}, 3),
+        ({"replication_factor": np.int64(3)}, 3),
+    ],
+)
+def test_both_ways_of_asking(asked, replicas):
+    assert replicas_of(**asked) == replicas
+    assert type(replicas_of(**asked)) is int
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "replication_factor and num_ipus: neither given; give one of the two"),
+        (
+            {"replication_factor": 2, "num_ipus": 4},
+            "replication_factor and num_ipus: both given; give one of the two",
+        ),
+        (
+            {"num_ipus": 6, "ipus_per_replica": 4},
+            "num_ipus=6 makes no whole number of replicas of ipus_per_replica=4: give a multiple of it, such as 4 or 8",
+        ),
+        (
+            {"num_ipus": 3, "ipus_per_replica": 4},
+            "num_ipus=3 makes no whole number of replicas of ipus_per_replica=4: give a multiple of it, such as 4",
+        ),
+        ({"replication_factor": 0}, "replication_factor=0 is not a count: give an int of at least 1"),
+        ({"num_ipus": 2.0}, "num_ipus=2.0 is not a count: give an int of at least 1"),
+    ],
+)
+def test_what_makes_no_replicas(asked, message):
+    with refused(message):
+        replicas_of(**asked)
+
+
+def test_what_replicate_refuses():
+    pipeline = Pipeline([Stage(lambda p, x, mb: jnp.sum(p), params="p")])
+    with refused("reduction='sum' was given, but a pipeline has its own: make the Pipeline with it"):
+        replicate(pipeline, replication_factor=2, reduction="sum")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    with refused("model=3 is neither a Pipeline nor callable: give a loss function"):
+        replicate(3, replication_factor=2)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    with refused(
+        "replicas=16 x ipus_per_replica=1 needs 16 IPUs, but jax already started its CPU backend with 8: "
+        "call configure(16) before any other use of jax, or set JAX_NUM_CPU_DEVICES=16."
+    ):
+        replicate(loss_fn, replication_factor=16)
+
+
+def test_what_a_call_refuses():
+    params, batch = problem(2, 1)
+    model = replicate(loss_fn, replication_factor=2)
+    held = model.shard(params)
+    with refused("a key was given, but loss_fn takes none: replicate(..., random=True)"):
+        model.value_and_grad(held, batch, lax.stop_gradient(0))
+    _, of_three = problem(3, 1)
+    with refused(
+        "batch['x'] has shape (3, 1, 3, 5): its leading dims must be "
+        "(replicas, gradient_accumulation, ...) = (2, 1, ...)"
+    ):
+        model.value_and_grad(held, of_three)
+    with refused("params['w'] is int32: weights must be floating arrays; carry other data in the batch"):
+        model.value_and_grad({"w": np.zeros(3, np.int32)}, batch)
+    random = replicate(loss_fn, replication_factor=2, random=True)
+    with refused("key=None is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)"):
+        random.value_and_grad(held, batch)
+    vector = replicate(lambda p, mb: mb["y"], replication_factor=2)
+    with refused("loss_fn returned float32[3] as its loss: return a float scalar, or (loss, aux)"):
+        vector.value_and_grad(held, batch)

@@ -1,0 +1,475 @@
+"""A training step equals plain optax on one device, whatever the replicas, the accumulation and where weights lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import (
+    ALL_IPUS,
+    Outputs,
+    Pipeline,
+    Replicas,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+    replicate,
+)
+from support.dense import chain, largest_relative_error
+from support.refusals import refused
+from support.trained import batches_of, quick_compiles, state_error, train_dense
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def loss_fn(params, microbatch):
+    hidden = jnp.tanh(microbatch["x"] @ params["w"] + params["b"])
+    return jnp.mean((hidden.sum(axis=1) - microbatch["y"]).astype(jnp.float32) ** 2)
+
+
+def problem(*lead: int, dtype: str = "float32"):
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    return {"w": normal(5, 7), "b": normal(7)}, {"x": normal(*lead, 3, 5), "y": normal(*lead, 3)}
+
+
+def plain(optimizer, params, batches, reduction="mean"):
+    """Whole batches on one device: params, optax state, losses."""
+    lead = batches["y"].ndim - 2
+    count = int(np.prod(batches["y"].shape[1 : lead + 1])) if reduction == "sum" else 1
+    rows = jax.tree.map(lambda leaf: leaf.reshape(STEPS, -1, *leaf.shape[lead + 2 :]), batches)
+
+    def update(carry, rows):
+        params, state = carry
+        loss, gradients = jax.value_and_grad(loss_fn)(params, rows)
+        updates, state = optimizer.update(jax.tree.map(lambda g: g * count, gradients), state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    run = jax.jit(lambda params, rows: jax.lax.scan(update, (params, optimizer.init(params)), rows))
+    (params, state), losses = run(params, rows)
+    return params, state, losses
+
+
+# functions
+
+
+@pytest.mark.parametrize(
+    ("replicas", "m", "reduction", "shard_optimizer"),
+    [
+        (1, 3, "mean", False),
+        (2, 1, "sum", True),
+        (4, 3, "mean", True),
+        (8, 2, "sum", False),
+    ],
+)
+def test_a_function_on_replicas_equals_one_program(replicas, m, reduction, shard_optimizer):
+    params, batches = problem(STEPS, *(replicas,) * (replicas > 1), m)
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    options = TrainOptions(
+        replication_factor=replicas,
+        gradient_accumulation=m,
+        reduction=reduction,
+        device_iterations=STEPS,
+        outputs="all",
+        max_gradient_norm=0.5,
+        shard_optimizer=shard_optimizer,
+    )
+    step = make_train_step(loss_fn, optimizer, options)
+    state, outputs = step(step.init(params), batches)
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+    expected, expected_state, losses = plain(clipped, params, batches, reduction)
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], expected) <= 1e-6
+    assert state_error(whole["optimizer"], expected_state) <= 2e-6
+    np.testing.assert_allclose(outputs.loss, losses, rtol=1e-6)
+    assert int(state.step) == STEPS
+    assert outputs.aux is None and outputs.updated is None  # noqa: PT018
+
+
+@pytest.mark.parametrize(
+    ("shard_optimizer", "collectives"), [(False, {"all-reduce": 2}), (True, {"reduce-scatter": 1, "all-gather": 1})]
+)
+def test_few_large_collectives(shard_optimizer, collectives):
+    params, batch = problem(2, 3)
+    options = TrainOptions(replication_factor=2, gradient_accumulation=3, shard_optimizer=shard_optimizer)
+    step = make_train_step(loss_fn, optax.adam(1e-2), options)
+    hlo = step.lower(step.init(params), batch).compile().as_text()
+    for kind, most in collectives.items():
+        found = [line for line in hlo.splitlines() if f" {kind}(" in line or f" {kind}-start(" in line]
+        assert 1 <= len(found) <= most, found
+        assert not [line for line in found if "while/body" in line]
+
+
+def test_the_optimizer_state_falls_by_the_replicas():
+    params = {"w": np.ones((61, 7), np.float32), "b": np.ones(5, np.float32)}
+    held = {}
+    for shard_optimizer in (False, True):
+        options = TrainOptions(replication_factor=4, shard_optimizer=shard_optimizer)
+        step = make_train_step(lambda p, mb: p["w"].sum(), optax.adam(1e-2), options)
+        like = step.init(params).optimizer.like
+        held[shard_optimizer] = sum(
+            shard.data.nbytes
+            for array in jax.tree.leaves(like)
+            for shard in array.addressable_shards
+            if shard.device == jax.devices()[0]
+        )
+    assert held[True] == 2 * 4 * (-(-61 * 7 // 4) + -(-5 // 4))
+    # without, every IPU holds two moments of every weight, among what is everywhere
+    step = make_train_step(lambda p, mb: p["w"].sum(), optax.adam(1e-2), TrainOptions(replication_factor=4))
+    whole = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(step.init(params).optimizer))
+    assert held[True] <= whole / 4 + 2 * 4 * 2
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("shapes", [((0,), (3, 2), (), (2, 0)), ((0, 4), (0,), (0,), (0,))])
+def test_leaves_without_elements_are_updated_like_any(kind, shapes):
+    """The first of all, in between, or all of them; each a leaf of its own dtype's bucket, split or whole."""
+    names = ("a", "b", "c", "d")
+    params = {name: np.full(shape, 2, np.float32) for name, shape in zip(names, shapes, strict=True)}
+    scaled = lambda leaf, mb: jnp.sum(leaf**2) * jnp.mean(mb)  # noqa: E731
+    model = lambda p, mb: sum(scaled(p[name], mb) for name in names)  # noqa: E731
+    if kind == "pipeline":
+        stages = [
+            Stage(lambda p, x, mb: scaled(p["a"], mb) + scaled(p["b"], mb), params="first", ipu=0),
+            Stage(lambda p, x, mb: x + scaled(p["c"], mb), params="last", ipu=1),
+            Stage(lambda p, x, mb: x + jax.lax.psum(scaled(p["d"], mb), "ipu"), params="head", ipu=ALL_IPUS),
+        ]
+        model = Pipeline(stages, mesh=make_mesh(2, 2), specs={"head": P(*[None] * (len(shapes[3]) - 1), "ipu")})
+        params = {"first": {n: params[n] for n in "ab"}, "last": {"c": params["c"]}, "head": {"d": params["d"]}}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    step = make_train_step(model, optimizer, TrainOptions(replication_factor=2, shard_optimizer=True))
+    batch = np.asarray([1.0, 2.0], np.float32).reshape(2, 1, 1)
+    state, outputs = step(step.init(params), batch)
+    gradients = jax.tree.map(lambda w: 2 * w * 1.5, params)
+    expected_state = optimizer.init(params)
+    updates, expected_state = optimizer.update(gradients, expected_state, params)
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], optax.apply_updates(params, updates)) <= 1e-6
+    assert state_error(whole["optimizer"], expected_state) <= 1e-6
+    np.testing.assert_allclose(outputs.loss, 1.5 * 4 * sum(w.size for w in jax.tree.leaves(params)), rtol=1e-6)
+
+
+# pipelines
+
+
+@pytest.mark.parametrize(
+    ("places", "replicas", "ipus", "shard_optimizer", "kind"),
+    [
+        ((0, 1, None), 2, 2, True, {"like": False}),
+        pytest.param((None, 0, 1, None), 1, 2, False, {"tied": True}, marks=pytest.mark.slow),
+        pytest.param((0, 1), 4, 2, True, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipeline_equals_one_program(places, replicas, ipus, shard_optimizer, kind):
+    model = chain(places, 2, replicas=replicas, **kind)
+    optimizer = optax.adamw(1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda w: w.ndim > 1, tree))
+    options = TrainOptions(
+        device_iterations=STEPS, outputs="all", max_gradient_norm=0.1, shard_optimizer=shard_optimizer
+    )
+    step = make_train_step(model.pipeline(ipus), optimizer, options)
+    state, outputs = step(step.init(model.params), batches_of(model, STEPS))
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optimizer)
+    expected, expected_state, losses = train_dense(model, clipped, STEPS)
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], expected) <= 1e-6
+    assert state_error(whole["optimizer"], expected_state) <= 1e-5
+    np.testing.assert_allclose(outputs.loss, losses, rtol=1e-6)
+
+
+def test_a_pipeline_of_one_ipu_equals_the_function():
+    params, batches = problem(2, 4, 2)
+    options = TrainOptions(device_iterations=2, outputs="all", replication_factor=4, shard_optimizer=True)
+    stage = Stage(lambda p, x, mb: loss_fn(p, mb), params="p")
+    by_mesh = make_train_step(Pipeline([stage], gradient_accumulation=2), optax.lamb(1e-2), options)
+    by_pmap = make_train_step(
+        Replicas(loss_fn, replication_factor=4, gradient_accumulation=2), optax.lamb(1e-2), options
+    )
+    (mesh_state, mesh_outputs), (state, outputs) = (
+        by_mesh(by_mesh.init({"p": params}), batches),
+        by_pmap(by_pmap.init(params), batches),
+    )
+    np.testing.assert_allclose(mesh_outputs.loss, outputs.loss, rtol=1e-6)
+    found = by_mesh.whole(mesh_state)["params"]["p"]
+    assert largest_relative_error(found, by_pmap.whole(state)["params"]) <= 1e-6
+
+
+def test_state_of_stages_keys_and_aux_go_through():
+    def counting(w, x, mb, *, state, key):
+        noise = jax.random.normal(key)
+        seen = {"sum": state["sum"] + noise, "count": state["count"] + 1}
+        return Outputs(jnp.mean(mb * w), state=seen, aux={"noise": noise})
+
+    stage = Stage(counting, params="w", state="s", random=True, ipu=0)
+    pipeline = replicate(Pipeline([stage], gradient_accumulation=2), replication_factor=2)
+    step = make_train_step(pipeline, optax.sgd(0.1), TrainOptions(device_iterations=2, outputs="all"))
+    key = jax.random.key(5)
+    first = {"s": {"sum": jnp.zeros(()), "count": jnp.int32(0)}}
+    state = step.init({"w": jnp.ones(3)}, stages=first, key=key)
+    state, outputs = step(state, jnp.ones((2, 2, 2, 4, 3)))
+    assert outputs.aux["noise"].shape == (2, 2, 2)  # update, replica, micro-batch
+    assert len(np.unique(outputs.aux["noise"])) == 8
+    found = step.whole(state)["stages"]["s"]
+    assert int(found["count"]) == 4
+    np.testing.assert_allclose(found["sum"], np.asarray(outputs.aux["noise"]).sum((0, 2)).mean(), rtol=1e-5)
+    own = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 1), 0), 1), 0)
+    np.testing.assert_allclose(outputs.aux["noise"][1, 0, 1], jax.random.normal(own), rtol=1e-6)
+
+
+def test_integer_state_is_replica_0s_on_every_replica():
+    """Also what no result shows: the numbers that the other replicas go on with."""
+    stage = Stage(lambda w, x, mb, *, state: Outputs(w * jnp.sum(mb), state=state + mb[0]), params="w", state="s")
+    step = make_train_step(replicate(Pipeline([stage]), replication_factor=2), optax.sgd(0.1))
+    state = step.init({"w": jnp.ones(())}, stages={"s": jnp.int32(1)})
+    for _ in range(2):
+        state, _ = step(state, jnp.asarray([[[3]], [[5]]]))
+    (seen,) = jax.tree.leaves(state.stages)
+    assert [np.asarray(shard.data).item() for shard in seen.addressable_shards] == [7, 7]
+
+
+def test_frozen_weights_stay_and_are_not_decayed():
+    """`fixed` shares a slot with a weight of another IPU that is trained, `table` is no float."""
+    first = lambda p, x, mb: p["table"][mb] * p["w"] + p["fixed"]  # noqa: E731
+    last = lambda p, x, mb: jnp.mean((x * p["u"] + p["v"]) ** 2)  # noqa: E731
+    frozen = {"first": {"fixed": True, "table": True, "w": False}}
+    pipeline = Pipeline([Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)], frozen=frozen)
+    step = make_train_step(pipeline, optax.adamw(0.1, weight_decay=0.5), TrainOptions())
+    params = {
+        "first": {"w": jnp.ones(3), "fixed": jnp.arange(3.0), "table": jnp.arange(12).reshape(4, 3)},
+        "last": {"u": jnp.ones(3), "v": jnp.ones(3)},
+    }
+    state = step.init(params)
+    assert {len(params), len(state.params.slots)} == {2, 3}  # w, fixed, u and v lie in two
+    state, _ = step(state, jnp.zeros((1, 2), jnp.int32) + 1)
+    found = step.whole(state)["params"]
+    for name in ("fixed", "table"):
+        np.testing.assert_array_equal(found["first"][name], params["first"][name])
+    for group, name in (("first", "w"), ("last", "u"), ("last", "v")):
+        assert not np.any(np.asarray(found[group][name]) == params[group][name]), name
+
+
+def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
+    """It keeps what is frozen, how state is split, its schedule, its reduction, and how much memory an IPU has."""
+
+    def first(w, x, mb):
+        return mb * w["fixed"] * w["scale"]
+
+    def last(w, x, mb, *, state):
+        return Outputs(jax.lax.psum(jnp.sum(x @ w), "ipu"), state=state + 1)
+
+    pipeline = Pipeline(
+        [Stage(first, params="first", ipu=0), Stage(last, params="last", state="last", ipu=ALL_IPUS)],
+        mesh=make_mesh(1, 2),
+        schedule="gpipe",
+        gradient_accumulation=2,
+        reduction="sum",
+        specs={"last": P(None, "ipu")},
+        state_specs={"last": P("ipu")},
+        frozen={"first": {"fixed": True, "scale": False}},
+        ipu_memory=1000.0,
+    )
+    step = make_train_step(pipeline, optax.adam(0.5), TrainOptions(replication_factor=2, precision="16.32"))
+    params = {"first": {"fixed": jnp.full(3, 2.0), "scale": jnp.ones(3)}, "last": jnp.ones((3, 4))}
+    state = step.init(params, stages={"last": jnp.zeros(4)})
+    assert state.stages is not None
+    assert jax.tree.leaves(state.stages)[0].sharding.spec == P("ipu")
+    assert [shard.data.shape for shard in state.stages.concurrent["last"][0].addressable_shards] == [(2,)] * 4
+    state, outputs = step(state, np.ones((2, 2, 5, 3), np.float32))
+    whole = step.whole(state)
+    assert isinstance(whole["optimizer"][0].mu["first"]["fixed"], optax.MaskedNode)
+    assert whole["params"]["first"]["fixed"].tolist() == [2, 2, 2]
+    np.testing.assert_allclose(whole["params"]["first"]["scale"], 0.5, rtol=1e-5)
+    assert whole["stages"]["last"].tolist() == [2, 2, 2, 2]
+    assert float(outputs.loss) == 5 * 3 * 2 * 4
+    # adam hides how long a gradient is; its first moment does not: 4 micro-batches, 5 rows, 2 of `fixed`, 0.1 of it
+    np.testing.assert_allclose(whole["optimizer"][0].mu["last"], 0.1 * 4 * 5 * 2, rtol=1e-5)
+    assert step.model.schedule.name == "gpipe"
+    assert (step.model.replicas, step.model.ipus) == (2, 2)
+    with pytest.warns(UserWarning, match=r"more than ipu_memory=1\.0 kB"):
+        step.model.report(state.params, np.ones((2, 2, 50, 3), np.float32), state.stages, compile=False)
+
+
+# counts
+
+
+def tokens(*lead):
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(*lead, 6, 5)).astype(np.float32),
+        "y": rng.normal(size=(*lead, 6)).astype(np.float32),
+        "mask": (rng.random((*lead, 6)) < 0.3).astype(np.float32),
+    }
+
+
+def masked_sum(params, microbatch):
+    errors = (jnp.tanh(microbatch["x"] @ params["w"] + params["b"]).sum(-1) - microbatch["y"]) ** 2
+    return jnp.sum(errors * microbatch["mask"]), microbatch["mask"].sum()
+
+
+def masked_mean(params, rows):
+    total, count = masked_sum(params, rows)
+    return total / count
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+def test_a_mean_is_over_all_tokens_of_all_micro_batches_and_replicas(kind, reduction):
+    params, _ = problem()
+    batch = tokens(2, 3)
+    options = TrainOptions(weighted=True, shard_optimizer=True)
+    if kind == "function":
+        model = replicate(masked_sum, replication_factor=2, gradient_accumulation=3, reduction=reduction)
+        step = make_train_step(model, optax.sgd(0.1), options)
+        state = step.init(params)
+    else:
+        stage = Stage(lambda p, x, mb: masked_sum(p, mb), params="p")
+        one = Pipeline([stage], gradient_accumulation=3, reduction=reduction)
+        step = make_train_step(replicate(one, replication_factor=2), optax.sgd(0.1), options)
+        state = step.init({"p": params})
+    fn = masked_mean if reduction == "mean" else lambda p, rows: masked_sum(p, rows)[0]
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)
+    loss, gradients = jax.value_and_grad(fn)(params, rows)
+    expected = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+    state, outputs = step(state, batch)
+    np.testing.assert_allclose(outputs.loss, loss, rtol=1e-6)
+    found = step.whole(state)["params"]
+    assert largest_relative_error(found["p"] if kind == "pipeline" else found, expected) <= 1e-6
+    # no token at all: nothing to learn, and nothing that is not a number
+    before = jax.tree.map(np.asarray, state.params)
+    state, outputs = step(state, batch | {"mask": np.zeros_like(batch["mask"])})
+    assert float(outputs.loss) == 0
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, state.params)), strict=True))
+
+
+# outputs, buffers, many calls
+
+
+def test_outputs_of_device_iterations():
+    params, batches = problem(6, 2)
+    fn = lambda p, mb: (loss_fn(p, mb), mb["y"].sum())  # noqa: E731
+
+    def run(outputs):
+        options = TrainOptions(gradient_accumulation=2, device_iterations=6, outputs=outputs)
+        step = make_train_step(fn, optax.sgd(0.1), options)
+        return step(step.init(params), batches)[1]
+
+    every = run("all")
+    assert every.loss.shape == (6,)
+    assert every.aux.shape == (6, 2)
+    np.testing.assert_allclose(every.aux, batches["y"].sum(-1), rtol=1e-5)
+    final, total, third = run("final"), run("sum"), run(3)
+    np.testing.assert_allclose(final.loss, every.loss[-1], rtol=1e-6)
+    np.testing.assert_allclose(final.aux, every.aux[-1], rtol=1e-6)
+    np.testing.assert_allclose(total.loss, every.loss.sum(), rtol=1e-6)
+    np.testing.assert_allclose(total.aux, every.aux.sum(0), rtol=1e-5)
+    np.testing.assert_allclose(third.loss, every.loss[2::3], rtol=1e-6)
+    np.testing.assert_allclose(third.aux, every.aux[2::3], rtol=1e-6)
+
+
+def test_buffers_are_donated_and_a_loop_that_never_waits_is_bounded():
+    params, batch = problem(8, 1)
+    options = TrainOptions(replication_factor=8, shard_optimizer=True)
+    step = make_train_step(loss_fn, optax.adam(1e-3), options)
+    state = first = step.init(params)
+    losses = []
+    for _ in range(100):
+        state, outputs = step(state, batch)
+        losses.append(outputs.loss)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert step._window.outstanding <= 4
+    assert float(losses[-1]) < float(losses[0])
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_iterations": 0}, "device_iterations=0 is not a count: give an int of at least 1"),
+        ({"replication_factor": -1}, "replication_factor=-1 is not a count: give an int of at least 1"),
+        ({"reduction": "max"}, "reduction='max' is unknown: Choose one of 'mean', 'sum'"),
+        ({"outputs": "al"}, "outputs='al' is unknown: did you mean 'all'? Choose one of 'final', 'all', 'sum'"),
+        (
+            {"outputs": 4, "device_iterations": 6},
+            "outputs=4 does not divide device_iterations=6: the last outputs would be lost; "
+            "give a divisor of it, or 'final', 'all' or 'sum'",
+        ),
+        ({"max_gradient_norm": 0}, "max_gradient_norm=0 is not a positive number: give a finite one above 0"),
+        ({"loss_scale": float("inf")}, "loss_scale=inf is not a positive number: give a finite one above 0"),
+        ({"precision": "8.8"}, "precision='8.8' is unknown: Choose one of '32.32', '16.32', '16.16'"),
+        ({"weighted": 1}, "weighted=1 is no bool: give True or False"),
+        (
+            {"stochastic_rounding": True, "precision": "16.32"},
+            "stochastic_rounding=True with precision='16.32': weights are held in float32, and nothing is rounded; "
+            "use precision='16.16'",
+        ),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with refused(message):
+        TrainOptions(**options)
+
+
+def test_options_that_do_not_fit_the_model():
+    pipeline = Pipeline([Stage(lambda p, x, mb: jnp.sum(p), params="p")], gradient_accumulation=4)
+    with refused(
+        "TrainOptions(gradient_accumulation=2), but the Pipeline was made with gradient_accumulation=4: "
+        "give it in one of the two places, or the same in both"
+    ):
+        make_train_step(pipeline, optax.sgd(0.1), TrainOptions(gradient_accumulation=2))
+    with refused(
+        "TrainOptions(replication_factor=4), but the Replicas are 2: give it in one of the two places, "
+        "or the same in both"
+    ):
+        make_train_step(Replicas(loss_fn, replication_factor=2), optax.sgd(0.1), TrainOptions(replication_factor=4))
+    with refused("optimizer=0.1 is no optax.GradientTransformation: give optax.sgd(...) or such"):
+        make_train_step(pipeline, 0.1)  # pyright: ignore[reportArgumentType]
+    with refused("model=3 is neither a Pipeline, nor Replicas, nor callable: give a loss function"):
+        make_train_step(3, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
+
+
+def test_what_init_and_a_call_refuse():
+    params, batches = problem(2, 1)
+    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=2))
+    key, keys = jax.random.key(0), jax.random.split(jax.random.key(0))
+    with refused("state is not of this step: make it with step.init(params)"):
+        step(None, batches)  # pyright: ignore[reportArgumentType]
+    with refused("a key was given, but neither the model nor the rounding is random: leave it out"):
+        step.init(params, key=key)
+    random = make_train_step(Replicas(loss_fn, random=True), optax.sgd(0.1))
+    with refused("key is missing, and the model is random: pass init(..., key=jax.random.key(seed))"):
+        random.init(params)
+    with pytest.raises(ValueError, match=r"is not one typed key: make it with jax\.random\.key\(seed\)$"):
+        random.init(params, key=keys)
+    rounding = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(precision="16.16", stochastic_rounding=True))
+    with refused(
+        "key is missing, and stochastic_rounding=True draws numbers: pass init(..., key=jax.random.key(seed))"
+    ):
+        rounding.init(jax.tree.map(np.asarray, params))
+    with refused("params['w'] is int32: weights must be floating arrays; carry other data in the batch"):
+        step.init({"w": np.zeros(3, np.int32)})
+    state = step.init(params)
+    short = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], batches)
+    with refused("batch['x'] has shape (1, 1, 3, 5): its first dim must be device_iterations=2"):
+        step(state, short)
+    wrong = jax.tree.map(lambda leaf: np.repeat(leaf, 3, axis=1), batches)
+    with refused("batch['x'] has shape (3, 3, 5): its leading dims must be (gradient_accumulation, ...) = (1, ...)"):
+        step(state, wrong)
+    weighted = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(weighted=True))
+    first = weighted.init(params)
+    one = jax.tree.map(lambda leaf: np.asarray(leaf)[0], batches)
+    with refused(
+        "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
+        "the count a number"
+    ):
+        weighted(first, one)

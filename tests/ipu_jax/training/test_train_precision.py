@@ -1,0 +1,395 @@
+"""Halves: what is computed, summed and held in which dtype; rounding that is right on average; loss scaling."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import (
+    ALL_IPUS,
+    DynamicScale,
+    Outputs,
+    Pipeline,
+    Replicas,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+)
+from ipu_jax.training._loss_scale import Scale, next_scale
+from ipu_jax.training._precision import stochastic_round
+from support.dense import chain, largest_relative_error
+from support.refusals import refused
+from support.trained import quick_compiles
+
+HALVES = ("bfloat16", "float16")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def seen_dtypes(found):
+    def loss_fn(params, microbatch):
+        found.update(w=params["w"].dtype, x=microbatch["x"].dtype, n=microbatch["n"].dtype)
+        return jnp.mean((microbatch["x"] @ params["w"]) ** 2)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+def test_what_is_computed_and_held_in_which_dtype(kind, precision, half):
+    found = {}
+    loss_fn = seen_dtypes(found)
+    model = loss_fn if kind == "function" else Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")])
+    params = {"w": jnp.ones((4, 2))}
+    batch = {"x": jnp.ones((1, 3, 4)), "n": jnp.ones((1, 3), jnp.int32)}
+    step = make_train_step(model, optax.adam(0.1), TrainOptions(precision=precision, half=half))
+    state = step.init(params if kind == "function" else {"p": params})
+    # no need to compile it: the trace says it
+    shapes, _ = jax.eval_shape(step._program, state, batch)
+    computed, held = (("float32" if part == "32" else half) for part in precision.split("."))
+    assert found == {"w": computed, "x": computed, "n": "int32"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes.params)} == {jnp.dtype(held)}
+    moments = step.whole(state)["optimizer"][0].mu
+    assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype(held)}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("precision", ["16.32", "16.16"])
+def test_compute_in_half_with_sums_in_float32(precision, half):
+    """Each micro-batch's gradient is a half; their sum is of float32s, so that small ones are not lost."""
+    m = 1024
+    x = np.full((m, 1, 1), 2.0**-7, np.float32)
+    x[0] = 8.0
+    options = TrainOptions(gradient_accumulation=m, precision=precision, half=half, reduction="sum")
+    step = make_train_step(lambda w, mb: jnp.sum(w * mb), optax.sgd(1.0), options)
+    state, _ = step(step.init(jnp.zeros(1)), x)
+    exact = 8.0 + (m - 1) * 2.0**-7
+    held = jnp.float32 if precision == "16.32" else half
+    assert float(step.whole(state)["params"][0]) == -float(jnp.asarray(exact, held))
+
+
+@pytest.mark.parametrize("precision", ["16.32", "16.16"])
+def test_a_pipeline_in_half_is_near_the_float32_one(precision):
+    model = chain((0, None), 4, like=False)
+    step = make_train_step(model.pipeline(2), optax.sgd(0.1), TrainOptions(precision=precision))
+    state, outputs = step(step.init(model.params), model.batch)
+    loss, gradients = model.twin()
+    expected = jax.tree.map(lambda w, g: w - 0.1 * g, model.params, gradients)
+    assert abs(float(outputs.loss) - float(loss)) <= 2e-2 * float(loss)
+    # the weights' own rounding under 16.16, and a hundredth of a gradient's under 16.32
+    bound = {"16.32": 2e-3, "16.16": 1e-2}[precision]
+    found = jax.tree.map(lambda w: w.astype(jnp.float32), step.whole(state)["params"])
+    assert largest_relative_error(found, expected) <= bound
+
+
+# rounding
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_rounding_is_right_on_average(half):
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.normal(size=60), rng.normal(size=40) * 2.0**-12]).astype(np.float32)
+    keys = jax.random.split(jax.random.key(1), 4000)
+    rounded = jax.jit(jax.vmap(lambda key: stochastic_round(x, half, key)))(keys).astype(np.float32)
+    down = np.asarray(jnp.nextafter(jnp.asarray(x, half), jnp.asarray(-jnp.inf, half)).astype(jnp.float32))
+    up = np.asarray(jnp.nextafter(jnp.asarray(x, half), jnp.asarray(jnp.inf, half)).astype(jnp.float32))
+    nearest = x.astype(half).astype(np.float32)
+    gap = np.where(nearest < x, up - nearest, nearest - down)
+    # a mean of 4000 numbers that are each less than a gap off: five standard deviations are 0.04 of a gap
+    assert np.all(np.abs(np.asarray(rounded).mean(0) - x) <= 0.04 * gap)
+    # only ever one of the two neighbours
+    assert np.all(np.abs(np.asarray(rounded) - x) < gap)
+    assert np.any(np.asarray(rounded) != nearest)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_is_exact_infinite_or_no_number_stays(half):
+    largest = float(jnp.finfo(half).max)
+    x = jnp.asarray([0.0, 1.0, -2.5, jnp.inf, -jnp.inf, jnp.nan, largest, 2.0**-14], jnp.float32)
+    for seed in range(5):
+        np.testing.assert_array_equal(stochastic_round(x, half, jax.random.key(seed)).astype(jnp.float32), x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shard_optimizer"),
+    [("function", False), ("function", True), ("pipeline", True), ("whole", False), ("whole", True), ("split", True)],
+)
+def test_small_updates_are_not_lost(kind, shard_optimizer):
+    """200 updates of a sixteenth of the gap between two bfloat16: rounding to the nearest loses them all."""
+    n, steps, update = 512, 200, 2.0**-12
+    loss_fn = lambda w, mb: jnp.sum(w * mb[0, 0])  # noqa: E731
+    model = loss_fn
+    if kind == "pipeline":
+        model = Pipeline(
+            [Stage(lambda p, x, mb: loss_fn(p, mb), params="p", ipu=1)], mesh=make_mesh(2, 2), reduction="sum"
+        )
+    elif kind != "function":  # a concurrent weight, held whole by all IPUs, or a part by each
+        of_ipu = lambda p, x, mb: lax.psum(loss_fn(p, mb), "ipu") / (2 if kind == "whole" else 1)  # noqa: E731
+        model = Pipeline(
+            [Stage(of_ipu, params="p", ipu=ALL_IPUS)],
+            mesh=make_mesh(2, 2),
+            reduction="sum",
+            specs={"p": P() if kind == "whole" else P("ipu")},
+        )
+    found = {}
+    for stochastic in (False, True):
+        options = TrainOptions(
+            replication_factor=2,
+            reduction="sum",
+            precision="16.16",
+            stochastic_rounding=stochastic,
+            shard_optimizer=shard_optimizer,
+            device_iterations=steps,
+        )
+        step = make_train_step(model, optax.sgd(1.0), options)
+        whole = jnp.ones(n)
+        state = step.init(whole if kind == "function" else {"p": whole}, key=jax.random.key(0) if stochastic else None)
+        state, _ = step(state, np.full((steps, 2, 1, 1, 1), -update / 2, np.float32))
+        # who holds the same must stay alike, although each rounds at random
+        for leaf in jax.tree.leaves(state.params):
+            blocks = [
+                np.asarray(s.data) for s in leaf.addressable_shards if s.index == leaf.addressable_shards[0].index
+            ]
+            assert len(blocks) == (4 if kind == "whole" else 2)
+            assert all(np.array_equal(block, blocks[0]) for block in blocks)
+        params = step.whole(state)["params"]
+        found[stochastic] = np.asarray((params if kind == "function" else params["p"]).astype(jnp.float32))
+    assert np.all(found[False] == 1)
+    # a walk of 200 steps with a deviation of a quarter of a gap each, over 512 weights: 5 sigma are 0.006
+    assert abs(found[True].mean() - (1 + steps * update)) <= 0.006
+    assert len(np.unique(found[True])) > 5
+    first, second = np.split(found[True], 2)  # of replicas' chunks and of IPUs' shards, each with numbers of its own
+    assert not np.array_equal(first, second)
+
+
+# sums and evaluation
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_sums_over_replicas_are_of_float32(kind, shard_optimizer):
+    """A replica's 1 + 2^-8 is no bfloat16: were it rounded before it is sent, the other's -1 would leave nothing."""
+    loss_fn = lambda w, mb: jnp.sum(w * mb)  # noqa: E731
+    model = loss_fn
+    if kind == "pipeline":
+        model = Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")], gradient_accumulation=2, reduction="sum")
+    options = TrainOptions(
+        replication_factor=2,
+        gradient_accumulation=2,
+        reduction="sum",
+        precision="16.16",
+        shard_optimizer=shard_optimizer,
+    )
+    step = make_train_step(model, optax.sgd(1.0), options)
+    whole = jnp.zeros(3)
+    batch = np.asarray([[[1.0], [2.0**-8]], [[-1.0], [0.0]]], np.float32)
+    state, _ = step(step.init(whole if kind == "function" else {"p": whole}), batch)
+    params = step.whole(state)["params"]
+    assert (params if kind == "function" else params["p"]).tolist() == [-(2.0**-8)] * 3
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("precision", ["16.32", "16.16"])
+def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, precision):
+    """What is computed of them here is float32, so that a twin that rounds by hand is as near as float32 is."""
+    rng, seen = np.random.default_rng(0), []
+    params = {"a": rng.normal(size=(5, 7)).astype(np.float32), "b": rng.normal(size=7).astype(np.float32)}
+    rows = rng.normal(size=(2, 2, 3, 5)).astype(np.float32)
+
+    def wide(*read):
+        seen.extend(leaf.dtype for leaf in read)
+        return [leaf.astype(jnp.float32) for leaf in read]
+
+    def loss_fn(p, mb):
+        mb, a, b = wide(mb, p["a"], p["b"])
+        return jnp.mean((mb @ a @ b) ** 2)
+
+    def first(p, x, mb):
+        mb, a = wide(mb, p)
+        return mb @ a
+
+    model = Replicas(loss_fn, replication_factor=2, gradient_accumulation=2)
+    if kind == "pipeline":
+        never = lambda p, x, mb: jnp.mean(x @ p) * jnp.nan  # noqa: E731
+        last = Stage(never, params="b", ipu=1, evaluate=lambda p, x, mb: jnp.mean((x @ wide(p)[0]) ** 2))
+        stages = [Stage(first, params="a", ipu=0), last]
+        model = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=2)
+    step = make_train_step(model, optax.sgd(0.1), TrainOptions(precision=precision))
+    state = step.init(params)
+    found = float(step.model.loss(state.params, rows))
+    assert set(seen) == {jnp.dtype("bfloat16")}
+    rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)  # noqa: E731
+    expected = np.mean((rounded(rows) @ rounded(params["a"]) @ rounded(params["b"])) ** 2)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert abs(np.mean((rows @ params["a"] @ params["b"]) ** 2) - expected) > 1e-4 * expected
+
+
+# loss scaling
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+def test_a_static_scale_saves_gradients_that_float16_would_lose(kind):
+    tiny = 2.0**-20  # a gradient whose square root is no trouble, but which the mean over rows pushes below float16
+    loss_fn = lambda w, mb: jnp.mean((mb * w) * jnp.asarray(tiny, mb.dtype)) * jnp.asarray(2.0**-8, mb.dtype)  # noqa: E731
+    model = loss_fn if kind == "function" else Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")])
+    found = {}
+    for scale in (1.0, 2.0**14):
+        options = TrainOptions(precision="16.32", half="float16", loss_scale=scale)
+        step = make_train_step(model, optax.sgd(2.0**28), options)
+        whole = jnp.zeros(1)
+        state, _ = step(step.init(whole if kind == "function" else {"p": whole}), jnp.ones((1, 4, 1)))
+        params = step.whole(state)["params"]
+        found[scale] = float((params if kind == "function" else params["p"])[0])
+    assert found[1.0] == 0
+    assert found[2.0**14] == -1
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
+    def loss_fn(w, mb):
+        return jnp.mean((mb @ w) ** 2)
+
+    model = loss_fn
+    if kind == "pipeline":
+        first = Stage(lambda w, x, mb: mb * w, params="a", ipu=0)
+        model = Pipeline([first, Stage(lambda p, x, mb: loss_fn(p, x), params="p", ipu=1)], mesh=make_mesh(2, 2))
+    options = TrainOptions(
+        replication_factor=2,
+        loss_scale=DynamicScale(initial=8.0, growth_interval=2),
+        device_iterations=6,
+        outputs="all",
+        shard_optimizer=kind == "function",
+    )
+    step = make_train_step(model, optax.adam(0.1), options)
+    whole = jnp.ones(3)
+    batch = np.random.default_rng(0).normal(size=(6, 2, 1, 4, 3)).astype(np.float32)
+    batch[3, 1, 0, 2, 1] = np.inf  # update 3, on one replica
+    state, outputs = step(step.init(whole if kind == "function" else {"a": jnp.ones(3), "p": whole}), batch)
+    assert outputs.updated.tolist() == [1, 1, 1, 0, 1, 1]
+    # 8, 8, then 16; after the bad one 8, and two good ones later 16
+    assert state.scale is not None
+    assert float(state.scale.scale) == 16
+    assert int(state.scale.good) == 0
+    assert int(state.step) == 6
+    whole_state = step.whole(state)
+    assert int(whole_state["optimizer"][0].count) == 5
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(whole_state["params"]))
+    # as if the bad batch had never been, and nothing had been scaled
+    without = TrainOptions(replication_factor=2, device_iterations=5)
+    plain = make_train_step(model, optax.adam(0.1), without)
+    expected, _ = plain(
+        plain.init(whole if kind == "function" else {"a": jnp.ones(3), "p": whole}), np.delete(batch, 3, axis=0)
+    )
+    assert largest_relative_error(whole_state["params"], plain.whole(expected)["params"]) <= 1e-6
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_gradient_that_is_infinite_on_one_ipu_of_one_replica_skips_the_whole_update(bad, shard_optimizer):
+    """And with it the stages' new state: what a bad forward made of it would stay for ever."""
+
+    def root(p, x, mb, *, state):
+        # at w = 1 its slope is infinite where the shift is -1; its value is 0, and so all else is finite
+        new = {"n": state["n"] + 1, "mean": 0.5 * state["mean"] + 0.5 * mb["x"].mean()}
+        return Outputs(jnp.sqrt(p["w"] + mb["shift"]) + (0 if x is None else x), state=new)
+
+    def last(p, x, mb):
+        return jnp.mean((x * mb["x"]) @ p["v"])
+
+    groups = ("first", "second")
+    stages = [Stage(root, params=name, state=name, ipu=ipu) for ipu, name in enumerate(groups)]
+    # only the stage on IPU `bad` sees the shift
+    seen = [
+        dataclasses.replace(
+            stage, fn=lambda p, x, mb, i=i, **k: root(p, x, mb | {"shift": mb["shift"] * (i == bad)}, **k)
+        )
+        for i, stage in enumerate(stages)
+    ]
+    model = Pipeline([*seen, Stage(last, params="last", ipu=1)], mesh=make_mesh(2, 2))
+    scaling = DynamicScale(initial=2.0**10, growth_interval=1)
+    options = TrainOptions(loss_scale=scaling, shard_optimizer=shard_optimizer)
+    step = make_train_step(model, optax.adam(0.1), options)
+    params = {name: {"w": np.ones(4, np.float32)} for name in groups} | {"last": {"v": np.ones(4, np.float32)}}
+    of_stages = {name: {"n": np.int32(3), "mean": np.float32(0.25)} for name in groups}
+    state = step.init(params, stages=of_stages)
+    before = step.whole(state)
+
+    x = np.random.default_rng(0).normal(size=(2, 1, 3, 4)).astype(np.float32)
+    shift = np.zeros((2, 1, 4), np.float32)
+    shift[1, 0, 2] = -1
+    state, outputs = step(state, {"x": x, "shift": shift})
+    assert np.isfinite(outputs.loss)
+    assert int(outputs.updated) == 0
+    after = step.whole(state)
+    assert float(after.pop("scale").scale) == 2.0**9
+    assert after.pop("step") == 1
+    for name in ("params", "optimizer", "stages"):
+        for new, old in zip(jax.tree.leaves(after[name]), jax.tree.leaves(before[name]), strict=True):
+            np.testing.assert_array_equal(new, old)
+    for leaf in jax.tree.leaves((state.params, state.stages)):  # and each device's own
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(leaf)[shard.index])
+
+    # the next one is made, from where all stood before
+    state, outputs = step(state, {"x": x, "shift": np.zeros_like(shift)})
+    assert int(outputs.updated) == 1
+
+    def dense(p):
+        hidden = jnp.sqrt(p["first"]["w"]) + jnp.sqrt(p["second"]["w"])
+        return jnp.mean((hidden * x.reshape(-1, 4)) @ p["last"]["v"])
+
+    adam = optax.adam(0.1)
+    updates, _ = adam.update(jax.grad(dense)(params), adam.init(params), params)
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], optax.apply_updates(params, updates)) <= 1e-5
+    assert float(whole["scale"].scale) == 2.0**10
+    for name in groups:
+        assert int(whole["stages"][name]["n"]) == 4
+        np.testing.assert_allclose(whole["stages"][name]["mean"], 0.5 * 0.25 + 0.5 * x.mean(), rtol=1e-5)
+
+
+def test_a_scale_where_everything_is_frozen_only_grows():
+    stages = [Stage(lambda p, x, mb: mb * p, params="a"), Stage(lambda p, x, mb: jnp.mean(x * p), params="b", ipu=1)]
+    model = Pipeline(stages, frozen={"a": True, "b": True})
+    options = TrainOptions(loss_scale=DynamicScale(initial=8.0, growth_interval=1))
+    step = make_train_step(model, optax.adam(0.1), options)
+    params = {"a": np.full(3, 2, np.float32), "b": np.full(3, 3, np.float32)}
+    state, outputs = step(step.init(params), np.ones((1, 2, 3), np.float32))
+    whole = step.whole(state)
+    assert (float(outputs.loss), int(outputs.updated), float(whole["scale"].scale)) == (6.0, 1, 16.0)
+    assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, whole["params"])) == {"a": [2] * 3, "b": [3] * 3}
+
+
+def test_the_scale_stays_within_its_bounds():
+    chosen = DynamicScale(initial=2.0, growth_interval=1, largest=4.0)
+    scale = Scale(jnp.float32(2), jnp.int32(0))
+    seen = []
+    for finite in (True, True, True, False, False, False, False):
+        scale = next_scale(chosen, scale, finite)
+        seen.append(float(scale.scale))
+    assert seen == [4, 4, 4, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"growth_interval": 0}, "growth_interval=0 is not a count: give an int of at least 1"),
+        ({"factor": 1}, "factor=1 does not grow: give one above 1, such as 2"),
+        ({"initial": float("nan")}, "initial=nan is not a positive number: give a finite one above 0"),
+        ({"initial": 0.5}, "initial=0.5 is outside smallest=1.0 to largest=16777216.0: start between the two"),
+    ],
+)
+def test_dynamic_scales_that_cannot_be(options, message):
+    with refused(message):
+        DynamicScale(**options)

@@ -1,0 +1,287 @@
+"""What a step asks of the state it is given: alive, its own optimizer's, for weights that lie as they do."""
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import DynamicScale, Outputs, Pipeline, Replicas, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.devices import InFlight
+from support.dense import largest_relative_error
+from support.refusals import refused
+from support.trained import quick_compiles
+
+REUSED = "an earlier call reused the buffers of its arrays (it donates them): "
+GO_ON = "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
+PASS = "pass what that call returned in their place"
+OTHER = (
+    "state.optimizer is another optimizer's, or of weights that lie otherwise: use the step that made it, or begin "
+    "anew with its weights, step.init(other.whole(state)['params'], ...)"
+)
+WEIGHTS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}, "b": {"v": np.ones(2, np.float32)}}
+ROWS = np.random.default_rng(0).normal(size=(2, 1, 4, 3)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def loss_of(params: Any, rows: Any) -> Any:
+    return jnp.mean((jnp.tanh(rows @ params["a"]["w"]) @ params["b"]["v"]) ** 2)
+
+
+def pipeline_of(**options: Any) -> Pipeline:
+    stages = [
+        Stage(lambda p, x, mb: jnp.tanh(mb @ p["w"]), params="a", ipu=0),
+        Stage(lambda p, x, mb: jnp.mean((x @ p["v"]) ** 2), params="b", ipu=1),
+    ]
+    return Pipeline(stages, mesh=make_mesh(2, 2), **options)
+
+
+def step_of(kind: str, optimizer: Any = None, **options: Any) -> Any:
+    model = pipeline_of() if kind == "pipeline" else loss_of
+    return make_train_step(model, optimizer or optax.adam(0.1), TrainOptions(replication_factor=2, **options))
+
+
+def bitwise(found: Any, expected: Any) -> bool:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(np.array_equal(np.asarray(f), np.asarray(e)) for f, e in pairs)
+
+
+# donated buffers
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+def test_a_state_that_a_call_has_used_is_refused(kind):
+    step = step_of(kind)
+    used = step.init(WEIGHTS)
+    state, _ = step(used, ROWS)
+    for call in (step.whole, lambda state: step(state, ROWS), lambda state: step.lower(state, ROWS)):
+        with refused(f"state: {REUSED}{GO_ON}"):
+            call(used)
+    for call in (lambda params: step.model.loss(params, ROWS), lambda params: step.model.value_and_grad(params, ROWS)):
+        with refused(f"params: {REUSED}{PASS}"):
+            call(used.params)
+    with refused(f"sharded: {REUSED}{PASS}"):
+        step.model.unshard(used.params)
+    batch = jnp.asarray(ROWS)
+    batch.delete()
+    for call in (lambda: step(state, batch), lambda: step.model.loss(state.params, batch)):
+        with refused(f"batch: {REUSED}{PASS}"):
+            call()
+    step(state, ROWS)  # what was returned is alive
+
+
+def test_a_state_of_stages_that_was_deleted_is_refused():
+    stage = Stage(lambda p, x, mb, *, state: Outputs(jnp.mean(mb * p), state=state), params="w", state="s")
+    pipeline = Pipeline([stage])
+    params, state = pipeline.shard({"w": np.ones(3)}), pipeline.shard_state({"s": np.ones(2)})
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    with refused(f"state: {REUSED}{PASS}"):
+        pipeline.loss(params, np.ones((1, 2, 3)), state)
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+def test_a_state_that_is_not_donated_may_be_used_again(kind):
+    kept, donated = step_of(kind, donate=False), step_of(kind)
+    first = kept.init(WEIGHTS)
+    before = kept.whole(first)
+    once, twice = kept(first, ROWS)[0], kept(first, ROWS)[0]
+    assert bitwise(kept.whole(first), before)
+    assert bitwise(once, twice)
+    assert bitwise(kept.whole(once), donated.whole(donated(donated.init(WEIGHTS), ROWS)[0]))
+
+
+def test_whole_hands_out_copies():
+    """Of everything: also the key and the scale, and a key in the optimizer's own state."""
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(0.1))
+    options = TrainOptions(replication_factor=2, loss_scale=DynamicScale())
+    step = make_train_step(
+        Replicas(lambda p, rows, *, key: loss_of(p, rows), replication_factor=2, random=True), optimizer, options
+    )
+    state = step.init(WEIGHTS, key=jax.random.key(7))
+    whole = step.whole(state)
+
+    def values() -> Any:
+        as_numbers = lambda leaf: (  # noqa: E731
+            jax.random.key_data(leaf) if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key) else leaf
+        )
+        return jax.tree.map(lambda leaf: np.array(as_numbers(leaf)), whole)
+
+    before = values()
+    for _ in range(3):
+        state, _ = step(state, ROWS)
+    assert bitwise(values(), before)
+    restored, _ = step(step.restore(whole), ROWS)
+    first, _ = step(step.init(WEIGHTS, key=jax.random.key(7)), ROWS)
+    assert largest_relative_error(step.whole(restored)["params"], step.whole(first)["params"]) == 0
+
+
+# whose state it is
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        optax.sgd(0.1, momentum=0.9),  # fewer arrays
+        optax.sgd(0.1),
+        optax.amsgrad(0.1),  # more
+        optax.chain(optax.clip(1.0), optax.adam(0.1)),  # as many, of another structure
+    ],
+)
+def test_another_optimizers_state_is_refused(kind, other):
+    step, others = step_of(kind), step_of(kind, other)
+    step.init(WEIGHTS)
+    state = others.init(WEIGHTS)
+    for call in (step.whole, lambda state: step(state, ROWS)):
+        with refused(OTHER):
+            call(state)
+
+
+def test_optimizers_with_like_arrays_are_told_apart():
+    step, others = step_of("function", optax.sgd(0.1, momentum=0.9)), step_of("function", optax.rmsprop(0.1))
+    states = [each.init(WEIGHTS) for each in (step, others)]
+    found = [[leaf.shape for leaf in jax.tree.leaves(state.optimizer)] for state in states]
+    assert found[0] == found[1]
+    with refused(OTHER):
+        step(states[1], ROWS)
+
+
+def test_a_state_that_lies_otherwise_is_refused():
+    """Sharded over the replicas, or not; on one step, or on one made alike."""
+    sharded, whole = step_of("pipeline", shard_optimizer=True), step_of("pipeline")
+    for step, others in ((sharded, whole), (whole, sharded)):
+        state = others.init(WEIGHTS)
+        with refused(OTHER):
+            step(state, ROWS)
+    alike = step_of("pipeline")
+    state, _ = alike(whole.init(WEIGHTS), ROWS)  # no init of its own
+    assert bitwise(alike.whole(state), whole.whole(whole(whole.init(WEIGHTS), ROWS)[0]))
+
+
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
+def test_an_init_with_other_shapes_leaves_older_states_valid(kind):
+    step = step_of(kind)
+    older, wider = step.init(WEIGHTS), {"a": {"w": np.ones((3, 5), np.float32)}, "b": {"v": np.ones(5, np.float32)}}
+    newer = step.init(wider)
+    whole = step.whole(older)
+    assert bitwise(whole["params"], WEIGHTS)
+    for state, weights in ((older, WEIGHTS), (newer, wider)):
+        alone = step_of(kind)
+        assert bitwise(step.whole(step(state, ROWS)[0]), alone.whole(alone(alone.init(weights), ROWS)[0]))
+
+
+def test_states_can_be_pickled_and_copied_as_whole_says_them():
+    step = step_of("pipeline")
+    state, _ = step(step.init(WEIGHTS), ROWS)
+    saved = step.whole(state)
+    for again in (pickle.loads(pickle.dumps(saved)), copy.deepcopy(saved)):
+        assert bitwise(step.whole(step.restore(again)), saved)
+
+
+def test_what_else_is_no_state_of_a_step():
+    step, scaled = step_of("function"), step_of("function", loss_scale=DynamicScale())
+    differ = "the state and this step differ in whether they scale the loss by a DynamicScale"
+    half, rounding = (step_of("function", precision="16.16", stochastic_rounding=flag) for flag in (False, True))
+    state, of_scaled, of_pipeline, of_half = (each.init(WEIGHTS) for each in (step, scaled, step_of("pipeline"), half))
+    for each, others in ((step, of_scaled), (scaled, state)):
+        with refused(differ):
+            each(others, ROWS)
+    with refused("state is not of this step: make it with step.init(params)"):
+        step(of_pipeline, ROWS)
+    with refused(
+        "state.params['a']['w'] is float32, but precision='16.16' holds bfloat16: begin anew with its weights, "
+        "step.init(other.whole(state)['params'], ...)"
+    ):
+        half(state, ROWS)
+    with refused(
+        "key is missing, and stochastic_rounding=True draws numbers: pass init(..., key=jax.random.key(seed))"
+    ):
+        rounding(of_half, ROWS)
+
+
+def test_what_init_is_given_must_fit_the_model():
+    step = step_of("pipeline")
+    placed = step.init(WEIGHTS).params
+    with refused("params are placed already: give whole weights, such as step.whole(state)['params']"):
+        step.init(placed)
+    for each in (step, step_of("function")):
+        with refused("stages were given, but the model holds no state: leave them out"):
+            each.init(WEIGHTS, stages={"s": np.ones(())})
+    stage = Stage(lambda p, x, mb, *, state: Outputs(jnp.mean(mb * p), state=state), params="w", state="s")
+    with refused("stages is missing: pass stages={...} with the state of 's'"):
+        make_train_step(Pipeline([stage]), optax.sgd(0.1)).init({"w": np.ones(3)})
+    with refused("options={'donate': True} are no TrainOptions: give TrainOptions(...), or leave them out"):
+        make_train_step(loss_of, optax.sgd(0.1), {"donate": True})  # pyright: ignore[reportArgumentType]
+
+
+def test_unfreezing_begins_the_optimizer_anew():
+    """The weights go on; moments of weights that were frozen do not exist, so the state is refused as it is."""
+    first = make_train_step(pipeline_of(frozen={"a": True}), optax.adam(0.1))
+    second = make_train_step(pipeline_of(), optax.adam(0.1))
+    state, _ = first(first.init(WEIGHTS), ROWS)
+    second.init(WEIGHTS)
+    with refused(
+        "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its weights, "
+        "step.init(other.whole(state)['params'], ...)"
+    ):
+        second(state, ROWS)
+    whole = first.whole(state)
+    with pytest.raises(ValueError, match=r"^the saved optimizer state has leaves "):
+        second.restore(whole)
+    assert bitwise(whole["params"]["a"], WEIGHTS["a"])
+    found = second.whole(second(second.init(whole["params"]), ROWS)[0])["params"]
+    rows = ROWS.reshape(-1, 3)
+    adam, weights = optax.adam(0.1), whole["params"]
+    updates, _ = adam.update(jax.grad(loss_of)(weights, rows), adam.init(weights), weights)
+    assert largest_relative_error(found, optax.apply_updates(weights, updates)) <= 1e-6
+    assert not bitwise(found["a"], WEIGHTS["a"])
+
+
+# how many calls are in flight
+
+
+def test_calls_in_flight_are_counted_and_waited_for(monkeypatch):
+    """Every way to dispatch a program shows its window each call, and that waits for all but the last four."""
+    waits = []
+    wait = InFlight._wait_for_oldest
+    monkeypatch.setattr(InFlight, "_wait_for_oldest", lambda window: (waits.append(window), wait(window)))
+    step, function = step_of("pipeline"), step_of("function")
+    state, of_function = step.init(WEIGHTS), function.init(WEIGHTS)
+    params, replicated = step.model.shard(WEIGHTS), function.model.shard(WEIGHTS)
+    pipeline, replicas = pipeline_of(), Replicas(loss_of, replication_factor=2)
+    evaluated, evaluating = pipeline_of(), Replicas(loss_of, replication_factor=2)
+
+    def trained() -> Any:
+        nonlocal state
+        state, outputs = step(state, ROWS)
+        return outputs.loss
+
+    def trained_function() -> Any:
+        nonlocal of_function
+        of_function, outputs = function(of_function, ROWS)
+        return outputs.loss
+
+    for model, call in (
+        (step, trained),
+        (function, trained_function),
+        (pipeline, lambda: pipeline.value_and_grad(params, ROWS)[0]),
+        (evaluated, lambda: evaluated.loss(params, ROWS)),
+        (replicas, lambda: replicas.value_and_grad(replicated, ROWS)[0]),
+        (evaluating, lambda: evaluating.loss(replicated, ROWS)),
+    ):
+        losses = []
+        for count in range(1, 8):
+            losses.append(call())
+            assert model._window.outstanding == min(count, 4)
+            assert waits.count(model._window) == max(count - 4, 0)
+            assert all(loss.is_ready() for loss in losses[:-4])

@@ -1,0 +1,383 @@
+"""Packing: what is put on the IPUs comes back as it was, and each IPU holds its own bytes and no others."""
+
+import math
+import re
+from collections import Counter
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import make_mesh
+from ipu_jax.weights.packing import Sharded, fetch, local_shape, place, plan_layout, read, specs_of
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+
+def arrays(shapes, dtype=F32, seed=0):
+    """A tree of random arrays; `shapes` is a tree of shapes, or of `(dtype, shape)`."""
+    rng = np.random.default_rng(seed)
+
+    def one(shape):
+        kind, shape = shape if shape and isinstance(shape[0], str) else (dtype, shape)
+        return jnp.asarray(rng.normal(size=shape), kind)
+
+    return jax.tree.map(one, shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def put(params, owners, specs=None, ipus=2, replicas=1):
+    return place(params, plan_layout(params, owners, specs or {}, ipus), make_mesh(replicas, ipus))
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert f.dtype == e.dtype
+        np.testing.assert_array_equal(np.asarray(f), np.asarray(e))
+
+
+def bytes_per_device(sharded) -> list[int]:
+    """What each device holds, by its addressable shards, in the order of the devices."""
+    held = Counter()
+    for array in jax.tree.leaves(sharded):
+        for shard in array.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    return [held[k] for k in sorted(held)]
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# round trips
+
+TREES = {
+    "like": ({"a": {"w": (4, 5)}, "b": {"w": (4, 5)}}, {"a": 0, "b": 1}),
+    "unlike": ({"a": {"w0": (7, 5), "b0": (5,), "w1": (5, 3)}, "b": [(3, 2), (2,)]}, {"a": 0, "b": 1}),
+    "a scalar beside an array": ({"a": (), "b": (3,)}, {"a": 0, "b": 1}),
+    "empty groups": ({"a": {}, "b": {"w": (3,)}, "c": []}, {"a": 0, "b": 1, "c": 1}),
+    "empty arrays": ({"a": {"e": (0, 3), "w": (2,)}, "b": (2, 3)}, {"a": 0, "b": 1}),
+    "several groups an IPU": ({"a": (3, 2), "b": (2, 3), "c": (5,), "d": (3, 2)}, {"a": 0, "b": 0, "c": 0, "d": 1}),
+    "an IPU without weights": ({"a": (3, 2), "b": (4,)}, {"a": 0, "b": 2}),
+    "dtypes mixed": (
+        {"a": {"w": (BF16, (4, 3)), "b": (F32, (3,)), "s": (F16, ())}, "b": {"w": (F16, (6,)), "b": (BF16, (12,))}},
+        {"a": 0, "b": 1},
+    ),
+    "a leaf that fills a flat slot": ({"a": (6, 2), "b": (3, 4), "c": (5,)}, {"a": 0, "b": 1, "c": 2}),
+}
+
+
+@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_placed_comes_back(shapes, owners, replicas):
+    params = arrays(shapes)
+    assert_same(fetch(put(params, owners, ipus=4, replicas=replicas)), params)
+
+
+@pytest.mark.parametrize("shapes", [{"a": (), "b": ()}, {"a": {"gain": (), "w": (2,)}, "b": {"w": (2,)}}, {"a": ()}])
+def test_scalars_come_back(shapes):
+    params = arrays(shapes)
+    owners = {name: ipu for ipu, name in enumerate(params)}
+    assert_same(fetch(put(params, owners)), params)
+
+
+@pytest.mark.parametrize(("rows", "ipus"), [(10, 4), (3, 8), (8, 4), (1, 8), (5, 1), (0, 2)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_ragged_concurrent_dim_comes_back(rows, ipus, dim):
+    shape = (rows, 6) if dim == 0 else (6, rows)
+    params = {"head": {"w": jnp.arange(1, 6 * rows + 1, dtype=F32).reshape(shape), "gain": jnp.float32(2)}}
+    sharded = put(params, {"head": None}, {"head": {"w": P(*[None] * dim, "ipu"), "gain": P()}}, ipus)
+    assert_same(fetch(sharded), params)
+
+    gain, w = sharded.concurrent["head"]
+    each = -(-rows // ipus)
+    assert w.shape[dim] == each * ipus
+    np.testing.assert_array_equal(np.take(w, range(rows, each * ipus), axis=dim), 0)
+    for shard in w.addressable_shards:
+        assert shard.data.shape[dim] == each
+    assert all(shard.data == 2 for shard in gain.addressable_shards)
+    assert len(gain.addressable_shards) == ipus
+
+
+def test_one_spec_serves_a_whole_group_and_a_prefix_a_part_of_it():
+    params = {"h": {"deep": {"w": jnp.ones((4, 3)), "v": jnp.ones((6, 2))}, "b": jnp.ones(5)}}
+    whole = put(params, {"h": None}, {"h": P("ipu")})
+    assert [leaf.sharding.spec for leaf in whole.concurrent["h"]] == [P("ipu")] * 3
+    part = put(params, {"h": None}, {"h": {"deep": P(None, "ipu"), "b": P()}})
+    assert [leaf.sharding.spec for leaf in part.concurrent["h"]] == [P(), P(None, "ipu"), P(None, "ipu")]
+    assert_same(fetch(whole), params)
+    assert_same(fetch(part), params)
+
+
+def test_the_state_of_an_nnx_module_comes_back_local_and_concurrent():
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm = nnx.Linear(5, 7, rngs=rngs), nnx.LayerNorm(7, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.first(x))
+
+    graph, state = nnx.split(Mlp(nnx.Rngs(0)))
+    params = {"local": state, "other": jnp.ones(3), "concurrent": state}
+    sharded = put(params, {"local": 0, "other": 1, "concurrent": None}, {"concurrent": P("ipu")})
+    found = fetch(sharded)
+    assert_same(found, params)
+    x = jnp.ones((2, 5))
+    np.testing.assert_array_equal(nnx.merge(graph, found["local"])(x), nnx.merge(graph, state)(x))
+
+
+def test_the_params_of_a_linen_module_come_back():
+    module = flax.linen.Sequential([flax.linen.Dense(7), flax.linen.relu, flax.linen.Dense(3)])
+    params = {"linen": module.init(jax.random.key(0), jnp.ones((1, 5))), "b": jnp.ones(4)}
+    assert_same(fetch(put(params, {"linen": 0, "b": 1})), params)
+
+
+def aligned(shape):
+    """Ones that begin at a multiple of 64 bytes, where the CPU backend would take the memory as it is."""
+    size = 4 * math.prod(shape)
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    ones = room[start : start + size].view(F32).reshape(shape)
+    ones[:] = 1
+    return ones
+
+
+def test_a_host_array_may_change_after_it_was_placed():
+    host = {"a": aligned((4, 4)), "h": aligned((4, 4))}
+    sharded = put(host, {"a": 0, "h": None}, {"h": P("ipu")})
+    host["a"][:], host["h"][:] = 7, 7
+    assert_same(fetch(sharded), {"a": jnp.ones((4, 4)), "h": jnp.ones((4, 4))})
+
+
+def test_placing_leaves_the_given_arrays_alone():
+    given = {"a": jnp.ones((2, 2)), "b": jnp.ones(5)}
+    put(given, {"a": 0, "b": 1})
+    assert_same(given, {"a": jnp.ones((2, 2)), "b": jnp.ones(5)})
+
+
+# slots
+
+
+def test_like_stages_are_stacked_at_their_own_shape():
+    shapes = {f"s{k}": {"w": (4, 5), "b": (5,)} for k in range(3)}
+    sharded = put(arrays(shapes), {f"s{k}": k for k in range(3)}, ipus=3)
+    assert [slot.shape for slot in sharded.slots] == [(3, 4, 5), (3, 5)]
+
+
+def test_unlike_leaves_share_a_flat_slot_as_long_as_the_largest():
+    sharded = put(arrays({"a": (7, 5), "b": (6, 6)}), {"a": 0, "b": 1})
+    assert [slot.shape for slot in sharded.slots] == [(2, 36)]
+
+
+def test_what_is_alike_among_the_unlike_is_stacked_and_the_rest_is_matched_by_size():
+    shapes = {"mlp": {"w0": (7, 5), "w1": (5, 4), "b": (4,)}, "classifier": {"w": (4, 3), "b": (4,)}}
+    sharded = put(arrays(shapes), {"mlp": 0, "classifier": 1})
+    # b with b at their own shape; the larger w0 with w, flat; w1 alone, at its own shape
+    assert sorted(slot.shape for slot in sharded.slots) == [(2, 4), (2, 5, 4), (2, 35)]
+
+
+def test_dtypes_never_share_a_slot():
+    sharded = put(arrays({"a": {"x": (F32, (4,)), "y": (BF16, (4,))}, "b": (BF16, (4,))}), {"a": 0, "b": 1})
+    assert sorted(slot.dtype.name for slot in sharded.slots) == [BF16, F32]
+
+
+@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
+def test_no_two_leaves_of_an_ipu_share_a_slot(shapes, owners):
+    layout = plan_layout(arrays(shapes), owners, {}, 4)
+    for ipu in range(4):
+        slots = [leaf.slot for group in layout.groups if group.ipu == ipu for leaf in group.leaves]
+        assert len(set(slots)) == len(slots)
+    for group in layout.groups:
+        for leaf in group.leaves:
+            assert math.prod(layout.slots[leaf.slot].shape) >= leaf.size
+            assert layout.slots[leaf.slot].dtype == leaf.dtype
+
+
+def test_a_layout_is_the_same_data_for_the_same_shapes():
+    first, second = (plan_layout(arrays({"a": (2, 3), "b": (4,)}, seed=s), {"a": 0, "b": 1}, {}, 2) for s in (0, 1))
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_a_sharded_is_a_pytree_that_keeps_its_layout():
+    params = arrays({"a": (2, 3), "b": (4,), "h": (5,)})
+    sharded = put(params, {"a": 0, "b": 1, "h": None}, {"h": P("ipu")})
+    doubled = jax.tree.map(lambda x: 2 * x, sharded)
+    assert isinstance(doubled, Sharded)
+    assert doubled.layout == sharded.layout
+    assert_same(fetch(doubled), jax.tree.map(lambda x: 2 * x, params))
+    assert jax.tree.structure(specs_of(sharded.layout)) == jax.tree.structure(sharded)
+
+
+# bytes
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_ipu_holds_its_row_and_no_other(replicas):
+    params = {f"s{k}": jnp.full((3, 2 + k), k + 1.0) for k in range(4)}
+    sharded = put(params, {f"s{k}": k for k in range(4)}, ipus=4, replicas=replicas)
+    (slot,) = sharded.slots
+    assert len(slot.addressable_shards) == 4 * replicas
+    for shard in slot.addressable_shards:
+        k = shard.device.id % 4
+        assert shard.data.shape == (1, 15)
+        assert shard.index[0] == slice(k, k + 1)
+        size = 3 * (2 + k)
+        np.testing.assert_array_equal(shard.data[0], [k + 1.0] * size + [0.0] * (15 - size))
+
+
+@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
+def test_an_ipus_bytes_are_the_sum_over_the_slots_of_the_largest_leaf(shapes, owners):
+    params = arrays(shapes)
+    sharded = put(params, owners, ipus=4)
+    largest = Counter()
+    for group in sharded.layout.groups:
+        for leaf in group.leaves:
+            largest[leaf.slot] = max(largest[leaf.slot], leaf.size * jnp.dtype(leaf.dtype).itemsize)
+    assert set(bytes_per_device(sharded)) <= {sum(largest.values())}
+    assert sum(largest.values()) <= nbytes(params)
+
+
+def test_balanced_stages_hold_exactly_their_own_weights():
+    shapes = {f"s{k}": {"w": (6, 6), "b": (6,)} for k in range(4)}
+    params = arrays(shapes)
+    assert bytes_per_device(put(params, {f"s{k}": k for k in range(4)}, ipus=4)) == [nbytes(params) // 4] * 4
+
+
+def test_balanced_but_unlike_stages_hold_exactly_their_own_weights():
+    params = arrays({"a": {"w": (6, 4), "b": (8,)}, "b": {"w": (3, 8), "b": (2, 4)}})
+    assert bytes_per_device(put(params, {"a": 0, "b": 1})) == [nbytes(params) // 2] * 2
+
+
+def test_a_small_stage_beside_a_large_one_costs_the_large_one_and_not_the_sum():
+    params = arrays({"mlp": {"w0": (16, 32), "b0": (32,)}, "classifier": {"w": (8, 10), "b": (10,)}})
+    assert bytes_per_device(put(params, {"mlp": 0, "classifier": 1})) == [nbytes(params["mlp"])] * 2
+
+
+@pytest.mark.parametrize(("vocabulary", "ipus"), [(8, 4), (10, 4), (3, 8), (7, 2)])
+def test_an_ipu_holds_its_nth_of_a_concurrent_group_padded(vocabulary, ipus):
+    params = {"head": {"w": jnp.ones((6, vocabulary)), "b": jnp.ones(vocabulary), "gain": jnp.ones(6)}}
+    specs = {"head": {"w": P(None, "ipu"), "b": P("ipu"), "gain": P()}}
+    each = -(-vocabulary // ipus)
+    assert bytes_per_device(put(params, {"head": None}, specs, ipus)) == [4 * (6 * each + each + 6)] * ipus
+
+
+def test_numpy_float64_weights_share_their_slots_with_float32():
+    params = {"a": np.ones((6, 6)), "b": jnp.ones((6, 6))}
+    sharded = put(params, {"a": 0, "b": 1})
+    assert bytes_per_device(sharded) == [4 * 36] * 2
+
+
+# inside the program
+
+
+@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
+def test_reading_an_ipus_rows_gives_its_groups(shapes, owners):
+    params = arrays(shapes)
+    sharded = put(params, owners, ipus=4)
+    for group in sharded.layout.groups:
+        assert_same(read([slot[group.ipu] for slot in sharded.slots], group), params[group.name])
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "ipus", "expected"),
+    [((10, 3), P("ipu"), 4, (3, 3)), ((10, 3), P(None, "ipu"), 2, (10, 2)), ((4,), P(), 8, (4,)), ((), P(), 2, ())],
+)
+def test_the_shape_of_a_shard(shape, spec, ipus, expected):
+    leaf = plan_layout({"h": jnp.ones(shape)}, {"h": None}, {"h": spec}, ipus).group("h").leaves[0]
+    assert local_shape(leaf, ipus) == expected
+
+
+# bad input
+
+OWNERS = {"mlp": 0, "head": None}
+GOOD = {"mlp": {"w": np.ones((2, 2), F32)}, "head": {"w": np.ones((2, 4), F32), "b": np.ones(4, F32)}}
+NEEDS = "give a PartitionSpec of at most {} dims, with 'ipu' at most once and None elsewhere"
+
+BAD_PARAMS = {
+    "a missing group": ({"mlp": GOOD["mlp"]}, "params: missing 'head'. The stages name the groups 'head', 'mlp'"),
+    "an unknown group": (
+        GOOD | {"tail": 1, "body": 2},
+        "params: unknown 'body', 'tail'. The stages name the groups 'head', 'mlp'",
+    ),
+    "a misspelt group": (
+        {"mpl": GOOD["mlp"], "head": GOOD["head"]},
+        "params: missing 'mlp'; unknown 'mpl'. The stages name the groups 'head', 'mlp'",
+    ),
+    "integer weights": (
+        GOOD | {"mlp": {"w": np.ones((2, 2), np.int32)}},
+        "params['mlp']['w'] is int32: weights must be floating; freeze it, or carry other data in the batch",
+    ),
+    "integer weights of a concurrent group": (
+        GOOD | {"head": {"w": np.ones((2, 4), np.int8), "b": np.ones(4, F32)}},
+        "params['head']['w'] is int8: weights must be floating; freeze it, or carry other data in the batch",
+    ),
+    "bool weights": (
+        GOOD | {"mlp": [np.ones(2, bool)]},
+        "params['mlp'][0] is bool: weights must be floating; freeze it, or carry other data in the batch",
+    ),
+    "complex weights": (
+        GOOD | {"mlp": [np.ones(2, np.complex64)]},
+        "params['mlp'][0] is complex64: weights must be floating; freeze it, or carry other data in the batch",
+    ),
+    "a Python number": (GOOD | {"mlp": {"w": 2.5}}, "params['mlp']['w'] is 2.5: a weight must be an array"),
+    "a string": (GOOD | {"mlp": "w.npy"}, "params['mlp'] is 'w.npy': a weight must be an array"),
+}
+
+
+@pytest.mark.parametrize(("params", "message"), BAD_PARAMS.values(), ids=BAD_PARAMS)
+def test_bad_params_are_refused_naming_the_leaf(params, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        plan_layout(params, OWNERS, {"head": P(None, "ipu")}, 2)
+
+
+BAD_SPECS = {
+    "none": (
+        {},
+        "group 'head' is concurrent and has no PartitionSpecs: give specs={'head': PartitionSpec(...)}, "
+        "with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole",
+    ),
+    "longer than the leaf": (
+        {"head": {"w": P(None, "ipu"), "b": P(None, "ipu")}},
+        f"params['head']['b'] of shape (4,) has spec {P(None, 'ipu')}: {NEEDS.format(1)}",
+    ),
+    "another axis": (
+        {"head": {"w": P("replica"), "b": P()}},
+        f"params['head']['w'] of shape (2, 4) has spec {P('replica')}: {NEEDS.format(2)}",
+    ),
+    "ipu twice": (
+        {"head": {"w": P("ipu", "ipu"), "b": P()}},
+        f"params['head']['w'] of shape (2, 4) has spec {P('ipu', 'ipu')}: {NEEDS.format(2)}",
+    ),
+    "two axes on a dim": (
+        {"head": {"w": P(("replica", "ipu")), "b": P()}},
+        f"params['head']['w'] of shape (2, 4) has spec {P(('replica', 'ipu'))}: {NEEDS.format(2)}",
+    ),
+    "a plain string": (
+        {"head": {"w": "ipu", "b": P()}},
+        f"params['head']['w'] of shape (2, 4) has spec ipu: {NEEDS.format(2)}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("specs", "message"), BAD_SPECS.values(), ids=BAD_SPECS)
+def test_bad_specs_are_refused_naming_the_leaf(specs, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        plan_layout(GOOD, OWNERS, specs, 2)
+
+
+@pytest.mark.parametrize(
+    "spec", [{"w": P()}, {"w": P(), "b": P(), "c": P()}, [P(), P()], None, {"w": (None, "ipu"), "b": P()}]
+)
+def test_specs_of_another_tree_are_refused(spec):
+    with pytest.raises(ValueError, match=r"^specs\['head'\] does not fit the group's tree: "):
+        plan_layout(GOOD, OWNERS, {"head": spec}, 2)
+
+
+def test_a_spec_that_is_a_number_is_refused():
+    with pytest.raises(ValueError, match=r"^params\['head'\]\['w'\] of shape \(2, 4\) has spec 1: "):
+        plan_layout(GOOD, OWNERS, {"head": {"w": 1, "b": P()}}, 2)

@@ -1,0 +1,503 @@
+"""The command: what it prints, what it refuses before anything is compiled, and how it ends."""
+
+import gzip
+import importlib.util
+import io
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from ipu_jax import DynamicScale
+from mnist_example import comparison, run_sharded_mnist
+from mnist_example.data import synthetic_mnist
+from mnist_example.flags import make_parser, parse
+from mnist_example.run_sharded_mnist import main
+from mnist_example.train import Trainer
+
+ROOT = Path(__file__).parents[2]
+CONCURRENT = ["--pipeline-mode", "concurrent"]
+SYNTHETIC = [*CONCURRENT, "--synthetic-data"]
+# Five updates an epoch.
+TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5", "--epochs", "1"]
+
+ACCURACY = r"\d+\.\d\d%"
+COMPILED = r"Compiled in \d+\.\d s"
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """Synthetic data of 103 images, so that an epoch takes no time."""
+    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """Training is where the first program is compiled."""
+    monkeypatch.setattr(run_sharded_mnist, "_train", None)
+
+
+def final(images):
+    return rf"Test accuracy: {ACCURACY} after {images} images in \d+\.\d s, [\d,]+ images/s"
+
+
+def assert_lines(text, *patterns):
+    lines = text.splitlines()
+    assert len(lines) == len(patterns), text
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line), f"{line!r} is not {pattern!r}"
+
+
+# what it prints
+
+
+def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digits, capsys):
+    assert main([*CONCURRENT, *TINY, "--epochs", "1.6", "--repeat-count", "2"]) == 0
+    assert_lines(
+        capsys.readouterr().out,
+        r"concurrent pipeline on 2 IPUs, grouped; synthetic data, seed 0: 5 updates an epoch, each of 5 micro-batches "
+        "of 4",
+        COMPILED,
+        r"Epoch 0\.4, Mean loss: \d\.\d{3}",
+        r"Epoch 0\.8, Mean loss: \d\.\d{3}",
+        r"Epoch 1\.0, Mean loss: \d\.\d{3}",
+        rf"Epoch 1\.0, Test accuracy: {ACCURACY}",
+        r"Epoch 1\.4, Mean loss: \d\.\d{3}",
+        r"Epoch 1\.6, Mean loss: \d\.\d{3}",
+        rf"Epoch 1\.6, Test accuracy: {ACCURACY}",
+        final(160),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "header"),
+    [
+        (["--pipeline-mode", "basic"], "basic pipeline on 2 IPUs, grouped"),
+        (["--pipeline-mode", "basic", "--pipeline-schedule", "Sequential"], "basic pipeline on 2 IPUs, sequential"),
+        ([*CONCURRENT, "--ipus", "4"], "concurrent pipeline on 4 IPUs, grouped"),
+        ([*CONCURRENT, "--precision", "16.32", "--reduction", "mean", "--no-shuffle"], "concurrent pipeline on 2 IPUs"),
+    ],
+)
+def test_a_single_step_works_in_every_layout(flags, header, few_digits, capsys):
+    assert main([*flags, *TINY, "--run-single-step"]) == 0
+    assert_lines(
+        capsys.readouterr().out,
+        rf"{header}.*",
+        COMPILED,
+        r"Epoch 0\.2, Mean loss: 2\.\d{3}",
+        rf"Epoch 0\.2, Test accuracy: {ACCURACY}",
+        final(20),
+    )
+
+
+@pytest.mark.parametrize("mode", ["basic", "concurrent"])
+def test_with_64_bit_numbers_it_trains_and_evaluates_as_without(mode, few_digits, capsys):
+    told = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            assert main(["--pipeline-mode", mode, *TINY, "--run-single-step"]) == 0
+        told.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")])
+    assert told[0] == told[1]
+    assert len(told[0]) == 2
+
+
+def test_every_flag_reaches_the_training(monkeypatch, few_digits):
+    runs = []
+    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    flags = "--ipus 5 --batch-size 2 --gradient-accumulation-count 3 --learning-rate 0.5 --reduction mean --seed 7"
+    flags += " --no-shuffle --precision 16.32 --pipeline-schedule sequential --repeat-count 4 --epochs 0.5"
+    assert main([*SYNTHETIC, *flags.split()]) == 0
+    ((args, mode, trainer, data, cache),) = runs
+    assert cache is None
+    pipeline, batches = trainer.pipeline, trainer.batches
+    assert (mode, pipeline.ipus, pipeline.schedule.name) == ("concurrent", 5, "sequential")
+    assert (pipeline.options.gradient_accumulation, pipeline.options.reduction) == (3, "mean")
+    assert (batches.batch_size, batches.gradient_accumulation, batches.shuffle, batches.seed) == (2, 3, False, 7)
+    assert (trainer.learning_rate, trainer.updates_per_call) == (0.5, 4)
+    assert (args.epochs, args.precision) == (0.5, "16.32")
+    np.testing.assert_array_equal(data.train_images, synthetic_mnist(7, 103, 25).train_images)
+
+
+def test_the_flags_of_the_training_step_reach_it(monkeypatch, few_digits):
+    runs = []
+    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    flags = "--replicas 2 --optimizer lamb --shard-optimizer --precision 16.32 --half float16 --batch-size 2"
+    flags += " --gradient-accumulation 3 --device-iterations 4"
+    assert main([*SYNTHETIC, *flags.split()]) == 0
+    ((_, _, trainer, *_),) = runs
+    assert (trainer.pipeline.replicas, trainer.pipeline.ipus, trainer.batches.replicas) == (2, 2, 2)
+    assert (trainer.batches.gradient_accumulation, trainer.updates_per_call) == (3, 4)
+    assert (trainer.learning_rate, trainer.step.options.shard_optimizer) == (0.01, True)
+    assert trainer.step.options.loss_scale == DynamicScale()
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        (["--optimizer", "adam"], 0.001),
+        (["--optimizer", "momentum"], 0.001),
+        (["--optimizer", "momentum", "--model", "resnet18"], 0.002),
+        (["--optimizer", "lamb", "--learning-rate", "0.5"], 0.5),
+    ],
+)
+def test_each_optimizer_has_a_learning_rate_of_its_own(flags, rate):
+    assert parse(make_parser("run-sharded-mnist", ""), flags).learning_rate == rate
+
+
+def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys):
+    flags = "--replicas 2 --optimizer adamw --shard-optimizer --precision 16.32 --half float16"
+    assert main([*CONCURRENT, *TINY, *flags.split()]) == 0
+    assert_lines(
+        capsys.readouterr().out,
+        r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates an epoch, each of 5 "
+        "micro-batches of 4 on each",
+        COMPILED,
+        # the loss scale starts high, and finds its height by what overflows
+        r"Epoch 1\.0, Mean loss: \d\.\d{3}, 1 of 2 updates skipped",
+        rf"Epoch 1\.0, Test accuracy: {ACCURACY}",
+        final(80),
+        "1 of 2 updates were skipped: their gradients overflowed float16",
+    )
+
+
+def test_updates_that_were_skipped_are_told(few_digits, capsys, monkeypatch):
+    monkeypatch.setattr(run_sharded_mnist, "DynamicScale", lambda: DynamicScale(initial=2.0**24))
+    states = []
+    run_epoch = Trainer.run_epoch
+    monkeypatch.setattr(Trainer, "run_epoch", lambda *args, **how: states.append(run_epoch(*args, **how)) or states[-1])
+    flags = "--precision 16.32 --half float16 --repeat-count 3 --epochs 2"
+    assert main([*CONCURRENT, *TINY, *flags.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    skipped = 24 - np.log2(float(states[-1].scale.scale))
+    assert 0 < skipped < 10
+    assert lines[-1] == f"{skipped:.0f} of 10 updates were skipped: their gradients overflowed float16"
+    of_calls = [re.search(r", Mean loss: \d\.\d{3}(?:, (\d) of ([23]) updates skipped)?$", line) for line in lines]
+    told = [found[1] for found in of_calls if found]
+    assert len(told) == 4
+    assert told[0] == "3"
+    assert sum(int(count or 0) for count in told) == skipped
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_there_is_a_bar_on_a_terminal_only_and_lines_stay_whole(few_digits, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    with_bar, without = _Terminal(), _Terminal()
+    monkeypatch.setattr(sys, "stdout", with_bar)
+    assert main([*CONCURRENT, *TINY]) == 0
+    shown = with_bar.getvalue()
+    assert "Compiling" in shown
+    assert "5/5" in shown
+    assert re.search(r"\x1b\[2KEpoch 1\.0, Mean loss: \d\.\d{3}\n", shown)  # in place of the bar, which moves down
+    monkeypatch.setattr(sys, "stdout", without)
+    assert main([*CONCURRENT, *TINY, "--no-progress"]) == 0
+    assert "\x1b" not in without.getvalue()
+
+
+def test_help_says_every_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for flag, default in [
+        ("--batch-size", "8"),
+        ("--repeat-count", "100"),
+        ("--learning-rate", "0.01"),
+        ("--gradient-accumulation-count", "84"),
+        ("--ipus", "2"),
+        ("--epochs", "3"),
+        ("--reduction", "sum"),
+        ("--precision", "32.32"),
+        ("--replicas", "1"),
+        ("--optimizer", "sgd"),
+        ("--half", "bfloat16"),
+    ]:
+        assert re.search(rf"{flag} \S+ [^)]*\(default: {re.escape(default)}\)", text), flag
+
+
+# comparing
+
+
+def test_compare_draws_both_curves_and_says_how_far_they_are_apart(few_digits, capsys, tmp_path):
+    picture = tmp_path / "losses.png"
+    assert main(["--compare", "--plot", str(picture), *TINY, "--ipus", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines if "pipeline" in line] == [
+        "basic pipeline on 2 IPUs",
+        "concurrent pipeline on 4 IPUs",
+    ]
+    found = re.fullmatch(
+        r"Largest relative difference of the losses: (\S+) over the first 5 updates, (\S+) over all 5", lines[-2]
+    )
+    assert found
+    assert float(found[1]) == float(found[2]) < 1e-4
+    assert lines[-1] == f"Picture: {picture}"
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    assert width > height > 500
+
+
+def test_compare_starts_with_the_mode_that_was_asked_for(few_digits, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*CONCURRENT, "--compare", *TINY, "--run-single-step"]) == 0
+    modes = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "pipeline on" in line]
+    assert modes == ["concurrent", "basic"]
+    assert (tmp_path / "mnist-losses.png").is_file()
+
+
+# what it refuses
+
+
+def refused(argv, capsys):
+    """The one line of an exit with status 2."""
+    jax.devices()  # the backend runs with 8 IPUs: more cannot be made
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err.removeprefix("run-sharded-mnist: ").removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "--pipeline-mode is required: basic or concurrent; or --compare for both"),
+        (
+            ["--pipeline-mode", "basics"],
+            "argument --pipeline-mode: mode='basics' is unknown: did you mean 'basic'? "
+            "Choose one of 'basic', 'concurrent'",
+        ),
+        (
+            [*SYNTHETIC, "--pipeline-schedule", "groupd"],
+            "argument --pipeline-schedule: schedule='groupd' is unknown: did you mean 'grouped'? "
+            "Choose one of 'sequential', 'grouped', 'interleaved', 'gpipe', "
+            "'1f1b', 'looped', 'zb-h1', 'zbv'",
+        ),
+        (
+            [*SYNTHETIC, "--reduction", "max"],
+            "argument --reduction: reduction='max' is unknown: Choose one of 'mean', 'sum'",
+        ),
+        (
+            [*SYNTHETIC, "--precision", "8.8"],
+            "argument --precision: precision='8.8' is unknown: Choose one of '16.16', '16.32', '32.32'",
+        ),
+        *(
+            (
+                [*SYNTHETIC, flag, value],
+                f"argument {flag}: {value!r} is not a positive number: give one such as 0.01",
+            )
+            for flag, value in [
+                ("--learning-rate", "nan"),
+                ("--learning-rate", "-0.1"),
+                ("--learning-rate", "0"),
+                ("--learning-rate", "inf"),
+                ("--epochs", "0"),
+                ("--epochs", "many"),
+            ]
+        ),
+        *(
+            (
+                [*SYNTHETIC, flag.split("/")[-1], value],
+                f"argument {flag}: {value!r} is not a count: give a whole number of at least 1",
+            )
+            for flag, value in [
+                ("--batch-size", "0"),
+                ("--batch-size", "1.5"),
+                ("--gradient-accumulation-count/--gradient-accumulation", "0"),
+                ("--repeat-count/--device-iterations", "-1"),
+                ("--ipus", "0"),
+                ("--replicas", "0"),
+            ]
+        ),
+        ([*SYNTHETIC, "--seed", "-1"], "argument --seed: '-1' is not a seed: give a whole number from 0 to 4294967295"),
+        (
+            ["--pipeline-mode", "basic", "--synthetic-data", "--ipus", "1"],
+            "ipus=1, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode",
+        ),
+        (
+            ["--pipeline-mode", "basic", "--synthetic-data", "--ipus", "4"],
+            "ipus=4, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode",
+        ),
+        ([*SYNTHETIC, "--ipus", "64"], "ipus=64, but there are 10 classes to split: use 10 IPUs at most"),
+        (
+            [*CONCURRENT, *TINY, "--ipus", "9"],
+            "num_ipus=9, but jax already started its CPU backend with 8: call configure(9) before any other use of "
+            "jax, or set JAX_NUM_CPU_DEVICES=9.",
+        ),
+        (
+            [*SYNTHETIC, "--batch-size", "21"],
+            "batch_size=21 x gradient_accumulation=84 takes 1764 images for an update, but there are 103: "
+            "lower one of the two",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--ipus", "5", "--replicas", "2"],
+            "num_ipus=10, but jax already started its CPU backend with 8: call configure(10) before any other use of "
+            "jax, or set JAX_NUM_CPU_DEVICES=10.",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--replicas", "6"],
+            "batch_size=4 x gradient_accumulation=5 x replicas=6 takes 120 images for an update, but there are 103: "
+            "lower one of the three",
+        ),
+        (
+            [*SYNTHETIC, "--optimizer", "adams"],
+            "argument --optimizer: optimizer='adams' is unknown: did you mean 'adam'? "
+            "Choose one of 'sgd', 'momentum', 'adam', 'adamw', 'lamb'",
+        ),
+        (
+            [*SYNTHETIC, "--half", "float"],
+            "argument --half: half='float' is unknown: did you mean 'float16'? Choose one of 'bfloat16', 'float16'",
+        ),
+        (
+            [*SYNTHETIC, "--shard-optimizer"],
+            "--shard-optimizer gives each replica its part, and there is one: give --replicas 2 or more",
+        ),
+        (
+            [*SYNTHETIC, "--half", "float16"],
+            "--half float16 is the 16 of a precision: give --precision 16.16 or 16.32 too",
+        ),
+        (
+            [*SYNTHETIC, "--half", "float16", "--precision", "16.16", "--optimizer", "adam"],
+            "--optimizer adam divides by a root plus 1e-8, which is 0 in float16: give --precision 16.32, or "
+            "--half bfloat16",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--executable-cache", __file__],
+            f"--executable-cache {__file__} is not a folder: give one, or a name that is free",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--executable-cache", f"{__file__}/x"],
+            f"--executable-cache {__file__}/x cannot be made (Not a directory): give another folder",
+        ),
+        ([*SYNTHETIC, "--data-dir", "x"], "argument --data-dir: not allowed with argument --synthetic-data"),
+        ([*SYNTHETIC, "--plot", "x.png"], "--plot draws what --compare measures: give both, or neither"),
+        ([*SYNTHETIC, "--compare", "--plot", "x.jpg"], "--plot x.jpg is no PNG file: give a name that ends in .png"),
+        ([*SYNTHETIC, "--compare", "--plot", "no/x.png"], "--plot no/x.png: there is no folder no"),
+        ([*SYNTHETIC, "--batch", "8"], "unrecognized arguments: --batch 8"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_anything_is_compiled(argv, line, capsys, nothing_runs, few_digits):
+    assert refused(argv, capsys) == line
+
+
+def test_a_data_dir_that_is_none_is_refused(capsys, nothing_runs, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for path in (tmp_path / "missing", file):
+        assert refused([*CONCURRENT, "--data-dir", str(path)], capsys).startswith(
+            f"--data-dir {path} is not a folder: "
+        )
+    assert re.match(
+        r"--data-dir \S+ lacks train-images-idx3-ubyte", refused([*CONCURRENT, "--data-dir", str(tmp_path)], capsys)
+    )
+
+
+def test_broken_data_is_refused_by_name(capsys, nothing_runs, tmp_path):
+    digits = synthetic_mnist(0, 7, 3)
+    for name, array in {
+        "train-images-idx3-ubyte": digits.train_images,
+        "train-labels-idx1-ubyte": digits.train_labels,
+        "t10k-images-idx3-ubyte": digits.test_images,
+        "t10k-labels-idx1-ubyte": digits.test_labels,
+    }.items():
+        header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(header + array.tobytes()))
+    broken = tmp_path / "t10k-images-idx3-ubyte.gz"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    assert refused([*CONCURRENT, "--data-dir", str(tmp_path)], capsys).startswith(f"{broken} is broken or truncated")
+
+
+def test_compare_without_matplotlib_says_what_to_install(capsys, nothing_runs, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    line = "--compare draws with matplotlib, which is not installed: pip install 'ipu-jax[plots]'"
+    assert refused([*SYNTHETIC, "--compare"], capsys) == line
+
+
+# how it ends
+
+
+def test_a_training_that_diverges_exits_with_1(few_digits, capsys):
+    assert main([*CONCURRENT, *TINY, "--learning-rate", "1e9"]) == 1
+    out, err = capsys.readouterr()
+    assert re.fullmatch(
+        r"run-sharded-mnist: the loss of update \d is (nan|inf): training diverged; use a learning rate below 1e\+09\n",
+        err,
+    )
+    assert "Mean loss" not in out
+
+
+def test_ctrl_c_exits_with_130_and_says_nothing(few_digits, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_sharded_mnist, "_train", interrupted)
+    assert main([*CONCURRENT, *TINY]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+# A process that was started in the background ignores Ctrl-C, and so would everything that it starts.
+LISTENING = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+)
+
+
+def start(*flags):
+    """The script as a newcomer starts it, from the root of the repository."""
+    script = [sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, "--synthetic-data", *flags]
+    command = [sys.executable, "-c", LISTENING, *script]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("JAX_NUM_CPU_DEVICES")
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_it_runs_as_a_script_and_makes_its_own_ipus():
+    with start("--run-single-step", "--ipus", "3", "--gradient-accumulation-count", "2") as process:
+        out, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (0, "")
+    assert_lines(
+        out,
+        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 3750 updates an epoch, each of .*",
+        COMPILED,
+        r"Epoch 0\.0, Mean loss: 2\.\d{3}",
+        rf"Epoch 0\.0, Test accuracy: {ACCURACY}",
+        final(16),
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_the_device_call():
+    with start() as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("Compiled"):
+            pass
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        pressed = time.monotonic()
+        _, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (130, "")
+    assert time.monotonic() - pressed < 10  # the call takes a minute
+
+
+def test_curves_are_drawn_from_real_numbers(tmp_path):
+    """The picture on its own: a long run, and one where the modes agree to the last bit."""
+    losses = np.geomspace(2.3, 0.1, 300).astype(np.float32)
+    difference = np.zeros(300)
+    comparison._draw(losses, losses, difference, tmp_path / "same.png")
+    assert (tmp_path / "same.png").stat().st_size > 10_000

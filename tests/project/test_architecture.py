@@ -1,0 +1,219 @@
+"""Who may import whom, held by reading the imports; and that importing our packages touches no device."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
+
+# The wings of ipu_jax, and what each may import besides itself. A file at the top of ipu_jax is a wing of its own, or
+# belongs to the ground, which everything may import and which imports nothing above it. A new one finds its place here.
+GROUND = ("_collectives", "_jaxprs", "devices", "options", "stage")
+WINGS: dict[str, set[str]] = {
+    "schedules": set(),
+    "weights": set(),
+    "programs": {"schedules"},
+    "engine": {"programs", "weights", "schedules"},
+    "analysis": {"engine", "programs", "weights", "schedules"},
+    "pipeline": {"analysis", "engine", "programs", "weights", "schedules"},
+    "verification": {"pipeline", "programs", "weights"},
+    "optimizer": {"weights"},
+    "training": {"pipeline", "optimizer", "weights"},
+    "data": set(),
+}
+# They are made of the public names alone, as a user's program is.
+PROGRAMS = ("tools",)
+
+# They run where jax is not wanted: a picture of a schedule needs no device, and the launcher starts in no time.
+PLAIN = ("schedules", "data.order", "data.prefetch")
+
+
+def imported_modules(path: Path, root: Path = ROOT) -> set[str]:
+    """The dotted names that a file imports anywhere in it, `from a import b` giving both `a` and `a.b`."""
+    package = path.relative_to(root).parent.parts
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def packages_imported(path: Path, root: Path = ROOT) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(path, root)}
+
+
+def files_of(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"{package} is empty"
+    return files
+
+
+def wing_of(name: str) -> str:
+    """The wing that a dotted name of ipu_jax belongs to: `ipu_jax.engine.plan.Plan` to "engine"."""
+    return name.split(".")[1]
+
+
+def modules_of(package: str) -> dict[str, Path]:
+    """The files of a package by their dotted names, a folder's `__init__` by the folder's."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files_of(package)}
+    return {name.removesuffix(".__init__"): path for name, path in names.items()}
+
+
+def siblings_imported(path: Path) -> set[str]:
+    """The modules of ipu_jax that a file imports, folders as well."""
+    return imported_modules(path) & modules_of("ipu_jax").keys()
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [("sharded_ops", {"ipu_jax", "mnist_example"}), ("ipu_jax", {"mnist_example"})],
+)
+def test_libraries_know_nothing_of_what_is_built_on_them(package, forbidden):
+    for path in files_of(package):
+        assert not packages_imported(path) & forbidden, path
+
+
+def test_imports_between_the_wings_of_ipu_jax_point_down():
+    assert {wing_of(name) for name in modules_of("ipu_jax") if name != "ipu_jax"} == {*GROUND, *WINGS, *PROGRAMS}
+    for name, path in modules_of("ipu_jax").items():
+        if name == "ipu_jax" or wing_of(name) in PROGRAMS:
+            continue
+        wing = wing_of(name)
+        allowed = {*GROUND} if wing in GROUND else {*GROUND, wing, *WINGS[wing]}
+        inside = {found for found in imported_modules(path) if found.startswith("ipu_jax.")}
+        assert {wing_of(found) for found in inside} <= allowed, f"{path} imports what stands above it"
+
+
+def test_the_wings_stand_on_each_other_without_a_circle():
+    graphlib.TopologicalSorter(WINGS).prepare()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_goes_in_a_circle(package):
+    modules = modules_of(package)
+    graph = {
+        name: {
+            found
+            for found in imported_modules(path) & modules.keys()
+            if found != package and not name.startswith(f"{found}.")  # a module of a folder does load its __init__
+        }
+        for name, path in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def owner_of_private(name: str) -> str | None:
+    """The folder whose own a dotted name is: `a.b._c.d` is private to `a.b`, `a.b.c` to nobody."""
+    parts = name.split(".")
+    return next((".".join(parts[:i]) for i, part in enumerate(parts) if part.startswith("_")), None)
+
+
+def test_what_is_private_is_imported_in_its_own_folder_only():
+    for package in PACKAGES:
+        for name, path in modules_of(package).items():
+            folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            for found in imported_modules(path):
+                owner = owner_of_private(found)
+                ours = owner is None or owner.split(".")[0] not in PACKAGES or f"{folder}.".startswith(f"{owner}.")
+                assert ours, f"{path} imports {found}, which is private to {owner}"
+
+
+def test_programs_use_public_names_only():
+    for program in PROGRAMS:
+        for path in files_of(f"ipu_jax/{program}"):
+            assert siblings_imported(path) <= {"ipu_jax", f"ipu_jax.{program}"}, path
+
+
+def test_no_function_hides_a_module():
+    for package in PACKAGES:
+        for name, path in modules_of(package).items():
+            if path.name == "__init__.py":
+                own = {other.removeprefix(f"{name}.") for other in modules_of(package) if other.startswith(f"{name}.")}
+                assigned = {
+                    alias.asname or alias.name
+                    for node in ast.walk(ast.parse(path.read_text()))
+                    if isinstance(node, ast.ImportFrom)
+                    for alias in node.names
+                }
+                assert not own & assigned, f"{path} hands on {own & assigned}, which hides the module of that name"
+
+
+@pytest.mark.parametrize("module", PLAIN)
+def test_plain_modules_import_no_jax(module):
+    modules = modules_of("ipu_jax")
+    seen: set[str] = set()
+    waiting = {name for name in modules if f"{name}.".startswith(f"ipu_jax.{module}.")}
+    assert waiting
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        assert not packages_imported(modules[name]) & {"jax", "jaxlib", "flax", "optax", "orbax"}, name
+        waiting |= siblings_imported(modules[name]) - seen
+
+
+@pytest.mark.parametrize("module", PLAIN)
+def test_plain_modules_load_no_jax(module):
+    # The package is put in by hand: its __init__ imports everything, and jax with it.
+    code = f"""
+import sys, types
+package = types.ModuleType("ipu_jax")
+package.__path__ = [{str(ROOT / "ipu_jax")!r}]
+sys.modules["ipu_jax"] = package
+import ipu_jax.{module}
+print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"jax", "jaxlib", "flax", "optax", "orbax"}}))
+"""
+    assert run_python(code) == "[]"
+
+
+def test_no_room_is_named_for_nothing():
+    nameless = {"utils", "util", "helpers", "types", "common", "misc"}
+    for folder in (*PACKAGES, "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not {path.stem, *path.relative_to(ROOT).parts} & nameless, f"{path}: a name lives with its owner"
+
+
+def test_importing_our_packages_touches_no_device():
+    # jax refuses to change the number of host devices once a backend runs; that is its public way to tell.
+    code = f"""
+import importlib, pkgutil
+for name in {PACKAGES!r}:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, name + "."):
+        importlib.import_module(module.name)
+import jax
+jax.config.update("jax_num_cpu_devices", 3)
+print(len(jax.devices()))
+"""
+    assert run_python(code) == "3"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import a.b", {"a.b"}),
+        ("from a import b", {"a", "a.b"}),
+        ("from . import b", {"ipu_jax", "ipu_jax.b"}),
+        ("from .b import c", {"ipu_jax.b", "ipu_jax.b.c"}),
+        ("def f():\n    import hidden", {"hidden"}),
+    ],
+)
+def test_the_reader_of_imports_sees_every_kind(tmp_path, source, expected):
+    path = tmp_path / "ipu_jax" / "module.py"
+    path.parent.mkdir()
+    path.write_text(source)
+    assert imported_modules(path, root=tmp_path) == expected
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

@@ -1,0 +1,27 @@
+"""The README's library example runs as it stands, in a fresh process, and is as short as it says."""
+
+import re
+
+from support import documents
+
+README = documents.ROOT / "README.md"
+
+
+def test_the_library_example_runs_and_is_verified():
+    printed = documents.run(README)
+    assert "grouped: 2 stages on 2 IPUs, 4 micro-batches" in printed
+    assert re.search(r"relative error \d.*; 2 gradients, largest relative error", printed)
+
+
+def test_the_library_example_is_about_20_statements():
+    (example,) = documents.blocks(README, "python")
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) <= 24
+
+
+def test_the_readme_opens_with_the_two_commands():
+    first_block = README.read_text().split("```")[1]
+    assert [line.split("#")[0].split() for line in first_block.splitlines()[1:] if line] == [
+        ["make", "mnist"],
+        ["make", "test"],
+    ]

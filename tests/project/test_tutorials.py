@@ -1,0 +1,64 @@
+"""The python of every tutorial and guide runs as it stands, block by block, and prints what it shows."""
+
+from pathlib import Path
+
+import pytest
+
+from support import documents
+
+TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
+GUIDES = [documents.ROOT / "docs/sharded-ops.md"]
+
+
+def test_there_are_tutorials():
+    assert TUTORIALS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs_and_prints_what_it_shows(path: Path):
+    _runs_and_prints_what_it_shows(path)
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_a_guide_runs_and_prints_what_it_shows(path: Path):
+    _runs_and_prints_what_it_shows(path)
+
+
+def _runs_and_prints_what_it_shows(path: Path):
+    rest = printed = documents.run(path)
+    for shown in documents.shown_output(path):
+        end = documents.where_shown(shown, rest)
+        assert end is not None, f"{path.name} shows\n{shown}\nbut prints\n{printed}"
+        rest = rest[end:]
+
+
+def test_shown_output_is_what_stands_right_behind_code(tmp_path: Path):
+    path = tmp_path / "some.md"
+    path.write_text("```text\na drawing\n```\n```python\nprint(1)\n```\n\n```text\n1\n```\nwords\n```text\n2\n```\n")
+    assert documents.shown_output(path) == ["1\n"]
+    assert documents.blocks(path, "python") == ["print(1)\n"]
+
+
+def test_bytes_may_differ_more_between_compilers():
+    assert documents.where_shown("8.97 MB", "8.19 MB") == 7
+    assert documents.where_shown("8.97 MB", "7.19 MB") is None
+    assert documents.where_shown("8.97 s", "8.19 s") is None
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_shown"),
+    [
+        ("update 7: loss 2.31, error 1.2e-07, 40% idle", True),
+        ("update 7: loss 2.35, error 0.0e+00, 41% idle", True),
+        ("update 7: loss 2.26, error 1.2e-07, 40% idle", False),
+        ("update 7: loss 2.31, error 1.2e-04, 40% idle", False),
+        ("update 7: loss 2.31, error 1.20, 40% idle", False),
+        ("update 7: loss 2.31, error 1.2e-07, 42% idle", False),
+        ("update 8: loss 2.31, error 1.2e-07, 40% idle", False),
+        ("update 7: loss 9.99, error 1.2e-07, 40% idle\nupdate 7: loss 2.31, error 1.2e-07, 40% idle", True),
+    ],
+)
+def test_figures_may_differ_a_little_and_words_not_at_all(printed: str, is_shown: bool):
+    end = documents.where_shown("update 7: loss 2.31, error 1.2e-07, 40% idle", f"first\n{printed}\nlast")
+    assert end == (len(f"first\n{printed}") if is_shown else None)

@@ -1,0 +1,306 @@
+"""The split cross-entropy against a dense twin: every option, labels, what must not leak, what is refused."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, log_softmax_cross_entropy
+from support.harness import (
+    assert_close,
+    dense_vjp,
+    every_case,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, dense_loss, sharded_cross_entropy
+
+WEIGHTED = {"ignore_index": 2, "weighted": True, "reduction": "mean"}
+# What is asked of one compiled program. `soft` and `weighted` say which operands an entry uses.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"label_smoothing": 0.1, "z_loss": 0.01} | WEIGHTED,
+    {"soft_cap": 3.0, "temperature": 0.7, "out_of_range": "clip", "weighted": True},
+    {"label_smoothing": 1.0, "soft_cap": 5.0, "reduction": "sum", "ignore_index": -100},
+    {"label_smoothing": 0.3, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 2.0, "out_of_range": "clip"} | WEIGHTED,
+    {"soft": True, "label_smoothing": 0.2, "z_loss": 0.05, "soft_cap": 6.0, "weighted": True, "reduction": "mean"},
+)
+
+
+def _options_of_one_program(logits, soft, weights, labels, *, size):
+    """(options, N..): the loss of each entry, and for two of them the log-sum-exp as well."""
+    rows = []
+    for options in OPTIONS:
+        options = dict(options)
+        target = soft if options.pop("soft", False) else labels
+        options["weights"] = weights if options.pop("weighted", False) else None
+        loss, lse = log_softmax_cross_entropy(logits, target, size=size, return_log_sum_exp=True, **options)
+        rows += [loss, lse]
+    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+
+
+def _dense_options(logits, soft, weights, labels):
+    rows = []
+    for options in OPTIONS:
+        x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        if "soft_cap" in options:
+            x = options["soft_cap"] * jnp.tanh(x / options["soft_cap"])
+        lse = jax.nn.logsumexp(x / options.get("temperature", 1.0), -1)
+        rows += [dense_loss(logits, soft if options.get("soft") else labels, weights, **options), lse]
+    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+
+
+def _labels(data, shape, size) -> np.ndarray:
+    each = st.one_of(st.integers(0, size - 1), st.sampled_from((-1, -100, -(2**31), size, size + 1, 2**31 - 1)))
+    count = int(np.prod(shape))
+    return np.array(data.draw(st.lists(each, min_size=count, max_size=count)), np.int32).reshape(shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "n", "size", "dtype", "shape"),
+    [
+        ("typed-outside", 3, 7, jnp.float32, (2, 3)),
+        ("typed-inside", 2, 6, jnp.bfloat16, (5,)),
+        ("untyped-outside", 4, 10, jnp.float16, (2, 1, 2)),
+        ("untyped-inside", 8, 5, jnp.float32, ()),
+    ],
+)
+@examples
+@given(seed=seeds, scale=st.sampled_from((0.1, 3)), data=st.data())
+def test_every_option(mode, n, size, dtype, shape, seed, scale, data):
+    split, lead = Split(size, n), len(shape)
+    logits = (normal(seed, (*shape, size)) * scale).astype(dtype)
+    # Soft targets need not add up to 1; some are negative, some 0.
+    soft = np.round(normal(seed + 1, (*shape, size)) + 0.5, 1).astype(dtype)
+    weights, labels = np.abs(normal(seed + 2, shape)).astype(np.float32), _labels(data, shape, size)
+    columns = P(*(None,) * lead, "ipu")
+    row = data.draw(st.integers(0, 2 * len(OPTIONS) - 1))
+    ct = np.zeros((2 * len(OPTIONS), *shape), np.float32)
+    ct[row] = normal(seed + 3, shape)
+
+    loss, (dlogits, dsoft, dweights) = sharded_vjp(
+        _options_of_one_program,
+        mode,
+        n,
+        [padded(split, logits, lead), padded(split, soft, lead), weights],
+        [labels],
+        in_specs=(columns, columns, P()),
+        ct=ct,
+        size=size,
+    )
+    want, (want_dlogits, want_dsoft, want_dweights) = dense_vjp(
+        _dense_options, [logits, soft, weights], [labels], ct=ct
+    )
+
+    assert_close(loss, want, 1 + np.abs(want).max(), ROUNDINGS)
+    for got, wanted in ((dlogits, want_dlogits), (dsoft, want_dsoft)):
+        largest = 1 + np.abs(wanted.astype(np.float32)).max(initial=0)
+        assert_close(unpadded(split, got, lead), wanted, largest, ROUNDINGS if dtype == jnp.float32 else 1)
+    assert_close(dweights, want_dweights, 1 + np.abs(want_dweights).max(initial=0), ROUNDINGS)
+
+
+@every_case
+@examples
+@given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)), data=st.data())
+def test_cross_entropy(mode, n, size, dtype, seed, scale, offset, data):
+    split = Split(size, n)
+    logits = (normal(seed, (TOKENS, size)) * scale + offset).astype(dtype)
+    labels, ct = _labels(data, (TOKENS,), size), normal(seed + 1, (TOKENS,))
+
+    loss, dlogits = sharded_cross_entropy(mode, n, size, logits, labels, ct)
+
+    want, (want_dlogits,) = dense_vjp(dense_cross_entropy, [logits], [labels], ct=ct)
+    assert_close(loss, want, 1 + want, ROUNDINGS)
+    assert_close(unpadded(split, dlogits, 1), want_dlogits, ((1 + want) * np.abs(ct))[:, None], ROUNDINGS)
+    without_label = (labels < 0) | (labels >= size)
+    np.testing.assert_array_equal(loss[without_label], 0)
+    np.testing.assert_array_equal(dlogits[without_label].astype(np.float32), 0)
+
+
+def test_the_cross_entropy_is_optaxs():
+    logits, labels = normal(0, (TOKENS, 10)), np.arange(TOKENS, dtype=np.int32)
+    ct = np.ones(TOKENS, np.float32)
+    loss, dlogits = sharded_cross_entropy("typed-outside", 4, 10, logits, labels, ct)
+    want, (want_dlogits,) = dense_vjp(optax.softmax_cross_entropy_with_integer_labels, [logits], [labels], ct=ct)
+    assert_close(loss, want, 1 + want, ROUNDINGS)
+    assert_close(unpadded(Split(10, 4), dlogits, 1), want_dlogits, 1, ROUNDINGS)
+
+
+# What must not leak
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}])
+def test_no_padding_leaks_whatever_it_holds(options):
+    logits, labels, ct = normal(0, (TOKENS, 5)), np.arange(TOKENS, dtype=np.int32) - 1, np.ones(TOKENS, np.float32)
+    zero_loss, zero_dlogits = sharded_cross_entropy("typed-outside", 8, 5, logits, labels, ct, 0, **options)
+    for fill in (np.nan, 1e9, np.inf, -np.inf):
+        loss, dlogits = sharded_cross_entropy("typed-outside", 8, 5, logits, labels, ct, fill, **options)
+        np.testing.assert_array_equal(loss, zero_loss)
+        np.testing.assert_array_equal(dlogits, zero_dlogits)
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}])
+def test_a_row_that_does_not_count_is_not_read(options):
+    labels = np.array([3, -1, 9, 0, -100], np.int32)
+    ignored = np.array([False, True, True, False, True])
+    logits, ct = normal(0, (5, 7)), np.ones(5, np.float32)
+    want_loss, want_dlogits = sharded_cross_entropy("typed-outside", 3, 7, logits, labels, ct, **options)
+    assert np.all(want_loss[~ignored] > 0.1)
+    for fill in (np.nan, np.inf, -np.inf):
+        logits[ignored] = fill
+        loss, dlogits = sharded_cross_entropy("typed-outside", 3, 7, logits, labels, ct, **options)
+        np.testing.assert_array_equal(loss, np.where(ignored, 0, want_loss))
+        np.testing.assert_array_equal(dlogits, np.where(ignored[:, None], 0, want_dlogits))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_mean_of_no_token_is_zero_and_so_is_its_gradient(weighted):
+    weights = np.zeros(3, np.float32) if weighted else None
+    op = functools.partial(log_softmax_cross_entropy, size=5, reduction="mean", weights=weights)
+    labels = np.array([1, 2, 3] if weighted else [-1, 5, -100], np.int32)
+    logits = padded(Split(5, 2), normal(0, (3, 5)), 1)
+    loss, (dlogits,) = sharded_vjp(op, "typed-outside", 2, [logits], [labels], in_specs=(COLUMNS,), ct=np.float32(1))
+    np.testing.assert_array_equal(loss, 0)
+    np.testing.assert_array_equal(dlogits, 0)
+
+
+@pytest.mark.parametrize(("reduction", "want"), [("none", np.zeros(0)), ("sum", 0), ("mean", 0)])
+def test_no_tokens_at_all(reduction, want):
+    op = functools.partial(log_softmax_cross_entropy, size=5, reduction=reduction, label_smoothing=0.1)
+    loss, (dlogits,) = sharded_vjp(
+        op,
+        "untyped-outside",
+        2,
+        [np.zeros((0, 6), np.float32)],
+        [np.zeros(0, np.int32)],
+        in_specs=(COLUMNS,),
+        ct=np.zeros_like(want, np.float32),
+    )
+    np.testing.assert_array_equal(loss, want)
+    assert dlogits.shape == (0, 6)
+
+
+# Labels
+
+
+def test_labels_of_every_dtype_and_what_stands_outside():
+    """Each is a constant of one program: numpy's int64 holds labels that jax's int32 would cut off."""
+    cases: Any = (
+        (np.array([0, 3, -1, 6], np.int8), {}, [0, 3, None, 6]),
+        (np.array([0, 3, 255, 6], np.uint8), {"ignore_index": 255, "out_of_range": "nan"}, [0, 3, None, 6]),
+        # -100 is no uint8: no label is ignored, and 156 is not -100 wrapped around
+        (np.array([0, 3, 156, 6], np.uint8), {"ignore_index": -100, "out_of_range": "clip"}, [0, 3, 6, 6]),
+        (np.array([0, 2**32 + 3, -(2**40), 6]), {}, [0, None, None, 6]),
+        (np.array([0, 2**32 + 3, -(2**40), 6]), {"out_of_range": "clip"}, [0, 6, 0, 6]),
+        (np.array([0, 2**40, 3, 6]), {"ignore_index": 2**40, "out_of_range": "nan"}, [0, None, 3, 6]),
+        (np.array([0, 2**32 + 3, 3, 6], np.uint64), {"out_of_range": "clip"}, [0, 6, 3, 6]),
+        (np.array([0, 3, 7, 6], np.int16), {"ignore_index": 2**40, "out_of_range": "nan"}, [0, 3, np.nan, 6]),
+        (np.array([0, 3, 2, 6], np.uint32), {"ignore_index": np.int64(0)}, [None, 3, 2, 6]),
+    )
+
+    def all_of_them(logits):
+        losses = [log_softmax_cross_entropy(logits, labels, size=7, **options) for labels, options, _ in cases]
+        return jnp.stack(losses)
+
+    logits = normal(0, (4, 7))
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    got = on_ipus(all_of_them, 3, COLUMNS, P())(padded(Split(7, 3), logits, 1))
+    for loss, (_, _, columns) in zip(got, cases, strict=True):
+        want = [0 if y is None else np.nan if y is np.nan else -log_p[i, y] for i, y in enumerate(columns)]
+        np.testing.assert_allclose(loss, np.array(want, np.float32), rtol=1e-5)
+
+
+def test_a_label_that_must_not_be_is_nan_in_the_loss_and_in_its_own_row_only():
+    labels = np.array([3, 7, -2, -1], np.int32)
+    logits, ct = normal(0, (4, 7)), np.ones(4, np.float32)
+    options = {"ignore_index": -1, "out_of_range": "nan", "soft_cap": 3.0}
+    loss, dlogits = sharded_cross_entropy("typed-outside", 3, 7, logits, labels, ct, **options)
+    np.testing.assert_array_equal(np.isnan(loss), [False, True, True, False])
+    np.testing.assert_array_equal(np.isnan(dlogits[:, :7]).all(-1), [False, True, True, False])
+    np.testing.assert_array_equal(np.isnan(dlogits[:, :7]).any(-1), [False, True, True, False])
+    np.testing.assert_array_equal(dlogits[:, 7:], 0)
+    np.testing.assert_array_equal(dlogits[3], 0)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"weights": np.ones((3, 1))},
+            "weights has shape (3, 1), but a shard of shape (3, 2) takes one index for each of its rows: give shape "
+            "(3,)",
+        ),
+        (
+            {"labels": np.ones(3, np.float32)},
+            "labels are floating, so they are soft targets, of shape (3,); they must have the shape of the logits, "
+            "(3, 2) on each IPU: split them as the logits, or give integers for labels",
+        ),
+        (
+            {"labels": np.ones((3, 2), np.float32), "ignore_index": -100},
+            "ignore_index=-100 and out_of_range='ignore' speak of labels, but soft targets were given: leave both out, "
+            "and give a token that does not count a weight of 0",
+        ),
+        (
+            {"labels": np.ones((3, 2), np.float32), "out_of_range": "nan"},
+            "ignore_index=None and out_of_range='nan' speak of labels, but soft targets were given: leave both out, "
+            "and give a token that does not count a weight of 0",
+        ),
+        ({"labels": np.ones(3, bool)}, "labels has dtype bool, but indices must be integers: use int32"),
+        (
+            {"labels": np.zeros((3, 1), int)},
+            "labels has shape (3, 1), but a shard of shape (3, 2) takes one index for each of its rows: give shape "
+            "(3,)",
+        ),
+        (
+            {"size": 8},
+            "logits_shard has shape (3, 2) on each IPU, with 2 rows in dim -1, but size=8 over the 2 IPUs of axis "
+            "'ipu' takes 4: pad the whole array with Split(size=8, parts=2).pad(array, -1) and shard it with "
+            "in_specs=Split(size=8, parts=2).spec(-1, 2, 'ipu')",
+        ),
+    ],
+)
+def test_a_wrong_option_is_refused_when_traced(options, message):
+    options = {"size": 4, "labels": np.zeros(3, np.int32)} | options
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(functools.partial(log_softmax_cross_entropy, **options), 2, COLUMNS, P())(jnp.ones((3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x, labels: log_softmax_cross_entropy(x, labels + lax.axis_index("ipu"), size=4),
+            "labels varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
+            "name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x, labels: log_softmax_cross_entropy(x, labels, size=4, weights=x[:, 0]),
+            "weights varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
+            "don't name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x, labels: log_softmax_cross_entropy(x.astype(jnp.int32), labels, size=4),
+            "logits_shard has dtype int32, but logits must be floating: convert them first",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, (COLUMNS, P()), P())(jnp.ones((3, 4)), jnp.zeros(3, jnp.int32))

@@ -1,0 +1,135 @@
+"""What the split cross-entropy sends and keeps, and how it goes with replicas and other ops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, embedding, log_softmax, log_softmax_cross_entropy, matmul, take_last
+from support.harness import (
+    assert_close,
+    collectives,
+    normal,
+    on_ipus,
+    padded,
+    sharded_vjp,
+    unpadded,
+)
+from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, sharded_cross_entropy
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(
+    ("floats", "dtype", "options"),
+    [
+        (3, jnp.bfloat16, {"z_loss": 0.1, "soft_cap": 3.0, "reduction": "mean"}),
+        (3, jnp.float32, {"label_smoothing": 0.1}),
+        (4, jnp.float32, {"soft": True}),
+    ],
+)
+def test_the_cross_entropy_sends_three_or_four_floats_a_token_and_nothing_backward(typed, floats, dtype, options):
+    n, tokens = 4, 5
+    options = dict(options)
+    soft = options.pop("soft", False)
+    op = functools.partial(log_softmax_cross_entropy, size=10, **options)
+    logits, target = jnp.ones((tokens, 12), dtype), jnp.ones((tokens, 12)) if soft else jnp.arange(tokens)
+    of_target = COLUMNS if soft else P()
+    sharded = on_ipus(op, n, (COLUMNS, of_target), P(), typed)
+
+    sent = [("all-gather", n * floats * 4 * tokens)]
+    assert collectives(sharded, logits, target) == sent
+    outside = jax.value_and_grad(lambda logits, target: sharded(logits, target).mean(), (0, 1) if soft else 0)
+    assert collectives(outside, logits, target) == sent
+    inside = jax.value_and_grad(lambda logits, target: op(logits, target).mean())
+    each_ipu = on_ipus(inside, n, (COLUMNS, of_target), (P(), COLUMNS), typed)
+    assert collectives(each_ipu, logits, target) == sent
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_projection_and_cross_entropy_send_one_gather_and_one_reduction_of_dx(typed):
+    n, tokens, features = 2, 5, 3
+
+    def head(x, w, labels):
+        return log_softmax_cross_entropy(matmul(x, w), labels, size=6)
+
+    sharded = on_ipus(head, n, (P(), COLUMNS, P()), P(), typed)
+    loss_and_grads = jax.value_and_grad(lambda x, w: sharded(x, w, jnp.arange(tokens)).mean(), argnums=(0, 1))
+    sent = collectives(loss_and_grads, jnp.ones((tokens, features)), jnp.ones((features, 6)))
+    assert sent == [("all-gather", n * 3 * 4 * tokens), ("all-reduce", 4 * tokens * features)]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 3.0, "temperature": 2.0, "reduction": "mean"}],
+)
+def test_the_backward_pass_keeps_the_logits_as_they_came_and_else_numbers_of_tokens(typed, options):
+    tokens, kept = 5, []
+
+    def each_ipu(logits, labels):
+        op = functools.partial(log_softmax_cross_entropy, labels=labels, size=10, **options)
+        loss, vjp = jax.vjp(op, logits)
+        kept.extend(jax.tree.leaves(vjp))
+        return loss
+
+    jax.eval_shape(
+        on_ipus(each_ipu, 4, (COLUMNS, P()), P(), typed), jnp.ones((tokens, 12), jnp.bfloat16), jnp.arange(5)
+    )
+    wide = [(leaf.shape, leaf.dtype) for leaf in kept if leaf.size > tokens]
+    assert wide == [((tokens, 3), jnp.bfloat16)]
+    assert sum(leaf.dtype == jnp.float32 for leaf in kept if leaf.size == tokens) <= 3
+
+
+# In company
+
+
+def _language_model(table, w, ids, labels, *, size):
+    """A tied-size embedding, a projection and the loss, all sharded over "ipu": the mean loss of the tokens."""
+    x = jnp.tanh(embedding(table, ids, size=size))
+    losses = log_softmax_cross_entropy(matmul(x, w, size=size), labels, size=size)
+    return losses.mean()
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_with_replicas_on_another_axis_gradients_are_those_of_the_whole_batch(typed):
+    split = Split(5, 2)
+    mesh = jax.make_mesh((2, 2), ("replica", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    table, w = normal(0, (5, 3)), normal(1, (3, 5))
+    ids, labels = np.array([0, 1, 2, 3, 4, 4], np.int32), np.array([4, 3, 2, 1, 0, 7], np.int32)
+
+    def each_ipu(table, w, ids, labels):
+        return lax.pmean(_language_model(table, w, ids, labels, size=5), "replica")
+
+    in_specs = (split.spec(0, 2, "ipu"), split.spec(1, 2, "ipu"), P("replica"), P("replica"))
+    sharded = jax.shard_map(each_ipu, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=typed)
+    got = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(
+        padded(split, table, 0), padded(split, w, 1), ids, labels
+    )
+
+    def dense(table, w, ids, labels):
+        return dense_cross_entropy(jnp.tanh(table[ids]) @ w, labels).mean()
+
+    want = jax.jit(jax.value_and_grad(dense, argnums=(0, 1)))(table, w, ids, labels)
+    assert_close(got[0], want[0], want[0], ROUNDINGS)
+    assert_close(unpadded(split, got[1][0], 0), want[1][0], 1, ROUNDINGS)
+    assert_close(unpadded(split, got[1][1], 1), want[1][1], 1, ROUNDINGS)
+
+
+def test_log_softmax_and_take_last_make_the_same_loss():
+    def apart(logits, labels):
+        return -take_last(log_softmax(logits, size=7), labels, size=7)
+
+    split = Split(7, 3)
+    logits, labels = normal(0, (TOKENS, 7)), np.array([0, 2, 3, 6, 7, -1], np.int32)
+    ct = np.ones(TOKENS, np.float32)
+    out, (dlogits,) = sharded_vjp(
+        apart, "untyped-outside", 3, [padded(split, logits, 1)], [labels], in_specs=(COLUMNS,), ct=ct
+    )
+    want, want_dlogits = sharded_cross_entropy("untyped-outside", 3, 7, logits, labels, ct)
+    assert_close(out, want, 1 + want, ROUNDINGS)
+    assert_close(unpadded(split, dlogits, 1), unpadded(split, want_dlogits, 1), 1, ROUNDINGS)

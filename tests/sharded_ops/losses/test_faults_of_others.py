@@ -1,0 +1,234 @@
+"""Faults that other libraries' split or fused cross-entropies had, each told in a test that finds it.
+
+The numbers name issues (#) and pull requests (PR) of the projects, where the faults were reported or mended.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, linear_cross_entropy, log_softmax, log_softmax_cross_entropy
+from support.harness import dense_vjp, exactly, normal, on_ipus, padded, sharded_vjp, unpadded
+from support.losses import dense_loss
+
+COLUMNS, ROWS = P(None, "ipu"), P("ipu")
+
+
+def _loss_and_gradient(n, size, logits, labels, ct, *, fill=np.nan, mode="untyped-outside", **options):
+    """Of `log_softmax_cross_entropy` on n IPUs; the padding of the gradient is checked and cut off."""
+    split = Split(size, n)
+    op = functools.partial(log_softmax_cross_entropy, size=size, **options)
+    shards = [padded(split, logits, 1, fill)]
+    loss, (dlogits,) = sharded_vjp(op, mode, n, shards, [labels], in_specs=(COLUMNS,), ct=ct)
+    return loss, unpadded(split, dlogits, 1)
+
+
+def _dense(logits, labels, ct, **options):
+    loss, (dlogits,) = dense_vjp(functools.partial(_dense_of, **options), [logits], [labels], ct=ct)
+    return loss, dlogits
+
+
+def _dense_of(logits, labels, **options):
+    return dense_loss(logits, labels, None, **options)
+
+
+def _assert_same(got, want):
+    for found, wanted in zip(got, want, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-7)
+
+
+def test_label_smoothing_is_over_the_whole_vocabulary_and_the_same_on_all_ipus():
+    """Megatron-LM #737, #7464, and row 1 of #7452: smoothing divided by the shard's vocabulary, and averaged the log-
+    probabilities of the shard alone, so that each rank had another loss, and the loss changed with the split."""
+    logits, labels = normal(0, (6, 8)), np.arange(6, dtype=np.int32)
+
+    def from_each(logits, labels):
+        return log_softmax_cross_entropy(logits, labels, size=8, label_smoothing=0.1)[None]
+
+    want, _ = _dense(logits, labels, np.ones(6, np.float32), label_smoothing=0.1)
+    for n in (1, 2, 4):
+        losses = on_ipus(from_each, n, (COLUMNS, P()), ROWS, typed=False)(logits, labels)
+        np.testing.assert_array_equal(losses, np.broadcast_to(losses[0], (n, 6)))
+        np.testing.assert_allclose(losses[0], want, rtol=2e-6)
+
+
+def test_smoothed_losses_of_large_logits_are_finite():
+    """Megatron-LM PR 7466: smoothing took the log of probabilities that had become 0, so the loss was infinite."""
+    logits, labels, ct = normal(0, (6, 8)) * 1000, np.arange(6, dtype=np.int32), np.ones(6, np.float32)
+    got = _loss_and_gradient(2, 8, logits, labels, ct, label_smoothing=0.1)
+    assert np.isfinite(got[0]).all()
+    _assert_same(got, _dense(logits, labels, ct, label_smoothing=0.1))
+
+
+def test_a_vocabulary_that_does_not_divide_trains_as_on_one_ipu():
+    """Megatron-LM #1754: with a vocabulary that two ranks could not halve, losses went apart over 2000 steps, to half
+    as much again. Here 50 steps of descent on 13 columns give the dense program's losses, on 2 and on 4 IPUs."""
+    x, labels = normal(0, (12, 5)), np.arange(12, dtype=np.int32) + 1
+    first = normal(1, (13, 5))
+
+    def descend(loss):
+        def step(table, _):
+            value, gradient = jax.value_and_grad(loss)(table)
+            return table - 0.3 * gradient, value
+
+        return jax.jit(lambda table: jax.lax.scan(step, table, length=50)[1])(first)
+
+    want = descend(lambda table: dense_loss(x @ table.T, labels, None, reduction="mean"))
+    assert want[-1] < want[0] / 2
+    for n in (2, 4):
+        op = functools.partial(linear_cross_entropy, size=13, reduction="mean")
+        sharded = on_ipus(op, n, (P(), ROWS, P()), P())
+        got = descend(lambda table, n=n, op=sharded: op(x, Split(13, n).pad(table, 0), labels))
+        np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
+def test_gathered_logits_are_refused():
+    """Megatron-LM #7452, row 2: whole logits on every rank, where a shard was meant, counted each column as often as
+    there were ranks: a loss too large by log(ranks), and wrong gradients."""
+    message = (
+        "logits_shard has shape (3, 8) on each IPU, with 8 rows in dim -1, but size=8 over the 2 IPUs of axis 'ipu' "
+        "takes 4: pad the whole array with Split(size=8, parts=2).pad(array, -1) and shard it with "
+        "in_specs=Split(size=8, parts=2).spec(-1, 2, 'ipu')"
+    )
+    op = functools.partial(log_softmax_cross_entropy, size=8)
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, (P(), P()), P())(jnp.ones((3, 8)), jnp.zeros(3, jnp.int32))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 5.0}])
+def test_padded_columns_are_not_in_the_denominator(options):
+    """Vocabularies padded to a multiple (as by Megatron-LM's --make-vocab-size-divisible-by) have columns of padding in
+    the softmax like real ones, and in the smoothing: the loss depends on the padding, and gives it gradients."""
+    logits, labels, ct = normal(0, (4, 5)), np.array([0, 4, 3, 2], np.int32), np.ones(4, np.float32)
+    want = _dense(logits, labels, ct, **options)
+    for fill in (0, 50):
+        _assert_same(_loss_and_gradient(8, 5, logits, labels, ct, fill=fill, **options), want)
+
+
+def test_a_label_out_of_range_takes_no_other_shards_logit():
+    """A label masked to index 0 of a shard, clipped, or wrapped around when negative, takes the logit of another token
+    of the vocabulary without a word. In Megatron-LM-FL (PR 99) -100 reached gather and scatter_add; in cut-cross-
+    entropy's vocab-parallel kernels (apple/ml-cross-entropy PR 59) the index that stood for "not here" met a column of
+    padding in the last tile, and the loss became infinite. 13 columns on 4 IPUs: 13, 14 and 15 are padding."""
+    labels = np.array([13, 14, 15, 16, -1, -4, -100, 12], np.int32)
+    logits, ct = normal(0, (8, 13)), np.ones(8, np.float32)
+    loss, dlogits = _loss_and_gradient(4, 13, logits, labels, ct)
+    np.testing.assert_array_equal(loss[:-1], 0)
+    np.testing.assert_array_equal(dlogits[:-1], 0)
+    want_loss, want_dlogits = _dense(logits[-1:], labels[-1:], ct[-1:])
+    _assert_same((loss[-1:], dlogits[-1:]), (want_loss, want_dlogits))
+
+    hidden, table = normal(1, (8, 3)), normal(2, (13, 3))
+    op = functools.partial(linear_cross_entropy, size=13, token_chunk=3, column_chunk=3)
+    shards = [hidden, padded(Split(13, 4), table, 0)]
+    loss, (dhidden, _) = sharded_vjp(op, "typed-outside", 4, shards, [labels], in_specs=(P(), ROWS), ct=ct)
+    np.testing.assert_array_equal(loss[:-1], 0)
+    np.testing.assert_array_equal(dhidden[:-1], 0)
+    np.testing.assert_allclose(loss[-1:], _dense(hidden[-1:] @ table.T, labels[-1:], ct[-1:])[0], rtol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["typed-inside", "untyped-inside"])
+@pytest.mark.parametrize("gradients", ["backward", "forward"])
+def test_the_gradient_of_the_hidden_states_is_whole_on_every_ipu(mode, gradients):
+    """apple/ml-cross-entropy PR 42: the vocab-parallel loss gave each rank its part of the embeddings' gradient, where
+    the sum of all was expected, so training with several ranks went otherwise than with one."""
+    hidden, table, labels = normal(0, (4, 3)), normal(1, (7, 3)), np.array([0, 6, 3, 2], np.int32)
+    op = functools.partial(linear_cross_entropy, size=7, reduction="mean", gradients=gradients)
+    shards = [hidden, padded(Split(7, 3), table, 0)]
+    _, (dhidden, dtable) = sharded_vjp(op, mode, 3, shards, [labels], in_specs=(P(), ROWS), ct=np.float32(1))
+    want = jax.grad(lambda h, t: dense_loss(h @ t.T, labels, None, reduction="mean"), (0, 1))(hidden, table)
+    _assert_same((dhidden, unpadded(Split(7, 3), dtable, 0)), want)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}])
+def test_the_mean_where_all_tokens_are_ignored_is_zero(options):
+    """PyTorch #70348, #75181, #116349: cross_entropy gives NaN where every label is ignore_index, since 1.11 by intent;
+    a micro-batch of a prompt alone then ends the training. cosmos-rl (PR 155) and FederatedScope (PR 625) met it."""
+    labels, ct = np.full(3, -100, np.int32), np.float32(1)
+    mean = {"ignore_index": -100, "reduction": "mean", **options}
+    loss, dlogits = _loss_and_gradient(2, 5, normal(0, (3, 5)), labels, ct, **mean)
+    np.testing.assert_array_equal(loss, 0)
+    np.testing.assert_array_equal(dlogits, 0)
+
+
+def test_smoothing_leaves_ignored_tokens_out():
+    """PyTorch #73205: with label_smoothing the uniform part of the loss was of the ignored tokens as well."""
+    logits, labels = normal(0, (4, 6)), np.array([2, -100, 5, -100], np.int32)
+    options = {"label_smoothing": 0.2, "ignore_index": -100, "reduction": "mean"}
+    loss, dlogits = _loss_and_gradient(3, 6, logits, labels, np.float32(1), **options)
+    want, want_dlogits = _dense(logits[::2], labels[::2], np.float32(1), label_smoothing=0.2, reduction="mean")
+    _assert_same((loss, dlogits[::2]), (want, want_dlogits))
+    np.testing.assert_array_equal(dlogits[1::2], 0)
+
+
+def test_weights_smoothing_and_an_ignored_label_go_together():
+    """PyTorch #69339, #91383: the three together looked up the weight of the ignored label, and failed."""
+    logits, labels = normal(0, (3, 4)), np.array([0, -100, 3], np.int32)
+    weights, ct = np.array([0.2, 7, 0.3], np.float32), np.float32(1)
+    options = {"label_smoothing": 0.1, "ignore_index": -100, "reduction": "mean"}
+    loss, _ = _loss_and_gradient(2, 4, logits, labels, ct, weights=weights, **options)
+    each, _ = _dense(logits, labels, np.ones(3, np.float32), label_smoothing=0.1)
+    np.testing.assert_allclose(loss, (0.2 * each[0] + 0.3 * each[2]) / 0.5, rtol=2e-6)
+
+
+def test_the_mean_is_over_the_tokens_that_count():
+    """A mean over all tokens, padding of the batch among them, makes the loss of short sequences small (fairseq2 PR
+    1455)."""
+    logits, labels = normal(0, (5, 4)), np.array([1, -1, -1, -1, 3], np.int32)
+    loss, _ = _loss_and_gradient(2, 4, logits, labels, np.float32(1), reduction="mean")
+    each, _ = _dense(logits, labels, np.ones(5, np.float32))
+    np.testing.assert_allclose(loss, (each[0] + each[4]) / 2, rtol=2e-6)
+
+
+def test_losses_that_are_not_reduced_have_the_gradient_of_each_ones_cotangent():
+    """Liger-Kernel #968, #678 (PR 1298): with reduction="none", gradients made in the forward pass were all multiplied
+    with the first token's cotangent: wrong, and zero where that token was masked."""
+    hidden, table = normal(0, (5, 3)), normal(1, (7, 3))
+    labels, ct = np.array([0, 6, 3, 2, -1], np.int32), np.array([0, -2, 1, 3, 0], np.float32)
+    op = functools.partial(linear_cross_entropy, size=7, token_chunk=2, column_chunk=2)
+    shards = [hidden, padded(Split(7, 2), table, 0)]
+    _, (dhidden, dtable) = sharded_vjp(op, "untyped-outside", 2, shards, [labels], in_specs=(P(), ROWS), ct=ct)
+    want = jax.grad(lambda h, t: jnp.vdot(dense_loss(h @ t.T, labels, None), ct), (0, 1))(hidden, table)
+    _assert_same((dhidden, unpadded(Split(7, 2), dtable, 0)), want)
+
+
+@pytest.mark.parametrize("gradients", ["backward", "forward"])
+def test_gradients_in_half_precision_accumulate_in_float32(gradients):
+    """Liger-Kernel #512, #827 (PR 830): the table's gradient was added up over chunks of tokens in bfloat16, and the
+    training diverged. Here 512 chunks of one token: in bfloat16 the sum would stand still after a few hundred."""
+    tokens, features, size = 512, 2, 6
+    hidden = (1 + np.abs(normal(0, (tokens, features)))).astype(jnp.bfloat16)
+    table, labels = normal(1, (size, features)).astype(jnp.bfloat16), np.zeros(tokens, np.int32)
+    op = functools.partial(linear_cross_entropy, size=size, reduction="sum", token_chunk=1, gradients=gradients)
+    _, (_, dtable) = sharded_vjp(
+        op, "typed-outside", 2, [hidden, table], [labels], in_specs=(P(), ROWS), ct=np.float32(1)
+    )
+    wide = hidden.astype(np.float32), table.astype(np.float32)
+    want = jax.grad(lambda t: dense_loss(wide[0] @ t.T, labels, None, reduction="sum"))(wide[1])
+    # One rounding of the sum, and of each slope.
+    allowed = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want)
+    assert np.all(np.abs(dtable.astype(np.float32) - want) <= allowed)
+
+
+def test_log_softmax_has_its_own_gradient_whatever_uses_it():
+    """PyTorch #190746: within loss_parallel() the gradient of every log_softmax is the identity, since the loss's own
+    rule does the rest; what else uses it, here the entropy, has a wrong gradient without a word."""
+    split, logits = Split(7, 3), normal(0, (4, 7))
+
+    def negative_entropy(logits):
+        log_p = log_softmax(logits, size=7)
+        return jax.lax.psum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0).sum(-1), "ipu")
+
+    ct = np.ones(4, np.float32)
+    shards = [padded(split, logits, 1, 0)]
+    loss, (dlogits,) = sharded_vjp(negative_entropy, "untyped-outside", 3, shards, in_specs=(COLUMNS,), ct=ct)
+    want, (want_dlogits,) = dense_vjp(_dense_negative_entropy, [logits], ct=ct)
+    _assert_same((loss, unpadded(split, dlogits, 1)), (want, want_dlogits))
+
+
+def _dense_negative_entropy(logits):
+    return (jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1)

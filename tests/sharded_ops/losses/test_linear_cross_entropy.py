@@ -1,0 +1,373 @@
+"""The fused projection and cross-entropy against the dense matmul and loss: every option, both ways, every chunk."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax.analysis.cost import flops_of
+from sharded_ops import Split, linear_cross_entropy, log_softmax_cross_entropy
+from support.harness import (
+    assert_close,
+    collectives,
+    dense_vjp,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+from support.losses import dense_loss
+
+TOKENS, FEATURES = 7, 4
+ROWS = P("ipu")
+OF_OPERANDS = (P(), ROWS, P())
+
+EVERYTHING = {"label_smoothing": 0.3, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 2.0, "ignore_index": 2}
+# What is asked of one compiled program, with the chunks of each. 7 tokens and 1 to 5 rows: some divide, some don't.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    EVERYTHING | {"weighted": True, "reduction": "mean", "token_chunk": 3, "column_chunk": 2},
+    {"soft_cap": 3.0, "out_of_range": "clip", "weighted": True},
+    EVERYTHING | {"gradients": "forward", "weighted": True, "reduction": "mean", "token_chunk": 3, "column_chunk": 2},
+    {"gradients": "forward", "out_of_range": "clip", "weighted": True, "reduction": "sum"},
+)
+
+
+def _options_of_one_program(hidden, table, weights, labels, *, size):
+    rows = []
+    for options in OPTIONS:
+        options = dict(options)
+        options["weights"] = weights if options.pop("weighted", False) else None
+        rows.append(linear_cross_entropy(hidden, table, labels, size=size, **options))
+    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+
+
+def _dense_options(hidden, table, weights, labels):
+    rows = []
+    logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
+    for options in OPTIONS:
+        others = {k: v for k, v in options.items() if k not in ("gradients", "token_chunk", "column_chunk")}
+        rows.append(dense_loss(logits, labels, weights, **others))
+    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "n", "size", "dtype", "shape"),
+    [
+        ("typed-outside", 3, 13, jnp.float32, (TOKENS,)),
+        ("untyped-inside", 2, 9, jnp.bfloat16, (TOKENS,)),
+        ("untyped-outside", 8, 5, jnp.float32, (1, TOKENS)),
+        ("typed-inside", 4, 10, jnp.float16, ()),
+    ],
+)
+@examples
+@given(seed=seeds, data=st.data())
+def test_every_option_both_ways(mode, n, size, dtype, shape, seed, data):
+    split = Split(size, n)
+    hidden, table = normal(seed, (*shape, FEATURES), dtype), normal(seed + 1, (size, FEATURES), dtype)
+    weights, count = np.abs(normal(seed + 2, shape)).astype(np.float32), int(np.prod(shape))
+    each = st.one_of(st.integers(0, size - 1), st.sampled_from((-1, size, 2**31 - 1)))
+    labels = np.array(data.draw(st.lists(each, min_size=count, max_size=count)), np.int32).reshape(shape)
+    row = data.draw(st.integers(0, len(OPTIONS) - 1))
+    ct = np.zeros((len(OPTIONS), *shape), np.float32)
+    ct[row] = normal(seed + 3, shape)
+
+    loss, (dhidden, dtable, dweights) = sharded_vjp(
+        _options_of_one_program,
+        mode,
+        n,
+        [hidden, padded(split, table, 0), weights],
+        [labels],
+        in_specs=OF_OPERANDS,
+        ct=ct,
+        size=size,
+    )
+    want, (want_dhidden, want_dtable, want_dweights) = dense_vjp(
+        _dense_options, [hidden, table, weights], [labels], ct=ct
+    )
+
+    logit = np.abs(hidden.astype(np.float32)) @ np.abs(table.astype(np.float32)).T
+    largest = 1 + max(np.abs(want).max(), logit.max()) * max(1.0, weights.max())
+    assert_close(loss, want, largest, 10 * FEATURES)
+    assert_close(dweights, want_dweights, largest * (1 + np.abs(ct).sum()), 10 * FEATURES)
+    # Slopes, of which a token's add up to a few times its cotangent, are rounded to the dtype; then the sums are.
+    slope = 2 * (1 + np.abs(ct).sum()) * max(1.0, weights.max())
+    roundings = 10 if dtype == jnp.float32 else 2
+    assert_close(dhidden, want_dhidden, slope * np.abs(table.astype(np.float32)).max(), roundings)
+    dtable = unpadded(split, dtable, 0)
+    assert_close(dtable, want_dtable, slope * np.abs(hidden.astype(np.float32)).max(), roundings)
+
+
+@pytest.mark.parametrize(("gradients", "reduction"), [("backward", "mean"), ("forward", "mean"), ("forward", "sum")])
+def test_no_tokens_and_none_that_count(gradients, reduction):
+    def both(hidden, table):
+        op = functools.partial(linear_cross_entropy, size=5, gradients=gradients, reduction=reduction)
+        empty = op(hidden[:0], table, np.zeros(0, np.int32), label_smoothing=0.1)
+        return empty + op(hidden, table, np.array([-1, 5], np.int32), soft_cap=3.0, z_loss=0.1)
+
+    operands = [normal(0, (2, FEATURES)), padded(Split(5, 2), normal(1, (5, FEATURES)), 0)]
+    loss, grads = sharded_vjp(both, "typed-outside", 2, operands, in_specs=OF_OPERANDS[:2], ct=np.float32(1))
+    np.testing.assert_array_equal(loss, 0)
+    for gradient in grads:
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_a_label_that_must_not_be_is_nan():
+    def both(hidden, table, *, labels):
+        op = functools.partial(linear_cross_entropy, size=5, ignore_index=-1, out_of_range="nan")
+        return jnp.stack(
+            [op(hidden, table, labels).sum(), op(hidden, table, labels, reduction="mean", gradients="forward")]
+        )
+
+    operands = [normal(0, (3, FEATURES)), padded(Split(5, 2), normal(1, (5, FEATURES)), 0)]
+    for labels, is_nan in (((0, -1, 4), False), ((0, -1, 5), True)):
+        op = functools.partial(both, labels=np.array(labels, np.int32))
+        for row in ([1, 0], [0, 1]):
+            loss, (dhidden, _) = sharded_vjp(
+                op, "typed-outside", 2, operands, in_specs=OF_OPERANDS[:2], ct=np.array(row, np.float32)
+            )
+            assert np.isnan(loss).all() == is_nan
+            assert np.isnan(dhidden[2]).all() == is_nan
+            if not is_nan:
+                np.testing.assert_array_equal(dhidden[1], 0)
+
+
+# Rounding
+
+
+def _both_ways(hidden, table, labels, *, size):
+    op = functools.partial(linear_cross_entropy, size=size, reduction="sum", token_chunk=20, column_chunk=8)
+    return jnp.stack([op(hidden, table, labels, gradients=gradients) for gradients in ("backward", "forward")])
+
+
+def _dense_sum(hidden, table, labels):
+    return dense_loss(hidden @ table.T, labels, None, reduction="sum")
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1, 3])
+def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
+    """The dense program is `hidden @ table.T` and the plain loss in float32, with logits up to 60 and losses up to 100.
+
+    Both are measured by float64, over seeds. Large logits with large losses are another matter: see test_cross_entropy.
+    """
+    size, tokens, features = 61, 48, 16
+    labels = np.arange(tokens, dtype=np.int32) % (size + 1) - 1
+    errors = []
+    for seed in range(4):
+        hidden, table = normal(seed, (tokens, features)) * np.float32(scale), normal(seed + 9, (size, features))
+        shards = [hidden, padded(Split(size, 3), table, 0)]
+        float32 = dense_vjp(_dense_sum, [hidden, table], [labels], ct=np.float32(1))
+        with jax.enable_x64(True):
+            wide = [hidden.astype(np.float64), table.astype(np.float64)]
+            float64 = dense_vjp(_dense_sum, wide, [labels], ct=np.float64(1))
+        for way in (0, 1):
+            ct = np.eye(2, dtype=np.float32)[way]
+            loss, grads = sharded_vjp(
+                _both_ways, "untyped-outside", 3, shards, [labels], in_specs=OF_OPERANDS[:2], ct=ct, size=size
+            )
+            found, twin, want = (
+                (loss[way], grads[0], grads[1][:size]),
+                (float32[0], *float32[1]),
+                (float64[0], *float64[1]),
+            )
+            of_seed = [
+                (
+                    np.abs(got - wanted).max(),
+                    np.abs(dense - wanted).max(),
+                    np.finfo(np.float32).eps * np.abs(wanted).max(),
+                )
+                for got, dense, wanted in zip(found, twin, want, strict=True)
+            ]
+            errors.append(of_seed)
+    for error, of_dense, rounding in np.max(errors, axis=0):
+        assert error <= max(2 * of_dense, rounding)
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(("typed", "smoothing"), [(True, 0.1), (False, 0.0)])
+def test_it_sends_one_gather_and_one_reduction_of_dx(typed, smoothing):
+    n, tokens, features, floats = 2, 8, 3, 3
+    hidden, table, labels = jnp.ones((tokens, features)), jnp.ones((6, features)), jnp.arange(tokens)
+    gathered = ("all-gather", n * floats * 4 * tokens)
+    reduced = ("all-reduce", 4 * tokens * features)
+
+    def of(gradients, chunk):
+        op = functools.partial(linear_cross_entropy, size=6, gradients=gradients, label_smoothing=smoothing)
+        op = functools.partial(op, reduction="mean", token_chunk=chunk, column_chunk=2)
+        sharded = on_ipus(op, n, (P(), ROWS, P()), P(), typed)
+        return sharded, jax.value_and_grad(sharded, (0, 1))
+
+    loss, with_gradients = of("backward", 4)
+    assert collectives(loss, hidden, table, labels) == [gathered]
+    assert collectives(with_gradients, hidden, table, labels) == [gathered, reduced]
+    # The HLO has the loop over chunks of tokens once, and with it the all-gather of a chunk.
+    _, with_gradients = of("forward", 4)
+    of_chunk = ("all-gather", n * floats * 4 * 4)
+    assert collectives(with_gradients, hidden, table, labels) == [of_chunk, reduced]
+
+
+def _big(gradients, dtype=jnp.float32, tokens=1024, features=768, size=32000):
+    """The program of 2 IPUs, and what to compile it for."""
+    op = functools.partial(linear_cross_entropy, size=size, reduction="mean", gradients=gradients)
+    sharded = on_ipus(op, 2, (P(), ROWS, P()), P())
+    shapes = (((tokens, features), dtype), ((size, features), dtype), ((tokens,), jnp.int32))
+    return sharded, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def _temporaries(program, arguments):
+    analysis = jax.jit(program).lower(*arguments).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries():
+    def unsharded(hidden, table, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ table.T, labels).mean()
+
+    _, arguments = _big("backward")
+    most = _temporaries(jax.value_and_grad(unsharded, (0, 1)), arguments) / 20
+    for gradients in ("backward", "forward"):
+        needed = _temporaries(jax.value_and_grad(_big(gradients)[0], (0, 1)), arguments)
+        assert needed <= most, f"gradients={gradients!r} needs {needed} bytes, {most} are allowed"
+
+
+@pytest.mark.parametrize(("gradients", "matmuls"), [("backward", 4), ("forward", 3)])
+def test_it_makes_as_many_matmuls_as_it_says(gradients, matmuls):
+    # So many features that the matmuls are nearly all of the operations.
+    tokens, features, size = 256, 8192, 1024
+    sharded, arguments = _big(gradients, tokens=tokens, features=features, size=size)
+    one = 2 * tokens * features * size // 2
+    assert round(flops_of(sharded, *arguments) / one, 1) == 1
+    assert round(flops_of(jax.value_and_grad(sharded, (0, 1)), *arguments) / one, 1) == matmuls
+
+
+# In company
+
+
+@pytest.mark.parametrize("gradients", ["backward", "forward"])
+def test_it_is_the_head_of_a_pipeline_that_all_ipus_compute(gradients):
+    size, features, micro_batches, rows = 7, 5, 3, 4
+    op = functools.partial(linear_cross_entropy, size=size, reduction="mean", gradients=gradients)
+    rng = np.random.default_rng(0)
+    params = {
+        "body": rng.standard_normal((features, features)).astype(np.float32),
+        "table": rng.standard_normal((size, features)).astype(np.float32),
+    }
+    batch = {
+        "x": rng.standard_normal((micro_batches, rows, features)).astype(np.float32),
+        "labels": rng.integers(-1, size, (micro_batches, rows)).astype(np.int32),
+    }
+
+    def unsharded_head(table, x, mb):
+        return dense_loss(x @ table.T, mb["labels"], None, reduction="mean")
+
+    stages = [
+        Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), params="body", ipu=1),
+        Stage(lambda table, x, mb: op(x, table, mb["labels"]), params="table", ipu=ALL_IPUS, reference=unsharded_head),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs={"table": ROWS}, gradient_accumulation=micro_batches)
+    report = verify(pipeline, pipeline.shard(params), batch)
+    assert report.loss_error < 1e-6
+    assert set(report.gradient_errors) == {"params['body']", "params['table']"}
+    assert report.worst[1] < 2e-6
+
+
+def test_it_may_stand_in_other_transforms():
+    def both_ways(hidden, table, labels):
+        op = functools.partial(linear_cross_entropy, size=5, token_chunk=2, column_chunk=2, reduction="mean")
+        return op(hidden, table, labels) + op(hidden, table, labels, gradients="forward")
+
+    def inside(hidden, table, labels):
+        return jax.vmap(jax.checkpoint(both_ways), (0, None, 0))(hidden, table, labels)
+
+    def dense(hidden, table, labels):
+        one = functools.partial(dense_loss, weights=None, reduction="mean")
+        return 2 * jax.vmap(lambda h, y: one(h @ table.T, y))(hidden, labels)
+
+    split = Split(5, 2)
+    hidden, table = normal(0, (2, 3, FEATURES)), normal(1, (5, FEATURES))
+    labels, ct = np.array([[0, 4, -1], [3, 2, 1]], np.int32), normal(2, (2,))
+    loss, (dhidden, dtable) = sharded_vjp(
+        inside, "untyped-outside", 2, [hidden, padded(split, table, 0)], [labels], in_specs=OF_OPERANDS[:2], ct=ct
+    )
+    want, (want_dhidden, want_dtable) = dense_vjp(dense, [hidden, table], [labels], ct=ct)
+    assert_close(loss, want, 1 + want, 20)
+    assert_close(dhidden, want_dhidden, 4, 20)
+    assert_close(unpadded(split, dtable, 0), want_dtable, 4, 20)
+
+
+def test_it_is_the_loss_of_the_logits_it_does_not_make():
+    def both(hidden, table, *, labels):
+        logits = jnp.matmul(hidden, table.T)
+        apart = log_softmax_cross_entropy(logits, labels, size=13, label_smoothing=0.1, z_loss=0.1)
+        fused = linear_cross_entropy(
+            hidden, table, labels, size=13, label_smoothing=0.1, z_loss=0.1, token_chunk=2, column_chunk=2
+        )
+        return apart, fused
+
+    labels = np.array([0, 5, 12, 13, -1], np.int32)
+    hidden, table = normal(0, (5, FEATURES)), padded(Split(13, 3), normal(1, (13, FEATURES)), 0)
+    apart, fused = on_ipus(functools.partial(both, labels=labels), 3, (P(), ROWS), P())(hidden, table)
+    np.testing.assert_allclose(fused, apart, rtol=2e-6)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gradients": "forward"},
+            "gradients='forward' computes them before each token's cotangent is known, so the loss must be reduced: "
+            "use reduction='mean' or 'sum', or gradients='backward'",
+        ),
+        (
+            {"hidden": jnp.ones((3, 2))},
+            "hidden of shape (3, 2) and table of shape (2, 4) on each IPU don't go together: give (.., D) and (rows, "
+            "D)",
+        ),
+        (
+            {"hidden": jnp.ones((3, 4), jnp.bfloat16)},
+            "hidden has dtype bfloat16 and table float32, but both must have the same floating dtype: convert one of "
+            "them",
+        ),
+        (
+            {"labels": np.zeros((3, 4), np.float32)},
+            "labels has shape (3, 4), but hidden of shape (3, 4) takes one for each token: give shape (3,)",
+        ),
+        ({"labels": np.zeros(3, np.float32)}, "labels has dtype float32, but indices must be integers: use int32"),
+        (
+            {"weights": np.ones(4)},
+            "weights has shape (4,), but hidden of shape (3, 4) takes one for each token: give shape (3,)",
+        ),
+        (
+            {"size": 9},
+            "table has shape (2, 4) on each IPU, with 2 rows in dim 0, but size=9 over the 2 IPUs of axis 'ipu' takes "
+            "5: pad the whole array with Split(size=9, parts=2).pad(array, 0) and shard it with "
+            "in_specs=Split(size=9, parts=2).spec(0, 2, 'ipu')",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(options, message):
+    options = {"hidden": jnp.ones((3, 4)), "labels": np.zeros(3, np.int32), "size": 4} | options
+
+    def op(table):
+        return linear_cross_entropy(table=table, **options)
+
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, ROWS, P())(jnp.ones((4, 4)))

@@ -1,0 +1,193 @@
+"""The fused projection and cross-entropy at its limits: float16's range, tokens that hold NaN, second derivatives."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, linear_cross_entropy
+from support.harness import normal, on_ipus, padded, unpadded
+from support.losses import dense_loss
+
+ROWS = P("ipu")
+
+
+# float16, whose least number is 6e-8 and whose largest 65504
+
+
+def _gradients_by_hand(hidden, table, labels, factors):
+    """Of the sum of losses times factors, in float64."""
+    hidden, table = hidden.astype(np.float64), table.astype(np.float64)
+    logits = hidden @ table.T
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    slopes = p / p.sum(-1, keepdims=True) - (np.arange(len(table)) == labels[:, None])
+    slopes *= np.asarray(factors)[:, None]
+    return slopes @ table, slopes.T @ hidden
+
+
+def _half_gradients(total, hidden, table, labels, dtype, typed):
+    """The gradients, on 2 IPUs, of what `total` makes of the loss, to which it gives the options."""
+    split = Split(len(table), 2)
+
+    def each_ipu(hidden, table):
+        return total(functools.partial(linear_cross_entropy, hidden, table, labels, size=split.size))
+
+    sharded = on_ipus(each_ipu, 2, (P(), ROWS), P(), typed)
+    found = jax.jit(jax.grad(sharded, (0, 1)))(hidden, padded(split, table, 0))
+    assert all(gradient.dtype == dtype for gradient in found)
+    return np.asarray(found[0], np.float64), unpadded(split, found[1], 0).astype(np.float64)
+
+
+def _assert_rows_close(got, want, roundings, dtype):
+    largest = np.abs(want).max(-1)
+    assert np.all(largest > 0)
+    error = (np.abs(got - want).max(-1) / largest).max()
+    assert error <= roundings * float(jnp.finfo(dtype).eps), error
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradients", "typed"),
+    [(jnp.float16, "forward", True), (jnp.float16, "backward", False), (jnp.bfloat16, "forward", False)],
+)
+def test_a_loss_scale_saves_every_row_of_the_gradients(dtype, gradients, typed):
+    """Slopes of 1/V, of a mean over N: 2e-7 for a row that is no label's, which float16 rounds by a fifth."""
+    tokens, size, scale = 512, 8001, 2.0**15
+    hidden, table = normal(0, (tokens, 4), dtype), (normal(1, (size, 4)) * 0.1).astype(dtype)
+    labels = np.arange(tokens, dtype=np.int32) % 7
+
+    def total(loss):
+        return loss(reduction="mean", gradients=gradients) * scale
+
+    got = _half_gradients(total, hidden, table, labels, dtype, typed)
+    want = _gradients_by_hand(hidden, table, labels, np.full(tokens, scale / tokens))
+    # Slopes are rounded and then their sums; where rows of `hidden` cancel, a sum is less than its addends.
+    for found, wanted in zip(got, want, strict=True):
+        _assert_rows_close(found, wanted, 4, dtype)
+
+
+def test_a_sum_that_float16_cannot_hold_may_be_divided_afterwards():
+    tokens, size = 2048, 5
+    hidden, table = np.full((tokens, 2), 60, np.float16), normal(1, (size, 2), np.float16)
+    labels = np.zeros(tokens, np.int32)
+    got = _half_gradients(lambda loss: loss(reduction="sum") / tokens, hidden, table, labels, jnp.float16, True)
+    want = _gradients_by_hand(hidden, table, labels, np.full(tokens, 1 / tokens))
+    assert np.abs(want[1]).max() * tokens > 65504
+    _assert_rows_close(got[1][[0]], want[1][[0]], 4, jnp.float16)
+    assert np.isfinite(got[0]).all()
+    assert np.isfinite(got[1]).all()
+
+
+def test_slopes_that_float16_cannot_hold_are_scaled_down():
+    """A weight of 1e7: the slopes overflow, and the gradients, of small operands, don't."""
+    hidden, table = (normal(0, (6, 3)) * 1e-3).astype(np.float16), (normal(1, (5, 3)) * 1e-3).astype(np.float16)
+    labels, weights = np.arange(6, dtype=np.int32) % 5, np.full(6, 1e7, np.float32)
+    for gradients in ("forward", "backward"):
+        got = _half_gradients(
+            lambda loss, gradients=gradients: loss(reduction="sum", weights=weights, gradients=gradients),
+            hidden,
+            table,
+            labels,
+            jnp.float16,
+            True,
+        )
+        for found, wanted in zip(got, _gradients_by_hand(hidden, table, labels, weights), strict=True):
+            _assert_rows_close(found, wanted, 4, jnp.float16)
+
+
+# What is not read
+
+
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}], ids=["", "all"])
+def test_a_token_that_does_not_count_is_not_read(gradients, options):
+    """Whatever stands in its row and its weight, loss and gradients are the same to the last bit."""
+    labels = np.array([3, -1, 9, 0, 2, 6], np.int32)
+    unread = np.array([False, True, True, False, True, False])
+    hidden, split, table = normal(0, (6, 4)), Split(7, 3), normal(1, (7, 4))
+    weights = np.linspace(1, 2, 6, dtype=np.float32)
+    op = functools.partial(linear_cross_entropy, labels=labels, size=7, ignore_index=2, reduction="mean")
+    op = functools.partial(op, gradients=gradients, token_chunk=2, column_chunk=2, **options)
+    sharded = on_ipus(lambda h, t, w: op(h, t, weights=w), 3, (P(), ROWS, P()), P())
+    run = jax.jit(jax.value_and_grad(sharded, (0, 1, 2)))
+    first = run(hidden, padded(split, table, 0), weights)
+    assert np.isfinite(jax.device_get(first[0]))
+    for fill in (np.nan, np.inf):
+        hidden[unread], weights[unread] = fill, fill
+        again = run(hidden, padded(split, table, 0), weights)
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+    np.testing.assert_array_equal(np.asarray(first[1][0])[unread], 0)
+    np.testing.assert_array_equal(np.asarray(first[1][2])[unread], 0)
+    assert np.all(np.abs(np.asarray(first[1][0])[~unread]).max(-1) > 1e-3)
+
+
+# Second derivatives
+
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 1.5, "ignore_index": 2}
+
+
+def _along(loss, directions, split_dot=jnp.vdot):
+    """The derivative of a squared loss's gradient along the directions: by reverse mode twice, and forward over it."""
+
+    def gradient(*args):
+        return jax.grad(lambda *args: (loss(*args) ** 2).sum(), (0, 1, 2))(*args)
+
+    def inner(*args):
+        dots = (jnp.vdot, split_dot, jnp.vdot)
+        return sum(dot(g, d) for dot, g, d in zip(dots, gradient(*args), directions, strict=True))
+
+    return {
+        "reverse": lambda *args: jax.grad(inner, (0, 1, 2))(*args),
+        "forward": lambda *args: jax.jvp(gradient, args, tuple(directions))[1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("over", "gradients", "reduction", "typed", "inside"),
+    [
+        pytest.param("reverse", "forward", "mean", True, False),
+        pytest.param("forward", "backward", "none", False, False),
+        pytest.param("reverse", "backward", "sum", False, False, marks=pytest.mark.slow),
+        pytest.param("forward", "forward", "mean", True, False, marks=pytest.mark.slow),
+        pytest.param("reverse", "forward", "sum", True, True, marks=pytest.mark.slow),
+        pytest.param("reverse", "backward", "mean", True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_second_derivatives_are_those_of_the_dense_program(over, gradients, reduction, typed, inside):
+    with jax.enable_x64(True):
+        labels, split, rng = np.array([0, 6, -1, 3]), Split(7, 2), np.random.default_rng(0)
+        shapes = ((4, 3), (7, 3), (4,))
+        args = [jnp.asarray(np.abs(rng.standard_normal(shape))) for shape in shapes]
+        directions = [jnp.asarray(rng.standard_normal(shape)) for shape in shapes]
+        options: dict[str, Any] = (
+            {"z_loss": 0.1, "soft_cap": 4.0} if typed else {"label_smoothing": 0.1, "temperature": 1.5}
+        )
+
+        def each_ipu(hidden, table, weights):
+            op = functools.partial(linear_cross_entropy, labels=labels, size=7, reduction=reduction)
+            op = functools.partial(op, gradients=gradients, token_chunk=2, column_chunk=2)
+            return op(hidden, table, weights=weights, **options)
+
+        def dense(hidden, table, weights):
+            return dense_loss(hidden @ table.T, labels, weights, weighted=True, reduction=reduction, **options)
+
+        def pad(xs):
+            return xs[0], split.pad(xs[1], 0), xs[2]
+
+        def derived_inside(args, directions):
+            return _along(each_ipu, directions, lambda a, b: lax.psum(jnp.vdot(a, b), "ipu"))[over](*args)
+
+        specs = (P(), ROWS, P())
+        if inside:
+            found = on_ipus(derived_inside, 2, (specs, specs), specs)(pad(args), pad(directions))
+            got = found[0], split.unpad(found[1], 0), found[2]
+        else:
+            loss = on_ipus(each_ipu, 2, specs, P(), typed)
+            got = jax.jit(_along(lambda *args: loss(*pad(args)), directions)[over])(*args)
+        want = jax.jit(_along(dense, directions)[over])(*args)
+        for found, wanted in zip(got, want, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)

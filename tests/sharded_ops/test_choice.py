@@ -1,0 +1,237 @@
+"""Choosing from a split dim against jnp.argmax and lax.top_k, values, columns and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, argmax, sample, top_k
+from support.harness import (
+    SPLITS,
+    assert_close,
+    collectives,
+    dense_vjp,
+    every_case,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+from support.transforms import COLUMNS, INF, NAN, in_transforms
+
+LOWEST, HIGHEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+# Of each row as many columns are taken as the split has. Ties within a shard and between shards, at every place.
+FLOATS = np.array(
+    [
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 3, 2, 3, 3, 1, 3, 2, 3, 0],
+        [-INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF],
+        [-INF, -1, -INF, -1, -2, -2, -INF, -1, -INF, -INF],
+        [INF, 0, INF, NAN, 1, NAN, INF, 0, NAN, 1],
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, NAN],
+        [9, 8, 7, 6, 5, 4, 3, 2, 1, 0],
+        [-9, -8, -7, -6, -5, -4, -3, -2, -1, -0.5],
+    ],
+    np.float32,
+)
+INTS = np.array(
+    [[LOWEST] * 10, [5, LOWEST, 5, HIGHEST, 5, HIGHEST, 0, 0, -1, HIGHEST], [LOWEST] * 4 + [LOWEST + 1] + [LOWEST] * 5],
+    np.int32,
+)
+
+
+def _choices(x, *, size):
+    """argmax and top_k for few columns, for more than an IPU has, and for all."""
+    return argmax(x, size=size), *(top_k(x, k, size=size) for k in sorted({1, (size + 2) // 2, size}))
+
+
+def _dense_choices(x):
+    size = x.shape[-1]
+    ks = sorted({1, (size + 2) // 2, size})
+    return jnp.argmax(x, -1).astype(jnp.int32), *(tuple(lax.top_k(x, k)) for k in ks)
+
+
+def _both(floats, ints, *, size):
+    return _choices(floats, size=size), _choices(ints, size=size)
+
+
+@pytest.mark.parametrize("fill", [NAN, INF])
+@pytest.mark.parametrize(
+    ("n", "size", "typed"), [(n, size, i % 2 == 0) for i, (n, size) in enumerate((*SPLITS, (3, 7), (8, 10)))]
+)
+def test_choices_are_jnp_argmaxs_and_lax_top_ks(n, size, typed, fill):
+    split = Split(size, n)
+    rows = np.concatenate([FLOATS[:, :size], normal(0, (8, size))])
+    ints = INTS[:, :size]
+    run = _on_columns(_both, n, typed, size)
+    got = run(padded(split, rows, 1, fill), padded(split, ints, 1, fill=HIGHEST))
+    want = _dense_choices(rows), _dense_choices(ints)
+    jax.tree.map(_assert_equal, got, want)
+
+
+@functools.cache
+def _on_columns(op, n, typed, size):
+    return on_ipus(functools.partial(op, size=size), n, COLUMNS, P(), typed)
+
+
+def _assert_equal(got, want):
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "uint32", "bfloat16", "float16")
+
+
+def test_choices_in_every_real_dtype():
+    split = Split(7, 3)
+    values = np.array([[0, 1, 1, 250, 3, 250, 7], [1, 0, 100, 5, 120, 100, 0]])
+    extremes = {"int8": -128, "int16": -32768, "uint16": 65535, "uint32": 2**32 - 1, "float16": -6e4, "bfloat16": 3e38}
+    rows = []
+    for name in DTYPES:
+        array = np.minimum(values, 127).astype(name) if name == "int8" else values.astype(name)
+        array[:, 4] = extremes.get(name, array[0, 4])
+        rows.append(array)
+
+    def each_ipu(*rows):
+        return [(argmax(row, size=7), top_k(row, 5, size=7)) for row in rows]
+
+    run = on_ipus(each_ipu, 3, (COLUMNS,) * len(rows), P())
+    got = run(*(padded(split, row, 1, fill=1) for row in rows))
+    for choices, row in zip(got, map(jnp.asarray, rows), strict=True):
+        want = jnp.argmax(row, -1).astype(jnp.int32), tuple(lax.top_k(row, 5))
+        jax.tree.map(_assert_equal, choices, want)
+
+
+def test_choices_among_64_bit_values():
+    with jax.enable_x64(True):
+        for x in (np.array([[2**53, 2**53 + 1, -(2**62)]]), np.array([[1.0, 1 + 2.0**-50, NAN]])[:, [0, 1, 0]]):
+            got = on_ipus(functools.partial(_choices, size=3), 2, COLUMNS, P())(padded(Split(3, 2), x, 1, fill=2**60))
+            jax.tree.map(_assert_equal, got, _dense_choices(jnp.asarray(x)))
+
+
+def test_nan_is_largest_whatever_its_sign():
+    x = np.array([[1, np.copysign(NAN, -1), 3, np.copysign(NAN, 1), -INF]], np.float32)
+    best, *_, (values, columns) = _on_columns(_choices, 3, True, 5)(padded(Split(5, 3), x, 1, INF))
+    assert best.tolist() == [1]
+    assert columns.tolist() == [[1, 3, 2, 0, 4]]
+    np.testing.assert_array_equal(values, [[NAN, NAN, 3, 1, -INF]])
+
+
+def _top_values(x, *, size, k):
+    return top_k(x, k, size=size)[0]
+
+
+def _dense_top_values(x, *, k):
+    return lax.top_k(x, k)[0]
+
+
+@every_case
+@examples
+@given(seed=seeds)
+def test_gradients_go_where_the_values_came_from(mode, n, size, dtype, seed):
+    split, k = Split(size, n), (size + 2) // 2
+    x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3, k), dtype)
+    x[0, 0] = 1  # a tie: the gradients go to the lower columns
+
+    out, (dx,) = sharded_vjp(
+        _top_values, mode, n, [padded(split, x, 2)], in_specs=(P(None, None, "ipu"),), ct=ct, size=size, k=k
+    )
+
+    want, (want_dx,) = dense_vjp(_dense_top_values, [x], ct=ct, k=k)
+    np.testing.assert_array_equal(out, want)
+    # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
+    assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_forward_mode_and_second_derivatives(typed):
+    x, dx = normal(0, (2, 6)), normal(1, (2, 6))
+
+    def of(op):
+        def energy(x):
+            return (op(x) ** 3).sum()
+
+        return jax.jit(lambda x, dx: jax.jvp(jax.grad(energy), (x,), (dx,)))
+
+    sharded = on_ipus(functools.partial(_top_values, size=6, k=4), 2, COLUMNS, P(), typed)
+    got, want = of(sharded)(x, dx), of(functools.partial(_dense_top_values, k=4))(x, dx)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+
+
+@in_transforms
+def test_choices_may_stand_in_vmap_and_scan(transform, typed):
+    x = normal(0, (4, 2, 5))
+    each_ipu = transform(functools.partial(_choices, size=5))
+    got = on_ipus(each_ipu, 2, P(None, None, "ipu"), P(), typed)(padded(Split(5, 2), x, 2))
+    jax.tree.map(_assert_equal, got, _dense_choices(x))
+
+
+def test_shards_that_are_alike_on_all_ipus():
+    """Constants inside a shard_map with check_vma=True vary over no axis: that they are shards has to be said."""
+
+    def each_ipu(key):
+        x = lax.pcast(jnp.arange(3.0).at[1].set(7), "ipu", to="varying")  # columns 0-2, and 3-5 alike
+        return *top_k(x, 3, size=6), argmax(x, size=6), sample(key, x, size=6, temperature=0.01)
+
+    values, columns, best, drawn = on_ipus(each_ipu, 2, P(), P())(jax.random.key(0))
+    assert values.tolist() == [7, 7, 2]
+    assert (columns.tolist(), best, int(drawn) in (1, 4)) == ([1, 4, 2], 1, True)
+
+
+@pytest.mark.parametrize(("typed", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
+def test_each_sends_what_it_says(typed, dtype):
+    n, tokens = 4, 5
+    x = jnp.ones((tokens, 12), dtype)  # 3 columns on each IPU
+    pair = 2 * 4 * tokens * n
+
+    def sent(op):
+        return collectives(on_ipus(op, n, COLUMNS, P(), typed), x)
+
+    assert sent(functools.partial(argmax, size=10)) == [("all-gather", pair)]
+    assert sent(lambda x: top_k(x, 2, size=10)) == [("all-gather", 2 * pair)]
+    assert sent(lambda x: top_k(x, 10, size=10)) == [("all-gather", 3 * pair)]
+    draw = functools.partial(sample, jax.random.key(0), size=10)
+    if typed:
+        assert sent(draw) == [("all-gather", pair)]
+    else:
+        assert sent(functools.partial(draw, top_k=2, top_p=0.5)) == [("all-gather", 2 * pair)]
+
+    top = on_ipus(functools.partial(_top_values, size=10, k=2), n, COLUMNS, P(), typed)
+    both = collectives(lambda x, ct: jax.vjp(top, x)[1](ct), x, jnp.ones((tokens, 2), dtype))
+    backward = [kind_and_size for kind_and_size in both if kind_and_size[0] != "all-gather"]
+    assert backward == ([] if typed else [("all-reduce", 4 * tokens * 2)])
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x, key: argmax(x.astype(jnp.complex64), size=4),
+            "x_shard has dtype complex64, which has no order: give real numbers",
+        ),
+        (
+            lambda x, key: argmax(x, size=7),
+            "x_shard has shape (3, 2) on each IPU, with 2 rows in dim -1, but size=7 over the 2 IPUs of axis 'ipu' "
+            "takes 4: pad the whole array with Split(size=7, parts=2).pad(array, -1) and shard it with "
+            "in_specs=Split(size=7, parts=2).spec(-1, 2, 'ipu')",
+        ),
+        (
+            lambda x, key: argmax(x, size=4, axis="model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, (COLUMNS, P()), P())(jnp.ones((3, 4)), jax.random.key(0))

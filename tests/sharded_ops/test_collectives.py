@@ -1,0 +1,305 @@
+"""The collectives against their dense twins."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import (
+    Split,
+    from_all,
+    reduce_scatter_tokens,
+    reduce_to,
+    reduce_to_all,
+    scatter_tokens,
+    to_all,
+)
+from support.harness import (
+    a_few_cases,
+    assert_close,
+    collectives,
+    every_case,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+
+
+@every_case
+@examples
+@given(seed=seeds, data=st.data())
+def test_to_all_gives_the_owners_value_and_gathers_its_gradient(mode, n, size, dtype, seed, data):
+    owner = data.draw(st.integers(0, n - 1))
+    x = np.full((n, size), np.nan, dtype)
+    x[owner] = normal(seed, (size,), dtype)
+    ct = normal(seed + 1, (1, size), dtype)
+
+    out, (dx,) = sharded_vjp(_to_all_traced, mode, n, [x], [np.int32(owner)], in_specs=(P("ipu"),), ct=ct)
+
+    np.testing.assert_array_equal(out, x[owner : owner + 1])
+    # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
+    is_owner = np.arange(n)[:, None] == owner
+    assert_close(dx, np.where(is_owner, ct, np.zeros_like(ct)), np.where(is_owner, np.abs(ct), 0), roundings=n + 1)
+
+
+def _to_all_traced(x, owner):
+    return to_all(x, owner)
+
+
+@pytest.mark.parametrize(
+    ("owner", "dtype"), [(0, jnp.int32), (1, jnp.uint8), (1, jnp.bool_), (2, jnp.bool_), (2, jnp.float16)]
+)
+def test_to_all_keeps_the_dtype_and_takes_a_plain_int(owner, dtype):
+    x = jnp.arange(6).reshape(3, 2).astype(dtype)
+    op = functools.partial(to_all, owner=owner)
+    out = on_ipus(op, 3, P("ipu"), P())(x)
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out, x[owner : owner + 1])
+
+
+@every_case
+@examples
+@given(seed=seeds)
+def test_from_all_gathers_the_dim_and_cuts_its_gradient(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    x, ct = normal(seed, (2, size, 3), dtype), normal(seed + 1, (2, size, 3), dtype)
+
+    spec = split.spec(1, 3, "ipu")
+    out, (dx,) = sharded_vjp(from_all, mode, n, [padded(split, x, 1)], in_specs=(spec,), ct=ct, dim=-2, size=size)
+
+    np.testing.assert_array_equal(out, x)
+    assert_close(unpadded(split, dx, 1), ct, np.abs(ct), roundings=n + 1)
+
+
+@every_case
+@examples
+@given(seed=seeds)
+def test_reduce_to_all_sums(mode, n, size, dtype, seed):
+    x, ct = normal(seed, (n, size), dtype), normal(seed + 1, (1, size), dtype)
+
+    out, (dx,) = sharded_vjp(reduce_to_all, mode, n, [x], in_specs=(P("ipu"),), ct=ct)
+
+    assert_close(out, x.sum(0, keepdims=True), np.abs(x).sum(0), roundings=n)
+    assert_close(dx, np.broadcast_to(ct, x.shape), np.abs(ct), roundings=n + 1)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds, data=st.data())
+def test_reduce_to_sums_on_the_owner_and_spreads_its_gradient(mode, n, size, dtype, seed, data):
+    owner = data.draw(st.integers(0, n - 1))
+    x = normal(seed, (n, size), dtype)
+    ct = np.full((n, size), np.nan, dtype)
+    ct[owner] = normal(seed + 1, (size,), dtype)
+
+    out, (dx,) = sharded_vjp(
+        _reduce_to_traced, mode, n, [x], [np.int32(owner)], in_specs=(P("ipu"),), out_spec=P("ipu"), ct=ct
+    )
+
+    is_owner = np.arange(n)[:, None] == owner
+    assert_close(out, np.where(is_owner, x.sum(0), np.zeros_like(x)), np.abs(x).sum(0) * is_owner, roundings=n)
+    np.testing.assert_array_equal(dx, np.broadcast_to(ct[owner], x.shape))
+
+
+def _reduce_to_traced(x, owner):
+    return reduce_to(x, owner)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds)
+def test_scatter_tokens_cuts_the_dim_and_gathers_its_gradient(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    x, ct = normal(seed, (2, size, 3), dtype), normal(seed + 1, (2, size, 3), dtype)
+
+    out, (dx,) = sharded_vjp(
+        scatter_tokens,
+        mode,
+        n,
+        [x],
+        in_specs=(P(),),
+        out_spec=split.spec(1, 3, "ipu"),
+        ct=padded(split, ct, 1),
+        dim=-2,
+    )
+
+    np.testing.assert_array_equal(unpadded(split, out, 1), x)
+    np.testing.assert_array_equal(dx, ct)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds)
+def test_reduce_scatter_tokens_sums_and_cuts(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    x, ct = normal(seed, (n, 2, size), dtype), normal(seed + 1, (2, size), dtype)
+
+    out, (dx,) = sharded_vjp(
+        _reduce_scatter_last,
+        mode,
+        n,
+        [x],
+        in_specs=(P("ipu"),),
+        out_spec=split.spec(1, 2, "ipu"),
+        ct=padded(split, ct, 1),
+    )
+
+    assert_close(unpadded(split, out, 1), x.sum(0), np.abs(x).sum(0), roundings=n)
+    np.testing.assert_array_equal(dx, np.broadcast_to(ct, x.shape))
+
+
+def _reduce_scatter_last(x):
+    return reduce_scatter_tokens(x[0], dim=-1)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_ids_are_scattered_inside_a_gradient_and_what_is_scattered_comes_back(typed):
+    ids = jnp.arange(5)
+
+    def picked(table, ids):
+        return from_all(table[scatter_tokens(ids)], 0, size=5)
+
+    sharded = on_ipus(picked, 2, (P(), P()), P(), typed)
+    table = jnp.arange(10.0)
+    np.testing.assert_array_equal(sharded(table, ids), table[:5])
+    dtable = jax.grad(lambda table: (sharded(table, ids) * jnp.arange(1.0, 6.0)).sum())(table)
+    np.testing.assert_array_equal(dtable, [1, 2, 3, 4, 5, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_scattering_has_second_derivatives(typed):
+    def to_the_fourth(x):
+        return from_all(scatter_tokens(x) ** 4, 0, size=3)
+
+    sharded = on_ipus(to_the_fourth, 2, P(), P(), typed)
+    x = jnp.array([1.0, 2.0, 3.0])
+    second = jax.grad(lambda x: jax.grad(lambda x: sharded(x).sum())(x).sum())(x)
+    np.testing.assert_array_equal(second, 12 * x**2)
+
+
+@pytest.mark.parametrize(
+    ("op", "typed", "forward", "backward"),
+    [
+        # x is (3, 3) float32 on each of 2 IPUs, 36 bytes, and a slice of it (2, 3), 24 bytes
+        (functools.partial(reduce_to, owner=1), True, [("all-reduce", 36)], [("all-reduce", 36)]),
+        (functools.partial(reduce_to, owner=1), False, [("all-reduce", 36)], [("all-reduce", 36)]),
+        (reduce_scatter_tokens, True, [("reduce-scatter", 24)], [("all-gather", 48)]),
+        (reduce_scatter_tokens, False, [("reduce-scatter", 24)], [("all-gather", 48)]),
+        (scatter_tokens, True, [], [("all-gather", 48)]),
+        (scatter_tokens, False, [], [("all-reduce", 36)]),
+    ],
+)
+def test_each_that_leaves_its_result_apart_sends_what_it_says(op, typed, forward, backward):
+    on_all = op is scatter_tokens
+    sharded = on_ipus(op, 2, P() if on_all else P("ipu"), P("ipu"), typed)
+    x = jnp.ones((3, 3) if on_all else (6, 3))
+    out = sharded(x)
+    assert collectives(sharded, x) == forward
+    assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == backward
+
+
+@pytest.mark.parametrize(
+    ("op", "typed", "forward", "backward"),
+    [
+        # x is (2, 3) float32 on each of 2 IPUs: 24 bytes
+        (functools.partial(to_all, owner=1), True, [("all-reduce", 24)], []),
+        (functools.partial(to_all, owner=1), False, [("all-reduce", 24)], [("all-reduce", 24)]),
+        (functools.partial(from_all, dim=0, size=4), True, [("all-gather", 48)], []),
+        (functools.partial(from_all, dim=0, size=4), False, [("all-gather", 48)], [("reduce-scatter", 24)]),
+        (reduce_to_all, True, [("all-reduce", 24)], []),
+        (reduce_to_all, False, [("all-reduce", 24)], [("all-reduce", 24)]),
+    ],
+)
+def test_each_sends_what_it_says(op, typed, forward, backward):
+    sharded = on_ipus(op, 2, P("ipu"), P(), typed)
+    x = jnp.ones((4, 3))
+    out = sharded(x)
+    assert collectives(sharded, x) == forward
+    assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == backward
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x: to_all(x, 2),
+            "owner=2 names no IPU of axis 'ipu', which has 2: give 0 to 1",
+        ),
+        (
+            lambda x: to_all(x, lax.axis_index("ipu")),
+            "owner varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
+            "name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x: to_all(x, 0, "model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+        (
+            lambda x: from_all(x, 2, 4),
+            "x_shard has shape (2, 3) on each IPU, without a dim 2 to split: give an array that has one",
+        ),
+        (
+            lambda x: from_all(x, 0, 5),
+            "x_shard has shape (2, 3) on each IPU, with 2 rows in dim 0, but size=5 over the 2 IPUs of axis 'ipu' "
+            "takes 3: pad the whole array with Split(size=5, parts=2).pad(array, 0) and shard it with "
+            "in_specs=Split(size=5, parts=2).spec(0, 2, 'ipu')",
+        ),
+        (
+            lambda x: reduce_to_all(reduce_to_all(x)),
+            "x of shape (2, 3) is the same on all 2 IPUs of axis 'ipu', so it is no part of a sum over them: use it as "
+            "it is, or lax.pcast(x, 'ipu', to='varying') if each IPU does add the same",
+        ),
+        (
+            lambda x: reduce_scatter_tokens(reduce_to_all(x)),
+            "x of shape (2, 3) is the same on all 2 IPUs of axis 'ipu', so it is no part of a sum over them: use it as "
+            "it is, or lax.pcast(x, 'ipu', to='varying') if each IPU does add the same",
+        ),
+        (
+            lambda x: reduce_scatter_tokens(x, dim=2),
+            "x has shape (2, 3), without a dim 2 to scatter: give an array that has one",
+        ),
+        (
+            lambda x: scatter_tokens(reduce_to_all(x), dim=-3),
+            "x has shape (2, 3), without a dim -3 to scatter: give an array that has one",
+        ),
+        (
+            scatter_tokens,
+            "x varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
+            "name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x: scatter_tokens(x, "model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+        (
+            lambda x: reduce_to(x, -1),
+            "owner=-1 names no IPU of axis 'ipu', which has 2: give 0 to 1",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, P("ipu"), P())(jnp.ones((4, 3)))
+
+
+def test_outside_any_shard_map_the_axis_is_missed():
+    with pytest.raises(ValueError, match=r"^axis='ipu' is no axis of an enclosing shard_map: "):
+        reduce_to_all(jnp.ones(3))
+
+
+def test_reducing_again_on_one_ipu_is_the_dense_sum_of_one():
+    twice = on_ipus(lambda x: reduce_to_all(reduce_to_all(x)), 1, P("ipu"), P())
+    np.testing.assert_array_equal(twice(jnp.arange(3.0)), np.arange(3.0))

@@ -1,0 +1,217 @@
+"""What `debug_sharding` prints, word for word, and that it changes nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import debug_sharding, reduce_to_all
+from support.harness import collectives, exactly, on_ipus
+
+debug_x = functools.partial(debug_sharding, name="x")
+
+
+@pytest.fixture
+def printed(capsys):
+    """Returns the lines printed so far, and forgets them: forward before backward, for XLA may run either first."""
+
+    def lines() -> list[str]:
+        jax.effects_barrier()
+        return sorted(capsys.readouterr().out.splitlines(), key=lambda line: "backward" in line)
+
+    return lines
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_forward_and_backward_of_shards(typed, dtype, printed):
+    def loss(x):
+        return reduce_to_all(jnp.sum(debug_x(x) ** 2))
+
+    sharded = on_ipus(loss, 4, P("ipu"), P(), typed)
+    dx = jax.grad(sharded)(jnp.arange(8, dtype=dtype).reshape(4, 2))
+
+    np.testing.assert_array_equal(dx, 2 * np.arange(8).reshape(4, 2))
+    array = f"{dtype.__name__}[1,2], differs between IPUs"
+    assert printed() == [
+        f"x, forward, ipu 0 of 4: {array}, min 0, max 1, mean 0.5",
+        f"x, forward, ipu 1 of 4: {array}, min 2, max 3, mean 2.5",
+        f"x, forward, ipu 2 of 4: {array}, min 4, max 5, mean 4.5",
+        f"x, forward, ipu 3 of 4: {array}, min 6, max 7, mean 6.5",
+        f"x, backward, ipu 0 of 4: {array}, min 0, max 2, mean 1",
+        f"x, backward, ipu 1 of 4: {array}, min 4, max 6, mean 5",
+        f"x, backward, ipu 2 of 4: {array}, min 8, max 10, mean 9",
+        f"x, backward, ipu 3 of 4: {array}, min 12, max 14, mean 13",
+    ]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_the_cotangent_of_what_all_hold_is_whole_or_in_parts(typed, printed):
+    """Differentiated outside, with x the same on all: typed, all hold the gradient; untyped, each of 2 holds half."""
+    sharded = on_ipus(lambda x: jnp.sum(debug_x(x) ** 2), 2, P(), P(), typed)
+    np.testing.assert_array_equal(jax.grad(sharded)(jnp.array([3.0])), [6])
+    gradient = 6 if typed else 3
+    assert printed() == [
+        "x, forward, ipu 0 of 2: float32[1], the same on all IPUs, min 3, max 3, mean 3",
+        "x, forward, ipu 1 of 2: float32[1], the same on all IPUs, min 3, max 3, mean 3",
+        f"x, backward, ipu 0 of 2: float32[1], the same on all IPUs, min {gradient}, max {gradient}, mean {gradient}",
+        f"x, backward, ipu 1 of 2: float32[1], the same on all IPUs, min {gradient}, max {gradient}, mean {gradient}",
+    ]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_differentiated_inside(typed, printed):
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(debug_x(x) ** 2))(x)
+
+    np.testing.assert_array_equal(on_ipus(gradient, 2, P("ipu"), P("ipu"), typed)(jnp.array([1.0, 2.0])), [2, 4])
+    assert printed() == [
+        "x, forward, ipu 0 of 2: float32[1], differs between IPUs, min 1, max 1, mean 1",
+        "x, forward, ipu 1 of 2: float32[1], differs between IPUs, min 2, max 2, mean 2",
+        "x, backward, ipu 0 of 2: float32[1], differs between IPUs, min 2, max 2, mean 2",
+        "x, backward, ipu 1 of 2: float32[1], differs between IPUs, min 4, max 4, mean 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "alike"),
+    [
+        (np.array([1, 2, 3], np.float32), np.array([1, 2, 3], np.float32), True),
+        (np.array([1, 2, 3], np.float32), np.array([1, 3, 2], np.float32), False),
+        (np.array([0, 0, 1], np.float32), np.array([0, 1, 0], np.float32), False),
+        (np.array([1.0, 1.0, -1.0], np.float32), np.array([-1.0, 1.0, 1.0], np.float32), False),
+        (np.array([0, 0, 0], np.float32), np.array([0, 0, -0.0], np.float32), False),
+        (np.array([np.nan, 2, 3], np.float32), np.array([np.nan, 2, 3], np.float32), True),
+        (np.array([5, 6, 7], np.int8), np.array([5, 6, 7], np.int8), True),
+        (np.array([5, 6, 7], np.int8), np.array([5, 7, 6], np.int8), False),
+        (np.array([True, False, True]), np.array([True, True, False]), False),
+        (np.array([1, 2, 3], jnp.bfloat16), np.array([1, 2, 3.015625], jnp.bfloat16), False),
+    ],
+)
+def test_a_difference_of_bits_or_places_is_seen(x, y, alike, printed):
+    on_ipus(debug_x, 2, P("ipu"), P("ipu"))(np.concatenate([x, y])).block_until_ready()
+    lines = printed()
+    assert [("the same on all IPUs" in line, "differs between IPUs" in line) for line in lines] == [
+        (alike, not alike)
+    ] * 2
+
+
+def test_the_mean_of_a_half_type_is_not_rounded_to_it(printed):
+    on_ipus(debug_x, 2, P("ipu"), P("ipu"))(jnp.array([256, 258, 0, 1], jnp.bfloat16)).block_until_ready()
+    assert printed() == [
+        "x, forward, ipu 0 of 2: bfloat16[2], differs between IPUs, min 256, max 258, mean 257",
+        "x, forward, ipu 1 of 2: bfloat16[2], differs between IPUs, min 0, max 1, mean 0.5",
+    ]
+
+
+def test_nan_and_empty_values_show(printed):
+    on_ipus(debug_x, 2, P("ipu"), P("ipu"))(jnp.array([1.0, jnp.nan, 3.0, 4.0])).block_until_ready()
+    assert printed() == [
+        "x, forward, ipu 0 of 2: float32[2], differs between IPUs, min nan, max nan, mean nan",
+        "x, forward, ipu 1 of 2: float32[2], differs between IPUs, min 3, max 4, mean 3.5",
+    ]
+    # The second result, because jax does not run what has none but empty ones.
+    both = on_ipus(lambda x, y: (debug_x(x), y), 2, P("ipu"), P("ipu"))
+    jax.block_until_ready(both(jnp.zeros((2, 0)), jnp.zeros(2)))
+    assert printed() == [f"x, forward, ipu {ipu} of 2: float32[1,0], the same on all IPUs, empty" for ipu in (0, 1)]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_integers_inside_a_gradient(typed, printed):
+    def picked(table, ids):
+        return reduce_to_all(table[debug_x(ids)].sum())
+
+    sharded = on_ipus(picked, 2, (P("ipu"), P()), P(), typed)
+    np.testing.assert_array_equal(jax.grad(sharded)(jnp.arange(4.0), jnp.array([1, 1])), [0, 2, 0, 2])
+    assert printed() == [
+        f"x, forward, ipu {ipu} of 2: int32[2], the same on all IPUs, min 1, max 1, mean 1" for ipu in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_each_replica_prints_its_own_lines(typed, printed):
+    mesh = jax.make_mesh((2, 2), ("replica", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    spec = P("replica", "ipu")
+    op = jax.jit(jax.shard_map(debug_x, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=typed))
+    op(jnp.array([[0.0, 0.0], [2.0, 3.0]])).block_until_ready()
+    lines = printed()
+    # The replicas run apart, so either may come first, but the lines of one stand together.
+    assert [line for line in lines if "replica 0" in line] == [
+        f"x, forward, replica 0, ipu {ipu} of 2: float32[1,1], the same on all IPUs, min 0, max 0, mean 0"
+        for ipu in (0, 1)
+    ]
+    assert [line for line in lines if "replica 1" in line] == [
+        "x, forward, replica 1, ipu 0 of 2: float32[1,1], differs between IPUs, min 2, max 2, mean 2",
+        "x, forward, replica 1, ipu 1 of 2: float32[1,1], differs between IPUs, min 3, max 3, mean 3",
+    ]
+    assert [int("replica 1" in line) for line in lines] in ([0, 0, 1, 1], [1, 1, 0, 0])
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_it_prints_in_scan_remat_and_vmap(typed, printed):
+    def loss(x):
+        def layer(x, _):
+            return 2 * debug_x(x), None
+
+        return jnp.sum(lax.scan(jax.checkpoint(layer), x, length=2)[0] ** 2)
+
+    x = jnp.array([1.0, 10.0])
+    dx = on_ipus(jax.grad(loss), 2, P("ipu"), P("ipu"), typed)(x)
+    np.testing.assert_array_equal(dx, 32 * x)
+    seen = [(*line.split(":")[0].split(", ")[1:], line.split(" ")[-1]) for line in printed()]
+    forward = [
+        ("forward", f"ipu {ipu} of 2", mean)
+        for mean_01 in (("1", "10"), ("2", "20"))
+        for ipu, mean in enumerate(mean_01)
+    ]
+    assert seen[:4] == forward
+    assert [line[0] for line in seen[4:]] == ["backward"] * 4
+    assert [line[2] for line in seen[4:]] == ["16", "160", "32", "320"]
+
+    on_ipus(jax.vmap(debug_x), 2, P(None, "ipu"), P(None, "ipu"), typed)(jnp.arange(4.0).reshape(2, 2))
+    means = [line.split(" ")[-1] for line in printed()]
+    assert means in (["0", "1", "2", "3"], ["2", "3", "0", "1"])
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_it_sends_what_it_says(typed):
+    x = jnp.ones((4, 3))
+    sharded = on_ipus(debug_x, 2, P("ipu"), P("ipu"), typed)
+    sent = [("all-gather", 32)]
+    assert collectives(sharded, x) == sent
+
+    def both(x, ct):
+        out, vjp = jax.vjp(sharded, x)
+        return out, vjp(ct)
+
+    assert collectives(both, x, x) == 2 * sent
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x: debug_sharding(x.astype(jnp.complex64), "spectrum"),
+            "spectrum has dtype complex64, which has no least and greatest element: give debug_sharding a boolean, "
+            "integer or real array, such as x.real and x.imag, or jax.random.key_data(x)",
+        ),
+        (
+            lambda x: debug_sharding(jax.random.key(0), "key"),
+            "key has dtype key<fry>, which has no least and greatest element: give debug_sharding a boolean, integer "
+            "or real array, such as x.real and x.imag, or jax.random.key_data(x)",
+        ),
+        (
+            lambda x: debug_sharding(x, "x", "model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, P("ipu"), P("ipu"))(jnp.ones(4))

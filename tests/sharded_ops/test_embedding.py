@@ -1,0 +1,291 @@
+"""Lookups in a split dim against indexing of the whole array, with indices that nobody holds among them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, embedding, take_last
+from support.harness import (
+    a_few_cases,
+    assert_close,
+    collectives,
+    dense_vjp,
+    every_case,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+
+TOKENS = 6
+FAR = (-(2**31), 2**31 - 1)
+
+# Takes what its type refuses, for tests of what it says to that.
+_any_embedding: Any = embedding
+
+
+def _indices(size: int) -> st.SearchStrategy[list[int]]:
+    """Mostly real ones, often the same twice; negative ones, those just beyond the end, and the farthest of int32."""
+    each = st.one_of(st.integers(0, size - 1), st.integers(-size - 1, 2 * size), st.sampled_from(FAR))
+    return st.lists(each, min_size=TOKENS, max_size=TOKENS)
+
+
+def _dense_embedding(table, ids):
+    size = table.shape[0]
+    inside = (ids >= 0) & (ids < size)
+    return jnp.where(inside[..., None], table[jnp.clip(ids, 0, size - 1)], 0)
+
+
+def _dense_take_last(x, indices):
+    size = x.shape[-1]
+    inside = (indices >= 0) & (indices < size)
+    picked = jnp.take_along_axis(x, jnp.clip(indices, 0, size - 1)[..., None], axis=-1)[..., 0]
+    return jnp.where(inside, picked, 0)
+
+
+@every_case
+@examples
+@given(seed=seeds, data=st.data())
+def test_embedding(mode, n, size, dtype, seed, data):
+    split = Split(size, n)
+    table, ct = normal(seed, (size, 3), dtype), normal(seed + 1, (2, 3, 3), dtype)
+    ids = np.array(data.draw(_indices(size)), np.int32).reshape(2, 3)
+
+    spec = split.spec(0, 2, "ipu")
+    out, (dtable,) = sharded_vjp(
+        embedding, mode, n, [padded(split, table, 0)], [ids], in_specs=(spec,), ct=ct, size=size
+    )
+
+    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    np.testing.assert_array_equal(out, want)
+    # A row's gradient adds up to 6 cotangents in the table's dtype, on each side in its own order, and untyped each of
+    # them is cut in n first.
+    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS + n + 1)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds, data=st.data())
+def test_embedding_scattered_over_tokens(mode, n, size, dtype, seed, data):
+    split, split_tokens = Split(size, n), Split(TOKENS, n)
+    table, ct = normal(seed, (size, 3), dtype), normal(seed + 1, (TOKENS, 3), dtype)
+    ids = np.array(data.draw(_indices(size)), np.int32)
+
+    out, (dtable,) = sharded_vjp(
+        embedding,
+        mode,
+        n,
+        [padded(split, table, 0)],
+        [ids],
+        in_specs=(split.spec(0, 2, "ipu"),),
+        out_spec=split_tokens.spec(0, 2, "ipu"),
+        ct=padded(split_tokens, ct, 0),
+        size=size,
+        reduction="scatter",
+    )
+
+    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    np.testing.assert_array_equal(unpadded(split_tokens, out, 0), want)
+    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds, data=st.data())
+def test_embedding_split_by_features(mode, n, size, dtype, seed, data):
+    split, rows = Split(size, n), 7
+    table, ct = normal(seed, (rows, size), dtype), normal(seed + 1, (2, 3, size), dtype)
+    ids = np.array(data.draw(_indices(rows)), np.int32).reshape(2, 3)
+
+    out, (dtable,) = sharded_vjp(
+        embedding,
+        mode,
+        n,
+        [padded(split, table, 1)],
+        [ids],
+        in_specs=(split.spec(1, 2, "ipu"),),
+        out_spec=split.spec(2, 3, "ipu"),
+        ct=padded(split, ct, 2),
+        size=size,
+        split="features",
+    )
+
+    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    np.testing.assert_array_equal(unpadded(split, out, 2), want)
+    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    assert_close(unpadded(split, dtable, 1), want_dtable, bound, roundings=2 * TOKENS)
+
+
+@every_case
+@examples
+@given(seed=seeds, data=st.data())
+def test_take_last(mode, n, size, dtype, seed, data):
+    split = Split(size, n)
+    x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3), dtype)
+    indices = np.array(data.draw(_indices(size)), np.int32).reshape(2, 3)
+
+    spec = split.spec(2, 3, "ipu")
+    out, (dx,) = sharded_vjp(take_last, mode, n, [padded(split, x, 2)], [indices], in_specs=(spec,), ct=ct, size=size)
+
+    want, (want_dx,) = dense_vjp(_dense_take_last, [x], [indices], ct=ct)
+    np.testing.assert_array_equal(out, want)
+    # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
+    assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3), (0,)])
+def test_ids_of_any_shape(shape):
+    table = normal(0, (4, 3))
+    ids = np.arange(int(np.prod(shape))).reshape(shape).astype(np.int32) - 1
+    out = on_ipus(functools.partial(embedding, size=4), 2, (P("ipu"), P()), P())(table, ids)
+    np.testing.assert_array_equal(out, _dense_embedding(table, ids))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_ids_of_any_integer_dtype(dtype):
+    size = 200  # more rows than an int8 counts
+    table = normal(0, (size, 2))
+    ids = np.array([0, 1, 126, 127, np.iinfo(dtype).min, np.iinfo(dtype).max]).astype(dtype)
+    out = on_ipus(functools.partial(embedding, size=size), 4, (P("ipu"), P()), P())(table, ids)
+    np.testing.assert_array_equal(
+        out, _dense_embedding(table, jnp.array(ids.astype(np.int64).clip(-1, size), jnp.int32))
+    )
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_each_sends_what_it_says(typed):
+    ids = np.zeros(5, np.int32)
+
+    def sent(op, x, in_spec):
+        sharded = on_ipus(functools.partial(op, size=4), 2, (in_spec, P()), P(), typed)
+
+        def backward(x, ct):
+            return jax.vjp(lambda x: sharded(x, ids), x)[1](ct)
+
+        return collectives(sharded, x, ids), collectives(backward, x, sharded(x, ids))
+
+    # The result of 5 lookups is (5, 3) float32, that of 5 picks (5,).
+    for op, x, in_spec, size in (
+        (embedding, jnp.ones((4, 3)), P("ipu"), 60),
+        (take_last, jnp.ones((5, 4)), P(None, "ipu"), 20),
+    ):
+        assert sent(op, x, in_spec) == ([("all-reduce", size)], [] if typed else [("all-reduce", size)])
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(
+    ("kwargs", "in_spec", "out_spec", "forward", "backward"),
+    [
+        # The result of 5 lookups is (5, 4) float32; scattered, (3, 4) on each IPU.
+        ({"reduction": "scatter"}, P("ipu"), P("ipu"), [("reduce-scatter", 48)], [("all-gather", 96)]),
+        ({"split": "features"}, P(None, "ipu"), P(None, "ipu"), [], []),
+    ],
+)
+def test_each_further_form_sends_what_it_says(typed, kwargs, in_spec, out_spec, forward, backward):
+    ids, table = np.zeros(5, np.int32), jnp.ones((4, 4))
+    sharded = on_ipus(functools.partial(embedding, size=4, **kwargs), 2, (in_spec, P()), out_spec, typed)
+    assert collectives(sharded, table, ids) == forward
+    ct = sharded(table, ids)
+    assert collectives(lambda x, ct: jax.vjp(lambda x: sharded(x, ids), x)[1](ct), table, ct) == backward
+
+
+def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
+    split = Split(5, 2)  # rows 0 1 2 | 3 4 and padding
+    ids = np.array([2, 3, 2, 5, -1], np.int32)
+    sharded = on_ipus(functools.partial(embedding, size=5), 2, (P("ipu"), P()), P())
+    dtable = jax.grad(lambda table: sharded(table, ids).sum())(padded(split, np.ones((5, 1), np.float32), 0))
+    assert dtable.ravel().tolist() == [0, 0, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x, ids: embedding(x, ids.astype(jnp.float32), size=4),
+            "ids has dtype float32, but indices must be integers: use int32",
+        ),
+        (
+            lambda x, ids: embedding(x, ids + lax.axis_index("ipu"), size=4),
+            "ids varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
+            "don't name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x, ids: embedding(x[..., None], ids, size=4),
+            "table has shape (2, 2, 1) on each IPU, but must have 2 dims: reshape it to (rows, D)",
+        ),
+        (
+            lambda x, ids: embedding(x, ids, size=5),
+            "table has shape (2, 2) on each IPU, with 2 rows in dim 0, but size=5 over the 2 IPUs of axis 'ipu' takes "
+            "3: pad the whole array with Split(size=5, parts=2).pad(array, 0) and shard it with "
+            "in_specs=Split(size=5, parts=2).spec(0, 2, 'ipu')",
+        ),
+        (
+            lambda x, ids: embedding(x, ids, size=0),
+            "size=0 is out of range: give an int of at least 1",
+        ),
+        (
+            lambda x, ids: embedding(x, ids, size=4, axis="model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+        (
+            lambda x, ids: _any_embedding(x, ids, size=4, split="columns"),
+            "split='columns' is no way to split a table: use 'rows' or 'features'",
+        ),
+        (
+            lambda x, ids: _any_embedding(x, ids, size=4, reduction="mean"),
+            "reduction='mean' is no way to leave the result: use 'sum' or 'scatter'",
+        ),
+        (
+            lambda x, ids: embedding(x, ids, size=4, split="features", reduction="scatter"),
+            "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='features' sums nothing: "
+            "use split='rows', or from_all and then scatter_tokens",
+        ),
+        (
+            lambda x, ids: embedding(x, ids[0], size=4, reduction="scatter"),
+            "ids has shape (), without a dim 0 to scatter: give reduction='sum', or an array of ids",
+        ),
+        (
+            lambda x, ids: embedding(x, ids, size=5, split="features"),
+            "table has shape (2, 2) on each IPU, with 2 rows in dim 1, but size=5 over the 2 IPUs of axis 'ipu' takes "
+            "3: pad the whole array with Split(size=5, parts=2).pad(array, 1) and shard it with "
+            "in_specs=Split(size=5, parts=2).spec(1, 2, 'ipu')",
+        ),
+        (
+            lambda x, ids: take_last(x, ids, size=4),
+            "indices has shape (3,), but a shard of shape (2, 2) takes one index for each of its rows: give shape (2,)",
+        ),
+        (
+            lambda x, ids: take_last(x, ids[:2] == 0, size=4),
+            "indices has dtype bool, but indices must be integers: use int32",
+        ),
+        (
+            lambda x, ids: take_last(x, ids[:2] + lax.axis_index("ipu"), size=4),
+            "indices varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
+            "don't name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x, ids: take_last(x, ids[:2], size=7),
+            "x_shard has shape (2, 2) on each IPU, with 2 rows in dim -1, but size=7 over the 2 IPUs of axis 'ipu' "
+            "takes 4: pad the whole array with Split(size=7, parts=2).pad(array, -1) and shard it with "
+            "in_specs=Split(size=7, parts=2).spec(-1, 2, 'ipu')",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, (P("ipu"), P()), P())(jnp.ones((4, 2)), jnp.zeros(3, jnp.int32))

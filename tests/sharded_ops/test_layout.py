@@ -1,0 +1,174 @@
+"""How a dim is split: the arithmetic by its properties, the arrays by what each IPU is seen to hold."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split
+from sharded_ops._split import as_int32, check_one_per_row, local_rows, mask_padding, real_rows, split_over
+from support.harness import SPLITS, exactly, mesh_of, on_ipus
+
+
+@settings(deadline=None, derandomize=True)
+@given(size=st.integers(1, 200), parts=st.integers(1, 40))
+def test_the_ipus_share_the_rows_out_in_order(size, parts):
+    split = Split(size, parts)
+    rows = [list(range(split.offset(i), split.offset(i) + split.count(i))) for i in range(parts)]
+    assert list(itertools.chain(*rows)) == list(range(size))
+    assert max(map(len, rows)) == split.local
+    assert split.padding == sum(split.local - len(of_ipu) for of_ipu in rows)
+    assert split.padded == size + split.padding
+    assert split.padding < parts
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "counts"),
+    [
+        (10, 4, [3, 3, 3, 1]),
+        (2, 8, [1, 1, 0, 0, 0, 0, 0, 0]),
+        (5, 8, [1, 1, 1, 1, 1, 0, 0, 0]),
+        (5, 4, [2, 2, 1, 0]),
+        (8, 4, [2, 2, 2, 2]),
+        (3, 1, [3]),
+    ],
+)
+def test_counts(size, parts, counts):
+    assert [Split(size, parts).count(index) for index in range(parts)] == counts
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize(("n", "size"), SPLITS)
+def test_each_ipu_holds_its_rows_and_then_zeros(n, size, dim):
+    split = Split(size, n)
+    array = np.arange(1, 3 * size + 1).reshape((size, 3) if dim == 0 else (3, size))
+    padded = split.pad(array, dim)
+
+    on_ipus = jax.device_put(padded, NamedSharding(mesh_of(n), split.spec(dim, 2, "ipu")))
+
+    for index, shard in enumerate(sorted(on_ipus.addressable_shards, key=lambda shard: shard.device.id)):
+        real = np.take(array, range(split.offset(index), split.offset(index) + split.count(index)), axis=dim)
+        held, padding = np.split(np.asarray(shard.data), [split.count(index)], axis=dim)
+        np.testing.assert_array_equal(held, real)
+        np.testing.assert_array_equal(padding, 0)
+        assert shard.data.shape[dim] == split.local
+    np.testing.assert_array_equal(split.unpad(on_ipus, dim), array)
+
+
+def test_padding_and_dropping_it_are_each_others_transpose():
+    split = Split(5, 4)
+    small, large = jnp.arange(10.0).reshape(2, 5), jnp.arange(16.0).reshape(2, 8)
+    (pulled_back,) = jax.vjp(lambda x: split.pad(x, 1), small)[1](large)
+    np.testing.assert_array_equal(pulled_back, split.unpad(large, 1))
+    (pulled_back,) = jax.vjp(lambda x: split.unpad(x, 1), large)[1](small)
+    np.testing.assert_array_equal(pulled_back, split.pad(small, 1))
+
+
+def test_a_spec_names_the_axis_at_the_dim_alone():
+    split = Split(4, 2)
+    assert split.spec(0, 1, "ipu") == P("ipu")
+    assert split.spec(1, 3, "model") == P(None, "model", None)
+    assert split.spec(-1, 3, "ipu") == P(None, None, "ipu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Split(-1, 2), "size=-1 is out of range: give an int of at least 0"),
+        (lambda: Split(4, 0), "parts=0 is out of range: give an int of at least 1"),
+        (lambda: Split(4.0, 2), "size=4.0 is not an int: give an int of at least 0"),  # pyright: ignore[reportArgumentType]
+        (lambda: Split(4, True), "parts=True is not an int: give an int of at least 1"),
+        (lambda: Split(4, 2).offset(2), "index=2 names no IPU of 2: give 0 to 1"),
+        (lambda: Split(4, 2).count(-1), "index=-1 names no IPU of 2: give 0 to 1"),
+        (
+            lambda: Split(4, 2).pad(jnp.ones((3, 5)), 1),
+            "pad: dim 1 of an array of shape (3, 5) has 5 rows, but Split(size=4, parts=2) takes 4: give the array "
+            "whose dim 1 has 4, or the Split of this one",
+        ),
+        (
+            lambda: Split(3, 2).unpad(jnp.ones(3), -1),
+            "unpad: dim -1 of an array of shape (3,) has 3 rows, but Split(size=3, parts=2) takes 4: give the array "
+            "whose dim -1 has 4, or the Split of this one",
+        ),
+        (lambda: Split(4, 2).pad(jnp.ones(4), 1), "pad: dim=1 is no dim of an array of 1 dims: give -1 to 0"),
+        (lambda: Split(4, 2).spec(2, 2, "ipu"), "spec: dim=2 is no dim of an array of 2 dims: give -2 to 1"),
+        (
+            lambda: as_int32("ids", jnp.ones(3), 4),
+            "ids has dtype float32, but indices must be integers: use int32",
+        ),
+        (
+            lambda: as_int32("ids", np.array([True]), 4),
+            "ids has dtype bool, but indices must be integers: use int32",
+        ),
+        (
+            lambda: check_one_per_row("labels", jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 4))),
+            "labels has shape (3, 1), but a shard of shape (3, 4) takes one index for each of its rows: give shape "
+            "(3,)",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_mend(wrong, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        wrong()
+
+
+@pytest.mark.parametrize(("n", "size"), SPLITS)
+@pytest.mark.parametrize("typed", [True, False])
+def test_inside_a_shard_map_each_ipu_knows_its_rows(n, size, typed):
+    split = Split(size, n)
+    ids = jnp.array([-1, *range(size)], jnp.int32)
+
+    def each_ipu(shard):
+        assert split_over(size, "ipu") == split
+        masked = mask_padding(shard, 1, split, "ipu", fill=-5)
+        return real_rows(split, "ipu"), masked, local_rows(ids, split, "ipu")[None]
+
+    specs = P("ipu"), P(None, "ipu"), P("ipu")
+    run = on_ipus(each_ipu, n, specs[1], specs, typed)
+    real, masked, rows = run(jnp.arange(2.0 * split.padded).reshape(2, split.padded))
+
+    np.testing.assert_array_equal(real, np.arange(split.padded) < size)
+    np.testing.assert_array_equal(
+        masked, np.where(np.arange(split.padded) < size, np.arange(2 * split.padded).reshape(2, -1), -5)
+    )
+    for index in range(n):
+        held = range(split.offset(index), split.offset(index) + split.count(index))
+        want = [held.index(i) if i in held else split.local for i in ids.tolist()]
+        assert rows[index].tolist() == want
+
+
+def test_a_dim_beyond_int32_is_refused():
+    def each_ipu():
+        split_over(2**31 - 1, "ipu")
+
+    message = "size=2147483647 does not fit the int32 indices of the ops: use at most 2**31 - 2"
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(each_ipu, 2, (), P())()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("size", [3, 1000, 70_000])  # more than 8 bits hold, and than 16
+@pytest.mark.parametrize("on_device", [True, False])
+def test_any_integer_dtype_is_taken_and_none_wraps(dtype, size, on_device):
+    limits = np.iinfo(dtype)
+    values = [
+        limits.min,
+        limits.max,
+        *(v for v in (-1, 0, 2, 3, 999, 1000, 69_999, 70_000, 2**32 + 1) if limits.min <= v <= limits.max),
+    ]
+    with jax.enable_x64(on_device):  # or a 64-bit array would be cut to 32 bits on its way to the device
+        indices = np.array(values, dtype)
+        got = as_int32("ids", jnp.asarray(indices) if on_device else indices, size)
+    assert got.dtype == jnp.int32
+    assert got.tolist() == [value if 0 <= value < size else -1 for value in values]
+
+
+@pytest.mark.parametrize(("index", "taken"), [(2, 2), (3, -1), (-1, -1), (2**40, -1)])
+def test_a_plain_int_is_an_index(index, taken):
+    assert as_int32("ids", index, 3).tolist() == taken

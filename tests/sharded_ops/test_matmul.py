@@ -1,0 +1,595 @@
+"""The split matmul against `x @ w + b`, and the tied projection against `h @ table.T`, forward and in all gradients."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, embedding, from_all, matmul, scatter_tokens, tied_projection
+from support.harness import (
+    FEW_CASES,
+    a_few_cases,
+    assert_close,
+    collectives,
+    dense_vjp,
+    every_case,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+
+
+def _dense_with_bias(x, w, bias):
+    return x @ w + bias
+
+
+def _dense_tied(hidden, table):
+    return hidden @ table.T
+
+
+def _assert_like_dense(got, x, w, ct, n, *, bias=None, dense=jnp.matmul):
+    """Within the roundings of sums of products, which are bounded by the same program on absolute values."""
+    operands = [x, w] if bias is None else [x, w, bias]
+    out, grads = dense_vjp(dense, operands, ct=ct)
+    *operand_sizes, ct_size = (np.abs(array).astype(np.float32) for array in (*operands, ct))
+    out_bound, grad_bounds = dense_vjp(dense, operand_sizes, ct=ct_size)
+    # float32: each sum of up to 10 terms, on each side. Half: accumulated in float32 and rounded once on each side (the
+    # dense program rounds before it adds a bias, too), and then n rounded parts are added where a gradient is reduced
+    # over the IPUs.
+    roundings = 20 if x.dtype == np.float32 else 2 + n + (bias is not None)
+    for one_got, want, bound in zip(got, (out, *grads), (out_bound, *grad_bounds), strict=True):
+        assert_close(one_got, want, bound, roundings)
+
+
+@every_case
+@examples
+@given(seed=seeds)
+def test_columns(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    x, w, ct = normal(seed, (2, 3, 8), dtype), normal(seed + 1, (8, size), dtype), normal(seed + 2, (2, 3, size), dtype)
+
+    out, (dx, dw) = sharded_vjp(
+        matmul,
+        mode,
+        n,
+        [x, padded(split, w, 1)],
+        in_specs=(P(), split.spec(1, 2, "ipu")),
+        out_spec=split.spec(2, 3, "ipu"),
+        ct=padded(split, ct, 2, fill=1e9),
+        split="columns",
+        size=size,
+    )
+
+    _assert_like_dense((unpadded(split, out, 2), dx, unpadded(split, dw, 1)), x, w, ct, n)
+
+
+@every_case
+@examples
+@given(seed=seeds)
+def test_rows(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    x, w, ct = normal(seed, (6, size), dtype), normal(seed + 1, (size, 4), dtype), normal(seed + 2, (6, 4), dtype)
+
+    out, (dx, dw) = sharded_vjp(
+        matmul,
+        mode,
+        n,
+        [padded(split, x, 1), padded(split, w, 0)],
+        in_specs=(split.spec(1, 2, "ipu"), split.spec(0, 2, "ipu")),
+        ct=ct,
+        split="rows",
+        size=size,
+    )
+
+    _assert_like_dense((out, unpadded(split, dx, 1), unpadded(split, dw, 0)), x, w, ct, n)
+
+
+TOKENS = 6
+
+
+def _each_form(name, plain, scattered):
+    """The scattered form in each of the few cases, the plain one, with no more than a bias added, in half of them."""
+    cases = [(scattered, case) for case in FEW_CASES] + [(plain, case) for case in FEW_CASES[1::2]]
+    params = [pytest.param(*case.values, form, id=f"{case.id}-{name}={form}") for form, case in cases]
+    return pytest.mark.parametrize(("mode", "n", "size", "dtype", name), params)
+
+
+@_each_form("scattered", False, True)
+@examples
+@given(seed=seeds)
+def test_columns_with_bias(mode, n, size, dtype, scattered, seed):
+    split, split_tokens = Split(size, n), Split(TOKENS, n)
+    x, w, bias = (
+        normal(seed, (TOKENS, 2, 4), dtype),
+        normal(seed + 1, (4, size), dtype),
+        normal(seed + 2, (size,), dtype),
+    )
+    ct = normal(seed + 3, (TOKENS, 2, size), dtype)
+
+    out, (dx, dw, dbias) = sharded_vjp(
+        _with_bias,
+        mode,
+        n,
+        [padded(split_tokens, x, 0) if scattered else x, padded(split, w, 1), padded(split, bias, 0)],
+        in_specs=(P("ipu") if scattered else P(), split.spec(1, 2, "ipu"), P("ipu")),
+        out_spec=split.spec(2, 3, "ipu"),
+        ct=padded(split, ct, 2, fill=1e9),
+        split="columns",
+        size=size,
+        tokens=TOKENS if scattered else None,
+    )
+
+    dx = unpadded(split_tokens, dx, 0) if scattered else dx
+    got = (unpadded(split, out, 2), dx, unpadded(split, dw, 1), unpadded(split, dbias, 0))
+    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=_dense_with_bias)
+
+
+@_each_form("reduction", "sum", "scatter")
+@examples
+@given(seed=seeds)
+def test_rows_with_bias(mode, n, size, dtype, reduction, seed):
+    split, split_tokens = Split(size, n), Split(TOKENS, n)
+    x, w, bias = (
+        normal(seed, (TOKENS, 2, size), dtype),
+        normal(seed + 1, (size, 4), dtype),
+        normal(seed + 2, (4,), dtype),
+    )
+    ct = normal(seed + 3, (TOKENS, 2, 4), dtype)
+
+    out, (dx, dw, dbias) = sharded_vjp(
+        _with_bias,
+        mode,
+        n,
+        [padded(split, x, 2), padded(split, w, 0), bias],
+        in_specs=(split.spec(2, 3, "ipu"), split.spec(0, 2, "ipu"), P()),
+        out_spec=P() if reduction == "sum" else P("ipu"),
+        ct=ct if reduction == "sum" else padded(split_tokens, ct, 0),
+        split="rows",
+        size=size,
+        reduction=reduction,
+    )
+
+    out = out if reduction == "sum" else unpadded(split_tokens, out, 0)
+    got = (out, unpadded(split, dx, 2), unpadded(split, dw, 0), dbias)
+    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=_dense_with_bias)
+
+
+def _with_bias(x, w, bias, **kwargs):
+    return matmul(x, w, bias=bias, **kwargs)
+
+
+@a_few_cases
+@examples
+@given(seed=seeds)
+def test_tied_projection(mode, n, size, dtype, seed):
+    split = Split(size, n)
+    hidden, table = normal(seed, (2, 3, 8), dtype), normal(seed + 1, (size, 8), dtype)
+    ct = normal(seed + 2, (2, 3, size), dtype)
+
+    out, (dhidden, dtable) = sharded_vjp(
+        tied_projection,
+        mode,
+        n,
+        [hidden, padded(split, table, 0)],
+        in_specs=(P(), split.spec(0, 2, "ipu")),
+        out_spec=split.spec(2, 3, "ipu"),
+        ct=padded(split, ct, 2),
+        size=size,
+    )
+
+    got = (unpadded(split, out, 2), dhidden, unpadded(split, dtable, 0))
+    _assert_like_dense(got, hidden, table, ct, n, dense=_dense_tied)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_table_tied_to_its_embedding_gets_both_gradients(typed):
+    split, ids = Split(7, 4), np.array([3, 0, 3, 6], np.int32)
+    table_VD, w_NV = normal(0, (7, 5)), normal(1, (4, 7))
+
+    def tied(table_shard):
+        return tied_projection(jnp.tanh(embedding(table_shard, ids, size=7)), table_shard, size=7)
+
+    sharded = on_ipus(tied, 4, P("ipu"), P(None, "ipu"), typed)
+    got = jax.grad(lambda table: (split.unpad(sharded(split.pad(table, 0)), 1) * w_NV).sum())(table_VD)
+    want = jax.grad(lambda table: (jnp.tanh(table[ids]) @ table.T * w_NV).sum())(table_VD)
+    assert_close(got, want, 10.0, roundings=30)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [62, 61])
+def test_the_tied_table_is_contracted_where_it_lies(size, dtype):
+    split = Split(size, 2)
+    sharded = on_ipus(functools.partial(tied_projection, size=size), 2, (P(), P("ipu")), P(None, "ipu"))
+    hidden, table, ct = (jnp.ones(shape, dtype) for shape in ((5, 24), (split.padded, 24), (5, split.padded)))
+
+    def backward(hidden, table, ct):
+        return jax.vjp(sharded, hidden, table)[1](ct)
+
+    def made(fn, *args):
+        """What makes a value of the size of the shard, in its own layout or the other."""
+        text = jax.jit(fn).lower(*args).compile().as_text() or ""
+        main = text[text.index("ENTRY") :]
+        found = re.findall(r"= \w+\[(?:31,24|24,31)\]\S* ([\w-]+)\(", main)
+        return sorted(op for op in found if op != "parameter")
+
+    assert made(sharded, hidden, table) == []
+    # The gradient itself, rounded for half types; and where there is padding, one masked copy.
+    fusions = ["fusion"] * ((dtype == jnp.bfloat16) + bool(split.padding))
+    assert made(backward, hidden, table, ct) == ["dot", *fusions]
+    # The reader of the HLO does see what is copied.
+    assert made(lambda table: 2 * table.T, table[:31]) != []
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_sequence_parallel_block_is_itself_under_vmap_scan_and_remat(typed):
+    """Two layers, each scattered in and out, over two examples, against the dense block: 5 tokens on 4 IPUs."""
+    split = Split(6, 4)
+    x_BND = normal(0, (2, 5, 3))
+    layers = (normal(1, (2, 3, 6)), normal(2, (2, 6)), normal(3, (2, 6, 3)), normal(4, (2, 3)))
+
+    def block(x_shard, layer):
+        w_DV, b_V, w_VD, b_D = layer
+        y_NV = jnp.tanh(matmul(x_shard, w_DV, bias=b_V, tokens=5))
+        return matmul(y_NV, w_VD, bias=b_D, split="rows", reduction="scatter"), None
+
+    def program(layers, x_BND):
+        def one(x_ND):
+            # The block's result is typed as varying, as its input must be in a scan.
+            return from_all(lax.scan(jax.checkpoint(block), scatter_tokens(x_ND), layers)[0], 0, size=5)
+
+        return jax.vmap(one)(x_BND)
+
+    def dense(layers, x_BND):
+        for w_DV, b_V, w_VD, b_D in zip(*layers, strict=True):
+            x_BND = jnp.tanh(x_BND @ w_DV + b_V) @ w_VD + b_D
+        return x_BND
+
+    def padded_program(layers, x_BND):
+        w_DV, b_V, w_VD, b_D = layers
+        return sharded((split.pad(w_DV, 2), split.pad(b_V, 1), split.pad(w_VD, 1), b_D), x_BND)
+
+    specs = (P(None, None, "ipu"), P(None, "ipu"), P(None, "ipu"), P())
+    sharded = on_ipus(program, 4, (specs, P()), P(), typed)
+    ct = normal(5, (2, 5, 3))
+    got_out, got_vjp = jax.vjp(padded_program, layers, x_BND)
+    want_out, want_vjp = jax.vjp(dense, layers, x_BND)
+    got, want = (got_out, got_vjp(ct)), (want_out, want_vjp(ct))
+    for one_got, one_want in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # Two layers of sums of at most 10 terms, each of up to about 30.
+        assert_close(one_got, one_want, 30.0, roundings=30)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_weights_that_replicas_share_get_the_gradients_of_all(dtype):
+    """Two replicas of two IPUs, 3 tokens each; what the types add over the second axis must not be lost or doubled."""
+    mesh = jax.make_mesh((2, 2), ("replica", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    split = Split(5, 2)
+    x_ND, w_DV, w_VD, b_D, table_VD = (
+        normal(seed, shape, dtype) for seed, shape in enumerate([(6, 4), (4, 6), (6, 4), (4,), (5, 4)])
+    )
+
+    def program(x_ND, w_DV, w_VD, b_D, table_VD):
+        y_NV = matmul(scatter_tokens(x_ND), w_DV, tokens=3)
+        y_ND = from_all(matmul(y_NV, w_VD, bias=b_D, split="rows", reduction="scatter"), 0, size=3)
+        return tied_projection(y_ND, table_VD, size=5)
+
+    specs = (P("replica"), P(None, "ipu"), P("ipu"), P(), P("ipu"))
+    sharded = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P("replica", "ipu")))
+    ct = normal(5, (6, 5), dtype)
+    got_out, got_vjp = jax.vjp(
+        lambda *args: split.unpad(sharded(*args[:4], split.pad(args[4], 0)), 1), x_ND, w_DV, w_VD, b_D, table_VD
+    )
+    want_out, want_vjp = jax.vjp(lambda x, w, v, b, table: (x @ w @ v + b) @ table.T, x_ND, w_DV, w_VD, b_D, table_VD)
+    for got, want in zip((got_out, *got_vjp(ct)), (want_out, *want_vjp(ct)), strict=True):
+        # Sums of sums of sums of some 5 terms each; every half rounding on the way is seen at the size of the largest.
+        assert_close(got, want, np.abs(np.asarray(want, np.float32)).max(), roundings=20 if dtype == jnp.float32 else 4)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_sharded_mlp_of_columns_and_rows_padded_with_zeros(typed):
+    split = Split(7, 3)
+    x_ND, w_DV, w_VK = normal(0, (5, 4)), normal(1, (4, 7)), normal(2, (7, 6))
+
+    def mlp(x_ND, w_DV, w_VK):
+        return matmul(jnp.tanh(matmul(x_ND, w_DV, split="columns")), w_VK, split="rows")
+
+    specs = (P(), split.spec(1, 2, "ipu"), split.spec(0, 2, "ipu"))
+    sharded = on_ipus(mlp, 3, specs, P(), typed)
+    got = jax.vjp(lambda x, w, v: sharded(x, split.pad(w, 1), split.pad(v, 0)), x_ND, w_DV, w_VK)
+    want = jax.vjp(lambda x, w, v: jnp.tanh(x @ w) @ v, x_ND, w_DV, w_VK)
+
+    ct = normal(3, (5, 6))
+    for one_got, one_want in zip((got[0], *got[1](ct)), (want[0], *want[1](ct)), strict=True):
+        # Each entry is a sum of at most 30 products of about 10 or less.
+        assert_close(one_got, one_want, 10.0, roundings=30)
+
+
+def test_a_vector_is_multiplied_too():
+    x, w = normal(0, (4,)), normal(1, (4, 6))
+    out = on_ipus(matmul, 2, (P(), P(None, "ipu")), P("ipu"))(x, w)
+    assert_close(out, x @ w, jnp.abs(x) @ jnp.abs(w), roundings=8)
+
+
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)])
+def test_unlike_dtypes_promote_and_each_gradient_keeps_its_own(x_dtype, w_dtype):
+    x, w = normal(0, (3, 4), x_dtype), normal(1, (4, 6), w_dtype)
+    sharded = on_ipus(matmul, 2, (P(), P(None, "ipu")), P(None, "ipu"))
+    out, vjp = jax.vjp(sharded, x, w)
+    dx, dw = vjp(jnp.ones_like(out))
+    assert (out.dtype, dx.dtype, dw.dtype) == (jnp.promote_types(x_dtype, w_dtype), x_dtype, w_dtype)
+    assert_close(out, x @ w, jnp.abs(x.astype(out.dtype)) @ jnp.abs(w.astype(out.dtype)), roundings=8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_parts_of_a_half_row_sum_cross_as_float32_and_are_rounded_once(dtype):
+    # 1 + 7 parts of an eighth of the dtype's eps each: rounded before the sum, they would vanish against 1.
+    eps = float(jnp.finfo(dtype).eps)
+    x, w = jnp.ones((1, 8), dtype), jnp.full((8, 1), eps / 4, dtype).at[0].set(1)
+    rows = functools.partial(matmul, split="rows")
+    sharded = on_ipus(rows, 8, (P(None, "ipu"), P("ipu")), P())
+    assert float(sharded(x, w)[0, 0]) == 1 + 2 * eps
+    assert collectives(sharded, x, w) == [("all-reduce", 4)]
+
+
+@pytest.mark.parametrize("split", ["columns", "rows"])
+def test_matmuls_take_half_operands_and_accumulate_in_float32(split):
+    specs = (P(), P(None, "ipu")) if split == "columns" else (P(None, "ipu"), P("ipu"))
+    out_specs = P(None, "ipu") if split == "columns" else P()
+    op = functools.partial(matmul, split=split)
+    sharded = on_ipus(op, 2, specs, out_specs)
+    x, w, ct = (jnp.ones(shape, jnp.bfloat16) for shape in ((3, 4), (4, 6), (3, 6)))
+
+    def forward_and_backward(x, w, ct):
+        out, vjp = jax.vjp(sharded, x, w)
+        return out, vjp(ct)
+
+    lowered = jax.jit(forward_and_backward).lower(x, w, ct).as_text()
+    product = r"stablehlo.dot_general.*: \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\) -> tensor<\w+x(\w+)>"
+    products = re.findall(product, lowered)
+    assert products == [("bf16", "bf16", "f32")] * 3
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_each_split_sends_what_it_says(typed):
+    x, w = jnp.ones((3, 4)), jnp.ones((4, 6))
+
+    def sent(split, in_specs, out_spec):
+        op = functools.partial(matmul, split=split)
+        sharded = on_ipus(op, 2, in_specs, out_spec, typed)
+
+        def backward(x, w, ct):
+            return jax.vjp(sharded, x, w)[1](ct)
+
+        return collectives(sharded, x, w), collectives(backward, x, w, jnp.ones((3, 6)))
+
+    # dx is (3, 4) float32, the row-split result (3, 6)
+    assert sent("columns", (P(), P(None, "ipu")), P(None, "ipu")) == ([], [("all-reduce", 48)])
+    row_backward = [] if typed else [("all-reduce", 72)]
+    assert sent("rows", (P(None, "ipu"), P("ipu")), P()) == ([("all-reduce", 72)], row_backward)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_each_further_form_sends_what_it_says(typed):
+    def sent(op, in_specs, out_spec, *args):
+        sharded = on_ipus(op, 2, in_specs, out_spec, typed)
+        ct = sharded(*args)
+        return collectives(sharded, *args), collectives(lambda ct, *args: jax.vjp(sharded, *args)[1](ct), ct, *args)
+
+    # x is (3, 4) float32, padded to (4, 4), 64 bytes; the result (3, 6), padded to (4, 6), 96 bytes; a bias 24 bytes
+    gathered = functools.partial(_with_bias, tokens=3)
+    specs = (P("ipu"), P(None, "ipu"), P("ipu"))
+    assert sent(gathered, specs, P(None, "ipu"), jnp.ones((4, 4)), jnp.ones((4, 6)), jnp.ones(6)) == (
+        [("all-gather", 64)],
+        # The first is the forward pass's: dw needs what it gathered.
+        [("all-gather", 64), ("reduce-scatter", 32)],
+    )
+    scattered = functools.partial(_with_bias, split="rows", reduction="scatter")
+    specs = (P(None, "ipu"), P("ipu"), P())
+    assert sent(scattered, specs, P("ipu"), jnp.ones((3, 4)), jnp.ones((4, 6)), jnp.ones(6)) == (
+        [("reduce-scatter", 48)],
+        [("all-gather", 96), ("all-reduce", 24)],
+    )
+    tied = functools.partial(tied_projection, size=6)
+    specs = (P(), P("ipu"))
+    assert sent(tied, specs, P(None, "ipu"), jnp.ones((3, 4)), jnp.ones((6, 4))) == ([], [("all-reduce", 48)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_half_bias_is_added_in_float32_before_the_one_rounding(dtype):
+    # The sum is 1 + eps / 2, a tie that rounds to 1 by itself; the bias of eps / 2 makes it 1 + eps.
+    eps = float(jnp.finfo(dtype).eps)
+    x, w, bias = jnp.ones((1, 8), dtype), jnp.full((8, 1), eps / 14, dtype).at[0].set(1), jnp.full(1, eps / 2, dtype)
+    rows = on_ipus(functools.partial(_with_bias, split="rows"), 8, (P(None, "ipu"), P("ipu"), P()), P())
+    assert float((x @ w + bias)[0, 0]) == 1
+    assert float(rows(x, w, bias)[0, 0]) == 1 + eps
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("split", ["columns", "rows"])
+def test_a_float32_bias_is_not_rounded_before_the_sum_is(dtype, split):
+    # A little more than eps / 2 makes of 1 the next number; rounded to the dtype it is eps / 2, and 1 stays 1.
+    eps = float(jnp.finfo(dtype).eps)
+    bias = jnp.full(2, eps / 2 * (1 + eps / 4), jnp.float32)
+    if split == "columns":
+        x, w, specs = jnp.ones((1, 1), dtype), jnp.ones((1, 2), dtype), (P(), P(None, "ipu"), P("ipu"))
+    else:
+        x, w, specs = jnp.full((1, 2), 0.5, dtype), jnp.ones((2, 2), dtype), (P(None, "ipu"), P("ipu"), P())
+    out_specs = P(None, "ipu") if split == "columns" else P()
+    y = on_ipus(functools.partial(_with_bias, split=split), 2, specs, out_specs)(x, w, bias)
+    assert y.dtype == dtype
+    assert y.tolist() == [[1 + eps] * 2]
+
+
+def test_a_half_row_sum_is_scattered_as_float32_and_its_cotangent_gathered_as_half():
+    op = functools.partial(matmul, split="rows", reduction="scatter")
+    sharded = on_ipus(op, 2, (P(None, "ipu"), P("ipu")), P("ipu"))
+    x, w, ct = (jnp.ones(shape, jnp.bfloat16) for shape in ((4, 4), (4, 6), (4, 6)))
+
+    def forward_and_backward(x, w, ct):
+        out, vjp = jax.vjp(sharded, x, w)
+        return out, vjp(ct)
+
+    # The compiler for the CPU widens half types in collectives; what it was given says what others send.
+    lowered = jax.jit(forward_and_backward).lower(x, w, ct).as_text()
+    assert re.findall(r"\}\) : \(tensor<4x6x(\w+)>\) -> tensor<2x6x(\w+)>", lowered) == [("f32", "f32")]
+    assert re.findall(r"all_gather.*: \(tensor<2x6x(\w+)>\) -> tensor<4x6x(\w+)>", lowered) == [("bf16", "bf16")]
+
+
+@pytest.mark.parametrize("split", ["columns", "rows"])
+def test_on_one_ipu_arrays_need_not_be_sharded(split):
+    kwargs = {"tokens": 3} if split == "columns" else {"reduction": "scatter"}
+    op = functools.partial(_with_bias, split=split, **kwargs)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x, w, bias = normal(0, (3, 4), dtype), normal(1, (4, 6), dtype), normal(2, (6,), dtype)
+        out, vjp = jax.vjp(on_ipus(op, 1, P(), P("ipu")), x, w, bias)
+        grads = vjp(jnp.ones_like(out))
+        _assert_like_dense((out, *grads), x, w, np.ones((3, 6), dtype), 1, bias=bias, dense=_dense_with_bias)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "x_shape", "w_shape", "message"),
+    [
+        (
+            {"split": "cols"},
+            (3, 4),
+            (4, 6),
+            "split='cols' is no way to split a weight: use 'columns' or 'rows'",
+        ),
+        (
+            {},
+            (3, 5),
+            (4, 6),
+            "x of shape (3, 5) and w of shape (4, 3) on each IPU: the last dim of x and dim 0 of w must agree, so "
+            "shard dim 0 of w exactly if the last dim of x is sharded (split='rows')",
+        ),
+        (
+            {},
+            (),
+            (4, 6),
+            "x of shape () and w of shape (4, 3): x must have at least 1 dim, and w 2: reshape them to (.., D) "
+            "and (D, V)",
+        ),
+        (
+            {"reduction": "mean"},
+            (3, 4),
+            (4, 6),
+            "reduction='mean' is no way to leave the result: use 'sum' or 'scatter'",
+        ),
+        (
+            {"reduction": "scatter"},
+            (3, 4),
+            (4, 6),
+            "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='columns' sums nothing: "
+            "use split='rows', or tokens=N if it is x that is scattered",
+        ),
+        (
+            {"split": "rows", "tokens": 6},
+            (3, 4),
+            (4, 6),
+            "tokens=6 gathers an x that is scattered over tokens, but split='rows' takes all tokens on each IPU: use "
+            "split='columns', or reduction='scatter' if it is the result that shall be scattered",
+        ),
+        (
+            {"split": "rows", "reduction": "scatter"},
+            (4,),
+            (4, 6),
+            "x has shape (4,), without a dim of tokens to scatter: give (N, .., D)",
+        ),
+        (
+            {"tokens": 7},
+            (3, 4),
+            (4, 6),
+            "x has shape (3, 4) on each IPU, with 3 rows in dim 0, but tokens=7 over the 2 IPUs of axis 'ipu' takes 4: "
+            "pad the whole array with Split(size=7, parts=2).pad(array, 0) and shard it with "
+            "in_specs=Split(size=7, parts=2).spec(0, 2, 'ipu')",
+        ),
+        (
+            {"bias": np.ones(6, np.float32)},
+            (3, 4),
+            (4, 6),
+            "bias of shape (6,) and w of shape (4, 3) on each IPU: give a bias for each of its 3 columns, sharded like "
+            "them under split='columns', whole under split='rows'",
+        ),
+        (
+            {"bias": np.ones(3, np.int32)},
+            (3, 4),
+            (4, 6),
+            "bias has dtype int32, but matmul takes floating operands: convert it first",
+        ),
+        (
+            {"size": 7},
+            (3, 4),
+            (4, 6),
+            "w has shape (4, 3) on each IPU, with 3 rows in dim 1, but size=7 over the 2 IPUs of axis 'ipu' takes 4: "
+            "pad the whole array with Split(size=7, parts=2).pad(array, 1) and shard it with "
+            "in_specs=Split(size=7, parts=2).spec(1, 2, 'ipu')",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(kwargs, x_shape, w_shape, message):
+    op = functools.partial(matmul, **kwargs)
+    sharded = on_ipus(op, 2, (P(), P(None, "ipu")), P(None, "ipu"))
+    with pytest.raises(ValueError, match=exactly(message)):
+        sharded(jnp.ones(x_shape), jnp.ones(w_shape))
+
+
+def test_integers_are_refused():
+    sharded = on_ipus(matmul, 2, (P(), P(None, "ipu")), P(None, "ipu"))
+    message = "x has dtype int32, but matmul takes floating operands: convert it first"
+    with pytest.raises(ValueError, match=exactly(message)):
+        sharded(np.ones((3, 4), np.int32), jnp.ones((4, 6)))
+
+
+def test_a_bias_of_rows_that_differs_between_ipus_is_refused():
+    op = functools.partial(_with_bias, split="rows")
+    sharded = on_ipus(op, 2, (P(None, "ipu"), P("ipu"), P("ipu")), P())
+    message = (
+        "bias varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't name "
+        "'ipu', or use to_all or from_all on it first"
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        sharded(jnp.ones((3, 4)), jnp.ones((4, 6)), jnp.ones(12))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "table", "size", "message"),
+    [
+        (
+            jnp.ones((3, 4)),
+            jnp.ones((6, 5)),
+            6,
+            "hidden of shape (3, 4) and table of shape (3, 5) on each IPU: they must be (.., D) and (V/n, D), with the "
+            "same D: shard dim 0 of the table, and nothing else",
+        ),
+        (
+            jnp.ones((3, 4), jnp.int32),
+            jnp.ones((6, 4)),
+            6,
+            "hidden has dtype int32, but matmul takes floating operands: convert it first",
+        ),
+        (
+            jnp.ones((3, 4)),
+            jnp.ones((6, 4)),
+            7,
+            "table has shape (3, 4) on each IPU, with 3 rows in dim 0, but size=7 over the 2 IPUs of axis 'ipu' takes "
+            "4: pad the whole array with Split(size=7, parts=2).pad(array, 0) and shard it with "
+            "in_specs=Split(size=7, parts=2).spec(0, 2, 'ipu')",
+        ),
+    ],
+)
+def test_a_wrong_tied_projection_is_refused_when_traced(hidden, table, size, message):
+    op = functools.partial(tied_projection, size=size)
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, (P(), P("ipu")), P(None, "ipu"))(hidden, table)

@@ -1,0 +1,252 @@
+"""The split norms against dense ones: flax's formulae in one piece, and float64 where the mean is large."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, layer_norm, rms_norm
+from support.harness import (
+    a_few_cases,
+    assert_close,
+    collectives,
+    dense_vjp,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+
+# Large, so that a row of a single column, whose variance is 0, has gradients of the size of the others'.
+EPSILON = 0.1
+
+
+def _dense_rms(x, scale):
+    x_wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
+    return (x_wide * lax.rsqrt(mean_square + EPSILON) * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _dense_layer(x, scale, bias):
+    x_wide = x.astype(jnp.float32)
+    centred = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
+    variance = jnp.mean(centred**2, axis=-1, keepdims=True)
+    y = centred * lax.rsqrt(variance + EPSILON) * scale.astype(jnp.float32) + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+@pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
+@a_few_cases
+@examples
+@given(seed=seeds)
+def test_forward_and_backward(mode, n, size, dtype, op, dense, seed):
+    split = Split(size, n)
+    x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3, size), dtype)
+    vectors = [normal(seed + 2 + i, (size,), dtype) for i in range(1 if op is rms_norm else 2)]
+
+    out, grads = sharded_vjp(
+        op,
+        mode,
+        n,
+        [padded(split, x, 2), *(padded(split, vector, 0) for vector in vectors)],
+        in_specs=(split.spec(2, 3, "ipu"), *(P("ipu") for _ in vectors)),
+        out_spec=split.spec(2, 3, "ipu"),
+        ct=padded(split, ct, 2),
+        size=size,
+        epsilon=EPSILON,
+    )
+
+    got = (unpadded(split, out, 2), *(unpadded(split, grad, -1) for grad in grads))
+    want_out, want_grads = dense_vjp(dense, [x, *vectors], ct=ct)
+    for one_got, want in zip(got, (want_out, *want_grads), strict=True):
+        # Half types: computed in float32 on both sides, so that at most one rounding falls the other way. The terms are
+        # bounded by the greatest of a factor 1 / sqrt(EPSILON), normal variates, and sums of 6 of them.
+        wide = np.asarray(want, np.float32)
+        bound = np.maximum(np.abs(wide), 1e-3) if dtype == jnp.bfloat16 else np.maximum(np.abs(wide).max(), 10)
+        assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
+
+
+@pytest.mark.parametrize("op", [rms_norm, layer_norm])
+def test_a_wide_scale_is_not_rounded_to_a_half_types_x(op):
+    split, x = Split(7, 3), normal(0, (20, 7), jnp.bfloat16)
+    vectors = [normal(1 + i, (7,), np.float32) for i in range(1 if op is rms_norm else 2)]
+    specs = (split.spec(1, 2, "ipu"), *(P("ipu") for _ in vectors))
+    sharded = on_ipus(functools.partial(op, size=7, epsilon=EPSILON), 3, specs, specs[0])
+    out = sharded(padded(split, x, 1), *(padded(split, vector, 0) for vector in vectors))
+
+    wide = x.astype(np.float64)
+    centred = wide if op is rms_norm else wide - wide.mean(-1, keepdims=True)
+    want = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + EPSILON) * vectors[0]
+    want = want if op is rms_norm else want + vectors[1]
+    # One rounding to bfloat16, and what float32 adds to it: not two.
+    errors = np.abs(np.asarray(unpadded(split, out, 1), np.float64) - want)
+    assert (errors <= 1.02 * 2.0**-8 * np.abs(want)).all()
+
+
+def _layer_norm_in_float64(x, scale, ct):
+    """The result and dx, worked out by hand."""
+    x, scale, ct = (np.asarray(array, np.float64) for array in (x, scale, ct))
+    centred = x - x.mean(-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(-1, keepdims=True))
+    y = centred / deviation
+    dy = ct * scale
+    dx = (dy - dy.mean(-1, keepdims=True) - y * (dy * y).mean(-1, keepdims=True)) / deviation
+    return y * scale, dx
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(("n", "size"), [(1, 4096), (8, 21)])
+def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
+    split, mean = Split(size, n), 1e4
+    x = (normal(0, (16, size)) + mean).astype(np.float32)
+    scale, ct = normal(1, (size,)), normal(2, (16, size))
+
+    op = functools.partial(layer_norm, size=size, epsilon=0.0)
+    sharded = on_ipus(op, n, (P(None, "ipu"), P("ipu")), P(None, "ipu"), typed)
+    out, vjp = jax.vjp(lambda x: split.unpad(sharded(split.pad(x, 1), split.pad(scale, 0)), 1), x)
+    (dx,) = vjp(ct)
+
+    want, want_dx = _layer_norm_in_float64(x, scale, ct)
+    # Half a spacing is what the mean's own rounding costs the result. In one pass, or with the shards' means summed as
+    # they are, the error would be 0.8 to 1.2 of one.
+    spacing = mean * 2**-23
+    assert np.abs((out - want) / scale).max() <= 0.7 * spacing
+    assert np.abs(dx - want_dx).max() <= 2 * spacing * np.abs(ct * scale).max()
+    # What the docstring says of the other formula.
+    naive_variance = np.mean(x**2, -1, dtype=np.float32) - np.mean(x, -1, dtype=np.float32) ** 2
+    assert np.abs(naive_variance - 1).max() > 0.5
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
+def test_second_derivatives_in_either_mode(typed, op, dense):
+    """Along one direction: reverse over reverse, and forward over reverse."""
+    split = Split(5, 4)
+    x, direction, ct = normal(0, (2, 5)), normal(1, (2, 5)), normal(2, (2, 5))
+    vectors = [normal(3, (5,))] if op is rms_norm else [normal(3, (5,)), normal(4, (5,))]
+    specs = (P(None, "ipu"), *(P("ipu") for _ in vectors))
+    sharded = on_ipus(functools.partial(op, size=5, epsilon=EPSILON), 4, specs, P(None, "ipu"), typed)
+
+    def split_norm(x, *vectors):
+        return split.unpad(sharded(split.pad(x, 1), *(split.pad(vector, 0) for vector in vectors)), 1)
+
+    def seconds(norm):
+        def gradient(x):
+            return jax.grad(lambda x: jnp.sum(ct * norm(x, *vectors) ** 2))(x)
+
+        reverse = jax.grad(lambda x: jnp.vdot(gradient(x), direction))(x)
+        return reverse, jax.jvp(gradient, (x,), (direction,))[1]
+
+    got, want = jax.jit(lambda: seconds(split_norm))(), jax.jit(lambda: seconds(dense))()
+    for one_got in got:
+        for one_want in want:
+            assert_close(one_got, one_want, np.abs(want[0]).max(), roundings=40)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_each_sends_what_it_says(typed):
+    # 3 tokens, of float32: 12 bytes for each float a token
+    x, scale = jnp.ones((3, 4)), jnp.ones(4)
+
+    def sent(op):
+        sharded = on_ipus(functools.partial(op, size=4), 2, (P(None, "ipu"), P("ipu")), P(None, "ipu"), typed)
+
+        def both(x, scale, ct):
+            out, vjp = jax.vjp(sharded, x, scale)
+            # The cotangent hangs on the result, as a loss's does; else the compiler makes one all-reduce of both.
+            return vjp(ct * out)
+
+        return collectives(sharded, x, scale), collectives(both, x, scale, x)
+
+    assert sent(rms_norm) == ([("all-reduce", 12)], [("all-reduce", 12)] * 2)
+    backward = ("all-reduce", 24) if typed else ("reduce-scatter", 24)
+    assert sent(layer_norm) == ([("all-gather", 48)], [("all-gather", 48), backward])
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_norms_stand_in_vmap_scan_and_remat(typed):
+    x, scale, bias = normal(0, (2, 3, 6)), normal(1, (6,)), normal(2, (6,))
+
+    def each_ipu(x, scale, bias):
+        def layer(x, _):
+            x = layer_norm(x, scale, bias, size=6, epsilon=EPSILON)
+            return rms_norm(x, scale, size=6, epsilon=EPSILON), None
+
+        return jax.vmap(lambda x: lax.scan(jax.checkpoint(layer), x, length=2)[0])(x)
+
+    def dense(x, scale, bias):
+        for _ in range(2):
+            x = _dense_rms(_dense_layer(x, scale, bias), scale)
+        return x
+
+    sharded = on_ipus(each_ipu, 2, (P(None, None, "ipu"), P("ipu"), P("ipu")), P(None, None, "ipu"), typed)
+    ct = normal(3, (2, 3, 6))
+    got_out, got_vjp = jax.vjp(sharded, x, scale, bias)
+    want_out, want_vjp = jax.vjp(jax.jit(dense), x, scale, bias)
+    for got, want in zip((got_out, *got_vjp(ct)), (want_out, *want_vjp(ct)), strict=True):
+        assert_close(got, want, np.maximum(np.abs(want).max(), 10), roundings=40)
+
+
+def test_mixed_dtypes_keep_the_inputs_and_shards_may_be_alike_on_all_ipus():
+    x, scale, bias = normal(0, (3, 2), jnp.bfloat16), normal(1, (2,)), normal(2, (2,))
+
+    def each_ipu(*alike):
+        x, scale, bias = (lax.pcast(array, "ipu", to="varying") for array in alike)
+        return layer_norm(x, scale, bias, size=4, epsilon=EPSILON)
+
+    out = on_ipus(each_ipu, 2, P(), P(None, "ipu"))(x, scale, bias)
+    twice = [np.concatenate([array, array], -1) for array in (x, scale, bias)]
+    assert out.dtype == jnp.bfloat16
+    assert_close(out, jax.jit(_dense_layer)(*twice), np.abs(np.asarray(out, np.float32)) + 1e-3, roundings=1)
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x, scale: rms_norm(x.astype(jnp.int32), scale, size=4),
+            "x_shard has dtype int32, but norms take floating arrays: convert it first",
+        ),
+        (
+            lambda x, scale: layer_norm(x, scale, scale.astype(jnp.int32), size=4),
+            "bias_shard has dtype int32, but norms take floating arrays: convert it first",
+        ),
+        (
+            lambda x, scale: rms_norm(x, scale[None], size=4),
+            "scale_shard has shape (1, 2) on each IPU, but must have 1 dim: one value for each column",
+        ),
+        (
+            lambda x, scale: layer_norm(x, scale[:1], size=4),
+            "scale_shard has shape (1,) on each IPU, with 1 rows in dim -1, but size=4 over the 2 IPUs of axis 'ipu' "
+            "takes 2: pad the whole array with Split(size=4, parts=2).pad(array, -1) and shard it with "
+            "in_specs=Split(size=4, parts=2).spec(-1, 1, 'ipu')",
+        ),
+        (
+            lambda x, scale: rms_norm(x, scale, size=5),
+            "x_shard has shape (3, 2) on each IPU, with 2 rows in dim -1, but size=5 over the 2 IPUs of axis 'ipu' "
+            "takes 3: pad the whole array with Split(size=5, parts=2).pad(array, -1) and shard it with "
+            "in_specs=Split(size=5, parts=2).spec(-1, 2, 'ipu')",
+        ),
+        (
+            lambda x, scale: layer_norm(x, scale, size=4, epsilon=-1e-5),
+            "epsilon=-1e-05 is out of range: give a finite number of at least 0",
+        ),
+        (
+            lambda x, scale: rms_norm(x, scale, size=4, axis="model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, (P(None, "ipu"), P("ipu")), P(None, "ipu"))(jnp.ones((3, 4)), jnp.ones(4))

@@ -1,0 +1,352 @@
+"""Drawing from a split vocabulary against draws from noise that is drawn here column by column, and by chi-square."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, sample
+from sharded_ops import _sampling as choice
+from support.harness import exactly, normal, on_ipus, padded
+from support.transforms import COLUMNS, INF, NAN, in_transforms
+
+
+@functools.cache
+def _noise_bits(tokens):
+    return jax.jit(lambda key, column: jax.random.bits(jax.random.fold_in(key, column), tokens))
+
+
+def _noise_of(bits):
+    """In float64, and with the exponential's other formula; the largest float32 below 1 stands for what is above."""
+    u = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32), np.float32(1 - 2**-24))
+    return -np.log(np.log(1 / (1 - u.astype(np.float64)))).astype(np.float32)
+
+
+def _gumbel(key, tokens, size):
+    """The noise, column by column, each from the key that is folded from its number."""
+    key = jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
+    return np.stack([_noise_of(np.asarray(_noise_bits(tokens)(key, column))) for column in range(size)], -1)
+
+
+def _softmax(logits):
+    with np.errstate(invalid="ignore"):
+        p = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def _dense_samples(key, logits, temperatures, top_ps, k):
+    """What `_samples` draws, in numpy from whole rows of noise."""
+    rows = np.arange(len(logits))[:, None]
+    drawn = logits + temperatures[:, None] * _gumbel(key, logits.shape[:-1], logits.shape[-1])
+    order = np.argsort(-logits, -1, kind="stable")[:, :k]
+    p = _softmax(logits[rows, order] / np.maximum(temperatures, 1e-6)[:, None])
+    kept = np.cumsum(p, -1) - p < top_ps[:, None]
+    their_noise = _noise_of(np.asarray(jax.random.bits(key, order.shape)))
+    drawn_of_k = np.where(kept, logits[rows, order] + temperatures[:, None] * their_noise, -INF)
+    return np.argmax(drawn, -1), order[rows[:, 0], np.argmax(drawn_of_k, -1)]
+
+
+def _samples(key, logits, temperatures, top_ps, *, size, k):
+    draw = functools.partial(sample, key, logits, size=size, temperature=temperatures)
+    return draw(), draw(top_k=k, top_p=top_ps)
+
+
+@pytest.mark.parametrize(
+    ("n", "typed", "impl", "dtype"),
+    [
+        (1, True, "threefry2x32", jnp.float32),
+        (2, False, "threefry2x32", jnp.float32),
+        (8, True, "threefry2x32", jnp.bfloat16),
+        (3, False, "rbg", jnp.float32),
+    ],
+)
+def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, impl, dtype):
+    size, tokens, k = 37, 600, 11
+    logits = (2 * normal(0, (tokens, size))).astype(jnp.bfloat16).astype(dtype)
+    logits[::3, 5:30] = -INF
+    rng = np.random.default_rng(1)
+    temperatures = rng.choice(np.array([0, 0.3, 1, 2], np.float32), tokens)
+    top_ps = rng.choice(np.array([0.01, 0.6, 0.9, 1], np.float32), tokens)
+    key = jax.random.key(7, impl=impl)
+
+    run = on_ipus(functools.partial(_samples, size=size, k=k), n, (P(), COLUMNS, P(), P()), P(), typed)
+    got = run(key, padded(Split(size, n), logits, 1), temperatures, top_ps)
+
+    logits = logits.astype(np.float32)
+    for found, want in zip(got, _dense_samples(key, logits, temperatures, top_ps, k), strict=True):
+        assert found.dtype == jnp.int32
+        np.testing.assert_array_equal(found, want)
+        cold = temperatures == 0
+        np.testing.assert_array_equal(found[cold], logits.argmax(-1)[cold])
+
+
+def test_only_the_tokens_of_a_known_temperature_of_zero_are_greedy():
+    """A temperature that is known when traced takes a short way where it is 0: for all tokens, or for none."""
+    temperatures = np.tile(np.array([0, 2], np.float32), 20)
+    logits = normal(3, (40, 7))
+
+    def each_ipu(key, logits):
+        return [sample(key, logits, size=7, temperature=known) for known in (temperatures, 0 * temperatures)]
+
+    run = on_ipus(each_ipu, 3, (P(), COLUMNS), P())
+    some, none = run(jax.random.key(2), padded(Split(7, 3), logits, 1))
+    drawn = np.argmax(logits + temperatures[:, None] * _gumbel(jax.random.key(2), (40,), 7), -1)
+    assert (drawn[1::2] != logits[1::2].argmax(-1)).any()
+    np.testing.assert_array_equal(some, drawn)
+    np.testing.assert_array_equal(none, logits.argmax(-1))
+
+
+DRAWS = 20_000
+LOGITS = np.array([0.3, -1.0, 2.0, -INF, 1.5, 0.0, 1.0, -3.0, 1.9, -INF], np.float32)
+
+
+def _restricted(k, top_p=1.0, temperature=1.0):
+    """The probabilities of LOGITS's columns among the k largest, and of these the nucleus, one by one."""
+    order = np.argsort(-LOGITS, kind="stable")[:k]
+    p_of = dict(zip(order.tolist(), _softmax(LOGITS[order] / temperature).tolist(), strict=True))
+    kept, total = [], 0.0
+    for column in order.tolist():
+        if total < top_p:
+            kept.append(column)
+        total += p_of[column]
+    p = np.zeros(LOGITS.size)
+    p[kept] = [p_of[column] for column in kept]
+    return p / p.sum()
+
+
+# How columns are drawn: top_k, temperature, top_p.
+WAYS = {
+    "plain": (None, 1.0, None),
+    "cold": (None, 0.5, None),
+    "hot": (None, 3.0, None),
+    "top_k": (3, 1.0, None),
+    "warm top_k": (3, 2.0, None),
+    "whole nucleus": (10, 1.0, 0.7),
+    "cold nucleus": (10, 0.5, 0.9),
+    "hot nucleus": (10, 2.0, 0.9),
+    "all of it": (10, 1.0, 1.0),
+}
+
+
+def _probabilities(name):
+    k, temperature, top_p = WAYS[name]
+    return _restricted(k or 10, top_p or 1.0, temperature)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Per way of drawing, (DRAWS,) columns of the one row of logits; on 4 IPUs, the last with one real column alone."""
+    logits = padded(Split(10, 4), np.broadcast_to(LOGITS, (DRAWS, 10)), 1)
+
+    def each_ipu(key, logits, temperatures, top_ps, *, k):
+        return sample(key, logits, size=10, temperature=temperatures, top_k=k, top_p=top_ps)
+
+    found = {}
+    for number, k in enumerate((None, 3, 10)):
+        # All ways with this k in one program: their draws stand side by side, each with its own temperature.
+        names = [name for name in WAYS if WAYS[name][0] == k]
+        temperatures, top_ps = (
+            np.repeat(np.array([WAYS[name][i] or 1.0 for name in names], np.float32), DRAWS) for i in (1, 2)
+        )
+        draw = functools.partial(each_ipu, k=k)
+        run = on_ipus(draw, 4, (P(), COLUMNS, P(), P() if k == 10 else None), P())
+        rows = np.tile(logits, (len(names), 1))
+        columns = run(jax.random.key(number), rows, temperatures, top_ps if k == 10 else None)
+        found |= dict(zip(names, np.split(np.asarray(columns), len(names)), strict=True))
+    return found
+
+
+def _chance(observed, p):
+    """The chance that draws from `p` lie as far from it as these counts do: Pearson's chi-square."""
+    possible = p > 0
+    assert observed[~possible].sum() == 0
+    observed, expected = observed[possible], p[possible] * observed.sum()
+    # The test holds for expected counts of 5 or more: what is rarer is counted as one.
+    rare = expected < 5
+    if rare.any():
+        assert observed[rare].sum() < 20
+        observed, expected = observed[~rare], expected[~rare]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(jax.scipy.stats.chi2.sf(statistic, expected.size - (not rare.any())))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_columns_are_drawn_with_their_probabilities(drawn, name):
+    assert _chance(np.bincount(drawn[name], minlength=10), _probabilities(name)) > 1e-3
+
+
+def test_the_chi_square_tells_distributions_apart(drawn):
+    assert _chance(np.bincount(drawn["plain"], minlength=10), _restricted(10, temperature=1.1)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["plain", "top_k"])
+def test_tokens_are_drawn_independently(drawn, name):
+    first, second, p = drawn[name][::2], drawn[name][1::2], _probabilities(name)
+    likely = np.flatnonzero(p > 0.1)
+    both = np.isin(first, likely) & np.isin(second, likely)
+    pairs = np.searchsorted(likely, first[both]) * likely.size + np.searchsorted(likely, second[both])
+    p_pairs = np.outer(p[likely], p[likely]).ravel()
+    assert _chance(np.bincount(pairs, minlength=likely.size**2), p_pairs / p_pairs.sum()) > 1e-3
+
+
+def test_the_noise_is_gumbels_to_its_end():
+    noise = choice._gumbel(jax.random.key(5), (1 << 20,), jnp.float32)
+    uniform = np.sort(np.exp(-np.exp(-np.asarray(noise, np.float64))))
+    # Kolmogorov and Smirnov: beyond 1.95 one time in a thousand.
+    steps = np.arange(1, uniform.size + 1) / uniform.size
+    assert np.sqrt(uniform.size) * np.abs(uniform - steps).max() < 1.95
+    # Of the largest 1000 in a million, steps of 2**-23 would tell some 940 apart.
+    largest = np.sort(np.asarray(noise))[-1000:]
+    assert np.unique(largest).size > 998
+    ends = choice._gumbel_of_bits(jnp.array([0, 2**32 - 1], jnp.uint32), jnp.float32)
+    np.testing.assert_allclose(ends, _noise_of(np.array([0, 2**32 - 1], np.uint32)), rtol=1e-6)
+
+
+def test_no_ipu_draws_the_noise_of_others():
+    def flops(n):
+        draw = on_ipus(functools.partial(sample, size=4096), n, (P(), COLUMNS), P())
+        analysis = jax.jit(draw).lower(jax.random.key(0), jnp.ones((4, 4096))).compile().cost_analysis()
+        assert analysis is not None
+        return analysis["flops"]
+
+    assert flops(8) < flops(1) / 7.5
+
+
+def test_float64_logits_take_float64_noise():
+    with jax.enable_x64(True):
+        # Steps of 1e-12, on logits of 1: nothing that float32 could tell apart.
+        logits = np.broadcast_to(1 + 1e-12 * np.arange(6.0), (2000, 6))
+        draw = functools.partial(sample, size=6, temperature=1e-12)
+        drawn = on_ipus(draw, 2, (P(), COLUMNS), P())(jax.random.key(0), logits)
+    p = _softmax(np.round((logits[0] - 1) * 2**52) / 2**52 / 1e-12)
+    assert _chance(np.bincount(drawn, minlength=6), p) > 1e-3
+
+
+ODD_ROWS = np.array(
+    [
+        [-INF] * 7,
+        [0, NAN, 9, 0, NAN, 0, 0],
+        [-INF] * 6 + [-50],
+        [INF, 0, 0, 0, 0, 0, INF],
+        [0, 0, -INF, 99, 99, 0, -INF],
+        [-3e38, 3e38, 0, 0, 0, 0, 0],
+    ],
+    np.float32,
+)
+
+
+def test_rows_that_leave_no_choice():
+    def each_ipu(key, logits, zero):
+        draw = functools.partial(sample, key, logits, size=7)
+        return {
+            "plain": draw(),
+            "nucleus": draw(top_k=7, top_p=0.1, temperature=0.5),
+            "static": draw(temperature=0),
+            "traced nucleus": draw(temperature=zero, top_k=3, top_p=0.5),
+        }
+
+    logits = padded(Split(7, 3), ODD_ROWS, 1)
+    got = on_ipus(each_ipu, 3, (P(), COLUMNS, P()), P())(jax.random.key(1), logits, 0.0)
+    best = [0, 1, 6, 0, 3, 1]
+    for name, columns in got.items():
+        if name == "plain":  # columns 3 and 4 of row 4 have even chances
+            assert int(columns[4]) in (3, 4)
+            columns = columns.at[4].set(3)
+        assert columns.tolist() == best, name
+
+
+@pytest.mark.parametrize("k", [4, 6])
+def test_a_nucleus_that_is_full_just_so_takes_no_further_column(k):
+    """Of 4 equal columns 2 are half of all; at 6 the others have no probability."""
+    logits = np.broadcast_to(np.array([0, -INF, 0, 0, 0, -INF], np.float32), (64, 6))
+    draw = functools.partial(sample, size=6, top_k=k, top_p=0.5)
+    drawn = on_ipus(draw, 2, (P(), COLUMNS), P())(jax.random.key(0), logits)
+    assert set(np.asarray(drawn).tolist()) == {0, 2}
+
+
+@in_transforms
+def test_drawing_may_stand_in_vmap_and_scan(transform, typed):
+    logits, keys = normal(0, (3, 5, 7)), jax.random.split(jax.random.key(0), 3)
+    each_ipu = transform(functools.partial(sample, size=7, temperature=0.8))
+    got = on_ipus(each_ipu, 3, (P(), P(None, None, "ipu")), P(), typed)(keys, padded(Split(7, 3), logits, 2))
+    want = [np.argmax(row + np.float32(0.8) * _gumbel(key, (5,), 7), -1) for key, row in zip(keys, logits, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+OUT_OF_RANGE = "is out of range: give"
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x, key: sample(key, x, size=4, top_k=5),
+            "top_k=5 is out of range: give an int from 1 to 4, or None for all columns",
+        ),
+        (
+            lambda x, key: sample(key, x.astype(jnp.int32), size=4),
+            "logits_shard has dtype int32, but logits must be floating: convert them first",
+        ),
+        (
+            lambda x, key: sample(jax.random.key_data(key), x, size=4),
+            "key has dtype uint32 and shape (2,), so it is not one typed key: make it with jax.random.key(seed), or "
+            "jax.random.wrap_key_data of raw data",
+        ),
+        (
+            lambda x, key: sample(0, x, size=4),  # pyright: ignore[reportArgumentType]
+            "key=0 is not one typed key: make it with jax.random.key(seed), or jax.random.wrap_key_data of raw data",
+        ),
+        (
+            lambda x, key: sample(jax.random.split(key, 3), x, size=4),
+            "key has dtype key<fry> and shape (3,), so it is not one typed key: make it with jax.random.key(seed), or "
+            "jax.random.wrap_key_data of raw data",
+        ),
+        (
+            lambda x, key: sample(jax.random.fold_in(key, lax.axis_index("ipu")), x, size=4),
+            "key varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
+            "name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, temperature=1.0 + lax.axis_index("ipu")),
+            "temperature varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
+            "don't name 'ipu', or use to_all or from_all on it first",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, temperature=-1),
+            f"temperature=-1 {OUT_OF_RANGE} a finite number, at least 0",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, temperature=np.array([1, 2, INF])),
+            f"temperature=inf {OUT_OF_RANGE} a finite number, at least 0",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, temperature=NAN),
+            f"temperature=nan {OUT_OF_RANGE} a finite number, at least 0",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, temperature=jnp.ones((3, 1)) * x[0, 0]),
+            "temperature has shape (3, 1), but logits of (3,) tokens take one for all or one for each: give shape () "
+            "or (3,)",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, top_k=2, top_p=0.0),
+            f"top_p=0.0 {OUT_OF_RANGE} more than 0, at most 1",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, top_k=2, top_p=1.5),
+            f"top_p=1.5 {OUT_OF_RANGE} more than 0, at most 1",
+        ),
+        (
+            lambda x, key: sample(key, x, size=4, top_p=0.5),
+            "top_p=0.5 needs top_k, as the nucleus is found among gathered candidates: give top_k, at most size=4, "
+            "which takes the nucleus of the whole row",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, (COLUMNS, P()), P())(jnp.ones((3, 4)), jax.random.key(0))

@@ -1,0 +1,204 @@
+"""The split softmax and its logarithm against jax's: forward, derivatives, and what they send."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, from_all, log_softmax, softmax
+from support.harness import (
+    MODES,
+    assert_close,
+    collectives,
+    dense_vjp,
+    every_case,
+    exactly,
+    examples,
+    normal,
+    on_ipus,
+    padded,
+    seeds,
+    sharded_vjp,
+    unpadded,
+)
+
+TOKENS = 6
+
+# exp and log are good to a few ulps each, and a denominator is a sum of at most 10 terms.
+ROUNDINGS = 20
+
+
+def _dense_log_softmax(logits):
+    return jax.nn.log_softmax(logits.astype(jnp.float32)).astype(logits.dtype)
+
+
+@every_case
+@examples
+@given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)))
+def test_log_softmax(mode, n, size, dtype, seed, scale, offset):
+    split = Split(size, n)
+    logits = (normal(seed, (TOKENS, size)) * scale + offset).astype(dtype)
+    ct = normal(seed + 1, (TOKENS, size), dtype)
+
+    spec = split.spec(1, 2, "ipu")
+    out, (dlogits,) = sharded_vjp(
+        log_softmax,
+        mode,
+        n,
+        [padded(split, logits, 1)],
+        in_specs=(spec,),
+        out_spec=spec,
+        ct=padded(split, ct, 1),
+        size=size,
+    )
+
+    want, (want_dlogits,) = dense_vjp(_dense_log_softmax, [logits], ct=ct)
+    assert_close(unpadded(split, out, 1, padding=-np.inf), want, 1 + np.abs(np.asarray(want, np.float32)), ROUNDINGS)
+    # dlogits = ct - softmax * sum(ct)
+    ct_size = np.abs(ct.astype(np.float32))
+    assert_close(unpadded(split, dlogits, 1), want_dlogits, ct_size + ct_size.sum(-1, keepdims=True), ROUNDINGS)
+
+
+# Rows of 7 logits on 3 IPUs, which hold columns 0-2, 3-5 and 6.
+EXTREMES = [
+    [1e4, -1e4, 0, 1, 2, 3, 4],
+    [1e4, -1e4, 0, 1, 2, 3, 1e4],
+    [-1e4] * 7,
+    [-np.inf] * 3 + [0, 1, 2, 3],  # IPU 0 has nothing
+    [0, 1, 2, 3, 4, 5, -np.inf],  # IPU 2 has nothing
+    [0, 1, 2, -np.inf, -np.inf, -np.inf, -np.inf],  # only IPU 0 has something
+    [1e38, -1e38, 0, 0, 0, 0, 0],
+    [1010, 1000, 1000, 1000, 1000, 1000, 1000],
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_extreme_logits(mode):
+    logits = np.array(EXTREMES, np.float32)
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    want_log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    split, spec, ct = Split(7, 3), P(None, "ipu"), normal(0, logits.shape)
+    log_p, (dlogits,) = sharded_vjp(
+        log_softmax,
+        mode,
+        3,
+        [padded(split, logits, 1)],
+        in_specs=(spec,),
+        out_spec=spec,
+        ct=padded(split, ct, 1),
+        size=7,
+    )
+    np.testing.assert_allclose(log_p[:, :7], want_log_p, rtol=2e-6, atol=1e-6)
+    want_dlogits = ct - np.exp(want_log_p) * ct.sum(-1, keepdims=True)
+    np.testing.assert_allclose(unpadded(split, dlogits, 1), want_dlogits, atol=4e-6)
+
+
+@pytest.mark.parametrize("op", [log_softmax, softmax])
+def test_what_is_not_a_number_is_not_hidden(op):
+    logits = np.zeros((1, 6), np.float32)
+    logits[0, 4] = np.nan
+    assert np.isnan(on_ipus(functools.partial(op, size=6), 3, P(None, "ipu"), P(None, "ipu"))(logits)).all()
+
+
+def _dense_softmax(logits):
+    return jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "size", "dtype"),
+    [
+        ("typed-outside", 3, 7, jnp.float32),
+        ("typed-inside", 2, 1, jnp.float32),
+        ("untyped-outside", 4, 10, jnp.bfloat16),
+        ("untyped-inside", 8, 5, jnp.float32),
+    ],
+)
+@examples
+@given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)))
+def test_softmax(mode, n, size, dtype, seed, scale, offset):
+    split = Split(size, n)
+    logits = (normal(seed, (2, 3, size)) * scale + offset).astype(dtype)
+    ct, spec = normal(seed + 1, (2, 3, size), dtype), split.spec(2, 3, "ipu")
+    shards = [padded(split, logits, 2)]
+    out, (dlogits,) = sharded_vjp(
+        softmax, mode, n, shards, in_specs=(spec,), out_spec=spec, ct=padded(split, ct, 2, 0), size=size
+    )
+    want, (want_dlogits,) = dense_vjp(_dense_softmax, [logits], ct=ct)
+    assert_close(unpadded(split, out, 2), want, 1, ROUNDINGS)
+    assert_close(unpadded(split, dlogits, 2), want_dlogits, np.abs(ct.astype(np.float32)).max(), ROUNDINGS)
+
+
+def test_probabilities_of_half_logits_are_rounded_once():
+    split, logits = Split(37, 3), (4 * normal(0, (20, 37))).astype(jnp.bfloat16)
+    sharded = on_ipus(functools.partial(softmax, size=37), 3, P(None, "ipu"), P(None, "ipu"))
+    p = np.asarray(unpadded(split, sharded(padded(split, logits, 1)), 1), np.float64)
+    want = np.exp(logits.astype(np.float64))
+    want /= want.sum(-1, keepdims=True)
+    # One rounding to bfloat16, and what float32 adds to it; the logarithm's would be many times as large.
+    assert (np.abs(p - want) <= 1.02 * 2.0**-8 * want).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [True, False])
+def test_second_derivatives_of_softmax(typed):
+    """Of the entropy, which is a function of all probabilities: reverse over reverse, and forward over reverse."""
+    with jax.enable_x64(True):
+        split = Split(5, 3)
+        x, u = (np.random.default_rng(seed).standard_normal((2, 5)) for seed in (0, 1))
+
+        def each_ipu(logits):
+            p, log_p = softmax(logits, size=5), log_softmax(logits, size=5)
+            return lax.psum(-jnp.where(p > 0, p * log_p, 0).sum(-1), "ipu")
+
+        sharded = on_ipus(each_ipu, 3, P(None, "ipu"), P(), typed)
+
+        def second(entropy):
+            gradient = jax.grad(lambda x: (entropy(x) * jnp.array([1.0, 2.0])).sum())
+            return jax.grad(lambda x: jnp.vdot(gradient(x), u))(x), jax.jvp(gradient, (x,), (u,))[1]
+
+        got = jax.jit(lambda: second(lambda x: sharded(split.pad(x, 1))))()
+        want = second(lambda x: -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1))
+        for found, wanted in zip(got, want, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("typed", "backward"), [(True, ("all-reduce", 20)), (False, ("reduce-scatter", 40))])
+def test_log_softmax_sends_what_it_says(typed, backward):
+    sharded = on_ipus(functools.partial(log_softmax, size=6), 2, P(None, "ipu"), P(None, "ipu"), typed)
+    logits = jnp.ones((5, 6))
+    assert collectives(sharded, logits) == [("all-gather", 2 * 2 * 4 * 5)]
+    both = collectives(lambda logits, ct: jax.vjp(sharded, logits)[1](ct), logits, logits)
+    assert both == sorted([("all-gather", 2 * 2 * 4 * 5), backward])
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            lambda x: softmax(x.astype(jnp.int32), size=4),
+            "logits_shard has dtype int32, but logits must be floating: convert them first",
+        ),
+        (
+            lambda x: log_softmax(x[0, 0], size=4),
+            "logits_shard has shape () on each IPU, without a dim -1 to split: give an array that has one",
+        ),
+        (
+            lambda x: log_softmax(x, size=4, axis="model"),
+            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            "this axis, or give the axis that its mesh has",
+        ),
+        (
+            lambda x: from_all(log_softmax(x, size=-4), -1, 4),
+            "size=-4 is out of range: give an int of at least 1",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(op, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, P(None, "ipu"), P())(jnp.ones((3, 4)))

@@ -1,0 +1,85 @@
+"""Runs the python of a document as a reader would, and reads the figures that it shows.
+
+Its blocks run in order, as one program in a fresh process. Figures differ between machines and versions in their last
+digits, and are compared to a tolerance; a loss at the end of a training has gathered the most of it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
+_FIGURE = re.compile(r"^(\S.*?) {2,}(-?[\d.]+(?:e[-+]?\d+)?)(?: .*)?$", re.MULTILINE)
+_RELATIVE = 0.02
+_RELATIVE_BYTES = 0.15  # of what a version of XLA makes of a program
+_ROUNDING = 1e-5  # of a relative error: what is below it is rounding, however large
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The code blocks of one language."""
+    return [code for found, code in _BLOCK.findall(path.read_text()) if found == language]
+
+
+def run(path: Path) -> str:
+    """What the document's python prints. Warnings are errors; the process sets up its own devices.
+
+    Raises:
+        AssertionError: it fails; with what it wrote to stderr.
+    """
+    alone = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    code = "".join(blocks(path, "python"))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shown_output(path: Path) -> list[str]:
+    """The text blocks right behind a python block: what the document says that it prints."""
+    text = path.read_text()
+    shown, code_ends = [], None
+    for block in _BLOCK.finditer(text):
+        if block[1] == "text" and code_ends is not None and not text[code_ends : block.start()].strip():
+            shown.append(block[2])
+        code_ends = block.end() if block[1] == "python" else None
+    return shown
+
+
+def where_shown(shown: str, printed: str) -> int | None:
+    """Where what was shown ends in what was printed; None where it does not stand there.
+
+    Text and whole numbers are the same; fractions are near, percentages to a point, megabytes to 15%, and errors like
+    1.2e-07 are of rounding in both.
+    """
+    words = _NUMBER.split(shown)
+    numbers = _NUMBER.findall(shown)
+    pattern = re.compile(f"({_NUMBER.pattern})".join(map(re.escape, words)))
+    for found in pattern.finditer(printed):
+        if all(map(_is_near, numbers, found.groups(), words[1:])):
+            return found.end()
+    return None
+
+
+def figures(path: Path) -> dict[str, float]:
+    """The lines `name  value  bound` of a document's text blocks, but for those that are indented: values by name."""
+    found: dict[str, float] = {}
+    for name, value in _FIGURE.findall("".join(blocks(path, "text"))):
+        assert name not in found, f"{path.name} shows {name!r} twice"
+        found[name] = float(value)
+    return found
+
+
+def _is_near(shown: str, printed: str, behind: str) -> bool:
+    """Whether two numbers are near, by the kind that what stands behind them says they are."""
+    if shown.endswith("%") or printed.endswith("%"):
+        return shown[-1:] == printed[-1:] and abs(int(shown[:-1]) - int(printed[:-1])) <= 1
+    wanted, value = float(shown), float(printed)
+    if "e" in shown or "e" in printed:
+        return max(wanted, value) <= _ROUNDING
+    return abs(value - wanted) <= (_RELATIVE_BYTES if behind.startswith(" MB") else _RELATIVE) * abs(wanted)

@@ -1,0 +1,90 @@
+"""What the tests of the split cross-entropy share: its dense twins, written independently, and how it is run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, log_softmax_cross_entropy
+from support.harness import (
+    padded,
+    sharded_vjp,
+)
+
+TOKENS = 6
+COLUMNS = P(None, "ipu")
+
+# exp and log are good to a few ulps each, and a denominator is a sum of at most 10 terms.
+ROUNDINGS = 20
+
+
+def dense_loss(
+    logits: Any,
+    target: Any,
+    weights: Any,
+    *,
+    label_smoothing: Any = 0.0,
+    z_loss: Any = 0.0,
+    soft_cap: Any = None,
+    temperature: Any = 1.0,
+    ignore_index: Any = None,
+    out_of_range: Any = "ignore",
+    reduction: Any = "none",
+    weighted: Any = False,
+    soft: Any = False,
+) -> Any:
+    """The loss by torch's formulas, on whole rows of logits: the likelihood of the target, and that of all columns."""
+    x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+    x = x / temperature
+    size = x.shape[-1]
+    log_p = jax.nn.log_softmax(x)
+    if soft:
+        counts = jnp.ones(x.shape[:-1], bool)
+        nll = -(target.astype(x.dtype) * log_p).sum(-1)
+        spread = -log_p.sum(-1) / size
+    else:
+        counts = jnp.ones(target.shape, bool) if ignore_index is None else target != ignore_index
+        if out_of_range == "ignore":
+            counts = counts & (target >= 0) & (target < size)
+        nll = -jnp.take_along_axis(log_p, jnp.clip(target, 0, size - 1)[..., None], axis=-1)[..., 0]
+        spread = -log_p.mean(-1)
+    loss = (1 - label_smoothing) * nll + z_loss * jax.nn.logsumexp(x, -1) ** 2
+    if label_smoothing:  # 0 times inf would be NaN
+        loss += label_smoothing * spread
+    factor = weights.astype(x.dtype) if weighted else jnp.ones(loss.shape, x.dtype)
+    loss = jnp.where(counts, loss, 0) * factor
+    if reduction == "none":
+        return loss
+    count = jnp.where(counts, factor, 0).sum()
+    return loss.sum() if reduction == "sum" else loss.sum() / jnp.where(count == 0, 1, count)
+
+
+def dense_cross_entropy(logits, labels):
+    # optax's, which takes the difference of lse and label's logit, is as exact only for logits around 0.
+    return dense_loss(logits, labels, None)
+
+
+def sharded_cross_entropy(mode, n, size, logits, labels, ct, fill=np.nan, **options):
+    split = Split(size, n)
+    loss, (dlogits,) = sharded_vjp(
+        log_softmax_cross_entropy,
+        mode,
+        n,
+        [padded(split, logits, 1, fill)],
+        [labels],
+        in_specs=(split.spec(1, 2, "ipu"),),
+        ct=ct,
+        size=size,
+        **options,
+    )
+    return loss, dlogits
+
+
+def in_float64(logits, labels):
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    is_label = np.arange(logits.shape[-1]) == labels[:, None]
+    return -log_p[is_label], np.exp(log_p) - is_label, log_p

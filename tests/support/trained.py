@@ -1,0 +1,71 @@
+"""Training on whole weights, with nothing of ours in it: plain optax on the dense twin of a model of `dense.chain`."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from support.dense import Model, chain, largest_relative_error
+
+
+def batches_of(model: Model, steps: int) -> Any:
+    """A batch for each step, stacked: leaves (steps, [replicas,] M, ...)."""
+    lead = 1 if model.replicas == 1 else 2
+    rolled = [jax.tree.map(lambda leaf, i=i: jnp.roll(leaf, i, axis=lead), model.batch) for i in range(steps)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rolled)
+
+
+def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, list[float]]:
+    """Whole weights, optax's state and the losses after `steps` updates."""
+
+    @jax.jit
+    def update(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = dataclasses.replace(model, params=params, batch=batch).twin()
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, state, losses = model.params, jax.jit(optimizer.init)(model.params), []
+    batches = batches_of(model, steps)
+    for i in range(steps):
+        params, state, loss = update(params, state, jax.tree.map(lambda leaf, i=i: leaf[i], batches))
+        losses.append(float(loss))
+    return params, state, losses
+
+
+@contextlib.contextmanager
+def quick_compiles() -> Iterator[None]:
+    """Without most of XLA's optimizations: for programs of tests, which run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def state_error(found: Any, expected: Any) -> float:
+    """`largest_relative_error` of two optimizer states of one structure, counts and keys among them."""
+
+    def as_array(leaf: Any) -> np.ndarray:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    return largest_relative_error(jax.tree.map(as_array, found), jax.tree.map(as_array, expected))
+
+
+MODELS = {
+    "unlike local stages": lambda replicas=1: chain((0, 1, 2), 2, replicas=replicas, like=False),
+    "like stages stacked": lambda replicas=1: chain((0, 1, 2, 3), 2, replicas=replicas),
+    "a concurrent head, split unevenly": lambda replicas=1: chain((0, 1, None), 2, replicas=replicas, like=False),
+    "a tied table, split unevenly": lambda replicas=1: chain((None, 0, 1, 2, 3, None), 2, replicas=replicas, tied=True),
+}
+IPUS = {
+    "unlike local stages": 3,
+    "like stages stacked": 4,
+    "a concurrent head, split unevenly": 4,
+    "a tied table, split unevenly": 4,
+}
