@@ -16,7 +16,7 @@ RANDOM_FLAGS ?=
 FINGERPRINT := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test random mnist bench format clean
+.PHONY: help venv test test-all random mnist bench format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -35,7 +35,7 @@ ifdef REMAKE
 endif
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## set up .venv with everything installed
 
@@ -59,6 +59,9 @@ test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctes
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-all: PYTEST_FLAGS += --slow=all
+test-all: test ## the same with every slow test, an hour or two
 
 random: $(STAMP) ## try random programs against dense ones for MINUTES (60)
 	$(BIN)/python tests/random_programs/run.py --minutes $(MINUTES) $(RANDOM_FLAGS)

@@ -1,5 +1,6 @@
 """Multi-IPU programming on any JAX device: pipelines, concurrent stages, and the proof that they equal one device."""
 
+from ipu_jax._version import __version__
 from ipu_jax.analysis.balance import Split, measure_costs, split
 from ipu_jax.analysis.cost import flops_of
 from ipu_jax.analysis.report import PipelineReport
@@ -41,6 +42,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "VerificationError",
+    "__version__",
     "configure",
     "flops_of",
     "make_mesh",

@@ -8,7 +8,8 @@ derivative nothing need be:
 
     _whole    the log-sum-exp. Its tangent is a plain psum, whose transpose sums the cotangents of all IPUs: right for
               any use of it, as in a second derivative, where each IPU has a use of its own.
-    _told     the loss. Its tangent is a sum that all IPUs use alike (_replicated_sum.py), whose transpose sends nothing.
+    _told     the loss. Its tangent is a sum that all IPUs use alike (_replicated_sum.py), whose transpose
+              sends nothing.
 
 The tangent of `_told` computes its probabilities again (`jax.checkpoint`): what is kept for the backward pass is the
 logits, as they came, and two floats a token.

@@ -1,8 +1,8 @@
 """Random schedule tables: each tick each IPU does any of the tasks that are ready, or nothing.
 
-Made by playing the clock that `ipu_jax.schedules._timetable` documents, with none of its code: segments are runs of stages of one
-place, what a segment made in a phase is there for the others when the phase ends, and a micro-batch follows the one
-before it through every segment.
+Made by playing the clock that `ipu_jax.schedules._timetable` documents, with none of its code: segments are runs of
+stages of one place, what a segment made in a phase is there for the others when the phase ends, and a micro-batch
+follows the one before it through every segment.
 """
 
 import dataclasses
