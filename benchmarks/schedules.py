@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Cost, Figures, side_by_side
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure
-from ipu_jax.schedules import NAMES, Schedule, make
+from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16
@@ -155,7 +155,7 @@ def head_figures(figures: Figures, vocabulary: int) -> None:
 
 def bubble_figures(figures: Figures) -> None:
     for name, bound in BUBBLES.items():
-        schedule = make(name, ipus=4, micro_batches=8)
+        schedule = make_schedule(name, ipus=4, micro_batches=8)
         # published to a tenth of a percent
         figures.add(f"bubble of {name}, 4 IPUs, M=8", round(schedule.simulate(forward=1, backward=2).bubble, 3), bound)
 
@@ -167,8 +167,8 @@ def schedule_figures(figures: Figures) -> None:
     dense = jax.jit(partial(unsharded, loss=squared_error))
     calls: list[Callable[[], Any]] = [partial(dense, body(IPUS), batch=batch)]
     schedules = []
-    for name in NAMES:
-        placement = make(name, ipus=IPUS, micro_batches=1).placement
+    for name in SCHEDULES:
+        placement = make_schedule(name, ipus=IPUS, micro_batches=1).placement
         stages = [Stage(layers, params=f"layers{i}", ipu=ipu) for i, ipu in enumerate(placement) if ipu is not None]
         # beside the last layers, so that it costs no message
         stages.append(Stage(squared_error, ipu=stages[-1].ipu))
@@ -177,7 +177,7 @@ def schedule_figures(figures: Figures) -> None:
         calls.append(step_of(pipeline, body(len(placement)), batch))
     costs = side_by_side(*calls, rounds=ROUNDS)
     whole: Cost = costs[0]
-    for name, schedule, cost in zip(NAMES, schedules, costs[1:], strict=True):
+    for name, schedule, cost in zip(SCHEDULES, schedules, costs[1:], strict=True):
         figures.add(f"step time / unsharded on both cores, {name}", cost.wall / whole.wall)
         figures.add(f"the same as FLOPs predict, {name}", predicted(schedule))
         bound = 1.03 if name == "grouped" else None

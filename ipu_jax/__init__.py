@@ -10,7 +10,7 @@ from ipu_jax.data.source import normalise
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
 from ipu_jax.options import DynamicScale, PipelineOptions, TrainOptions
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.schedules import Schedule, Task
+from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
 from ipu_jax.stage import Outputs, Stage
 from ipu_jax.training.replicas import Replicas, replicate
 from ipu_jax.training.step import StepOutputs, TrainState, TrainStep, make_train_step
@@ -21,6 +21,7 @@ __all__ = [
     "ALL_IPUS",
     "IPU_AXIS",
     "REPLICA_AXIS",
+    "SCHEDULES",
     "DynamicScale",
     "Feed",
     "FeedBatch",
@@ -46,6 +47,7 @@ __all__ = [
     "configure",
     "flops_of",
     "make_mesh",
+    "make_schedule",
     "make_train_step",
     "measure_costs",
     "normalise",

@@ -24,7 +24,7 @@ from ipu_jax.engine import scan as engine
 from ipu_jax.engine.plan import Plan, make_plan
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.programs.segment import segments_of
-from ipu_jax.schedules import Schedule, make
+from ipu_jax.schedules import Schedule, make_schedule
 from ipu_jax.stage import Stage
 from ipu_jax.weights import packing
 from ipu_jax.weights.arguments import (
@@ -48,7 +48,7 @@ class Pipeline:
     Args:
         stages: the model, first stage first. Neighbours on one IPU, and several stages an IPU, are fine.
         mesh: axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages name.
-        schedule: a name of `ipu_jax.schedules.NAMES` or a `Schedule` for this placement and M.
+        schedule: a name of `ipu_jax.schedules.SCHEDULES` or a `Schedule` for this placement and M.
         gradient_accumulation: M, the micro-batches of one weight update; any number, also fewer than stages.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
@@ -121,7 +121,7 @@ class Pipeline:
                     "but its state is updated in order: run them in order, or hold no state in it"
                 )
         # without B there is nothing to interleave: evaluation fills the pipeline as fast as it can
-        self._forward_schedule = make(
+        self._forward_schedule = make_schedule(
             "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
         )
         self._window = InFlight()
@@ -133,7 +133,7 @@ class Pipeline:
     def _schedule(self, schedule: str | Schedule, placement: tuple[int | None, ...]) -> Schedule:
         m = self.options.gradient_accumulation
         if not isinstance(schedule, Schedule):
-            return make(schedule, micro_batches=m, ipus=self.ipus, placement=placement)
+            return make_schedule(schedule, micro_batches=m, ipus=self.ipus, placement=placement)
         if (schedule.placement, schedule.ipus, schedule.micro_batches) != (placement, self.ipus, m):
             raise ValueError(
                 f"schedule {schedule.name!r} places {schedule.placement} on {schedule.ipus} IPUs with "

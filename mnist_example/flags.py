@@ -11,8 +11,8 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
+from ipu_jax import SCHEDULES
 from ipu_jax.options import REDUCTIONS, check_choice
-from ipu_jax.schedules import NAMES as SCHEDULES
 from mnist_example.batches import Batches
 from mnist_example.model import HALVES, MODES, PRECISIONS, Mode
 from mnist_example.network import MLP_UPDATES, RESNET_UPDATES, network_of

@@ -273,7 +273,7 @@ def make_pipeline(
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of the replica, from 1 to the number of layers.
         gradient_accumulation: M, the micro-batches of one weight update.
-        schedule: a name of `ipu_jax.schedules.NAMES`.
+        schedule: a name of `ipu_jax.SCHEDULES`.
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
         precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision, half)`.
         half: "bfloat16", or "float16", whose small gradients need a loss scale.

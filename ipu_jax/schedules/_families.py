@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 from ipu_jax.schedules._timetable import Clock, Kind, Placement, Rows, segments_of
 
-NAMES = ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "zb-h1", "zbv")
+SCHEDULES = ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "zb-h1", "zbv")
 Tables = tuple[Clock, Rows, Rows, Rows | None]
 Local = tuple[int, Kind, int]  # a task of a local segment: the segment's place in the line, kind, micro-batch
 

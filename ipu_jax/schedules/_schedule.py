@@ -12,10 +12,8 @@ A schedule is two or three tables of ticks and a clock that says what a tick is 
 backward pass is split: B gives the gradient of a stage's input, which another IPU waits for, and W the gradients of its
 weights, which nobody waits for, so that W fills what would be bubbles.
 
-`make` knows the schedules that have names (`families`); a table of your own runs as well, if `replay` finds nothing
-wrong with it; and `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
-
-This module knows no jax.
+`make_schedule` knows the schedules that have names (`_families`); a table of your own runs as well, if `_validate`
+finds nothing wrong with it; and `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
 """
 
 import dataclasses
@@ -28,12 +26,10 @@ from ipu_jax.schedules import _families as families
 from ipu_jax.schedules import _simulate as simulation
 from ipu_jax.schedules import _text as grid
 from ipu_jax.schedules import _timetable as clock
-from ipu_jax.schedules._families import NAMES
+from ipu_jax.schedules._families import SCHEDULES
 from ipu_jax.schedules._simulate import Cost, Simulation
 from ipu_jax.schedules._timetable import Clock, Kind, Placement, Rows, Task
 from ipu_jax.schedules._validate import validate
-
-__all__ = ["NAMES", "Clock", "Cost", "Kind", "Placement", "Schedule", "Simulation", "Task", "make", "validate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Schedule:
     Raises:
         ValueError: the first thing that is wrong; the text names the cell and the mend.
 
-    >>> schedule = make("grouped", ipus=2, micro_batches=3)
+    >>> schedule = make_schedule("grouped", ipus=2, micro_batches=3)
     >>> print(schedule)
     grouped: 2 stages on 2 IPUs, 3 micro-batches, 5 ticks, bubble 25.0%
     stash: stage 0 holds 3, stage 1 holds 1
@@ -167,7 +163,7 @@ class Schedule:
             ValueError: a cost that is no finite number of at least 0, not as many costs as stages, or a `weight` above
                 `backward`.
 
-        >>> zbv = make("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
+        >>> zbv = make_schedule("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
         >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
         (25.5, 0.0588, (8, 8, 8, 8))
         """
@@ -254,7 +250,7 @@ def _rows_of(schedule: str, name: str, rows: Any) -> Rows:
 _LETTERS: dict[str, Kind] = {"forward": "F", "backward": "B", "weight": "W"}
 
 
-def make(
+def make_schedule(
     name: str,
     *,
     micro_batches: int,
@@ -292,14 +288,15 @@ def make(
         ValueError: unknown name (with the nearest), a count that is no integer of at least 1, no stages, a stage on an
             IPU that isn't there, or a placement that "looped" or "zbv" cannot serve.
 
-    >>> make("sequential", ipus=4, micro_batches=8).bubble()
+    >>> make_schedule("sequential", ipus=4, micro_batches=8).bubble()
     0.75
-    >>> {name: round(make(name, ipus=4, micro_batches=8).bubble(), 3) for name in ("1f1b", "looped", "zb-h1", "zbv")}
+    >>> names = "1f1b", "looped", "zb-h1", "zbv"
+    >>> {name: round(make_schedule(name, ipus=4, micro_batches=8).bubble(), 3) for name in names}
     {'1f1b': 0.273, 'looped': 0.158, 'zb-h1': 0.111, 'zbv': 0.059}
-    >>> make("looped", ipus=2, micro_batches=3).placement
+    >>> make_schedule("looped", ipus=2, micro_batches=3).placement
     (0, 1, 0, 1)
     """
-    check_choice("schedule", name, NAMES)
+    check_choice("schedule", name, SCHEDULES)
     micro_batches, rounds = check_count("micro_batches", micro_batches), check_count("rounds", rounds)
     ipus = None if ipus is None else check_count("ipus", ipus)
     if placement is None:

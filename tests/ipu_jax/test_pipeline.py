@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Sharded, Stage, make_mesh
-from ipu_jax.schedules import NAMES, make
+from ipu_jax.schedules import SCHEDULES, make_schedule
 from support.dense import ROWS, VOCABULARY, chain, largest_relative_error
 from support.refusals import compilations, refused
 
@@ -106,7 +106,7 @@ def test_an_accumulation_that_is_no_count(value):
     ],
 )
 def test_an_unknown_schedule(name, hint):
-    with refused(f"schedule={name!r} is unknown: {hint}Choose one of {', '.join(map(repr, NAMES))}"):
+    with refused(f"schedule={name!r} is unknown: {hint}Choose one of {', '.join(map(repr, SCHEDULES))}"):
         two_stages(schedule=name)
 
 
@@ -172,11 +172,11 @@ def test_a_schedule_made_for_another_pipeline(made_for, placed, on, micro_batche
         f"schedule 'grouped' places {placed} on {on} IPUs with {micro_batches} micro-batches, but the stages stand on "
         "(0, 1), the mesh has 2 IPUs and gradient_accumulation=4: make the schedule for these"
     ):
-        two_stages(schedule=make("grouped", **made_for), gradient_accumulation=4)
+        two_stages(schedule=make_schedule("grouped", **made_for), gradient_accumulation=4)
 
 
 def test_a_schedule_that_fits_is_taken_as_it_is():
-    schedule = make("sequential", ipus=2, micro_batches=4)
+    schedule = make_schedule("sequential", ipus=2, micro_batches=4)
     assert two_stages(schedule=schedule, gradient_accumulation=4).schedule is schedule
 
 

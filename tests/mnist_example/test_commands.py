@@ -25,7 +25,9 @@ def test_a_command_starts_its_program_and_ends_with_its_status(command, monkeypa
 @pytest.mark.parametrize(("command", "package"), [("run-sharded-mnist", "rich"), ("benchmark-dataset", "pooch")])
 def test_without_a_package_a_command_says_what_to_install(command, package):
     start = COMMANDS[command][0].__name__
-    code = f"import sys; sys.modules[{package!r}] = None; from mnist_example import commands; sys.exit(commands.{start}())"
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from mnist_example import commands; sys.exit(commands.{start}())"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     message = f"{command} needs {package}, which is not installed: pip install 'ipu-jax[mnist]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -10,7 +10,7 @@ import pytest
 
 import cross_entropy
 from cross_entropy import BACKWARD, FORWARD, SPLIT, XLA
-from ipu_jax.schedules import NAMES, make
+from ipu_jax.schedules import SCHEDULES, make_schedule
 from memory import arguments, pipeline_of
 from schedules import BUBBLES, MICRO_BATCHES, D, predicted
 from support import documents
@@ -32,14 +32,14 @@ def test_the_bubbles_of_the_benchmark_are_those_of_the_papers():
     for name, bubble in by_hand.items():
         shown = BENCHMARKS[f"bubble of {name}, 4 IPUs, M=8"]
         assert shown == pytest.approx(bubble, abs=5e-4)
-        found = make(name, ipus=s, micro_batches=m).simulate(forward=1, backward=2).bubble
+        found = make_schedule(name, ipus=s, micro_batches=m).simulate(forward=1, backward=2).bubble
         assert found == pytest.approx(shown, abs=5e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_predicted_step_times_are_those_of_the_tables(name):
-    placement = make(name, ipus=2, micro_batches=1).placement
-    schedule = make(name, placement=(*placement, placement[-1]), micro_batches=MICRO_BATCHES)
+    placement = make_schedule(name, ipus=2, micro_batches=1).placement
+    schedule = make_schedule(name, placement=(*placement, placement[-1]), micro_batches=MICRO_BATCHES)
     assert predicted(schedule) == pytest.approx(BENCHMARKS[f"the same as FLOPs predict, {name}"], rel=1e-5)
 
 
@@ -55,7 +55,7 @@ def test_two_of_them_by_hand():
 @pytest.mark.parametrize("vocabulary", [8192, 16384])
 def test_what_a_concurrent_head_is_worth_is_what_flops_say(vocabulary):
     basic, concurrent = (
-        predicted(make("grouped", ipus=2, placement=(0, 1, ipu), micro_batches=MICRO_BATCHES), vocabulary / D)
+        predicted(make_schedule("grouped", ipus=2, placement=(0, 1, ipu), micro_batches=MICRO_BATCHES), vocabulary / D)
         for ipu in (1, None)
     )
     shown = BENCHMARKS[f"basic / concurrent step time as FLOPs predict, V={vocabulary}"]
@@ -69,7 +69,7 @@ def test_the_two_clocks_cost_what_their_page_says():
     in_lockstep, alone, zb_h1 = (float(figure) / 100 for figure in found.groups())
 
     def bubble(name, *, lockstep):
-        return make(name, ipus=4, micro_batches=8).simulate(forward=1, backward=2, lockstep=lockstep).bubble
+        return make_schedule(name, ipus=4, micro_batches=8).simulate(forward=1, backward=2, lockstep=lockstep).bubble
 
     assert bubble("1f1b", lockstep=True) == pytest.approx(in_lockstep, abs=5e-4)
     assert bubble("1f1b", lockstep=False) == pytest.approx(alone, abs=5e-4)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
 from ipu_jax.analysis._account import plan_for
 from ipu_jax.engine import scan as engine
-from ipu_jax.schedules import NAMES, make
+from ipu_jax.schedules import SCHEDULES, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 CLASSES = 7
@@ -52,7 +52,7 @@ def assert_equals_the_unsharded_program(
     replicas: int = 1,
 ):
     """A chain of unlike layers under the family's own placement, with or without a concurrent head behind it."""
-    placement = [ipu for ipu in make(name, micro_batches=1, ipus=ipus).placement if ipu is not None]
+    placement = [ipu for ipu in make_schedule(name, micro_batches=1, ipus=ipus).placement if ipu is not None]
     widths = [12, *(16 + i % 3 for i in range(len(placement)))]
     stages = [Stage(layer, params=f"layer{i}", ipu=ipu, recompute=recompute) for i, ipu in enumerate(placement)]
     params = {f"layer{i}": weights(widths[i], widths[i + 1], i) for i in range(len(placement))}
@@ -60,7 +60,7 @@ def assert_equals_the_unsharded_program(
     specs = {"head": {"w": PartitionSpec(None, "ipu"), "b": PartitionSpec("ipu")}}
     if concurrent_head:
         stages.append(Stage(head, params="head", ipu=ALL_IPUS, reference=dense_head))
-        schedule = make(name, micro_batches=micro_batches, ipus=ipus, placement=(*placement, None))
+        schedule = make_schedule(name, micro_batches=micro_batches, ipus=ipus, placement=(*placement, None))
     else:
         stages.pop()
         last = f"layer{len(stages)}"
@@ -68,7 +68,7 @@ def assert_equals_the_unsharded_program(
         stages.append(Stage(whole, params="last", ipu=placement[-1], recompute=recompute))
         params["last"] = {"layer": params.pop(last), "head": params.pop("head")}
         specs = {}
-        schedule = make(name, micro_batches=micro_batches, ipus=ipus)
+        schedule = make_schedule(name, micro_batches=micro_batches, ipus=ipus)
     pipeline = Pipeline(
         stages,
         mesh=make_mesh(replicas, ipus),
@@ -88,14 +88,14 @@ def assert_equals_the_unsharded_program(
 
 
 @pytest.mark.parametrize("concurrent_head", [False, True], ids=["local head", "concurrent head"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_family_equals_the_unsharded_program(name, concurrent_head):
     assert_equals_the_unsharded_program(name, 2, 3, concurrent_head=concurrent_head)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 5])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_family_on_4_ipus(name, micro_batches):
     assert_equals_the_unsharded_program(name, 4, micro_batches, concurrent_head=micro_batches == 5)
 

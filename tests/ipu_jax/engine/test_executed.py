@@ -12,7 +12,8 @@ import pytest
 from ipu_jax import Schedule, Task
 from ipu_jax.engine import _tasks as tasks
 from ipu_jax.engine import scan as engine
-from ipu_jax.schedules import NAMES, Kind, make
+from ipu_jax.schedules import SCHEDULES, make_schedule
+from ipu_jax.schedules._timetable import Kind
 from support.dense import chain
 
 
@@ -53,9 +54,9 @@ def run(model: Any, ipus: int, schedule: Any) -> Schedule:
 
 
 @pytest.mark.parametrize("concurrent_ends", [False, True], ids=["local", "concurrent ends"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_each_task_runs_once_in_its_tick_on_its_ipu(name, concurrent_ends, seen):
-    places = make(name, ipus=2, micro_batches=1).placement
+    places = make_schedule(name, ipus=2, micro_batches=1).placement
     model = chain((None, *places, None) if concurrent_ends else places, 3)
     schedule = run(model, 2, name)
     assert Counter(seen) == planned(schedule)
@@ -75,7 +76,7 @@ def test_like_stages_of_one_team_each_run_their_own(seen):
 def test_the_simulators_figures_are_those_of_what_ran(name, seen):
     """The tasks as they ran, each IPU's in its order, priced anew: makespan, bubble and stash are the simulator's."""
     forward, backward = 1.0, 2.0
-    model = chain(make(name, ipus=4, micro_batches=1).placement, 8)
+    model = chain(make_schedule(name, ipus=4, micro_batches=1).placement, 8)
     schedule = run(model, 4, name)
     share = {ipu: sum(place == ipu for place in schedule.placement) for ipu in range(4)}
     split = schedule.weight is not None

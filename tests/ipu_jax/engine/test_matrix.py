@@ -14,11 +14,11 @@ import pytest
 
 from ipu_jax import Pipeline, make_mesh
 from ipu_jax.engine import scan as engine
-from ipu_jax.schedules import NAMES, make
+from ipu_jax.schedules import SCHEDULES, make_schedule
 from support.dense import Model, chain, largest_relative_error
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "schedule": NAMES,
+    "schedule": SCHEDULES,
     "ipus": (1, 2, 4, 8),
     "micro_batches": ("below", "equal", "above"),
     "like": (True, False),
@@ -65,7 +65,7 @@ CASES = covering()
 
 
 def model_of(schedule: str, ipus: int, micro_batches: str, like: bool, concurrent: str, recompute: Any, replicas: int):
-    places: list[int | None] = list(make(schedule, ipus=ipus, micro_batches=1).placement)
+    places: list[int | None] = list(make_schedule(schedule, ipus=ipus, micro_batches=1).placement)
     stages = len(places)
     if concurrent in ("start", "both", "tied"):
         places.insert(0, None)

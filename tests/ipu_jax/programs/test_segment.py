@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ipu_jax import ALL_IPUS, Stage
 from ipu_jax.programs.segment import Carried, Given, segments_of, whole
 from ipu_jax.programs.segment_program import halves_of
-from ipu_jax.schedules import make
+from ipu_jax.schedules import make_schedule
 from support.dense import largest_relative_error
 from support.inputs import MICROBATCH, D, X, mlp, normal
 from support.sums import empty_sums
@@ -17,7 +17,7 @@ from support.sums import empty_sums
 def test_neighbours_that_stand_in_one_place_are_one_segment():
     places = (0, 0, 1, ALL_IPUS, ALL_IPUS, 1, 0)
     stages = tuple(Stage(mlp, params=f"g{i % 3}", ipu=ipu) for i, ipu in enumerate(places))
-    schedule = make("grouped", micro_batches=2, ipus=2, placement=tuple(stage.place for stage in stages))
+    schedule = make_schedule("grouped", micro_batches=2, ipus=2, placement=tuple(stage.place for stage in stages))
     segments = segments_of(stages, schedule)
     assert [(s.first, len(s.stages), s.place) for s in segments] == [
         (0, 2, 0),

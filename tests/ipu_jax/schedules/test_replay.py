@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ipu_jax.schedules import NAMES, Schedule, make
+from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
 
 
 def replay(schedule: Schedule) -> None:
@@ -96,18 +96,18 @@ def replay(schedule: Schedule) -> None:
 
 
 @st.composite
-def schedules(draw, names=NAMES, most_ipus: int = 6, most_micro_batches: int = 10) -> Schedule:
+def schedules(draw, names=SCHEDULES, most_ipus: int = 6, most_micro_batches: int = 10) -> Schedule:
     """A schedule of some family, with concurrent stages anywhere."""
     name = draw(st.sampled_from(names))
     ipus, m_count = draw(st.integers(1, most_ipus)), draw(st.integers(1, most_micro_batches))
-    line = list(make(name, ipus=ipus, micro_batches=1, rounds=draw(st.integers(1, 3))).placement)
+    line = list(make_schedule(name, ipus=ipus, micro_batches=1, rounds=draw(st.integers(1, 3))).placement)
     if name not in ("looped", "zbv"):
         line = draw(st.lists(st.integers(0, ipus - 1), max_size=8))
     placement = []
     for ipu in line:
         placement += [None] * draw(st.sampled_from([0, 0, 0, 0, 1, 2])) + [ipu]
     placement += [None] * draw(st.sampled_from([0, 1, 2] if placement else [1, 2]))
-    return make(name, ipus=ipus, placement=tuple(placement), micro_batches=m_count)
+    return make_schedule(name, ipus=ipus, placement=tuple(placement), micro_batches=m_count)
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)
@@ -414,7 +414,7 @@ def test_a_wrong_drawing_is_refused(text, message):
 
 
 def test_a_drawing_with_one_cell_wrong_names_the_cell():
-    text = str(make("1f1b", ipus=3, micro_batches=4))
+    text = str(make_schedule("1f1b", ipus=3, micro_batches=4))
     assert Schedule.from_text(text).name == "1f1b"
     with pytest.raises(ValueError, match="is there already") as caught:
         Schedule.from_text(text.replace("1F2", "1F1"))
@@ -422,6 +422,6 @@ def test_a_drawing_with_one_cell_wrong_names_the_cell():
 
 
 def test_one_ipu_needs_its_placement_said():
-    concurrent = make("zb-h1", ipus=1, placement=(None, 0, None), micro_batches=2)
+    concurrent = make_schedule("zb-h1", ipus=1, placement=(None, 0, None), micro_batches=2)
     assert str(concurrent).splitlines()[2] == "placement: all IPUs, IPU 0, all IPUs"
     assert Schedule.from_text(str(concurrent)) == concurrent

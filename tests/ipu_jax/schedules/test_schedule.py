@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ipu_jax.schedules import NAMES, Schedule, Task, make, validate
+from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
+from ipu_jax.schedules._validate import validate
 
 
 def table(*rows: str) -> tuple[tuple[int, ...], ...]:
@@ -75,7 +76,7 @@ PLACEMENTS = st.integers(1, 4).flatmap(
 
 
 def test_the_grouped_grid_is_the_picture_that_opens_the_module():
-    assert str(make("grouped", ipus=3, micro_batches=4)).splitlines() == [
+    assert str(make_schedule("grouped", ipus=3, micro_batches=4)).splitlines() == [
         "grouped: 3 stages on 3 IPUs, 4 micro-batches, 8 ticks, bubble 33.3%",
         "stash: stage 0 holds 4, stage 1 holds 3, stage 2 holds 1",
         "       ramp-up       main                                ramp-down",
@@ -87,7 +88,7 @@ def test_the_grouped_grid_is_the_picture_that_opens_the_module():
 
 
 def test_the_sequential_grid_has_one_ipu_at_work_in_each_tick():
-    assert str(make("sequential", ipus=2, micro_batches=2)).splitlines() == [
+    assert str(make_schedule("sequential", ipus=2, micro_batches=2)).splitlines() == [
         "sequential: 2 stages on 2 IPUs, 2 micro-batches, 6 ticks, bubble 50.0%",
         "stash: stage 0 holds 1, stage 1 holds 1",
         "       ramp-up  main                        ramp-down",
@@ -98,7 +99,7 @@ def test_the_sequential_grid_has_one_ipu_at_work_in_each_tick():
 
 
 def test_the_grid_shows_concurrent_stages_on_every_ipu_in_the_order_of_the_clock():
-    assert str(make("grouped", placement=(None, 0, None, 1, None), micro_batches=2)).splitlines() == [
+    assert str(make_schedule("grouped", placement=(None, 0, None, 1, None), micro_batches=2)).splitlines() == [
         "grouped: 5 stages on 2 IPUs, 2 micro-batches, 4 ticks, bubble 16.7%",
         "stash: stage 0 holds 2, stage 1 holds 2, stage 2 holds 1, stage 3 holds 1, stage 4 holds 1",
         "       ramp-up  main                                                      ramp-down",
@@ -109,7 +110,7 @@ def test_the_grid_shows_concurrent_stages_on_every_ipu_in_the_order_of_the_clock
 
 
 def test_the_grid_of_several_stages_an_ipu():
-    assert str(make("grouped", placement=(0, 0, 1), micro_batches=3)).splitlines() == [
+    assert str(make_schedule("grouped", placement=(0, 0, 1), micro_batches=3)).splitlines() == [
         "grouped: 3 stages on 2 IPUs, 3 micro-batches, 5 ticks, bubble 35.7%",
         "stash: stage 0 holds 3, stage 1 holds 3, stage 2 holds 1",
         "       ramp-up  main                               ramp-down",
@@ -117,7 +118,7 @@ def test_the_grid_of_several_stages_an_ipu():
         "IPU 0  0F0 1F0  0F1 1F1  0F2 1F2 1B0 0B0  1B1 0B1  1B2 0B2",
         "IPU 1           2F0 2B0  2F1 2B1          2F2 2B2",
     ]
-    assert str(make("grouped", placement=(0, 1, 0, 1), micro_batches=3)).splitlines()[2:] == [
+    assert str(make_schedule("grouped", placement=(0, 1, 0, 1), micro_batches=3)).splitlines()[2:] == [
         "       ramp-up                main                               ramp-down",
         "tick   0        1    2        3            4        5            6          7    8",
         "IPU 0  0F0      0F1  0F2 2F0  2F1          2F2 2B0  2B1          2B2 0B0    0B1  0B2",
@@ -131,8 +132,8 @@ def test_the_grid_of_several_stages_an_ipu():
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8, 84])
 def test_the_bubble_is_the_closed_formula(stages, micro_batches):
-    grouped = make("grouped", ipus=stages, micro_batches=micro_batches)
-    sequential = make("sequential", ipus=stages, micro_batches=micro_batches)
+    grouped = make_schedule("grouped", ipus=stages, micro_batches=micro_batches)
+    sequential = make_schedule("sequential", ipus=stages, micro_batches=micro_batches)
     for costs in ({}, {"forward": 1.0, "backward": 1.0}, {"forward": 3.0, "backward": 0.5}):
         assert grouped.bubble(**costs) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
         assert sequential.bubble(**costs) == pytest.approx(1 - 1 / stages)
@@ -140,14 +141,14 @@ def test_the_bubble_is_the_closed_formula(stages, micro_batches):
 
 def test_stages_that_share_an_ipu_make_a_bubble_of_their_imbalance():
     # IPU 0 does two stages of three; without ramps the other IPU idles half of the time
-    assert make("grouped", placement=(0, 0, 1), micro_batches=200).bubble() == pytest.approx(0.25, abs=0.01)
-    assert make("grouped", placement=(None, None), ipus=8, micro_batches=3).bubble() == pytest.approx(0)
+    assert make_schedule("grouped", placement=(0, 0, 1), micro_batches=200).bubble() == pytest.approx(0.25, abs=0.01)
+    assert make_schedule("grouped", placement=(None, None), ipus=8, micro_batches=3).bubble() == pytest.approx(0)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 5, 9, 40])
 def test_the_stash_of_grouped_does_not_grow_with_the_micro_batches(stages, micro_batches):
-    schedule = make("grouped", ipus=stages, micro_batches=micro_batches)
+    schedule = make_schedule("grouped", ipus=stages, micro_batches=micro_batches)
     assert [schedule.stash_depth(s) for s in range(stages)] == [
         min(micro_batches, 2 * (stages - 1 - s) + 1) for s in range(stages)
     ]
@@ -155,19 +156,19 @@ def test_the_stash_of_grouped_does_not_grow_with_the_micro_batches(stages, micro
 
 @pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 0), (None, 0, 1, None), (0, None, 1)])
 def test_sequential_stashes_one_micro_batch(placement):
-    schedule = make("sequential", placement=placement, micro_batches=5)
+    schedule = make_schedule("sequential", placement=placement, micro_batches=5)
     assert [schedule.stash_depth(s) for s in range(len(placement))] == [1] * len(placement)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (3, 1), (3, 3), (3, 8)])
 def test_grouped_takes_the_ticks_of_1f1b_and_forward_alone_half_the_ramp(stages, micro_batches):
-    schedule = make("grouped", ipus=stages, micro_batches=micro_batches)
+    schedule = make_schedule("grouped", ipus=stages, micro_batches=micro_batches)
     assert schedule.ticks == micro_batches + 2 * (stages - 1)
     assert schedule.forward_ticks == micro_batches + stages - 1
 
 
 def test_a_concurrent_head_runs_forward_and_backward_in_the_tick_of_the_last_local_stage():
-    schedule = make("grouped", placement=(None, 0, 1, None), micro_batches=3)
+    schedule = make_schedule("grouped", placement=(None, 0, 1, None), micro_batches=3)
     assert schedule.forward == table("012", "012", "123", "123")
     assert schedule.backward == table("234", "234", "123", "123")
     assert [schedule.phase(s, "F") for s in range(4)] == ["entry", "F", "F", "head"]
@@ -179,7 +180,7 @@ def test_a_concurrent_head_runs_forward_and_backward_in_the_tick_of_the_last_loc
 @given(ipus_and_placement=PLACEMENTS, micro_batches=st.integers(1, 6))
 def test_every_placement_gives_a_schedule_that_replays(name, ipus_and_placement, micro_batches):
     ipus, placement = ipus_and_placement
-    schedule = make(name, placement=placement, ipus=ipus, micro_batches=micro_batches)
+    schedule = make_schedule(name, placement=placement, ipus=ipus, micro_batches=micro_batches)
     validate(schedule)
     replay(schedule)
     stages = len(placement)
@@ -213,7 +214,7 @@ def test_what_is_no_task_is_refused(text):
 
 
 def test_tasks_of_a_tick_come_in_the_order_of_the_clock():
-    schedule = make("grouped", placement=(None, 0, 1, None), micro_batches=4)
+    schedule = make_schedule("grouped", placement=(None, 0, 1, None), micro_batches=4)
     assert [str(task) for task in schedule.tasks(2)] == ["0F2", "1F2", "2F1", "3F1", "3B1", "2B1", "1B0", "0B0"]
 
 
@@ -361,7 +362,7 @@ def tables_near_a_schedule(draw):
     """The tables of a schedule, stretched: each task may come late, and micro-batches further apart."""
     placement = draw(st.lists(st.none() | st.integers(0, 1), min_size=1, max_size=4).map(tuple))
     m_count, apart = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    one = make("grouped", placement=placement, ipus=2, micro_batches=1)
+    one = make_schedule("grouped", placement=placement, ipus=2, micro_batches=1)
     late = itertools.accumulate(draw(st.sampled_from([0, 0, 0, 1, 2])) for _ in range(2 * len(placement)))
     forward = [row[0] + next(late) for row in one.forward]
     backward = [row[0] + next(late) for row in reversed(one.backward)][::-1]
@@ -405,9 +406,9 @@ def test_a_stretched_schedule_is_accepted_where_micro_batches_dont_meet(tables, 
     [
         (
             {"name": "groupd"},
-            f"schedule='groupd' is unknown: did you mean 'grouped'? Choose one of {', '.join(map(repr, NAMES))}",
+            f"schedule='groupd' is unknown: did you mean 'grouped'? Choose one of {', '.join(map(repr, SCHEDULES))}",
         ),
-        ({"name": "?"}, f"schedule='?' is unknown: Choose one of {', '.join(map(repr, NAMES))}"),
+        ({"name": "?"}, f"schedule='?' is unknown: Choose one of {', '.join(map(repr, SCHEDULES))}"),
         ({"micro_batches": 0}, "micro_batches=0 is not a count: give an int of at least 1"),
         ({"micro_batches": 2.5}, "micro_batches=2.5 is not a count: give an int of at least 1"),
         ({"ipus": 0}, "ipus=0 is not a count: give an int of at least 1"),
@@ -419,19 +420,19 @@ def test_a_stretched_schedule_is_accepted_where_micro_batches_dont_meet(tables, 
 def test_make_refuses(given_, message):
     arguments = {"name": "grouped", "ipus": 2, "micro_batches": 1} | given_
     with pytest.raises(ValueError, match=r".") as caught:
-        make(**arguments)
+        make_schedule(**arguments)
     assert str(caught.value) == message
 
 
 def test_without_ipus_the_placement_says_how_many():
-    assert make("grouped", placement=(0, 3), micro_batches=1).ipus == 4
-    assert make("grouped", placement=(None,), micro_batches=1).ipus == 1
+    assert make_schedule("grouped", placement=(0, 3), micro_batches=1).ipus == 4
+    assert make_schedule("grouped", placement=(None,), micro_batches=1).ipus == 1
 
 
 def test_a_schedule_is_plain_data():
-    schedule = make("grouped", ipus=2, micro_batches=3)
-    assert schedule == make("grouped", ipus=2, micro_batches=3)
-    assert len({schedule, make("grouped", ipus=2, micro_batches=3)}) == 1
+    schedule = make_schedule("grouped", ipus=2, micro_batches=3)
+    assert schedule == make_schedule("grouped", ipus=2, micro_batches=3)
+    assert len({schedule, make_schedule("grouped", ipus=2, micro_batches=3)}) == 1
     assert dataclasses.replace(schedule, name="mine").forward == schedule.forward
     with pytest.raises(ValueError, match=r"^schedule 'grouped': the forward table must be"):
         dataclasses.replace(schedule, placement=(0,))

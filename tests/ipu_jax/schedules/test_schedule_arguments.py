@@ -11,10 +11,10 @@ import pytest
 
 from ipu_jax import Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.analysis.balance import measure_costs, split
-from ipu_jax.schedules import NAMES, Schedule, make
+from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
 from support.harness import exactly
 
-CHOICES = ", ".join(map(repr, NAMES))
+CHOICES = ", ".join(map(repr, SCHEDULES))
 ROWS = (((0, 1), (1, 2)), ((2, 3), (1, 2)))  # of two stages on two IPUs, two micro-batches, two-phase
 
 
@@ -29,24 +29,26 @@ def refused(call: Any, message: str) -> None:
 )
 def test_a_schedules_name_in_other_letters_is_told_the_right_one(name, nearest):
     message = f"schedule={name!r} is unknown: did you mean {nearest!r}? Choose one of {CHOICES}"
-    refused(lambda: make(name, ipus=2, micro_batches=2), message)
+    refused(lambda: make_schedule(name, ipus=2, micro_batches=2), message)
     refused(lambda: Pipeline([Stage(lambda p, x, mb: x)], schedule=name), message)
 
 
 @pytest.mark.parametrize("name", [1, None, b"1f1b", ("1f1b",)])
 def test_a_schedule_that_is_no_name_is_refused(name):
-    refused(lambda: make(name, ipus=2, micro_batches=2), f"schedule={name!r} is unknown: Choose one of {CHOICES}")
+    refused(
+        lambda: make_schedule(name, ipus=2, micro_batches=2), f"schedule={name!r} is unknown: Choose one of {CHOICES}"
+    )
 
 
 @pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
 def test_numpys_integers_are_integers(integer):
     two, three = integer(2), integer(3)
     places = np.array([0, 1, 0, 1], integer)
-    expected = make("looped", ipus=2, micro_batches=3, placement=(0, 1, 0, 1), rounds=2)
+    expected = make_schedule("looped", ipus=2, micro_batches=3, placement=(0, 1, 0, 1), rounds=2)
     for found in (
-        make("looped", ipus=two, micro_batches=three, rounds=two),
-        make("looped", micro_batches=three, placement=tuple(places)),
-        make("looped", ipus=two, micro_batches=three, placement=places),  # pyright: ignore[reportArgumentType]
+        make_schedule("looped", ipus=two, micro_batches=three, rounds=two),
+        make_schedule("looped", micro_batches=three, placement=tuple(places)),
+        make_schedule("looped", ipus=two, micro_batches=three, placement=places),  # pyright: ignore[reportArgumentType]
         Schedule("looped", (*places,), two, expected.forward, np.array(expected.backward), None, "one-phase"),  # pyright: ignore[reportArgumentType]
     ):
         assert found == expected
@@ -58,7 +60,7 @@ def test_numpys_integers_are_integers(integer):
 
 def test_a_pipeline_takes_numpys_integers_for_its_schedule():
     stages = [Stage(lambda p, x, mb: mb * 2.0, ipu=0), Stage(lambda p, x, mb: x.mean(), ipu=1)]
-    schedule = make("1f1b", ipus=np.int64(2), micro_batches=np.int64(2), placement=np.arange(2))  # pyright: ignore[reportArgumentType]
+    schedule = make_schedule("1f1b", ipus=np.int64(2), micro_batches=np.int64(2), placement=np.arange(2))  # pyright: ignore[reportArgumentType]
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), schedule=schedule, gradient_accumulation=2)
     assert float(pipeline.loss(pipeline.shard({}), np.ones((2, 3), np.float32))) == 2
 
@@ -69,27 +71,27 @@ BAD_COUNTS = (0, -1, 2.0, "2", True, None, np.float32(2), np.array([2]), math.na
 @pytest.mark.parametrize("bad", BAD_COUNTS, ids=repr)
 def test_what_is_not_a_count_is_refused(bad):
     rule = f"={bad!r} is not a count: give an int of at least 1"
-    refused(lambda: make("1f1b", ipus=2, micro_batches=bad), f"micro_batches{rule}")
-    refused(lambda: make("looped", ipus=2, micro_batches=2, rounds=bad), f"rounds{rule}")
+    refused(lambda: make_schedule("1f1b", ipus=2, micro_batches=bad), f"micro_batches{rule}")
+    refused(lambda: make_schedule("looped", ipus=2, micro_batches=2, rounds=bad), f"rounds{rule}")
     refused(lambda: Schedule("mine", (0, 1), bad, *ROWS), f"ipus{rule}")
     refused(lambda: split("ab", [1, 1], bad), f"ipus{rule}")
     refused(lambda: split("ab", [1, 1], 1, rounds=bad), f"rounds{rule}")
     if bad is not None:  # nobody said how many
-        refused(lambda: make("1f1b", ipus=bad, micro_batches=2), f"ipus{rule}")
-        refused(lambda: make("1f1b", ipus=bad, placement=(0, 1), micro_batches=2), f"ipus{rule}")
+        refused(lambda: make_schedule("1f1b", ipus=bad, micro_batches=2), f"ipus{rule}")
+        refused(lambda: make_schedule("1f1b", ipus=bad, placement=(0, 1), micro_batches=2), f"ipus{rule}")
 
 
 @pytest.mark.parametrize("bad", [0.0, "0", True, np.float32(1), (0,), math.nan], ids=repr)
 def test_a_place_that_is_no_integer_is_refused(bad):
     message = f"stage 1 is on IPU {bad!r}: give an int, or None for a concurrent stage"
-    refused(lambda: make("grouped", placement=(0, bad), micro_batches=2), message)
+    refused(lambda: make_schedule("grouped", placement=(0, bad), micro_batches=2), message)
     refused(lambda: Schedule("mine", (0, bad), 2, *ROWS), message)
 
 
 @pytest.mark.parametrize("bad", [3, "01", 1.5])
 def test_a_placement_that_is_none_is_refused(bad):
     message = f"placement={bad!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)"
-    refused(lambda: make("grouped", placement=bad, micro_batches=2), message)
+    refused(lambda: make_schedule("grouped", placement=bad, micro_batches=2), message)
 
 
 @pytest.mark.parametrize("bad", [1.0, "1", None, True, np.float64(1)], ids=repr)
@@ -129,7 +131,7 @@ def test_a_schedules_own_name_must_be_text():
 
 
 def test_costs_may_be_numpys_and_any_sequence():
-    schedule: Any = make("zb-h1", ipus=2, micro_batches=3)
+    schedule: Any = make_schedule("zb-h1", ipus=2, micro_batches=3)
     expected = schedule.simulate([1, 2], [3, 4], [1, 2], 0.5)
     for of in (np.array, jnp.array, tuple, iter):
         found = schedule.simulate(of([1, 2]), of([3, 4]), of([1, 2]), np.float64(0.5))
@@ -141,7 +143,7 @@ def test_costs_may_be_numpys_and_any_sequence():
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf, None, "1", True, 1j, {"a": 1}], ids=repr)
 def test_what_is_not_a_cost_is_refused(bad):
-    schedule = make("zb-h1", ipus=2, micro_batches=3)
+    schedule = make_schedule("zb-h1", ipus=2, micro_batches=3)
     rule = f"={bad!r} is not a cost: give a finite number of at least 0"
     refused(lambda: schedule.simulate(bad), f"forward{rule}")
     refused(lambda: schedule.simulate(1, bad), f"backward{rule}")

@@ -12,7 +12,7 @@ import pytest
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.engine import scan as engine
-from ipu_jax.schedules import Schedule, make
+from ipu_jax.schedules import Schedule, make_schedule
 from support.dense import chain, largest_relative_error
 
 
@@ -97,7 +97,7 @@ BY_HAND = {
 def test_lock_step_makespans_by_hand(case):
     costs, first, second, phases = BY_HAND[case]
     name = case.split(",")[0]
-    schedule = make(name, placement=costs["placement"], micro_batches=2)
+    schedule = make_schedule(name, placement=costs["placement"], micro_batches=2)
     of = ", one-phase clock" if name not in ("sequential", "grouped") else ""
     drawn = Schedule.from_text(f"{name}: 2 stages on 2 IPUs, as drawn{of}\nIPU 0 | {first}\nIPU 1 | {second}")
     assert drawn == schedule
@@ -117,7 +117,7 @@ def test_lock_step_makespans_by_hand(case):
 
 def check(placement: tuple[int | None, ...], m_count: int) -> None:
     """A table of B and W is right: each thing is there when it is used, an IPU does one segment's task a tick."""
-    schedule = make("zbv", placement=placement, micro_batches=m_count)
+    schedule = make_schedule("zbv", placement=placement, micro_batches=m_count)
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     assert weight is not None
     assert {len(row) for rows in (forward, backward, weight) for row in rows} == {m_count}

@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipu_jax.schedules import NAMES, Kind, Schedule, Task, make
+from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
+from ipu_jax.schedules._timetable import Kind
 
 KINDS: tuple[Kind, ...] = ("F", "B")
 
-ONE_PHASE = tuple(name for name in NAMES if name not in ("sequential", "grouped"))
+ONE_PHASE = tuple(name for name in SCHEDULES if name not in ("sequential", "grouped"))
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 10))
 COSTS = st.sampled_from([{}, {"forward": 1, "backward": 1}, {"forward": 3, "backward": 0.5}, {"backward": 2.5}])
 
@@ -26,10 +27,10 @@ AT_4_IPUS_AND_8_MICRO_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_figures_of_every_family(name):
     makespan, bubble, peak_stash = AT_4_IPUS_AND_8_MICRO_BATCHES[name]
-    run = make(name, ipus=4, micro_batches=8).simulate(forward=1, backward=2)
+    run = make_schedule(name, ipus=4, micro_batches=8).simulate(forward=1, backward=2)
     assert run.makespan == pytest.approx(makespan)
     assert run.bubble == pytest.approx(bubble)
     assert run.peak_stash == peak_stash
@@ -37,7 +38,7 @@ def test_the_figures_of_every_family(name):
 
 
 def test_the_1f1b_grid():
-    assert str(make("1f1b", ipus=3, micro_batches=4)).splitlines() == [
+    assert str(make_schedule("1f1b", ipus=3, micro_batches=4)).splitlines() == [
         "1f1b: 3 stages on 3 IPUs, 4 micro-batches, 12 ticks, bubble 33.3%, one-phase clock",
         "stash: stage 0 holds 3, stage 1 holds 2, stage 2 holds 1",
         "       ramp-up            main                           ramp-down",
@@ -49,7 +50,7 @@ def test_the_1f1b_grid():
 
 
 def test_the_zero_bubble_grid_with_concurrent_ends():
-    assert str(make("zb-h1", placement=(None, 0, 1, None), micro_batches=3)).splitlines() == [
+    assert str(make_schedule("zb-h1", placement=(None, 0, 1, None), micro_batches=3)).splitlines() == [
         "zb-h1: 4 stages on 2 IPUs, 3 micro-batches, 10 ticks, bubble 5.3%, one-phase clock",
         "stash: stage 0 holds 2, stage 1 holds 2, stage 2 holds 2, stage 3 holds 1",
         "       ramp-up  main" + " " * 66 + "ramp-down",
@@ -67,7 +68,7 @@ def test_the_zero_bubble_grid_with_concurrent_ends():
 def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, costs):
     s_count, m_count = sizes
     for name in ("grouped", "interleaved", "gpipe", "1f1b"):
-        run = make(name, ipus=s_count, micro_batches=m_count).simulate(**costs)
+        run = make_schedule(name, ipus=s_count, micro_batches=m_count).simulate(**costs)
         assert run.bubble == pytest.approx((s_count - 1) / (m_count + s_count - 1)), name
 
 
@@ -75,7 +76,7 @@ def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, co
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(sizes, rounds):
     s_count, m_count = sizes
-    run = make("looped", ipus=s_count, micro_batches=m_count, rounds=rounds).simulate()
+    run = make_schedule("looped", ipus=s_count, micro_batches=m_count, rounds=rounds).simulate()
     # with fewer micro-batches than IPUs a round comes back before the IPU has filled the time
     waits = max(0, s_count - m_count) * (1 - 1 / rounds) * 3 if s_count > 1 else 0
     assert run.makespan == pytest.approx(3 * m_count + 3 * (s_count - 1) / rounds + waits)
@@ -87,7 +88,7 @@ def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(size
 @given(sizes=SIZES)
 def test_zb_h1_leaves_a_third_of_the_bubble(sizes):
     s_count, m_count = sizes
-    run = make("zb-h1", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
+    run = make_schedule("zb-h1", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
     assert run.makespan == pytest.approx(3 * m_count + s_count - 1 + max(0, s_count - m_count))
 
 
@@ -95,7 +96,7 @@ def test_zb_h1_leaves_a_third_of_the_bubble(sizes):
 @given(sizes=SIZES)
 def test_zbv_leaves_little_more_than_the_way_to_the_fold(sizes):
     s_count, m_count = sizes
-    run = make("zbv", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
+    run = make_schedule("zbv", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
     least = 3 * m_count + (s_count - 1) / 2
     assert run.makespan >= least - 1e-9
     if m_count >= s_count:
@@ -107,9 +108,9 @@ def test_zbv_leaves_little_more_than_the_way_to_the_fold(sizes):
 def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
     s_count, m_count = sizes
     order = ("zbv", "zb-h1", "1f1b", "sequential")
-    bubbles = [make(name, ipus=s_count, micro_batches=m_count).simulate().bubble for name in order]
+    bubbles = [make_schedule(name, ipus=s_count, micro_batches=m_count).simulate().bubble for name in order]
     assert bubbles == sorted(bubbles)
-    looped = make("looped", ipus=s_count, micro_batches=m_count).simulate().bubble
+    looped = make_schedule("looped", ipus=s_count, micro_batches=m_count).simulate().bubble
     assert looped <= bubbles[2] + 1e-9
 
 
@@ -117,7 +118,7 @@ def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
 @given(sizes=SIZES)
 def test_interleaved_is_the_closed_table(sizes):
     s_count, m_count = sizes
-    schedule = make("interleaved", ipus=s_count, micro_batches=m_count)
+    schedule = make_schedule("interleaved", ipus=s_count, micro_batches=m_count)
     for s in range(s_count):
         assert schedule.forward[s] == tuple(s + 2 * m for m in range(m_count))
         assert schedule.backward[s] == tuple(2 * s_count - 1 - s + 2 * m for m in range(m_count))
@@ -133,21 +134,21 @@ def test_what_each_family_stashes(sizes):
     every = range(s_count)
 
     def depths(name: str) -> list[int]:
-        schedule = make(name, ipus=s_count, micro_batches=m_count)
+        schedule = make_schedule(name, ipus=s_count, micro_batches=m_count)
         return [schedule.stash_depth(s) for s in range(len(schedule.placement))]
 
     assert depths("1f1b") == depths("interleaved") == [min(m_count, s_count - s) for s in every]
     assert depths("gpipe") == [m_count] * s_count
     assert max(depths("zb-h1")) <= min(m_count, s_count)
     # Qi et al. 2024: no more than 1F1B's fullest IPU; here of both its stages together
-    peak = make("zbv", ipus=s_count, micro_batches=m_count).simulate().peak_stash
+    peak = make_schedule("zbv", ipus=s_count, micro_batches=m_count).simulate().peak_stash
     assert max(peak) <= 2 * min(m_count, s_count)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "1f1b", "looped", "zb-h1", "zbv"])
 def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
     def kept(m_count: int) -> tuple:
-        schedule = make(name, ipus=3, micro_batches=m_count)
+        schedule = make_schedule(name, ipus=3, micro_batches=m_count)
         stages = range(len(schedule.placement))
         boundaries: list[tuple[int, Kind]] = [(b, kind) for b in stages[:-1] for kind in KINDS]
         return (
@@ -162,7 +163,7 @@ def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(sizes=SIZES, name=st.sampled_from(["interleaved", "gpipe", "grouped", "sequential"]))
 def test_no_message_waits_where_a_register_must_do(sizes, name):
-    schedule = make(name, ipus=sizes[0], micro_batches=sizes[1])
+    schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
     assert all(schedule.inbox_depth(b, kind) == 1 for b in range(sizes[0] - 1) for kind in KINDS)
 
 
@@ -180,15 +181,15 @@ def test_a_depth_counts_a_message_until_the_tick_of_its_use():
 def test_what_lies_between_b_and_w():
     schedule = Schedule.from_text("IPU 0  0F0  0B0  0F1  0B1  0W0  0W1  0F2  0B2  0W2")
     assert (schedule.stash_depth(0), schedule.cut_depth(0)) == (2, 2)
-    assert make("1f1b", ipus=2, micro_batches=4).cut_depth(0) == 0
-    assert make("zb-h1", placement=(0, 1, None), micro_batches=4).cut_depth(2) == 0
+    assert make_schedule("1f1b", ipus=2, micro_batches=4).cut_depth(0) == 0
+    assert make_schedule("zb-h1", placement=(0, 1, None), micro_batches=4).cut_depth(2) == 0
 
 
 # queries
 
 
 def test_phases_order_and_ticks_under_the_one_phase_clock():
-    schedule = make("1f1b", placement=(None, 0, None, 1, None), micro_batches=2)
+    schedule = make_schedule("1f1b", placement=(None, 0, None, 1, None), micro_batches=2)
     assert [schedule.phase(s, "F") for s in range(5)] == ["entry", "work", "entry", "work", "head"]
     assert [schedule.phase(s, "B") for s in range(5)] == ["exit", "work", "exit", "work", "head"]
     assert [[str(task) for task in schedule.tasks(tick)] for tick in range(schedule.ticks)] == [
@@ -204,17 +205,17 @@ def test_phases_order_and_ticks_under_the_one_phase_clock():
     assert schedule.segments == (range(1), range(1, 2), range(2, 3), range(3, 4), range(4, 5))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_neighbours_on_one_ipu_share_their_ticks(name):
     placement = {"looped": (0, 0, 1, 0, 0, 1), "zbv": (0, 0, 1, 1, 1, 0, 0)}.get(name, (0, 0, 1, 1, 1))
-    schedule = make(name, placement=placement, micro_batches=3)
+    schedule = make_schedule(name, placement=placement, micro_batches=3)
     assert schedule.forward[0] == schedule.forward[1]
     assert schedule.backward[0] == schedule.backward[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_model_of_concurrent_stages_alone(name):
-    schedule = make(name, placement=(None, None), ipus=2, micro_batches=3)
+    schedule = make_schedule(name, placement=(None, None), ipus=2, micro_batches=3)
     assert schedule.forward == schedule.backward == ((0, 1, 2), (0, 1, 2))
     assert schedule.weight is None
     assert schedule.simulate().bubble == pytest.approx(0)
@@ -224,16 +225,16 @@ def test_a_model_of_concurrent_stages_alone(name):
 
 
 def test_a_number_is_the_cost_of_an_ipu_and_a_sequence_that_of_stages():
-    schedule = make("zbv", ipus=2, micro_batches=4)
+    schedule = make_schedule("zbv", ipus=2, micro_batches=4)
     assert schedule.simulate(2, 4).makespan == schedule.simulate([1] * 4, [2] * 4).makespan
     assert schedule.simulate(2, 4).busy == (24, 24)
-    uneven = make("1f1b", ipus=2, micro_batches=4).simulate([1, 3], [2, 6])
+    uneven = make_schedule("1f1b", ipus=2, micro_batches=4).simulate([1, 3], [2, 6])
     assert uneven.busy == (12, 36)
     assert uneven.makespan == 1 + 36 + 2
 
 
 def test_a_concurrent_stage_keeps_all_ipus_busy_for_its_share():
-    run = make("1f1b", placement=(0, 1, None), micro_batches=1).simulate(1, 2)
+    run = make_schedule("1f1b", placement=(0, 1, None), micro_batches=1).simulate(1, 2)
     assert [run.start_times[Task.parse(t)] for t in ("0F0", "1F0", "2F0", "2B0", "1B0", "0B0")] == [
         0,
         1,
@@ -247,28 +248,28 @@ def test_a_concurrent_stage_keeps_all_ipus_busy_for_its_share():
 
 
 def test_transfer_delays_what_crosses():
-    schedule = make("1f1b", ipus=3, micro_batches=1)
+    schedule = make_schedule("1f1b", ipus=3, micro_batches=1)
     assert schedule.simulate(transfer=0.5).makespan == 9 + 4 * 0.5
-    assert make("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate(transfer=0.5).makespan == (
-        make("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate().makespan + 4 * 0.5
+    assert make_schedule("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate(transfer=0.5).makespan == (
+        make_schedule("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate().makespan + 4 * 0.5
     )
     # on one IPU a concurrent stage has no other to hear from
-    alone = make("1f1b", placement=(None, 0, None), ipus=1, micro_batches=1)
+    alone = make_schedule("1f1b", placement=(None, 0, None), ipus=1, micro_batches=1)
     assert alone.simulate(transfer=0.5).makespan == 9
 
 
 def test_w_takes_its_part_of_the_backward():
-    schedule = make("zb-h1", ipus=4, micro_batches=8)
+    schedule = make_schedule("zb-h1", ipus=4, micro_batches=8)
     assert schedule.simulate(weight=0).makespan == pytest.approx(33)
     assert schedule.simulate(1, 2, weight=1).makespan == 27
     # W is no part of a schedule without it
-    assert make("1f1b", ipus=4, micro_batches=8).simulate(weight=0.3).makespan == 33
+    assert make_schedule("1f1b", ipus=4, micro_batches=8).simulate(weight=0.3).makespan == 33
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
-@given(sizes=SIZES, name=st.sampled_from(NAMES))
+@given(sizes=SIZES, name=st.sampled_from(SCHEDULES))
 def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
-    schedule = make(name, ipus=sizes[0], micro_batches=sizes[1])
+    schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
     free, held = schedule.simulate(), schedule.simulate(lockstep=True)
     assert held.makespan >= free.makespan - 1e-9
     assert held.busy == pytest.approx(free.busy)
@@ -278,7 +279,7 @@ def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(sizes=SIZES.filter(lambda sizes: sizes[0] > 1), name=st.sampled_from([n for n in ONE_PHASE if n != "zbv"]))
 def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
-    schedule = make(name, ipus=sizes[0], micro_batches=sizes[1])
+    schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
     assert len(schedule.segments) == len(schedule.placement)
     run = schedule.simulate([1] * len(schedule.placement), [2 if schedule.weight else 1] * len(schedule.placement))
     assert run.makespan == pytest.approx(schedule.ticks)
@@ -299,7 +300,7 @@ def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
 )
 def test_the_simulator_refuses(costs, message):
     with pytest.raises(ValueError, match=r".") as caught:
-        make("zb-h1", ipus=2, micro_batches=2).simulate(**costs)
+        make_schedule("zb-h1", ipus=2, micro_batches=2).simulate(**costs)
     assert str(caught.value) == message
 
 
@@ -307,20 +308,20 @@ def test_the_simulator_refuses(costs, message):
 
 
 def test_placements_that_families_make():
-    assert make("zbv", ipus=4, micro_batches=8).placement == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert make("looped", ipus=2, micro_batches=8).placement == (0, 1, 0, 1)
-    assert make("looped", ipus=2, micro_batches=8, rounds=3).placement == (0, 1, 0, 1, 0, 1)
-    assert make("1f1b", ipus=3, micro_batches=8).placement == (0, 1, 2)
+    assert make_schedule("zbv", ipus=4, micro_batches=8).placement == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert make_schedule("looped", ipus=2, micro_batches=8).placement == (0, 1, 0, 1)
+    assert make_schedule("looped", ipus=2, micro_batches=8, rounds=3).placement == (0, 1, 0, 1, 0, 1)
+    assert make_schedule("1f1b", ipus=3, micro_batches=8).placement == (0, 1, 2)
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 2, 1, 0), (2, 0, None, 0, 2), (None, 1, 0, 0, 1, None), (0,)])
 def test_placements_that_zbv_serves(placement):
-    assert make("zbv", placement=placement, micro_batches=5).weight is not None
+    assert make_schedule("zbv", placement=placement, micro_batches=5).weight is not None
 
 
 @pytest.mark.parametrize("placement", [(0, 1, None, 0, 1), (1, 0, 1, 0, 1, 0), (0, 0), (0, 1, 2)])
 def test_placements_that_looped_serves(placement):
-    assert make("looped", placement=placement, micro_batches=5).micro_batches == 5
+    assert make_schedule("looped", placement=placement, micro_batches=5).micro_batches == 5
 
 
 @pytest.mark.parametrize(
@@ -349,5 +350,5 @@ def test_placements_that_looped_serves(placement):
 )
 def test_make_refuses(given_, message):
     with pytest.raises(ValueError, match=r".") as caught:
-        make(**{"ipus": 2, "micro_batches": 1} | given_)
+        make_schedule(**{"ipus": 2, "micro_batches": 1} | given_)
     assert str(caught.value) == message
