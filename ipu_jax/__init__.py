@@ -1,10 +1,12 @@
 """Multi-IPU programming on any JAX device: pipelines, concurrent stages, and the proof that they equal one device."""
 
+from ipu_jax._deprecated import __getattr__ as __getattr__
 from ipu_jax._version import __version__
-from ipu_jax.analysis.balance import Split, measure_costs, split
+from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
 from ipu_jax.analysis.cost import flops_of
 from ipu_jax.analysis.report import PipelineReport
 from ipu_jax.data.feed import Feed, FeedBatch
+from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import FeedTimeoutError
 from ipu_jax.data.source import normalise
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
@@ -14,7 +16,7 @@ from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
 from ipu_jax.stage import Outputs, Stage
 from ipu_jax.training.replicas import Replicas, replicate
 from ipu_jax.training.step import StepOutputs, TrainState, TrainStep, make_train_step
-from ipu_jax.verification import Report, VerificationError, reference_value_and_grad, verify
+from ipu_jax.verification import VerificationError, VerificationReport, reference_value_and_grad, verify
 from ipu_jax.weights.packing import Sharded
 
 __all__ = [
@@ -23,19 +25,20 @@ __all__ = [
     "REPLICA_AXIS",
     "SCHEDULES",
     "DynamicScale",
+    "EpochOrder",
     "Feed",
     "FeedBatch",
     "FeedTimeoutError",
     "InFlight",
+    "LayerPlacement",
     "Outputs",
     "Pipeline",
     "PipelineOptions",
     "PipelineReport",
+    "Position",
     "Replicas",
-    "Report",
     "Schedule",
     "Sharded",
-    "Split",
     "Stage",
     "StepOutputs",
     "Task",
@@ -43,7 +46,9 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "VerificationError",
+    "VerificationReport",
     "__version__",
+    "balance_layers",
     "configure",
     "flops_of",
     "make_mesh",
@@ -53,6 +58,5 @@ __all__ = [
     "normalise",
     "reference_value_and_grad",
     "replicate",
-    "split",
     "verify",
 ]

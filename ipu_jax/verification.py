@@ -30,7 +30,7 @@ class VerificationError(AssertionError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """What `verify` found.
 
     Attributes:
@@ -162,7 +162,7 @@ def verify(
     key: Any = None,
     *,
     rtol: float | None = None,
-) -> Report:
+) -> VerificationReport:
     """Runs the pipeline and the unsharded program on the same weights and batch, and compares all that they return.
 
     That is the loss, every gradient, the new state where stages hold some, and every leaf of every stage's aux, of each
@@ -183,7 +183,7 @@ def verify(
             that is more.
 
     Returns:
-        The `Report`.
+        The `VerificationReport`.
 
     Raises:
         VerificationError: an error is above `rtol` or not a number, or the aux are not of the same tree and shapes; it
@@ -215,7 +215,7 @@ def verify(
         moved = [unsharded(_moved(weights, seed))[1] for seed in range(3)]
         compared = _compare(found, expected, jax.tree.map(_slack, expected, *moved))
     errors = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
-    report = Report(float(loss), float(expected_loss), of_loss.error, *errors)
+    report = VerificationReport(float(loss), float(expected_loss), of_loss.error, *errors)
     if not allowed.passes(of_loss):
         bound = allowed.of(of_loss)
         raise VerificationError(f"the loss differs from the unsharded program's by more than rtol={bound:g}: {report}")

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from ipu_jax import Feed, normalise
-from ipu_jax.data.order import Order, Place
+from ipu_jax import EpochOrder, Feed, Position, normalise
 from ipu_jax.options import check_count
 
 _BATCHES_AHEAD = 2  # a call's batch each, and so many beside the two that run and wait
@@ -82,7 +81,7 @@ class Batches:
 
         Epochs count from 0. An update has the same images however many replicas share them.
         """
-        order = Order(
+        order = EpochOrder(
             len(self.images),
             self.batch_size,
             gradient_accumulation=self.gradient_accumulation,
@@ -91,7 +90,7 @@ class Batches:
             shuffle=self.shuffle,
             seed=self.seed,
         )
-        indices = order.rows(Place(epoch, 0)).indices
+        indices = order.rows(Position(epoch, 0)).indices
         return indices[:, 0] if self.replicas == 1 else indices
 
 
@@ -143,7 +142,7 @@ def make_feed(
         device_iterations=min(check_count("repeat_count", repeat_count), batches.updates_per_epoch),
         shuffle=batches.shuffle,
         seed=batches.seed,
-        last="updates",
+        remainder="updates",
         prefetch=num_workers and max(_BATCHES_AHEAD, num_workers),
         workers=num_workers or 1,
         state=state,

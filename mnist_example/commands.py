@@ -20,8 +20,9 @@ def _run(command: str, module: str) -> int:
     try:
         program = importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        if missing.name not in _EXTRA:
+        package = (missing.name or "").split(".")[0]
+        if package not in _EXTRA:
             raise
-        print(f"{command} needs {missing.name}, which is not installed: pip install 'ipu-jax[mnist]'", file=sys.stderr)
+        print(f"{command} needs {package}, which is not installed: pip install 'ipu-jax[mnist]'", file=sys.stderr)
         return 2
     return program.main()

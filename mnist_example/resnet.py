@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ipu_jax import Outputs, Pipeline, Split, Stage, flops_of, make_mesh, split
+from ipu_jax import LayerPlacement, Outputs, Pipeline, Stage, balance_layers, flops_of, make_mesh
 from ipu_jax.options import Half, Reduction, check_choice, check_count
 from mnist_example.convolution import conv_general_dilated
 from mnist_example.model import (
@@ -305,12 +305,12 @@ def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> tuple[int, ...]:
     """The IPU of each layer: neighbours together, so that the IPUs have as nearly the same to compute as can be."""
     names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
     if mode == "concurrent":
-        return _numbers(split(names, costs, ipus))
+        return _numbers(balance_layers(names, costs, ipus))
     # the head costs next to nothing, but it may have an IPU of its own
-    return _numbers(split([*names, "head"], [*costs, 0], ipus))[:-1]
+    return _numbers(balance_layers([*names, "head"], [*costs, 0], ipus))[:-1]
 
 
-def _numbers(found: Split) -> tuple[int, ...]:
+def _numbers(found: LayerPlacement) -> tuple[int, ...]:
     return tuple(ipu for ipu in found.ipus if ipu is not None)
 
 

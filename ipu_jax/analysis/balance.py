@@ -28,7 +28,7 @@ from ipu_jax.stage import Stage
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class LayerPlacement:
     """Where each layer goes; `str()` prints it as a table.
 
     Attributes:
@@ -70,7 +70,7 @@ def _in_runs(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)})"
 
 
-def split(
+def balance_layers(
     model_layers: Iterable[Any],
     costs: Iterable[float],
     ipus: int,
@@ -78,7 +78,7 @@ def split(
     rounds: int = 1,
     memory: Iterable[float] | None = None,
     limit: float | None = None,
-) -> Split:
+) -> LayerPlacement:
     """Places layers on IPUs, neighbours together, so that the largest load is as small as can be.
 
     Args:
@@ -93,21 +93,21 @@ def split(
         limit: bytes that an IPU holds (one of Graphcore's second generation: 900e6); needs `memory`.
 
     Returns:
-        The `Split`.
+        The `LayerPlacement`.
 
     Raises:
         ValueError: not as many costs as layers, fewer layers than runs, costs that are negative, not finite or all 0, a
             layer above the limit, or no split below it.
 
-    >>> print(split(["embed", "a", "b", "c", "d", "head"], [4, 1, 1, 1, 3, 2], ipus=3))
+    >>> print(balance_layers(["embed", "a", "b", "c", "d", "head"], [4, 1, 1, 1, 3, 2], ipus=3))
     IPU  layers   cost  share
     0    embed       4  33.3%
     1    a, b, c     3  25.0%
     2    d, head     5  41.7%
     imbalance 25.0%: the largest load over the mean, less 1
-    >>> split(range(4), [1, 1, 1, 1], ipus=2, rounds=2).ipus
+    >>> balance_layers(range(4), [1, 1, 1, 1], ipus=2, rounds=2).ipus
     (0, 1, 0, 1)
-    >>> split(range(4), [5, 1, 1, 1], ipus=2, memory=[1, 1, 1, 1], limit=2).ipus  # 3 layers would not fit
+    >>> balance_layers(range(4), [5, 1, 1, 1], ipus=2, memory=[1, 1, 1, 1], limit=2).ipus  # 3 layers would not fit
     (0, 0, 1, 1)
     """
     if not isinstance(model_layers, Iterable):
@@ -145,7 +145,7 @@ def split(
         stages = tuple(
             stage if ipu is None else dataclasses.replace(stage, ipu=ipu) for stage, ipu in zip(layers, at, strict=True)
         )
-    return Split(tuple(at), tuple(loads), stages, names)
+    return LayerPlacement(tuple(at), tuple(loads), stages, names)
 
 
 def _name_of(layer: Any, number: int) -> str:
@@ -238,7 +238,7 @@ def measure_costs(
     >>> last = Stage(lambda w, x, mb: jnp.mean(x @ w), params="last")
     >>> params = {"first": jnp.ones((8, 8)), "last": jnp.ones((8, 2))}
     >>> costs = measure_costs([first, last], params, jnp.ones((4, 8)))
-    >>> split([first, last], costs, ipus=2).ipus
+    >>> balance_layers([first, last], costs, ipus=2).ipus
     (0, 1)
     """
     chain = tuple(stages) if isinstance(stages, Iterable) else (stages,)

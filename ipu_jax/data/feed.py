@@ -16,6 +16,7 @@ Bytes cross as bytes: give uint8 images, and `normalise` them inside the step. S
 import dataclasses
 import math
 import operator
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, SupportsIndex
 
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax.data.order import Order, Place
+from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import FeedTimeoutError, Prefetcher
 from ipu_jax.data.source import Source
 from ipu_jax.devices import REPLICA_AXIS
@@ -75,9 +76,10 @@ class Feed:
         shuffle: a new order in each epoch, the same for the same seed; else the source's own order.
         seed: of the shuffling, at least 0.
         epochs: iteration ends after so many, those before `state` included; None: never.
-        last: what becomes of the examples at an epoch's end that fill no whole batch. "drop": left out. "updates": so
-            are those that fill no whole update, but a batch may hold fewer than K updates. "pad": they are filled up
-            with `fill`. "wrap": with the epoch's first examples again. `FeedBatch` says what is real.
+        remainder: what becomes of the examples at an epoch's end that fill no whole batch. "drop" (the default): left
+            out. "updates": so are those that fill no whole update, but a batch may hold fewer than K updates. "pad":
+            they are filled up with `fill`. "wrap": with the epoch's first examples again. `FeedBatch` says what is
+            real.
         fill: under "pad" and "updates", a number, or a pytree of them as the source's: such as a label that is none.
         prefetch: batches that may lie ready, or be in the making, beyond those handed out; 0: each is made by the
             caller when it is asked for.
@@ -86,6 +88,7 @@ class Feed:
         instance: which of them this is, from 0.
         timeout: seconds after which a batch that the workers don't bring is an error.
         state: from `state()`: goes on with the very next batch. Instances, workers and the batch's dims may be others.
+        last: the deprecated name of `remainder`.
 
     Attributes:
         like: the pytree of a batch's arrays, leaves `jax.ShapeDtypeStruct` with sharding: to compile a step for it.
@@ -113,7 +116,7 @@ class Feed:
         shuffle: bool = True,
         seed: int = 0,
         epochs: int | None = None,
-        last: str = "drop",
+        remainder: str | None = None,
         fill: Any = 0,
         prefetch: int = 2,
         workers: int = 1,
@@ -121,6 +124,7 @@ class Feed:
         instance: int = 0,
         timeout: float = 120.0,
         state: Mapping[str, SupportsIndex] | None = None,
+        last: str | None = None,
     ):
         if epochs is not None:
             check_count("epochs", epochs)
@@ -137,7 +141,7 @@ class Feed:
         check_count("instances", instances)
         replicas, of_mesh = _replicas(mesh, instances, instance)
         examples = Source(source)
-        order = Order(
+        order = EpochOrder(
             examples.examples,
             micro_batch,
             gradient_accumulation=gradient_accumulation,
@@ -145,7 +149,7 @@ class Feed:
             iterations=device_iterations,
             shuffle=shuffle,
             seed=seed,
-            last=last,
+            remainder=_remainder(remainder, last),
             instances=instances,
             instance=instance,
         )
@@ -161,8 +165,8 @@ class Feed:
         self._assembler = _Assembler(examples, order, self.like, local_lead, examples.filling(fill))
         self._order, self._epochs = order, epochs
         self.prefetch, self.workers, self._timeout = ahead, workers, timeout
-        self._place = order.first(Place(0, 0) if state is None else _place_of(state, order))
-        self._ahead: Prefetcher[Place, FeedBatch] | None = None
+        self._place = order.first(Position(0, 0) if state is None else _place_of(state, order))
+        self._ahead: Prefetcher[Position, FeedBatch] | None = None
         self._closed = False
 
     @property
@@ -184,9 +188,9 @@ class Feed:
         to = as_int(epoch)
         if to is None or to < 0:
             raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
-        if self._place != Place(to, 0):
+        if self._place != Position(to, 0):
             self._drop()
-            self._place = Place(to, 0)
+            self._place = Position(to, 0)
 
     def epoch(self) -> Iterator[FeedBatch]:
         """The batches that are left of the epoch where the feed stands."""
@@ -273,13 +277,13 @@ class Feed:
 class _Assembler:
     """Makes the batch from a place on. It knows nothing of the feed, which the workers must not keep alive."""
 
-    def __init__(self, source: Source, order: Order, like: Any, lead: tuple[int, ...], fill: Any):
+    def __init__(self, source: Source, order: EpochOrder, like: Any, lead: tuple[int, ...], fill: Any):
         self._source, self._order, self._like, self._lead, self._fill = source, order, like, lead, fill
 
-    def __call__(self, place: Place) -> FeedBatch:
+    def __call__(self, place: Position) -> FeedBatch:
         rows = self._order.rows(place)
         indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
-        is_whole = self._order.last == "wrap" or is_real.all()
+        is_whole = self._order.remainder == "wrap" or is_real.all()
         read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
         return FeedBatch(
             jax.tree.map(self._send, self._like, read),
@@ -305,7 +309,7 @@ class _Assembler:
         return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
 
 
-def _places(order: Order, place: Place, epochs: int | None) -> Iterator[Place]:
+def _places(order: EpochOrder, place: Position, epochs: int | None) -> Iterator[Position]:
     while epochs is None or place.epoch < epochs:
         yield place
         place = order.after(place)
@@ -333,7 +337,7 @@ def _replicas(mesh: Mesh, instances: int, instance: int) -> tuple[int, int]:
     return len(rows), len(rows)
 
 
-def _place_of(state: Mapping[str, SupportsIndex], order: Order) -> Place:
+def _place_of(state: Mapping[str, SupportsIndex], order: EpochOrder) -> Position:
     try:
         found = {name: operator.index(value) for name, value in state.items()}
     except (AttributeError, TypeError) as error:
@@ -347,4 +351,13 @@ def _place_of(state: Mapping[str, SupportsIndex], order: Order) -> Place:
                 f"state is of {name}={found[name]}, but the feed has {name}={value}: its order is another one, and "
                 "examples would be lost or read twice"
             )
-    return Place(found["epoch"], found["position"])
+    return Position(found["epoch"], found["position"])
+
+
+def _remainder(remainder: str | None, last: str | None) -> str:
+    if last is None:
+        return "drop" if remainder is None else remainder
+    if remainder is not None:
+        raise ValueError(f"last={last!r} and remainder={remainder!r} are two names of one thing: give remainder")
+    warnings.warn("Feed(last=) is called remainder= now", DeprecationWarning, stacklevel=3)
+    return last

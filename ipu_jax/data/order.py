@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from ipu_jax.options import as_int, check_choice, check_count
 
-LASTS: Final = ("drop", "updates", "pad", "wrap")
-"""What becomes of the examples at the end of an epoch that fill no whole batch: see `Order`."""
+REMAINDERS: Final = ("drop", "updates", "pad", "wrap")
+"""What becomes of the examples at the end of an epoch that fill no whole batch: see `EpochOrder`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Position:
     """Where reading stands: before example number `position` of the epoch's order. Both count from 0."""
 
     epoch: int
@@ -51,11 +51,11 @@ class Rows:
     updates: int
 
 
-class Order:
+class EpochOrder:
     """The batches of every epoch.
 
     A batch is `iterations` updates of `replicas` x `gradient_accumulation` x `micro_batch` examples, in this order. Its
-    shape never changes; `last` says what becomes of the remainder of an epoch:
+    shape never changes; `remainder` says what becomes of the remainder of an epoch:
 
         "drop"      what fills no whole batch is left out
         "updates"   what fills no whole update is left out; updates that miss in the batch are filled up
@@ -72,18 +72,18 @@ class Order:
         iterations: updates of a batch.
         shuffle: a new order in each epoch; else the source's own.
         seed: of the shuffling, at least 0.
-        last: as above.
+        remainder: as above.
         instances: how many share the replicas, each as many.
         instance: which of them asks, from 0.
 
     Raises:
         ValueError: a count below 1, an unknown rule, replicas that the instances can't share, or too few examples.
 
-    >>> order = Order(10, 2, replicas=3, shuffle=False, last="pad", instances=3, instance=1)
-    >>> order.rows(Place(0, 0)).indices.tolist(), order.rows(Place(0, 6)).indices.tolist()
+    >>> order = EpochOrder(10, 2, replicas=3, shuffle=False, remainder="pad", instances=3, instance=1)
+    >>> order.rows(Position(0, 0)).indices.tolist(), order.rows(Position(0, 6)).indices.tolist()
     ([[[[2, 3]]]], [[[[8, 9]]]])
-    >>> order.after(Place(0, 0)), order.after(Place(0, 6))
-    (Place(epoch=0, position=6), Place(epoch=1, position=0))
+    >>> order.after(Position(0, 0)), order.after(Position(0, 6))
+    (Position(epoch=0, position=6), Position(epoch=1, position=0))
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Order:
         iterations: int = 1,
         shuffle: bool = True,
         seed: int = 0,
-        last: str = "drop",
+        remainder: str = "drop",
         instances: int = 1,
         instance: int = 0,
     ):
@@ -118,18 +118,18 @@ class Order:
             )
         if own_seed is None or own_seed < 0:
             raise ValueError(f"seed={seed!r} is not a seed: give an int of at least 0")
-        self.seed, self.shuffle, self.last = own_seed, shuffle, check_choice("last", last, LASTS)
+        self.seed, self.shuffle, self.remainder = own_seed, shuffle, check_choice("remainder", remainder, REMAINDERS)
         self._shape = (iterations, replicas, gradient_accumulation, micro_batch)
         mine = replicas // instances
         self._mine = slice(number * mine, (number + 1) * mine)
         self.per_update = replicas * gradient_accumulation * micro_batch
         self.per_batch = iterations * self.per_update
         if not self.batches_from(0):
-            whole, needed = ("an update", self.per_update) if last == "updates" else ("a batch", self.per_batch)
+            whole, needed = ("an update", self.per_update) if remainder == "updates" else ("a batch", self.per_batch)
             product = " x ".join(f"{name}={value}" for name, value in counts.items() if value > 1) or "micro_batch=1"
             raise ValueError(
                 f"{product} takes {needed} examples for {whole}, but there are {examples}: lower one of them, or fill "
-                "up with last='pad' or 'wrap'"
+                "up with remainder='pad' or 'wrap'"
             )
         self._lock = threading.Lock()
         self._orders: dict[int, npt.NDArray[np.intp]] = {}
@@ -137,9 +137,9 @@ class Order:
     def batches_from(self, position: int) -> int:
         """How many batches begin at this position of an epoch or behind it."""
         left = self.examples - position
-        if self.last == "drop":
+        if self.remainder == "drop":
             return left // self.per_batch
-        if self.last == "updates":
+        if self.remainder == "updates":
             left -= left % self.per_update
         return -(-left // self.per_batch)
 
@@ -155,19 +155,19 @@ class Order:
                 self._orders = {key: self._orders[key] for key in sorted(self._orders)[-1:]} | {epoch: order}
             return self._orders[epoch]
 
-    def first(self, place: Place) -> Place:
+    def first(self, place: Position) -> Position:
         """`place`, or the start of the next epoch where no batch begins there or behind it."""
-        return place if self.batches_from(place.position) else Place(place.epoch + 1, 0)
+        return place if self.batches_from(place.position) else Position(place.epoch + 1, 0)
 
-    def after(self, place: Place) -> Place:
+    def after(self, place: Position) -> Position:
         """Where the batch after the one from `place` on begins."""
-        return self.first(Place(place.epoch, place.position + self.per_batch))
+        return self.first(Position(place.epoch, place.position + self.per_batch))
 
-    def rows(self, place: Place) -> Rows:
+    def rows(self, place: Position) -> Rows:
         """This instance's part of the batch from `place` on."""
         order = self.of_epoch(place.epoch)
         chosen = order[place.position : place.position + self.per_batch]
-        if self.last == "updates":
+        if self.remainder == "updates":
             chosen = chosen[: len(chosen) - len(chosen) % self.per_update]
         examples = len(chosen)
         if examples < self.per_batch:

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import (
     ALL_IPUS,
     Pipeline,
-    Report,
     Stage,
     VerificationError,
+    VerificationReport,
     make_mesh,
     reference_value_and_grad,
     verify,
@@ -44,7 +44,7 @@ def pipeline_of(first=body, last=loss, *, reference=None, last_reference=None, *
     return Pipeline(stages, gradient_accumulation=3, **options)
 
 
-def verified(pipeline: Pipeline, weights=None, data=X, **options) -> Report:
+def verified(pipeline: Pipeline, weights=None, data=X, **options) -> VerificationReport:
     return verify(pipeline, pipeline.shard(WEIGHTS if weights is None else weights), data, **options)
 
 
@@ -72,7 +72,7 @@ def test_a_report_of_what_is_right():
 
 
 def test_the_report_in_words():
-    report = Report(0.12345678, 0.12345679, 8.1e-8, {"params['a']": 1e-7, "params['b']": 2.34e-6})
+    report = VerificationReport(0.12345678, 0.12345679, 8.1e-8, {"params['a']": 1e-7, "params['b']": 2.34e-6})
     assert report.worst == ("params['b']", 2.34e-6)
     assert str(report) == (
         "loss 0.123457, unsharded 0.123457, relative error 8.1e-08; "
@@ -83,7 +83,7 @@ def test_the_report_in_words():
 @pytest.mark.parametrize("leaves", ["abc", "bac", "acb"])
 def test_what_is_not_a_number_is_the_worst_wherever_it_stands(leaves):
     errors = {"a": 0.5, "b": math.nan, "c": 2.0}
-    report = Report(1.0, 1.0, 0.0, {leaf: errors[leaf] for leaf in leaves})
+    report = VerificationReport(1.0, 1.0, 0.0, {leaf: errors[leaf] for leaf in leaves})
     assert str(report).endswith("3 gradients, largest relative error nan at b")
 
 

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax import Feed, FeedTimeoutError, Pipeline, Stage, make_mesh, normalise
-from ipu_jax.data.order import Order, Place
+from ipu_jax.data.order import EpochOrder, Position
 
 ROOT = Path(__file__).parents[3]
 N = 101
@@ -106,15 +106,15 @@ def test_a_replicas_rows_lie_on_each_of_its_ipus_and_nowhere_else():
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4, 8])
-@pytest.mark.parametrize("last", ["drop", "pad"])
-def test_instances_share_the_examples(instances, last):
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_instances_share_the_examples(instances, remainder):
     """Each with a mesh of its own; together they read what one instance reads of 8 replicas."""
     mesh = make_mesh(8 // instances, 1)
     feeds = [
-        Feed(numbers(), mesh=mesh, micro_batch=3, last=last, instances=instances, instance=k, prefetch=0)
+        Feed(numbers(), mesh=mesh, micro_batch=3, remainder=remainder, instances=instances, instance=k, prefetch=0)
         for k in range(instances)
     ]
-    whole = Feed(numbers(), mesh=make_mesh(8, 1), micro_batch=3, last=last, prefetch=0)
+    whole = Feed(numbers(), mesh=make_mesh(8, 1), micro_batch=3, remainder=remainder, prefetch=0)
     for batch, *parts in zip(*[feed.epoch() for feed in (whole, *feeds)], strict=True):
         assert [number for part in parts for number in numbers_of(part)] == numbers_of(batch)
         assert {part.examples for part in parts} == {batch.examples}
@@ -128,19 +128,19 @@ def test_what_fills_up_is_said_to():
         options |= {"mesh": make_mesh(1, 1), "device_iterations": 3, "shuffle": False, "prefetch": 0}
         return list(Feed(source, micro_batch=micro_batch, **options).epoch())
 
-    padded = batches(2, last="pad", fill={"x": 0, "label": -1})
+    padded = batches(2, remainder="pad", fill={"x": 0, "label": -1})
     assert [batch.data["label"].tolist() for batch in padded] == [
         [[[0, 1]], [[2, 3]], [[4, 5]]],
         [[[6, -1]], [[-1, -1]], [[-1, -1]]],
     ]
-    wrapped = batches(2, last="wrap")[-1]
+    wrapped = batches(2, remainder="wrap")[-1]
     assert wrapped.data["label"].tolist() == [[[6, 0]], [[1, 2]], [[3, 4]]]
-    for last in (padded[-1], wrapped):
-        assert last.is_real.tolist() == [[[True, False]], [[False, False]], [[False, False]]]
-        assert (last.examples, last.updates) == (1, 1)
-    of_updates = batches(1, last="updates", fill=9)[-1]
+    for remainder in (padded[-1], wrapped):
+        assert remainder.is_real.tolist() == [[[True, False]], [[False, False]], [[False, False]]]
+        assert (remainder.examples, remainder.updates) == (1, 1)
+    of_updates = batches(1, remainder="updates", fill=9)[-1]
     assert (of_updates.data["x"].tolist(), of_updates.updates) == ([[[7]], [[9]], [[9]]], 1)
-    assert [len(batches(2, last=last)) for last in ("drop", "updates")] == [1, 1]
+    assert [len(batches(2, remainder=remainder)) for remainder in ("drop", "updates")] == [1, 1]
 
 
 # going on
@@ -170,7 +170,7 @@ def test_other_instances_go_on_in_the_middle_of_an_epoch(instances):
     for k in range(instances):
         mesh = make_mesh(8 // instances, 1)
         with Feed(
-            numbers(), mesh=mesh, micro_batch=3, last="pad", state=restored, instances=instances, instance=k
+            numbers(), mesh=mesh, micro_batch=3, remainder="pad", state=restored, instances=instances, instance=k
         ) as feed:
             seen += [number for batch in feed.epoch() for number in numbers_of(batch)]
     assert sorted(seen) == list(range(N))
@@ -282,7 +282,7 @@ def test_a_source_that_hangs_is_an_error_in_time_and_may_still_answer():
 
 def test_ctrl_c_loses_no_batch_that_was_made(monkeypatch):
     """It comes when the batch was taken from the workers, and the feed has not counted it."""
-    after, pressed = Order.after, []
+    after, pressed = EpochOrder.after, []
 
     def interrupted(order, place):
         if threading.current_thread() is threading.main_thread() and place.position == 20 and not pressed:
@@ -290,7 +290,7 @@ def test_ctrl_c_loses_no_batch_that_was_made(monkeypatch):
             raise KeyboardInterrupt
         return after(order, place)
 
-    monkeypatch.setattr(Order, "after", interrupted)
+    monkeypatch.setattr(EpochOrder, "after", interrupted)
     found = []
     with Feed(numbers(), mesh=make_mesh(1, 1), micro_batch=10, epochs=1, workers=2) as feed:
         with pytest.raises(KeyboardInterrupt):
@@ -353,7 +353,7 @@ print(int(next(feed).data["x"].shape[1]))
         (
             {"micro_batch": 64, "gradient_accumulation": 2},
             "micro_batch=64 x gradient_accumulation=2 takes 128 examples for a batch, but there are 101: lower one of "
-            "them, or fill up with last='pad' or 'wrap'",
+            "them, or fill up with remainder='pad' or 'wrap'",
         ),
         ({"fill": "x"}, "fill='x' at source['number'] is no int32: give a number that it holds"),
         ({"state": 7}, "state=7 is not one: give what state() returned"),
@@ -426,8 +426,8 @@ def test_bytes_from_the_feed_give_the_loss_and_gradients_of_floats_on_one_device
     pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
     dense_step = jax.jit(jax.value_and_grad(dense_loss))
     sharded = pipeline.shard(weights)
-    order = Order(48, 4, gradient_accumulation=3, replicas=2)
-    places = [Place(0, 0), Place(0, 24)]
+    order = EpochOrder(48, 4, gradient_accumulation=3, replicas=2)
+    places = [Position(0, 0), Position(0, 24)]
     with Feed(source, mesh=pipeline.mesh, micro_batch=4, gradient_accumulation=3, workers=2) as feed:
         for place, batch in zip(places, feed.epoch(), strict=True):
             assert batch.data["images"].dtype == jnp.uint8
@@ -451,7 +451,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, coordinator_bind_address=
 from ipu_jax import Feed, make_mesh
 mesh = make_mesh(4, 1)
 source = {"x": np.arange(20)}
-feed = Feed(source, mesh=mesh, micro_batch=2, shuffle=False, last="pad", fill=-1, instances=2, instance=me)
+feed = Feed(source, mesh=mesh, micro_batch=2, shuffle=False, remainder="pad", fill=-1, instances=2, instance=me)
 with feed:
     batches = list(feed.epoch())
 rows = [[np.asarray(shard.data).reshape(-1).tolist() for shard in batch.data["x"].addressable_shards]
@@ -492,3 +492,16 @@ def test_two_processes_fill_one_mesh():
             f"mesh has replicas of the processes [[0], [0], [1], [1]], and instance={1 - me} is process {me}: give "
             "each instance as many replicas, whole ones, in the order of instances"
         )
+
+
+def test_the_old_name_of_remainder_works_and_says_so():
+    source, options = numbers(), {"mesh": make_mesh(1, 1), "micro_batch": 3, "prefetch": 0}
+    with pytest.warns(DeprecationWarning, match=r"\AFeed\(last=\) is called remainder= now\Z"):
+        old = Feed(source, last="wrap", **options)
+    assert len(list(itertools.islice(old.epoch(), 9))) == len(
+        list(itertools.islice(Feed(source, remainder="wrap", **options).epoch(), 9))
+    )
+    with pytest.raises(
+        ValueError, match=r"\Alast='pad' and remainder='wrap' are two names of one thing: give remainder\Z"
+    ):
+        Feed(source, last="pad", remainder="wrap", **options)

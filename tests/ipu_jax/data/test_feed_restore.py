@@ -24,14 +24,14 @@ def source(count):
     return {"number": np.arange(count, dtype=np.int32)}
 
 
-def by_hand(count, last, *, per_update, per_batch, shuffle):
+def by_hand(count, remainder, *, per_update, per_batch, shuffle):
     """(epoch, real examples, updates that hold one) of every batch of two epochs."""
     batches = []
     for epoch in range(EPOCHS):
         order = np.arange(count)
         if shuffle:
             np.random.default_rng([7, epoch]).shuffle(order)
-        whole = {"drop": per_batch, "updates": per_update, "pad": 1, "wrap": 1}[last]
+        whole = {"drop": per_batch, "updates": per_update, "pad": 1, "wrap": 1}[remainder]
         order = order[: count // whole * whole].tolist()
         for start in range(0, len(order), per_batch):
             real = order[start : start + per_batch]
@@ -45,7 +45,7 @@ def read(feed):
 
 
 CASES = [
-    # count, last, replicas, micro-batches, device iterations, batches an epoch
+    # count, remainder, replicas, micro-batches, device iterations, batches an epoch
     (26, "drop", 2, 1, 2, 3),
     (26, "updates", 2, 1, 2, 3),
     (28, "updates", 2, 1, 2, 4),
@@ -59,14 +59,20 @@ CASES = [
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("count", "last", "replicas", "m", "iterations", "per_epoch"), CASES)
+@pytest.mark.parametrize(("count", "remainder", "replicas", "m", "iterations", "per_epoch"), CASES)
 def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
-    count, last, replicas, m, iterations, per_epoch, shuffle
+    count, remainder, replicas, m, iterations, per_epoch, shuffle
 ):
-    options = {"micro_batch": 2, "gradient_accumulation": m, "device_iterations": iterations, "last": last, "seed": 7}
+    options = {
+        "micro_batch": 2,
+        "gradient_accumulation": m,
+        "device_iterations": iterations,
+        "remainder": remainder,
+        "seed": 7,
+    }
     options |= {"mesh": make_mesh(replicas, 1), "shuffle": shuffle, "prefetch": 0}
     per_update = 2 * m * replicas
-    expected = by_hand(count, last, per_update=per_update, per_batch=per_update * iterations, shuffle=shuffle)
+    expected = by_hand(count, remainder, per_update=per_update, per_batch=per_update * iterations, shuffle=shuffle)
     assert len(expected) == EPOCHS * per_epoch
     states = []
     with Feed(source(count), **options, epochs=EPOCHS) as feed:
@@ -88,27 +94,33 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
             assert read(feed.epoch()) == of_epoch
 
 
-@pytest.mark.parametrize("last", ["drop", "updates", "pad", "wrap"])
+@pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_state_behind_which_no_batch_is_left_goes_on_with_the_next_epoch(last, prefetch):
+def test_a_state_behind_which_no_batch_is_left_goes_on_with_the_next_epoch(remainder, prefetch):
     """A feed of smaller batches stopped where a larger one does not fit any more; or at the last example itself."""
     order = np.arange(10)
     np.random.default_rng([0, 1]).shuffle(order)
     for position, left in ((10, 0), (9, 1)):
         state = {"epoch": 0, "position": position, "examples": 10, "seed": 0, "shuffle": 1}
         with Feed(
-            source(10), mesh=make_mesh(2, 1), micro_batch=2, last=last, prefetch=prefetch, epochs=2, state=state
+            source(10),
+            mesh=make_mesh(2, 1),
+            micro_batch=2,
+            remainder=remainder,
+            prefetch=prefetch,
+            epochs=2,
+            state=state,
         ) as feed:
             batches = read(feed)
-        last_of_first = 1 if left and last in ("pad", "wrap") else 0
+        last_of_first = 1 if left and remainder in ("pad", "wrap") else 0
         assert [len(real) for epoch, real, _ in batches if epoch == 0] == [left] * last_of_first
         assert batches[last_of_first] == (1, order[:4].tolist(), 1)
-        assert len(batches) - last_of_first == (3 if last in ("pad", "wrap") else 2)
+        assert len(batches) - last_of_first == (3 if remainder in ("pad", "wrap") else 2)
 
 
 def test_smaller_batches_read_what_a_larger_one_left():
     """10 examples: one batch of 8 leaves 2, which are a batch of another feed."""
-    with Feed(source(10), mesh=make_mesh(4, 1), micro_batch=2, last="pad", shuffle=False, prefetch=0) as feed:
+    with Feed(source(10), mesh=make_mesh(4, 1), micro_batch=2, remainder="pad", shuffle=False, prefetch=0) as feed:
         next(feed)
         state = feed.state()
     with Feed(source(10), mesh=make_mesh(1, 1), micro_batch=2, shuffle=False, state=state, prefetch=0) as feed:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipu_jax.data.order import Order, Place
+from ipu_jax.data.order import EpochOrder, Position
 
 INSTANCES = (1, 2, 4, 8)
 
 
-START = Place(0, 0)
+START = Position(0, 0)
 
 
 def walk(order, place=START, epochs=1):
@@ -35,18 +35,19 @@ def read(orders, place):
 
 def of_instances(instances, *args, replicas=8, **options):
     return [
-        Order(*args, replicas=replicas, instances=instances, instance=number, **options) for number in range(instances)
+        EpochOrder(*args, replicas=replicas, instances=instances, instance=number, **options)
+        for number in range(instances)
     ]
 
 
 @pytest.mark.parametrize("instances", INSTANCES)
-@pytest.mark.parametrize("last", ["drop", "updates", "pad", "wrap"])
-def test_instances_read_each_example_once_but_for_what_the_rule_leaves_out(instances, last):
-    orders = of_instances(instances, 101, 1, gradient_accumulation=2, iterations=2, last=last)
+@pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
+def test_instances_read_each_example_once_but_for_what_the_rule_leaves_out(instances, remainder):
+    orders = of_instances(instances, 101, 1, gradient_accumulation=2, iterations=2, remainder=remainder)
     for epoch in (0, 1):
-        found = [read(orders, place) for place in walk(orders[0], Place(epoch, 0))]
+        found = [read(orders, place) for place in walk(orders[0], Position(epoch, 0))]
         # a batch is 2 updates of 16: 101 are 3 batches and 5, or 6 updates and 5
-        left_out = {"drop": 5, "updates": 5, "pad": 0, "wrap": 0}[last]
+        left_out = {"drop": 5, "updates": 5, "pad": 0, "wrap": 0}[remainder]
         every = np.concatenate(found)
         assert len(np.unique(every)) == len(every) == 101 - left_out
         assert set(every) <= set(range(101))
@@ -58,62 +59,62 @@ def test_the_order_is_that_of_seed_and_epoch_and_not_of_the_instances():
     np.random.default_rng([3, 5]).shuffle(expected)
     for instances in INSTANCES:
         orders = of_instances(instances, 48, 1, iterations=2, gradient_accumulation=3, seed=3)
-        parts = [order.rows(Place(5, 0)).indices for order in orders]
+        parts = [order.rows(Position(5, 0)).indices for order in orders]
         assert {part.shape for part in parts} == {(2, 8 // instances, 3, 1)}
         np.testing.assert_array_equal(np.concatenate(parts, axis=1).reshape(-1), expected)
 
 
 def test_updates_come_in_the_same_order_however_many_a_batch_holds():
-    one = Order(80, 2, replicas=2, gradient_accumulation=2)
+    one = EpochOrder(80, 2, replicas=2, gradient_accumulation=2)
     for iterations in (2, 5):
-        many = Order(80, 2, replicas=2, gradient_accumulation=2, iterations=iterations)
+        many = EpochOrder(80, 2, replicas=2, gradient_accumulation=2, iterations=iterations)
         updates = [update for place in walk(many) for update in many.rows(place).indices]
         np.testing.assert_array_equal(updates, [one.rows(place).indices[0] for place in walk(one)])
 
 
 def test_without_shuffling_the_order_is_the_sources():
-    order = Order(7, 3, shuffle=False)
+    order = EpochOrder(7, 3, shuffle=False)
     for epoch in (0, 1):
-        assert [order.rows(place).indices.tolist() for place in walk(order, Place(epoch, 0))] == [
+        assert [order.rows(place).indices.tolist() for place in walk(order, Position(epoch, 0))] == [
             [[[[0, 1, 2]]]],
             [[[[3, 4, 5]]]],
         ]
 
 
 @pytest.mark.parametrize(
-    ("last", "indices", "is_real", "updates"),
+    ("remainder", "indices", "is_real", "updates"),
     [
         ("updates", [[4, 5], None], [[1, 1], [0, 0]], 1),
         ("pad", [[4, 5], [6, None]], [[1, 1], [1, 0]], 2),
         ("wrap", [[4, 5], [6, 0]], [[1, 1], [1, 0]], 2),
     ],
 )
-def test_the_last_batch_says_what_is_real(last, indices, is_real, updates):
-    order = Order(7, 2, iterations=2, shuffle=False, last=last)
-    rows = order.rows(Place(0, 4))
+def test_the_last_batch_says_what_is_real(remainder, indices, is_real, updates):
+    order = EpochOrder(7, 2, iterations=2, shuffle=False, remainder=remainder)
+    rows = order.rows(Position(0, 4))
     assert rows.is_real[:, 0, 0].tolist() == [[bool(real) for real in row] for row in is_real]
     assert (rows.examples, rows.updates) == (sum(map(sum, is_real)), updates)
     for found, wanted in zip(rows.indices[:, 0, 0].tolist(), indices, strict=True):
         for index, want in zip(found, wanted or [None, None], strict=True):
             assert index == want if want is not None else 0 <= index < 7
     # one batch of 4 examples, then this one, then the next epoch
-    assert (order.after(Place(0, 0)), order.after(Place(0, 4))) == (Place(0, 4), Place(1, 0))
+    assert (order.after(Position(0, 0)), order.after(Position(0, 4))) == (Position(0, 4), Position(1, 0))
 
 
-@pytest.mark.parametrize("last", ["pad", "wrap"])
-def test_fewer_examples_than_a_batch_fill_one(last):
-    order = Order(3, 4, iterations=2, shuffle=False, last=last)
-    rows = order.rows(Place(0, 0))
-    assert (rows.examples, rows.updates, walk(order)) == (3, 1, [Place(0, 0)])
-    if last == "wrap":
+@pytest.mark.parametrize("remainder", ["pad", "wrap"])
+def test_fewer_examples_than_a_batch_fill_one(remainder):
+    order = EpochOrder(3, 4, iterations=2, shuffle=False, remainder=remainder)
+    rows = order.rows(Position(0, 0))
+    assert (rows.examples, rows.updates, walk(order)) == (3, 1, [Position(0, 0)])
+    if remainder == "wrap":
         assert rows.indices.reshape(-1).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("last", ["drop", "updates", "pad", "wrap"])
+@pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
 @pytest.mark.parametrize(("before", "after"), [((1, 8), (8, 8)), ((8, 8), (2, 8)), ((4, 4), (2, 6)), ((2, 2), (1, 1))])
-def test_any_number_of_instances_goes_on_where_others_stopped(last, before, after):
+def test_any_number_of_instances_goes_on_where_others_stopped(remainder, before, after):
     """(instances, replicas) before, and after; the batches may have another size."""
-    options = {"gradient_accumulation": 2, "seed": 1, "last": last}
+    options = {"gradient_accumulation": 2, "seed": 1, "remainder": remainder}
     first, second = (of_instances(n, 333, 1, replicas=replicas, **options) for n, replicas in (before, after))
     start = walk(first[0])[:3]
     seen = [read(first, place) for place in start]
@@ -121,30 +122,34 @@ def test_any_number_of_instances_goes_on_where_others_stopped(last, before, afte
     every = np.concatenate([*seen, *then])
     assert len(np.unique(every)) == len(every)
     missing = 333 - len(every)
-    assert missing == (0 if last in ("pad", "wrap") else (333 - len(np.concatenate(seen))) % second[0].per_update)
+    assert missing == (0 if remainder in ("pad", "wrap") else (333 - len(np.concatenate(seen))) % second[0].per_update)
 
 
 def test_a_place_where_no_batch_begins_is_the_next_epochs_start():
-    order = Order(10, 4)
-    assert [order.first(Place(2, position)) for position in (6, 7, 10)] == [Place(2, 6), Place(3, 0), Place(3, 0)]
+    order = EpochOrder(10, 4)
+    assert [order.first(Position(2, position)) for position in (6, 7, 10)] == [
+        Position(2, 6),
+        Position(3, 0),
+        Position(3, 0),
+    ]
 
 
 def test_the_order_of_an_epoch_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
-        Order(10, 4).of_epoch(0)[0] = 1
+        EpochOrder(10, 4).of_epoch(0)[0] = 1
 
 
 def test_numpys_integers_are_taken_as_pythons_own():
     given: Any = {"replicas": 2, "gradient_accumulation": 3, "iterations": 2, "seed": 5, "instances": 2, "instance": 1}
-    plain = Order(40, 2, **given)
+    plain = EpochOrder(40, 2, **given)
     of_numpy: Any = {name: np.uint8(value) for name, value in {"examples": 40, "micro_batch": 2, **given}.items()}
-    order = Order(**of_numpy)
+    order = EpochOrder(**of_numpy)
     assert {type(value) for value in (order.examples, order.seed, order.per_update, order.per_batch)} == {int}
-    assert np.array_equal(order.rows(Place(0, 0)).indices, plain.rows(Place(0, 0)).indices)
+    assert np.array_equal(order.rows(Position(0, 0)).indices, plain.rows(Position(0, 0)).indices)
     not_seeds: Any = (True, 1.0, None, np.float32(1))
     for seed in not_seeds:
         with pytest.raises(ValueError, match=re.escape(f"seed={seed!r} is not a seed: give an int of at least 0")):
-            Order(40, 2, seed=seed)
+            EpochOrder(40, 2, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -157,22 +162,22 @@ def test_numpys_integers_are_taken_as_pythons_own():
         ({"replicas": 6, "instances": 4}, "replicas=6 cannot be shared by instances=4: use a multiple of 4"),
         ({"instances": 2, "instance": 2}, "instance=2 is none of instances=2: give an int from 0 on"),
         (
-            {"last": "wraps"},
-            "last='wraps' is unknown: did you mean 'wrap'? Choose one of 'drop', 'updates', 'pad', 'wrap'",
+            {"remainder": "wraps"},
+            "remainder='wraps' is unknown: did you mean 'wrap'? Choose one of 'drop', 'updates', 'pad', 'wrap'",
         ),
         (
             {"replicas": 3, "iterations": 9},
             "micro_batch=4 x replicas=3 x device_iterations=9 takes 108 examples for a batch, but there are 100: lower "
-            "one of them, or fill up with last='pad' or 'wrap'",
+            "one of them, or fill up with remainder='pad' or 'wrap'",
         ),
         (
-            {"replicas": 26, "iterations": 9, "last": "updates"},
+            {"replicas": 26, "iterations": 9, "remainder": "updates"},
             "micro_batch=4 x replicas=26 x device_iterations=9 takes 104 examples for an update, but there are 100: "
-            "lower one of them, or fill up with last='pad' or 'wrap'",
+            "lower one of them, or fill up with remainder='pad' or 'wrap'",
         ),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
-        Order(100, **{"micro_batch": 4, **options})
+        EpochOrder(100, **{"micro_batch": 4, **options})
     assert str(refused.value) == message

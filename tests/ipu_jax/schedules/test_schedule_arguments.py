@@ -1,4 +1,4 @@
-"""What schedules, the simulator, `split` and `measure_costs` take, NumPy's numbers too; what they refuse, in words."""
+"""What schedules, the simulator, `balance_layers` and `measure_costs` take and refuse, in words."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.analysis.balance import measure_costs, split
+from ipu_jax.analysis.balance import balance_layers, measure_costs
 from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
 from support.harness import exactly
 
@@ -74,8 +74,8 @@ def test_what_is_not_a_count_is_refused(bad):
     refused(lambda: make_schedule("1f1b", ipus=2, micro_batches=bad), f"micro_batches{rule}")
     refused(lambda: make_schedule("looped", ipus=2, micro_batches=2, rounds=bad), f"rounds{rule}")
     refused(lambda: Schedule("mine", (0, 1), bad, *ROWS), f"ipus{rule}")
-    refused(lambda: split("ab", [1, 1], bad), f"ipus{rule}")
-    refused(lambda: split("ab", [1, 1], 1, rounds=bad), f"rounds{rule}")
+    refused(lambda: balance_layers("ab", [1, 1], bad), f"ipus{rule}")
+    refused(lambda: balance_layers("ab", [1, 1], 1, rounds=bad), f"rounds{rule}")
     if bad is not None:  # nobody said how many
         refused(lambda: make_schedule("1f1b", ipus=bad, micro_batches=2), f"ipus{rule}")
         refused(lambda: make_schedule("1f1b", ipus=bad, placement=(0, 1), micro_batches=2), f"ipus{rule}")
@@ -149,12 +149,12 @@ def test_what_is_not_a_cost_is_refused(bad):
     refused(lambda: schedule.simulate(1, bad), f"backward{rule}")
     refused(lambda: schedule.simulate([1, bad]), f"forward[1]{rule}")
     refused(lambda: schedule.simulate(1, 2, 1, bad), f"transfer{rule}")
-    refused(lambda: split("ab", [1, bad], 2), f"layer 'b': costs[1]{rule}")
+    refused(lambda: balance_layers("ab", [1, bad], 2), f"layer 'b': costs[1]{rule}")
     if bad is not None:
         refused(lambda: schedule.simulate(1, 2, bad), f"weight{rule}")
         size = rule.replace("a cost", "a size")
-        refused(lambda: split("ab", [1, 1], 2, memory=[1, bad], limit=3), f"layer 'b': memory[1]{size}")
-        refused(lambda: split("ab", [1, 1], 2, memory=[1, 1], limit=bad), f"limit{size}")
+        refused(lambda: balance_layers("ab", [1, 1], 2, memory=[1, bad], limit=3), f"layer 'b': memory[1]{size}")
+        refused(lambda: balance_layers("ab", [1, 1], 2, memory=[1, 1], limit=bad), f"limit{size}")
 
 
 # split and measure_costs
@@ -163,25 +163,25 @@ def test_what_is_not_a_cost_is_refused(bad):
 def test_split_takes_numpys_numbers():
     costs, memory = np.array([4, 1, 1, 1, 3, 2]), np.ones(6, np.float32)
     two, three, limit = (cast(Any, number) for number in (np.int64(2), np.int64(3), np.float32(3)))
-    expected = split(range(6), [4, 1, 1, 1, 3, 2], 3, memory=[1] * 6, limit=3)
-    found = split(np.arange(6), costs, three, memory=memory, limit=limit)
+    expected = balance_layers(range(6), [4, 1, 1, 1, 3, 2], 3, memory=[1] * 6, limit=3)
+    found = balance_layers(np.arange(6), costs, three, memory=memory, limit=limit)
     assert (found.ipus, found.loads) == (expected.ipus, expected.loads)
     assert {type(load) for load in found.loads} == {float}
-    assert split("abcd", iter([1, 1, 1, 1]), two, rounds=two).ipus == (0, 1, 0, 1)
+    assert balance_layers("abcd", iter([1, 1, 1, 1]), two, rounds=two).ipus == (0, 1, 0, 1)
 
 
 @pytest.mark.parametrize("bad", [None, 3, "12", {0: 1, 1: 1}], ids=repr)
 def test_costs_and_memory_are_a_number_a_layer(bad):
-    refused(lambda: split("ab", bad, 2), f"costs={bad!r} are no numbers: give one for each layer")
+    refused(lambda: balance_layers("ab", bad, 2), f"costs={bad!r} are no numbers: give one for each layer")
     if bad is not None:
         refused(
-            lambda: split("ab", [1, 1], 2, memory=bad, limit=3),
+            lambda: balance_layers("ab", [1, 1], 2, memory=bad, limit=3),
             f"memory={bad!r} are no numbers: give one for each layer",
         )
 
 
 def test_layers_that_are_no_list_are_refused():
-    refused(lambda: split(3, [1], 1), "model_layers=3 are no layers: give them in their order, as in a list")  # pyright: ignore[reportArgumentType]
+    refused(lambda: balance_layers(3, [1], 1), "model_layers=3 are no layers: give them in their order, as in a list")  # pyright: ignore[reportArgumentType]
 
 
 FIRST = Stage(lambda w, x, mb: mb @ w, params="a")

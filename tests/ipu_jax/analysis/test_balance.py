@@ -1,4 +1,4 @@
-"""`split` against brute force over every partition; its errors word for word; costs by tracing against hand counts."""
+"""`balance_layers` against brute force over all partitions; errors word for word; traced costs by hand."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from ipu_jax import ALL_IPUS, Stage
-from ipu_jax.analysis.balance import measure_costs, split
+from ipu_jax.analysis.balance import balance_layers, measure_costs
 from support.dense import chain
 
 
@@ -40,7 +40,7 @@ def problems(draw):
 @given(problems())
 def test_no_partition_is_better(problem):
     costs, _, ipus, _ = problem
-    found = split(range(len(costs)), costs, ipus)
+    found = balance_layers(range(len(costs)), costs, ipus)
     assert [k for k, _ in itertools.groupby(found.ipus)] == list(range(ipus)), "neighbours together, no IPU without"
     assert found.loads == tuple(sum(c for c, at in zip(costs, found.ipus, strict=True) if at == k) for k in range(ipus))
     assert (max(found.loads), sum(load**2 for load in found.loads)) == best_by_force(costs, ipus)
@@ -53,9 +53,9 @@ def test_no_partition_below_the_limit_is_better(problem):
     expected = best_by_force(costs, ipus, memory, limit)
     if expected is None:
         with pytest.raises(ValueError, match="no split of"):
-            split(range(len(costs)), costs, ipus, memory=memory, limit=limit)
+            balance_layers(range(len(costs)), costs, ipus, memory=memory, limit=limit)
         return
-    found = split(range(len(costs)), costs, ipus, memory=memory, limit=limit)
+    found = balance_layers(range(len(costs)), costs, ipus, memory=memory, limit=limit)
     assert (max(found.loads), sum(load**2 for load in found.loads)) == expected
     for k in range(ipus):
         assert sum(b for b, at in zip(memory, found.ipus, strict=True) if at == k) <= limit
@@ -65,7 +65,7 @@ def test_stages_get_their_ipus_and_concurrent_ones_stay():
     fn = lambda w, x, mb: x  # noqa: E731
     embed = Stage(fn, params="table", ipu=ALL_IPUS)
     layers = [Stage(fn, params=f"w{i}", recompute="all") for i in range(4)]
-    found = split([embed, *layers, embed], [1000, 1, 1, 1, 3, 1000], ipus=2)
+    found = balance_layers([embed, *layers, embed], [1000, 1, 1, 1, 3, 1000], ipus=2)
     assert found.ipus == (None, 0, 0, 0, 1, None)
     assert found.loads == (3, 3)
     assert found.imbalance == 0
@@ -76,18 +76,18 @@ def test_stages_get_their_ipus_and_concurrent_ones_stay():
 
 
 def test_layers_that_are_no_stages_give_no_stages():
-    found = split([(jnp.tanh, 1), (jnp.sin, 2)], [1.5, 0.5], 2)
+    found = balance_layers([(jnp.tanh, 1), (jnp.sin, 2)], [1.5, 0.5], 2)
     assert found.stages == ()
     assert found.imbalance == pytest.approx(0.5)
     assert "layer 0" in str(found)
 
 
 def test_ten_names_are_told_in_short():
-    assert "a0, a1, ... a9 (10)" in str(split([f"a{i}" for i in range(10)], [1] * 10, 1))
+    assert "a0, a1, ... a9 (10)" in str(balance_layers([f"a{i}" for i in range(10)], [1] * 10, 1))
 
 
 def test_rounds_go_round_the_ipus():
-    found = split("abcdef", [1, 2, 1, 1, 2, 1], 2, rounds=2)
+    found = balance_layers("abcdef", [1, 2, 1, 1, 2, 1], 2, rounds=2)
     assert found.ipus == (0, 1, 0, 0, 1, 1) or sum(found.loads) == 8
     assert [k for k, _ in itertools.groupby(found.ipus)] == [0, 1, 0, 1]
 
@@ -125,7 +125,7 @@ def test_rounds_go_round_the_ipus():
 )
 def test_errors(layers, costs, ipus, options, message):
     with pytest.raises(ValueError, match=message):
-        split(layers, costs, ipus, **options)
+        balance_layers(layers, costs, ipus, **options)
 
 
 def test_measured_costs_are_the_products_of_each_stage():
@@ -156,5 +156,5 @@ def test_measured_costs_of_a_concurrent_stage_are_the_whole_ones():
 def test_measured_costs_place_a_models_stages_to_run():
     model = chain((0, 0, 0, 0), 2)
     costs = measure_costs(model.stages, model.params, jax.tree.map(lambda leaf: leaf[0], model.batch))
-    found = split(model.stages, costs, 2)
+    found = balance_layers(model.stages, costs, 2)
     assert {stage.ipu for stage in found.stages} == {0, 1}

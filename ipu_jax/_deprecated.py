@@ -1,0 +1,20 @@
+"""Public names that changed: the old ones work for one release, and say what they are called now."""
+
+import importlib
+import warnings
+from typing import Any
+
+_NOW = {
+    "Report": ("ipu_jax.verification", "VerificationReport"),
+    "Split": ("ipu_jax.analysis.balance", "LayerPlacement"),
+    "split": ("ipu_jax.analysis.balance", "balance_layers"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an old public name of `ipu_jax` means, with a `DeprecationWarning`."""
+    if name not in _NOW:
+        raise AttributeError(f"module 'ipu_jax' has no attribute {name!r}")
+    module, new = _NOW[name]
+    warnings.warn(f"ipu_jax.{name} is called ipu_jax.{new} now", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(module), new)

@@ -1,0 +1,21 @@
+"""Old public names: each means what it meant, and says what it is called now."""
+
+import pytest
+
+import ipu_jax
+
+RENAMED = {"Report": "VerificationReport", "Split": "LayerPlacement", "split": "balance_layers"}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_is_the_new_one_and_says_so(old):
+    new = RENAMED[old]
+    with pytest.warns(DeprecationWarning, match=rf"\Aipu_jax\.{old} is called ipu_jax\.{new} now\Z") as warned:
+        assert getattr(ipu_jax, old) is getattr(ipu_jax, new)
+    assert warned[0].filename == __file__
+    assert old not in ipu_jax.__all__
+
+
+def test_an_unknown_name_is_unknown():
+    with pytest.raises(AttributeError, match=r"\Amodule 'ipu_jax' has no attribute 'spilt'\Z"):
+        _ = ipu_jax.spilt
