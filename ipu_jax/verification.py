@@ -91,6 +91,19 @@ def reference_value_and_grad(
     Raises:
         ValueError: the batch doesn't fit, or a group of state or a key is missing or superfluous.
     """
+    return _unsharded(pipeline, params, batch, state, key)
+
+
+def _unsharded(
+    pipeline: Pipeline,
+    params: dict[str, Any],
+    batch: Any,
+    state: dict[str, Any] | None,
+    key: Any,
+    *,
+    fused: bool = True,
+) -> Any:
+    """As `reference_value_and_grad`; without `fused` every operation rounds its result to its own dtype."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(key, stages, needed=any(stage.random for stage in stages))
     check_batch(batch, replicas, m)
@@ -140,7 +153,8 @@ def reference_value_and_grad(
         of_replica, mesh=alone, in_specs=(everywhere, apart, everywhere, everywhere), out_specs=apart, check_vma=False
     )
     # of each a leading dim: the replicas
-    results = jax.jit(mapped)(leaves, batch, state, key)
+    options = None if fused else {"xla_allow_excess_precision": False}
+    results = jax.jit(mapped, compiler_options=options)(leaves, batch, state, key)
     (sums, states, losses, aux), leaves = jax.device_put((results, leaves), pipeline.mesh.devices.flat[0])
     following = iter(sums)
     gradients = [
@@ -171,8 +185,9 @@ def verify(
 
     Some results are what is left of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
     attention. They are rounding alone, in the unsharded program as in the pipeline. So where something is too far off,
-    the unsharded program runs three times more, from float32 weights moved by at most one unit in their last place, and
-    4 times what that changes of a leaf is not held against the pipeline.
+    the unsharded program runs three times more, from float32 weights moved by at most one unit in their last place,
+    and, where weights are half, once with each operation rounded (fused operations keep float32 between them, and a
+    pipeline is fused otherwise). 4 times what that changes of a leaf is not held against the pipeline.
 
     Args:
         pipeline: the pipeline.
@@ -199,8 +214,8 @@ def verify(
     """
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
 
-    def unsharded(weights: Any) -> tuple[Any, dict[str, Any]]:
-        return _results(reference_value_and_grad(pipeline, weights, batch, whole_state, key))
+    def unsharded(weights: Any, *, fused: bool = True) -> tuple[Any, dict[str, Any]]:
+        return _results(_unsharded(pipeline, weights, batch, whole_state, key, fused=fused))
 
     value, *sharded = pipeline.value_and_grad(params, batch, state, key)
     loss, found = _results((value, *map(pipeline.unshard, sharded)))
@@ -213,6 +228,8 @@ def verify(
     compared = _compare(found, expected)
     if not all(allowed.passes(leaf) for leaves in compared.values() for leaf in leaves):
         moved = [unsharded(_moved(weights, seed))[1] for seed in range(3)]
+        if any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in jax.tree.leaves(weights)):
+            moved.append(unsharded(weights, fused=False)[1])
         compared = _compare(found, expected, jax.tree.map(_slack, expected, *moved))
     errors = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
     report = VerificationReport(float(loss), float(expected_loss), of_loss.error, *errors)
@@ -328,11 +345,11 @@ def _wide(leaf: Any) -> np.ndarray:
 
 
 def _moved(weights: Any, seed: int) -> Any:
-    """The weights with each float32 number moved at random, by at most one unit in its last place."""
+    """Return the weights with each float32 number moved at random, by at most one unit in its last place."""
     rng = np.random.default_rng(seed)
 
     def move(leaf: Any) -> Any:
-        if leaf.dtype not in (np.float32, np.float64):
+        if leaf.dtype not in (np.float32, np.float64):  # a unit of a half type is no rounding, but another weight
             return leaf
         return (leaf * (1 + np.finfo(leaf.dtype).eps * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
 
