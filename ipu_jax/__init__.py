@@ -10,7 +10,7 @@ from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import FeedTimeoutError
 from ipu_jax.data.source import normalise
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
-from ipu_jax.options import DynamicScale, PipelineOptions, TrainOptions
+from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
 from ipu_jax.stage import Outputs, Stage
@@ -29,6 +29,7 @@ __all__ = [
     "Feed",
     "FeedBatch",
     "FeedTimeoutError",
+    "Half",
     "InFlight",
     "LayerPlacement",
     "Outputs",
@@ -36,6 +37,8 @@ __all__ = [
     "PipelineOptions",
     "PipelineReport",
     "Position",
+    "Precision",
+    "Reduction",
     "Replicas",
     "Schedule",
     "Sharded",

@@ -28,7 +28,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
-from ipu_jax.options import check_count
+from ipu_jax._checks import check_count
 
 REPLICA_AXIS: Final = "replica"
 IPU_AXIS: Final = "ipu"

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import jax
 
+from ipu_jax._checks import as_int, check_choice
 from ipu_jax.devices import ALL_IPUS, AllIpus
-from ipu_jax.options import as_int, check_choice
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from ipu_jax import EpochOrder, Feed, Position, normalise
-from ipu_jax.options import check_count
+from mnist_example.checks import check_count
 
 _BATCHES_AHEAD = 2  # a call's batch each, and so many beside the two that run and wait
 

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from ipu_jax import Feed, configure, make_mesh
-from ipu_jax.data.feed import FeedBatch
+from ipu_jax import Feed, FeedBatch, configure, make_mesh
 from mnist_example.batches import Batches, make_feed
 from mnist_example.flags import check_data_flags, feed_options, make_parser, parse, updates_of
 from mnist_example.run_sharded_mnist import load, make_batches, progress_bar

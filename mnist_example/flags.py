@@ -7,13 +7,13 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from ipu_jax import SCHEDULES
-from ipu_jax.options import REDUCTIONS, check_choice
+from ipu_jax import SCHEDULES, Reduction
 from mnist_example.batches import Batches
+from mnist_example.checks import check_choice
 from mnist_example.model import HALVES, MODES, PRECISIONS, Mode
 from mnist_example.network import MLP_UPDATES, RESNET_UPDATES, network_of
 from mnist_example.network import NAMES as MODELS
@@ -25,6 +25,7 @@ _Value = TypeVar("_Value")
 PICTURE: Final = Path("mnist-losses.png")
 
 _FLOAT32: Final = np.finfo(np.float32)
+_REDUCTIONS: Final[tuple[Reduction, ...]] = get_args(Reduction)
 _MOST_EPOCHS: Final = 1_000_000
 _MOST_WORKERS: Final = 1024
 
@@ -176,9 +177,9 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     add(
         "--reduction",
-        type=_one_of("reduction", REDUCTIONS),
+        type=_one_of("reduction", _REDUCTIONS),
         default="sum",
-        metavar=braces(REDUCTIONS),
+        metavar=braces(_REDUCTIONS),
         help="of the gradients over the accumulation and the replicas (default: %(default)s)",
     )
     add("--seed", type=_seed, default=0, metavar="N", help="of weights and batches (default: %(default)s)")

@@ -29,9 +29,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 import sharded_ops
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.devices import IPU_AXIS
-from ipu_jax.options import Half, Reduction, check_choice, check_count
+from ipu_jax import ALL_IPUS, IPU_AXIS, Half, Pipeline, Reduction, Stage, make_mesh, normalise
+from mnist_example.checks import check_choice, check_count
 
 PIXELS: Final = 28 * 28
 HIDDEN: Final = 2560
@@ -199,9 +198,8 @@ def _layer(
 
 
 def scaled_images(images: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Images as the networks read them: bytes of 0 to 255 become 0 to 1, floats stay; the shape stays too."""
-    scaled = images.astype(dtype)
-    return scaled / 255 if images.dtype == jnp.uint8 else scaled
+    """Return images as the networks read them: bytes of 0 to 255 become 0 to 1, floats stay; the shape stays too."""
+    return normalise(images, dtype=dtype) if images.dtype == jnp.uint8 else images.astype(dtype)
 
 
 def _mlp(dtype: DTypeLike, params: Any, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:
@@ -239,19 +237,5 @@ def _sharded_cross_entropy(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     labels_B = microbatch["labels"].astype(jnp.int32)
     losses_B = sharded_ops.log_softmax_cross_entropy(logits_Bc, labels_B, size=CLASSES)
-    predictions_B = _sharded_argmax(lax.stop_gradient(logits_Bc))
+    predictions_B = sharded_ops.argmax(lax.stop_gradient(logits_Bc), size=CLASSES)
     return losses_B.mean(), {"correct": jnp.sum(predictions_B == labels_B, dtype=jnp.int32)}
-
-
-def _sharded_argmax(logits_Bc: jax.Array) -> jax.Array:
-    """The class with the largest logit, the first of equal ones as in `jnp.argmax`: (B,), the same on all IPUs.
-
-    Communicates one all-gather of 2 floats an image: each IPU's largest logit and its class.
-    """
-    split = sharded_ops.Split(CLASSES, lax.axis_size(IPU_AXIS))
-    classes_c = split.offset(lax.axis_index(IPU_AXIS)) + jnp.arange(split.local)
-    real_Bc = jnp.where(classes_c < CLASSES, logits_Bc.astype(jnp.float32), -jnp.inf)
-    best_B = classes_c[jnp.argmax(real_Bc, axis=-1)]
-    # n IPUs, in the order of their classes
-    tops_nB, classes_nB = jnp.moveaxis(lax.all_gather(jnp.stack([real_Bc.max(axis=-1), best_B]), IPU_AXIS), 1, 0)
-    return jnp.take_along_axis(classes_nB, jnp.argmax(tops_nB, axis=0)[None], axis=0)[0].astype(jnp.int32)

@@ -10,9 +10,9 @@ from typing import Any, Final, Protocol
 
 from jax.typing import DTypeLike
 
-from ipu_jax import Pipeline
-from ipu_jax.options import Half, Reduction, check_choice
+from ipu_jax import Half, Pipeline, Reduction
 from mnist_example import model, resnet
+from mnist_example.checks import check_choice
 from mnist_example.model import Mode, Precision
 
 

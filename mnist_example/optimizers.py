@@ -11,7 +11,7 @@ from typing import Final
 
 import optax
 
-from ipu_jax.options import check_choice, check_positive
+from mnist_example.checks import check_choice, check_positive
 
 _MOMENTUM: Final = 0.9
 

@@ -38,8 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ipu_jax import LayerPlacement, Outputs, Pipeline, Stage, balance_layers, flops_of, make_mesh
-from ipu_jax.options import Half, Reduction, check_choice, check_count
+from ipu_jax import Half, LayerPlacement, Outputs, Pipeline, Reduction, Stage, balance_layers, flops_of, make_mesh
+from mnist_example.checks import check_choice, check_count
 from mnist_example.convolution import conv_general_dilated
 from mnist_example.model import (
     CLASSES,

@@ -21,10 +21,9 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_jax import DynamicScale, Pipeline, TrainOptions, TrainState, make_train_step
-from ipu_jax.devices import REPLICA_AXIS
-from ipu_jax.options import check_count
+from ipu_jax import REPLICA_AXIS, DynamicScale, Pipeline, TrainOptions, TrainState, make_train_step
 from mnist_example.batches import Batches, make_feed
+from mnist_example.checks import check_count
 from mnist_example.optimizers import make_optimizer
 
 NO_LABEL = -1
@@ -113,7 +112,6 @@ class Trainer:
         # the network computes in its own precision; and of device iterations a step knows a fixed number
         options = TrainOptions(shard_optimizer=shard_optimizer, loss_scale=loss_scale)
         self.step = make_train_step(pipeline, make_optimizer(optimizer, learning_rate), options)
-        self._step_has_seen_weights = False
         self.feed = make_feed(
             batches, pipeline.mesh, repeat_count=repeat_count, eight_bit_io=eight_bit_io, num_workers=num_workers
         )
@@ -129,15 +127,11 @@ class Trainer:
             params: such as a network's `init_params` makes.
             stages: such as its `init_state` makes.
         """
-        self._step_has_seen_weights = True
         return self.step.init(params, stages=stages or None)
 
     def compile(self, state: TrainState) -> float:
         """Compiles the training program, which the first `run_epoch` does otherwise; returns the seconds it took."""
         start = time.perf_counter()
-        if not self._step_has_seen_weights:  # the state is another trainer's
-            unshard = self.pipeline.unshard
-            self.init(unshard(state.params), None if state.stages is None else unshard(state.stages))
         # what one call returns is what the next one takes
         of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
         program = jax.jit(self._run_updates, donate_argnums=0, out_shardings=(of_state, None))

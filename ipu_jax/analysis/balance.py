@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from ipu_jax._checks import check_cost, check_count
 from ipu_jax.analysis.cost import jaxpr_flops
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.options import check_cost, check_count
 from ipu_jax.programs.segment import NOTHING, Given, one_by_one
 from ipu_jax.programs.segment_program import halves_of
 from ipu_jax.stage import Stage

@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax._checks import as_int, check_count
 from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import FeedTimeoutError, Prefetcher
 from ipu_jax.data.source import Source
 from ipu_jax.devices import REPLICA_AXIS
-from ipu_jax.options import as_int, check_count
 
 _STATE: Final = ("epoch", "position", "examples", "seed", "shuffle")
 

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ipu_jax.options import as_int, check_choice, check_count
+from ipu_jax._checks import as_int, check_choice, check_count
 
 REMAINDERS: Final = ("drop", "updates", "pad", "wrap")
 """What becomes of the examples at the end of an epoch that fill no whole batch: see `EpochOrder`."""

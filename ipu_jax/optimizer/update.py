@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax._keys import is_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.optimizer import _analysis as spread
 from ipu_jax.optimizer._analysis import Summary
@@ -296,6 +297,6 @@ class Update:
 
 def copied(value: Any) -> Any:
     """Return numbers, or keys, that all devices hold alike, as an array of its own on the default device."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         return jax.random.wrap_key_data(copied(jax.random.key_data(value)), impl=jax.random.key_impl(value))
     return jnp.array(np.asarray(value))

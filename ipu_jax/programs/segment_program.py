@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend import core
 
 from ipu_jax._jaxprs import depending, laid_open, needed
+from ipu_jax._keys import is_key
 from ipu_jax.programs._agreement import differing_outputs, refuse_unlike
 from ipu_jax.programs._backward_split import cut_in_two
 from ipu_jax.programs._likeness import Signature, signature_of
@@ -114,16 +115,12 @@ class Halves:
         return [_as_kept(value, kept) for value, kept in zip(stash, self._kept, strict=True)]
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _bare(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _as_kept(value: Any, kept: Any) -> Any:
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(kept)) if _is_key(kept) else value
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(kept)) if is_key(kept) else value
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -281,7 +278,7 @@ def _refuse_unlike_results(segment: Segment, differs: Any, last: bool, split_sta
 
 def _refuse_keys(segment: Segment, results: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(results):
-        if _is_key(leaf):
+        if is_key(leaf):
             raise ValueError(
                 f"stage {segment.name!r} returns a random key, {leaf.dtype}, in its {'aux' if path[0].idx else 'y'}: "
                 "return jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data where it is used"

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-from ipu_jax.options import as_int, check_choice, check_count
+from ipu_jax._checks import as_int, check_choice, check_count
 from ipu_jax.schedules import _families as families
 from ipu_jax.schedules import _simulate as simulation
 from ipu_jax.schedules import _text as grid

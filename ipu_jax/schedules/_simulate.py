@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ipu_jax.options import check_cost
+from ipu_jax._checks import check_cost
 from ipu_jax.schedules import _timetable as clock
 from ipu_jax.schedules import _validate as replay
 from ipu_jax.schedules._timetable import Task, Timetable

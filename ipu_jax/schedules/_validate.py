@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from ipu_jax.options import check_choice, check_count
+from ipu_jax._checks import check_choice, check_count
 from ipu_jax.schedules import _timetable as clock
 from ipu_jax.schedules._timetable import Kind, Moment, Task, Timetable, moment, segments_of, sent, tick_of
 

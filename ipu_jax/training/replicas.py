@@ -18,8 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax._checks import check_count
+from ipu_jax._keys import is_one_key
 from ipu_jax.devices import REPLICA_AXIS, InFlight, make_mesh
-from ipu_jax.options import PipelineOptions, Reduction, check_count
+from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._accumulate import accumulate, accumulate_gradients
 from ipu_jax.weights.arguments import check_alive, check_batch
@@ -198,7 +200,7 @@ class Replicas:
     def check(self, params: Any, batch: Any, key: Any = None) -> None:
         """Raises the `ValueError` that `value_and_grad` would raise for such arguments."""
         self.check_params(params)
-        if self.random and (key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()):
+        if self.random and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)")
         if key is not None and not self.random:
             raise ValueError("a key was given, but loss_fn takes none: replicate(..., random=True)")

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ipu_jax._keys import is_key, is_one_key
 from ipu_jax.devices import REPLICA_AXIS, InFlight
 from ipu_jax.optimizer import blocks as cells_of
 from ipu_jax.optimizer.update import Kept, Update, copied
@@ -231,7 +232,7 @@ class TrainStep:
         return update
 
     def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
-        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if is_key(value):
             return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
         whole = np.asarray(value)  # copied block by block: the step's buffers are its own, and may be donated
         sharding = NamedSharding(self.model.mesh, spec)
@@ -243,9 +244,7 @@ class TrainStep:
             if key is None:
                 raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
             raise ValueError("a key was given, but neither the model nor the rounding is random: leave it out")
-        if key is not None and (
-            not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()
-        ):
+        if key is not None and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
 
     # the call

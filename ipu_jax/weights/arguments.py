@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from ipu_jax._keys import is_one_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.stage import Stage
 from ipu_jax.weights import packing
@@ -112,9 +112,7 @@ def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
     if key is None and needed:
         random = next(stage.name for stage in stages if stage.random)
         raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")
-    if key is not None and (
-        not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ()
-    ):
+    if key is not None and not is_one_key(key):
         raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
     if key is not None and not any(stage.random for stage in stages):
         raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import DynamicScale, PipelineOptions, TrainOptions
-from ipu_jax.options import check_bool, check_choice, check_count, check_positive
+from ipu_jax._checks import check_bool, check_choice, check_count, check_positive
 
 
 @pytest.mark.parametrize("value", [1, 84, 10**9])

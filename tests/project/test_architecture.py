@@ -13,7 +13,7 @@ PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 
 # The wings of ipu_jax, and what each may import besides itself. A file at the top of ipu_jax is a wing of its own, or
 # belongs to the ground, which everything may import and which imports nothing above it. A new one finds its place here.
-GROUND = ("_collectives", "_deprecated", "_jaxprs", "_version", "devices", "options", "stage")
+GROUND = ("_checks", "_collectives", "_deprecated", "_jaxprs", "_keys", "_version", "devices", "options", "stage")
 WINGS: dict[str, set[str]] = {
     "schedules": set(),
     "weights": set(),

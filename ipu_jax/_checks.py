@@ -1,0 +1,102 @@
+"""Checks of single arguments: each raises with the value, the rule and the mend. Without jax, as schedules use them."""
+
+import difflib
+import math
+from typing import Any
+
+import numpy as np
+
+
+def as_int(value: object) -> int | None:
+    """Return `value` as Python's own int if it is an integer, NumPy's too; None if not (a bool is not).
+
+    >>> as_int(np.int64(3)), as_int(True), as_int(3.0)
+    (3, None, None)
+    """
+    return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
+
+
+def check_count(name: str, value: object) -> int:
+    """Return `value` as an int, if it is an integer of at least 1, NumPy's too.
+
+    Raises:
+        ValueError: it is not (bools are not counts).
+
+    >>> check_count("micro_batches", np.int64(4))
+    4
+    """
+    count = as_int(value)
+    if count is None or count < 1:
+        raise ValueError(f"{name}={value!r} is not a count: give an int of at least 1")
+    return count
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return `value`, if it is a bool, NumPy's too.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> check_bool("weighted", np.True_)
+    True
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}={value!r} is no bool: give True or False")
+    return bool(value)
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """`value`, if it is one of `choices`.
+
+    Raises:
+        ValueError: it is not; the nearest choice is named where there is one, whatever the case of its letters.
+
+    >>> check_choice("schedule", "groupd", ("sequential", "grouped"))
+    Traceback (most recent call last):
+    ...
+    ValueError: schedule='groupd' is unknown: did you mean 'grouped'? Choose one of 'sequential', 'grouped'
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    lowered = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(value.lower(), lowered, n=1) if isinstance(value, str) else []
+    hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
+    raise ValueError(f"{name}={value!r} is unknown: {hint}Choose one of {', '.join(map(repr, choices))}")
+
+
+def check_positive(name: str, value: object) -> float:
+    """Return `value` as Python's own number, if it is a finite one above 0, NumPy's too.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> check_positive("loss_scale", np.float32(128))
+    128.0
+    """
+    number: Any = value.item() if isinstance(value, (np.integer, np.floating)) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"{name}={value!r} is not a positive number: give a finite one above 0")
+    return number
+
+
+def check_cost(name: str, value: object, kind: str = "cost") -> float:
+    """Return `value` as a float, if it is a finite number of at least 0: any that `float` takes, but text and bools.
+
+    Args:
+        name: of the argument.
+        value: of it.
+        kind: what errors call such a number.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> check_cost("transfer", np.int64(3))
+    3.0
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bool, np.bool_)) else float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name}={value!r} is not a {kind}: give a finite number of at least 0")
+    return number
