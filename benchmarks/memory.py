@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from figures import Figures
-from ipu_jax import Pipeline, Stage, configure
-from ipu_jax.analysis.report import PipelineReport
+from ipu_jax import Pipeline, PipelineReport, Stage, configure
 
 WIDTH, ROWS, LAYERS = 64, 512, 3
 SCHEDULES = ("grouped", "1f1b", "gpipe", "zb-h1", "looped")

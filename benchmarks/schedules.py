@@ -33,8 +33,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Cost, Figures, side_by_side
-from ipu_jax import ALL_IPUS, Pipeline, Stage, configure
-from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
+from ipu_jax import ALL_IPUS, SCHEDULES, Pipeline, Schedule, Stage, configure, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16

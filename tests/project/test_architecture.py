@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import ipu_jax
+import sharded_ops
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 
@@ -127,10 +130,13 @@ def test_what_is_private_is_imported_in_its_own_folder_only():
                 assert ours, f"{path} imports {found}, which is private to {owner}"
 
 
-def test_programs_use_public_names_only():
-    for program in PROGRAMS:
-        for path in files_of(f"ipu_jax/{program}"):
-            assert siblings_imported(path) <= {"ipu_jax", f"ipu_jax.{program}"}, path
+@pytest.mark.parametrize("folder", ["mnist_example", "benchmarks", *(f"ipu_jax/{program}" for program in PROGRAMS)])
+def test_programs_use_public_names_only(folder):
+    public = {f"{package.__name__}.{name}" for package in (ipu_jax, sharded_ops) for name in package.__all__}
+    own = folder.replace("/", ".")
+    for path in files_of(folder):
+        found = {name for name in imported_modules(path) if name.startswith(("ipu_jax.", "sharded_ops."))}
+        assert {name for name in found if not f"{name}.".startswith(f"{own}.")} <= public, path
 
 
 def test_no_function_hides_a_module():
