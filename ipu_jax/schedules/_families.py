@@ -25,10 +25,9 @@ import dataclasses
 import heapq
 from collections.abc import Callable
 
-from ipu_jax.schedules._timetable import Clock, Kind, Placement, Rows, segments_of
+from ipu_jax.schedules._timetable import Kind, Placement, Rows, Timetable, segments_of
 
 SCHEDULES = ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "zb-h1", "zbv")
-Tables = tuple[Clock, Rows, Rows, Rows | None]
 Local = tuple[int, Kind, int]  # a task of a local segment: the segment's place in the line, kind, micro-batch
 
 
@@ -42,8 +41,8 @@ def default_placement(name: str, ipus: int, rounds: int) -> Placement:
     return line + line[::-1] if name == "zbv" else line * rounds if name == "looped" else line
 
 
-def tables(name: str, placement: Placement, micro_batches: int) -> Tables:
-    """The clock, and the tables of F, B and W.
+def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) -> Timetable:
+    """Return the family's timetable for a placement.
 
     Raises:
         ValueError: the placement is none that the family can serve.
@@ -52,7 +51,7 @@ def tables(name: str, placement: Placement, micro_batches: int) -> Tables:
         forward, backward = _first_micro_batch(placement)
         apart = 1 if name == "grouped" else 1 + backward[0]
         spread = lambda row: tuple(tuple(tick + apart * m for m in range(micro_batches)) for tick in row)  # noqa: E731
-        return "two-phase", spread(forward), spread(backward), None
+        return Timetable(name, placement, ipus, spread(forward), spread(backward))
     line = _Line(placement, micro_batches, name in ("zb-h1", "zbv"))
     if name == "looped":
         _check_looped(line)
@@ -60,7 +59,7 @@ def tables(name: str, placement: Placement, micro_batches: int) -> Tables:
         _check_folded(line)
     ticks = _interleaved(line) if name == "interleaved" else _earliest_ticks(_run(line, _RULES[name]), line)
     weight = _rows(line, ticks, "W") if "W" in line.kinds else None
-    return "one-phase", _rows(line, ticks, "F"), _rows(line, ticks, "B"), weight
+    return Timetable(name, placement, ipus, _rows(line, ticks, "F"), _rows(line, ticks, "B"), weight, "one-phase")
 
 
 def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:

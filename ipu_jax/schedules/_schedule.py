@@ -22,29 +22,34 @@ from functools import cached_property
 from typing import Any
 
 from ipu_jax._checks import as_int, check_choice, check_count
-from ipu_jax.schedules import _families as families
-from ipu_jax.schedules import _simulate as simulation
-from ipu_jax.schedules import _text as grid
-from ipu_jax.schedules import _timetable as clock
-from ipu_jax.schedules._families import SCHEDULES
-from ipu_jax.schedules._simulate import Cost, Simulation
-from ipu_jax.schedules._timetable import Clock, Kind, Placement, Rows, Task
+from ipu_jax.schedules._families import SCHEDULES, default_placement, timetable
+from ipu_jax.schedules._simulate import Cost, Simulation, simulate
+from ipu_jax.schedules._text import draw, parse
+from ipu_jax.schedules._timetable import (
+    Kind,
+    Placement,
+    Rows,
+    Task,
+    Timetable,
+    cut_spans,
+    inbox_spans,
+    overlap,
+    phase,
+    segments_of,
+    stash_spans,
+    tables_of,
+    tasks_of,
+    tick_of,
+)
 from ipu_jax.schedules._validate import validate
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Schedule(Timetable):
     """Who does what when. Immutable; checked when made.
 
     Attributes:
-        name: what it is called.
-        placement: per stage, its IPU, or None for a concurrent stage (all IPUs together).
-        ipus: IPUs of a replica.
-        forward, backward: `forward[stage][microbatch]` is the tick of that F, `backward` likewise of that B.
-        weight: likewise of W, or None where B does the whole backward pass. A concurrent stage has no W: its row
-            repeats its B.
-        clock: "two-phase" (a tick has an F and a B for each of an IPU's stages) or "one-phase" (an IPU does one
-            segment's F, B or W in a tick; messages may wait).
+        name, placement, ipus: as of `Timetable`, as are forward, backward, weight and clock.
 
     Raises:
         ValueError: the first thing that is wrong; the text names the cell and the mend.
@@ -58,14 +63,6 @@ class Schedule:
     IPU 0  0F0      0F1      0F2 0B0  0B1      0B2
     IPU 1           1F0 1B0  1F1 1B1  1F2 1B2
     """
-
-    name: str
-    placement: Placement
-    ipus: int
-    forward: Rows
-    backward: Rows
-    weight: Rows | None = None
-    clock: Clock = "two-phase"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", _placement_of(self.placement))
@@ -82,7 +79,7 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        return 1 + max(tick for _, rows in clock.tables_of(self) for row in rows for tick in row)
+        return 1 + max(tick for _, rows in tables_of(self) for row in rows for tick in row)
 
     @property
     def forward_ticks(self) -> int:
@@ -92,22 +89,22 @@ class Schedule:
     @property
     def segments(self) -> tuple[range, ...]:
         """The stages of each segment: neighbouring stages of one place, which share their ticks."""
-        return clock.segments_of(self.placement)
+        return segments_of(self.placement)
 
     def phase(self, stage: int, kind: Kind) -> str:
         """In which phase of the tick the stage's F, B or W runs."""
-        return clock.phase(self, stage, kind)
+        return phase(self, stage, kind)
 
     def stash_depth(self, stage: int) -> int:
         """How many micro-batches a stage holds at once: begun by its F, and not yet freed by its last use.
 
         The last use is W, or B where the stage has no W. Slots are micro-batch modulo depth.
         """
-        return clock.depth(clock.stash_spans(self, stage))
+        return overlap(stash_spans(self, stage))
 
     def cut_depth(self, stage: int) -> int:
         """How many micro-batches a stage holds at once between B and W; 0 where it has no W."""
-        return clock.depth(clock.cut_spans(self, stage))
+        return overlap(cut_spans(self, stage))
 
     def inbox_depth(self, boundary: int, kind: Kind) -> int:
         """How many messages lie at once between stage `boundary` and the next; 1 where a register is enough.
@@ -119,13 +116,13 @@ class Schedule:
             boundary: between stage `boundary` and stage `boundary + 1`.
             kind: "F" for activations, "B" for their gradients.
         """
-        return max(1, clock.depth(clock.inbox_spans(self, boundary, kind)))
+        return max(1, overlap(inbox_spans(self, boundary, kind)))
 
     @cached_property
     def _by_tick(self) -> dict[int, list[Task]]:
         found: dict[int, list[Task]] = {}
-        for task in clock.tasks_of(self):
-            found.setdefault(clock.tick_of(self, task), []).append(task)
+        for task in tasks_of(self):
+            found.setdefault(tick_of(self, task), []).append(task)
         return found
 
     def tasks(self, tick: int) -> list[Task]:
@@ -134,7 +131,7 @@ class Schedule:
 
     def order(self, ipu: int) -> list[Task]:
         """The tasks of an IPU, concurrent ones among them, in the order in which it runs them."""
-        return [task for task in clock.tasks_of(self) if self.placement[task.stage] in (None, ipu)]
+        return [task for task in tasks_of(self) if self.placement[task.stage] in (None, ipu)]
 
     def simulate(
         self,
@@ -157,7 +154,7 @@ class Schedule:
             lockstep: whether all IPUs also wait for each other at the end of each phase.
 
         Returns:
-            A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `simulation` has the closed forms.
+            A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `_simulate` has the closed forms.
 
         Raises:
             ValueError: a cost that is no finite number of at least 0, not as many costs as stages, or a `weight` above
@@ -167,7 +164,7 @@ class Schedule:
         >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
         (25.5, 0.0588, (8, 8, 8, 8))
         """
-        return simulation.simulate(self, forward, backward, weight, transfer, lockstep=lockstep)
+        return simulate(self, forward, backward, weight, transfer, lockstep=lockstep)
 
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """The idle share of the IPUs' time, every stage costing `forward` for F and `backward` for B.
@@ -209,11 +206,11 @@ IPUs takes until the next tick: move it to tick 3 or later
         """
         if not isinstance(text, str):
             raise ValueError(f"text={text!r} is no text: give what str(schedule) gives, or a grid of your own")
-        return cls(*grid.parse(text))
+        return cls(**vars(parse(text)))
 
     def to_text(self) -> str:
         """The picture: a row an IPU, a column a tick. `from_text` reads it back."""
-        return grid.draw(self, self.bubble())
+        return draw(self, self.bubble())
 
     def __str__(self) -> str:
         return self.to_text()
@@ -271,7 +268,7 @@ def make_schedule(
     | "zb-h1" | 1f1b with B split, W where there were bubbles | S |
     | "zbv" | B split, stages folded back: [0, 1, 1, 0] | S micro-batches of an IPU's share |
 
-    `simulation` has the bubbles and `families` the sources. "looped" and "zbv" pay where an IPU's share of the model
+    `_simulate` has the bubbles and `_families` the sources. "looped" and "zbv" pay where an IPU's share of the model
     can be cut into equal stages.
 
     Args:
@@ -302,11 +299,10 @@ def make_schedule(
     if placement is None:
         if ipus is None:
             raise ValueError("give ipus=, placement=, or both")
-        placement = families.default_placement(name, ipus, rounds)
+        placement = default_placement(name, ipus, rounds)
     placement = _placement_of(placement)
     if not placement:
         raise ValueError("placement=() has no stages: give at least one")
     if ipus is None:
         ipus = 1 + max((ipu for ipu in placement if ipu is not None), default=0)
-    of, forward, backward, weight = families.tables(name, placement, micro_batches)
-    return Schedule(name, placement, ipus, forward, backward, weight, of)
+    return Schedule(**vars(timetable(name, placement, ipus, micro_batches)))

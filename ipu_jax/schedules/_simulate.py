@@ -25,9 +25,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ipu_jax._checks import check_cost
-from ipu_jax.schedules import _timetable as clock
-from ipu_jax.schedules import _validate as replay
-from ipu_jax.schedules._timetable import Task, Timetable
+from ipu_jax.schedules._timetable import Task, Timetable, last_use, moment, tasks_of
+from ipu_jax.schedules._validate import sources
 
 Cost = float | Sequence[float]
 
@@ -66,14 +65,14 @@ def simulate(
     ends: dict[Task, float] = {}
     before: tuple[int, int] | None = None
     # in the order of the clock everything that a task needs, and what its IPU does before it, has been met
-    for task in clock.tasks_of(table):
-        tick, phase, _ = clock.moment(table, task)
+    for task in tasks_of(table):
+        tick, phase, _ = moment(table, task)
         if lockstep and before != (tick, phase):
             free, before = [max(free)] * table.ipus, (tick, phase)
         here = table.placement[task.stage]
         who = range(table.ipus) if here is None else (here,)
         start = max(free[k] for k in who)
-        for source in replay.sources(table, task):
+        for source in sources(table, task):
             there = table.placement[source.stage]
             crosses = there is not None and there != here and table.ipus > 1
             start = max(start, ends[source] + (transfer if crosses else 0.0))
@@ -104,7 +103,7 @@ def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | No
                 "backward is the whole backward pass"
             )
     b = [
-        all_ - part if clock.last_use(table, stage) == "W" else all_
+        all_ - part if last_use(table, stage) == "W" else all_
         for stage, (all_, part) in enumerate(zip(whole, w, strict=True))
     ]
     return {"F": f, "B": b, "W": w}
@@ -126,9 +125,9 @@ def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
 
 def _peak_stash(table: Timetable) -> tuple[int, ...]:
     held, peak = [0] * table.ipus, [0] * table.ipus
-    for task in clock.tasks_of(table):
+    for task in tasks_of(table):
         here = table.placement[task.stage]
         for k in range(table.ipus) if here is None else (here,):
-            held[k] += (task.kind == "F") - (task.kind == clock.last_use(table, task.stage))
+            held[k] += (task.kind == "F") - (task.kind == last_use(table, task.stage))
             peak[k] = max(peak[k], held[k])
     return tuple(peak)

@@ -12,25 +12,22 @@ where there is no such line, apart by "|" or by two blanks or more, with "." for
 """
 
 import re
-from typing import NamedTuple
 
-from ipu_jax.schedules import _timetable as clock
-from ipu_jax.schedules._timetable import Clock, Placement, Rows, Task, Timetable
+from ipu_jax.schedules._timetable import (
+    Kind,
+    Placement,
+    Rows,
+    Task,
+    Timetable,
+    overlap,
+    segments_of,
+    stash_spans,
+    tasks_of,
+    tick_of,
+)
 
 _HEADER = re.compile(r"(?P<name>.+): \d+ stages? on (?P<ipus>\d+) IPUs?, .*?(?:, (?P<clock>one-phase) clock)?")
 _IDLE = {"", ".", "-"}
-
-
-class Fields(NamedTuple):
-    """What a picture says; `schedule.Schedule` has the same names."""
-
-    name: str
-    placement: Placement
-    ipus: int
-    forward: Rows
-    backward: Rows
-    weight: Rows | None
-    clock: Clock
 
 
 # out
@@ -38,18 +35,18 @@ class Fields(NamedTuple):
 
 def draw(table: Timetable, bubble: float) -> str:
     """The picture. `parse` reads it back."""
-    stages, tasks = len(table.placement), clock.tasks_of(table)
-    ticks = 1 + max(clock.tick_of(table, task) for task in tasks)
+    stages, tasks = len(table.placement), tasks_of(table)
+    ticks = 1 + max(tick_of(table, task) for task in tasks)
     rows = [[f"IPU {k}", *([""] * ticks)] for k in range(table.ipus)]
     for task in tasks:
-        at, ipu = 1 + clock.tick_of(table, task), table.placement[task.stage]
+        at, ipu = 1 + tick_of(table, task), table.placement[task.stage]
         for k in range(table.ipus) if ipu is None else (ipu,):
             rows[k][at] += f" {task}" if rows[k][at] else str(task)
     phases = [_phase_of_pipeline(table, tick) for tick in range(ticks)]
     starts = ["", *(name if i == 0 or name != phases[i - 1] else "" for i, name in enumerate(phases))]
     lines = [starts, ["tick", *map(str, range(ticks))], *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(1 + ticks)]
-    depths = [clock.depth(clock.stash_spans(table, s)) for s in range(stages)]
+    depths = [overlap(stash_spans(table, s)) for s in range(stages)]
     header = [
         f"{table.name}: {stages} stages on {table.ipus} IPUs, {len(table.forward[0])} micro-batches, "
         f"{ticks} ticks, bubble {bubble:.1%}" + (", one-phase clock" if table.clock == "one-phase" else ""),
@@ -71,7 +68,7 @@ def _phase_of_pipeline(table: Timetable, tick: int) -> str:
 # in
 
 
-def parse(text: str) -> Fields:
+def parse(text: str) -> Timetable:
     """Reads a picture.
 
     Raises:
@@ -96,7 +93,7 @@ def parse(text: str) -> Fields:
             raise ValueError(f"{line!r} is no line of a schedule: rows begin with 'IPU' and a number")
     if sorted(rows) != list(range(len(rows))) or not rows:
         raise ValueError(f"the rows are of IPUs {sorted(rows)}: give a row for each IPU, 'IPU 0', 'IPU 1' and so on")
-    return _fields(name, of, placed, [rows[ipu] for ipu in range(len(rows))])
+    return _timetable(name, of, placed, [rows[ipu] for ipu in range(len(rows))])
 
 
 def _cells(line: str, label: int, starts: list[int] | None) -> list[str]:
@@ -119,7 +116,7 @@ def _cell(ipu: int, tick: int, cell: str) -> list[Task]:
         raise ValueError(f"IPU {ipu}, tick {tick}: {error}") from None
 
 
-def _fields(name: str, of: str | None, placed: list[int | None] | None, rows: list[list[list[Task]]]) -> Fields:
+def _timetable(name: str, of: str | None, placed: list[int | None] | None, rows: list[list[list[Task]]]) -> Timetable:
     ticks: dict[Task, int] = {}
     seen: dict[Task, list[int]] = {}
     for ipu, row in enumerate(rows):
@@ -138,7 +135,7 @@ def _fields(name: str, of: str | None, placed: list[int | None] | None, rows: li
         raise ValueError(f"the line 'placement:' has {len(placement)} stages, the rows have {stages}: place each")
     split = any(task.kind == "W" for task in ticks)
 
-    def rows_of(kind: clock.Kind) -> Rows:
+    def rows_of(kind: Kind) -> Rows:
         def tick_of(stage: int, m: int) -> int:
             task = Task(stage, "B" if kind == "W" and placement[stage] is None else kind, m)
             if task not in ticks:
@@ -150,7 +147,7 @@ def _fields(name: str, of: str | None, placed: list[int | None] | None, rows: li
 
     one_phase = of == "one-phase" or (of is None and (split or not _two_phase(rows, placement)))
     weight = rows_of("W") if split else None
-    return Fields(
+    return Timetable(
         name,
         placement,
         len(rows),
@@ -181,6 +178,6 @@ def _placement(stages: int, seen: dict[Task, list[int]], ipus: int) -> Placement
 
 def _two_phase(rows: list[list[list[Task]]], placement: Placement) -> bool:
     """Whether some IPU does more in a tick than one segment's F or B, as only the two-phase clock allows."""
-    firsts = {stage: stages[0] for stages in clock.segments_of(placement) for stage in stages}
+    firsts = {stage: stages[0] for stages in segments_of(placement) for stage in stages}
     cells = [[task for task in cell if placement[task.stage] is not None] for row in rows for cell in row]
     return any(len({(firsts[task.stage], task.kind, task.microbatch) for task in cell}) > 1 for cell in cells)

@@ -16,14 +16,14 @@ A tick has phases, in this order; within a phase each IPU does its own tasks:
 A *segment* is what runs together without a message in between: neighbouring stages of one IPU, or neighbouring
 concurrent stages. Its stages share their ticks.
 
-This module knows no jax, nor do those that stand on it: `replay` (is a table right?), `simulation` (how long does it
-take?), `grid` (its picture), `families` (the tables that have names) and `schedule` (all of that, in one class).
+This module knows no jax, nor do those that stand on it: `_validate` (is a table right?), `_simulate` (how long does it
+take?), `_text` (its picture), `_families` (the tables that have names) and `_schedule` (all of that, in one class).
 """
 
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Kind = Literal["F", "B", "W"]
 Clock = Literal["two-phase", "one-phase"]
@@ -65,23 +65,28 @@ class Task:
         return cls(int(match[1]), kinds[match[2]], int(match[3]))
 
 
-class Timetable(Protocol):
-    """What a schedule says, for those who read it. `schedule.Schedule` documents the attributes."""
+@dataclasses.dataclass(frozen=True)
+class Timetable:
+    """Who does what when, as it was said: nothing is checked. A `Schedule` is one that was.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def ipus(self) -> int: ...
-    @property
-    def forward(self) -> Rows: ...
-    @property
-    def backward(self) -> Rows: ...
-    @property
-    def weight(self) -> Rows | None: ...
-    @property
-    def clock(self) -> Clock: ...
+    Attributes:
+        name: what it is called.
+        placement: per stage, its IPU, or None for a concurrent stage (all IPUs together).
+        ipus: IPUs of a replica.
+        forward, backward: `forward[stage][microbatch]` is the tick of that F, `backward` likewise of that B.
+        weight: likewise of W, or None where B does the whole backward pass. A concurrent stage has no W: its row
+            repeats its B.
+        clock: "two-phase" (a tick has an F and a B for each of an IPU's stages) or "one-phase" (an IPU does one
+            segment's F, B or W in a tick; messages may wait).
+    """
+
+    name: str
+    placement: Placement
+    ipus: int
+    forward: Rows
+    backward: Rows
+    weight: Rows | None = None
+    clock: Clock = "two-phase"
 
 
 def segments_of(placement: Placement) -> tuple[range, ...]:
@@ -147,10 +152,10 @@ def last_use(table: Timetable, stage: int) -> Kind:
     return "B" if table.weight is None or table.placement[stage] is None else "W"
 
 
-def depth(spans: Iterable[tuple[Any, Any]]) -> int:
+def overlap(spans: Iterable[tuple[Any, Any]]) -> int:
     """How many of the spans (both ends included) overlap at most.
 
-    >>> depth([(0, 2), (2, 3), (4, 5)])
+    >>> overlap([(0, 2), (2, 3), (4, 5)])
     2
     """
     ends = sorted(point for start, end in spans for point in ((start, 0), (end, 1)))

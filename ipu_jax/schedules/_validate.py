@@ -15,8 +15,25 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from ipu_jax._checks import check_choice, check_count
-from ipu_jax.schedules import _timetable as clock
-from ipu_jax.schedules._timetable import Kind, Moment, Task, Timetable, moment, segments_of, sent, tick_of
+from ipu_jax.schedules._timetable import (
+    CLOCKS,
+    Kind,
+    Moment,
+    Task,
+    Timetable,
+    cut_spans,
+    inbox_spans,
+    last_use,
+    moment,
+    overlap,
+    phase,
+    segments_of,
+    sent,
+    stash_spans,
+    tables_of,
+    tasks_of,
+    tick_of,
+)
 
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
@@ -31,7 +48,7 @@ def validate(table: Timetable) -> None:
     _check_together(table)
     if table.clock == "one-phase":
         _check_one_task_a_tick(table)
-    for task in clock.tasks_of(table):
+    for task in tasks_of(table):
         _check_inputs(table, task)
     for boundary in range(len(table.placement) - 1):
         _check_messages(table, boundary, "F")
@@ -50,12 +67,12 @@ def _check_shape(table: Timetable) -> None:
     name, stages = table.name, len(table.placement)
     if not isinstance(name, str) or not name or name != " ".join(name.split()):
         raise ValueError(f"name={name!r} cannot stand in a header: give one line, words apart by one blank")
-    check_choice("clock", table.clock, clock.CLOCKS)
+    check_choice("clock", table.clock, CLOCKS)
     check_count("ipus", table.ipus)
     count = len(table.forward[0]) if table.forward else 0
     if stages == 0 or count == 0:
         raise ValueError(f"schedule {name!r} is empty: give at least one stage and one micro-batch")
-    for kind, rows in clock.tables_of(table):
+    for kind, rows in tables_of(table):
         if len(rows) != stages or any(len(row) != count for row in rows):
             raise ValueError(
                 f"schedule {name!r}: the {_KINDS[kind]} table must be {stages} stages x {count} micro-batches"
@@ -67,7 +84,7 @@ def _check_shape(table: Timetable) -> None:
         raise ValueError(f"schedule {name!r}: the two-phase clock has no phase for W: give clock='one-phase'")
     if table.weight is not None and all(ipu is None for ipu in table.placement):
         raise ValueError(f"schedule {name!r}: concurrent stages have no W, and there are no others: give weight=None")
-    for kind, rows in clock.tables_of(table):
+    for kind, rows in tables_of(table):
         for stage, row in enumerate(rows):
             if min(row) < 0:
                 _refuse(table, Task(stage, kind, row.index(min(row))), "there is no such tick: the first is tick 0")
@@ -83,7 +100,7 @@ def _check_shape(table: Timetable) -> None:
 
 def _check_together(table: Timetable) -> None:
     for stages in segments_of(table.placement):
-        for kind, rows in clock.tables_of(table):
+        for kind, rows in tables_of(table):
             for stage in stages[1:]:
                 for m, tick in enumerate(rows[stage]):
                     if tick != rows[stages[0]][m]:
@@ -97,7 +114,7 @@ def _check_together(table: Timetable) -> None:
         if ipu is not None:
             continue
         for m, tick in enumerate(table.backward[stage]):
-            if clock.phase(table, stage, "F") == "head" and tick != table.forward[stage][m]:
+            if phase(table, stage, "F") == "head" and tick != table.forward[stage][m]:
                 _refuse(
                     table,
                     Task(stage, "B", m),
@@ -115,7 +132,7 @@ def _check_together(table: Timetable) -> None:
 def _check_one_task_a_tick(table: Timetable) -> None:
     busy: dict[tuple[int, int], Task] = {}
     firsts = {stage: stages[0] for stages in segments_of(table.placement) for stage in stages}
-    for task in clock.tasks_of(table):
+    for task in tasks_of(table):
         ipu = table.placement[task.stage]
         if ipu is None:
             continue
@@ -160,7 +177,7 @@ def sources(table: Timetable, task: Task) -> Iterator[Task]:
 
 
 def _check_messages(table: Timetable, boundary: int, kind: Kind) -> None:
-    spans = clock.inbox_spans(table, boundary, kind)
+    spans = inbox_spans(table, boundary, kind)
     if not spans:
         return
     source, target = (boundary, boundary + 1) if kind == "F" else (boundary + 1, boundary)
@@ -186,14 +203,12 @@ def _check_messages(table: Timetable, boundary: int, kind: Kind) -> None:
 
 
 def _check_slots(table: Timetable, stage: int) -> None:
-    last = clock.last_use(table, stage)
+    last = last_use(table, stage)
     _check_ring(
-        table, clock.stash_spans(table, stage), "stash", lambda m: Task(stage, "F", m), lambda m: Task(stage, last, m)
+        table, stash_spans(table, stage), "stash", lambda m: Task(stage, "F", m), lambda m: Task(stage, last, m)
     )
     if last == "W":
-        _check_ring(
-            table, clock.cut_spans(table, stage), "cut", lambda m: Task(stage, "B", m), lambda m: Task(stage, "W", m)
-        )
+        _check_ring(table, cut_spans(table, stage), "cut", lambda m: Task(stage, "B", m), lambda m: Task(stage, "W", m))
 
 
 def _check_ring(
@@ -203,7 +218,7 @@ def _check_ring(
     writer: Callable[[int], Task],
     reader: Callable[[int], Task],
 ) -> None:
-    depth = clock.depth(spans)
+    depth = overlap(spans)
     for slot in range(depth):
         mine = sorted(range(slot, len(spans), depth), key=lambda m: spans[m])
         for m, following in itertools.pairwise(mine):
