@@ -1,14 +1,17 @@
 """Walks over traced programs: evaluate one under rules, lay open what its calls hide, find what depends on what."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 
+_T = TypeVar("_T")
 Rule = Callable[[Any, list[Any]], list[Any] | None]
 
 
@@ -90,3 +93,20 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
     return len(consts), len(carry)
+
+
+def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:
+    """Return `fn()`, called where the axes of `mesh` have names, as inside a `shard_map`. Nothing is compiled or run.
+
+    >>> mesh = AbstractMesh((2, 3), ("replica", "ipu"))
+    >>> traced_on(mesh, lambda: jax.lax.axis_size("ipu"))
+    3
+    """
+    found: list[_T] = []
+
+    def program() -> Any:
+        found.append(fn())
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(program, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))
+    return found[0]

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from ipu_jax._jaxprs import traced_on
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.engine import scan as engine
@@ -200,7 +201,12 @@ class Pipeline:
                 before anything is compiled.
         """
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
-        self._memory.check(self, self.adopted(params), batch, state, key)
+        own = self.adopted(params)
+        self._memory.check(
+            own,
+            batch,
+            lambda: make_report(self.planned(own, batch, state, key), own, batch, state, key, mesh=self.mesh),
+        )
         result = self._bounded(self._value_and_grad, params, batch, state, key)
         return result if self._state_owners else result[:2]
 
@@ -244,7 +250,9 @@ class Pipeline:
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
         limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
         program = self._value_and_grad if compile else None
-        return make_report(self, self.adopted(params), batch, state, key, program=program, ipu_memory=limit)
+        own = self.adopted(params)
+        plan = self.planned(own, batch, state, key)
+        return make_report(plan, own, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
         result = program(*args)
@@ -352,6 +360,13 @@ class Pipeline:
         microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
         of_key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
         return make_plan(segments, schedule, params, state, microbatch, key=of_key)
+
+    def planned(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
+        """Return the plan of a step with such arguments, arrays or shapes. Traces the stages; runs nothing."""
+        lead = 0 if self.replicas == 1 else 1
+        of_replica = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype), batch)
+        layouts = params.layout, (state or packing.nothing(self.ipus)).layout
+        return traced_on(self.mesh, lambda: self.plan(*layouts, of_replica, key, backward=True))
 
     def is_frozen(self, params: Mapping[str, Any]) -> list[bool]:
         """Per leaf of whole weights, whether it gets no gradient."""

@@ -5,59 +5,17 @@ Everything is read off the plan and the traced halves; `report` puts it together
 
 import dataclasses
 import math
-from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax.analysis.cost import bytes_of, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.devices import IPU_AXIS
 from ipu_jax.engine.plan import Plan
 from ipu_jax.engine.stash import Stash
 from ipu_jax.programs.segment_program import split_floats
-from ipu_jax.schedules import Schedule
-from ipu_jax.stage import Stage
 from ipu_jax.weights import packing
-from ipu_jax.weights.packing import Layout, Sharded
-
-
-class PipelineLike(Protocol):
-    """What a report reads of a `Pipeline`, which stands above this module."""
-
-    stages: tuple[Stage, ...]
-    schedule: Schedule
-    mesh: Mesh
-    ipus: int
-    replicas: int
-
-    def plan(self, params: Layout, state: Layout, batch: Any, key: Any, *, backward: bool) -> Plan: ...
-
-
-def plan_for(
-    pipeline: PipelineLike, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None
-) -> Plan:
-    """The plan that a step with these shapes has.
-
-    Planning traces stages, and concurrent ones name the axis "ipu": so it stands in a `shard_map` that is traced and
-    thrown away.
-
-    Raises:
-        ValueError: what `make_plan` refuses.
-    """
-    lead = 0 if pipeline.replicas == 1 else 1
-    of_replica = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype), batch)
-    state = state or packing.nothing(pipeline.ipus)
-    found: list[Plan] = []
-
-    def program() -> Any:
-        found.append(pipeline.plan(params.layout, state.layout, of_replica, key, backward=True))
-        return jnp.zeros(())
-
-    mapped = jax.shard_map(program, mesh=pipeline.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
-    jax.eval_shape(mapped)
-    return found[0]
+from ipu_jax.weights.packing import Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from ipu_jax._checks import check_cost, check_count
+from ipu_jax._jaxprs import traced_on
 from ipu_jax.analysis.cost import jaxpr_flops
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.programs.segment import NOTHING, Given, one_by_one
@@ -249,9 +250,11 @@ def measure_costs(
         raise ValueError("stages=() is empty: give at least one Stage")
     _check_groups("params", params, [stage.params for stage in chain])
     _check_groups("state", state or {}, [stage.state for stage in chain])
-    found: list[int] = []
+    to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))  # noqa: E731
+    shaped, of_microbatch, of_state = jax.tree.map(to_shape, (params, microbatch, state or {}))
 
-    def program() -> Any:
+    def costs() -> list[int]:
+        found: list[int] = []
         x: Any = NOTHING
         for i, segment in enumerate(one_by_one(chain)):
             own = {name: shaped[name] for name in segment.groups}
@@ -262,13 +265,10 @@ def measure_costs(
             halves = halves_of(segment, own, x, given, states, last=i + 1 == len(chain), trained=trained)
             found.append(sum(map(jaxpr_flops, halves.programs.values())))
             x = halves.y
-        return jnp.zeros(())
+        return found
 
-    to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))  # noqa: E731
-    shaped, of_microbatch, of_state = jax.tree.map(to_shape, (params, microbatch, state or {}))
-    mesh = AbstractMesh((1, 1), (REPLICA_AXIS, IPU_AXIS))  # collectives of concurrent stages need an axis to name
-    jax.eval_shape(jax.shard_map(program, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))
-    return found
+    # collectives of concurrent stages need an axis to name
+    return traced_on(AbstractMesh((1, 1), (REPLICA_AXIS, IPU_AXIS)), costs)
 
 
 def _check_groups(what: str, given: Any, named: list[str | None]) -> None:

@@ -18,16 +18,15 @@ Nothing is run. `docs/memory.md` has predictions beside what XLA says.
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.analysis._account import (
-    PipelineLike,
     costs_of,
     idle_shares,
-    plan_for,
     registers_of,
     sent_by,
     stash_buffers,
@@ -36,6 +35,8 @@ from ipu_jax.analysis._account import (
     wider_sums,
 )
 from ipu_jax.analysis.cost import bytes_of
+from ipu_jax.devices import REPLICA_AXIS
+from ipu_jax.engine.plan import Plan
 from ipu_jax.weights import packing
 from ipu_jax.weights.packing import Sharded
 
@@ -153,21 +154,23 @@ def in_units(value: float, unit: str) -> str:
 
 
 def make_report(
-    pipeline: PipelineLike,
+    plan: Plan,
     params: Sharded,
     batch: Any,
     state: Sharded | None = None,
     key: Any = None,
     *,
+    mesh: Mesh,
     program: Any = None,
     ipu_memory: float | None = None,
 ) -> PipelineReport:
-    """The report of a pipeline; `Pipeline.report` documents it.
+    """Return the report of a step; `Pipeline.report` documents it.
 
     Args:
-        pipeline: whose stages, mesh and schedule to report on.
+        plan: of the step, for these arguments.
         params: a `Sharded` of arrays or of `jax.ShapeDtypeStruct`.
         batch, state, key: as `Pipeline.value_and_grad` takes them, or their shapes.
+        mesh: of replicas and IPUs.
         program: the jitted step of these four, to compile for its temporary bytes; None predicts only.
         ipu_memory: bytes that an IPU holds; a `UserWarning` says what does not fit.
 
@@ -175,13 +178,12 @@ def make_report(
         ValueError: `ipu_memory` is not above 0.
     """
     check_ipu_memory(ipu_memory)
-    layout, schedule, m = params.layout, pipeline.schedule, pipeline.schedule.micro_batches
-    plan = plan_for(pipeline, params, batch, state, key)
+    layout, schedule, m = params.layout, plan.schedule, plan.schedule.micro_batches
     costs = costs_of(plan, layout)
     idle = idle_shares(plan, costs, layout.ipus)
     held = [weights_of(layout, k) for k in range(layout.ipus)]
     local = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
-    of_batch = bytes_of(batch) // pipeline.replicas
+    of_batch = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
     ipus = tuple(
         IpuReport(
             ipu=k,
@@ -207,7 +209,7 @@ def make_report(
         registers=registers_of(plan, m),
         working_set=max(cost.working_set for cost in costs),
         sums=wider_sums(layout),
-        temporary=None if program is None else _temporary(program, pipeline.mesh, params, batch, state, key),
+        temporary=None if program is None else _temporary(program, mesh, params, batch, state, key),
     )
     if ipu_memory is not None:
         warn_where_too_large(made, ipu_memory, stacklevel=4)
@@ -265,12 +267,12 @@ class MemoryGuard:
         self.ipu_memory = ipu_memory
         self._seen: set[Any] = set()
 
-    def check(self, pipeline: PipelineLike, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> None:
-        """Call it before a step."""
+    def check(self, params: Sharded, batch: Any, report: Callable[[], PipelineReport]) -> None:
+        """Call it before a step; `report` makes the step's report where none of such shapes was seen before."""
         if self.ipu_memory is None:
             return
         leaves, treedef = jax.tree.flatten(batch)
         shapes = (params.layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
-            warn_where_too_large(make_report(pipeline, params, batch, state, key), self.ipu_memory, stacklevel=4)
+            warn_where_too_large(report(), self.ipu_memory, stacklevel=4)

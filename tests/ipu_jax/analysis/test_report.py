@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.analysis._account import plan_for
 from ipu_jax.analysis.report import in_units, make_report
 from sharded_ops import log_softmax_cross_entropy, matmul
 from support.dense import chain
@@ -148,7 +147,7 @@ def test_every_family_has_a_report(schedule):
     pipeline = model.pipeline(2, schedule=schedule)
     found = pipeline.report(pipeline.shard(model.params), model.batch, compile=False)
     assert all(part.flops > 0 and 0 <= part.idle < 1 for part in found.ipus)
-    plan = plan_for(pipeline, pipeline.shard(model.params), model.batch)
+    plan = pipeline.planned(pipeline.shard(model.params), model.batch)
     assert plan.schedule is pipeline.schedule
 
 
@@ -185,7 +184,9 @@ def test_what_fits_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = pipeline.report(*arguments(pipeline), compile=False, ipu_memory=900e6)
-        make_report(pipeline, *arguments(pipeline), ipu_memory=max(map(found.total, (0, 1))))
+        given = arguments(pipeline)
+        most = max(map(found.total, (0, 1)))
+        make_report(pipeline.planned(*given), *given, mesh=pipeline.mesh, ipu_memory=most)
 
 
 def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
