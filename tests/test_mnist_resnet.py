@@ -203,7 +203,7 @@ def test_weights_start_as_he_and_lecun_say():
 def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, train, params, state):
     """By plain lax; block3 halves the image and has a shortcut."""
     layer = next(layer for layer in layers_of(18, width=WIDTH) if layer.name == name)
-    x = np.random.default_rng(3).normal(size=(4, *layer.inputs)).astype(np.float32)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(4, *layer.inputs)), jnp.float32)
     own, averages, moved = params[name], state[name], {}
 
     def conv_norm(x, piece, stride):
