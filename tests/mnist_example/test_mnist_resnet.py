@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import ipu_jax
 from mnist_example import resnet, run_sharded_mnist
@@ -192,6 +193,41 @@ def test_weights_start_as_he_and_lecun_say():
     assert not np.array_equal(whole["stem"]["first"]["conv"]["kernel"], other["stem"]["first"]["conv"]["kernel"])
     half = init_params(18, 3, jnp.bfloat16)
     jax.tree.map(lambda f, h: np.testing.assert_array_equal(f.astype(jnp.bfloat16), h), whole, half)
+
+
+# the layers
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", ["stem", "block3"])
+def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, train, params, state):
+    """By plain lax; block3 halves the image and has a shortcut."""
+    layer = next(layer for layer in layers_of(18, width=WIDTH) if layer.name == name)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(4, *layer.inputs)), jnp.float32)
+    own, averages, moved = params[name], state[name], {}
+
+    def conv_norm(x, piece, stride):
+        kernel, affine, old = own[piece]["conv"]["kernel"], own[piece]["norm"], averages[piece]["norm"]
+        around = [(kernel.shape[0] // 2,) * 2] * 2
+        y = lax.conv_general_dilated(x, kernel, (stride, stride), around, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        seen = {"mean": y.mean((0, 1, 2)), "var": y.var((0, 1, 2))}
+        moved[piece] = {"norm": {kind: 0.9 * old[kind] + 0.1 * seen[kind] for kind in seen}}
+        read = seen if train else old
+        return (y - read["mean"]) / jnp.sqrt(read["var"] + 1e-5) * affine["scale"] + affine["bias"]
+
+    if name == "stem":
+        y = nn.relu(conv_norm(x[..., None], "first", 2))
+        around = ((0, 0), (1, 1), (1, 1), (0, 0))
+        expected = lax.reduce_window(y, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), around)
+    else:
+        y = nn.relu(conv_norm(x, "conv0", 2))
+        expected = nn.relu(conv_norm(y, "conv1", 1) + conv_norm(x, "shortcut", 2))
+    if train:
+        found = layer.train(own, x, None, state=averages)
+        assert_close(found.state, moved, rtol=1e-5)
+        assert_close(found.y, expected, rtol=1e-5)
+    else:
+        assert_close(layer.evaluate(own, x, None, state=averages), expected, rtol=1e-5)
 
 
 # the pipelines

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 import traceback
+import weakref
 
 import pytest
 
@@ -61,6 +62,22 @@ def test_no_more_is_made_than_may_be_ahead(workers):
             time.sleep(0.002)  # nobody makes another one meanwhile
             assert len(begun) == taken + 3
             made.take()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_nobody_holds_what_was_handed_out(workers):
+    """Neither a worker that waits for its turn, nor one that makes the next."""
+    made = []
+
+    class Batch:
+        def __init__(self, number):
+            made.append(weakref.ref(self))
+
+    with Prefetcher(Batch, iter(range(100)), ahead=2, workers=workers, seconds=SECONDS) as batches:
+        for _ in range(30):
+            batches.take()
+            wait_until(lambda: batches.ready == 2)
+            wait_until(lambda: sum(batch() is not None for batch in made) == 2)
 
 
 def test_an_error_comes_in_its_turn_with_the_workers_traceback():

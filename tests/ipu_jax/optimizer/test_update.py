@@ -206,6 +206,19 @@ def test_a_leaf_that_all_ipus_hold_counts_once_when_replicas_cut_it():
     check(Pipeline(stages, mesh=make_mesh(2, 2), specs=specs), whole, optimizers)
 
 
+@pytest.mark.parametrize(("replicas", "ipus"), [(1, 2), (2, 1)])
+def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
+    """257 + 261 is 518, and 520 as a bfloat16; of two parts that are rounded first it would be 516."""
+    stages = [Stage(lambda p, x, mb: mb, params="head", ipu=ALL_IPUS)]
+    pipeline = Pipeline(stages, mesh=make_mesh(replicas, ipus), specs={"head": P("ipu")})
+    whole = {"head": jnp.zeros(522)}
+    gradients = {"head": jnp.ones((STEPS, 522)).at[:, 257:261].set(0)}
+    total = lambda g: jnp.sum(g.astype(jnp.bfloat16), dtype=jnp.bfloat16)  # noqa: E731
+    of_sum = optax.stateless(lambda tree, _: jax.tree.map(lambda g: jnp.full_like(g, total(g)), tree))
+    found, _, _ = spread(pipeline, {"sum": of_sum}, whole, gradients, replicas)["sum"]
+    assert set(found["head"].tolist()) == {STEPS * 520.0}
+
+
 # what is read of an optimizer
 
 

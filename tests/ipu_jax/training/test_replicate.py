@@ -80,6 +80,20 @@ def test_replicas_of_several_ipus_equal_one_with_the_whole_batch():
     assert largest_relative_error(wider.unshard(gradients), expected) <= 2e-6
 
 
+@pytest.mark.parametrize("m", [1, 261])
+def test_losses_and_gradients_in_half_are_added_up_in_float32(m):
+    """In bfloat16, which has 8 bits, 256 + 1 is 256; and what 2 replicas rounded first would make 4 less."""
+    ones = np.ones((2, m, 1), np.float32)
+    ones[0, 257:] = 0  # 257 on one replica, 261 on the other
+    model = replicate(lambda w, mb: jnp.sum(w * mb), replication_factor=2, gradient_accumulation=m, reduction="sum")
+    params, batch = model.shard(jnp.ones(1, jnp.bfloat16)), jnp.asarray(ones, jnp.bfloat16)
+    loss, gradient = model.value_and_grad(params, batch)
+    assert loss.dtype == model.loss(params, batch).dtype == jnp.float32
+    assert float(loss) == float(model.loss(params, batch)) == np.float32(ones.sum()) / np.float32(2 * m)
+    assert gradient.dtype == jnp.bfloat16
+    assert float(gradient[0]) == (520 if m > 1 else 2)  # 518, rounded once
+
+
 def test_it_is_pmap_that_runs_and_that_sums_once():
     params, batch = problem(2, 3)
     model = replicate(loss_fn, replication_factor=2, gradient_accumulation=3)

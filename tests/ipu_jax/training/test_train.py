@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import (
     ALL_IPUS,
+    DynamicScale,
     Outputs,
     Pipeline,
     Replicas,
@@ -319,12 +320,12 @@ def masked_mean(params, rows):
     return total / count
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "scale"), [("mean", 1.0), ("mean", DynamicScale(initial=64.0)), ("sum", 64.0)])
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
-def test_a_mean_is_over_all_tokens_of_all_micro_batches_and_replicas(kind, reduction):
+def test_a_mean_is_over_all_tokens_of_all_micro_batches_and_replicas(kind, reduction, scale):
     params, _ = problem()
     batch = tokens(2, 3)
-    options = TrainOptions(weighted=True, shard_optimizer=True)
+    options = TrainOptions(weighted=True, shard_optimizer=True, loss_scale=scale)
     if kind == "function":
         model = replicate(masked_sum, replication_factor=2, gradient_accumulation=3, reduction=reduction)
         step = make_train_step(model, optax.sgd(0.1), options)

@@ -51,8 +51,8 @@ def step_of(kind: str, optimizer: Any = None, **options: Any) -> Any:
 
 
 def bitwise(found: Any, expected: Any) -> bool:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return all(np.array_equal(np.asarray(f), np.asarray(e)) for f, e in pairs)
+    pairs = zip(*([np.asarray(leaf) for leaf in jax.tree.leaves(tree)] for tree in (found, expected)), strict=True)
+    return all(f.dtype == e.dtype and np.array_equal(f, e) for f, e in pairs)
 
 
 # donated buffers
@@ -169,13 +169,21 @@ def test_a_state_that_lies_otherwise_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
-def test_an_init_with_other_shapes_leaves_older_states_valid(kind):
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": {"w": np.ones((3, 5), np.float32)}, "b": {"v": np.ones(5, np.float32)}},
+        jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), WEIGHTS),
+    ],
+    ids=["shapes", "dtypes"],
+)
+def test_an_init_with_other_weights_leaves_older_states_valid(kind, other):
+    """And is not mistaken for the older ones."""
     step = step_of(kind)
-    older, wider = step.init(WEIGHTS), {"a": {"w": np.ones((3, 5), np.float32)}, "b": {"v": np.ones(5, np.float32)}}
-    newer = step.init(wider)
+    older, newer = step.init(WEIGHTS), step.init(other)
     whole = step.whole(older)
     assert bitwise(whole["params"], WEIGHTS)
-    for state, weights in ((older, WEIGHTS), (newer, wider)):
+    for state, weights in ((older, WEIGHTS), (newer, other)):
         alone = step_of(kind)
         assert bitwise(step.whole(step(state, ROWS)[0]), alone.whole(alone(alone.init(weights), ROWS)[0]))
 
