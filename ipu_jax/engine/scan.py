@@ -1,6 +1,6 @@
 """The staged scan: one `lax.scan` over ticks inside one `shard_map`, which runs whatever schedule it is given.
 
-A tick is the clock of `schedules/_timetable.py`, in straight-line code. Under the two-phase clock:
+A tick goes through the phases that the schedule's clock names (`PHASES`). Under the two-phase clock:
 
     entry   broadcast y -> F of concurrent segments                                     (predicate: the tick alone)
     F       each IPU: F of its local segments, if the schedule says so                  (predicate: tick and IPU)
@@ -36,6 +36,7 @@ from ipu_jax.engine._tasks import Tasks, in_turn
 from ipu_jax.engine.plan import TABLES, Plan
 from ipu_jax.programs.segment import merged_aux
 from ipu_jax.programs.segment_program import split_floats
+from ipu_jax.schedules import PHASES
 from ipu_jax.weights.packing import Sharded
 
 IDLE_FILL = 0.0
@@ -105,6 +106,14 @@ class _Program:
         self.local = [t for t, segment in enumerate(firsts) if segment.place is not None]
         self.entry = [t for t, segment in enumerate(firsts) if plan.schedule.phase(segment.first, "F") == "entry"]
         self.head = plan.team_of(plan.last) if plan.segments[plan.last].place is None else None
+        self.phases = {
+            "entry": self.entry_phase,
+            "F": self.forward_phase,
+            "work": self.work_phase,
+            "head": self.head_phase,
+            "B": self.backward_phase,
+            "exit": self.exit_phase,
+        }
 
     # the state of the scan
 
@@ -160,49 +169,70 @@ class _Program:
         return sorted({self.plan.team_of(i - 1) for t in teams for i in self.plan.teams[t] if i > 0})
 
     def tick(self, state: dict[str, Any], rows: dict[str, Any]) -> tuple[dict[str, Any], None]:
-        plan, tasks = self.plan, self.tasks
-        one_phase = plan.schedule.clock == "one-phase"
-        behind, before = self.behind(self.local), self.before(self.local)
-
-        def backward(state: dict[str, Any]) -> dict[str, Any]:
-            for t in reversed(self.local):
-                state = tasks.run_backward(t, rows, state)
-            for t in self.local:
-                if plan.is_split(plan.teams[t][0]):
-                    state = tasks.run_weight(t, rows, state)
-            return state
-
-        for t in self.entry:
-            state = tasks.run_forward(t, rows, state)
-            for after in self.behind([t]):
-                state = tasks.queue_up("x", after, rows, state)
-        for t in self.local:
-            state = tasks.run_forward(t, rows, state)
-        if self.backward and one_phase:
-            state = backward(state)
-        for t in behind:
-            if t not in self.local:
-                state = tasks.queue_up("x", t, rows, state)
-        if self.head is not None:
-            state = (tasks.run_head if self.backward else tasks.run_forward)(self.head, rows, state)
-            if self.backward:
-                for t in self.before([self.head]):
-                    state = tasks.queue_up("dy", t, rows, state)
-        if self.backward and not one_phase:
-            state = backward(state)
-        state = self.exchange(state, "y", back=False)
-        for t in behind:
-            if t in self.local:
-                state = tasks.queue_up("x", t, rows, state)
-        if self.backward:
-            state = self.exchange(state, "dx", back=True)
-            for t in before:
-                state = tasks.queue_up("dy", t, rows, state)
-            for t in reversed(self.entry):
-                state = tasks.run_backward(t, rows, state)
-                for t_before in self.before([t]):
-                    state = tasks.queue_up("dy", t_before, rows, state)
+        for phase in PHASES[self.plan.schedule.clock]:
+            state = self.phases[phase](state, rows)
         return state, None
+
+    def entry_phase(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        for t in self.entry:
+            state = self.tasks.run_forward(t, rows, state)
+            for after in self.behind([t]):
+                state = self.tasks.queue_up("x", after, rows, state)
+        return state
+
+    def forward_phase(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        for t in self.local:
+            state = self.tasks.run_forward(t, rows, state)
+        return self.queue_for_concurrent(state, rows)
+
+    def work_phase(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        for t in self.local:
+            state = self.tasks.run_forward(t, rows, state)
+        return self.queue_for_concurrent(self.backward_phase(state, rows), rows)
+
+    def queue_for_concurrent(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        """Queue what concurrent teams get from local ones: it is on its IPU already."""
+        for t in self.behind(self.local):
+            if t not in self.local:
+                state = self.tasks.queue_up("x", t, rows, state)
+        return state
+
+    def head_phase(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        if self.head is None:
+            return state
+        if not self.backward:
+            return self.tasks.run_forward(self.head, rows, state)
+        state = self.tasks.run_head(self.head, rows, state)
+        for t in self.before([self.head]):
+            state = self.tasks.queue_up("dy", t, rows, state)
+        return state
+
+    def backward_phase(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        if not self.backward:
+            return state
+        for t in reversed(self.local):
+            state = self.tasks.run_backward(t, rows, state)
+        for t in self.local:
+            if self.plan.is_split(self.plan.teams[t][0]):
+                state = self.tasks.run_weight(t, rows, state)
+        return state
+
+    def exit_phase(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        """The exchanges, which serve all phases before, and B of the concurrent stages of `entry`."""
+        state = self.exchange(state, "y", back=False)
+        for t in self.behind(self.local):
+            if t in self.local:
+                state = self.tasks.queue_up("x", t, rows, state)
+        if not self.backward:
+            return state
+        state = self.exchange(state, "dx", back=True)
+        for t in self.before(self.local):
+            state = self.tasks.queue_up("dy", t, rows, state)
+        for t in reversed(self.entry):
+            state = self.tasks.run_backward(t, rows, state)
+            for t_before in self.before([t]):
+                state = self.tasks.queue_up("dy", t_before, rows, state)
+        return state
 
     def run(self) -> Result:
         ticks = self.plan.schedule.ticks if self.backward else self.plan.schedule.forward_ticks
