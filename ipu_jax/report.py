@@ -270,7 +270,8 @@ class MemoryGuard:
         if self.ipu_memory is None:
             return
         leaves, treedef = jax.tree.flatten(batch)
-        shapes = (params.layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        of_state = None if state is None else state.layout
+        shapes = (params.layout, of_state, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
             warn_where_too_large(make_report(pipeline, params, batch, state, key), self.ipu_memory, stacklevel=4)
