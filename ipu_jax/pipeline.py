@@ -201,12 +201,8 @@ class Pipeline:
                 before anything is compiled.
         """
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
-        own = self.adopted(params)
-        self._memory.check(
-            own,
-            batch,
-            lambda: make_report(self.planned(own, batch, state, key), own, batch, state, key, mesh=self.mesh),
-        )
+        given = self.adopted(params), batch, state, key
+        self._memory.check(*given[:3], lambda: make_report(self.planned(*given), *given, mesh=self.mesh))
         result = self._bounded(self._value_and_grad, params, batch, state, key)
         return result if self._state_owners else result[:2]
 

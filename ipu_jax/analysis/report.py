@@ -267,12 +267,13 @@ class MemoryGuard:
         self.ipu_memory = ipu_memory
         self._seen: set[Any] = set()
 
-    def check(self, params: Sharded, batch: Any, report: Callable[[], PipelineReport]) -> None:
+    def check(self, params: Sharded, batch: Any, state: Sharded | None, report: Callable[[], PipelineReport]) -> None:
         """Call it before a step; `report` makes the step's report where none of such shapes was seen before."""
         if self.ipu_memory is None:
             return
         leaves, treedef = jax.tree.flatten(batch)
-        shapes = (params.layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        of_state = None if state is None else state.layout
+        shapes = (params.layout, of_state, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
             warn_where_too_large(report(), self.ipu_memory, stacklevel=4)

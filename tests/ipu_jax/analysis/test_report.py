@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.analysis.report import in_units, make_report
 from sharded_ops import log_softmax_cross_entropy, matmul
 from support.dense import chain
@@ -204,6 +204,35 @@ def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
         pipeline.value_and_grad(params, batch)
     with pytest.warns(UserWarning, match="IPU 0 needs"):
         pipeline.value_and_grad(params, np.ones((MICRO_BATCHES, 2 * ROWS, WIDTHS[0]), np.float32))
+
+
+def test_a_pipeline_warns_once_for_each_of_what_it_is_given():
+    def first(w, x, mb, *, state):
+        return Outputs(jax.tree.leaves(mb)[0] @ w, state=state)
+
+    stages = [Stage(first, params="first", state="seen"), Stage(lambda w, x, mb: jnp.sum(x @ w), params="last", ipu=1)]
+    pipeline = Pipeline(stages, gradient_accumulation=MICRO_BATCHES, ipu_memory=LIMIT)
+
+    def warnings_of(rows=ROWS, dtype="float32", name="x", width=16, seen=(3,), seen_dtype="float32"):
+        params = pipeline.shard({"first": jnp.ones((8, width)), "last": jnp.ones((width, 32))})
+        state = pipeline.shard_state({"seen": np.ones(seen, seen_dtype)})
+        batch = {name: jax.ShapeDtypeStruct((MICRO_BATCHES, rows, 8), dtype)}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.eval_shape(pipeline.value_and_grad, params, batch, state)
+        return len(caught)
+
+    given = [
+        {},
+        {"rows": 2 * ROWS},
+        {"dtype": "float16"},
+        {"name": "y"},
+        {"width": 32},
+        {"seen": (500,)},
+        {"seen_dtype": "int32"},
+    ]
+    assert [warnings_of(**changed) for changed in given] == [1] * len(given)
+    assert [warnings_of(**changed) for changed in given] == [0] * len(given)
 
 
 def test_a_pipeline_warns_inside_the_users_own_jit():

@@ -351,6 +351,17 @@ def test_a_schedule_of_the_users_own_is_run_as_it_says(places, forward, backward
     assert_equals_its_twin(chain(places, len(forward[0])), ipus, {"schedule": schedule})
 
 
+def test_messages_wait_at_every_boundary_where_each_stage_does_all_micro_batches_before_the_next_begins():
+    places, m = (_, 0, _, 1, _), 3
+    turns = len(places)
+    forward = tuple(tuple(range(m * turn, m * turn + m)) for turn in range(turns))
+    backward = (*(tuple(range(m * turn, m * turn + m)) for turn in reversed(range(turns, 2 * turns - 1))), forward[-1])
+    schedule = Schedule("one after the other", places, 2, forward, backward, clock="one-phase")
+    depths = [[schedule.inbox_depth(boundary, kind) for boundary in range(turns - 1)] for kind in ("F", "B")]
+    assert depths == [[m] * (turns - 1)] * 2
+    assert_equals_its_twin(chain(places, m), 2, {"schedule": schedule})
+
+
 @pytest.mark.parametrize(("places", "forward", "backward"), REFUSED.values(), ids=REFUSED)
 def test_a_schedule_that_the_engine_could_not_run_is_refused(places, forward, backward):
     ipus = max(2, 1 + max(place for place in places if place is not None))

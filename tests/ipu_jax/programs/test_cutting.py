@@ -66,15 +66,15 @@ FUNCTIONS = {
 }
 
 
-def cut(fn: Any, recompute: Any = "none") -> tuple[Halves, dict[str, Any], jax.Array]:
+GIVEN = Given(None, (None,))
+
+
+def cut(fn: Any, recompute: Any = "none", given: Given = GIVEN) -> tuple[Halves, dict[str, Any], jax.Array]:
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(LAYERS, D, D)) / 3, "float32"), "b": jnp.ones((LAYERS, D))}
     x = jnp.asarray(rng.normal(size=(ROWS, D)), "float32")
     segment = whole((Stage(fn, params="g", recompute=recompute),), "training")
-    return halves_of(segment, {"g": params}, Carried(x), GIVEN, {}, last=False, split=True), params, x
-
-
-GIVEN = Given(None, (None,))
+    return halves_of(segment, {"g": params}, Carried(x), given, {}, last=False, split=True), params, x
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("all", marks=pytest.mark.slow)])
@@ -122,6 +122,21 @@ def test_what_is_recomputed_is_recomputed_in_b_alone(fn, recompute, again):
 
 def test_the_cut_of_a_scan_is_one_gradient_a_layer_and_no_weight():
     assert [made.shape for made in cut(scanned)[0].cut] == [(LAYERS, ROWS, D)]
+
+
+ALONE = {
+    "of the weights": (lambda p, x, mb: x @ jnp.exp(p["w"][0]), "none"),
+    "of the weights, recomputed": (lambda p, x, mb: x @ jnp.exp(p["w"][0]), "all"),
+    "of the micro-batch": (lambda p, x, mb: (x * jnp.sin(mb)) @ p["w"][0], "all"),
+    "of both": (lambda p, x, mb: x @ jnp.exp(p["w"][0] * jnp.sin(mb[0])), "all"),
+}
+
+
+@pytest.mark.parametrize(("fn", "recompute"), ALONE.values(), ids=ALONE)
+def test_what_is_computed_of_weights_and_micro_batch_alone_is_computed_in_b_and_w_and_not_cut(fn, recompute):
+    """dx and dw need it both; of dy alone W has no other way to know."""
+    given = Given(jax.ShapeDtypeStruct((ROWS, D), "float32"), (None,))
+    assert [made.shape for made in cut(fn, recompute, given)[0].cut] == [(ROWS, D)]
 
 
 def test_a_policy_decides_what_b_finds():

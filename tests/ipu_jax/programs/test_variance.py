@@ -248,6 +248,36 @@ def test_a_collective_over_replicas_in_a_branch_decided_by_the_data_is_refused(i
     alone.loss(alone.shard({"body": BODY}), {"x": BATCH["x"]})
 
 
+OF_A_REPLICA = {
+    "x": lambda x, mb, state, key: x.sum(),
+    "the micro-batch": lambda x, mb, state, key: mb["x"].sum(),
+    "its key": lambda x, mb, state, key: jax.random.normal(key),
+    "its state": lambda x, mb, state, key: state.sum(),
+}
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "loss"])
+@pytest.mark.parametrize("decides", OF_A_REPLICA.values(), ids=OF_A_REPLICA)
+def test_whatever_is_a_replicas_own_may_decide_no_collective_over_replicas(decides, call):
+    """Without a stage before it the micro-batch comes first among what is not a weight, with one x does."""
+    is_first = decides is not OF_A_REPLICA["x"]
+
+    def mean(w, x, mb, *, state, key):
+        value = mb["x"].mean() * w.sum()
+        one = lax.cond(decides(x, mb, state, key) > 0, lambda: lax.pmean(value, "replica"), lambda: value)
+        return Outputs(one, state=state)
+
+    body = Stage(lambda w, x, mb: jnp.tanh(mb["x"]), ipu=0)
+    last = Stage(mean, params="w", state="seen", random=True, ipu=1, name="the head")
+    pipeline = Pipeline([last] if is_first else [body, last], mesh=make_mesh(2, 2), gradient_accumulation=M)
+    batch = {"x": np.stack([BATCH["x"], -BATCH["x"]])}
+    state = pipeline.shard_state({"seen": np.zeros(2, "float32")})
+    with pytest.raises(ValueError, match=r"^stage 'the head' uses psum over axis 'replica' inside a cond whose predi"):
+        jax.eval_shape(
+            getattr(pipeline, call), pipeline.shard({"w": np.ones(3, "float32")}), batch, state, jax.random.key(0)
+        )
+
+
 def test_a_collective_over_replicas_in_a_branch_decided_by_weights_or_by_a_sum_is_taken_by_all():
     def mean(w, x, mb):
         one = lax.cond(w.sum() > 0, lambda: lax.pmean(x.mean(), "replica"), lambda: x.mean())
