@@ -281,7 +281,9 @@ class Pipeline:
         def program(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
             if self.replicas > 1:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            result = self.on_ipu(params, batch, state, key, seed=seed, replicas=self.replicas, backward=backward)
+            result = self.on_ipu(
+                params, batch, state, key, seed=seed, reduce_over_replicas=self.replicas > 1, backward=backward
+            )
             aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if self.replicas > 1 else result.aux
             gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
             return result.loss, aux, gradients, result.state
@@ -305,18 +307,20 @@ class Pipeline:
         key: Any,
         *,
         seed: Any,
-        replicas: int = 1,
+        reduce_over_replicas: bool = False,
         backward: bool = True,
     ) -> engine.Result:
         """The program of one IPU, for who maps it himself, such as `make_train_step`; arguments as of `engine.run`.
 
-        To be called inside a `shard_map` over the pipeline's mesh. With `replicas=1` nothing is sent between replicas,
-        whatever their number: loss, gradients and new state are this replica's own. Gradients are float32 at least.
+        To be called inside a `shard_map` over the pipeline's mesh. Without `reduce_over_replicas` nothing is sent
+        between replicas: loss, gradients and new state are this replica's own. Gradients are float32 at least.
         """
         state = state or packing.nothing(self.ipus)
         own = self.adopted(params)
         plan = self.plan(own.layout, state.layout, batch, key, backward=backward)
-        result = engine.run(plan, own, state, batch, key, seed=seed, replicas=replicas, backward=backward)
+        result = engine.run(
+            plan, own, state, batch, key, seed=seed, reduce_over_replicas=reduce_over_replicas, backward=backward
+        )
         if result.gradients is None:
             return result
         # one tree with the weights, so that optax can update those

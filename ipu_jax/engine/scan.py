@@ -56,10 +56,11 @@ class Result:
     """What a run gives, on every IPU.
 
     Attributes:
-        loss: mean over micro-batches and replicas; the same on all IPUs.
+        loss: mean over micro-batches, and over replicas where it is reduced; the same on all IPUs.
         aux: per stage that returned one, with a leading M; the same on all IPUs of a replica.
         state: laid out as it came.
-        gradients: laid out as the parameters, summed over replicas; None without a backward.
+        gradients: laid out as the parameters, float32 at least; summed over replicas where they are reduced; None
+            without a backward.
     """
 
     loss: Any
@@ -69,7 +70,15 @@ class Result:
 
 
 def run(
-    plan: Plan, params: Sharded, state: Sharded, batch: Any, key: Any, *, seed: float, replicas: int, backward: bool
+    plan: Plan,
+    params: Sharded,
+    state: Sharded,
+    batch: Any,
+    key: Any,
+    *,
+    seed: float,
+    reduce_over_replicas: bool,
+    backward: bool,
 ) -> Result:
     """The program of one IPU: call it inside `shard_map` over axes ("replica", "ipu") with `check_vma=False`.
 
@@ -79,10 +88,11 @@ def run(
         batch: leaves (M, micro-batch, ...), the same on every IPU of the replica.
         key: a random key, the same on all replicas, or None.
         seed: the cotangent of one micro-batch's loss.
-        replicas: size of axis "replica".
+        reduce_over_replicas: whether loss, new state and gradients are reduced over the axis "replica"; otherwise they
+            are this replica's own.
         backward: whether to compute gradients and change the state; without, only F runs.
     """
-    return _Program(plan, params, state, batch, key, seed, replicas, backward).run()
+    return _Program(plan, params, state, batch, key, seed, reduce_over_replicas, backward).run()
 
 
 class _Program:
@@ -96,11 +106,11 @@ class _Program:
         batch: Any,
         key: Any,
         seed: float,
-        replicas: int,
+        reduce_over_replicas: bool,
         backward: bool,
     ):
         self.plan, self.params, self.model_state = plan, params, state
-        self.replicas, self.backward = replicas, backward
+        self.reduces, self.backward = reduce_over_replicas, backward
         self.tasks = Tasks(plan, params, state, batch, key, seed=seed, backward=backward)
         firsts = [plan.segments[team[0]] for team in plan.teams]
         self.local = [t for t, segment in enumerate(firsts) if segment.place is not None]
@@ -251,14 +261,14 @@ class _Program:
         place = self.plan.segments[-1].place
         if place is not None:
             loss = from_source(place, loss)
-        if self.replicas > 1:
+        if self.reduces:
             loss = lax.pmean(loss, REPLICA_AXIS)
         return Result(loss, aux, self.new_state(state), self.gradients(state) if self.backward else None)
 
     def new_state(self, state: dict[str, Any]) -> Sharded:
         slots, concurrent = state["model_state"]
         found = Sharded([slot[None] for slot in slots], concurrent, self.model_state.layout)
-        return state_over_replicas(found) if self.replicas > 1 and self.backward else found
+        return state_over_replicas(found) if self.reduces and self.backward else found
 
     def gradients(self, state: dict[str, Any]) -> Sharded:
         sums, concurrent = state["sums"], dict(state["concurrent_sums"])
@@ -270,7 +280,7 @@ class _Program:
                     for leaf, g in zip(group.leaves, concurrent[group.name], strict=True)
                 ]
         found = Sharded([None if total is None else total[None] for total in sums], concurrent, self.params.layout)
-        if self.replicas > 1:
+        if self.reduces:
             found = jax.tree.map(lambda g: lax.psum(g, REPLICA_AXIS), found)
         is_none = lambda leaf: leaf is None  # noqa: E731
         return jax.tree.map(lambda g, p: jnp.zeros_like(p) if g is None else g, found, self.params, is_leaf=is_none)

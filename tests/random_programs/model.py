@@ -99,6 +99,7 @@ class Model:
     schedule: str
     reduction: Literal["mean", "sum"]
     seed: int
+    weighted: bool = False  # whether the loss is a sum that comes with its count
 
     @property
     def placement(self) -> tuple[int | None, ...]:
@@ -180,3 +181,8 @@ def state_of(stage: int) -> str:
 def constant_of(seed: int, width: int) -> np.ndarray:
     """What a function with this seed closes over."""
     return normal(seed, (width,)).astype(np.float32)
+
+
+def count_of(mb: Any) -> Any:
+    """What a weighted micro-batch counts: 0, 1, 3 or 4."""
+    return (mb["flag"] * 3 + mb["ids"][0] % 2).astype("float32")

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Stage
-from random_programs.model import ROWS, VOCABULARY, Block, Leaf, Loss, Model, Piece, constant_of, state_of
+from random_programs.model import ROWS, VOCABULARY, Block, Leaf, Loss, Model, Piece, constant_of, count_of, state_of
 from sharded_ops import (
     embedding,
     from_all,
@@ -56,7 +56,7 @@ def _stage(model: Model, number: int) -> Stage:
     if recompute == "dots":
         recompute = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return Stage(
-        _function(piece),
+        _function(piece, model.weighted),
         params=piece.group,
         ipu=ALL_IPUS if piece.place is None else piece.place,
         name=f"stage{number}",
@@ -67,7 +67,7 @@ def _stage(model: Model, number: int) -> Stage:
     )
 
 
-def _function(piece: Piece) -> Callable[..., Any]:
+def _function(piece: Piece, weighted: bool) -> Callable[..., Any]:
     # an export is made once, as one that came out of a file is: jax makes none inside a shard_map
     exports = {b: _export(block) for b, block in enumerate(piece.blocks) if block.kind == "exported"}
 
@@ -98,6 +98,9 @@ def _function(piece: Piece) -> Callable[..., Any]:
             h, new = _norm(h.astype(jnp.float32), state)
         aux = {"mean": h.mean(), "rows": h[:, 0]} if piece.aux else None
         y = h if piece.loss is None else _LOSSES[piece.loss.kind](piece.loss, w, h, mb)
+        if weighted and piece.loss is not None:
+            count = count_of(mb)
+            y, aux = y * count, count if piece.place is None else {"count": count}
         if piece.wraps:
             y = {"h": y, "mean": y.mean(1), "three": jnp.int32(3)}
         if new is None and not piece.sends:

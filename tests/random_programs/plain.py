@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from random_programs.closeness import as_float64
-from random_programs.model import ROWS, VOCABULARY, Block, Loss, Model, Piece, constant_of, state_of
+from random_programs.model import ROWS, VOCABULARY, Block, Loss, Model, Piece, constant_of, count_of, state_of
 
 EPSILON, MOMENTUM = 0.1, 0.75
 
@@ -60,7 +60,7 @@ class Dense:
         leaves, treedef = jax.tree.flatten(weights)
         learning = [None if still else leaf for leaf, still in zip(leaves, self.frozen, strict=True)]
         frozen = [leaf if still else None for leaf, still in zip(leaves, self.frozen, strict=True)]
-        losses, sums, states, auxes = [], [np.zeros(leaf.shape) for leaf in leaves], [], []
+        losses, counts, sums, states, auxes = [], [], [np.zeros(leaf.shape) for leaf in leaves], [], []
         for replica in range(model.replicas):
             state = first_state
             for m in range(model.micro_batches):
@@ -70,18 +70,20 @@ class Dense:
                     keys = [jax.random.fold_in(of_micro_batch, stage) for stage in range(len(model.pieces))]
                 mb = {name: leaf[replica, m] for name, leaf in batch.items()}
                 (loss, (state, aux)), gradients = self._step(learning, frozen, mb, state, keys)
-                losses.append(np.float64(loss))
+                counts.append(float(count_of(mb)) if model.weighted else 1.0)
+                losses.append(np.float64(loss) * counts[-1])
                 for i, gradient in enumerate(gradients):
                     if gradient is not None:
-                        sums[i] += np.asarray(gradient).astype(np.float64)
+                        sums[i] += np.asarray(gradient).astype(np.float64) * counts[-1]
                 auxes.append(jax.device_get(aux))
             states.append(jax.device_get(state))
-        count = model.replicas * model.micro_batches
+        count = np.sum(counts) or np.inf  # of no tokens the mean is 0
         gradients = [total if model.reduction == "sum" else total / count for total in sums]
+        loss = np.sum(losses) if model.weighted and model.reduction == "sum" else np.sum(losses) / count
         lead = (model.replicas, model.micro_batches)
         stacked = jax.tree.map(lambda *parts: np.stack(parts).reshape(*lead, *np.shape(parts[0])), *auxes)
         mean = lambda *s: s[0] if s[0].dtype == np.int32 else np.mean(s, axis=0)  # noqa: E731
-        return np.mean(losses), jax.tree.unflatten(treedef, gradients), stacked, jax.tree.map(mean, *states)
+        return loss, jax.tree.unflatten(treedef, gradients), stacked, jax.tree.map(mean, *states)
 
     def _forward(self, weights: Any, mb: Any, state: Any, keys: Any) -> Any:
         model, h = self.model, None

@@ -76,6 +76,9 @@ class Case:
             self.model = dataclasses.replace(self.model, replicas=dice.one_of((1, 2, 4)))
         if self.model.schedule == "own" or all(jax.tree.leaves(self.model.by_leaf(lambda leaf: leaf.frozen))):
             self.model = dataclasses.replace(self.model, schedule="grouped", groups=_thawed(self.model))
+        if dice.chance(0.25):
+            pieces = tuple(dataclasses.replace(piece, aux=False) for piece in self.model.pieces)
+            self.model = dataclasses.replace(self.model, weighted=True, pieces=pieces)
         self.recipe = draw_recipe(dice)
         self.options = draw_options(dice, self.model, self.is_function)
         self.calls = dice.between(1, 2)
@@ -230,6 +233,7 @@ def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
         replication_factor=model.replicas if is_function else None,
         gradient_accumulation=model.micro_batches if is_function else None,
         reduction=model.reduction if is_function else None,
+        weighted=model.weighted,
         device_iterations=iterations,
         outputs=dice.weighted({"final": 2, "all": 2, "sum": 1, dice.one_of(every): 1}),
         max_gradient_norm=dice.weighted({None: 3, 0.5: 1}),
