@@ -273,7 +273,7 @@ class Pipeline:
 
     def _run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, *, backward: bool) -> Any:
         options = self.options
-        seed = 1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas)
+        loss_cotangent = 1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas)
         of_batch = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
         state = state or packing.nothing(self.ipus)
         of_params, of_state = packing.specs_of(params.layout), packing.specs_of(state.layout)
@@ -282,7 +282,13 @@ class Pipeline:
             if self.replicas > 1:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
             result = self.on_ipu(
-                params, batch, state, key, seed=seed, reduce_over_replicas=self.replicas > 1, backward=backward
+                params,
+                batch,
+                state,
+                key,
+                loss_cotangent=loss_cotangent,
+                reduce_over_replicas=self.replicas > 1,
+                backward=backward,
             )
             aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if self.replicas > 1 else result.aux
             gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
@@ -306,7 +312,7 @@ class Pipeline:
         state: Sharded | None,
         key: Any,
         *,
-        seed: Any,
+        loss_cotangent: Any,
         reduce_over_replicas: bool = False,
         backward: bool = True,
     ) -> engine.Result:
@@ -319,7 +325,14 @@ class Pipeline:
         own = self.adopted(params)
         plan = self.plan(own.layout, state.layout, batch, key, backward=backward)
         result = engine.run(
-            plan, own, state, batch, key, seed=seed, reduce_over_replicas=reduce_over_replicas, backward=backward
+            plan,
+            own,
+            state,
+            batch,
+            key,
+            loss_cotangent=loss_cotangent,
+            reduce_over_replicas=reduce_over_replicas,
+            backward=backward,
         )
         if result.gradients is None:
             return result

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.programs.segment import NOTHING, Given, keys_of, loss_and_aux, whole
+from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
 from ipu_jax.weights.arguments import check_batch, check_key
 from ipu_jax.weights.packing import Sharded
 
@@ -115,7 +115,7 @@ def _unsharded(
     if replicas == 1:
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
     model, count = whole(stages, "reference"), m * replicas
-    seed = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
+    loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
     frozen = pipeline.is_frozen(params)
     alone = Mesh(pipeline.mesh.devices[:, :1], (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
     everywhere, apart = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
@@ -135,13 +135,13 @@ def _unsharded(
                 following = iter(learning)
                 weights = [w if is_frozen else next(following) for w, is_frozen in zip(leaves, frozen, strict=True)]
                 message, new_state, aux = model(
-                    jax.tree.unflatten(treedef, weights), NOTHING, Given(microbatch, keys), state
+                    jax.tree.unflatten(treedef, weights), NO_MESSAGE, MicrobatchInputs(microbatch, keys), state
                 )
                 loss, aux = loss_and_aux(message.y, aux, stages[-1])
                 return loss, (new_state, aux)
 
             loss, vjp, (state, aux) = jax.vjp(loss_of, learning, has_aux=True)
-            (gradients,) = vjp(jnp.full((), seed, loss.dtype))
+            (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
             return ([total + g for total, g in zip(sums, gradients, strict=True)], state), (loss, aux)
 
         zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]

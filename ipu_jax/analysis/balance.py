@@ -23,8 +23,8 @@ from ipu_jax._checks import check_cost, check_count
 from ipu_jax._jaxprs import traced_on
 from ipu_jax.analysis.cost import jaxpr_flops
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.programs.segment import NOTHING, Given, one_by_one
-from ipu_jax.programs.segment_program import halves_of
+from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, one_by_one
+from ipu_jax.programs.segment_program import trace_segment
 from ipu_jax.stage import Stage
 
 
@@ -255,14 +255,16 @@ def measure_costs(
 
     def costs() -> list[int]:
         found: list[int] = []
-        x: Any = NOTHING
+        x: Any = NO_MESSAGE
         for i, segment in enumerate(one_by_one(chain)):
             own = {name: shaped[name] for name in segment.groups}
             states = {name: of_state[name] for name in segment.state_groups}
-            given = Given(of_microbatch, (jax.eval_shape(lambda: jax.random.key(0)),) if chain[i].random else (None,))
+            given = MicrobatchInputs(
+                of_microbatch, (jax.eval_shape(lambda: jax.random.key(0)),) if chain[i].random else (None,)
+            )
             is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
             trained = [is_floating(leaf) for leaf in jax.tree.leaves(own)]
-            halves = halves_of(segment, own, x, given, states, last=i + 1 == len(chain), trained=trained)
+            halves = trace_segment(segment, own, x, given, states, last=i + 1 == len(chain), trained=trained)
             found.append(sum(map(jaxpr_flops, halves.programs.values())))
             x = halves.y
         return found

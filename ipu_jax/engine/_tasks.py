@@ -17,7 +17,7 @@ from ipu_jax.engine._guard import Fence, guard
 from ipu_jax.engine.plan import Plan
 from ipu_jax.engine.stash import Key, Stash
 from ipu_jax.programs.gradient_sums import Sum
-from ipu_jax.programs.segment import NOTHING, Given, keys_of
+from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
 from ipu_jax.weights import packing
 from ipu_jax.weights.packing import Group, Sharded
 
@@ -37,15 +37,23 @@ class Tasks:
         params, state: this IPU's shards.
         batch: leaves (M, micro-batch, ...).
         key: a random key, or None.
-        seed: the cotangent of one micro-batch's loss.
+        loss_cotangent: of one micro-batch's loss.
         backward: whether F keeps what B needs, and changes the model's state.
     """
 
     def __init__(
-        self, plan: Plan, params: Sharded, state: Sharded, batch: Any, key: Any, *, seed: float, backward: bool
+        self,
+        plan: Plan,
+        params: Sharded,
+        state: Sharded,
+        batch: Any,
+        key: Any,
+        *,
+        loss_cotangent: float,
+        backward: bool,
     ):
         self.plan, self.params, self.model_state, self.batch, self.key = plan, params, state, batch, key
-        self.seed, self.backward = seed, backward
+        self.loss_cotangent, self.backward = loss_cotangent, backward
         self.me, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
         self.slots = [slot[0] for slot in params.slots]
         self.stash = Stash(plan)
@@ -68,11 +76,11 @@ class Tasks:
     def weights(self, t: int, slots: Sequence[Any], concurrent: dict[str, Any]) -> dict[str, Any]:
         return {g.name: _unpacked(slots, concurrent, g) for g in self.groups(t)}
 
-    def given(self, t: int, at: Any) -> Given:
+    def given(self, t: int, at: Any) -> MicrobatchInputs:
         microbatch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), self.batch)
         stages = self.plan.segments[self.lead(t)].stages
         numbers = [self.stage_number(t) + k for k in range(len(stages))]
-        return Given(microbatch, keys_of(self.key, self.replica, at, numbers, stages))
+        return MicrobatchInputs(microbatch, keys_of(self.key, self.replica, at, numbers, stages))
 
     def stage_number(self, t: int) -> Any:
         """The number of the first stage of this IPU's segment."""
@@ -96,7 +104,7 @@ class Tasks:
         """The register that a team reads its x from, and the IPU that it must be broadcast from (or None)."""
         i = self.lead(t)
         if i == 0:
-            return NOTHING, None
+            return NO_MESSAGE, None
         lane, before, here = self.plan.lanes[i - 1], self.plan.segments[i - 1].place, self.plan.segments[i].place
         return self.register(lane, "y", state), before if here is None else None
 
@@ -212,7 +220,7 @@ class Tasks:
             self.watch("B", t, at_here, rows)
             dy = self.arrived(("dy", t), register_here, source, at_here, carry, fence)
             if i == self.last:
-                dy = fence([jnp.full((), self.seed, halves.y.dtype)])
+                dy = fence([jnp.full((), self.loss_cotangent, halves.y.dtype)])
             if segment.place is None:
                 dy = [leaf / self.plan.ipus for leaf in dy]
             saved = self.read(("stash", t), carry, at_here, fence)
@@ -254,7 +262,7 @@ class Tasks:
             weights, given = self.weights(t, slots, concurrent), self.given(t, at_here)
             y, new_state, aux, saved = halves.forward(weights, x, given, self.read_state(t, carry))
             self.watch("B", t, at_here, rows)
-            dy = fence([jnp.full((), self.seed / self.plan.ipus, y.dtype)])
+            dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, y.dtype)])
             totals, dx = halves.backward(weights, given, saved, dy, self.sums(t, carry), fence.zero)
             kept = self.keep_result(t, y, new_state, aux, at_here, carry, fence.zero)
             kept |= self.keep_sums(t, totals, carry)

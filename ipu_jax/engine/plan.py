@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from ipu_jax.devices import IPU_AXIS
-from ipu_jax.programs.segment import NOTHING, Given, Segment
-from ipu_jax.programs.segment_program import Halves, halves_of
+from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
+from ipu_jax.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.schedules import Schedule
 from ipu_jax.weights import packing
 from ipu_jax.weights.packing import Layout
@@ -41,7 +41,7 @@ class Plan:
     """
 
     segments: tuple[Segment, ...]
-    halves: tuple[Halves, ...]
+    halves: tuple[SegmentProgram, ...]
     schedule: Schedule
     ipus: int
     teams: tuple[tuple[int, ...], ...]
@@ -93,22 +93,22 @@ def make_plan(
         key: shape of a random key, where one was given.
     """
     weights, states = packing.local_shapes(params), packing.local_shapes(state)
-    halves: list[Halves] = []
-    x: Any = NOTHING
+    halves: list[SegmentProgram] = []
+    x: Any = NO_MESSAGE
     for i, segment in enumerate(segments):
         own = {name: weights[name] for name in segment.groups}
         frozen = {name: [leaf.frozen for leaf in params.group(name).leaves] for name in segment.groups}
         args = (
             own,
             x,
-            Given(microbatch, tuple(key if stage.random else None for stage in segment.stages)),
+            MicrobatchInputs(microbatch, tuple(key if stage.random else None for stage in segment.stages)),
             {name: states[name] for name in segment.state_groups},
         )
         last = i == len(segments) - 1
         split = schedule.weight is not None and segment.place is not None
         trained = [not is_frozen for name in sorted(frozen) for is_frozen in frozen[name]]
         shards = _shards(params, segment.groups), _shards(state, segment.state_groups)
-        halves.append(halves_of(segment, *args, last=last, split=split, trained=trained, shards=shards))
+        halves.append(trace_segment(segment, *args, last=last, split=split, trained=trained, shards=shards))
         x = halves[-1].y
     lanes: list[int] = []
     routes: list[list[tuple[int, int]]] = []

@@ -76,7 +76,7 @@ def run(
     batch: Any,
     key: Any,
     *,
-    seed: float,
+    loss_cotangent: float,
     reduce_over_replicas: bool,
     backward: bool,
 ) -> Result:
@@ -87,12 +87,12 @@ def run(
         params, state: this IPU's shards; a slot is (1, *slot.shape).
         batch: leaves (M, micro-batch, ...), the same on every IPU of the replica.
         key: a random key, the same on all replicas, or None.
-        seed: the cotangent of one micro-batch's loss.
+        loss_cotangent: of one micro-batch's loss.
         reduce_over_replicas: whether loss, new state and gradients are reduced over the axis "replica"; otherwise they
             are this replica's own.
         backward: whether to compute gradients and change the state; without, only F runs.
     """
-    return _Program(plan, params, state, batch, key, seed, reduce_over_replicas, backward).run()
+    return _Program(plan, params, state, batch, key, loss_cotangent, reduce_over_replicas, backward).run()
 
 
 class _Program:
@@ -105,13 +105,13 @@ class _Program:
         state: Sharded,
         batch: Any,
         key: Any,
-        seed: float,
+        loss_cotangent: float,
         reduce_over_replicas: bool,
         backward: bool,
     ):
         self.plan, self.params, self.model_state = plan, params, state
         self.reduces, self.backward = reduce_over_replicas, backward
-        self.tasks = Tasks(plan, params, state, batch, key, seed=seed, backward=backward)
+        self.tasks = Tasks(plan, params, state, batch, key, loss_cotangent=loss_cotangent, backward=backward)
         firsts = [plan.segments[team[0]] for team in plan.teams]
         self.local = [t for t, segment in enumerate(firsts) if segment.place is not None]
         self.entry = [t for t, segment in enumerate(firsts) if plan.schedule.phase(segment.first, "F") == "entry"]

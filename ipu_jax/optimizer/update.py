@@ -1,8 +1,8 @@
-"""An optimizer's update, run where the weights lie: every IPU its own leaves, its shards, its replica's chunks.
+"""An optimizer's update, run where the weights are: every IPU updates its own leaves, shards and replica chunks.
 
-`spread.read` says what runs where; here it runs, inside the mapped program. IPUs that hold different leaves in one cell
-run one program for it wherever the optimizer treats those leaves alike (which the traced programs show), and a `switch`
-over the different ones otherwise. No collective stands inside it.
+`_analysis.read` decides what runs where; this module runs it, inside the mapped program. IPUs that hold different
+leaves in one cell run one program for it if the optimizer treats those leaves alike, which the traced programs show;
+otherwise a `switch` chooses among the different programs. There is no collective inside it.
 """
 
 import dataclasses
@@ -18,8 +18,7 @@ from jax.extend import core
 
 from ipu_jax._keys import is_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.optimizer import _analysis as spread
-from ipu_jax.optimizer._analysis import Summary
+from ipu_jax.optimizer._analysis import Summary, read
 from ipu_jax.optimizer._evaluate import Lookup, aval_of, bind
 from ipu_jax.optimizer._reductions import partial, partial_shape, size_of, whole_of
 from ipu_jax.optimizer.blocks import Cells, block_shape
@@ -54,7 +53,7 @@ class Update:
 
     def __init__(self, optimizer: optax.GradientTransformation, cells: Cells):
         self.optimizer, self.cells = optimizer, cells
-        self.reading = reading = spread.read(optimizer, cells)
+        self.reading = reading = read(optimizer, cells)
         n, jaxpr = len(cells.leaves), reading.jaxpr
         self._gradients, self._params = jaxpr.invars[:n], jaxpr.invars[-1 - n : -1]
         self._state, self._value = jaxpr.invars[n : -1 - n], jaxpr.invars[-1]

@@ -18,20 +18,20 @@ from ipu_jax.stage import Outputs, Role, Stage, naming
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Carried:
+class Message:
     """What passes between stages: what one returned, and the skips that are on their way."""
 
     y: Any
     skips: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-NOTHING = Carried(None)
+NO_MESSAGE = Message(None)
 """What the first stage gets."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Given:
+class MicrobatchInputs:
     """What F and B of a micro-batch both read: its part of the batch, and per stage its random key, or None."""
 
     microbatch: Any
@@ -71,8 +71,8 @@ class Segment:
         return " + ".join(stage.name for stage in self.stages)
 
     def __call__(
-        self, params: Mapping[str, Any], x: Carried, given: Given, state: Mapping[str, Any]
-    ) -> tuple[Carried, dict[str, Any], dict[str, Any]]:
+        self, params: Mapping[str, Any], x: Message, given: MicrobatchInputs, state: Mapping[str, Any]
+    ) -> tuple[Message, dict[str, Any], dict[str, Any]]:
         """`(message, new state per group, aux per stage)`."""
         new_state, aux = dict(state), {}
         for number, (stage, onward, key) in enumerate(
@@ -95,7 +95,7 @@ class Segment:
                     )
                 if out.aux is not None:
                     aux = merged_aux(aux, {stage.name: out.aux})
-                x = Carried(out.y, _sent(stage, out.skips, x.skips, onward))
+                x = Message(out.y, _sent(stage, out.skips, x.skips, onward))
         return x, new_state, aux
 
 
@@ -111,7 +111,7 @@ def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, An
     return {**one, **other}
 
 
-def _taken(name: str, stage: Stage, x: Carried) -> Any:
+def _taken(name: str, stage: Stage, x: Message) -> Any:
     if name not in x.skips:
         raise ValueError(
             f"stage {stage.name!r} takes skip {name!r}, which no earlier stage sends: "

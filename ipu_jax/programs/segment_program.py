@@ -27,7 +27,7 @@ from ipu_jax.programs._agreement import differing_outputs, refuse_unlike
 from ipu_jax.programs._backward_split import cut_in_two
 from ipu_jax.programs._likeness import Signature, signature_of
 from ipu_jax.programs.gradient_sums import Sum, add_gradients
-from ipu_jax.programs.segment import Carried, Given, Segment, loss_and_aux
+from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment, loss_and_aux
 from ipu_jax.stage import naming
 
 
@@ -49,7 +49,7 @@ def _typed(leaf: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Halves:
+class SegmentProgram:
     """F and B of one segment for given shapes; in evaluation F alone.
 
     Attributes:
@@ -82,7 +82,7 @@ class Halves:
         return {"F": self._forward, **backward}
 
     def forward(
-        self, params: Any, x: Carried, given: Given, state: Mapping[str, Any]
+        self, params: Any, x: Message, given: MicrobatchInputs, state: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
         """Return `(y, new state, aux, stash)`."""
         outputs = core.jaxpr_as_fun(self._forward)(*jax.tree.leaves((params, x, given, state)))
@@ -90,7 +90,7 @@ class Halves:
         return *result, [_bare(outputs[i]) for i in self._stashed]
 
     def backward(
-        self, params: Any, given: Given, stash: list[Any], dy: list[Any], sums: Sequence[Sum], zero: Any
+        self, params: Any, given: MicrobatchInputs, stash: list[Any], dy: list[Any], sums: Sequence[Sum], zero: Any
     ) -> tuple[list[Any], list[Any]]:
         """Return `(totals, dx)`: per trained leaf of params its accumulator, the gradient added.
 
@@ -99,13 +99,15 @@ class Halves:
         args = [*jax.tree.leaves((params, given)), *self._typed(stash), *dy]
         return add_gradients(self._backward, args, self._num_dx, sums, zero)
 
-    def backward_input(self, params: Any, given: Given, stash: list[Any], dy: list[Any]) -> tuple[list[Any], list[Any]]:
+    def backward_input(
+        self, params: Any, given: MicrobatchInputs, stash: list[Any], dy: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         """Return `(dx, cut)`: the part of the backward that dx needs."""
         outputs = core.jaxpr_as_fun(self._split[0])(*jax.tree.leaves((params, given)), *self._typed(stash), *dy)
         return outputs[: self._num_dx], outputs[self._num_dx :]
 
     def backward_weight(
-        self, params: Any, given: Given, stash: list[Any], cut: list[Any], sums: Sequence[Sum], zero: Any
+        self, params: Any, given: MicrobatchInputs, stash: list[Any], cut: list[Any], sums: Sequence[Sum], zero: Any
     ) -> list[Any]:
         """Return the totals: the rest."""
         args = [*jax.tree.leaves((params, given)), *self._typed(stash), *cut]
@@ -127,18 +129,18 @@ def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def halves_of(
+def trace_segment(
     segment: Segment,
     params: Any,
-    x: Carried,
-    given: Given,
+    x: Message,
+    given: MicrobatchInputs,
     state: Mapping[str, Any],
     *,
     last: bool,
     split: bool = False,
     trained: Sequence[bool] | None = None,
     shards: Any = None,
-) -> Halves:
+) -> SegmentProgram:
     """Trace a segment for the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`).
 
     A segment whose role is evaluation is traced as it is: nothing in it needs a derivative.
@@ -212,7 +214,7 @@ def halves_of(
     of_stash = [differs[count + i] for i in stashed]
     of_inputs = [*jax.tree.leaves((shards[0], alike[1])), *of_stash, *[False] * len(dy)]
     differing_outputs(segment, traced_backward.jaxpr, of_inputs, num_params)
-    halves = Halves(
+    halves = SegmentProgram(
         y=y,
         aux=aux,
         stash=[jax.eval_shape(_bare, shape) for shape in kept],
@@ -232,7 +234,7 @@ def halves_of(
 
 
 def _results(
-    segment: Segment, params: Any, x: Carried, given: Given, state: Mapping[str, Any], last: bool
+    segment: Segment, params: Any, x: Message, given: MicrobatchInputs, state: Mapping[str, Any], last: bool
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Return what a segment hands on, which is the loss where it is the last; its new state; and its aux."""
     message, new_state, aux = segment(params, x, given, state)
@@ -245,13 +247,13 @@ def _results(
 def _only_forward(
     segment: Segment,
     params: Any,
-    x: Carried,
-    given: Given,
+    x: Message,
+    given: MicrobatchInputs,
     state: Mapping[str, Any],
     last: bool,
     unlike: Sequence[bool],
     split_state: Any,
-) -> Halves:
+) -> SegmentProgram:
     held: dict[str, Any] = {}
 
     def program(params: Any, x: Any, given: Any, state: Any) -> list[Any]:
@@ -264,7 +266,7 @@ def _only_forward(
     y, _, aux = jax.tree.unflatten(held["result"], list(map(_shape_of, traced.out_avals)))
     _refuse_keys(segment, (y, aux))
     signature = signature_of((traced,), held["result"])
-    return Halves(y, aux, [], [], signature, _forward=traced, _result=held["result"])
+    return SegmentProgram(y, aux, [], [], signature, _forward=traced, _result=held["result"])
 
 
 def _refuse_unlike_results(segment: Segment, differs: Any, last: bool, split_state: Any) -> None:

@@ -42,18 +42,18 @@ def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *
 
 
 def accumulate_gradients(
-    loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, seed: Any, random: bool
+    loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, loss_cotangent: Any, random: bool
 ) -> tuple[Any, Any, Any]:
-    """On one replica: `accumulate`, and the sums of the gradients of `seed` x loss, in float32 at least.
+    """On one replica: `accumulate`, and the sums of the gradients of `loss_cotangent` x loss, in float32 at least.
 
-    The cotangent itself carries `seed`, so that a loss scale acts before anything can underflow.
+    The cotangent itself carries `loss_cotangent`, so that a loss scale acts before anything can underflow.
     """
     call = _caller(loss_fn, key, random)
 
     def gradients_of(index: Any, microbatch: Any) -> Any:
         fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
         loss, vjp, aux = jax.vjp(fn, params, has_aux=True)
-        (gradients,) = vjp(jnp.full((), seed, loss.dtype))
+        (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
         return (loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), wide), aux
 

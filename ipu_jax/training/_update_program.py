@@ -14,8 +14,7 @@ from jax import lax
 
 from ipu_jax._collectives import state_over_replicas
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.optimizer import blocks as cells_of
-from ipu_jax.optimizer import zero as rts
+from ipu_jax.optimizer import blocks, zero
 from ipu_jax.optimizer.update import Kept, Update
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
@@ -115,12 +114,12 @@ class Iteration:
         options, model, update = self.options, self.model, self.update
         cells, scale = update.cells, scale_now(options, state.scale)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        seed = scale if options.weighted or model.options.reduction == "sum" else scale / self._count
-        loss, aux, gradients, stages = self._gradients(state, batch, key if self.random else None, seed)
+        loss_cotangent = scale if options.weighted or model.options.reduction == "sum" else scale / self._count
+        loss, aux, gradients, stages = self._gradients(state, batch, key if self.random else None, loss_cotangent)
         loss, divisor = self._global_loss(loss, aux, scale)
 
         if cells.replicas > 1:
-            gradients = rts.scatter(cells, gradients)
+            gradients = zero.scatter(cells, gradients)
         elif model.replicas > 1:
             gradients = lax.psum(gradients, REPLICA_AXIS)
         dynamic = isinstance(options.loss_scale, DynamicScale)
@@ -129,15 +128,15 @@ class Iteration:
             gradients = [g.astype(jnp.float32) / divisor for g in gradients]
         gradients = [g.astype(cell.dtype) for g, cell in zip(gradients, cells.cells, strict=True)]
 
-        held = cells_of.take(state.params)
+        held = blocks.take(state.params)
         shown = [cells.cut(k, weights) for k, weights in enumerate(held)]
         like = [[array[0, 0] for array in of_cell] for of_cell in state.optimizer.like]
         sums, kept = update(gradients, dataclasses.replace(state.optimizer, like=like), shown, loss)
         weights = [self._rounded(k, value, key) for k, value in enumerate(sums)]
         if cells.replicas > 1:
-            weights = rts.gather(cells, weights)
+            weights = zero.gather(cells, weights)
         new = TrainState(
-            params=cells_of.put(state.params, weights),
+            params=blocks.put(state.params, weights),
             optimizer=dataclasses.replace(
                 kept, like=[[array[None, None] for array in of_cell] for of_cell in kept.like]
             ),
@@ -166,20 +165,22 @@ class Iteration:
     def _count(self) -> int:
         return self.model.options.gradient_accumulation * self.model.replicas
 
-    def _gradients(self, state: TrainState, batch: Any, key: Any, seed: Any) -> tuple[Any, Any, list[Any], Any]:
+    def _gradients(
+        self, state: TrainState, batch: Any, key: Any, loss_cotangent: Any
+    ) -> tuple[Any, Any, list[Any], Any]:
         """This replica's mean loss, aux, sums of gradients by cell, and the stages' new state over all replicas."""
         model = self.model
         if not isinstance(model, Pipeline):
             loss, aux, sums = accumulate_gradients(
-                model.loss_fn, state.params, batch, key, seed=seed, random=self.random
+                model.loss_fn, state.params, batch, key, loss_cotangent=loss_cotangent, random=self.random
             )
             return loss, aux, jax.tree.leaves(sums), None
-        result = model.on_ipu(state.params, batch, state.stages, key, seed=seed)
+        result = model.on_ipu(state.params, batch, state.stages, key, loss_cotangent=loss_cotangent)
         value = model.value_of(result.loss, result.aux)
         stages = state.stages and result.state
         if model.replicas > 1:
             stages = state_over_replicas(stages)
-        return result.loss, value[1] if isinstance(value, tuple) else None, cells_of.take(result.gradients), stages
+        return result.loss, value[1] if isinstance(value, tuple) else None, blocks.take(result.gradients), stages
 
     def _global_loss(self, loss: Any, aux: Any, scale: Any) -> tuple[Any, Any]:
         """The loss over all replicas, and what the gradients are to be divided by, None for 1."""

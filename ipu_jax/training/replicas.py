@@ -218,7 +218,7 @@ class Replicas:
 
     def _mapped(self, *, backward: bool) -> Any:
         count = self.replicas * self.options.gradient_accumulation
-        seed = 1.0 if self.options.reduction == "sum" else 1.0 / count
+        loss_cotangent = 1.0 if self.options.reduction == "sum" else 1.0 / count
 
         def program(held: Any, batch: Any) -> Any:
             params, key = held
@@ -229,7 +229,9 @@ class Replicas:
             )
             if not backward:
                 return value_of(*accumulate(self.loss_fn, params, batch, key, random=self.random))
-            loss, aux, sums = accumulate_gradients(self.loss_fn, params, batch, key, seed=seed, random=self.random)
+            loss, aux, sums = accumulate_gradients(
+                self.loss_fn, params, batch, key, loss_cotangent=loss_cotangent, random=self.random
+            )
             gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), lax.psum(sums, REPLICA_AXIS), params)
             return value_of(loss, aux), gradients
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax._keys import is_key, is_one_key
 from ipu_jax.devices import REPLICA_AXIS, InFlight
-from ipu_jax.optimizer import blocks as cells_of
+from ipu_jax.optimizer import blocks
 from ipu_jax.optimizer.update import Kept, Update, copied
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
@@ -168,7 +168,7 @@ class TrainStep:
         else:
             like, everywhere = update.spread_state(update.checked_leaves(optimizer_state))
         kept = Kept(
-            [[self._place(a, cells_of.block_spec(cells, k)) for a in of_cell] for k, of_cell in enumerate(like)],
+            [[self._place(a, blocks.block_spec(cells, k)) for a in of_cell] for k, of_cell in enumerate(like)],
             [self._place(a) for a in everywhere],
             update.kind,
         )
@@ -196,11 +196,7 @@ class TrainStep:
         where = params.layout if is_sharded else (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
         if where not in self._updates:
             cut = self.model.replicas if self.options.shard_optimizer else 1
-            of = (
-                cells_of.of_layout(params.layout, replicas=cut)
-                if is_sharded
-                else cells_of.of_tree(params, replicas=cut)
-            )
+            of = blocks.of_layout(params.layout, replicas=cut) if is_sharded else blocks.of_tree(params, replicas=cut)
             self._updates[where] = Update(self._optimizer, of)
         return self._updates[where]
 
@@ -327,7 +323,7 @@ class TrainStep:
         everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
         layout_specs = lambda tree: packing.specs_of(tree.layout) if isinstance(tree, Sharded) else everywhere(tree)  # noqa: E731
         cells = self._update_for(state.params).cells
-        like = [[cells_of.block_spec(cells, k) for _ in of_cell] for k, of_cell in enumerate(state.optimizer.like)]
+        like = [[blocks.block_spec(cells, k) for _ in of_cell] for k, of_cell in enumerate(state.optimizer.like)]
         return TrainState(
             params=layout_specs(state.params),
             optimizer=dataclasses.replace(

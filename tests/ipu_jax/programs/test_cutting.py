@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax import Stage
-from ipu_jax.programs.segment import Carried, Given, whole
-from ipu_jax.programs.segment_program import Halves, halves_of
+from ipu_jax.programs.segment import Message, MicrobatchInputs, whole
+from ipu_jax.programs.segment_program import SegmentProgram, trace_segment
 from support.dense import largest_relative_error
 from support.sums import empty_sums
 
@@ -66,15 +66,17 @@ FUNCTIONS = {
 }
 
 
-GIVEN = Given(None, (None,))
+GIVEN = MicrobatchInputs(None, (None,))
 
 
-def cut(fn: Any, recompute: Any = "none", given: Given = GIVEN) -> tuple[Halves, dict[str, Any], jax.Array]:
+def cut(
+    fn: Any, recompute: Any = "none", given: MicrobatchInputs = GIVEN
+) -> tuple[SegmentProgram, dict[str, Any], jax.Array]:
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(LAYERS, D, D)) / 3, "float32"), "b": jnp.ones((LAYERS, D))}
     x = jnp.asarray(rng.normal(size=(ROWS, D)), "float32")
     segment = whole((Stage(fn, params="g", recompute=recompute),), "training")
-    return halves_of(segment, {"g": params}, Carried(x), given, {}, last=False, split=True), params, x
+    return trace_segment(segment, {"g": params}, Message(x), given, {}, last=False, split=True), params, x
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("all", marks=pytest.mark.slow)])
@@ -84,7 +86,7 @@ def test_b_and_w_give_what_the_vjp_gives(fn, recompute):
 
     @jax.jit
     def run(params, x, dy):
-        _, _, _, stash = halves.forward({"g": params}, Carried(x), GIVEN, {})
+        _, _, _, stash = halves.forward({"g": params}, Message(x), GIVEN, {})
         dx, made = halves.backward_input({"g": params}, GIVEN, stash, [dy])
         totals = halves.backward_weight({"g": params}, GIVEN, stash, made, empty_sums(params), jnp.int32(0))
         return jax.tree.unflatten(jax.tree.structure(params), totals), dx[0]
@@ -135,7 +137,7 @@ ALONE = {
 @pytest.mark.parametrize(("fn", "recompute"), ALONE.values(), ids=ALONE)
 def test_what_is_computed_of_weights_and_micro_batch_alone_is_computed_in_b_and_w_and_not_cut(fn, recompute):
     """dx and dw need it both; of dy alone W has no other way to know."""
-    given = Given(jax.ShapeDtypeStruct((ROWS, D), "float32"), (None,))
+    given = MicrobatchInputs(jax.ShapeDtypeStruct((ROWS, D), "float32"), (None,))
     assert [made.shape for made in cut(fn, recompute, given)[0].cut] == [(ROWS, D)]
 
 

@@ -14,8 +14,8 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax import Stage
-from ipu_jax.programs.segment import Carried, Given, whole
-from ipu_jax.programs.segment_program import halves_of, split_floats
+from ipu_jax.programs.segment import Message, MicrobatchInputs, whole
+from ipu_jax.programs.segment_program import split_floats, trace_segment
 from support.dense import largest_relative_error
 from support.inputs import MICROBATCH, ROWS, D, E, X, mlp, normal
 from support.sums import empty_sums
@@ -26,7 +26,7 @@ W = {"w": (D, E), "b": (E,)}
 STACK = {"w": (3, D, D), "b": (3, D)}
 
 
-GIVEN = Given(MICROBATCH, (None,))
+GIVEN = MicrobatchInputs(MICROBATCH, (None,))
 
 
 class _Both:
@@ -34,15 +34,15 @@ class _Both:
 
     def __init__(self, fn, params, x, last):
         self.treedef = jax.tree.structure(params)
-        self.halves = halves_of(
-            whole((Stage(fn, params="g"),), "training"), {"g": params}, Carried(x), GIVEN, {}, last=last
+        self.halves = trace_segment(
+            whole((Stage(fn, params="g"),), "training"), {"g": params}, Message(x), GIVEN, {}, last=last
         )
         self.y = self.halves.y if last else self.halves.y.y
         self.stash = self.halves.stash
 
     def forward(self, params, x):
-        y, _, aux, stash = self.halves.forward({"g": params}, Carried(x), GIVEN, {})
-        return (y.y if isinstance(y, Carried) else (y, aux["g"])), stash
+        y, _, aux, stash = self.halves.forward({"g": params}, Message(x), GIVEN, {})
+        return (y.y if isinstance(y, Message) else (y, aux["g"])), stash
 
     def backward(self, params, stash, dy):
         totals, dx = self.halves.backward({"g": params}, GIVEN, stash, dy, empty_sums(params), jnp.int32(0))

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 from ipu_jax import Pipeline, Stage, make_mesh
-from ipu_jax.programs.segment import Carried, Given, whole
-from ipu_jax.programs.segment_program import halves_of
+from ipu_jax.programs.segment import Message, MicrobatchInputs, whole
+from ipu_jax.programs.segment_program import trace_segment
 from support.dense import largest_relative_error
 
 ROWS, D, M = 3, 4, 3
@@ -103,7 +103,9 @@ def signature(fn, **options):
     w = jax.ShapeDtypeStruct((D, D), "float32")
     stage = Stage(fn, params="g", **options)
     keys = (jax.random.key(0) if stage.random else None,)
-    return halves_of(whole((stage,), "training"), {"g": w}, Carried(SHAPE), Given(None, keys), {}, last=False).signature
+    return trace_segment(
+        whole((stage,), "training"), {"g": w}, Message(SHAPE), MicrobatchInputs(None, keys), {}, last=False
+    ).signature
 
 
 @pytest.mark.parametrize("pair", UNLIKE.values(), ids=UNLIKE)

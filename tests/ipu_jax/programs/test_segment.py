@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from ipu_jax import ALL_IPUS, Stage
-from ipu_jax.programs.segment import Carried, Given, segments_of, whole
-from ipu_jax.programs.segment_program import halves_of
+from ipu_jax.programs.segment import Message, MicrobatchInputs, segments_of, whole
+from ipu_jax.programs.segment_program import trace_segment
 from ipu_jax.schedules import make_schedule
 from support.dense import largest_relative_error
 from support.inputs import MICROBATCH, D, X, mlp, normal
@@ -33,16 +33,18 @@ def test_neighbours_that_stand_in_one_place_are_one_segment():
 def test_a_segment_runs_its_stages_one_after_the_other_each_with_its_group():
     double = Stage(lambda p, x, mb: 2 * x, name="double")
     add = Stage(lambda p, x, mb: x + p, params="a")
-    message, state, aux = whole((add, double, add), "training")({"a": 3.0}, Carried(1.0), Given(None, (None,) * 3), {})
-    assert (message, state, aux) == (Carried(11.0), {}, {})
+    message, state, aux = whole((add, double, add), "training")(
+        {"a": 3.0}, Message(1.0), MicrobatchInputs(None, (None,) * 3), {}
+    )
+    assert (message, state, aux) == (Message(11.0), {}, {})
 
 
 def test_a_group_that_two_stages_of_a_segment_share_gets_both_gradients():
     stage = Stage(lambda p, x, mb: x @ p, params="g")
     w = normal((D, D))
-    given = Given(MICROBATCH, (None, None))
-    both = halves_of(whole((stage, stage), "training"), {"g": w}, Carried(X), given, {}, last=False)
-    y, _, _, stash = both.forward({"g": w}, Carried(X), given, {})
+    given = MicrobatchInputs(MICROBATCH, (None, None))
+    both = trace_segment(whole((stage, stage), "training"), {"g": w}, Message(X), given, {}, last=False)
+    y, _, _, stash = both.forward({"g": w}, Message(X), given, {})
     dparams, _ = both.backward({"g": w}, given, stash, [jnp.ones_like(y.y)], empty_sums(w), jnp.int32(0))
     expected = jax.grad(lambda w: (X @ w @ w).sum())(w)
     assert largest_relative_error(dparams, [expected]) < 1e-6
