@@ -14,7 +14,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """Ties values to the iteration of a guard's loop.
+    """Tie values to the iteration of a guard's loop.
 
     What does not depend on the iteration, XLA is free to compute before the loop, active or not. `zero` is the
     iteration's number, 0 in the only one, which XLA does not know.

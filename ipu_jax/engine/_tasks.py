@@ -30,7 +30,7 @@ tick=, ipu=, replica=)`, the stage being the first of its segment. Tests count w
 
 
 class Tasks:
-    """What the teams of a plan do on one IPU of one replica.
+    """Run the tasks of a plan's teams on one IPU of one replica.
 
     Args:
         plan: from `make_plan`.
@@ -68,7 +68,7 @@ class Tasks:
         return [self.params.layout.group(name) for name in self.plan.segments[self.lead(t)].groups]
 
     def held(self, t: int) -> Any:
-        """The packed weights that the team uses, and nothing else."""
+        """Return the packed weights that the team uses, and no others."""
         used = {leaf.slot for g in self.groups(t) if g.ipu is not None for leaf in g.leaves}
         slots = [slot if k in used else None for k, slot in enumerate(self.slots)]
         return slots, {g.name: self.params.concurrent[g.name] for g in self.groups(t) if g.ipu is None}
@@ -83,7 +83,7 @@ class Tasks:
         return MicrobatchInputs(microbatch, keys_of(self.key, self.replica, at, numbers, stages))
 
     def stage_number(self, t: int) -> Any:
-        """The number of the first stage of this IPU's segment."""
+        """Return the number of the first stage of this IPU's segment."""
         firsts = {self.plan.segments[i].place: self.plan.segments[i].first for i in self.plan.teams[t]}
         if len(firsts) == 1:
             return next(iter(firsts.values()))
@@ -101,7 +101,7 @@ class Tasks:
     # what it changes
 
     def incoming(self, t: int, state: dict[str, Any]) -> tuple[Any, int | None]:
-        """The register that a team reads its x from, and the IPU that it must be broadcast from (or None)."""
+        """Return the register that a team reads x from, and the IPU to broadcast it from, or None."""
         i = self.lead(t)
         if i == 0:
             return NO_MESSAGE, None
@@ -109,7 +109,7 @@ class Tasks:
         return self.register(lane, "y", state), before if here is None else None
 
     def outgoing(self, t: int, state: dict[str, Any]) -> tuple[Any, int | None]:
-        """The register that a team reads the cotangent of its result from, likewise."""
+        """Return the register that a team reads its cotangent from, and the IPU to broadcast it from, or None."""
         i = self.lead(t)
         if i == self.last:
             return None, None
@@ -126,7 +126,7 @@ class Tasks:
         return {"stash": self.stash.write(carry["stash"], key, self.me, at, values, fence.zero)}
 
     def arrived(self, key: Key, register: Any, source: int | None, at: Any, carry: dict[str, Any], fence: Fence) -> Any:
-        """The message itself: out of its ring where messages queue up, and on all IPUs where all need it."""
+        """Return the message, read from its ring where messages queue, and broadcast where all IPUs need it."""
         if key in self.stash:
             register = jax.tree.unflatten(jax.tree.structure(register), self.read(key, carry, at, fence))
         return register if source is None else from_source(source, register)
@@ -154,7 +154,7 @@ class Tasks:
         return kept
 
     def trained(self, t: int) -> list[tuple[Group, int]]:
-        """The leaves that get a gradient, in the order of dparams, as groups and positions in them."""
+        """Return the leaves that get a gradient, in the order of dparams, as groups and positions in them."""
         groups = sorted(self.groups(t), key=lambda g: g.name)
         return [(g, k) for g in groups for k, leaf in enumerate(g.leaves) if not leaf.frozen]
 
@@ -204,13 +204,13 @@ class Tasks:
         return self.guarded(at, body, state, self.results(t))
 
     def results(self, t: int) -> list[str]:
-        """What F of a team reads and changes of the scan's state."""
+        """Return the entries of the scan's state that F of a team reads and changes."""
         i = self.lead(t)
         keys = ["stash", "y" if i < self.last else "loss", f"aux{i}"]
         return [*keys, "model_state"] if self.state_groups(t) else keys
 
     def run_backward(self, t: int, rows: Rows, state: State) -> State:
-        """B: dx, and dparams unless the team has a W of its own."""
+        """Run B: compute dx, and dparams unless the team has its own W."""
         i, at = self.lead(t), rows["B"][t]
         segment, halves, is_split = self.plan.segments[i], self.plan.halves[i], self.plan.is_split(i)
         register, source = self.outgoing(t, state)
@@ -236,7 +236,7 @@ class Tasks:
         )
 
     def run_weight(self, t: int, rows: Rows, state: State) -> State:
-        """W: dparams, from what F stashed and B cut."""
+        """Run W: compute dparams from the stash and from what B left."""
         halves, at = self.plan.halves[self.lead(t)], rows["W"][t]
 
         def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class Tasks:
         return self.guarded(at, body, state, ["stash", "sums", "concurrent_sums"])
 
     def run_head(self, t: int, rows: Rows, state: State) -> State:
-        """F and B of the concurrent loss head in one go: nothing of it is stashed."""
+        """Run F and B of the concurrent loss head together, so that nothing of it is stashed."""
         halves, at = self.plan.halves[self.last], rows["F"][t]
         register, source = self.incoming(t, state)
 
@@ -283,7 +283,7 @@ class Tasks:
             )
 
     def queue_up(self, kind: str, t: int, rows: Rows, state: State) -> State:
-        """Puts the message that just came for a team into its ring, where messages queue up."""
+        """Put the message that just arrived for a team into its ring, if its messages queue."""
         key: Key = ("x", t) if kind == "x" else ("dy", t)
         if key not in self.stash:
             return state
@@ -301,13 +301,13 @@ class Tasks:
         return self.guarded(at, body, state, ["stash"])
 
     def guarded(self, at: Any, body: Callable[[Fence, State], State], state: State, keys: list[str]) -> State:
-        """`body` where `at` is a micro-batch, behind all guards before it."""
+        """Run `body` where `at` is a micro-batch, after all guards before it."""
         ran, carry = guard(in_turn(state, at) >= 0, body, {key: state[key] for key in keys if key in state})
         return {**state, **carry, "ran": state["ran"] + ran}
 
 
 def in_turn(state: State, value: Any) -> Any:
-    """`value`, known only when all guards so far have run: a count of them decides, which XLA does not know to be >= 0.
+    """Return `value` in a way that XLA cannot compute before all guards so far have run: their count decides.
 
     Without it XLA may put an exchange, which waits for all IPUs, before the tasks of some of them: F of IPU 0, the
     exchange of its y, F of IPU 1. Each IPU would then wait for the other's task before it begins its own.

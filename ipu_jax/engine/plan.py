@@ -28,7 +28,7 @@ TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about one program.
+    """Hold everything static about one program.
 
     Attributes:
         segments, halves: per segment, its stages and its traced F and B.
@@ -58,15 +58,15 @@ class Plan:
         return next(t for t, team in enumerate(self.teams) if i in team)
 
     def is_split(self, i: int) -> bool:
-        """Whether segment i has a W of its own."""
+        """Return whether segment i has its own W."""
         return self.schedule.weight is not None and self.segments[i].place is not None
 
     def queue(self, i: int, kind: Literal["F", "B"]) -> int:
-        """How many messages wait at once at the boundary behind segment i: activations ("F") or gradients ("B")."""
+        """Return how many messages wait at once between segments i and i + 1: activations ("F") or gradients ("B")."""
         return self.schedule.inbox_depth(self.segments[i + 1].first - 1, kind)
 
     def waits_at(self, i: int, kind: Literal["x", "dy"]) -> int | None:
-        """The IPU at which messages wait for segment i; None where they do on all.
+        """Return the IPU at which messages wait for segment i, or None if they wait on all.
 
         A message between IPUs waits where it is used, any other where it was made.
         """
@@ -83,7 +83,7 @@ def make_plan(
     *,
     key: Any = None,
 ) -> Plan:
-    """Traces every segment, inside the shard_map (axis names must be in scope), and lays out the registers.
+    """Trace every segment, inside the shard_map (axis names must be in scope), and lay out the registers.
 
     Args:
         segments: the model.
@@ -142,7 +142,7 @@ def make_plan(
 
 
 def _shards(layout: Layout, names: Sequence[str]) -> dict[str, Any]:
-    """Per group the tree of whether IPUs hold unlike shards of a leaf."""
+    """Return, per group, a tree that says of each leaf whether IPUs hold different shards of it."""
     groups = {name: layout.group(name) for name in names}
     return {
         name: jax.tree.unflatten(g.treedef, [g.ipu is None and IPU_AXIS in leaf.spec for leaf in g.leaves])
@@ -151,12 +151,12 @@ def _shards(layout: Layout, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: Any) -> bool:
-    """Like messages share a register and one ppermute, in which an IPU sends once and receives once."""
+    """Return whether a message fits a register: its like share one ppermute if each IPU sends and receives once."""
     return bool(taken) and message == y and all(pair[0] != a and pair[1] != b for a, b in taken)
 
 
 def _teams(plan: Plan, params: Layout, state: Layout) -> tuple[tuple[int, ...], ...]:
-    """Like segments of different IPUs joined, such that each IPU still meets its own in order."""
+    """Join like segments of different IPUs, so that each IPU still runs its own in order."""
     teams: list[list[int]] = []
     likeness: list[Any] = []
     latest: dict[int | None, int] = {}  # per IPU, the team of its segment before
@@ -174,7 +174,7 @@ def _teams(plan: Plan, params: Layout, state: Layout) -> tuple[tuple[int, ...], 
 
 
 def _likeness(plan: Plan, i: int, params: Layout, state: Layout) -> Any:
-    """What segments of one team have in common; None for one that stands alone."""
+    """Return what segments must have in common to form a team, or None for a segment that forms its own."""
     segment, halves = plan.segments[i], plan.halves[i]
     inner = 0 < i < plan.last and None not in (plan.segments[j].place for j in (i - 1, i, i + 1))
     if not inner or halves.signature is None or jax.tree.leaves(halves.aux):

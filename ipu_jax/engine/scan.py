@@ -53,7 +53,7 @@ def _floats(message: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run gives, on every IPU.
+    """Hold the results of a run, on every IPU.
 
     Attributes:
         loss: mean over micro-batches, and over replicas where it is reduced; the same on all IPUs.
@@ -80,7 +80,7 @@ def run(
     reduce_over_replicas: bool,
     backward: bool,
 ) -> Result:
-    """The program of one IPU: call it inside `shard_map` over axes ("replica", "ipu") with `check_vma=False`.
+    """Run one IPU's program. Call it inside `shard_map` over ("replica", "ipu") with `check_vma=False`.
 
     Args:
         plan: from `make_plan`.
@@ -96,7 +96,7 @@ def run(
 
 
 class _Program:
-    """One trace of the staged scan."""
+    """Trace the staged scan once."""
 
     def __init__(
         self,
@@ -171,11 +171,11 @@ class _Program:
         return {**state, f"{key}_in": received}
 
     def behind(self, teams: Sequence[int]) -> list[int]:
-        """The teams that get an activation from some of these."""
+        """Return the teams that get an activation from any of these."""
         return sorted({self.plan.team_of(i + 1) for t in teams for i in self.plan.teams[t] if i < self.plan.last})
 
     def before(self, teams: Sequence[int]) -> list[int]:
-        """The teams that get a gradient from some of these."""
+        """Return the teams that get a gradient from any of these."""
         return sorted({self.plan.team_of(i - 1) for t in teams for i in self.plan.teams[t] if i > 0})
 
     def tick(self, state: dict[str, Any], rows: dict[str, Any]) -> tuple[dict[str, Any], None]:
@@ -228,7 +228,7 @@ class _Program:
         return state
 
     def exit_phase(self, state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
-        """The exchanges, which serve all phases before, and B of the concurrent stages of `entry`."""
+        """Exchange the messages of all phases before, and run B of the concurrent stages of `entry`."""
         state = self.exchange(state, "y", back=False)
         for t in self.behind(self.local):
             if t in self.local:

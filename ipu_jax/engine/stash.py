@@ -25,7 +25,7 @@ Key = tuple[Literal["stash", "cut", "x", "dy"], int]
 
 
 class Stash:
-    """Where everything lies in the buffers.
+    """Lay out the rings in the buffers.
 
     Attributes:
         used: per IPU and buffer, the numbers that its rings take.
@@ -53,7 +53,7 @@ class Stash:
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The buffers, each one number longer than its rings.
+        """Return the buffers' shapes, each one number longer than its rings.
 
         A slice as long as its buffer is the buffer, wherever it begins, and XLA free to read it before the guard.
         """
@@ -65,7 +65,7 @@ class Stash:
     def write(
         self, buffers: Mapping[str, Any], key: Key, me: Any, microbatch: Any, values: list[Any], zero: Any
     ) -> dict[str, Any]:
-        """The buffers with one micro-batch's values in IPU `me`'s ring; `zero` is the guard's own traced 0."""
+        """Return the buffers with a micro-batch's values written to IPU `me`'s ring; `zero` is the guard's traced 0."""
         written = dict(buffers)
         for (buffer, bases, size, _), value in zip(self._rings[key], values, strict=True):
             at = self._at(key, bases, size, me, microbatch, zero)
@@ -73,7 +73,7 @@ class Stash:
         return written
 
     def read(self, buffers: Mapping[str, Any], key: Key, me: Any, microbatch: Any, zero: Any) -> list[Any]:
-        """What `write` put there."""
+        """Return what `write` wrote there."""
         return [
             lax.dynamic_slice(buffers[buffer], self._at(key, bases, size, me, microbatch, zero), (size,)).reshape(
                 shape.shape
@@ -94,7 +94,7 @@ def _of_ipu(numbers: np.ndarray, holders: np.ndarray, me: Any) -> Any:
 
 
 def _rings_of(plan: Plan) -> Iterator[tuple[Key, dict[int | None, int], list[Any]]]:
-    """Per ring: its key, its depth per IPU that holds it (None: all), and the shapes of one micro-batch."""
+    """Yield, per ring, its key, its depth on each IPU that holds it (None: all), and the shapes of one micro-batch."""
     schedule, segments = plan.schedule, plan.segments
     for t, team in enumerate(plan.teams):
         first, halves = team[0], plan.halves[team[0]]

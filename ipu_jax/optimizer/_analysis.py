@@ -41,7 +41,7 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """An equation that reads one leaf as a whole, or (`eqn` None) a leaf of one element that others must know.
+    """Describe an equation that reads one leaf as a whole, or (`eqn` None) a one-element leaf that others need.
 
     Attributes:
         eqn: the equation; its inputs are like the leaf, or of every IPU.
@@ -56,7 +56,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """A traced update, and where each of its values lies.
+    """Hold a traced update, and where each of its values is computed.
 
     Attributes:
         jaxpr: of (gradients, state, params, value) to (updates, new state), leaf by leaf.
@@ -82,7 +82,7 @@ class Reading:
 
 
 def read(optimizer: Any, cells: Cells) -> Reading:
-    """Traces the optimizer's update on the logical tree, and finds what can lie where.
+    """Trace the optimizer's update on the logical tree, and find where each value can be computed.
 
     Args:
         optimizer: an `optax.GradientTransformation`; one that takes extra arguments gets `value=`, the loss.
@@ -115,7 +115,7 @@ def read(optimizer: Any, cells: Cells) -> Reading:
 
 
 class _Reader:
-    """Where values lie, found anew until the state that comes out lies as the state that goes in."""
+    """Find where values are computed, repeatedly, until the new state is laid out as the old one."""
 
     def __init__(self, traced: Any, leaves: int, treedef: Any, cells: Cells):
         self.traced, self.cells, self.treedef = traced, cells, treedef
@@ -149,7 +149,7 @@ class _Reader:
         return False
 
     def is_known(self, leaf: int) -> bool:
-        """Whether every IPU of every replica updates all of the leaf."""
+        """Return whether every IPU of every replica updates all of the leaf."""
         return self.cells.replicas == 1 and self.cells.cells[self.cells.cell_of(leaf)].is_whole
 
     def place(self, eqn: Any) -> None:
@@ -208,7 +208,7 @@ class _Reader:
         return all(s == shape if is_own else _fits(s, shape) for is_own, s in zip(own, shapes, strict=True))
 
     def check_summary(self, eqn: Any, leaf: int) -> None:
-        """Raises `ValueError` unless the equation can be computed where the leaf lies, and gives less than it."""
+        """Raise `ValueError` unless the equation can be computed where the leaf is, and its result is smaller."""
         name, of_leaf = eqn.primitive.name, self.cells.leaves[leaf]
         cell = self.cells.cells[self.cells.cell_of(leaf)]
         if self.cells.replicas > 1:

@@ -11,7 +11,7 @@ from ipu_jax.optimizer.blocks import Cells
 
 
 class Lookup:
-    """The values of a traced update that one leaf's program reads.
+    """Look up the values of a traced update that one leaf's program reads.
 
     Args:
         reading: of the update.
@@ -35,7 +35,7 @@ class Lookup:
         self._shape, self._made, self._known = shape, made, known
 
     def __call__(self, v: Any) -> Any:
-        """A value of the leaf's own shape, or a number, as the leaf's cell is shown."""
+        """Return a value of the leaf's shape, or a number, in the cell's update shape."""
         reading, made = self._reading, self._made
         if isinstance(v, core.Literal):
             return jnp.full(self._shape, v.val, aval_of(v).dtype)
@@ -53,7 +53,7 @@ class Lookup:
         return made[v]
 
     def logical(self, v: Any) -> Any:
-        """On the owner of a leaf that is not cut: a value in its own shape."""
+        """Return a value in its own shape, on the owner of a leaf that is not chunked over replicas."""
         if isinstance(v, core.Literal):
             return jnp.asarray(v.val, aval_of(v).dtype)
         if v in self._reading.like:
@@ -62,11 +62,11 @@ class Lookup:
 
 
 def bind(eqn: Any, inputs: list[Any]) -> Any:
-    """The results of an equation on other values than those it was traced with."""
+    """Return the results of an equation on other values than those it was traced with."""
     found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return found if eqn.primitive.multiple_results else [found]
 
 
 def aval_of(v: Any) -> Any:
-    """Shape and dtype of a variable."""
+    """Return the shape and dtype of a variable."""
     return v.aval

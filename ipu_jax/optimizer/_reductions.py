@@ -16,7 +16,7 @@ from ipu_jax.optimizer.blocks import Cells
 
 
 def partial_shape(cells: Cells, s: Summary, v: Any) -> tuple[int, ...]:
-    """The shape of what one IPU finds of a summary's output `v`."""
+    """Return the shape of one IPU's part of a summary's output `v`."""
     cell = cells.cells[cells.cell_of(s.leaf)]
     if s.eqn is None or cells.replicas > 1:
         return (1,) if s.eqn is None else ()
@@ -26,7 +26,7 @@ def partial_shape(cells: Cells, s: Summary, v: Any) -> tuple[int, ...]:
 
 
 def partial(cells: Cells, s: Summary, lookup: Any, valid: Any) -> list[Any]:
-    """What one IPU finds of a summary's outputs: of all the leaf, or of its shard or chunk. Communicates nothing.
+    """Return one IPU's part of a summary's outputs, from its leaf, shard or chunk. Communicates nothing.
 
     Args:
         cells: where the weights lie.
@@ -47,7 +47,7 @@ def partial(cells: Cells, s: Summary, lookup: Any, valid: Any) -> list[Any]:
 
 
 def whole_of(cells: Cells, s: Summary, v: Any, k: int, found: Any) -> Any:
-    """A summary's output `v` from what each IPU of each replica found of it, (replicas, ipus, *partial shape)."""
+    """Return a summary's output `v` from every IPU's part of it, (replicas, ipus, *partial shape)."""
     cell, dtype = cells.cells[k], aval_of(v).dtype
     if s.eqn is None:
         ipu = cell.leaves.index(s.leaf) if cell.is_slot else 0
@@ -69,7 +69,7 @@ def whole_of(cells: Cells, s: Summary, v: Any, k: int, found: Any) -> Any:
 
 
 def size_of(shape: tuple[int, ...]) -> int:
-    """Elements of an array of this shape."""
+    """Return how many elements an array of this shape has."""
     return int(np.prod(shape))
 
 

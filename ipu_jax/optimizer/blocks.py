@@ -29,7 +29,7 @@ from ipu_jax.weights.packing import WHOLE, Layout, Leaf, Sharded, local_shape
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One array of an IPU.
+    """Describe one array of an IPU.
 
     Attributes:
         shape, dtype: what an IPU holds.
@@ -50,13 +50,13 @@ class Cell:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every IPU holds all of the leaf."""
+        """Return whether every IPU holds all of the leaf."""
         return not self.is_slot and self.split is None
 
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """The cells of a set of weights, and which logical leaves lie in them.
+    """Describe the cells of a set of weights, and which logical leaves are in them.
 
     Attributes:
         ipus: of a replica.
@@ -76,21 +76,21 @@ class Cells:
         return next(k for k, cell in enumerate(self.cells) if leaf in cell.leaves)
 
     def chunk(self, k: int) -> int:
-        """Elements of a cell that one replica updates; the last chunk is filled up with zeros."""
+        """Return how many elements of a cell one replica updates; the last chunk is padded with zeros."""
         return -(-self.cells[k].size // self.replicas)
 
     def shown(self, k: int) -> tuple[int, ...]:
-        """The shape in which a cell is updated: its own, or a chunk's."""
+        """Return the shape in which a cell is updated: its own, or a chunk's."""
         return self.cells[k].shape if self.replicas == 1 else (self.chunk(k),)
 
     def logical(self, values: Sequence[Any]) -> Any:
-        """The logical tree of these leaves, frozen ones masked."""
+        """Return the logical tree of these leaves, frozen ones masked."""
         return jax.tree.unflatten(self.treedef, values)
 
     # on the host
 
     def host_blocks(self, leaf: int, value: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Per IPU that holds some of a leaf, its part as (replicas, *shown)."""
+        """Return, for each IPU that holds part of a leaf, that part as (replicas, *shown)."""
         k = self.cell_of(leaf)
         cell = self.cells[k]
         blocks = {cell.leaves.index(leaf) if cell.is_slot else 0: value}
@@ -106,7 +106,7 @@ class Cells:
         return found
 
     def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
-        """The inverse: the leaf from (replicas, ipus, *shown)."""
+        """Return the leaf from (replicas, ipus, *shown), the inverse of `host_blocks`."""
         k = self.cell_of(leaf)
         cell, shape = self.cells[k], self.leaves[leaf].shape
         of_ipu = lambda ipu: array[:, ipu].reshape(-1)[: cell.size]  # noqa: E731
@@ -118,22 +118,22 @@ class Cells:
     # inside the program
 
     def cut(self, k: int, whole: Any) -> Any:
-        """This replica's chunk of what an IPU holds of a cell. Communicates nothing."""
+        """Return this replica's chunk of an IPU's cell. Communicates nothing."""
         if self.replicas == 1:
             return whole
         return lax.dynamic_index_in_dim(self.rows(k, whole), lax.axis_index(REPLICA_AXIS), keepdims=False)
 
     def rows(self, k: int, whole: Any) -> Any:
-        """A cell as (replicas, chunk), filled up with zeros."""
+        """Return a cell as (replicas, chunk), padded with zeros."""
         fill = self.replicas * self.chunk(k) - self.cells[k].size
         return jnp.pad(whole.reshape(-1), (0, fill)).reshape(self.replicas, -1)
 
     def unrows(self, k: int, rows: Any) -> Any:
-        """The inverse of `rows`."""
+        """Return a cell from its chunks, the inverse of `rows`."""
         return rows.reshape(-1)[: self.cells[k].size].reshape(self.cells[k].shape)
 
     def localize(self, leaf: int, value: Any) -> Any:
-        """Of a logical array as large as the leaf, known to every IPU: what is this one's, as its cell is shown."""
+        """Return this IPU's part of a replicated array of the leaf's size, in the cell's update shape."""
         k = self.cell_of(leaf)
         cell = self.cells[k]
         if cell.is_slot:
@@ -148,12 +148,12 @@ class Cells:
         return self.cut(k, value)
 
     def delocalize(self, leaf: int, value: Any) -> Any:
-        """On the owner of a slot that is not cut: the logical leaf."""
+        """Return the logical leaf, on the owner of a slot that is not chunked over replicas."""
         shape = self.leaves[leaf].shape
         return value if value.shape == shape else value.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def valid(self, k: int) -> Any:
-        """Which elements of a cell, as it is shown, are a leaf's and no filling; None where all are, everywhere."""
+        """Return which elements of a cell in its update shape belong to a leaf, or None if all do on every IPU."""
         cell = self.cells[k]
         sizes = [0 if leaf is None else self.leaves[leaf].size for leaf in cell.leaves]
         if cell.split is not None:
@@ -178,7 +178,7 @@ class Cells:
 
 
 def of_layout(layout: Layout, *, replicas: int) -> Cells:
-    """The cells of a pipeline's weights."""
+    """Return the cells of a pipeline's weights."""
     tree: dict[str, Any] = {}
     leaves: list[tuple[Any, Leaf]] = []
     for group in layout.groups:
@@ -208,7 +208,7 @@ def of_layout(layout: Layout, *, replicas: int) -> Cells:
 
 
 def of_tree(params: Any, *, replicas: int) -> Cells:
-    """The cells of a plain tree that every replica of one IPU holds whole."""
+    """Return the cells of a plain tree that every replica of one IPU holds whole."""
     paths, treedef = jax.tree.flatten_with_path(params)
     leaves = tuple(
         Leaf(f"params{jax.tree_util.keystr(path)}", tuple(leaf.shape), np.dtype(leaf.dtype).name)
@@ -219,7 +219,7 @@ def of_tree(params: Any, *, replicas: int) -> Cells:
 
 
 def take(params: Any) -> list[Any]:
-    """Inside the program: the arrays of this IPU's weights that are cells, in their order."""
+    """Return the arrays of this IPU's weights that are cells, in their order. To be called inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
     layout = params.layout
@@ -234,7 +234,7 @@ def take(params: Any) -> list[Any]:
 
 
 def put(params: Any, arrays: Sequence[Any]) -> Any:
-    """Inside the program: the weights with these in the place of what `take` gives."""
+    """Return the weights with these arrays in place of those of `take`. To be called inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)
     layout, following = params.layout, iter(arrays)
@@ -252,13 +252,13 @@ def put(params: Any, arrays: Sequence[Any]) -> Any:
 
 
 def block_shape(cells: Cells, k: int) -> tuple[int, ...]:
-    """The global shape of an array that lies like a cell: (replicas, ipus, *shown), 1 where all hold the same."""
+    """Return the global shape of an array laid out as a cell: (replicas, ipus, *shown), 1 where all hold the same."""
     cell = cells.cells[k]
     return (cells.replicas, cells.ipus if cell.is_slot or cell.split is not None else 1, *cells.shown(k))
 
 
 def block_spec(cells: Cells, k: int) -> PartitionSpec:
-    """How such an array is split."""
+    """Return the PartitionSpec of such an array."""
     of_replica, of_ipu = block_shape(cells, k)[:2]
     axes = (REPLICA_AXIS if of_replica > 1 else None, IPU_AXIS if of_ipu > 1 else None)
     return PartitionSpec(*axes) if any(axes) else WHOLE

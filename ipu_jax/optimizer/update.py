@@ -27,7 +27,7 @@ from ipu_jax.optimizer.blocks import Cells, block_shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An optimizer's state, as the IPUs keep it.
+    """Hold an optimizer's state, as it is laid out on the IPUs.
 
     Attributes:
         like: per cell, the arrays that lie as it does: adam's two moments, say.
@@ -41,7 +41,7 @@ class Kept:
 
 
 class Update:
-    """The update of one optimizer for weights that lie in given cells.
+    """Run one optimizer's update for weights in given cells.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
@@ -74,7 +74,7 @@ class Update:
     # on the host
 
     def init(self, params: Any) -> tuple[list[list[np.ndarray]], list[Any]]:
-        """The optimizer's first state: per cell its kept arrays as (replicas, ipus, *shown), and what is everywhere.
+        """Return the optimizer's first state: per cell its arrays as (replicas, ipus, *shown), and what is replicated.
 
         Args:
             params: the logical tree, whole.
@@ -82,7 +82,7 @@ class Update:
         return self.spread_state(jax.tree.leaves(jax.jit(self.optimizer.init)(params)))
 
     def spread_state(self, leaves: Sequence[Any]) -> tuple[list[list[np.ndarray]], list[Any]]:
-        """Likewise from the leaves of any state of the optimizer's."""
+        """Return the same of any state of the optimizer, from its leaves."""
         cells = self.cells
         like = [[np.zeros(block_shape(cells, k), d) for d in dtypes] for k, dtypes in enumerate(self.kept_dtypes)]
         for i, leaf in self.reading.like_state.items():
@@ -92,7 +92,7 @@ class Update:
         return like, [jnp.asarray(leaves[i]) for i in self._everywhere]
 
     def checked_leaves(self, state: Any) -> list[Any]:
-        """The leaves of a whole state of the optimizer's.
+        """Return the leaves of a whole state of the optimizer.
 
         Raises:
             ValueError: it is another optimizer's, or of other weights.
@@ -108,7 +108,7 @@ class Update:
         return leaves
 
     def check(self, kept: Kept) -> None:
-        """Raises `ValueError` unless a state is this optimizer's, for weights that lie as these do."""
+        """Raise `ValueError` unless a state is this optimizer's, for weights laid out as these are."""
         like = [[(block_shape(self.cells, k), dtype) for dtype in dtypes] for k, dtypes in enumerate(self.kept_dtypes)]
         everywhere = [(aval_of(self._state[i]).shape, str(aval_of(self._state[i]).dtype)) for i in self._everywhere]
         found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (kept.like, kept.everywhere))
@@ -119,7 +119,7 @@ class Update:
             )
 
     def gather_state(self, like: Sequence[Sequence[Any]], everywhere: Sequence[Any]) -> Any:
-        """The inverse of `init`: the optimizer's own state, whole, as optax knows it."""
+        """Return the optimizer's own state, whole, as optax knows it: the inverse of `init`."""
         leaves: list[Any] = [None] * len(self._state)
         for i, value in zip(self._everywhere, everywhere, strict=True):
             leaves[i] = copied(value)
@@ -133,7 +133,7 @@ class Update:
     def __call__(
         self, gradients: Sequence[Any], kept: Kept, params: Sequence[Any], value: Any
     ) -> tuple[list[Any], Kept]:
-        """The weights after an update, unrounded, and the optimizer's new state.
+        """Return the weights after an update, unrounded, and the optimizer's new state.
 
         Communicates one all_gather of a few floats for each level of norms that the optimizer takes.
 
@@ -176,7 +176,7 @@ class Update:
         return jnp.asarray(v.val, aval_of(v).dtype) if isinstance(v, core.Literal) else env[v]
 
     def _last(self, leaf: int, arrays: Sequence[Any], lookup: Any) -> list[Any]:
-        """Of a leaf: weights plus update, and the new kept arrays of its cell."""
+        """Return a leaf's weights plus their update, and the new state arrays of its cell."""
         update, weights = lookup(self._updates[leaf]), arrays[1]
         wide = jnp.promote_types(weights.dtype, jnp.float32)
         kept = list(arrays[2:])
@@ -185,7 +185,7 @@ class Update:
         return [weights.astype(wide) + update.astype(wide), *kept]
 
     def _on_cell(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: Any) -> list[Any]:
-        """Runs `of_leaf` for the leaf that this IPU holds in a cell.
+        """Run `of_leaf` for the leaf that this IPU holds in a cell.
 
         Args:
             k: the cell.
@@ -225,13 +225,13 @@ class Update:
         return lax.switch(table[lax.axis_index(IPU_AXIS)], branches, arrays)
 
     def _mine(self, leaves: Sequence[int | None], values: list[Any]) -> Any:
-        """Of one number per owner of a cell, this IPU's."""
+        """Return this IPU's number, given one number per owner of the cell."""
         following = iter(values)
         by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
         return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
 
     def _needs(self, leaf: int, of_leaf: Any, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
-        """The variables of every IPU that a leaf's program reads, in the order in which it does."""
+        """Return the replicated variables that a leaf's program reads, in the order in which it reads them."""
         found: dict[Any, None] = {}
 
         def known(v: Any) -> Any:
@@ -256,7 +256,7 @@ class Update:
     # summaries
 
     def _gather(self, summaries: Sequence[Summary], arrays: list[list[Any]], env: dict[Any, Any]) -> dict[Any, Any]:
-        """What these equations give, told to every IPU: one all_gather a mapped axis."""
+        """Return the results of these equations on every IPU: one all_gather per mapped axis."""
         cells, vectors, parts = self.cells, [], []
         offset = 0
         wide = jnp.result_type(jnp.float32, *(aval_of(v).dtype for s in summaries for v in s.outputs))

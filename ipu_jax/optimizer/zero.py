@@ -26,7 +26,7 @@ which costs a large array more than a collective of its own does."""
 
 
 def buckets(cells: Cells, dtypes: Sequence[Any]) -> list[list[int]]:
-    """Which cells travel together: small ones of one dtype."""
+    """Return which cells are sent together: small ones of one dtype."""
     found: list[list[int]] = []
     open_: dict[Any, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
     for k, dtype in enumerate(map(jnp.dtype, dtypes)):
@@ -44,7 +44,7 @@ def buckets(cells: Cells, dtypes: Sequence[Any]) -> list[list[int]]:
 
 
 def scatter(cells: Cells, gradients: Sequence[Any]) -> list[Any]:
-    """Inside the program: each cell's sum over the replicas, this replica's chunk of it, as `Cells.shown`.
+    """Return this replica's chunk of each cell's sum over the replicas, as `Cells.shown`.
 
     Communicates one psum_scatter over "replica" a bucket; each replica sends and gets (R-1)/R of its bytes.
     """
@@ -60,7 +60,7 @@ def scatter(cells: Cells, gradients: Sequence[Any]) -> list[Any]:
 
 
 def gather(cells: Cells, chunks: Sequence[Any]) -> list[Any]:
-    """Inside the program, the inverse: each cell whole, from every replica's chunk of it.
+    """Return each cell whole, from every replica's chunk of it: the inverse of `scatter`.
 
     Communicates one all_gather over "replica" a bucket.
     """

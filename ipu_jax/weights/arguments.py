@@ -15,7 +15,7 @@ from ipu_jax.weights.packing import Sharded
 
 
 def check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
-    """Raises `ValueError` unless `found` is a `Sharded` of a pipeline with these owners and specs."""
+    """Raise `ValueError` unless `found` is a `Sharded` of a pipeline with these owners and specs."""
     call = "shard" if what == "params" else "shard_state"
     if not isinstance(found, Sharded):
         raise ValueError(f"{what} is a {type(found).__name__}: pass what pipeline.{call}(...) returns")
@@ -60,7 +60,7 @@ def by_group(name: str, value: Any) -> dict[str, Any]:
 
 
 def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """`specs`, if it names groups of concurrent stages only; else `ValueError`."""
+    """Return `specs` as a dict; raise `ValueError` if it names groups of local stages."""
     unused = sorted(name for name in specs if owners.get(name, 0) is not None)
     if unused:
         raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
@@ -68,7 +68,7 @@ def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str
 
 
 def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    """Per group, the IPU of its stages, or None where they are concurrent.
+    """Return, per group, the IPU of its stages, or None if they are concurrent.
 
     Raises:
         ValueError: a group on two IPUs.
@@ -89,7 +89,7 @@ def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
 
 
 def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    """Likewise per state group.
+    """Return, per state group, the IPU of its stage, or None if that is concurrent.
 
     Raises:
         ValueError: two stages name the same one.
@@ -108,7 +108,7 @@ def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
 
 
 def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
-    """Raises `ValueError` unless `key` is a typed key where it is needed, and None where nobody takes one."""
+    """Raise `ValueError` unless `key` is a typed key where it is needed, and None where nobody takes one."""
     if key is None and needed:
         random = next(stage.name for stage in stages if stage.random)
         raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")
@@ -119,14 +119,14 @@ def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
 
 
 def check_alive(what: str, tree: Any, mend: str = "pass what that call returned in their place") -> None:
-    """Raises `ValueError` where an array of `tree` was deleted, which ends the process where it is run on devices."""
+    """Raise `ValueError` if an array of `tree` was deleted: using it on devices would end the process."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
 
 
 def check_batch(batch: Any, replicas: int, m: int) -> None:
-    """Raises `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
+    """Raise `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
     lead = (m,) if replicas == 1 else (replicas, m)
     for path, leaf in jax.tree.leaves_with_path(batch):
         shape = getattr(leaf, "shape", None)

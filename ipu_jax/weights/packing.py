@@ -30,7 +30,7 @@ WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One packed array: globally `(ipus, *shape)`, `shape` on each IPU."""
+    """Describe one packed array: `(ipus, *shape)` globally, `shape` on each IPU."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One weight: its shape and dtype, and where it is kept (`slot` of a local group, `spec` of a concurrent one).
+    """Describe one weight: its shape and dtype, and where it is (`slot` of a local group, `spec` of a concurrent one).
 
     A `frozen` one gets no gradient.
     """
@@ -57,7 +57,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A parameter group: `ipu` owns it, or None where it is concurrent."""
+    """Describe a parameter group: `ipu` owns it, or None if it is concurrent."""
 
     name: str
     ipu: int | None
@@ -67,7 +67,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every leaf of every group is kept. Hashable: it is the static part of a `Sharded`."""
+    """Describe where every leaf of every group is. Hashable: it is the static part of a `Sharded`."""
 
     ipus: int
     groups: tuple[Group, ...]
@@ -78,14 +78,14 @@ class Layout:
 
     @property
     def trained_slots(self) -> frozenset[int]:
-        """The slots with a leaf that gets a gradient."""
+        """Return the slots with a leaf that gets a gradient."""
         return frozenset(leaf.slot for g in self.groups if g.ipu is not None for leaf in g.leaves if not leaf.frozen)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """Parameters, or gradients, or any tree like them, placed on the IPUs. A pytree: optax and `jax.tree.map` work.
+    """Hold parameters, gradients, or any tree like them, on the IPUs. A pytree: optax and `jax.tree.map` work.
 
     Attributes:
         slots: the local groups' weights; each array is `(ipus, *slot.shape)` globally, an IPU holding one row.
@@ -107,7 +107,7 @@ def plan_layout(
     frozen: Mapping[str, Any] | None = None,
     what: str = "params",
 ) -> Layout:
-    """Decides where each leaf goes.
+    """Decide where each leaf goes.
 
     Args:
         params: `{group: pytree of arrays}`, the whole (unsharded) weights.
@@ -190,7 +190,7 @@ def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
 
 
 def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of a concurrent group, each with its PartitionSpec.
+    """Return the leaves of a concurrent group, each with its PartitionSpec.
 
     Raises:
         ValueError: no specs for the group, or some that don't fit it.
@@ -261,18 +261,18 @@ def _assign_slots(groups: list[Group], ipus: int) -> tuple[tuple[Slot, ...], tup
 
 
 def specs_of(layout: Layout) -> Sharded:
-    """The PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
+    """Return the PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
     concurrent = {g.name: [leaf.spec for leaf in g.leaves] for g in layout.groups if g.ipu is None}
     return Sharded([PartitionSpec(IPU_AXIS)] * len(layout.slots), concurrent, layout)
 
 
 def nothing(ipus: int) -> Sharded:
-    """A `Sharded` without groups."""
+    """Return a `Sharded` without groups."""
     return Sharded([], {}, Layout(ipus, (), ()))
 
 
 def place(params: Mapping[str, Any], layout: Layout, mesh: Mesh) -> Sharded:
-    """Puts `{group: pytree}` on the IPUs. Communicates host to device only; an IPU gets what it owns."""
+    """Put `{group: pytree}` on the IPUs. Communicates host to device only; an IPU gets what it owns."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
     concurrent: dict[str, list[Any]] = {}
     for group in layout.groups:
@@ -301,7 +301,7 @@ def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
 
 
 def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
-    """`value` with its split dim padded by zeros to a multiple of `ipus`."""
+    """Return `value` with its split dim padded by zeros to a multiple of `ipus`."""
     widths = [(0, -size % ipus if axis == IPU_AXIS else 0) for size, axis in _dims(value.shape, leaf.spec)]
     return np.pad(value, widths) if any(after for _, after in widths) else value
 
@@ -311,12 +311,12 @@ def _dims(shape: Sequence[int], spec: PartitionSpec) -> list[tuple[int, Any]]:
 
 
 def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
-    """The shape of one IPU's shard of a concurrent leaf."""
+    """Return the shape of one IPU's shard of a concurrent leaf."""
     return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in _dims(leaf.shape, leaf.spec))
 
 
 def local_shapes(layout: Layout) -> dict[str, Any]:
-    """`{group: tree of the shapes that one IPU sees}`."""
+    """Return `{group: tree of the shapes that one IPU sees}`."""
     return {
         group.name: jax.tree.unflatten(
             group.treedef,
@@ -332,7 +332,7 @@ def local_shapes(layout: Layout) -> dict[str, Any]:
 
 
 def fetch(sharded: Sharded) -> dict[str, Any]:
-    """The inverse of `place`: `{group: pytree}` with the shapes that were given, padding dropped."""
+    """Return `{group: pytree}` with its original shapes, without padding: the inverse of `place`."""
     groups: dict[str, Any] = {}
     slots = [np.asarray(slot) for slot in sharded.slots]
     for group in sharded.layout.groups:
@@ -349,7 +349,7 @@ def fetch(sharded: Sharded) -> dict[str, Any]:
 
 
 def read(slots: Sequence[jax.Array], group: Group) -> Any:
-    """Inside the program, on the owner: the group's tree from this IPU's row of each slot (`slot.shape` each)."""
+    """Return the group's tree from this IPU's row of each slot (`slot.shape`), on the owner, inside the program."""
     values = []
     for leaf in group.leaves:
         slot = slots[leaf.slot]
@@ -358,7 +358,7 @@ def read(slots: Sequence[jax.Array], group: Group) -> Any:
 
 
 def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> list[jax.Array]:
-    """Inside the program, on the owner: the slots with the group's leaves replaced.
+    """Return the slots with the group's leaves replaced, inside the program, on the owner.
 
     `zero` is a traced 0: at a constant index XLA rewrites the whole slot.
     """
