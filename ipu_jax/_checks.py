@@ -46,7 +46,7 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """`value`, if it is one of `choices`.
+    """Return `value`, if it is one of `choices`.
 
     Raises:
         ValueError: it is not; the nearest choice is named where there is one, whatever the case of its letters.

@@ -10,7 +10,7 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 
 
 def from_source(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
-    """Everyone on the axis gets what `source` holds. Communicates one psum a leaf; what others hold never counts."""
+    """Broadcast what `source` holds over the axis. Communicates one psum per leaf; what others hold is not read."""
     me = lax.axis_index(axis)
 
     def one(leaf: jax.Array) -> jax.Array:

@@ -48,7 +48,7 @@ ALL_IPUS: Final = AllIpus.ALL_IPUS
 
 
 def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
-    """Gives this process at least `num_ipus` virtual IPUs, and starts the jax backend.
+    """Give this process at least `num_ipus` virtual IPUs, and start the jax backend.
 
     On CPU that many host devices are made, which only works before the backend starts: call this first (but after
     `jax.distributed.initialize`, where several processes work together). A larger count set before, by an earlier call
@@ -78,7 +78,7 @@ def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInval
 
 
 def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
-    """The mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices that there are.
+    """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices that there are.
 
     Args:
         replicas: copies of the model, at least 1: the size of axis "replica".
@@ -148,7 +148,7 @@ class InFlight:
         return len(self._steps)
 
     def admit(self, outputs: Any) -> None:
-        """Remembers a step that was just dispatched; waits for the oldest ones until `limit` are outstanding.
+        """Remember a step that was just dispatched; wait for the oldest ones until `limit` are outstanding.
 
         Inside a `jax.jit` nothing is dispatched yet, and nothing is done.
 
@@ -178,13 +178,13 @@ class InFlight:
 
 
 def _cpu_devices_asked_for() -> int:
-    """The host devices that the configuration asks for by now, or less than 1 if it says nothing."""
+    """Return the host devices that the configuration asks for by now, or less than 1 if it says nothing."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
 
 
 def _too_few(needed: int, there: int, platform: str) -> str:
-    """What there is, and the mend: the end of an error message."""
+    """Return what there is, and the mend: the end of an error message."""
     if platform == "cpu":
         return (
             f"jax already started its CPU backend with {there}: "

@@ -155,6 +155,6 @@ class TrainOptions:
 
 
 def _keep(options: Any, **checked: Any) -> None:
-    """Puts checked values into frozen options: NumPy's numbers as Python's own, which hash and trace as they do."""
+    """Put checked values into frozen options: NumPy's numbers as Python's own, which hash and trace as they do."""
     for name, value in checked.items():
         object.__setattr__(options, name, value)

@@ -144,7 +144,7 @@ class Pipeline:
         return schedule
 
     def shard(self, params: Mapping[str, Any]) -> Sharded:
-        """Places `{group: pytree of weights}` on the IPUs.
+        """Place `{group: pytree of weights}` on the IPUs.
 
         An IPU gets its own stages' weights and its own shard of the concurrent groups; host to device only.
 
@@ -161,7 +161,7 @@ class Pipeline:
         return packing.place(params, layout, self.mesh)
 
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
-        """Places `{group: pytree of state}` on the IPUs, as `shard` does weights; leaves may be of any dtype.
+        """Place `{group: pytree of state}` on the IPUs, as `shard` does weights; leaves may be of any dtype.
 
         Raises:
             ValueError: a missing or unknown group, a leaf that isn't an array, a spec that doesn't fit.
@@ -170,14 +170,14 @@ class Pipeline:
         return packing.place(state, layout, self.mesh)
 
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
-        """The inverse of `shard`, for parameters, gradients or state: `{group: pytree}` with whole, unpadded leaves."""
+        """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`."""
         check_alive("sharded", sharded)
         return packing.fetch(sharded)
 
     def value_and_grad(
         self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
     ) -> Any:
-        """Loss and gradients of one weight update.
+        """Return the loss and the gradients of one weight update.
 
         Communicates, per tick: one ppermute of an activation and one of its gradient between neighbours; for each run
         of concurrent stages a broadcast of its input and a reduction of its gradient. At the end the loss, and over
@@ -207,7 +207,7 @@ class Pipeline:
         return result if self._state_owners else result[:2]
 
     def loss(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
-        """Evaluation: the loss, or `(loss, aux)`, of the stages' `evaluate` functions; no gradients, no stash.
+        """Evaluate: return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, without gradients or stash.
 
         Arguments as of `value_and_grad`; the state stays as it is, and random stages with an `evaluate` need no key.
         """
@@ -225,7 +225,7 @@ class Pipeline:
         compile: bool = True,
         ipu_memory: float | None = None,
     ) -> PipelineReport:
-        """What a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Runs nothing.
+        """Report what a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Runs nothing.
 
         Args:
             params: from `shard`, or `jax.eval_shape(lambda p: p, params)`.
@@ -316,7 +316,7 @@ class Pipeline:
         reduce_over_replicas: bool = False,
         backward: bool = True,
     ) -> engine.Result:
-        """The program of one IPU, for who maps it himself, such as `make_train_step`; arguments as of `engine.run`.
+        """Run one IPU's program, for callers with their own `shard_map`, such as `make_train_step`.
 
         To be called inside a `shard_map` over the pipeline's mesh. Without `reduce_over_replicas` nothing is sent
         between replicas: loss, gradients and new state are this replica's own. Gradients are float32 at least.
@@ -349,7 +349,7 @@ class Pipeline:
         return params if layout == params.layout else dataclasses.replace(params, layout=layout)
 
     def rebuilt(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
-        """The same pipeline with other stages (of the same places and groups) or on another mesh."""
+        """Return the same pipeline with other stages (of the same places and groups) or on another mesh."""
         return Pipeline(
             self.stages if stages is None else stages,
             mesh=self.mesh if mesh is None else mesh,
@@ -363,11 +363,11 @@ class Pipeline:
         )
 
     def check(self, params: Any, batch: Any, state: Any = None, key: Any = None) -> None:
-        """Raises the `ValueError` that `value_and_grad` would raise for such arguments."""
+        """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
 
     def plan(self, params: Layout, state: Layout, batch: Any, key: Any, *, backward: bool) -> Plan:
-        """What runs for such weights, state and batch (leaves (M, ...)). To be called inside the `shard_map`."""
+        """Return the plan for such weights, state and batch (leaves (M, ...)). To be called inside the `shard_map`."""
         schedule = self.schedule if backward else self._forward_schedule
         segments = segments_of(self.stages, schedule, "training" if backward else "evaluation")
         microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
@@ -382,12 +382,12 @@ class Pipeline:
         return traced_on(self.mesh, lambda: self.plan(*layouts, of_replica, key, backward=True))
 
     def is_frozen(self, params: Mapping[str, Any]) -> list[bool]:
-        """Per leaf of whole weights, whether it gets no gradient."""
+        """Return, per leaf of whole weights, whether it gets no gradient."""
         layout = packing.plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
         return [leaf.frozen for name in sorted(params) for leaf in layout.group(name).leaves]
 
     def value_of(self, loss: Any, aux: dict[str, Any]) -> Any:
-        """What the caller gets of the loss and of each stage's aux."""
+        """Return what the caller gets of the loss and of each stage's aux."""
         if not jax.tree.leaves(aux):
             return loss
         last = self.stages[-1].name

@@ -126,7 +126,7 @@ class Stage:
         return None if isinstance(self.ipu, AllIpus) else self.ipu
 
     def function(self, role: "Role") -> Callable[..., Any]:
-        """What runs in that role; in training it has been told what to keep for its backward."""
+        """Return the function that runs in that role; in training, with the policy of what its backward keeps."""
         if role == "evaluation":
             return self.evaluate or self.fn
         if role == "reference":
@@ -143,7 +143,7 @@ Role = Literal["training", "evaluation", "reference"]
 
 @contextlib.contextmanager
 def naming(name: str, number: int) -> Iterator[None]:
-    """Adds to an error raised inside which stage it was raised in."""
+    """Name the stage in any error that is raised inside."""
     try:
         yield
     except Exception as error:

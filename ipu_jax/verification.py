@@ -73,7 +73,7 @@ def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
 def reference_value_and_grad(
     pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
 ) -> Any:
-    """What `Pipeline.value_and_grad` gives, from the unsharded program.
+    """Return what `Pipeline.value_and_grad` returns, from the unsharded program.
 
     Args:
         pipeline: whose stages, gradient accumulation, reduction and frozen leaves to use; its mesh and schedule play no
@@ -103,7 +103,7 @@ def _unsharded(
     *,
     fused: bool = True,
 ) -> Any:
-    """As `reference_value_and_grad`; without `fused` every operation rounds its result to its own dtype."""
+    """Run `reference_value_and_grad`; without `fused` every operation rounds its result to its own dtype."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(key, stages, needed=any(stage.random for stage in stages))
     check_batch(batch, replicas, m)
@@ -177,7 +177,7 @@ def verify(
     *,
     rtol: float | None = None,
 ) -> VerificationReport:
-    """Runs the pipeline and the unsharded program on the same weights and batch, and compares all that they return.
+    """Run the pipeline and the unsharded program on the same weights and batch, and compares all that they return.
 
     That is the loss, every gradient, the new state where stages hold some, and every leaf of every stage's aux, of each
     micro-batch and replica. Floats must agree to a tolerance, everything else exactly. What is infinite in both agrees

@@ -77,7 +77,7 @@ class Batches:
         return len(self.images) // self.images_per_update
 
     def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
-        """The numbers of the images of each update, (updates_per_epoch, R, M, B), without R where it is 1.
+        """Return the numbers of the images of each update, (updates_per_epoch, R, M, B), without R where it is 1.
 
         Epochs count from 0. An update has the same images however many replicas share them.
         """
@@ -117,7 +117,7 @@ def make_feed(
     num_workers: int = 0,
     state: Mapping[str, SupportsIndex] | None = None,
 ) -> Feed:
-    """The batches of device calls, on the mesh: `{"images", "labels"}`, leaves (updates, R, M, B, ...).
+    """Return the batches of device calls, on the mesh: `{"images", "labels"}`, leaves (updates, R, M, B, ...).
 
     A call has up to `repeat_count` updates; the last of an epoch may have fewer real ones. Each of the first two dims
     is left out where it is 1.

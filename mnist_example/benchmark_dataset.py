@@ -26,7 +26,7 @@ from mnist_example.run_sharded_mnist import load, make_batches, progress_bar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
+    """Run the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
     parser = make_parser(
         "benchmark-dataset",
         "Reads the batches of a training and does nothing else: how many a second is the host good for? Takes the "
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed) -> None:
-    """Reads all epochs, with a line after each."""
+    """Read all epochs, with a line after each."""
     per_epoch, total = batches.updates_per_epoch, updates_of(args, batches)
     with progress_bar(shown=sys.stdout.isatty() and not args.no_progress) as progress:
         bar = progress.add_task("reading", total=total)
@@ -81,7 +81,7 @@ def _read(args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed) ->
 def _of_updates(
     args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed, updates: int
 ) -> Iterator[FeedBatch]:
-    """Yields the batches of so many updates from the start of an epoch on."""
+    """Yield the batches of so many updates from the start of an epoch on."""
     if updates == batches.updates_per_epoch:
         yield from feed.epoch()
         return

@@ -12,7 +12,7 @@ _FIRST_UPDATES = 50
 
 
 def compare(basic: _Losses, concurrent: _Losses, path: Path) -> str:
-    """Draws the losses of both modes into a PNG file.
+    """Draw the losses of both modes into a PNG file.
 
     Args:
         basic, concurrent: the loss of each update, (updates,).

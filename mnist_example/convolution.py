@@ -23,7 +23,7 @@ from jax import lax
 def conv_general_dilated(
     x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Sequence[tuple[int, int]], **options: Any
 ) -> jax.Array:
-    """What Flax's `nn.Conv(conv_general_dilated=...)` calls: matrix products on a CPU, `jax.lax`'s elsewhere.
+    """Convolve for Flax's `nn.Conv(conv_general_dilated=...)`: matrix products on a CPU, `jax.lax`'s elsewhere.
 
     Args:
         x: (B, H, W, C).
@@ -44,7 +44,7 @@ def conv_general_dilated(
 def matrix_product_convolution(
     x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: tuple[tuple[int, int], ...]
 ) -> jax.Array:
-    """A convolution as patches of the image times the kernel: shapes as in `conv_general_dilated` above.
+    """Return a convolution as patches of the image times the kernel: shapes as in `conv_general_dilated` above.
 
     For its backward it keeps x and the kernel; the patches, rows x columns as large as x, are gathered again.
 

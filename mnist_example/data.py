@@ -69,7 +69,7 @@ def load_mnist(
     mirrors: Sequence[str] = MIRRORS,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> MNIST:
-    """Loads MNIST from the first source there is: see the module's picture.
+    """Load MNIST from the first source there is: see the module's picture.
 
     Args:
         data_dir: a folder with the four IDX files, `train-images-idx3-ubyte.gz` and so on, with or without `.gz`.
@@ -98,7 +98,8 @@ def load_mnist(
 
 
 def synthetic_mnist(seed: int, n_train: int = 60_000, n_test: int = 10_000) -> MNIST:
-    """Random pixels and labels in MNIST's shapes, to measure speed without data: nothing can be learned from them.
+    """Return random pixels and labels in MNIST's shapes, to measure speed without data: nothing can be learned from
+    them.
 
     Args:
         seed: the same seed gives the same arrays.
@@ -170,7 +171,7 @@ def _find(folder: Path, name: str) -> Path | None:
 
 
 def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """Reads one IDX file of unsigned bytes, (N, ...) with `dims` dims, compressed or not whatever its name says."""
+    """Read one IDX file of unsigned bytes, (N, ...) with `dims` dims, compressed or not whatever its name says."""
     raw = path.read_bytes()
     if raw.startswith(b"\x1f\x8b"):
         try:
@@ -200,7 +201,7 @@ def _is_complete(cache: Path) -> bool:
 
 
 def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
-    """Fetches what the cache lacks from the first mirror that can; returns what went wrong, in words.
+    """Fetch what the cache lacks from the first mirror that can; returns what went wrong, in words.
 
     pooch checks a file before it moves it into the cache, so that a broken download never lies there.
     """
@@ -224,7 +225,7 @@ def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
 
 
 def _first_to_answer(mirrors: Sequence[str]) -> str | None:
-    """The mirror that first says that it has the data, or None when none does in time.
+    """Return the mirror that first says that it has the data, or None when none does in time.
 
     All are asked at once, by threads that may be left behind: no timeout of requests covers the name resolution, which
     offline can hang for a long time.

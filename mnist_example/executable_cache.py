@@ -106,7 +106,9 @@ class ExecutableCache:
         self.hits += event == _HIT
 
     def _set_aside(self, warning: str) -> bool:
-        """Whether the warning is of an entry, whose program is then compiled; jax leaves alone a file that is there."""
+        """Return whether the warning is of an entry, whose program is then compiled; jax leaves alone a file that is
+        there.
+        """
         found = _PROGRAM.fullmatch(warning)
         if found is None:
             return False
@@ -134,7 +136,7 @@ class ExecutableCache:
 
 
 def _writable(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made where there is none, by its absolute path."""
+    """Return the folder, made where there is none, by its absolute path."""
     if not os.fspath(folder):  # which a Path would take for the folder where the program runs
         raise ValueError("--executable-cache has an empty name: give a folder")
     path = Path(folder)

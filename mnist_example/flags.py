@@ -31,7 +31,7 @@ _MOST_WORKERS: Final = 1024
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, those that were not given as the network has them; bad ones exit."""
+    """Return the flags, those that were not given as the network has them; bad ones exit."""
     args = parser.parse_args(argv)
     updates = network_of(args.model).updates
     own_rate = default_learning_rate(args.optimizer, of_sgd=updates.learning_rate)
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _number(kind: Callable[[str], _Value], accept: Callable[[_Value], bool], rule: str) -> Callable[[str], _Value]:
-    """An argparse type: a number that `accept` takes."""
+    """Return an argparse type: a number that `accept` takes."""
 
     def of_text(text: str) -> _Value:
         with contextlib.suppress(ValueError):
@@ -70,14 +70,14 @@ _seed = _number(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number from
 
 
 def _path(text: str) -> Path:
-    """An argparse type: a path that can be one; an empty one would be the folder where the command runs."""
+    """Return an argparse type: a path that can be one; an empty one would be the folder where the command runs."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no path: give one that is not empty")
     return Path(text)
 
 
 def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
-    """An argparse type: one of `choices`, in any case of letters (TensorFlow for the IPU wrote "Grouped")."""
+    """Return an argparse type: one of `choices`, in any case of letters (TensorFlow for the IPU wrote "Grouped")."""
 
     def of_text(text: str) -> str:
         try:
@@ -89,7 +89,7 @@ def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """The training flags, for whatever reads them."""
+    """Return the training flags, for whatever reads them."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -264,7 +264,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """What no flag shows by itself.
+    """Refuse what no flag shows by itself.
 
     Raises:
         ValueError: flags that don't go together, or a picture that could not be drawn.
@@ -321,7 +321,7 @@ def check_data_flags(args: argparse.Namespace) -> None:
 
 
 def feed_options(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
-    """What the flags say of `mnist_example.batches.make_feed`: a call has no more updates than are asked for."""
+    """Return the options of `make_feed` that the flags give: a call has no more updates than are asked for."""
     return {
         "repeat_count": min(args.repeat_count, updates_of(args, batches)),
         "eight_bit_io": args.eight_bit_io,
@@ -330,7 +330,7 @@ def feed_options(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
 
 
 def ipus_of(args: argparse.Namespace) -> dict[Mode, int]:
-    """The modes to train in, in order, and the IPUs of a replica of each."""
+    """Return the modes to train in, in order, and the IPUs of a replica of each."""
     modes: list[Mode] = [args.pipeline_mode]
     if args.compare:
         # the mode that was asked for first, and the other one
@@ -343,5 +343,5 @@ def ipus_of(args: argparse.Namespace) -> dict[Mode, int]:
 
 
 def updates_of(args: argparse.Namespace, batches: Batches) -> int:
-    """How many weight updates the flags ask for."""
+    """Return how many weight updates the flags ask for."""
     return 1 if args.run_single_step else max(1, round(args.epochs * batches.updates_per_epoch))

@@ -48,7 +48,7 @@ _StageFn = Any  # a function of (params, x, microbatch); the types of x differ f
 
 
 def weights_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike:
-    """The dtype in which weights are stored: `half` for "16.16", else float32.
+    """Return the dtype in which weights are stored: `half` for "16.16", else float32.
 
     A precision is named as in PopTorch's examples, operations before the point and stored weights behind it; the 16-bit
     type is `half`. Under each the loss is computed, and gradients over micro-batches are added up, in float32.
@@ -66,7 +66,7 @@ def weights_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike:
 
 
 def operations_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike:
-    """The dtype in which stages compute: float32 for "32.32", else `half`.
+    """Return the dtype in which stages compute: float32 for "32.32", else `half`.
 
     Raises:
         ValueError: an unknown precision or half.
@@ -77,7 +77,7 @@ def operations_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike
 
 
 def init_params(seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
+    """Return random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
 
     He's normal initialisation before a relu, LeCun's for the classifier, zero biases. They are drawn in float32 and
     rounded to `dtype`, so that precisions start from the same point too.
@@ -105,7 +105,7 @@ def init_params(seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
 
 
 def check_ipus(mode: Mode, ipus: int) -> None:
-    """Refuses a number of IPUs that the mode cannot use, however many there are.
+    """Refuse a number of IPUs that the mode cannot use, however many there are.
 
     Raises:
         ValueError: an unknown mode, a number below 1, not 2 in basic mode, or more than there are classes to split.
@@ -128,7 +128,7 @@ def make_pipeline(
     precision: Precision = "32.32",
     half: Half = "bfloat16",
 ) -> Pipeline:
-    """The network as a pipeline on one replica, over the first `ipus` devices.
+    """Return the network as a pipeline on one replica, over the first `ipus` devices.
 
     The loss is the mean over the micro-batches; aux is `{"correct": (M,) int32}`, how many images of each micro-batch
     have their label as the (first) largest logit.
@@ -159,7 +159,7 @@ def make_pipeline(
 
 
 def head_stages(mode: Mode, dtype: DTypeLike, ipu: int) -> tuple[list[Stage], dict[str, Any]]:
-    """What any network of digits ends with: the classifier, and its cross-entropy as the loss.
+    """Return the stages that end any network of digits: the classifier, and its cross-entropy as the loss.
 
     The stage before gives features (B, D); the weights are the group "classifier", `{"w": (D, C), "b": (C,)}`.
 
@@ -187,7 +187,7 @@ def head_stages(mode: Mode, dtype: DTypeLike, ipu: int) -> tuple[list[Stage], di
 
 
 def classifier_params(key: jax.Array, features: int, dtype: DTypeLike) -> dict[str, jax.Array]:
-    """Random weights of the group "classifier": `{"w": (features, C), "b": (C,)}`, LeCun's normal and zeros."""
+    """Return random weights of the group "classifier": `{"w": (features, C), "b": (C,)}`, LeCun's normal and zeros."""
     return _layer(key, jax.nn.initializers.lecun_normal(), features, CLASSES, dtype)
 
 

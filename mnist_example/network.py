@@ -79,7 +79,7 @@ class Network:
     least_batch_size: int = 1
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Refuses micro-batches that the network cannot learn from.
+        """Refuse micro-batches that the network cannot learn from.
 
         Raises:
             ValueError: fewer images than `least_batch_size`.
@@ -115,7 +115,7 @@ NAMES: Final = tuple(_NETWORKS)
 
 
 def network_of(name: str) -> Network:
-    """The network of that name.
+    """Return the network of that name.
 
     Raises:
         ValueError: there is none; the nearest name is given.

@@ -40,7 +40,7 @@ NAMES: Final = tuple(_OPTIMIZERS)
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
-    """The optimizer of that name; but for the learning rate it is as optax makes it.
+    """Return the optimizer of that name; but for the learning rate it is as optax makes it.
 
     Raises:
         ValueError: there is none, the nearest name is given; or a learning rate that is no positive number.
@@ -54,7 +54,7 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
 
 
 def default_learning_rate(name: str, of_sgd: float) -> float:
-    """What an optimizer starts at where plain SGD would start at `of_sgd`.
+    """Return an optimizer's learning rate where plain SGD would have `of_sgd`.
 
     Raises:
         ValueError: there is no optimizer of that name.
@@ -67,7 +67,8 @@ def default_learning_rate(name: str, of_sgd: float) -> float:
 
 
 def keeps_state_in_float16(name: str) -> bool:
-    """Whether the optimizer works with a state of float16: not if it divides by a root plus 1e-8, which is 0 there.
+    """Return whether the optimizer works with a state of float16: not if it divides by a root plus 1e-8, which is 0
+    there.
 
     Raises:
         ValueError: there is no optimizer of that name.

@@ -143,13 +143,13 @@ class Layer:
         return dict(self.module.init(key, jnp.zeros((1, *self.inputs)), train=False))
 
     def train(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Outputs:
-        """`Stage.fn`: normalises by the micro-batch's statistics, and moves the running averages."""
+        """Return `Stage.fn`: normalises by the micro-batch's statistics, and moves the running averages."""
         variables = {"params": params, "batch_stats": state}
         y, changed = self.module.apply(variables, x, train=True, mutable=["batch_stats"])
         return Outputs(y, state=changed["batch_stats"])
 
     def evaluate(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Any:
-        """`Stage.evaluate`: normalises by the running averages."""
+        """Return `Stage.evaluate`: normalises by the running averages."""
         return self.module.apply({"params": params, "batch_stats": state}, x, train=False)
 
 
@@ -192,7 +192,7 @@ def _output(layer: Layer) -> tuple[int, ...]:
 
 
 def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, width: int = WIDTH) -> dict[str, Any]:
-    """Random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
+    """Return random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
 
     He's normal initialisation for kernels, LeCun's for the classifier; scales of 1, biases of 0. They are drawn in
     float32 and rounded to `dtype`, so that precisions start from the same point too.
@@ -225,7 +225,7 @@ def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, widt
 
 
 def init_state(depth: Depth, *, width: int = WIDTH) -> dict[str, Any]:
-    """Running averages before training, means of 0 and variances of 1: what `Pipeline.shard_state` takes.
+    """Return running averages before training, means of 0 and variances of 1: what `Pipeline.shard_state` takes.
 
     Returns:
         `{"stem": {...}, "block1": {...}, ...}`: per batch norm, `{"mean": (C,), "var": (C,)}`, float32.
@@ -236,7 +236,7 @@ def init_state(depth: Depth, *, width: int = WIDTH) -> dict[str, Any]:
 
 
 def check_ipus(depth: Depth, mode: Mode, ipus: int) -> None:
-    """Refuses a number of IPUs that the network cannot use, however many there are.
+    """Refuse a number of IPUs that the network cannot use, however many there are.
 
     Raises:
         ValueError: an unknown mode, a number below 1, more IPUs than layers, or, in concurrent mode, than classes.
@@ -263,7 +263,7 @@ def make_pipeline(
     half: Half = "bfloat16",
     width: int = WIDTH,
 ) -> Pipeline:
-    """The network as a pipeline on one replica, over the first `ipus` devices.
+    """Return the network as a pipeline on one replica, over the first `ipus` devices.
 
     Micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`; the first dim of images may have any
     size of at least 2, the others any at all.
@@ -302,7 +302,7 @@ def make_pipeline(
 
 
 def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> tuple[int, ...]:
-    """The IPU of each layer: neighbours together, so that the IPUs have as nearly the same to compute as can be."""
+    """Return the IPU of each layer: neighbours together, and each IPU's load as even as can be."""
     names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
     if mode == "concurrent":
         return _numbers(balance_layers(names, costs, ipus))

@@ -35,7 +35,7 @@ _Losses = npt.NDArray[np.floating]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
+    """Run the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
     parser = make_parser(
         "run-sharded-mnist", "Trains a network on handwritten digits, as a pipeline over virtual IPUs."
     )
@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(args: argparse.Namespace) -> MNIST:
-    """The digits that the flags ask for."""
+    """Return the digits that the flags ask for."""
     return synthetic_mnist(args.seed) if args.synthetic_data else load_mnist(args.data_dir)
 
 
 def make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
-    """The training batches that the flags ask for."""
+    """Return the training batches that the flags ask for."""
     return Batches(
         data.train_images,
         data.train_labels,
@@ -87,7 +87,7 @@ def make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
 
 
 def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]:
-    """Builds everything, so that all that can be wrong with the data shows; compiles nothing."""
+    """Build everything, so that all that can be wrong with the data shows; compiles nothing."""
     ipus = ipus_of(args)
     batches = make_batches(args, data)
     configure(args.replicas * max(ipus.values()))
@@ -175,7 +175,7 @@ def _say(line: str) -> None:
 
 
 def progress_bar(*, shown: bool) -> Progress:
-    """A bar of updates below the lines that are printed while it stands; nothing at all unless `shown`."""
+    """Return a bar of updates below the lines that are printed while it stands; nothing at all unless `shown`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -121,7 +121,7 @@ class Trainer:
         self._count_correct = jax.jit(self._evaluate)
 
     def init(self, params: dict[str, Any], stages: dict[str, Any] | None = None) -> TrainState:
-        """Whole weights, and the stages' state where they have any, placed on the IPUs.
+        """Place whole weights, and the stages' state if they have any, on the IPUs.
 
         Args:
             params: such as a network's `init_params` makes.
@@ -130,7 +130,7 @@ class Trainer:
         return self.step.init(params, stages=stages or None)
 
     def compile(self, state: TrainState) -> float:
-        """Compiles the training program, which the first `run_epoch` does otherwise; returns the seconds it took."""
+        """Compile the training program, which the first `run_epoch` does otherwise; return the seconds it took."""
         start = time.perf_counter()
         # what one call returns is what the next one takes
         of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -141,7 +141,7 @@ class Trainer:
     def run_epoch(
         self, state: TrainState, epoch: int, *, on_call: Callable[[Call], None], updates: int | None = None
     ) -> TrainState:
-        """Trains for one epoch, or the first `updates` of it.
+        """Train for one epoch, or the first `updates` of it.
 
         Args:
             state: from `init` or the epoch before. Its arrays are reused, and hold nothing afterwards.
@@ -175,7 +175,7 @@ class Trainer:
         return state
 
     def accuracy(self, state: TrainState, images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> float:
-        """The share of the images that the network names rightly: of all of them, however many there are.
+        """Return the share of the images that the network names rightly: of all of them, however many there are.
 
         Args:
             state: from `init` or `run_epoch`; it stays as it is.
@@ -220,7 +220,7 @@ class Trainer:
         return lax.scan(count, jnp.int32(0), batches)[0]
 
     def _report(self, told: _Told, count: int, done: int, on_call: Callable[[Call], None]) -> int:
-        """Waits for a call, checks its losses and hands them out; returns how many updates were tried with it."""
+        """Wait for a call, checks its losses and hands them out; returns how many updates were tried with it."""
         while not (told.losses.is_ready() and told.skipped.is_ready()):
             time.sleep(_POLL_SECONDS)  # and not in XLA, where Ctrl-C is heard only when the call has ended
         found = np.asarray(told.losses)[:count]

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 def whole_number(
     name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None, instead: str = ""
 ) -> int:
-    """Returns `value` as an int, if it is a whole number in the range: Python's or NumPy's, not a bool.
+    """Return `value` as an int, if it is a whole number in the range: Python's or NumPy's, not a bool.
 
     Args:
         name: of the argument.
@@ -63,7 +63,7 @@ def real_number(
     at_most: float | None = None,
     instead: str = "",
 ) -> float:
-    """Returns `value` as a float, if it is a finite number in the range: Python's or NumPy's, not a bool.
+    """Return `value` as a float, if it is a finite number in the range: Python's or NumPy's, not a bool.
 
     Args:
         name: of the argument.
@@ -110,7 +110,7 @@ def real_number(
 
 
 def one_axis(axis: Any) -> str:
-    """Returns `axis`, if it is the name of one mesh axis.
+    """Return `axis`, if it is the name of one mesh axis.
 
     Raises:
         ValueError: it is a tuple of names, or no name.
@@ -127,7 +127,7 @@ def one_axis(axis: Any) -> str:
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...], what: str = "is unknown") -> str:
-    """Returns `value`, if it is one of these words.
+    """Return `value`, if it is one of these words.
 
     Raises:
         ValueError: names the argument, its value, `what` is wrong with it, and what there is.
@@ -145,7 +145,7 @@ def one_of(name: str, value: Any, choices: tuple[str, ...], what: str = "is unkn
 
 
 def array_like(name: str, value: Any) -> jax.Array | np.ndarray:
-    """Returns `value` as jax's array or NumPy's, whichever it is, if jax's own functions would take it for one.
+    """Return `value` as jax's array or NumPy's, whichever it is, if jax's own functions would take it for one.
 
     They take no lists, as it cannot be seen of one how large it was meant to be; nor does any op here.
 
@@ -167,7 +167,7 @@ def array_like(name: str, value: Any) -> jax.Array | np.ndarray:
 
 
 def array(name: str, value: ArrayLike) -> jax.Array:
-    """Returns `value` as a jax array, if `array_like` takes it. Python's numbers get jax's default dtypes.
+    """Return `value` as a jax array, if `array_like` takes it. Python's numbers get jax's default dtypes.
 
     Raises:
         ValueError: it is a list, None or the like.
@@ -176,7 +176,7 @@ def array(name: str, value: ArrayLike) -> jax.Array:
 
 
 def shown(value: Any) -> str:
-    """`value` in a message: short, and of an array its dtype and shape."""
+    """Return `value` in a message: short, and of an array its dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"<{value.dtype}{list(value.shape)} array>"
     return f"{value}" if isinstance(value, np.number) else reprlib.repr(value)

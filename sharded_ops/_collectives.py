@@ -40,7 +40,7 @@ from sharded_ops._split import Split, axis_size, check_shard, is_typed, split_ov
 
 
 def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
-    """Gives every IPU of the axis the value that one of them, the owner, holds.
+    """Give every IPU of the axis the value that one of them, the owner, holds.
 
     What the other IPUs hold in `x` is not read, be it NaN, and its gradient is zero.
 
@@ -74,7 +74,7 @@ def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array
 
 
 def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.Array:
-    """Gathers the shards of a split dim, so that every IPU holds the whole array without its padding.
+    """Gather the shards of a split dim, so that every IPU holds the whole array without its padding.
 
     Forward: one all-gather of `x_shard` over `axis`. Backward: under check_vma=True nothing, each IPU cuts its slice
     out of the summed cotangent; under check_vma=False one reduce-scatter.
@@ -108,7 +108,7 @@ def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.
 
 
 def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
-    """Sums a partial value over the IPUs of the axis, so that every IPU holds the sum.
+    """Sum a partial value over the IPUs of the axis, so that every IPU holds the sum.
 
     Forward: one all-reduce of `x` over `axis`, in the dtype of `x`. Backward: under check_vma=True nothing; under
     check_vma=False one all-reduce.
@@ -137,7 +137,7 @@ def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
 
 
 def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
-    """Sums a partial value over the IPUs of the axis, for one of them, the owner, to hold.
+    """Sum a partial value over the IPUs of the axis, for one of them, the owner, to hold.
 
     The cotangent of the other IPUs' zeros is not read, be it NaN.
 
@@ -169,7 +169,7 @@ def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Ar
 
 
 def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
-    """Cuts a value that all IPUs hold, so that each keeps its own slice of `dim`. `from_all` puts it together again.
+    """Cut a value that all IPUs hold, so that each keeps its own slice of `dim`. `from_all` puts it together again.
 
     Forward: sends nothing. Backward: under check_vma=True one all-gather of the slices' cotangents, half of what the
     all-reduce that jax derives would send; it is a rule of its own, for reverse mode. Under check_vma=False nothing:
@@ -204,7 +204,7 @@ def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
 
 
 def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
-    """Sums a partial value over the IPUs of the axis, and leaves each with its own slice of `dim` of the sum.
+    """Sum a partial value over the IPUs of the axis, and leaves each with its own slice of `dim` of the sum.
 
     What `scatter_tokens(reduce_to_all(x))` gives, for half of what that sends.
 
@@ -242,7 +242,8 @@ def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.
 
 
 def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """The slices of dim 0 of all IPUs, padding included, left typed as varying: its transpose reduces and scatters.
+    """Return the slices of dim 0 of all IPUs, padding included, left typed as varying: its transpose reduces and
+    scatters.
 
     Forward: one all-gather. Backward: one reduce-scatter.
     """
@@ -251,7 +252,8 @@ def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
 
 
 def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False) -> jax.Array:
-    """`lax.all_gather`, typed the same on all IPUs where types are checked, and with the right transpose in both.
+    """Return `lax.all_gather`, typed the same on all IPUs where types are checked, and with the right transpose in
+    both.
 
     Forward: one all-gather. Backward: under check_vma=True nothing; under check_vma=False one reduce-scatter.
     """
@@ -261,13 +263,13 @@ def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False)
 
 
 def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """`x` typed as varying over these axes as well. Backward: a psum over each axis that was added."""
+    """Return `x` typed as varying over these axes as well. Backward: a psum over each axis that was added."""
     missing = axes - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
-    """Refuses a value that by its type differs between the IPUs of `axis`, where the op needs one value for all.
+    """Refuse a value that by its type differs between the IPUs of `axis`, where the op needs one value for all.
 
     Under check_vma=False types say nothing, and nothing is refused.
 
@@ -282,7 +284,7 @@ def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
 
 
 def check_part_of_sum(x: jax.Array, axis: str) -> None:
-    """Refuses a value that by its type is the same on all of several IPUs, where the op would add it up over them.
+    """Refuse a value that by its type is the same on all of several IPUs, where the op would add it up over them.
 
     Under check_vma=False types say nothing, and nothing is refused.
 
@@ -298,7 +300,7 @@ def check_part_of_sum(x: jax.Array, axis: str) -> None:
 
 
 def _only_on(owner: int | jax.Array, x: jax.Array, axis: str) -> jax.Array:
-    """`x` on the owner, and zeros on the other IPUs."""
+    """Return `x` on the owner, and zeros on the other IPUs."""
     parts = axis_size(axis)
     if not isinstance(owner, jax.Array | np.ndarray):
         owner = whole_number("owner", owner)

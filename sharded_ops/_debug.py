@@ -27,7 +27,7 @@ _MIXER = np.uint32(2654435769)
 
 
 def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
-    """Returns `x`, and prints what each IPU of `axis` holds of it; in the backward pass, of its cotangent.
+    """Return `x`, and prints what each IPU of `axis` holds of it; in the backward pass, of its cotangent.
 
     A line names the value, the pass, the IPU (after its place on the mesh's other axes, if there are any), the dtype
     and the shape on that IPU, whether all IPUs of the axis hold the same bits, as far as a checksum of 32 bits tells,
@@ -134,7 +134,9 @@ def _print_words(
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """A uint32 of all bits of `x` and their places: values that differ in one word of 32 bits never have the same."""
+    """Return a uint32 of all bits of `x` and their places: values that differ in one word of 32 bits never have the
+    same.
+    """
     if x.dtype.itemsize < 4:
         # Exact. Narrow types can't all be cast to words bit by bit.
         x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
@@ -144,6 +146,6 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words whose low bits hang on the high ones as well, where floats differ most."""
+    """Return a bijection of 32-bit words whose low bits hang on the high ones as well, where floats differ most."""
     bits = (bits ^ (bits >> 16)) * _MIXER
     return bits ^ (bits >> 15)

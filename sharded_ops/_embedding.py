@@ -40,7 +40,7 @@ def embedding(
     split: Literal["rows", "features"] = "rows",
     reduction: Literal["sum", "scatter"] = "sum",
 ) -> jax.Array:
-    """Looks up rows of a table that is split over the IPUs of `axis`, by rows or by features.
+    """Look up rows of a table that is split over the IPUs of `axis`, by rows or by features.
 
     split="rows": `table` is (V, D) globally; each IPU holds (V/n, D). The result is (ids.., D) on all IPUs. Forward:
     one all-reduce of the result. Backward: under check_vma=True nothing; under check_vma=False one all-reduce of its
@@ -108,7 +108,7 @@ def embedding(
 
 
 def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
-    """Picks one entry of the last dim, which is split over the IPUs of `axis`, for each of the other dims' places.
+    """Pick one entry of the last dim, which is split over the IPUs of `axis`, for each of the other dims' places.
 
     The sharded `jnp.take_along_axis(x, indices[..., None], axis=-1)[..., 0]`.
 
@@ -150,7 +150,7 @@ def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = 
 
 
 def _found(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows of the table; zeros for those out of bounds."""
+    """Return the rows of the table; zeros for those out of bounds."""
     if jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize <= 2:
         return _found_of_half(table, rows)
     return table.at[rows].get(mode="fill", fill_value=0)

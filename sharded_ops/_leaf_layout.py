@@ -47,20 +47,20 @@ class LeafLayout:
             raise ValueError(f"dim={self.dim} of shape {self.shape} has no rows to split: give dim=None")
 
     def padded_shape(self, parts: int) -> tuple[int, ...]:
-        """The global shape on `parts` IPUs: `shape`, with the rows of `Split.padded` in `dim`."""
+        """Return the global shape on `parts` IPUs: `shape`, with the rows of `Split.padded` in `dim`."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], Split(self.shape[self.dim], parts).padded, *self.shape[self.dim + 1 :])
 
     def spec(self, axis: str) -> PartitionSpec:
-        """The `PartitionSpec` of the padded leaf."""
+        """Return the `PartitionSpec` of the padded leaf."""
         if self.dim is None:
             return PartitionSpec()
         return Split(self.shape[self.dim], 1).spec(self.dim, len(self.shape), axis)
 
 
 def leaf_layout_of(path: str, leaf: Any, dim: Any) -> LeafLayout:
-    """The layout of a whole leaf; a negative `dim` counts from the end.
+    """Return the layout of a whole leaf; a negative `dim` counts from the end.
 
     Raises:
         ValueError: names the leaf, which is no array, or a random key, or has no such dim.
@@ -79,7 +79,7 @@ def leaf_layout_of(path: str, leaf: Any, dim: Any) -> LeafLayout:
 
 
 def check_leaf(method: str, path: str, leaf: Any, described: LeafLayout, *, padded: bool = False) -> None:
-    """Refuses a leaf that is not what `described` says; `padded`: with any rows of padding in its split dim.
+    """Refuse a leaf that is not what `described` says; `padded`: with any rows of padding in its split dim.
 
     Raises:
         ValueError: names the leaf, and what it is and should be.
@@ -116,7 +116,7 @@ def with_meaning(array: np.ndarray, described: LeafLayout) -> np.ndarray:
 
 
 def brought_whole(path: str, leaf: Any, described: LeafLayout) -> np.ndarray:
-    """The leaf whole, in memory of its own: shard after shard is copied to where its rows belong.
+    """Return the leaf whole, in memory of its own: shard after shard is copied to where its rows belong.
 
     Raises:
         ValueError: the leaf does not fit, or rows of it lie on IPUs of other processes alone.

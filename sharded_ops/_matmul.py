@@ -54,7 +54,7 @@ def matmul(
     reduction: Literal["sum", "scatter"] = "sum",
     tokens: int | None = None,
 ) -> jax.Array:
-    """`x @ w`, or `x @ w + bias`, with `w` split over the IPUs of `axis`.
+    """Return `x @ w`, or `x @ w + bias`, with `w` split over the IPUs of `axis`.
 
     split="columns": `x` is (N.., D) on all IPUs, `w` (D, V) and `bias` (V,) globally; each IPU holds (D, V/n) and
     (V/n,). The result is (N.., V) globally; each IPU holds (N.., V/n). Forward: sends nothing. Backward: one all-reduce
@@ -148,7 +148,7 @@ def matmul(
 
 
 def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
-    """`hidden @ table.T` with the table split by rows over the IPUs of `axis`, as `embedding` looks it up.
+    """Return `hidden @ table.T` with the table split by rows over the IPUs of `axis`, as `embedding` looks it up.
 
     The table is contracted where it lies, neither transposed nor copied in memory; but where there is padding, the
     backward pass masks a copy of the shard for dhidden. `log_softmax_cross_entropy` takes the logits as they are.
@@ -251,7 +251,7 @@ def _check_bias(bias: jax.Array | None, w: jax.Array) -> None:
 
 
 def _check_types(x: jax.Array, w: jax.Array, bias: jax.Array | None, split: str, tokens: int | None, axis: str) -> None:
-    """Refuses what by its type is split where it must be whole, or whole where it must be split."""
+    """Refuse what by its type is split where it must be whole, or whole where it must be split."""
     if tokens is None:  # else it is checked as a shard of so many tokens
         (check_same_on_all if split == "columns" else check_apart)("x", x, axis)
     check_apart("w", w, axis)
@@ -323,14 +323,14 @@ _tied_dot.defvjp(_tied_dot_forward, _tied_dot_backward)
 
 
 def _contract_tokens(a_NA: jax.Array, b_NB: jax.Array) -> jax.Array:
-    """The sum over all tokens of their outer products, (A, B), accumulated in float32 for half types."""
+    """Return the sum over all tokens of their outer products, (A, B), accumulated in float32 for half types."""
     tokens = tuple(range(a_NA.ndim - 1))
     c_AB = lax.dot_general(a_NA, b_NB, ((tokens, tokens), ((), ())), preferred_element_type=_accumulator(a_NA.dtype))
     return c_AB.astype(a_NA.dtype)
 
 
 def _reduce_scatter(y_NK: jax.Array, dtype: jnp.dtype, axis: str) -> jax.Array:
-    """`reduce_scatter_tokens` of what will be rounded to `dtype`: its cotangent is gathered in `dtype`."""
+    """Return `reduce_scatter_tokens` of what will be rounded to `dtype`: its cotangent is gathered in `dtype`."""
     if y_NK.dtype == dtype:
         return reduce_scatter_tokens(y_NK, axis)
     check_part_of_sum(y_NK, axis)

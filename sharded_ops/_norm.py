@@ -32,7 +32,7 @@ from sharded_ops._split import Split, check_shard, mask_padding, split_over
 def rms_norm(
     x_shard: jax.Array, scale_shard: jax.Array, *, size: int, axis: str = "ipu", epsilon: float = 1e-6
 ) -> jax.Array:
-    """`x / sqrt(mean(x^2) + epsilon) * scale` over a last dim that is split over the IPUs of `axis`.
+    """Return `x / sqrt(mean(x^2) + epsilon) * scale` over a last dim that is split over the IPUs of `axis`.
 
     Forward: one all-reduce of 1 float a token. Backward: one all-reduce of 1 float a token.
 
@@ -80,7 +80,7 @@ def layer_norm(
     axis: str = "ipu",
     epsilon: float = 1e-6,
 ) -> jax.Array:
-    """`(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias` over a last dim split over the IPUs of `axis`.
+    """Return `(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias` over a last dim split over the IPUs of `axis`.
 
     Forward: one all-gather of 2 floats a token. Backward: one all-reduce of 2 floats a token under check_vma=True; one
     reduce-scatter that leaves 2 floats a token on each IPU under check_vma=False.
@@ -159,7 +159,7 @@ def _sum_of_real(x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
 
 
 def _real_columns(name: str, shard: jax.Array, split: Split, axis: str) -> jax.Array:
-    """The shard in float32 (float64 if it is), with zeros for padding."""
+    """Return the shard in float32 (float64 if it is), with zeros for padding."""
     if not jnp.issubdtype(shard.dtype, jnp.floating):
         raise ValueError(f"{name} has dtype {shard.dtype}, but norms take floating arrays: convert it first")
     check_shard(name, shard, -1, split, axis)
@@ -168,7 +168,7 @@ def _real_columns(name: str, shard: jax.Array, split: Split, axis: str) -> jax.A
 
 
 def _per_column(name: str, shard: jax.Array, x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
-    """A scale or bias in the dtype of `x_ND`, with zeros for padding."""
+    """Return a scale or bias in the dtype of `x_ND`, with zeros for padding."""
     shard = array(name, shard)
     if shard.ndim != 1:
         raise ValueError(f"{name} has shape {shard.shape} on each IPU, but must have 1 dim: one value for each column")
@@ -176,10 +176,12 @@ def _per_column(name: str, shard: jax.Array, x_ND: jax.Array, split: Split, axis
 
 
 def _finish(y_ND: jax.Array, x_shard: jax.Array, split: Split, axis: str) -> jax.Array:
-    """`y_ND` in the dtype of the input. Masked once more, so that no cotangent of the padding reaches the others'."""
+    """Return `y_ND` in the dtype of the input. Masked once more, so that no cotangent of the padding reaches the
+    others'.
+    """
     return mask_padding(y_ND, -1, split, axis, fill=0).astype(x_shard.dtype)
 
 
 def _varying(x: jax.Array, axis: str) -> jax.Array:
-    """`x` typed as differing between the IPUs, where types are checked: a shard may by chance be alike on all."""
+    """Return `x` typed as varying over the IPUs, where types are checked: a shard may by chance be alike on all."""
     return as_varying(x, frozenset({axis})) if is_typed(axis) else x

@@ -36,7 +36,7 @@ from sharded_ops._split import Split, check_shard, local_rows, mask_padding, spl
 
 
 def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
-    """`jnp.argmax` over a last dim that is split over the IPUs of `axis`.
+    """Return `jnp.argmax` over a last dim that is split over the IPUs of `axis`.
 
     Forward: one all-gather of 2 numbers a token: each shard's largest value, widened to 32 bits if it has fewer, and
     its column. There is no backward pass: an index has no gradient.
@@ -69,7 +69,7 @@ def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
 
 
 def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k` over a last dim that is split over the IPUs of `axis`.
+    """Return `lax.top_k` over a last dim that is split over the IPUs of `axis`.
 
     Forward: one all-gather of 2 min(k, ceil(V/n)) numbers a token, values widened to 32 bits if they have fewer.
     Backward: under check_vma=True nothing, each IPU keeps the gradients of its own columns; under check_vma=False one
@@ -122,7 +122,7 @@ def sample(
     top_k: int | None = None,
     top_p: ArrayLike | None = None,
 ) -> jax.Array:
-    """Draws one column for each token from softmax(logits / temperature), over a last dim that is split over `axis`.
+    """Draw one column for each token from softmax(logits / temperature), over a last dim that is split over `axis`.
 
     The same key draws the same columns on any number of IPUs: the random bits are the same, and a draw could differ
     only where two columns tie to within the rounding of a logarithm. Probabilities are those of the logits in float32
@@ -233,7 +233,7 @@ def _top_k(x_NV: jax.Array, k: int, split: Split, axis: str) -> tuple[jax.Array,
 
 
 def _gather_candidates(values: jax.Array, columns: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Values of 32 or 64 bits and their columns of all IPUs, (n, ..) each, in one all-gather of their bits."""
+    """Return values of 32 or 64 bits and their columns of all IPUs, (n, ..) each, in one all-gather of their bits."""
     carrier = jnp.int32 if values.dtype.itemsize == 4 else jnp.int64
     pair = jnp.stack([lax.bitcast_convert_type(values, carrier), columns.astype(carrier)])
     pairs = gather_to_all(pair, axis)
@@ -242,7 +242,7 @@ def _gather_candidates(values: jax.Array, columns: jax.Array, axis: str) -> tupl
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _picked(x_NV: jax.Array, values_NK: jax.Array, columns_NK: jax.Array, split: Split, axis: str) -> jax.Array:
-    """`values_NK`, with the derivative by `x_NV` of having been picked out of it at `columns_NK`.
+    """Return `values_NK`, with the derivative by `x_NV` of having been picked out of it at `columns_NK`.
 
     The values came as bits, which have no derivative.
     """
@@ -287,7 +287,7 @@ def _gumbel_of_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _nucleus(logits_NK: jax.Array, temperature_N1: jax.Array, top_p_N1: jax.Array) -> jax.Array:
-    """Which of the candidates, largest first, have less than `top_p` before them. Always the first."""
+    """Return which of the candidates, largest first, have less than `top_p` before them. Always the first."""
     top_N1 = logits_NK[..., :1]
     # Equal logits first, as inf - inf is no difference; and at temperature 0 all others have no probability.
     below_NK = (logits_NK - top_N1) / jnp.maximum(temperature_N1, jnp.finfo(logits_NK.dtype).tiny)
@@ -307,7 +307,7 @@ def _checked_split(name: str, x_shard: jax.Array, size: int, axis: str) -> Split
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """`x` in 32 bits if its dtype has fewer: as exact, in the same order."""
+    """Return `x` in 32 bits if its dtype has fewer: as exact, in the same order."""
     if x.dtype.itemsize >= 4:
         return x
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
@@ -355,7 +355,7 @@ def _is_zero(temperature: ArrayLike) -> bool:
 
 
 def _per_token(value: ArrayLike, dtype: Any) -> jax.Array:
-    """A scalar, or one for each token, to stand beside (N.., K)."""
+    """Return a scalar, or one for each token, to stand beside (N.., K)."""
     return jnp.asarray(value, dtype)[..., None]
 
 

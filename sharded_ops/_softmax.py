@@ -16,7 +16,7 @@ from sharded_ops._split import Split, check_shard, mask_padding, split_over
 
 
 def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
-    """`jax.nn.log_softmax` over a last dim that is split over the IPUs of `axis`.
+    """Return `jax.nn.log_softmax` over a last dim that is split over the IPUs of `axis`.
 
     Forward: one all-gather of 2 floats a token. Backward: one all-reduce of 1 float a token under check_vma=True; one
     reduce-scatter that leaves 2 floats a token on each IPU under check_vma=False.
@@ -60,7 +60,7 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
 
 
 def softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
-    """`jax.nn.softmax` over a last dim that is split over the IPUs of `axis`: the exponential of `log_softmax`.
+    """Return `jax.nn.softmax` over a last dim that is split over the IPUs of `axis`: the exponential of `log_softmax`.
 
     Forward and backward send what `log_softmax` sends.
 
@@ -103,13 +103,13 @@ def checked_split(logits_shard: jax.Array, size: int, axis: str) -> Split:
 
 
 def masked_logits(logits_NV: jax.Array, split: Split, axis: str) -> jax.Array:
-    """The logits in float32 (float64 if they are), with -inf for padding."""
+    """Return the logits in float32 (float64 if they are), with -inf for padding."""
     wide_NV = logits_NV.astype(jnp.promote_types(logits_NV.dtype, jnp.float32))
     return mask_padding(wide_NV, -1, split, axis, fill=-jnp.inf)
 
 
 def top_and_log_sum(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    """The largest entry t along `dim`, and log(sum(exp(x - t))): both -inf if all of x is.
+    """Return the largest entry t along `dim`, and log(sum(exp(x - t))): both -inf if all of x is.
 
     Differentiable through the second. Both `where`s are needed: log(0) may not even be a branch not taken, since its
     derivative, inf, would come out of the transposed `where` times zero, as NaN. NaN in `x` is not hidden.
@@ -127,5 +127,5 @@ def log_sum_exp(x_nN: jax.Array) -> jax.Array:
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """`x` with 0 for -inf, so that differences from it are no inf - inf."""
+    """Return `x` with 0 for -inf, so that differences from it are no inf - inf."""
     return jnp.where(x == -jnp.inf, 0, x)

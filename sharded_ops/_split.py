@@ -78,7 +78,7 @@ class Split:
         return self.padded - self.size
 
     def offset(self, index: _Index) -> _Index:
-        """The global row at which IPU `index` starts. `index` may be traced, such as `lax.axis_index(axis)`.
+        """Return the global row at which IPU `index` starts. `index` may be traced, such as `lax.axis_index(axis)`.
 
         Raises:
             ValueError: `index` is an int, and no such IPU is there.
@@ -90,7 +90,7 @@ class Split:
         return index * self.local
 
     def count(self, index: int) -> int:
-        """Real rows on IPU `index`: `local`, less on the IPU where the padding starts, and 0 on those after it.
+        """Return real rows on IPU `index`: `local`, less on the IPU where the padding starts, and 0 on those after it.
 
         Raises:
             ValueError: no such IPU is there.
@@ -98,7 +98,7 @@ class Split:
         return min(max(self.size - self.offset(index), 0), self.local)
 
     def pad(self, array: ArrayLike, dim: int) -> jax.Array:
-        """Fills `dim` up to `padded` rows with zeros at its end, ready to be sharded with `spec`.
+        """Fill `dim` up to `padded` rows with zeros at its end, ready to be sharded with `spec`.
 
         Args:
             array: (.., size, ..) globally, with `size` rows in `dim`.
@@ -116,7 +116,7 @@ class Split:
         return jnp.pad(array, widths)
 
     def unpad(self, array: ArrayLike, dim: int) -> jax.Array:
-        """Drops the padding of `dim` again: the inverse of `pad`.
+        """Drop the padding of `dim` again: the inverse of `pad`.
 
         Args:
             array: (.., padded, ..) globally.
@@ -133,7 +133,7 @@ class Split:
         return lax.slice_in_dim(jnp.asarray(array), 0, self.size, axis=dim)
 
     def spec(self, dim: int, ndim: int, axis: str) -> PartitionSpec:
-        """The `PartitionSpec` of a padded array of `ndim` dims, of which `dim` is split over mesh axis `axis`.
+        """Return the `PartitionSpec` of a padded array of `ndim` dims, of which `dim` is split over mesh axis `axis`.
 
         Raises:
             ValueError: an array of `ndim` dims has no such dim, or `axis` is not one name.
@@ -152,7 +152,7 @@ class Split:
 
 
 def split_over(size: int, axis: str, *, option: str = "size", at_least: int = 1) -> Split:
-    """The `Split` of `size` rows over the IPUs of mesh axis `axis`. Call it inside a `shard_map` with that axis.
+    """Return the `Split` of `size` rows over the IPUs of mesh axis `axis`. Call it inside a `shard_map` with that axis.
 
     Args:
         size: rows without padding.
@@ -172,7 +172,7 @@ def split_over(size: int, axis: str, *, option: str = "size", at_least: int = 1)
 
 
 def axis_size(axis: str) -> int:
-    """How many IPUs mesh axis `axis` has. Call it inside a `shard_map` with that axis.
+    """Return how many IPUs mesh axis `axis` has. Call it inside a `shard_map` with that axis.
 
     Raises:
         ValueError: `axis` is no axis of the enclosing `shard_map`, or several.
@@ -187,7 +187,7 @@ def axis_size(axis: str) -> int:
 
 
 def is_typed(axis: str) -> bool:
-    """Whether the enclosing `shard_map` has check_vma=True, so that types say what varies over `axis`.
+    """Return whether the enclosing `shard_map` has check_vma=True, so that types say what varies over `axis`.
 
     What every IPU computes for itself, its index, is typed varying in just that case, whatever the ops' inputs are.
     """
@@ -195,12 +195,12 @@ def is_typed(axis: str) -> bool:
 
 
 def varying_axes(x: ArrayLike) -> frozenset[str]:
-    """The mesh axes over which `x` varies by its type; empty under check_vma=False."""
+    """Return the mesh axes over which `x` varies by its type; empty under check_vma=False."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def check_apart(name: str, shard: jax.Array, axis: str) -> None:
-    """Refuses a value that by its type is the same on all of several IPUs, where the op takes a shard from each.
+    """Refuse a value that by its type is the same on all of several IPUs, where the op takes a shard from each.
 
     Under check_vma=False types say nothing, and nothing is refused.
 
@@ -217,7 +217,7 @@ def check_apart(name: str, shard: jax.Array, axis: str) -> None:
 
 
 def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str, *, option: str = "size") -> None:
-    """Refuses a shard that has not the rows that `split` gives each IPU in `dim`, or no such dim, or is no shard.
+    """Refuse a shard that has not the rows that `split` gives each IPU in `dim`, or no such dim, or is no shard.
 
     Raises:
         ValueError: names the array, both sizes, and how to shard it.
@@ -236,12 +236,12 @@ def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str, 
 
 
 def real_rows(split: Split, axis: str) -> jax.Array:
-    """Which rows of this IPU's shard are real: (local,) bool, False for padding. Sends nothing."""
+    """Return which rows of this IPU's shard are real: (local,) bool, False for padding. Sends nothing."""
     return split.offset(lax.axis_index(axis)) + jnp.arange(split.local) < split.size
 
 
 def mask_padding(shard: jax.Array, dim: int, split: Split, axis: str, fill: float) -> jax.Array:
-    """The shard with `fill` in place of its padding in `dim`, which is neither read nor given a gradient.
+    """Return the shard with `fill` in place of its padding in `dim`, which is neither read nor given a gradient.
 
     Without padding in the split the shard itself is returned, at no cost. Sends nothing.
     """
@@ -252,7 +252,7 @@ def mask_padding(shard: jax.Array, dim: int, split: Split, axis: str, fill: floa
 
 
 def as_int32(name: str, indices: ArrayLike, size: int) -> jax.Array:
-    """Indices of any integer dtype as int32, with -1 for each that lies outside [0, size).
+    """Return indices of any integer dtype as int32, with -1 for each that lies outside [0, size).
 
     The bounds are checked in the indices' own dtype, before anything is cut off: 2**32 + 3 does not turn into 3.
 
@@ -270,7 +270,7 @@ def as_int32(name: str, indices: ArrayLike, size: int) -> jax.Array:
 
 
 def local_rows(indices: jax.Array, split: Split, axis: str) -> jax.Array:
-    """The local row of each global index on this IPU, or `split.local` if another IPU holds it, or none does.
+    """Return the local row of each global index on this IPU, or `split.local` if another IPU holds it, or none does.
 
     `split.local` is just out of bounds, so that a gather with mode="fill" reads no row for it, and the transposed
     scatter writes none. Sends nothing.
@@ -288,7 +288,7 @@ def local_rows(indices: jax.Array, split: Split, axis: str) -> jax.Array:
 
 
 def check_one_per_row(name: str, indices: ArrayLike, shard: jax.Array) -> None:
-    """Refuses indices that are not one for each row of the shard's last dim.
+    """Refuse indices that are not one for each row of the shard's last dim.
 
     Raises:
         ValueError: names both shapes.

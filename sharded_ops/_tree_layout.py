@@ -62,7 +62,7 @@ class Layout:
 
     @classmethod
     def of(cls, tree: Any, dims: Any) -> "Layout":
-        """The layout of a tree, from the whole tree and the dim to split of each leaf.
+        """Return the layout of a tree, from the whole tree and the dim to split of each leaf.
 
         Args:
             tree: arrays, or what has a shape and a dtype as `jax.eval_shape` gives it. Whole: without padding.
@@ -81,7 +81,8 @@ class Layout:
         return cls(found)
 
     def of_state(self, state: Any, dims: Mapping[str, int | None] | None = None) -> "Layout":
-        """The layout of a tree that holds copies of the tree that this layout is of, such as an optimizer's state.
+        """Return the layout of a tree that holds copies of the tree that this layout is of, such as an optimizer's
+        state.
 
         A leaf whose path ends with that of a parameter, as "0/mu/table" does with "table", is split as the parameter
         is; all others and scalars are not split.
@@ -116,7 +117,7 @@ class Layout:
         return Layout(found)
 
     def specs(self, tree: Any, axis: str) -> Any:
-        """Per leaf of `tree` its `PartitionSpec`, for the in_specs and out_specs of a `shard_map`.
+        """Return, per leaf of `tree`, its `PartitionSpec`, for the in_specs and out_specs of a `shard_map`.
 
         Raises:
             ValueError: `tree` has other paths than the layout, or `axis` is not one name. Of its leaves nothing else is
@@ -126,7 +127,7 @@ class Layout:
         return self._map(tree, lambda path, leaf, described: described.spec(name))
 
     def shardings(self, tree: Any, mesh: Mesh, axis: str) -> Any:
-        """Per leaf of `tree` its `NamedSharding` on `mesh`, of which all axes but `axis` hold the same.
+        """Return, per leaf of `tree`, its `NamedSharding` on `mesh`, of which all axes but `axis` hold the same.
 
         Raises:
             ValueError: `tree` has other paths than the layout, or `mesh` has no such axis.
@@ -135,7 +136,8 @@ class Layout:
         return self._map(tree, lambda path, leaf, described: NamedSharding(mesh, described.spec(axis)))
 
     def pad(self, tree: Any, parts: int) -> Any:
-        """The tree with its split dims padded with zeros for `parts` IPUs. May stand under `jit` and be differentiated.
+        """Return the tree with its split dims padded with zeros for `parts` IPUs. May stand under `jit` and be
+        differentiated.
 
         Args:
             tree: whole leaves, jax's or numpy's, which stay what they are.
@@ -162,7 +164,7 @@ class Layout:
         return self._map(tree, padded)
 
     def unpad(self, tree: Any) -> Any:
-        """Drops the padding again, however many IPUs it was for: the inverse of `pad`, and its transpose.
+        """Drop the padding again, however many IPUs it was for: the inverse of `pad`, and its transpose.
 
         Args:
             tree: padded leaves, jax's or numpy's, which stay what they are.
@@ -178,7 +180,7 @@ class Layout:
         return self._map(tree, unpadded)
 
     def place(self, source: Any, mesh: Mesh, axis: str, *, like: Any = None) -> Any:
-        """Puts whole leaves from the host on the IPUs of a mesh, padded and split.
+        """Put whole leaves from the host on the IPUs of a mesh, padded and split.
 
         Leaves are read one after the other, and of each the rows of one IPU after the other: a whole padded leaf is
         made on the host only where one IPU holds it all. The arrays are copies. With several processes each calls this
@@ -222,7 +224,7 @@ class Layout:
         return self._map(source if like is None else like, placed)
 
     def whole(self, tree: Any) -> Any:
-        """The tree as whole numpy arrays without padding, ready to be saved by any tool: the inverse of `place`.
+        """Return the tree as whole numpy arrays without padding, ready to be saved by any tool: the inverse of `place`.
 
         Args:
             tree: padded leaves, split in any way over any number of IPUs, or numpy's.
@@ -242,12 +244,12 @@ class Layout:
         return ((path, brought_whole(path, leaf, self.leaves[path])) for path, leaf in named)
 
     def to_json(self) -> str:
-        """The layout as JSON text: an object per path with "shape", "dtype" and "dim"."""
+        """Return the layout as JSON text: an object per path with "shape", "dtype" and "dim"."""
         return json.dumps({path: dataclasses.asdict(leaf) for path, leaf in self.leaves.items()}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        """The layout that `to_json` wrote.
+        """Return the layout that `to_json` wrote.
 
         Raises:
             ValueError: `text` is no such text.
@@ -261,7 +263,7 @@ class Layout:
         return cls({path: LeafLayout(tuple(leaf["shape"]), leaf["dtype"], leaf["dim"]) for path, leaf in read.items()})
 
     def _parameter_of(self, path: str) -> str | None:
-        """The longest path of the layout with which this one ends."""
+        """Return the longest path of the layout with which this one ends."""
         ends = [known for known in self.leaves if path == known or path.endswith(f"/{known}") or not known]
         return max(ends, key=len, default=None)
 

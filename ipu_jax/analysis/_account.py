@@ -34,7 +34,7 @@ class SegmentCost:
 
 
 def costs_of(plan: Plan, params: Layout) -> list[SegmentCost]:
-    """Per segment."""
+    """Return the costs of each segment."""
     found = []
     for segment, halves in zip(plan.segments, plan.halves, strict=True):
         f, *backward = halves.programs.values()
@@ -50,12 +50,12 @@ def costs_of(plan: Plan, params: Layout) -> list[SegmentCost]:
 
 
 def stash_of(plan: Plan, ipu: int) -> int:
-    """Bytes that an IPU's own segments keep: for each ring its depth x what a micro-batch leaves."""
+    """Return the bytes that an IPU's own segments keep: for each ring, its depth x what a micro-batch leaves."""
     return _stash_bytes(Stash(plan).used[ipu])
 
 
 def stash_buffers(plan: Plan) -> int:
-    """Bytes of the scan's stash, on every IPU as many as the fullest needs."""
+    """Return the bytes of the scan's stash, on every IPU as many as the fullest needs."""
     return _stash_bytes(Stash(plan).sizes)
 
 
@@ -64,7 +64,7 @@ def _stash_bytes(sizes: dict[str, int]) -> int:
 
 
 def weights_of(layout: Layout, ipu: int) -> tuple[int, int, int]:
-    """An IPU's own bytes of weights, what it holds with padding, and what the accumulators of that take."""
+    """Return an IPU's own bytes of weights, its bytes with padding, and those of their accumulators."""
     own = 0
     arrays = [(slot.shape, slot.dtype) for slot in layout.slots]
     summed = [array for k, array in enumerate(arrays) if k in layout.trained_slots]
@@ -91,7 +91,7 @@ def _sum_dtype(dtype: str) -> np.dtype:
 
 
 def wider_sums(layout: Layout) -> int:
-    """Bytes of the accumulators that no gradient can lie in, since they are wider."""
+    """Return the bytes of the accumulators that are wider than their gradients, and so cannot share their memory."""
     held = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trained_slots]
     concurrent = [leaf for g in layout.groups if g.ipu is None for leaf in g.leaves if not leaf.frozen]
     held += [(packing.local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
@@ -99,7 +99,7 @@ def wider_sums(layout: Layout) -> int:
 
 
 def registers_of(plan: Plan, micro_batches: int) -> int:
-    """y and dx of each register, once as made and, where they cross IPUs, once as received; loss and aux."""
+    """Return the bytes of y and dx of each register, as made and, if they cross IPUs, as received; of loss and aux."""
     total = bytes_of(plan.halves[-1].y) + micro_batches * sum(bytes_of(halves.aux) for halves in plan.halves)
     for message, pairs in zip(plan.messages, plan.routes, strict=True):
         total += (bytes_of(message) + bytes_of(split_floats(message)[0])) * (2 if pairs else 1)
@@ -107,7 +107,7 @@ def registers_of(plan: Plan, micro_batches: int) -> int:
 
 
 def sent_by(plan: Plan, ipu: int) -> int:
-    """What an IPU puts into collectives between stages in a tick in which every stage is active."""
+    """Return the bytes that an IPU puts into collectives between stages in a tick in which every stage is active."""
     total = 0
     for message, pairs in zip(plan.messages, plan.routes, strict=True):
         total += sum(bytes_of(message) for source, _ in pairs if source == ipu)
@@ -122,7 +122,7 @@ def sent_by(plan: Plan, ipu: int) -> int:
 
 
 def idle_shares(plan: Plan, costs: list[SegmentCost], ipus: int) -> list[float]:
-    """Per IPU the share of a step in which it waits. The exchanges of each tick are collectives: all meet in them."""
+    """Return, per IPU, the share of a step in which it waits: all IPUs meet in the exchanges of each tick."""
     of_stage: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
     for segment, cost in zip(plan.segments, costs, strict=True):
         whole = ipus if segment.place is None else 1  # the simulator divides what is concurrent by the IPUs

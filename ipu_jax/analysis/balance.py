@@ -80,7 +80,7 @@ def balance_layers(
     memory: Iterable[float] | None = None,
     limit: float | None = None,
 ) -> LayerPlacement:
-    """Places layers on IPUs, neighbours together, so that the largest load is as small as can be.
+    """Place layers on IPUs, neighbours together, so that the largest load is as small as can be.
 
     Args:
         model_layers: the layers in their order: `Stage`s, names, `(fn, params)` pairs, anything. Of `Stage`s those that
@@ -186,7 +186,7 @@ def _bytes_of(
 def _partition(
     costs: Sequence[float], runs: int, memory: Sequence[float] | None, limit: float | None
 ) -> list[int] | None:
-    """The ends of the runs, or None where the limit allows none."""
+    """Return the ends of the runs, or None where the limit allows none."""
     cost_to = [0, *itertools.accumulate(costs)]
     bytes_to = None if memory is None else [0, *itertools.accumulate(memory)]
 
@@ -208,7 +208,7 @@ def _partition(
 def _best(
     layers: int, runs: int, value: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The least join of the runs' values, and the runs' ends. Exact: what is best for a prefix serves every end."""
+    """Return the least join of the runs' values, and the runs' ends. Exact: the best of a prefix serves every end."""
     best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * layers
     for run in range(runs):
         before = best
@@ -222,7 +222,7 @@ def _best(
 def measure_costs(
     stages: Iterable[Stage], params: Mapping[str, Any], microbatch: Any, state: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Per stage the FLOPs of F and B of one micro-batch, by tracing the chain; nothing is run.
+    """Return, per stage, the FLOPs of F and B of one micro-batch, by tracing the chain; nothing is run.
 
     A concurrent stage's is what all IPUs compute together: it is traced as on one IPU, with whole weights.
 

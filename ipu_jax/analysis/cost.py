@@ -48,7 +48,7 @@ _FREE = frozenset((_MOVES + _COLLECTIVES).split())
 
 
 def flops_of(fn: Callable[..., Any], *args: Any) -> int:
-    """The floating-point operations of one call `fn(*args)`.
+    """Return the floating-point operations of one call `fn(*args)`.
 
     Args:
         fn: any function that jax can trace.
@@ -65,7 +65,7 @@ def flops_of(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def jaxpr_flops(jaxpr: Any) -> int:
-    """The floating-point operations of a jaxpr, closed or open.
+    """Return the floating-point operations of a jaxpr, closed or open.
 
     >>> jaxpr_flops(jax.make_jaxpr(lambda x: x * 2 + 1)(jax.numpy.ones(4)))
     8
@@ -106,7 +106,7 @@ def _elements(avals: Iterable[Any]) -> int:
 
 
 def _convolution_flops(eqn: Any) -> int:
-    """Twice the multiply-adds: a kernel element over padding, or over a hole of a dilated input, does none."""
+    """Return twice the multiply-adds; a kernel element over padding, or over a hole of a dilated input, does none."""
     params, (lhs, rhs), out = eqn.params, (v.aval for v in eqn.invars), eqn.outvars[0].aval
     numbers = params["dimension_numbers"]
     lhs_dims, rhs_dims, out_dims = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
@@ -121,7 +121,7 @@ def _convolution_flops(eqn: Any) -> int:
 
 
 def jaxpr_peak_bytes(jaxpr: Any, *, copied: range = range(0), keep_outputs: bool = True) -> int:
-    """The most bytes of intermediate values that are alive at once, each made in turn and freed after its last use.
+    """Return the most bytes of intermediate values alive at once, each made in turn and freed after its last use.
 
     Inputs and constants are not counted: they lie somewhere already. An elementwise operation writes over an operand
     that nobody reads again, and what it makes for a single reader is not counted: XLA fuses it into that reader.
@@ -186,7 +186,7 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def bytes_of(tree: Any) -> int:
-    """The bytes of all arrays, `jax.ShapeDtypeStruct` or avals in a tree; of a typed key, those of its data.
+    """Return the bytes of all arrays, `jax.ShapeDtypeStruct` or avals in a tree; of a typed key, those of its data.
 
     >>> bytes_of([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.numpy.ones(4), jax.random.key(0)])
     36

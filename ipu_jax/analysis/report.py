@@ -113,7 +113,7 @@ class PipelineReport:
         }
 
     def total(self, ipu: int) -> int:
-        """The sum of `bytes_by_kind`."""
+        """Return the sum of `bytes_by_kind`."""
         return sum(self.bytes_by_kind(ipu).values())
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class PipelineReport:
 
 
 def in_units(value: float, unit: str) -> str:
-    """With a decimal prefix.
+    """Return a number with its unit and a decimal prefix.
 
     >>> in_units(131072, "B"), in_units(3, "B")
     ('131.1 kB', '3 B')
@@ -229,7 +229,7 @@ def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sha
 
 
 def check_ipu_memory(ipu_memory: float | None) -> None:
-    """Raises `ValueError` unless `ipu_memory` is None or a number of bytes above 0."""
+    """Raise `ValueError` unless `ipu_memory` is None or a number of bytes above 0."""
     if ipu_memory is None:
         return
     if isinstance(ipu_memory, bool) or not isinstance(ipu_memory, (int, float)) or not ipu_memory > 0:
@@ -268,7 +268,7 @@ class MemoryGuard:
         self._seen: set[Any] = set()
 
     def check(self, params: Sharded, batch: Any, state: Sharded | None, report: Callable[[], PipelineReport]) -> None:
-        """Call it before a step; `report` makes the step's report where none of such shapes was seen before."""
+        """Warn before a step of new shapes if it does not fit; `report` makes the step's report."""
         if self.ipu_memory is None:
             return
         leaves, treedef = jax.tree.flatten(batch)

@@ -175,7 +175,7 @@ class Feed:
         return self._order.batches_from(0)
 
     def state(self) -> dict[str, int]:
-        """Where the feed stands, as plain ints: behind the last batch that was handed out, whatever lies ready.
+        """Return the feed's position as plain ints: after the last batch that was handed out, whatever is ready.
 
         It is the same on every instance.
         """
@@ -184,7 +184,7 @@ class Feed:
         return dict(zip(_STATE, values, strict=True))
 
     def seek(self, epoch: int) -> None:
-        """Goes to the start of an epoch; where it stands there already, what lies ready is kept."""
+        """Go to the start of an epoch. If the feed is there already, batches that are ready are kept."""
         to = as_int(epoch)
         if to is None or to < 0:
             raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
@@ -193,7 +193,7 @@ class Feed:
             self._place = Position(to, 0)
 
     def epoch(self) -> Iterator[FeedBatch]:
-        """The batches that are left of the epoch where the feed stands."""
+        """Return the batches that are left of the epoch where the feed stands."""
         number = self._place.epoch
         while self._place.epoch == number and not self._is_done:
             yield self._next()
@@ -202,7 +202,7 @@ class Feed:
         return self
 
     def __next__(self) -> FeedBatch:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             StopIteration: `epochs` are over.
@@ -224,7 +224,7 @@ class Feed:
             self._drop_after(error)
 
     def close(self) -> None:
-        """Ends the workers and drops what lies ready. A second time does nothing; `state` can still be asked.
+        """End the workers and drop what is ready. A second call does nothing; `state` still works.
 
         Raises:
             FeedTimeoutError: a worker is stuck in the source.
@@ -316,7 +316,7 @@ def _places(order: EpochOrder, place: Position, epochs: int | None) -> Iterator[
 
 
 def _replicas(mesh: Mesh, instances: int, instance: int) -> tuple[int, int]:
-    """Replicas of all instances, and those of the mesh."""
+    """Return the replicas of all instances, and those of the mesh."""
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(
             f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"

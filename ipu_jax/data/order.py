@@ -135,7 +135,7 @@ class EpochOrder:
         self._orders: dict[int, npt.NDArray[np.intp]] = {}
 
     def batches_from(self, position: int) -> int:
-        """How many batches begin at this position of an epoch or behind it."""
+        """Return how many batches begin at this position of an epoch or behind it."""
         left = self.examples - position
         if self.remainder == "drop":
             return left // self.per_batch
@@ -144,7 +144,7 @@ class EpochOrder:
         return -(-left // self.per_batch)
 
     def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
-        """The order of all examples in that epoch, (examples,), read-only."""
+        """Return the order of all examples in an epoch, (examples,), read-only."""
         with self._lock:  # one worker shuffles, the others wait for it
             if epoch not in self._orders:
                 order = np.arange(self.examples)
@@ -156,15 +156,15 @@ class EpochOrder:
             return self._orders[epoch]
 
     def first(self, place: Position) -> Position:
-        """`place`, or the start of the next epoch where no batch begins there or behind it."""
+        """Return `place`, or the start of the next epoch where no batch begins there or behind it."""
         return place if self.batches_from(place.position) else Position(place.epoch + 1, 0)
 
     def after(self, place: Position) -> Position:
-        """Where the batch after the one from `place` on begins."""
+        """Return where the batch after the one from `place` on begins."""
         return self.first(Position(place.epoch, place.position + self.per_batch))
 
     def rows(self, place: Position) -> Rows:
-        """This instance's part of the batch from `place` on."""
+        """Return this instance's part of the batch that begins at `place`."""
         order = self.of_epoch(place.epoch)
         chosen = order[place.position : place.position + self.per_batch]
         if self.remainder == "updates":

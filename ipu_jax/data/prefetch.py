@@ -98,7 +98,7 @@ class Prefetcher(Generic[_Item, _Result]):
             return len(self._shared.results)
 
     def take(self) -> _Result:
-        """The result of the next item, waited for.
+        """Return the result of the next item, waited for.
 
         Raises:
             FeedTimeoutError: it did not come in time.
@@ -120,7 +120,7 @@ class Prefetcher(Generic[_Item, _Result]):
         return result  # pyright: ignore[reportReturnType] (there is one where there is no error)
 
     def close(self) -> None:
-        """Ends the workers, and drops what they made. A second time does nothing.
+        """End the workers, and drop what they made. A second call does nothing.
 
         Raises:
             FeedTimeoutError: a worker is stuck in `make`.

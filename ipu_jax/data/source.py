@@ -50,7 +50,7 @@ class Source:
             raise ValueError(f"the source has examples without any array: {_MEND}")
 
     def read(self, indices: _Indices) -> Any:
-        """The examples of these numbers: leaves (n, ...) in new memory, of the dtypes of `like`.
+        """Return the examples of these numbers: leaves (n, ...) in new memory, of the dtypes of `like`.
 
         Args:
             indices: (n,).
@@ -67,7 +67,7 @@ class Source:
         return jax.tree.map_with_path(functools.partial(_held_array, self._copies), self.like, found)
 
     def filling(self, fill: Any) -> Any:
-        """`fill`, a number or a pytree of them, as a pytree of the structure of `like`.
+        """Return `fill`, a number or a pytree of them, as a pytree of the structure of `like`.
 
         Raises:
             ValueError: another structure, or a number that the dtype of its array can't hold.
@@ -91,7 +91,7 @@ class Source:
 
 
 def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.float32) -> Any:
-    """Bytes as a network reads them: 0 to 255 become 0 to 1, less `mean`, over `std`.
+    """Scale bytes as a network reads them: 0 to 255 become 0 to 1, less `mean`, over `std`.
 
     Of a `jax.Array`, inside a step, it is computed on the IPU, so that only bytes cross from the host; of a NumPy array
     on the host. Both give the same numbers but for rounding.
@@ -150,7 +150,7 @@ def _name(path: Any) -> str:
 
 
 def _held(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which jax holds such numbers."""
+    """Return the dtype in which jax holds such numbers."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype if dtype.isnative else dtype.newbyteorder("=")))
 
 

@@ -27,7 +27,9 @@ class Fence:
 
 
 def guard(active: Any, body: Callable[[Fence, Any], Any], carry: Any) -> tuple[Any, Any]:
-    """`(1, body(fence, carry))` where `active`, else `(0, carry)`. `body` passes what it reads through its `Fence`."""
+    """Return `(1, body(fence, carry))` where `active`, else `(0, carry)`. `body` passes what it reads through its
+    `Fence`.
+    """
 
     def once(state: tuple[Any, Any]) -> tuple[Any, Any]:
         i, carry = state

@@ -23,7 +23,7 @@ _LAID_OPEN = (*CHECKPOINTS, *JITS)
 
 
 def cut_in_two(traced: Any, num_dx: int, again: int, num_dy: int) -> tuple[Any, Any, list[jax.ShapeDtypeStruct]]:
-    """B, W and the shapes of the cut.
+    """Return B, W and the shapes of what B leaves for W.
 
     Args:
         traced: the whole backward, a closed jaxpr of inputs (..., dy) and outputs (dx, dparams).
@@ -48,7 +48,7 @@ def cut_in_two(traced: Any, num_dx: int, again: int, num_dy: int) -> tuple[Any, 
 
 
 def _used(eqns: list[Any], outvars: Sequence[Any], made: set[Any]) -> list[Any]:
-    """What of `made` the equations or the outputs read, each once, in order."""
+    """Return the variables of `made` that the equations or the outputs read, each once, in order."""
     used = [v for eqn in eqns for v in eqn.invars] + list(outvars)
     return list(dict.fromkeys(v for v in used if not isinstance(v, core.Literal) and v in made))
 
@@ -61,7 +61,7 @@ def _part(closed: Any, invars: list[Any], eqns: list[Any], outvars: list[Any]) -
 
 
 def _with_cut_scans(closed: Any, num_dx: int) -> Any:
-    """The same program; of a scan that gives what dx needs, and more, two are made."""
+    """Return the same program with each scan split in two that computes what dx needs and more."""
     closed = laid_open(closed, _LAID_OPEN)
     read = _read(needed(closed.jaxpr.eqns, closed.jaxpr.outvars[:num_dx]), closed.jaxpr.outvars[:num_dx])
 
@@ -80,7 +80,7 @@ def _read(eqns: list[Any], outvars: Sequence[Any]) -> set[Any]:
 
 
 def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> list[Any]:
-    """What the scan gives, from two: the first gives the outputs marked, and what the second needs of it."""
+    """Return the scan's results from two scans: the first computes the marked outputs and what the second needs."""
     body = laid_open(params["jaxpr"], _LAID_OPEN)
     jaxpr = body.jaxpr
     num_consts, num_carry = scan_parts(params)

@@ -81,7 +81,7 @@ class _View:
         return dataclasses.replace(self, index=(*self.index, i))
 
     def holds_in_one_piece(self, shape: tuple[int, ...]) -> bool:
-        """Whether a block of this shape lies in one piece of the accumulator, or can be cut out of it."""
+        """Return whether a block of this shape lies in one piece of the accumulator, or can be cut out of it."""
         return not self.flat or shape[1:] == self.shape[1:]
 
     def add(self, total: Any, part: Any, at: Sequence[Any] | None = None) -> Any:
@@ -197,7 +197,7 @@ def _only_widens(eqn: Any) -> bool:
 def _scan(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
-    """A row of a stacked output, or the next summand of a carry, is added in each iteration."""
+    """Add a row of a stacked output, or the next summand of a carry, in each iteration."""
     params, body = eqn.params, eqn.params["jaxpr"]
     num_consts, num_carry = scan_parts(params)
     consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
@@ -243,7 +243,7 @@ def _scan(
 
 
 def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any]:
-    """Its body is walked; the barrier that JAX's own lowering sets stands before it."""
+    """Walk the body, behind the barrier that JAX's own lowering sets."""
     body, barred = closed_of(eqn.params["jaxpr"]), eqn.params["prevent_cse"]
     barred = (barred,) * len(inputs) if isinstance(barred, bool) else barred
     if eqn.params["differentiated"] and any(barred):
@@ -255,7 +255,7 @@ def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted
 
 
 def _pad(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any] | None:
-    """The gradient of a static slice."""
+    """Add the gradient of a static slice."""
     config, view = eqn.params["padding_config"], own[0].view
     part = inputs[0]
     inside = all(low >= 0 and high >= 0 and between == 0 for low, high, between in config)
@@ -268,7 +268,7 @@ def _pad(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], tota
 def _update_slice(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
-    """The gradient of a slice whose place is computed."""
+    """Add the gradient of a slice whose place is computed."""
     part, view = inputs[1], own[0].view
     if not (walk.is_zero(eqn.invars[0]) and view.holds_in_one_piece(part.shape)):
         return None
@@ -281,7 +281,7 @@ def _update_slice(
 def _scatter_add(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
-    """The gradient of a gather: rows of a table."""
+    """Add the gradient of a gather: rows of a table."""
     view, total = own[0].view, totals[own[0].k]
     if view.index or view.flat or total.dtype != inputs[2].dtype or not walk.is_zero(eqn.invars[0]):
         return None

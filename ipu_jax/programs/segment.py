@@ -73,7 +73,7 @@ class Segment:
     def __call__(
         self, params: Mapping[str, Any], x: Message, given: MicrobatchInputs, state: Mapping[str, Any]
     ) -> tuple[Message, dict[str, Any], dict[str, Any]]:
-        """`(message, new state per group, aux per stage)`."""
+        """Return `(message, new state per group, aux per stage)`."""
         new_state, aux = dict(state), {}
         for number, (stage, onward, key) in enumerate(
             zip(self.stages, self.onward, given.keys, strict=True), self.first
@@ -100,7 +100,7 @@ class Segment:
 
 
 def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The aux of both, per stage.
+    """Return the aux of both, per stage.
 
     Raises:
         ValueError: two stages of one name return aux.
@@ -149,18 +149,18 @@ def _described(tree: Any) -> str:
 
 
 def whole(stages: tuple[Stage, ...], role: Role) -> Segment:
-    """All stages as one segment: the unsharded model."""
+    """Return all stages as one segment: the unsharded model."""
     return Segment(stages, 0, _onward(stages), role)
 
 
 def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segment, ...]:
-    """A segment for each stage."""
+    """Return a segment for each stage."""
     onward = _onward(stages)
     return tuple(Segment((stage,), i, (onward[i],), role) for i, stage in enumerate(stages))
 
 
 def segments_of(stages: tuple[Stage, ...], schedule: Schedule, role: Role = "training") -> tuple[Segment, ...]:
-    """Joins neighbouring stages on one IPU, and neighbouring concurrent stages, that always run in the same tick."""
+    """Join neighbouring stages on one IPU, and neighbouring concurrent stages, that always run in the same tick."""
     when = list(zip(schedule.forward, schedule.backward, schedule.weight or schedule.backward, strict=True))
     found: list[Segment] = []
     for number, (stage, onward) in enumerate(zip(stages, _onward(stages), strict=True)):
@@ -177,7 +177,7 @@ def _onward(stages: tuple[Stage, ...]) -> tuple[frozenset[str], ...]:
 
 
 def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict[str, Any]]:
-    """The loss, and the aux per stage, where the last stage may have returned `(loss, aux)`."""
+    """Return the loss, and the aux per stage, where the last stage may have returned `(loss, aux)`."""
     loss: Any = y
     if isinstance(y, tuple) and len(y) == 2:
         loss, aux = y[0], merged_aux(aux, {last.name: y[1]})
@@ -191,7 +191,7 @@ def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict
 
 
 def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:
-    """Per stage its key, or None where it takes none: `key`, then replica, micro-batch and stage folded in."""
+    """Return, per stage, its key, or None if it takes none: `key` with replica, micro-batch and stage folded in."""
     if key is None:
         return (None,) * len(stages)
     own = jax.random.fold_in(jax.random.fold_in(key, replica), microbatch)

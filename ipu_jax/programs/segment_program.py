@@ -32,7 +32,9 @@ from ipu_jax.stage import naming
 
 
 def split_floats(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], list[Any]], Any]]:
-    """The tree's floating leaves, its other leaves, and a function that puts both back. Gradients flow in the first."""
+    """Return the tree's floating leaves, its other leaves, and a function that puts both back. Gradients flow in the
+    first.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_typed, leaves)]
 
@@ -290,7 +292,7 @@ def _refuse_keys(segment: Segment, results: Any) -> None:
 def _sources(
     jaxpr: Any, residuals: list[Any], again: list[Any], weights: int
 ) -> tuple[tuple[tuple[str, int], ...], list[Any], list[int]]:
-    """Where each residual comes from, the variables to derive again, and which residuals to stash."""
+    """Return where each residual comes from, the variables to derive again, and which residuals to stash."""
     inputs = {var: i for i, var in enumerate(again)}
     varying = depending(jaxpr.eqns, jaxpr.invars[weights:])  # on x, on what is given, or on state
     found: list[tuple[str, int]] = []
@@ -312,7 +314,7 @@ def _sources(
 
 
 def _keep_only(traced: Any, outvars: list[Any], num_inputs: int) -> Any:
-    """`traced` cut down to the equations that `outvars` need, of its first inputs."""
+    """Return `traced` reduced to the equations that `outvars` need, as a function of its first inputs."""
     jaxpr = traced.jaxpr
     changed = {"eqns": needed(jaxpr.eqns, outvars), "invars": jaxpr.invars[:num_inputs], "outvars": outvars}
     return core.ClosedJaxpr(jaxpr.replace(**changed, debug_info=jaxpr.debug_info.with_unknown_names()), traced.consts)

@@ -32,7 +32,7 @@ Local = tuple[int, Kind, int]  # a task of a local segment: the segment's place 
 
 
 def default_placement(name: str, ipus: int, rounds: int) -> Placement:
-    """The placement that a family makes for itself.
+    """Return the placement that a family makes for itself.
 
     >>> default_placement("zbv", 3, 2), default_placement("looped", 2, 2)
     ((0, 1, 2, 2, 1, 0), (0, 1, 0, 1))
@@ -63,7 +63,7 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
 
 
 def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
-    """The two-phase ticks of F and B, per stage, of a micro-batch that meets no other: all as early as can be."""
+    """Return the earliest two-phase ticks of F and B, per stage, of a micro-batch that meets no other."""
     last_local = max((s for s, ipu in enumerate(placement) if ipu is not None), default=-1)
     forward = [0]
     for s in range(1, len(placement)):
@@ -125,7 +125,7 @@ class _Progress:
     begun: dict[tuple[int, Kind], int]
 
     def between(self, i: int, first: Kind, last: Kind) -> int:
-        """How many micro-batches of segment i have begun `first` but not `last`."""
+        """Return how many micro-batches of segment i have begun `first` but not `last`."""
         return self.begun[i, first] - self.begun[i, last]
 
 
@@ -133,7 +133,7 @@ Rule = Callable[[_Progress, int, list[Local]], Local | None]
 
 
 def _run(line: _Line, rule: Rule) -> list[Local]:
-    """All tasks in the order in which they start when each IPU follows the rule."""
+    """Return all tasks in the order in which they start when each IPU follows the rule."""
     progress = _Progress(line, {(i, kind): 0 for i in range(len(line)) for kind in line.kinds})
     ended: set[Local] = set()
     running: list[tuple[int, Local]] = []
@@ -164,12 +164,12 @@ def _of(ready: list[Local], kind: Kind) -> list[Local]:
 
 
 def _oldest(tasks: list[Local]) -> Local | None:
-    """The oldest micro-batch, the later stage first: what stands nearest to the end frees most."""
+    """Return the oldest micro-batch, the later stage first: what stands nearest to the end frees most."""
     return min(tasks, key=lambda task: (task[2], -task[0]), default=None)
 
 
 def _gpipe(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """All F, then all B."""
+    """Choose all F, then all B."""
     line = progress.line
     if any(progress.begun[i, "F"] < line.micro_batches for i in line.on[ipu]):
         return min(_of(ready, "F"), default=None)
@@ -266,7 +266,7 @@ def _check_folded(line: _Line) -> None:
 
 
 def _earliest_ticks(order: list[Local], line: _Line) -> dict[Local, int]:
-    """Each task in the earliest tick in which its IPU is free and its inputs are there."""
+    """Return each task's earliest tick in which its IPU is free and its inputs are there."""
     ticks: dict[Local, int] = {}
     free = dict.fromkeys(line.on, 0)
     for task in order:
@@ -277,7 +277,7 @@ def _earliest_ticks(order: list[Local], line: _Line) -> dict[Local, int]:
 
 
 def _interleaved(line: _Line) -> dict[Local, int]:
-    """One micro-batch's ticks, repeated: F(s, m) = s + 2m and B(s, m) = 2S-1-s + 2m with a stage on each of S IPUs.
+    """Return one micro-batch's ticks, repeated: F(s, m) = s + 2m, B(s, m) = 2S-1-s + 2m with a stage on each of S IPUs.
 
     An IPU of k segments has 2k tasks a micro-batch, each in its own tick modulo the period.
     """
@@ -297,7 +297,7 @@ def _interleaved(line: _Line) -> dict[Local, int]:
 
 
 def _rows(line: _Line, ticks: dict[Local, int], kind: Kind) -> Rows:
-    """A table of all stages: the local segments' ticks, and beside them the concurrent ones'."""
+    """Return a table of all stages: the ticks of local segments, and those of concurrent ones beside them."""
     rows: list[tuple[int, ...]] = []
     done = 0  # local segments met so far
     for stages in line.segments:

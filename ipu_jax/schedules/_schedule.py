@@ -92,22 +92,22 @@ class Schedule(Timetable):
         return segments_of(self.placement)
 
     def phase(self, stage: int, kind: Kind) -> str:
-        """In which phase of the tick the stage's F, B or W runs."""
+        """Return the phase of the tick in which the stage's F, B or W runs."""
         return phase(self, stage, kind)
 
     def stash_depth(self, stage: int) -> int:
-        """How many micro-batches a stage holds at once: begun by its F, and not yet freed by its last use.
+        """Return how many micro-batches a stage holds at once: begun by its F, and not yet freed by its last use.
 
         The last use is W, or B where the stage has no W. Slots are micro-batch modulo depth.
         """
         return overlap(stash_spans(self, stage))
 
     def cut_depth(self, stage: int) -> int:
-        """How many micro-batches a stage holds at once between B and W; 0 where it has no W."""
+        """Return how many micro-batches a stage holds at once between B and W; 0 where it has no W."""
         return overlap(cut_spans(self, stage))
 
     def inbox_depth(self, boundary: int, kind: Kind) -> int:
-        """How many messages lie at once between stage `boundary` and the next; 1 where a register is enough.
+        """Return how many messages lie at once between stage `boundary` and the next; 1 where a register is enough.
 
         A message is there from the end of the phase in which it was made until the task that uses it. Slots are
         micro-batch modulo depth.
@@ -126,11 +126,11 @@ class Schedule(Timetable):
         return found
 
     def tasks(self, tick: int) -> list[Task]:
-        """The tasks of a tick, in the order of the clock."""
+        """Return the tasks of a tick, in the order of the clock."""
         return list(self._by_tick.get(tick, []))
 
     def order(self, ipu: int) -> list[Task]:
-        """The tasks of an IPU, concurrent ones among them, in the order in which it runs them."""
+        """Return the tasks of an IPU, concurrent ones among them, in the order in which it runs them."""
         return [task for task in tasks_of(self) if self.placement[task.stage] in (None, ipu)]
 
     def simulate(
@@ -142,7 +142,8 @@ class Schedule(Timetable):
         *,
         lockstep: bool = False,
     ) -> Simulation:
-        """A run in which tasks take time: each IPU does its tasks in order, each as soon as its inputs are there.
+        """Simulate a run in which tasks take time: each IPU does its tasks in order, each as soon as its inputs are
+        there.
 
         Args:
             forward: the cost of F. A number is what an IPU's whole share of the model costs, divided evenly among its
@@ -167,7 +168,7 @@ class Schedule(Timetable):
         return simulate(self, forward, backward, weight, transfer, lockstep=lockstep)
 
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """The idle share of the IPUs' time, every stage costing `forward` for F and `backward` for B.
+        """Return the idle share of the IPUs' time, every stage costing `forward` for F and `backward` for B.
 
         A concurrent stage's cost is divided by the IPUs. Under the two-phase clock a phase lasts as long as its
         busiest IPU. For S local stages on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives 1-1/S.
@@ -209,7 +210,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         return cls(**vars(parse(text)))
 
     def to_text(self) -> str:
-        """The picture: a row an IPU, a column a tick. `from_text` reads it back."""
+        """Return the picture: a row an IPU, a column a tick. `from_text` reads it back."""
         return draw(self, self.bubble())
 
     def __str__(self) -> str:
@@ -255,7 +256,8 @@ def make_schedule(
     placement: Placement | None = None,
     rounds: int = 2,
 ) -> Schedule:
-    """The schedule called `name`. Any M will do for each of them: below, equal to or above the stages, no multiple.
+    """Return the schedule called `name`. Any M will do for each of them: below, equal to or above the stages, no
+    multiple.
 
     | name | what it does | stage s of S keeps at most |
     |---|---|---|

@@ -56,7 +56,7 @@ class Simulation:
 def simulate(
     table: Timetable, forward: Cost, backward: Cost, weight: Cost | None, transfer: float, *, lockstep: bool
 ) -> Simulation:
-    """Runs a table; `schedule.Schedule.simulate` documents the arguments."""
+    """Simulate a table; `Schedule.simulate` documents the arguments."""
     costs = _costs_of(table, forward, backward, weight)
     transfer = check_cost("transfer", transfer)
     free = [0.0] * table.ipus
@@ -93,7 +93,7 @@ def simulate(
 
 
 def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | None) -> dict[str, list[float]]:
-    """What each stage's F, B and W cost on an IPU that runs them."""
+    """Return what each stage's F, B and W cost on an IPU that runs them."""
     f, whole = _per_stage(table, "forward", forward), _per_stage(table, "backward", backward)
     w = [cost / 2 for cost in whole] if weight is None else _per_stage(table, "weight", weight)
     for stage, (part, of) in enumerate(zip(w, whole, strict=True)):

@@ -34,7 +34,7 @@ _IDLE = {"", ".", "-"}
 
 
 def draw(table: Timetable, bubble: float) -> str:
-    """The picture. `parse` reads it back."""
+    """Return the picture. `parse` reads it back."""
     stages, tasks = len(table.placement), tasks_of(table)
     ticks = 1 + max(tick_of(table, task) for task in tasks)
     rows = [[f"IPU {k}", *([""] * ticks)] for k in range(table.ipus)]
@@ -59,7 +59,7 @@ def draw(table: Timetable, bubble: float) -> str:
 
 
 def _phase_of_pipeline(table: Timetable, tick: int) -> str:
-    """Ramp-up until the last stage has a gradient, ramp-down once it has done its last F."""
+    """Return "ramp-up" until the last stage has a gradient, "ramp-down" once it has done its last F, else "main"."""
     if tick < min(table.backward[-1]):
         return "ramp-up"
     return "main" if tick <= max(table.forward[-1]) else "ramp-down"
@@ -69,7 +69,7 @@ def _phase_of_pipeline(table: Timetable, tick: int) -> str:
 
 
 def parse(text: str) -> Timetable:
-    """Reads a picture.
+    """Read a picture.
 
     Raises:
         ValueError: no rows, a cell that is no task, a task missing or twice, a stage on some IPUs but not on all.
@@ -97,7 +97,7 @@ def parse(text: str) -> Timetable:
 
 
 def _cells(line: str, label: int, starts: list[int] | None) -> list[str]:
-    """The row's cells: by the columns of the line "tick", or by what stands between them."""
+    """Return the row's cells: by the columns of the line "tick", or by what stands between them."""
     if starts is None:
         body = line[label:].strip()
         return [cell.strip() for cell in (body.strip("|").split("|") if "|" in body else re.split(r"\s{2,}", body))]
@@ -159,7 +159,7 @@ def _timetable(name: str, of: str | None, placed: list[int | None] | None, rows:
 
 
 def _placement(stages: int, seen: dict[Task, list[int]], ipus: int) -> Placement:
-    """A stage stands on the IPU of its row, or is concurrent where it stands in all rows."""
+    """Return, per stage, the IPU of its row, or None if it is in all rows."""
     placement: list[int | None] = []
     for stage in range(stages):
         where = {tuple(rows): task for task, rows in seen.items() if task.stage == stage}
@@ -177,7 +177,7 @@ def _placement(stages: int, seen: dict[Task, list[int]], ipus: int) -> Placement
 
 
 def _two_phase(rows: list[list[list[Task]]], placement: Placement) -> bool:
-    """Whether some IPU does more in a tick than one segment's F or B, as only the two-phase clock allows."""
+    """Return whether some IPU does more in a tick than one segment's F or B, as only the two-phase clock allows."""
     firsts = {stage: stages[0] for stages in segments_of(placement) for stage in stages}
     cells = [[task for task in cell if placement[task.stage] is not None] for row in rows for cell in row]
     return any(len({(firsts[task.stage], task.kind, task.microbatch) for task in cell}) > 1 for cell in cells)

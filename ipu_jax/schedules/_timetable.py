@@ -53,7 +53,7 @@ class Task:
 
     @classmethod
     def parse(cls, text: str) -> "Task":
-        """The task that `text` names.
+        """Return the task that `text` names.
 
         Raises:
             ValueError: the text is not a stage number, F, B or W, and a micro-batch number.
@@ -90,7 +90,7 @@ class Timetable:
 
 
 def segments_of(placement: Placement) -> tuple[range, ...]:
-    """The stages of each segment.
+    """Return the stages of each segment.
 
     >>> segments_of((0, 1, 1, None, None, 0))
     (range(0, 1), range(1, 3), range(3, 5), range(5, 6))
@@ -100,7 +100,7 @@ def segments_of(placement: Placement) -> tuple[range, ...]:
 
 
 def phase(table: Timetable, stage: int, kind: Kind) -> str:
-    """In which phase of the tick the stage's F, B or W runs."""
+    """Return the phase of the tick in which the stage's F, B or W runs."""
     if table.placement[stage] is not None:
         return "work" if table.clock == "one-phase" else kind
     if all(ipu is None for ipu in table.placement[stage:]):
@@ -109,7 +109,7 @@ def phase(table: Timetable, stage: int, kind: Kind) -> str:
 
 
 def tables_of(table: Timetable) -> Iterator[tuple[Kind, Rows]]:
-    """The kinds of task that there are, with the table of each."""
+    """Return the kinds of task that there are, with the table of each."""
     yield "F", table.forward
     yield "B", table.backward
     if table.weight is not None:
@@ -117,7 +117,7 @@ def tables_of(table: Timetable) -> Iterator[tuple[Kind, Rows]]:
 
 
 def tasks_of(table: Timetable) -> list[Task]:
-    """All tasks, in the order of the clock. A concurrent stage has no W: its B does everything."""
+    """Return all tasks, in the order of the clock. A concurrent stage has no W: its B does everything."""
     found = [
         Task(stage, kind, microbatch)
         for kind, rows in tables_of(table)
@@ -135,25 +135,25 @@ def tick_of(table: Timetable, task: Task) -> int:
 
 
 def moment(table: Timetable, task: Task) -> Moment:
-    """When a task runs, and uses what it needs: tick, phase, turn within the phase."""
+    """Return when a task runs, and uses what it needs: tick, phase, turn within the phase."""
     # B runs last stage first: a gradient stays within its segment as it goes from stage to stage
     turn = task.stage if task.kind == "F" else 2 * len(table.placement) - task.stage
     return tick_of(table, task), PHASES[table.clock].index(phase(table, task.stage, task.kind)), turn
 
 
 def sent(table: Timetable, task: Task) -> Moment:
-    """When what a task made is there for the next segment: at the end of its phase."""
+    """Return when the next segment can use what a task made: at the end of its phase."""
     tick, at, _ = moment(table, task)
     return tick, at, _END
 
 
 def last_use(table: Timetable, stage: int) -> Kind:
-    """Which kind of task uses a stage's stash last."""
+    """Return which kind of task uses a stage's stash last."""
     return "B" if table.weight is None or table.placement[stage] is None else "W"
 
 
 def overlap(spans: Iterable[tuple[Any, Any]]) -> int:
-    """How many of the spans (both ends included) overlap at most.
+    """Return how many of the spans (both ends included) overlap at most.
 
     >>> overlap([(0, 2), (2, 3), (4, 5)])
     2
@@ -167,17 +167,17 @@ def overlap(spans: Iterable[tuple[Any, Any]]) -> int:
 
 
 def stash_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
-    """Per micro-batch, from when until when the stage holds what its F stashed."""
+    """Return, per micro-batch, from when until when the stage holds what its F stashed."""
     return _spans(table, stage, "F", last_use(table, stage))
 
 
 def cut_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
-    """Per micro-batch, from when until when the stage holds what its B left for its W; none without W."""
+    """Return, per micro-batch, from when until when the stage holds what its B left for its W; none without W."""
     return _spans(table, stage, "B", "W") if last_use(table, stage) == "W" else []
 
 
 def inbox_spans(table: Timetable, boundary: int, kind: Kind) -> list[tuple[Moment, Moment]]:
-    """Per micro-batch, from when until when a message lies between stage `boundary` and the next one."""
+    """Return, per micro-batch, from when until when a message waits between stage `boundary` and the next one."""
     if table.placement[boundary] == table.placement[boundary + 1]:
         return []
     source, target = (boundary, boundary + 1) if kind == "F" else (boundary + 1, boundary)

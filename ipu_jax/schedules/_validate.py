@@ -39,7 +39,7 @@ _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 def validate(table: Timetable) -> None:
-    """Checks a table.
+    """Check a table.
 
     Raises:
         ValueError: the first violation. It names the cell (IPU, tick, task), what is wrong, and the mend.
@@ -164,7 +164,7 @@ def _check_inputs(table: Timetable, task: Task) -> None:
 
 
 def sources(table: Timetable, task: Task) -> Iterator[Task]:
-    """The tasks whose results a task uses."""
+    """Return the tasks whose results a task uses."""
     stage, m = task.stage, task.microbatch
     if task.kind == "F" and stage > 0:
         yield Task(stage - 1, "F", m)

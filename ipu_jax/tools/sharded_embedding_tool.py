@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool with these arguments, or the command line's; returns the exit code."""
+    """Run the tool with these arguments, or the command line's; return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -89,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def random_inputs(vocabulary: int, features: int, length: int, seed: int, dtype: Any) -> Inputs:
-    """A table of standard deviation 1/sqrt(features), as embeddings are initialised, and random tokens and targets."""
+    """Return a table of standard deviation 1/sqrt(features), as embeddings are initialised, and random tokens and
+    targets.
+    """
     rng = np.random.default_rng(seed)
     table = (rng.standard_normal((vocabulary, features)) / np.sqrt(features)).astype(dtype)
     tokens, targets = rng.integers(0, vocabulary, (2, length), dtype=np.int32)
@@ -125,7 +127,7 @@ def run_pipeline(pipeline: Pipeline, inputs: Inputs) -> Results:
 
 
 def dense_program(table: jax.Array, tokens: jax.Array, targets: jax.Array) -> Results:
-    """The same on one device, without anything of `ipu_jax` and `sharded_ops`."""
+    """Return the same on one device, without anything of `ipu_jax` and `sharded_ops`."""
 
     def loss(table: jax.Array) -> jax.Array:
         logits = table[tokens] @ table.T
@@ -135,7 +137,7 @@ def dense_program(table: jax.Array, tokens: jax.Array, targets: jax.Array) -> Re
 
 
 def differences(got: Results, want: Results, tolerance: Tolerance) -> dict[str, float]:
-    """The largest absolute error of each quantity that is out of tolerance. NaN always is."""
+    """Return the largest absolute error of each quantity that is out of tolerance. NaN always is."""
     differing = {}
     for name in Results._fields:
         one, other = (np.asarray(getattr(results, name), np.float64) for results in (got, want))

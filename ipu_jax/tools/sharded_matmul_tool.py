@@ -54,7 +54,7 @@ class Results(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool with these arguments, or the command line's; returns the exit code."""
+    """Run the tool with these arguments, or the command line's; return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -116,7 +116,7 @@ def sharded_program(mesh: Mesh, outsize: int) -> Any:
 
 
 def dense_program(lhs: jax.Array, rhs: jax.Array, labels: jax.Array) -> Results:
-    """The same on one device, without anything of `sharded_ops`."""
+    """Return the same on one device, without anything of `sharded_ops`."""
 
     def loss_and_logits(lhs, rhs):
         logits = lhs @ rhs
@@ -128,7 +128,7 @@ def dense_program(lhs: jax.Array, rhs: jax.Array, labels: jax.Array) -> Results:
 
 
 def differences(got: Results, want: Results, tolerance: Tolerance) -> dict[str, float]:
-    """The largest absolute error of each quantity that is out of tolerance. NaN always is."""
+    """Return the largest absolute error of each quantity that is out of tolerance. NaN always is."""
     differing = {}
     for name in Results._fields:
         one, other = (np.asarray(getattr(results, name), np.float64) for results in (got, want))

@@ -12,7 +12,7 @@ from ipu_jax.stage import Outputs
 
 
 def loss_and_aux(result: Any) -> tuple[Any, Any]:
-    """What a loss function returned, as `(loss, aux)`; aux is None where there is none.
+    """Return what a loss function returned as `(loss, aux)`; aux is None if there is none.
 
     Raises:
         ValueError: the loss is no float scalar.
@@ -29,7 +29,7 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
 
 
 def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, random: bool) -> tuple[Any, Any]:
-    """On one replica: mean loss over the micro-batches, leaves (M, ...), and aux with a leading M."""
+    """Return, on one replica, the mean loss over the micro-batches, leaves (M, ...), and aux with a leading M."""
     call = _caller(loss_fn, key, random)
 
     def one(total: Any, at: Any) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *
 def accumulate_gradients(
     loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, loss_cotangent: Any, random: bool
 ) -> tuple[Any, Any, Any]:
-    """On one replica: `accumulate`, and the sums of the gradients of `loss_cotangent` x loss, in float32 at least.
+    """Return the results of `accumulate` and the gradients of `loss_cotangent` x loss, summed in float32 at least.
 
     The cotangent itself carries `loss_cotangent`, so that a loss scale acts before anything can underflow.
     """

@@ -29,7 +29,7 @@ class Scale:
 
 
 def first_scale(options: TrainOptions) -> Scale | None:
-    """The scale that training begins with; None where it never changes."""
+    """Return the scale that training begins with; None where it never changes."""
     chosen = options.loss_scale
     if not isinstance(chosen, DynamicScale):
         return None
@@ -37,14 +37,14 @@ def first_scale(options: TrainOptions) -> Scale | None:
 
 
 def scale_now(options: TrainOptions, scale: Scale | None) -> Any:
-    """What the loss is multiplied with."""
+    """Return what the loss is multiplied with."""
     if scale is not None:
         return scale.scale
     return 1.0 if isinstance(options.loss_scale, DynamicScale) else options.loss_scale
 
 
 def next_scale(chosen: DynamicScale, scale: Scale, finite: Any) -> Scale:
-    """The scale after an update that was made (`finite`), or skipped.
+    """Return the scale after an update that was made (`finite`), or skipped.
 
     >>> chosen = DynamicScale(initial=8.0, growth_interval=1)
     >>> scale = Scale(jnp.float32(8), jnp.int32(0))

@@ -19,7 +19,7 @@ from ipu_jax.stage import Stage
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """The tree with its float32 and half leaves in `dtype`; keys, integers and float64 as they are."""
+    """Return the tree with its float32 and half leaves in `dtype`; keys, integers and float64 as they are."""
     narrow = (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def one(leaf: Any) -> Any:
@@ -30,7 +30,8 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 
 def computing_in(stage: Stage, dtype: Any) -> Stage:
-    """The stage, its weights and micro-batch cast to `dtype` on the way in; gradients come back in the weights' own.
+    """Return the stage, its weights and micro-batch cast to `dtype` on the way in; gradients come back in the weights'
+    own.
 
     The cast stands inside the stage, so that the gradients of micro-batches are summed in float32.
     """
@@ -46,7 +47,7 @@ def computing_in(stage: Stage, dtype: Any) -> Stage:
 
 
 def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
-    """Rounds each element up or down, with the chances that make the result right on average.
+    """Round each element up or down, with the chances that make the result right on average.
 
     Args:
         x: float32, any shape; finite values within the range of `dtype`, others are rounded to the nearest.

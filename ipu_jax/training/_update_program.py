@@ -50,7 +50,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutputs:
-    """What a call tells. Where it tells of several updates, every leaf has a leading dim of them.
+    """Hold the outputs of a call. Of several updates, every leaf has a leading dim of updates.
 
     Attributes:
         loss: over all micro-batches and replicas, unscaled.
@@ -77,7 +77,7 @@ class Iteration:
         self.model, self.options, self.update, self.random = model, options, update, random
 
     def run(self, state: TrainState, batch: Any, *, stacked: bool) -> tuple[TrainState, StepOutputs]:
-        """All updates of a call.
+        """Run all updates of a call.
 
         Args:
             state: this IPU's blocks.
@@ -110,7 +110,7 @@ class Iteration:
         return lax.scan(every, state, groups)
 
     def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
-        """One update: batch leaves are (M, ...)."""
+        """Run one update; batch leaves are (M, ...)."""
         options, model, update = self.options, self.model, self.update
         cells, scale = update.cells, scale_now(options, state.scale)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
@@ -153,7 +153,7 @@ class Iteration:
         return dataclasses.replace(new, step=state.step + 1), told
 
     def _unless_bad(self, finite: Any, new: TrainState, old: TrainState) -> TrainState:
-        """The new state where the gradients are finite, otherwise the old one; and the loss scale that follows."""
+        """Return the new state if the gradients are finite, else the old one, with the loss scale that follows."""
         assert isinstance(self.options.loss_scale, DynamicScale), "there is no other reason to look"
         assert old.scale is not None, "init makes it"
         keyless = [dataclasses.replace(state, key=None, scale=None) for state in (new, old)]
@@ -168,7 +168,7 @@ class Iteration:
     def _gradients(
         self, state: TrainState, batch: Any, key: Any, loss_cotangent: Any
     ) -> tuple[Any, Any, list[Any], Any]:
-        """This replica's mean loss, aux, sums of gradients by cell, and the stages' new state over all replicas."""
+        """Return this replica's mean loss, aux, gradient sums by cell, and the stages' new state over all replicas."""
         model = self.model
         if not isinstance(model, Pipeline):
             loss, aux, sums = accumulate_gradients(
@@ -183,7 +183,7 @@ class Iteration:
         return result.loss, value[1] if isinstance(value, tuple) else None, blocks.take(result.gradients), stages
 
     def _global_loss(self, loss: Any, aux: Any, scale: Any) -> tuple[Any, Any]:
-        """The loss over all replicas, and what the gradients are to be divided by, None for 1."""
+        """Return the loss over all replicas, and the divisor of the gradients, None for 1."""
         options = self.options
         static = None if isinstance(scale, float | int) and scale == 1 else scale
         if not options.weighted:
@@ -203,14 +203,14 @@ class Iteration:
         return total / count, count * scale
 
     def _all_finite(self, gradients: list[Any]) -> Any:
-        """Whether all gradients of all IPUs are finite. Communicates one pmin of a number."""
+        """Return whether all gradients of all IPUs are finite. Communicates one pmin of a number."""
         # where all is frozen there are none, and nothing is bad
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
         axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
         return lax.pmin(found, axes) > 0
 
     def _rounded(self, k: int, value: Any, key: Any) -> Any:
-        """A cell's new weights in its own dtype."""
+        """Return a cell's new weights in its own dtype."""
         cells, cell = self.update.cells, self.update.cells.cells[k]
         if not self.options.stochastic_rounding or cell.dtype not in ("bfloat16", "float16"):
             return value.astype(cell.dtype)

@@ -30,7 +30,7 @@ from ipu_jax.weights.arguments import check_alive, check_batch
 def replicas_of(
     *, replication_factor: int | None = None, num_ipus: int | None = None, ipus_per_replica: int = 1
 ) -> int:
-    """The number of replicas, asked for as such or by the IPUs that there are in all.
+    """Return the number of replicas, asked for as such or by the IPUs that there are in all.
 
     Args:
         replication_factor: R itself.
@@ -85,7 +85,7 @@ def replicate(
     reduction: Reduction | None = None,
     random: bool | None = None,
 ) -> Any:
-    """Copies of a model, on R times the IPUs of one.
+    """Make copies of a model, on R times the IPUs of one.
 
     Args:
         model: a `Pipeline`, or a loss function as `Replicas` takes it.
@@ -160,16 +160,16 @@ class Replicas:
         self._loss = self._mapped(backward=False)
 
     def shard(self, params: Any) -> Any:
-        """Places a pytree of whole weights on every replica. Host to device only."""
+        """Place a pytree of whole weights on every replica. Host to device only."""
         return jax.device_put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
 
     def unshard(self, sharded: Any) -> Any:
-        """The inverse of `shard`: the tree, on the default device."""
+        """Return the whole tree, on the default device: the inverse of `shard`."""
         check_alive("sharded", sharded)
         return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), sharded)
 
     def value_and_grad(self, params: Any, batch: Any, key: Any = None) -> tuple[Any, Any]:
-        """Loss and gradients of one weight update, the same on all replicas.
+        """Return the loss and the gradients of one weight update, the same on all replicas.
 
         Communicates one pmean of the loss and one psum of all gradients over the replicas.
 
@@ -191,14 +191,14 @@ class Replicas:
         return (loss if aux is None else (loss, aux)), gradients
 
     def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
-        """The loss, or `(loss, aux)`, without gradients."""
+        """Return the loss, or `(loss, aux)`, without gradients."""
         self.check(params, batch, key)
         loss, aux = self._loss((params, key), batch)
         self._window.admit(loss)
         return loss if aux is None else (loss, aux)
 
     def check(self, params: Any, batch: Any, key: Any = None) -> None:
-        """Raises the `ValueError` that `value_and_grad` would raise for such arguments."""
+        """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""
         self.check_params(params)
         if self.random and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)")
@@ -209,7 +209,7 @@ class Replicas:
             check_alive(what, tree)
 
     def check_params(self, params: Any) -> None:
-        """Raises `ValueError` unless the leaves of `params` are floating arrays."""
+        """Raise `ValueError` unless the leaves of `params` are floating arrays."""
         for path, leaf in jax.tree.leaves_with_path(params):
             if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 found = getattr(leaf, "dtype", repr(leaf))
@@ -253,7 +253,7 @@ class Replicas:
 def over_replicas(
     program: Callable[..., Any], devices: Sequence[Any], *, in_specs: tuple[Any, ...], out_specs: Any
 ) -> Callable[..., Any]:
-    """`jax.pmap` of a program over axis "replica", spoken to as `jax.shard_map` is.
+    """Map a program over the axis "replica" by `jax.pmap`, with the interface of `jax.shard_map`.
 
     Args:
         program: sees blocks as under `shard_map`: a split dim has size 1 in each, and stays.

@@ -40,7 +40,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     options: TrainOptions | None = None,
 ) -> "TrainStep":
-    """A training step of a model with any optax optimizer.
+    """Make a training step of a model with any optax optimizer.
 
     Args:
         model: a `Pipeline`, `Replicas`, or a loss function as `Replicas` takes it.
@@ -88,7 +88,7 @@ class TrainStep:
     # state
 
     def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
-        """Places whole weights, and the optimizer's first state for them, on the IPUs.
+        """Place whole weights, and the optimizer's first state for them, on the IPUs.
 
         Args:
             params: `{group: pytree}` for a pipeline, any pytree of floating arrays for a function. They are copied.
@@ -105,7 +105,7 @@ class TrainStep:
         return self._placed(params, stages, key, None)
 
     def restore(self, whole: dict[str, Any]) -> TrainState:
-        """Goes on from what `whole` gave, of this step or of one for other IPUs, replicas or stages' places.
+        """Go on from what `whole` returned, of this step or of one for other IPUs, replicas or stage placements.
 
         Args:
             whole: as `whole` gave it, its arrays jax's or numpy's.
@@ -124,7 +124,7 @@ class TrainStep:
         return dataclasses.replace(state, scale=scale, step=self._place(np.int32(whole["step"])))
 
     def whole(self, state: TrainState) -> dict[str, Any]:
-        """The state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key"}`.
+        """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key"}`.
 
         Each whole, and as its owner knows it: weights and stages' state by group, optax its own state. `restore` takes
         it. None where there is none. All are copies, which later calls leave alone.
@@ -145,7 +145,7 @@ class TrainStep:
         }
 
     def _placed(self, params: Any, stages: Any, key: Any, optimizer_state: Any) -> TrainState:
-        """The state that starts with these weights; `optimizer_state` is whole, or None for its first."""
+        """Return the state that starts with these weights; `optimizer_state` is whole, or None for its first."""
         if self.options.precision != "32.32":
             params = cast_floats(params, self._held)
         of_stages = self._placed_stages(stages)
@@ -190,7 +190,7 @@ class TrainStep:
         return None if stages is None else self.model.shard_state(stages)
 
     def _update_for(self, params: Any) -> Update:
-        """The optimizer's update of weights that lie as these do, read once for all that do."""
+        """Return the optimizer's update for weights laid out as these are; it is traced once per layout."""
         is_sharded = isinstance(params, Sharded)
         leaves, treedef = jax.tree.flatten(params)
         where = params.layout if is_sharded else (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
@@ -201,7 +201,7 @@ class TrainStep:
         return self._updates[where]
 
     def _checked_update(self, state: Any) -> Update:
-        """The update that goes with a state; `ValueError` unless the state is of a step like this, and unused."""
+        """Return a state's update; raise `ValueError` unless the state is of a step like this, and unused."""
         if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != self._is_pipeline:
             raise ValueError("state is not of this step: make it with step.init(params)")
         check_alive(
@@ -246,7 +246,7 @@ class TrainStep:
     # the call
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
-        """`device_iterations` weight updates.
+        """Make `device_iterations` weight updates.
 
         Communicates what the model does; and an update one psum of all gradients over the replicas, or, with
         `shard_optimizer`, a psum_scatter of gradients and an all_gather of weights a bucket.
@@ -269,7 +269,7 @@ class TrainStep:
         return state, outputs
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """The program of a call, lowered and not run: `.compile()` tells its memory and its HLO."""
+        """Return the program of a call, lowered and not run: `.compile()` tells its memory and its HLO."""
         self._check_batch(state, batch)
         return self._program.lower(state, batch)
 
@@ -337,7 +337,7 @@ class TrainStep:
 
 
 def _clip(largest: float) -> optax.GradientTransformation:
-    """Scales gradients down to a global norm of `largest`; optax's own squares halves in half."""
+    """Scale gradients down to a global norm of `largest`; optax's own squares halves in half."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(updates)]

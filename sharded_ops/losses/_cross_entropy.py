@@ -104,7 +104,7 @@ def log_softmax_cross_entropy(
     reduction: Reduction = "none",
     return_log_sum_exp: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The cross-entropy of each token with its label, over a last dim that is split over the IPUs of `axis`.
+    """Return the cross-entropy of each token with its label, over a last dim that is split over the IPUs of `axis`.
 
     With x the logits, x' = soft_cap * tanh(x / soft_cap) / temperature, and u the weights that the target gives to the
     columns, a token's loss is  sum of u_v (lse(x') - x'_v) + z_loss * lse(x')**2.  For a label y, u is 1 at y; label
@@ -192,7 +192,7 @@ def log_softmax_cross_entropy(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _whole(x_NV: jax.Array, targets: jax.Array, terms: Terms) -> Whole:
-    """All but the derivatives of the loss, which are not this one's to tell."""
+    """Return all but the derivatives of the loss, which are not this one's to tell."""
     first = first_column(terms)
     of_shard = statistics(logits_of(x_NV, first, terms), targets, first, terms)
     return put_together(gather_to_all(numbers_sent(of_shard, targets, terms), terms.axis), targets, terms)
@@ -216,7 +216,7 @@ def _whole_jvp(terms: Terms, primals: Any, tangents: Any) -> tuple[Whole, Whole]
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _told(x_NV: jax.Array, targets: jax.Array, whole: Whole, terms: Terms, wants_lse: bool) -> tuple[jax.Array, ...]:
-    """The loss, 0 where it does not count, and the log-sum-exp if it is wanted."""
+    """Return the loss, 0 where it does not count, and the log-sum-exp if it is wanted."""
     loss_N = whole.loss_N if is_soft(targets) else jnp.where(targets >= 0, whole.loss_N, 0)
     return (loss_N, whole.base_N + whole.rest_N) if wants_lse else (loss_N,)
 
@@ -263,7 +263,7 @@ def _target_slope(terms: Terms, x_NV: jax.Array, whole: Whole, dtargets_NV: jax.
 
 
 def checked_terms(terms: Terms) -> Terms:
-    """The terms, their numbers as Python floats, refused where one is outside its range.
+    """Return the terms, their numbers as Python floats, refused where one is outside its range.
 
     Raises:
         ValueError: names the option, its value and the rule.
@@ -279,7 +279,7 @@ def checked_terms(terms: Terms) -> Terms:
 
 
 def checked_options(out_of_range: Any, reduction: Any) -> None:
-    """Refuses an unknown way to treat labels out of range, or to reduce.
+    """Refuse an unknown way to treat labels out of range, or to reduce.
 
     Raises:
         ValueError: names the option, its value and what there is.
@@ -289,7 +289,7 @@ def checked_options(out_of_range: Any, reduction: Any) -> None:
 
 
 def checked_weights(weights: ArrayLike) -> jax.Array:
-    """The weights as a jax array, of real numbers or bools.
+    """Return the weights as a jax array, of real numbers or bools.
 
     Raises:
         ValueError: they are no array, or not of these.
@@ -329,7 +329,7 @@ def reduced(
     weights: ArrayLike | None,
     reduction: Reduction,
 ) -> jax.Array:
-    """The tokens' losses, weighted and reduced. Sends nothing.
+    """Return the tokens' losses, weighted and reduced. Sends nothing.
 
     Args:
         loss_N: 0 for tokens that don't count.

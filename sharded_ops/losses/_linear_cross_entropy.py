@@ -68,7 +68,7 @@ def linear_cross_entropy(
     token_chunk: int | None = None,
     column_chunk: int | None = None,
 ) -> jax.Array:
-    """`log_softmax_cross_entropy(hidden @ table.T, labels)` without ever making the logits.
+    """Return `log_softmax_cross_entropy(hidden @ table.T, labels)` without ever making the logits.
 
     gradients="backward": forward one all-gather of 3 floats per token. gradients="forward": as many floats, in one
     all-gather for each chunk of tokens. Backward, in both: one all-reduce of dx, (N.., D) in the dtype of `hidden`;
@@ -154,7 +154,7 @@ def linear_cross_entropy(
 
 
 def _way(gradients: Any, reduction: Reduction) -> Literal["backward", "forward"]:
-    """Where the gradients are computed: as asked, or as suits the reduction."""
+    """Return where the gradients are computed: as asked, or as suits the reduction."""
     if gradients is None:
         return "backward" if reduction == "none" else "forward"
     one_of("gradients", gradients, ("backward", "forward"))
@@ -185,7 +185,7 @@ def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, colu
 
 
 def _even(extent: int, limit: int) -> int:
-    """The width of equal chunks of at most `limit`; unequal ones where that would more than double their number."""
+    """Return the width of equal chunks of at most `limit`, unequal if that would more than double their number."""
     least = max(-(-extent // limit), 1)
     number = next((k for k in range(least, 2 * least) if extent % k == 0), least)
     return max(-(-extent // number), 1)

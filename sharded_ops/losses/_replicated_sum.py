@@ -17,7 +17,7 @@ from sharded_ops._split import axis_size
 
 
 def sum_used_alike(x: jax.Array, axis: str) -> jax.Array:
-    """The sum of `x` over the IPUs of `axis`, which every IPU must go on to use in the same way.
+    """Return the sum of `x` over the IPUs of `axis`, which every IPU must go on to use in the same way.
 
     Forward: one all-reduce of `x`. Backward: nothing; its transpose is, under check_vma=False, to multiply by n.
 

@@ -65,12 +65,12 @@ class Whole(NamedTuple):
 
 
 def first_column(terms: Terms) -> jax.Array:
-    """The global column at which this IPU's shard starts."""
+    """Return the global column at which this IPU's shard starts."""
     return terms.split.offset(lax.axis_index(terms.axis))
 
 
 def is_soft(targets: jax.Array) -> bool:
-    """Whether targets are weights of all columns, (N.., C), and not a label for each token, (N..)."""
+    """Return whether targets are weights of all columns, (N.., C), and not a label for each token, (N..)."""
     return not jnp.issubdtype(targets.dtype, jnp.integer)
 
 
@@ -120,7 +120,7 @@ def statistics(logits_NC: jax.Array, targets: jax.Array, first: int | jax.Array,
 
 
 def merged(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float | jax.Array]) -> Statistics:
-    """The statistics of two tiles of the same tokens as those of one. For labels only.
+    """Return the statistics of two tiles of the same tokens as those of one. For labels only.
 
     Args:
         a: of one tile.
@@ -182,7 +182,9 @@ def probabilities(
 
 
 def slopes(logits_NC: jax.Array, targets: jax.Array, whole: Whole, first: int | jax.Array, terms: Terms) -> jax.Array:
-    """The derivative of each token's loss by its logits of a tile, (N.., C); 0 in rows whose label does not count."""
+    """Return the derivative of each token's loss by its logits of a tile, (N.., C); 0 in rows whose label does not
+    count.
+    """
     unread_N1 = False if is_soft(targets) else (targets < 0)[..., None]
     p_NC = probabilities(logits_NC, whole.base_N, whole.rest_N, unread_N1)
     scale_N = jnp.ones_like(whole.rest_N) if whole.mass_N is None else whole.mass_N
@@ -195,7 +197,7 @@ def slopes(logits_NC: jax.Array, targets: jax.Array, whole: Whole, first: int | 
 
 
 def _weights(targets: jax.Array, first: int | jax.Array, terms: Terms, columns: int | None = None) -> jax.Array:
-    """The weight u of each column: (N.., C)."""
+    """Return the weight u of each column: (N.., C)."""
     if is_soft(targets):
         own_NC = targets
         if terms.label_smoothing:
@@ -216,7 +218,7 @@ def smoothing_masses(terms: Terms, dtype: jnp.dtype) -> jax.Array:
 
 
 def _where_real(x_NC: jax.Array, first: int | jax.Array, terms: Terms, fill: float) -> jax.Array:
-    """`x` with `fill` in the columns of padding; `x` itself where the split has none."""
+    """Return `x` with `fill` in the columns of padding; `x` itself where the split has none."""
     if not terms.split.padding:
         return x_NC
     return jnp.where(first + jnp.arange(x_NC.shape[-1]) < terms.split.size, x_NC, fill)

@@ -123,7 +123,7 @@ def sum_of_losses(
     terms: Terms,
     chunks: Chunks,
 ) -> jax.Array:
-    """The sum of each token's loss times its factor, whose forward pass makes the gradients as well."""
+    """Return the sum of each token's loss times its factor, whose forward pass makes the gradients as well."""
     return (_loss_forward(hidden_ND, table_VD, targets_N, terms, chunks)[0] * factors_N).sum()
 
 
@@ -189,7 +189,7 @@ sum_of_losses.defvjp(_sum_forward, _sum_backward)
 
 
 def _over(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], carry: _Carry) -> _Carry:
-    """`carry = body(start, width, carry)` for each chunk of the extent; the last may be smaller."""
+    """Return `carry = body(start, width, carry)` for each chunk of the extent; the last may be smaller."""
     full, rest = divmod(extent, chunk)
     if full == 1:
         carry = body(0, chunk, carry)
@@ -199,12 +199,14 @@ def _over(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], c
 
 
 def _read(chunk_ND: jax.Array, labels_N: jax.Array) -> jax.Array:
-    """A chunk's tokens, with 0 for those that don't count: they may hold NaN, which would go through slopes of zero."""
+    """Return a chunk's tokens, with 0 for those that don't count: they may hold NaN, which would go through slopes of
+    zero.
+    """
     return jnp.where((labels_N < 0)[:, None], 0, chunk_ND)
 
 
 def _rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.Array:
-    """The table's rows of a tile, with 0 for padding: it may hold NaN, which would go through slopes of zero."""
+    """Return the table's rows of a tile, with 0 for padding: it may hold NaN, which would go through slopes of zero."""
     tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
     if not terms.split.padding:
         return tile_CD
@@ -235,7 +237,7 @@ def _products(slopes_NC: jax.Array, chunk_ND: jax.Array, tile_CD: jax.Array) -> 
 
 
 def _is_narrow(dtype: jnp.dtype) -> bool:
-    """Whether small numbers of float32 are 0 in this dtype, as in float16, and not in bfloat16."""
+    """Return whether small numbers of float32 are 0 in this dtype, as in float16, and not in bfloat16."""
     return bool(jnp.finfo(dtype).tiny > jnp.finfo(jnp.float32).tiny)
 
 
@@ -246,7 +248,7 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 def _slopes(
     x_NC: jax.Array, labels_N: jax.Array, whole: Whole, factors_N: jax.Array, first: jax.Array, terms: Terms
 ) -> jax.Array:
-    """The derivative of the sum of losses times factors by the raw logits of a tile."""
+    """Return the derivative of the sum of losses times factors by the raw logits of a tile."""
     logits_NC, pull = jax.vjp(lambda x_NC: logits_of(x_NC, first, terms), x_NC)
     return pull(slopes(logits_NC, labels_N, whole, first, terms) * factors_N[:, None])[0]
 
