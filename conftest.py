@@ -3,12 +3,10 @@
 It stands at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, which is when these settings count; processes that a test starts inherit them.
 
-Of the tests marked slow a sample runs: one in eight of each function's cases, and of each function at least one; none
-of those marked slow(sampled=False), which take half a minute or more. Each run draws another sample, by a seed that it
-prints and that `--slow-seed` sets, so that in time all of them run. `pytest --slow=all` runs them all.
-
-Compiling is four fifths of the work. The sample compiles without LLVM's optimizer, which saves a third of it and leaves
-XLA's own passes as they are (fusion, buffers, the order of collectives); `--slow=all` compiles as users do.
+Of the tests marked slow a sample runs: one in eight of each function's cases, or one in three of `slow(one_in=3)`, and
+of each function at least one; none of those marked slow(sampled=False), which take half a minute or more. Each run
+draws another sample, by a seed that it prints and that `--slow-seed` sets, so that in time all of them run.
+`pytest --slow=all` runs them all.
 """
 
 import os
@@ -20,21 +18,20 @@ import pytest
 # When the IPUs of a collective don't all come, XLA waits for a minute or for ever. Here it says so after 20 s and ends
 # after 40 s. A quiet machine does with a tenth of that; but 8 virtual IPUs and several test workers on 2 cores keep an
 # honest collective waiting for seconds, and an abort ends the whole test worker.
-_COLLECTIVES_FAIL_FAST = (
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=40"
+_XLA_FLAGS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=40 "
+    # Compiling is four fifths of the work. A program in one piece takes an eighth less of it than one in many, which
+    # XLA compiles side by side; here every core has a test worker already.
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COLLECTIVES_FAIL_FAST}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
 # A cached executable would hide what a test compiles.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 _ONE_IN = 8
-_QUICK_COMPILES = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_parallel_codegen_split_count=1"
-)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,8 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.slow_seed is None:
         given: dict[str, Any] = getattr(config, "workerinput", {})  # a worker of xdist takes part in its master's run
         config.option.slow_seed = given.get("slow_seed", random.SystemRandom().randrange(1000))
-    if config.option.slow == "sample" and _QUICK_COMPILES not in os.environ["XLA_FLAGS"]:
-        os.environ["XLA_FLAGS"] += f" {_QUICK_COMPILES}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,16 +60,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.slow == "all":
         return
     left_out: list[pytest.Item] = []
-    cases: dict[str, list[pytest.Item]] = {}  # of each slow function
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}  # of each slow function
     for item in items:
         marker = item.get_closest_marker("slow")
         if marker and marker.kwargs.get("sampled") is False:
             left_out.append(item)
         elif marker:
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for function, of_function in cases.items():
-        first = random.Random(f"{config.option.slow_seed} {function}").randrange(min(_ONE_IN, len(of_function)))
-        left_out += [item for i, item in enumerate(of_function) if i % _ONE_IN != first]
+            one_in = marker.kwargs.get("one_in", _ONE_IN)
+            cases.setdefault((item.nodeid.split("[")[0], one_in), []).append(item)
+    for (function, one_in), of_function in cases.items():
+        first = random.Random(f"{config.option.slow_seed} {function}").randrange(min(one_in, len(of_function)))
+        left_out += [item for i, item in enumerate(of_function) if i % one_in != first]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         without = set(left_out)

@@ -240,6 +240,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("what", "change", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, message):
     model, sharded, ((loss, aux), gradients, state), expected = right

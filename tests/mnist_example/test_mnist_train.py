@@ -175,6 +175,7 @@ def expected(batches):
     return unsharded_losses(batches, optax.sgd(0.01))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("mode", "ipus"), [("basic", 2), ("concurrent", 2), pytest.param("concurrent", 4, marks=pytest.mark.slow)]
 )

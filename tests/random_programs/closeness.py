@@ -6,7 +6,7 @@ what that changes nobody can ask for. All are written with nothing of ours. A re
 
     4 x the dense programs' own worst error in that leaf      rounding is a matter of luck, and of the order of sums
     + ULPS eps of the largest number in that leaf             where the dense program was lucky, or exact
-    + eps / 4 of the largest gradient of all                  what cancels in a leaf had the size of its neighbours
+    + eps / 4 of the largest gradient of all, or of `terms`   what cancels in a leaf had the size of its neighbours
 
 with eps that of the coarsest dtype that the case computes in. For float32 that is 1e-6 of a leaf: a gradient that
 misses one micro-batch of eight, or lies in the wrong leaf, is 10,000 times farther off. What is not finite in float64,
@@ -23,7 +23,7 @@ import numpy as np
 ULPS = 8
 
 
-def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps: float) -> None:
+def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps: float, *, terms: float = 0.0) -> None:
     """Raises `AssertionError` with every leaf of `found` that is farther from `exact` than what was `rounded` allows.
 
     Args:
@@ -32,13 +32,14 @@ def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps:
         exact: what it should be, of the same tree and shapes.
         rounded: the dense program's results in the case's own dtypes, each a tree like `exact`.
         eps: of the coarsest dtype that was computed in.
+        terms: the largest number that is known to cancel on the way to all leaves.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
     assert jax.tree.structure(found) == jax.tree.structure(exact), (
         f"{what} has the tree {jax.tree.structure(found)}, and should have {jax.tree.structure(exact)}"
     )
     found, exact, *rounded = ([_float64(leaf) for leaf in jax.tree.leaves(tree)] for tree in (found, exact, *rounded))
-    largest = max((np.abs(leaf[np.isfinite(leaf)]).max(initial=0) for leaf in exact), default=0.0)
+    largest = max([terms, *(np.abs(leaf[np.isfinite(leaf)]).max(initial=0) for leaf in exact)])
     wrong = []
     for path, f, e, *of_rounded in zip(paths, found, exact, *rounded, strict=True):
         if f.shape != e.shape:

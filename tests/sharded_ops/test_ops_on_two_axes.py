@@ -413,6 +413,7 @@ CONFIGURATIONS = [
 ]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("n", "mode", "dtype"), CONFIGURATIONS)
 def test_values_and_every_gradient(case, n, mode, dtype):

@@ -73,6 +73,7 @@ def case_id(case) -> str:
     return "-".join([where, f"on{ipus}", f"m{m}", *model, *(str(v) for v in pipeline.values())])
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("places", "ipus", "micro_batches", "of_model", "of_pipeline"),
     # every other one always runs, of the others a sample

@@ -86,6 +86,7 @@ def assert_equals_the_unsharded_program(
     assert float(pipeline.loss(sharded, batch)) == pytest.approx(report.loss, rel=1e-6)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("concurrent_head", [False, True], ids=["local head", "concurrent head"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_family_equals_the_unsharded_program(name, concurrent_head):

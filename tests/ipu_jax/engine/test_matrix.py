@@ -92,6 +92,7 @@ def test_the_cases_meet_in_all_pairs():
 _ALWAYS = 16  # each was chosen for the most pairs that those before it miss
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if i < _ALWAYS else pytest.mark.slow) for i, case in enumerate(CASES)],

@@ -32,6 +32,7 @@ def compiled_step(pipeline, params, batch):
     return jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("ipus", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
 def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
@@ -47,6 +48,7 @@ def test_gpipe_keeps_every_micro_batch(ipus):
     assert compiled_bytes(large) - compiled_bytes(small) == pytest.approx(small.stash, rel=0.01)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("ipus", "micro_batches"), [*((2, m) for m in MICRO_BATCHES), (4, 8), (4, 16)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_temporary_bytes_are_what_the_report_predicts(schedule, ipus, micro_batches):

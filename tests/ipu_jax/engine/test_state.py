@@ -136,6 +136,7 @@ def test_running_statistics_are_updated_once_a_micro_batch_in_order(schedule):
     assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, schedule))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("places", "ipus", "micro_batches", "replicas", "recompute"),
     [

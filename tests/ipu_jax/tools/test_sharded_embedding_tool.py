@@ -37,6 +37,7 @@ def test_the_pipeline_matches_the_unsharded_program(argv, capsys):
     assert printed[2:] == ["Results match."]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("vocabulary", "ipus"), [("1", "2"), ("3", "8"), ("8001", "4")])
 @pytest.mark.parametrize("half", [[], ["--fp16"], ["--bf16"]])
 def test_any_vocabulary_on_any_number_of_ipus_matches(vocabulary, ipus, half, capsys):

@@ -176,6 +176,7 @@ def _cases():
             yield pytest.param(typed, inside, ipus, dtype, id=name, marks=marks)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("fused", [False, True], ids=["logits", "linear"])
 @pytest.mark.parametrize(("typed", "inside", "ipus", "dtype"), list(_cases()))
 def test_values_and_gradients_are_those_worked_out_by_hand(fused, typed, inside, ipus, dtype):
