@@ -1,10 +1,10 @@
 """Normalisation over a last dim that is split over the IPUs of a mesh axis.
 
-Each IPU reduces its own columns to one or two floats a token, one collective tells all of them the whole row's, and
+Each IPU reduces its own columns to one or two floats per token, one collective tells all of them the whole row's, and
 every IPU finishes by itself.
 
-    rms_norm     each IPU's sum of squares                        one all-reduce of 1 float a token
-    layer_norm   each IPU's mean m, and its sum M of (x - m)^2    one all-gather of 2 floats a token
+    rms_norm     each IPU's sum of squares                        one all-reduce of 1 float per token
+    layer_norm   each IPU's mean m, and its sum M of (x - m)^2    one all-gather of 2 floats per token
 
 What layer_norm gathers it puts together as Chan et al. do (Updating formulae and a pairwise algorithm for computing
 sample variances, 1979, equation 2.1), here for n parts of c columns each:
@@ -34,7 +34,7 @@ def rms_norm(
 ) -> jax.Array:
     """Return `x / sqrt(mean(x^2) + epsilon) * scale` over a last dim that is split over the IPUs of `axis`.
 
-    Forward: one all-reduce of 1 float a token. Backward: one all-reduce of 1 float a token.
+    Forward: one all-reduce of 1 float per token. Backward: one all-reduce of 1 float per token.
 
     Args:
         x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
@@ -82,8 +82,8 @@ def layer_norm(
 ) -> jax.Array:
     """Return `(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias` over a last dim split over the IPUs of `axis`.
 
-    Forward: one all-gather of 2 floats a token. Backward: one all-reduce of 2 floats a token under check_vma=True; one
-    reduce-scatter that leaves 2 floats a token on each IPU under check_vma=False.
+    Forward: one all-gather of 2 floats per token. Backward: one all-reduce of 2 floats per token under check_vma=True;
+    one reduce-scatter that leaves 2 floats per token on each IPU under check_vma=False.
 
     It is as exact as the mean is, which is a float32: a row whose mean is k deviations from zero comes out with an
     error of about k * 2**-24, which is what rounding `x` itself did to it.

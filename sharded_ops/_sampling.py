@@ -38,7 +38,7 @@ from sharded_ops._split import Split, check_shard, local_rows, mask_padding, spl
 def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
     """Return `jnp.argmax` over a last dim that is split over the IPUs of `axis`.
 
-    Forward: one all-gather of 2 numbers a token: each shard's largest value, widened to 32 bits if it has fewer, and
+    Forward: one all-gather of 2 numbers per token: each shard's largest value, widened to 32 bits if it has fewer, and
     its column. There is no backward pass: an index has no gradient.
 
     Args:
@@ -71,7 +71,7 @@ def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
 def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[jax.Array, jax.Array]:
     """Return `lax.top_k` over a last dim that is split over the IPUs of `axis`.
 
-    Forward: one all-gather of 2 min(k, ceil(V/n)) numbers a token, values widened to 32 bits if they have fewer.
+    Forward: one all-gather of 2 min(k, ceil(V/n)) numbers per token, values widened to 32 bits if they have fewer.
     Backward: under check_vma=True nothing, each IPU keeps the gradients of its own columns; under check_vma=False one
     all-reduce of the values' cotangent, (N.., k). Forward-mode derivatives: one all-reduce of (N.., k).
 
@@ -130,10 +130,9 @@ def sample(
     another batch, take another key, and under `jax.vmap` one for each row.
 
     Without `top_k`: Gumbel noise for each token and column, drawn by the IPU that holds the column; then one all-gather
-    of 2 numbers a token. It costs a hash and two logarithms for each token and column, and a hash for each column.
-    With `top_k`: one all-gather of 2 min(top_k, ceil(V/n)) numbers a token; then every IPU draws alike among the top_k
-    candidates, whose noise is all there is.
-    There is no backward pass: an index has no gradient.
+    of 2 numbers per token. It costs a hash and two logarithms for each token and column, and a hash for each column.
+    With `top_k`: one all-gather of 2 min(top_k, ceil(V/n)) numbers per token; then every IPU draws alike among the
+    top_k candidates, whose noise is all there is. There is no backward pass: an index has no gradient.
 
     Args:
         key: one typed key, `jax.random.key(seed)`, the same on all IPUs of `axis`. Under check_vma=False it cannot be

@@ -1,7 +1,7 @@
 """Softmax over a last dim that is split over the IPUs of a mesh axis.
 
-No IPU ever holds a whole row of logits. Each reduces its own columns to two floats a token, their largest logit and the
-log-sum-exp measured from it; one all-gather hands these to all, and every IPU finishes by itself.
+No IPU ever holds a whole row of logits. Each reduces its own columns to two floats per token, their largest logit and
+the log-sum-exp measured from it; one all-gather hands these to all, and every IPU finishes by itself.
 
 Dims: N tokens (any number of leading dims), V columns; n IPUs.
 """
@@ -18,8 +18,8 @@ from sharded_ops._split import Split, check_shard, mask_padding, split_over
 def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
     """Return `jax.nn.log_softmax` over a last dim that is split over the IPUs of `axis`.
 
-    Forward: one all-gather of 2 floats a token. Backward: one all-reduce of 1 float a token under check_vma=True; one
-    reduce-scatter that leaves 2 floats a token on each IPU under check_vma=False.
+    Forward: one all-gather of 2 floats per token. Backward: one all-reduce of 1 float per token under check_vma=True;
+    one reduce-scatter that leaves 2 floats per token on each IPU under check_vma=False.
 
     Args:
         logits_shard: (N.., V) globally, padded with `Split(size, n).pad(logits, -1)`; each IPU holds (N.., ceil(V/n)).

@@ -84,7 +84,7 @@ class PipelineReport:
         micro_batches: M.
         ipus: per IPU of a replica, its part.
         stash, registers, working_set, sums: bytes of the prediction, the same on every IPU; the module says of what.
-        temporary: the compiled program's temporary bytes an IPU, as XLA says; None where it was not compiled.
+        temporary: the compiled program's temporary bytes per IPU, as XLA says; None where it was not compiled.
     """
 
     schedule: str
@@ -98,7 +98,7 @@ class PipelineReport:
 
     @property
     def predicted_temporary(self) -> int:
-        """Temporary bytes an IPU, without compiling."""
+        """Temporary bytes per IPU, without compiling."""
         return self.stash + self.registers + self.working_set + self.sums
 
     def bytes_by_kind(self, ipu: int) -> dict[str, int]:

@@ -66,7 +66,7 @@ class Feed:
     many. A mesh over the devices of several processes holds those of all instances, each with as many rows of it.
 
     Args:
-        source: a pytree of arrays with an example a row, or an indexable: `__len__()`, and `__getitem__` of an index
+        source: a pytree of arrays with one example per row, or an indexable: `__len__()`, and `__getitem__` of an index
             array (n,) that gives a pytree of NumPy arrays (n, ...). With several workers it is called by several
             threads at once.
         mesh: with an axis "replica"; `Pipeline.mesh`.

@@ -210,7 +210,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         return cls(**vars(parse(text)))
 
     def to_text(self) -> str:
-        """Return the picture: a row an IPU, a column a tick. `from_text` reads it back."""
+        """Return the picture: one row per IPU, one column per tick. `from_text` reads it back."""
         return draw(self, self.bubble())
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The picture of a schedule: a row an IPU, a column a tick. It prints, and it parses back.
+"""The picture of a schedule: one row per IPU, one column per tick. It prints, and it parses back.
 
     1f1b: 2 stages on 2 IPUs, 2 micro-batches, 6 ticks, bubble 33.3%, one-phase clock
     stash: stage 0 holds 2, stage 1 holds 1

@@ -12,7 +12,7 @@ derivative nothing need be:
               sends nothing.
 
 The tangent of `_told` computes its probabilities again (`jax.checkpoint`): what is kept for the backward pass is the
-logits, as they came, and two floats a token.
+logits, as they came, and two floats per token.
 
 Dims: N tokens (any number of leading dims), V columns; n IPUs.
 """
@@ -114,7 +114,7 @@ def log_softmax_cross_entropy(
 
     Forward: one all-gather of 3 floats per token, of 4 with soft targets. Backward: nothing.
     (The matmul that made the logits reduces its dx.) Derivatives of every order and in both modes are there; forward
-    mode sends one all-reduce of a float a token, and higher derivatives a few of them.
+    mode sends one all-reduce of a float per token, and higher derivatives a few of them.
 
     Under check_vma=False the backward pass takes it that all IPUs use the loss alike, so that the loss's cotangent, of
     which each IPU then holds an equal part, is n times that part (see `collectives`). A program in which only one IPU

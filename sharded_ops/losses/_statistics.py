@@ -1,7 +1,8 @@
 """What a softmax cross-entropy computes of a tile: some columns of the logits of some tokens.
 
-A tile is reduced to a few floats a token, its statistics; those of a shard's tiles are merged into one; one all-gather
-hands every shard's to all IPUs, which then know each token's loss, and with it the gradient of any tile by itself.
+A tile is reduced to a few floats per token, its statistics; those of a shard's tiles are merged into one; one
+all-gather hands every shard's to all IPUs, which then know each token's loss, and with it the gradient of any tile by
+itself.
 
 The target gives each column v a weight u_v: 1 to the label's, or by label smoothing and soft targets to many. With x
 the logits, a shard tells the others, measured from its own largest logit t,
@@ -16,10 +17,11 @@ number is ever taken from another, as both lse - t and t - y are 0 or more. So t
 program's, also for a confident prediction, whose loss is much smaller than its logits. The gradient needs T and
 lse - T, which every IPU then knows as exactly as the dense program does, and sends nothing.
 
-(Megatron-LM and torch's loss_parallel use three all-reduces of a float a token: Shoeybi et al. 2019, arXiv:1909.08053,
-section 3. Measuring from a reference is the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867.)
+(Megatron-LM and torch's loss_parallel use three all-reduces of a float per token: Shoeybi et al. 2019,
+arXiv:1909.08053, section 3. Measuring from a reference is the online softmax of Milakov and Gimelshein 2018,
+arXiv:1805.02867.)
 
-Dims: N tokens (any number of leading dims), C columns of a tile, V of all; n IPUs; K floats a token.
+Dims: N tokens (any number of leading dims), C columns of a tile, V of all; n IPUs; K floats per token.
 """
 
 import dataclasses

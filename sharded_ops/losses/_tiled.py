@@ -1,6 +1,6 @@
 """The two ways in which `linear_cross_entropy` computes loss and gradients, tile by tile (see `projection`).
 
-Dims: N tokens, D features, V rows of the shard; C columns of a tile, K floats a token.
+Dims: N tokens, D features, V rows of the shard; C columns of a tile, K floats per token.
 """
 
 import dataclasses
