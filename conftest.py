@@ -3,10 +3,10 @@
 It stands at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, which is when these settings count; processes that a test starts inherit them.
 
-Of the tests marked slow a sample runs: one in eight of each function's cases, or one in three of `slow(one_in=3)`, and
-of each function at least one; none of those marked slow(sampled=False), which take half a minute or more. Each run
-draws another sample, by a seed that it prints and that `--slow-seed` sets, so that in time all of them run.
-`pytest --slow=all` runs them all.
+Of the tests marked slow a sample runs: one in eight of each function's cases, or one in three of `slow(one_in=3)`, at
+least one of them, and every other time the only one; none of those marked slow(sampled=False), which take half a minute
+or more. Each run draws another sample, by a seed that it prints and that `--slow-seed` sets, so that in time all of
+them run. `pytest --slow=all` runs them all.
 """
 
 import os
@@ -62,14 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: list[pytest.Item] = []
     cases: dict[tuple[str, int], list[pytest.Item]] = {}  # of each slow function
     for item in items:
-        marker = item.get_closest_marker("slow")
-        if marker and marker.kwargs.get("sampled") is False:
+        markers = list(item.iter_markers("slow"))  # a case's own, and its function's
+        if any(marker.kwargs.get("sampled") is False for marker in markers):
             left_out.append(item)
-        elif marker:
-            one_in = marker.kwargs.get("one_in", _ONE_IN)
+        elif markers:
+            one_in = max(marker.kwargs.get("one_in", _ONE_IN) for marker in markers)
             cases.setdefault((item.nodeid.split("[")[0], one_in), []).append(item)
     for (function, one_in), of_function in cases.items():
-        first = random.Random(f"{config.option.slow_seed} {function}").randrange(min(one_in, len(of_function)))
+        dice = random.Random(f"{config.option.slow_seed} {function}")
+        # the only case of a function runs every other time
+        first = dice.randrange(min(one_in, len(of_function)) if len(of_function) > 1 else 2)
         left_out += [item for i, item in enumerate(of_function) if i % one_in != first]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -19,6 +19,10 @@ def test_many(i): pass
 @pytest.mark.parametrize("i", range(7))
 def test_some(i): pass
 
+@pytest.mark.slow(one_in=2)
+@pytest.mark.parametrize("i", [*range(4), *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 12))])
+def test_few(i): pass
+
 @pytest.mark.slow
 def test_alone(): pass
 
@@ -54,10 +58,12 @@ def test_a_sample_holds_some_of_each_and_the_seed_decides_which(run):
     found = [run("--slow-seed", str(seed)) for seed in range(4)]
     for seed, (names, line) in enumerate(found):
         assert line == f"slow tests: a sample, drawn by --slow-seed {seed}"
-        assert {"test_alone", "test_quick"} < names
+        assert "test_quick" in names
         assert "test_long" not in names
         assert (len(cases(names, "test_many")), len(cases(names, "test_some")) in (2, 3)) == (2, True)
+        assert len(cases(names, "test_few")) == 3, "two of four, and one of eight"
     assert len({frozenset(cases(names, "test_many")) for names, _ in found}) > 1
+    assert {"test_alone" in names for names, _ in found} == {True, False}
     assert run("--slow-seed", "2")[0] == found[2][0]
 
 
@@ -68,4 +74,4 @@ def test_workers_draw_the_sample_of_their_run(run):
 
 def test_all_of_them_run_when_asked_for(run):
     names, line = run("--slow=all")
-    assert (len(names), line) == (16 + 7 + 3, "slow tests: all")
+    assert (len(names), line) == (16 + 7 + 12 + 3, "slow tests: all")
