@@ -144,7 +144,7 @@ class InFlight:
 
     @property
     def outstanding(self) -> int:
-        """How many steps are remembered and were not waited for."""
+        """Return the number of steps that were admitted and not waited for."""
         return len(self._steps)
 
     def admit(self, outputs: Any) -> None:

@@ -19,7 +19,7 @@ Half = Literal["bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
-    """How a pipeline runs one weight update.
+    """Options of a pipeline's weight update.
 
     Attributes:
         gradient_accumulation: M, the micro-batches that make one weight update; at least 1.
@@ -74,7 +74,7 @@ class DynamicScale:
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
-    """How weights are updated: what one call of a `TrainStep` does.
+    """Options of a `TrainStep`: how weights are updated, and how often per call.
 
     Attributes:
         replication_factor: copies of the model. None: as many as the model has, 1 for a plain function.

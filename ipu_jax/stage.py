@@ -14,7 +14,7 @@ from ipu_jax.devices import ALL_IPUS, AllIpus
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What a stage returns that has more to give than `y`.
+    """The result of a stage that returns more than `y`.
 
     Attributes:
         y: what the next stage reads; from the last stage the micro-batch's mean loss.

@@ -31,7 +31,7 @@ class VerificationError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class VerificationReport:
-    """What `verify` found.
+    """The errors that `verify` measured.
 
     Attributes:
         loss, reference_loss: the pipeline's and the unsharded program's.
@@ -287,7 +287,7 @@ class _Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Allowed:
-    """How far apart two leaves may be: `rtol` where it was given, else what rounding explains; integers not at all."""
+    """The allowed error of a leaf: `rtol` if given, else what rounding explains; 0 for integers."""
 
     rtol: float | None
     default: float

@@ -21,7 +21,7 @@ _BATCHES_AHEAD = 2  # a call's batch each, and so many beside the two that run a
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batches:
-    """Which images make which update.
+    """The images of each update.
 
     An epoch has floor(images / (batch_size * gradient_accumulation * replicas)) updates. The images left over are not
     seen in that epoch: with `shuffle` they are others in each epoch, without they are always the last.

@@ -65,7 +65,7 @@ class ExecutableCache:
 
     @property
     def misses(self) -> int:
-        """How many programs were looked for and had to be compiled."""
+        """Return the number of programs that were looked for and had to be compiled."""
         return self._requests - self.hits
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class ExecutableCache:
         return True
 
     def _put_back(self) -> None:
-        """What was set aside and not written anew."""
+        """Put back the entries that were set aside and not written anew."""
         for aside in self._folder.glob(f"*{_ASIDE}"):
             entry = aside.with_name(aside.name.removesuffix(_ASIDE))
             if entry.exists():

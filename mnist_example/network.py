@@ -36,7 +36,7 @@ class _InitParams(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """What makes an update unless the user says otherwise; the attributes are named as `run-sharded-mnist`'s flags.
+    """The defaults of an update; the attributes are named as `run-sharded-mnist`'s flags.
 
     Attributes:
         batch_size: images of a micro-batch.

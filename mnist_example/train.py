@@ -39,7 +39,7 @@ class DivergedError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """What one device call brought.
+    """The outputs of one device call.
 
     Attributes:
         losses: the loss of each of its updates, float32.
@@ -55,7 +55,7 @@ class Call:
 
 
 class _Told(NamedTuple):
-    """What a call's program gives beside the state: losses float32 (updates_per_call,), skipped int32 ()."""
+    """A call's results beside the state: losses float32 (updates_per_call,), skipped int32 ()."""
 
     losses: Any
     skipped: Any

@@ -17,7 +17,7 @@ from sharded_ops._split import Split
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """What one leaf is when it is whole, and which of its dims is split.
+    """The shape and dtype of a whole leaf, and which of its dims is split.
 
     Args:
         shape: of the whole leaf, without padding.
@@ -103,7 +103,7 @@ def check_leaf(method: str, path: str, leaf: Any, described: LeafLayout, *, padd
 
 
 def real_part(described: LeafLayout) -> tuple[slice, ...]:
-    """What to take of a padded leaf to have it whole."""
+    """Return the slices that remove a leaf's padding."""
     return tuple(slice(0, size) for size in described.shape)
 
 

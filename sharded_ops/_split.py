@@ -217,7 +217,7 @@ def check_apart(name: str, shard: jax.Array, axis: str) -> None:
 
 
 def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str, *, option: str = "size") -> None:
-    """Refuse a shard that has not the rows that `split` gives each IPU in `dim`, or no such dim, or is no shard.
+    """Refuse what is not a shard, or has no `dim`, or not the rows in it that `split` gives each IPU.
 
     Raises:
         ValueError: names the array, both sizes, and how to shard it.

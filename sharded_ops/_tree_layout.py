@@ -33,7 +33,7 @@ _FIELDS = ("shape", "dtype", "dim")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the leaves of a tree are split over the IPUs of one mesh axis, for any number of IPUs.
+    """The split of a tree's leaves over the IPUs of one mesh axis, for any number of IPUs.
 
     A leaf is named by its path, the keys on the way to it with "/" between: {"head": {"w": w}} has "head/w". Make a
     layout with `Layout.of`, and that of an optimizer's state from its parameters' with `of_state`.

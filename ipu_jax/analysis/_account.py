@@ -20,7 +20,7 @@ from ipu_jax.weights.packing import Layout
 
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
-    """What one segment costs an IPU for one micro-batch.
+    """The cost of one segment to an IPU for one micro-batch.
 
     Attributes:
         forward, backward, weight: FLOPs of F, of the whole backward pass, and of W where it is apart.

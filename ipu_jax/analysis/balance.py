@@ -30,7 +30,7 @@ from ipu_jax.stage import Stage
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlacement:
-    """Where each layer goes; `str()` prints it as a table.
+    """The IPU of each layer; `str()` prints a table.
 
     Attributes:
         ipus: per layer its IPU, or None for a concurrent stage.
@@ -46,7 +46,7 @@ class LayerPlacement:
 
     @property
     def imbalance(self) -> float:
-        """How much longer the busiest IPU works than the mean one: 0 is even, 1 twice as long."""
+        """Return the largest load over the mean load, less 1: 0 if all IPUs work equally long."""
         return max(self.loads) * len(self.loads) / sum(self.loads) - 1
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ class IpuReport:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineReport:
-    """What a pipeline needs for given shapes; `str()` prints the table.
+    """The needs of a pipeline for given shapes; `str()` prints a table.
 
     Attributes:
         schedule: the schedule's name.
@@ -102,7 +102,7 @@ class PipelineReport:
         return self.stash + self.registers + self.working_set + self.sums
 
     def bytes_by_kind(self, ipu: int) -> dict[str, int]:
-        """What an IPU must hold at once; temporary bytes as measured, or predicted where nothing was compiled."""
+        """Return the bytes that an IPU holds at once, by kind; temporary ones as measured, or else predicted."""
         part = self.ipus[ipu]
         return {
             "weights": part.weights + part.padding,

@@ -171,7 +171,7 @@ class Feed:
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches a whole epoch has."""
+        """Return the number of batches in a whole epoch."""
         return self._order.batches_from(0)
 
     def state(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ REMAINDERS: Final = ("drop", "updates", "pad", "wrap")
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where reading stands: before example number `position` of the epoch's order. Both count from 0."""
+    """A position in the data: before example number `position` of the epoch's order. Both count from 0."""
 
     epoch: int
     position: int

@@ -32,7 +32,7 @@ class FeedTimeoutError(TimeoutError):
 
 @dataclasses.dataclass
 class _Shared(Generic[_Item, _Result]):
-    """What the workers and the reader share. No worker holds the `Prefetcher`, so that it can be collected."""
+    """State shared by the workers and the reader. No worker holds the `Prefetcher`, so that it can be collected."""
 
     make: Callable[[_Item], _Result]
     items: Iterator[_Item]
@@ -93,7 +93,7 @@ class Prefetcher(Generic[_Item, _Result]):
 
     @property
     def ready(self) -> int:
-        """How many results wait to be taken."""
+        """Return the number of results that wait to be taken."""
         with self._shared.changed:
             return len(self._shared.results)
 

@@ -31,7 +31,7 @@ _RULES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """What a program says and holds; equal for like programs."""
+    """The text and the constants of a program; equal for programs that compute the same."""
 
     said: tuple[Any, ...]
     held: tuple[Any, ...]

@@ -19,7 +19,7 @@ from ipu_jax.stage import Outputs, Role, Stage, naming
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What passes between stages: what one returned, and the skips that are on their way."""
+    """The message between stages: the result of one, and the skips on their way."""
 
     y: Any
     skips: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -32,7 +32,7 @@ NO_MESSAGE = Message(None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MicrobatchInputs:
-    """What F and B of a micro-batch both read: its part of the batch, and per stage its random key, or None."""
+    """The inputs that F and B share: the micro-batch, and per stage its random key, or None."""
 
     microbatch: Any
     keys: tuple[Any, ...]

@@ -119,7 +119,7 @@ class _Line:
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a run is. Every segment does its micro-batches in order, so counts tell all."""
+    """The progress of a run. Every segment does its micro-batches in order, so counts describe it."""
 
     line: _Line
     begun: dict[tuple[int, Kind], int]

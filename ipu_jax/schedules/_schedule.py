@@ -83,7 +83,7 @@ class Schedule(Timetable):
 
     @property
     def forward_ticks(self) -> int:
-        """How many ticks a forward-only run of this schedule takes."""
+        """Return the number of ticks in a forward-only run of this schedule."""
         return 1 + max(map(max, self.forward))
 
     @property

@@ -33,7 +33,7 @@ Cost = float | Sequence[float]
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a simulated run of one weight update was like.
+    """The result of simulating one weight update.
 
     Attributes:
         makespan: time from the first task's start to the last one's end.

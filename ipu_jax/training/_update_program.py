@@ -28,7 +28,7 @@ from ipu_jax.weights.packing import Sharded
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What an update changes, placed on the IPUs. A pytree.
+    """The state that an update changes, on the IPUs. A pytree.
 
     Attributes:
         params: the weights, as `Pipeline.shard` or `Replicas.shard` places them.
@@ -64,7 +64,7 @@ class StepOutputs:
 
 
 class Iteration:
-    """What every IPU runs in a call of a `TrainStep`, inside the mapped program.
+    """The program of every IPU in a call of a `TrainStep`, inside the mapped program.
 
     Args:
         model: on all its replicas.

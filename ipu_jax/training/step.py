@@ -269,7 +269,7 @@ class TrainStep:
         return state, outputs
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """Return the program of a call, lowered and not run: `.compile()` tells its memory and its HLO."""
+        """Return the program of a call, lowered and not run: `.compile()` gives its memory and its HLO."""
         self._check_batch(state, batch)
         return self._program.lower(state, batch)
 

@@ -192,7 +192,7 @@ def log_softmax_cross_entropy(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _whole(x_NV: jax.Array, targets: jax.Array, terms: Terms) -> Whole:
-    """Return all but the derivatives of the loss, which are not this one's to tell."""
+    """Return the statistics of all columns. Their derivatives are right but the loss's, which `_told` gives."""
     first = first_column(terms)
     of_shard = statistics(logits_of(x_NV, first, terms), targets, first, terms)
     return put_together(gather_to_all(numbers_sent(of_shard, targets, terms), terms.axis), targets, terms)

@@ -37,7 +37,7 @@ from sharded_ops._split import Split
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What makes up the loss of a token, and over which IPUs its columns are split."""
+    """The terms of a token's loss, and the axis over which its columns are split."""
 
     split: Split
     axis: str
@@ -48,7 +48,7 @@ class Terms:
 
 
 class Statistics(NamedTuple):
-    """Of a tile's columns, or of all those of a shard, for each token."""
+    """Statistics per token of a tile's columns, or of all columns of a shard."""
 
     top_N: jax.Array
     log_sum_N: jax.Array  # log of the sum of exp(logit - top)
@@ -58,7 +58,7 @@ class Statistics(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Of all columns, for each token, the same on all IPUs. The log-sum-exp is base + rest."""
+    """Statistics per token of all columns, the same on all IPUs. The log-sum-exp is base + rest."""
 
     base_N: jax.Array
     rest_N: jax.Array
@@ -77,7 +77,7 @@ def is_soft(targets: jax.Array) -> bool:
 
 
 def logits_of(x_NC: jax.Array, first: int | jax.Array, terms: Terms) -> jax.Array:
-    """What the softmax is taken of: in float32 at least, capped, over the temperature, with -inf for padding.
+    """Return the softmax's logits: in float32 at least, capped, divided by the temperature, -inf for padding.
 
     Args:
         x_NC: the raw logits of a tile.
@@ -141,7 +141,7 @@ def merged(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float 
 
 
 def numbers_sent(of_shard: Statistics, targets: jax.Array, terms: Terms) -> jax.Array:
-    """What a shard has to tell the others: (K, N..), where K is 3, or 4 with soft targets. Sends nothing itself."""
+    """Return the numbers that a shard sends: (K, N..), K being 3, or 4 with soft targets. Communicates nothing."""
     top_N, log_sum_N, label_logit_N, spread_N, mass_N = of_shard
     if spread_N is None:
         spread_N = jnp.zeros_like(top_N)
@@ -154,7 +154,7 @@ def numbers_sent(of_shard: Statistics, targets: jax.Array, terms: Terms) -> jax.
 
 
 def put_together(numbers_nKN: jax.Array, targets: jax.Array, terms: Terms) -> Whole:
-    """What all IPUs know of each token once they have every shard's `numbers_sent`. Sends nothing."""
+    """Combine every shard's `numbers_sent` into statistics of all columns. Communicates nothing."""
     top_nN, log_sum_nN, spread_nN = (numbers_nKN[:, k] for k in range(3))
     references_nN = finite(top_nN)
     base_N = finite(top_nN.max(0))

@@ -33,7 +33,7 @@ _FLOATS = 3  # a token, of `numbers_sent` for labels
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How many tokens and how many of the shard's columns a tile has, the last ones excepted."""
+    """The numbers of tokens and of the shard's columns in a tile; the last tiles may have fewer."""
 
     tokens: int
     columns: int
@@ -220,7 +220,7 @@ def _logits(hidden_ND: jax.Array, tile_CD: jax.Array) -> jax.Array:
 
 
 def _products(slopes_NC: jax.Array, chunk_ND: jax.Array, tile_CD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a tile adds to the gradients of its tokens and of its rows, (N, D) and (C, D), in the dtype of the slopes.
+    """Return a tile's summands of the gradients of tokens and rows, (N, D) and (C, D), in the slopes' dtype.
 
     The matmuls are those of the operands' dtype. For float16 the slopes, which may be as small as 1/V times a weight of
     1/N, first get as large as it can hold, and what that multiplied is taken off the products.
