@@ -17,10 +17,9 @@ The tolerances are absolute rules, which numpy.allclose defines. Under a mean ov
 than those of the half types allow for, right or wrong; so no gradient may differ by more than 5% of its norm, either.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +28,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, IPU_AXIS, Pipeline, Stage, configure, make_mesh
+from ipu_jax.tools._command_line import FLOAT32_TOLERANCE, HALF_TOLERANCE, Parser, Tolerance
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
-
-class Tolerance(NamedTuple):
-    """|got - want| <= atol + rtol * |want|, as numpy.allclose has it."""
-
-    rtol: float
-    atol: float
-
-
-FLOAT32_TOLERANCE = Tolerance(rtol=1e-6, atol=1e-5)
-HALF_TOLERANCE = Tolerance(rtol=1e-3, atol=1e-2)
 NORM_TOLERANCE = 0.05
-
-
-_LARGEST = 2**31 - 1
 
 
 class Results(NamedTuple):
@@ -150,54 +137,20 @@ def differences(got: Results, want: Results, tolerance: Tolerance) -> dict[str, 
     return differing
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage that argparse puts before it."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="sharded-embedding-tool",
         description="Compares a tied embedding, its projection and softmax cross-entropy, sharded over IPUs, with the "
         "unsharded program.",
     )
 
-    def size(name: str, default: int, meaning: str, convert: Callable[[str], int] = _positive) -> None:
-        parser.add_argument(name, type=convert, default=default, metavar="N", help=f"{meaning} (default: {default})")
-
-    size("--ipus", 4, "IPUs to split the table over")
-    size("--vocab-size", 8000, "rows of the table")
-    size("--feature-size", 768, "columns of the table")
-    size("--sequence-length", 256, "tokens")
-    size("--seed", 42, "seed of the random inputs", _not_negative)
-    half = parser.add_mutually_exclusive_group()
-    half.add_argument("--fp16", action="store_true", help="the table in float16, rather than float32")
-    half.add_argument("--bf16", action="store_true", help="the table in bfloat16, rather than float32")
-    parser.add_argument(
-        "--no-checks", dest="checks", action="store_false", help="run the sharded program only, and compare nothing"
-    )
+    parser.add_size("--ipus", 4, "IPUs to split the table over")
+    parser.add_size("--vocab-size", 8000, "rows of the table")
+    parser.add_size("--feature-size", 768, "columns of the table")
+    parser.add_size("--sequence-length", 256, "tokens")
+    parser.add_size("--seed", 42, "seed of the random inputs", least=0)
+    parser.add_dtypes_and_checks("the table")
     return parser
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _not_negative(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = None
-    if value is None or value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-    if value > _LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than 32 bits hold: give {_LARGEST} at most")
-    return value
 
 
 if __name__ == "__main__":
