@@ -40,7 +40,7 @@ from ipu_jax.weights.arguments import (
     specs_for,
     state_owners_of,
 )
-from ipu_jax.weights.packing import Layout, Sharded
+from ipu_jax.weights.packing import PackedLayout, Sharded
 
 
 class Pipeline:
@@ -158,7 +158,7 @@ class Pipeline:
             ValueError: a missing or unknown group, a leaf that isn't a floating array, a spec that doesn't fit.
         """
         layout = packing.plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
-        return packing.place(params, layout, self.mesh)
+        return packing.shard_tree(params, layout, self.mesh)
 
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` does weights; leaves may be of any dtype.
@@ -167,12 +167,12 @@ class Pipeline:
             ValueError: a missing or unknown group, a leaf that isn't an array, a spec that doesn't fit.
         """
         layout = packing.plan_layout(state, self._state_owners, self._state_specs, self.ipus, what="state")
-        return packing.place(state, layout, self.mesh)
+        return packing.shard_tree(state, layout, self.mesh)
 
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
         """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`."""
         check_alive("sharded", sharded)
-        return packing.fetch(sharded)
+        return packing.unshard_tree(sharded)
 
     def value_and_grad(
         self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
@@ -275,7 +275,7 @@ class Pipeline:
         options = self.options
         loss_cotangent = 1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas)
         of_batch = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
-        state = state or packing.nothing(self.ipus)
+        state = state or packing.empty_sharded(self.ipus)
         of_params, of_state = packing.specs_of(params.layout), packing.specs_of(state.layout)
 
         def program(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
@@ -321,7 +321,7 @@ class Pipeline:
         To be called inside a `shard_map` over the pipeline's mesh. Without `reduce_over_replicas` nothing is sent
         between replicas: loss, gradients and new state are this replica's own. Gradients are float32 at least.
         """
-        state = state or packing.nothing(self.ipus)
+        state = state or packing.empty_sharded(self.ipus)
         own = self.adopted(params)
         plan = self.plan(own.layout, state.layout, batch, key, backward=backward)
         result = engine.run(
@@ -366,7 +366,7 @@ class Pipeline:
         """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
 
-    def plan(self, params: Layout, state: Layout, batch: Any, key: Any, *, backward: bool) -> Plan:
+    def plan(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, backward: bool) -> Plan:
         """Return the plan for such weights, state and batch (leaves (M, ...)). To be called inside the `shard_map`."""
         schedule = self.schedule if backward else self._forward_schedule
         segments = segments_of(self.stages, schedule, "training" if backward else "evaluation")
@@ -378,7 +378,7 @@ class Pipeline:
         """Return the plan of a step with such arguments, arrays or shapes. Traces the stages; runs nothing."""
         lead = 0 if self.replicas == 1 else 1
         of_replica = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype), batch)
-        layouts = params.layout, (state or packing.nothing(self.ipus)).layout
+        layouts = params.layout, (state or packing.empty_sharded(self.ipus)).layout
         return traced_on(self.mesh, lambda: self.plan(*layouts, of_replica, key, backward=True))
 
     def is_frozen(self, params: Mapping[str, Any]) -> list[bool]:

@@ -15,7 +15,7 @@ from ipu_jax.engine.plan import Plan
 from ipu_jax.engine.stash import Stash
 from ipu_jax.programs.segment_program import split_floats
 from ipu_jax.weights import packing
-from ipu_jax.weights.packing import Layout
+from ipu_jax.weights.packing import PackedLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SegmentCost:
     working_set: int
 
 
-def costs_of(plan: Plan, params: Layout) -> list[SegmentCost]:
+def costs_of(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
     """Return the costs of each segment."""
     found = []
     for segment, halves in zip(plan.segments, plan.halves, strict=True):
@@ -63,11 +63,11 @@ def _stash_bytes(sizes: dict[str, int]) -> int:
     return sum(size * np.dtype(buffer.split(":")[1]).itemsize for buffer, size in sizes.items())
 
 
-def weights_of(layout: Layout, ipu: int) -> tuple[int, int, int]:
+def weights_of(layout: PackedLayout, ipu: int) -> tuple[int, int, int]:
     """Return an IPU's own bytes of weights, its bytes with padding, and those of their accumulators."""
     own = 0
     arrays = [(slot.shape, slot.dtype) for slot in layout.slots]
-    summed = [array for k, array in enumerate(arrays) if k in layout.trained_slots]
+    summed = [array for k, array in enumerate(arrays) if k in layout.trainable_slots]
     for group in layout.groups:
         for leaf in group.leaves:
             size = np.dtype(leaf.dtype).itemsize
@@ -90,9 +90,9 @@ def _sum_dtype(dtype: str) -> np.dtype:
     return np.dtype(jnp.promote_types(dtype, jnp.float32))
 
 
-def wider_sums(layout: Layout) -> int:
+def wider_sums(layout: PackedLayout) -> int:
     """Return the bytes of the accumulators that are wider than their gradients, and so cannot share their memory."""
-    held = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trained_slots]
+    held = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trainable_slots]
     concurrent = [leaf for g in layout.groups if g.ipu is None for leaf in g.leaves if not leaf.frozen]
     held += [(packing.local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
     return sum(math.prod(s) * _sum_dtype(dtype).itemsize for s, dtype in held if _sum_dtype(dtype) != np.dtype(dtype))

@@ -20,7 +20,7 @@ from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.schedules import Schedule
 from ipu_jax.weights import packing
-from ipu_jax.weights.packing import Layout
+from ipu_jax.weights.packing import PackedLayout
 
 Table = Literal["F", "B", "W", "x", "dy"]
 TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
@@ -77,8 +77,8 @@ class Plan:
 def make_plan(
     segments: tuple[Segment, ...],
     schedule: Schedule,
-    params: Layout,
-    state: Layout,
+    params: PackedLayout,
+    state: PackedLayout,
     microbatch: Any,
     *,
     key: Any = None,
@@ -141,7 +141,7 @@ def make_plan(
     return dataclasses.replace(plan, teams=teams, tables={table: _table(plan, teams, table) for table in TABLES})
 
 
-def _shards(layout: Layout, names: Sequence[str]) -> dict[str, Any]:
+def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:
     """Return, per group, a tree that says of each leaf whether IPUs hold different shards of it."""
     groups = {name: layout.group(name) for name in names}
     return {
@@ -155,7 +155,7 @@ def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: 
     return bool(taken) and message == y and all(pair[0] != a and pair[1] != b for a, b in taken)
 
 
-def _teams(plan: Plan, params: Layout, state: Layout) -> tuple[tuple[int, ...], ...]:
+def _teams(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tuple[int, ...], ...]:
     """Join like segments of different IPUs, so that each IPU still runs its own in order."""
     teams: list[list[int]] = []
     likeness: list[Any] = []
@@ -173,14 +173,14 @@ def _teams(plan: Plan, params: Layout, state: Layout) -> tuple[tuple[int, ...], 
     return tuple(map(tuple, teams))
 
 
-def _likeness(plan: Plan, i: int, params: Layout, state: Layout) -> Any:
+def _likeness(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> Any:
     """Return what segments must have in common to form a team, or None for a segment that forms its own."""
     segment, halves = plan.segments[i], plan.halves[i]
     inner = 0 < i < plan.last and None not in (plan.segments[j].place for j in (i - 1, i, i + 1))
     if not inner or halves.signature is None or jax.tree.leaves(halves.aux):
         return None
 
-    def kept(layout: Layout, groups: Sequence[str]) -> list[Any]:
+    def kept(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
         return [(leaf.slot, leaf.shape, leaf.frozen) for name in sorted(groups) for leaf in layout.group(name).leaves]
 
     crosses = [plan.segments[j].place != segment.place for j in (i - 1, i + 1)]

@@ -142,7 +142,7 @@ class _Program:
             state[f"aux{i}"] = jax.tree.map(lambda a, n=count: jnp.zeros((n, *a.shape), a.dtype), halves.aux)
         if self.backward:
             floats = [[_idle(leaf) for leaf in _floats(message)] for message in plan.messages]
-            trained = self.params.layout.trained_slots
+            trained = self.params.layout.trainable_slots
             state |= {
                 "dx": floats,
                 "dx_in": [f if r else None for f, r in zip(floats, plan.routes, strict=True)],

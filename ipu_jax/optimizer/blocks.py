@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.weights.packing import WHOLE, Layout, Leaf, Sharded, local_shape
+from ipu_jax.weights.packing import WHOLE, Leaf, PackedLayout, Sharded, local_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Cells:
         return found
 
 
-def of_layout(layout: Layout, *, replicas: int) -> Cells:
+def of_layout(layout: PackedLayout, *, replicas: int) -> Cells:
     """Return the cells of a pipeline's weights."""
     tree: dict[str, Any] = {}
     leaves: list[tuple[Any, Leaf]] = []
@@ -223,7 +223,7 @@ def take(params: Any) -> list[Any]:
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
     layout = params.layout
-    trained = layout.trained_slots
+    trained = layout.trainable_slots
     return [slot[0] for k, slot in enumerate(params.slots) if k in trained] + [
         value
         for group in layout.groups
@@ -238,7 +238,7 @@ def put(params: Any, arrays: Sequence[Any]) -> Any:
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)
     layout, following = params.layout, iter(arrays)
-    trained = layout.trained_slots
+    trained = layout.trainable_slots
     slots = [next(following)[None] if k in trained else slot for k, slot in enumerate(params.slots)]
     concurrent = {
         group.name: [

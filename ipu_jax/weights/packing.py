@@ -66,7 +66,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Describe where every leaf of every group is. Hashable: it is the static part of a `Sharded`."""
 
     ipus: int
@@ -77,7 +77,7 @@ class Layout:
         return next(group for group in self.groups if group.name == name)
 
     @property
-    def trained_slots(self) -> frozenset[int]:
+    def trainable_slots(self) -> frozenset[int]:
         """Return the slots with a leaf that gets a gradient."""
         return frozenset(leaf.slot for g in self.groups if g.ipu is not None for leaf in g.leaves if not leaf.frozen)
 
@@ -95,7 +95,7 @@ class Sharded:
 
     slots: list[Any]
     concurrent: dict[str, list[Any]]
-    layout: Layout = dataclasses.field(metadata={"static": True})
+    layout: PackedLayout = dataclasses.field(metadata={"static": True})
 
 
 def plan_layout(
@@ -106,7 +106,7 @@ def plan_layout(
     *,
     frozen: Mapping[str, Any] | None = None,
     what: str = "params",
-) -> Layout:
+) -> PackedLayout:
     """Decide where each leaf goes.
 
     Args:
@@ -118,7 +118,7 @@ def plan_layout(
         what: what errors call it, "params" or "state"; leaves of a state are of any dtype.
 
     Returns:
-        The `Layout`.
+        The `PackedLayout`.
 
     Raises:
         ValueError: missing or unknown groups, a leaf that isn't an array, one that gets a gradient and isn't floating,
@@ -144,7 +144,7 @@ def plan_layout(
             leaves = with_specs(name, leaves, treedef, specs)
         groups.append(Group(name, ipu, treedef, tuple(leaves)))
     slots, groups = _assign_slots(groups, ipus)
-    return Layout(ipus, groups, slots)
+    return PackedLayout(ipus, groups, slots)
 
 
 def _whether_frozen(name: str, treedef: Any, frozen: Any) -> list[bool]:
@@ -158,7 +158,7 @@ def _whether_frozen(name: str, treedef: Any, frozen: Any) -> list[bool]:
     return [bool(value) for value in found]
 
 
-def with_frozen(layout: Layout, frozen: Mapping[str, Any]) -> Layout:
+def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout:
     """Return the layout with these leaves frozen and no others, as `plan_layout` takes them.
 
     Raises:
@@ -260,18 +260,18 @@ def _assign_slots(groups: list[Group], ipus: int) -> tuple[tuple[Slot, ...], tup
     return tuple(slots), placed
 
 
-def specs_of(layout: Layout) -> Sharded:
+def specs_of(layout: PackedLayout) -> Sharded:
     """Return the PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
     concurrent = {g.name: [leaf.spec for leaf in g.leaves] for g in layout.groups if g.ipu is None}
     return Sharded([PartitionSpec(IPU_AXIS)] * len(layout.slots), concurrent, layout)
 
 
-def nothing(ipus: int) -> Sharded:
+def empty_sharded(ipus: int) -> Sharded:
     """Return a `Sharded` without groups."""
-    return Sharded([], {}, Layout(ipus, (), ()))
+    return Sharded([], {}, PackedLayout(ipus, (), ()))
 
 
-def place(params: Mapping[str, Any], layout: Layout, mesh: Mesh) -> Sharded:
+def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Put `{group: pytree}` on the IPUs. Communicates host to device only; an IPU gets what it owns."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
     concurrent: dict[str, list[Any]] = {}
@@ -315,7 +315,7 @@ def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
     return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in _dims(leaf.shape, leaf.spec))
 
 
-def local_shapes(layout: Layout) -> dict[str, Any]:
+def local_shapes(layout: PackedLayout) -> dict[str, Any]:
     """Return `{group: tree of the shapes that one IPU sees}`."""
     return {
         group.name: jax.tree.unflatten(
@@ -331,8 +331,8 @@ def local_shapes(layout: Layout) -> dict[str, Any]:
     }
 
 
-def fetch(sharded: Sharded) -> dict[str, Any]:
-    """Return `{group: pytree}` with its original shapes, without padding: the inverse of `place`."""
+def unshard_tree(sharded: Sharded) -> dict[str, Any]:
+    """Return `{group: pytree}` with its original shapes, without padding: the inverse of `shard_tree`."""
     groups: dict[str, Any] = {}
     slots = [np.asarray(slot) for slot in sharded.slots]
     for group in sharded.layout.groups:

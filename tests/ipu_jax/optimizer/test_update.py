@@ -142,7 +142,7 @@ def spread(pipeline, optimizers, params, gradients, replicas):
 def padding_is_zero(sharded):
     """Whether nothing but leaves was ever written: slots' fillings and vocabularies' paddings are 0 still."""
     total = sum(float(jnp.abs(a).sum()) for a in jax.tree.leaves(sharded))
-    whole = sum(float(jnp.abs(a).sum()) for a in jax.tree.leaves(packing.fetch(sharded)))
+    whole = sum(float(jnp.abs(a).sum()) for a in jax.tree.leaves(packing.unshard_tree(sharded)))
     return abs(total - whole) <= 1e-5 * total
 
 

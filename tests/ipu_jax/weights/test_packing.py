@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
-from ipu_jax.weights.packing import Sharded, fetch, local_shape, place, plan_layout, read, specs_of
+from ipu_jax.weights.packing import Sharded, local_shape, plan_layout, read, shard_tree, specs_of, unshard_tree
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
@@ -30,7 +30,7 @@ def arrays(shapes, dtype=F32, seed=0):
 
 
 def put(params, owners, specs=None, ipus=2, replicas=1):
-    return place(params, plan_layout(params, owners, specs or {}, ipus), make_mesh(replicas, ipus))
+    return shard_tree(params, plan_layout(params, owners, specs or {}, ipus), make_mesh(replicas, ipus))
 
 
 def assert_same(found, expected):
@@ -75,14 +75,14 @@ TREES = {
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_is_placed_comes_back(shapes, owners, replicas):
     params = arrays(shapes)
-    assert_same(fetch(put(params, owners, ipus=4, replicas=replicas)), params)
+    assert_same(unshard_tree(put(params, owners, ipus=4, replicas=replicas)), params)
 
 
 @pytest.mark.parametrize("shapes", [{"a": (), "b": ()}, {"a": {"gain": (), "w": (2,)}, "b": {"w": (2,)}}, {"a": ()}])
 def test_scalars_come_back(shapes):
     params = arrays(shapes)
     owners = {name: ipu for ipu, name in enumerate(params)}
-    assert_same(fetch(put(params, owners)), params)
+    assert_same(unshard_tree(put(params, owners)), params)
 
 
 @pytest.mark.parametrize(("rows", "ipus"), [(10, 4), (3, 8), (8, 4), (1, 8), (5, 1), (0, 2)])
@@ -91,7 +91,7 @@ def test_a_ragged_concurrent_dim_comes_back(rows, ipus, dim):
     shape = (rows, 6) if dim == 0 else (6, rows)
     params = {"head": {"w": jnp.arange(1, 6 * rows + 1, dtype=F32).reshape(shape), "gain": jnp.float32(2)}}
     sharded = put(params, {"head": None}, {"head": {"w": P(*[None] * dim, "ipu"), "gain": P()}}, ipus)
-    assert_same(fetch(sharded), params)
+    assert_same(unshard_tree(sharded), params)
 
     gain, w = sharded.concurrent["head"]
     each = -(-rows // ipus)
@@ -109,8 +109,8 @@ def test_one_spec_serves_a_whole_group_and_a_prefix_a_part_of_it():
     assert [leaf.sharding.spec for leaf in whole.concurrent["h"]] == [P("ipu")] * 3
     part = put(params, {"h": None}, {"h": {"deep": P(None, "ipu"), "b": P()}})
     assert [leaf.sharding.spec for leaf in part.concurrent["h"]] == [P(), P(None, "ipu"), P(None, "ipu")]
-    assert_same(fetch(whole), params)
-    assert_same(fetch(part), params)
+    assert_same(unshard_tree(whole), params)
+    assert_same(unshard_tree(part), params)
 
 
 def test_the_state_of_an_nnx_module_comes_back_local_and_concurrent():
@@ -124,7 +124,7 @@ def test_the_state_of_an_nnx_module_comes_back_local_and_concurrent():
     graph, state = nnx.split(Mlp(nnx.Rngs(0)))
     params = {"local": state, "other": jnp.ones(3), "concurrent": state}
     sharded = put(params, {"local": 0, "other": 1, "concurrent": None}, {"concurrent": P("ipu")})
-    found = fetch(sharded)
+    found = unshard_tree(sharded)
     assert_same(found, params)
     x = jnp.ones((2, 5))
     np.testing.assert_array_equal(nnx.merge(graph, found["local"])(x), nnx.merge(graph, state)(x))
@@ -133,7 +133,7 @@ def test_the_state_of_an_nnx_module_comes_back_local_and_concurrent():
 def test_the_params_of_a_linen_module_come_back():
     module = flax.linen.Sequential([flax.linen.Dense(7), flax.linen.relu, flax.linen.Dense(3)])
     params = {"linen": module.init(jax.random.key(0), jnp.ones((1, 5))), "b": jnp.ones(4)}
-    assert_same(fetch(put(params, {"linen": 0, "b": 1})), params)
+    assert_same(unshard_tree(put(params, {"linen": 0, "b": 1})), params)
 
 
 def aligned(shape):
@@ -150,7 +150,7 @@ def test_a_host_array_may_change_after_it_was_placed():
     host = {"a": aligned((4, 4)), "h": aligned((4, 4))}
     sharded = put(host, {"a": 0, "h": None}, {"h": P("ipu")})
     host["a"][:], host["h"][:] = 7, 7
-    assert_same(fetch(sharded), {"a": jnp.ones((4, 4)), "h": jnp.ones((4, 4))})
+    assert_same(unshard_tree(sharded), {"a": jnp.ones((4, 4)), "h": jnp.ones((4, 4))})
 
 
 def test_placing_leaves_the_given_arrays_alone():
@@ -209,7 +209,7 @@ def test_a_sharded_is_a_pytree_that_keeps_its_layout():
     doubled = jax.tree.map(lambda x: 2 * x, sharded)
     assert isinstance(doubled, Sharded)
     assert doubled.layout == sharded.layout
-    assert_same(fetch(doubled), jax.tree.map(lambda x: 2 * x, params))
+    assert_same(unshard_tree(doubled), jax.tree.map(lambda x: 2 * x, params))
     assert jax.tree.structure(specs_of(sharded.layout)) == jax.tree.structure(sharded)
 
 
