@@ -40,7 +40,8 @@ from ipu_jax.weights.arguments import (
     specs_for,
     state_owners_of,
 )
-from ipu_jax.weights.packing import PackedLayout, Sharded
+from ipu_jax.weights.packed_layout import PackedLayout, plan_layout, with_frozen
+from ipu_jax.weights.packing import Sharded
 
 
 class Pipeline:
@@ -157,7 +158,7 @@ class Pipeline:
         Raises:
             ValueError: a missing or unknown group, a leaf that isn't a floating array, a spec that doesn't fit.
         """
-        layout = packing.plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
+        layout = plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
         return packing.shard_tree(params, layout, self.mesh)
 
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
@@ -166,7 +167,7 @@ class Pipeline:
         Raises:
             ValueError: a missing or unknown group, a leaf that isn't an array, a spec that doesn't fit.
         """
-        layout = packing.plan_layout(state, self._state_owners, self._state_specs, self.ipus, what="state")
+        layout = plan_layout(state, self._state_owners, self._state_specs, self.ipus, what="state")
         return packing.shard_tree(state, layout, self.mesh)
 
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
@@ -345,7 +346,7 @@ class Pipeline:
         Raises:
             ValueError: this pipeline's `frozen` doesn't fit them, or leaves one to be trained that isn't floating.
         """
-        layout = packing.with_frozen(params.layout, self._frozen)
+        layout = with_frozen(params.layout, self._frozen)
         return params if layout == params.layout else dataclasses.replace(params, layout=layout)
 
     def rebuilt(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
@@ -383,7 +384,7 @@ class Pipeline:
 
     def is_frozen(self, params: Mapping[str, Any]) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""
-        layout = packing.plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
+        layout = plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
         return [leaf.frozen for name in sorted(params) for leaf in layout.group(name).leaves]
 
     def value_of(self, loss: Any, aux: dict[str, Any]) -> Any:

@@ -14,8 +14,7 @@ from ipu_jax.devices import IPU_AXIS
 from ipu_jax.engine.plan import Plan
 from ipu_jax.engine.stash import Stash
 from ipu_jax.programs.segment_program import split_floats
-from ipu_jax.weights import packing
-from ipu_jax.weights.packing import PackedLayout
+from ipu_jax.weights.packed_layout import PackedLayout, local_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ def weights_of(layout: PackedLayout, ipu: int) -> tuple[int, int, int]:
         for leaf in group.leaves:
             size = np.dtype(leaf.dtype).itemsize
             if group.ipu is None:
-                shape = packing.local_shape(leaf, layout.ipus)
+                shape = local_shape(leaf, layout.ipus)
                 arrays.append((shape, leaf.dtype))
                 summed += [] if leaf.frozen else arrays[-1:]
                 for dim, axis in enumerate(leaf.spec):
@@ -94,7 +93,7 @@ def wider_sums(layout: PackedLayout) -> int:
     """Return the bytes of the accumulators that are wider than their gradients, and so cannot share their memory."""
     held = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trainable_slots]
     concurrent = [leaf for g in layout.groups if g.ipu is None for leaf in g.leaves if not leaf.frozen]
-    held += [(packing.local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
+    held += [(local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
     return sum(math.prod(s) * _sum_dtype(dtype).itemsize for s, dtype in held if _sum_dtype(dtype) != np.dtype(dtype))
 
 

@@ -19,7 +19,8 @@ from ipu_jax.engine.stash import Key, Stash
 from ipu_jax.programs.gradient_sums import Sum
 from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
 from ipu_jax.weights import packing
-from ipu_jax.weights.packing import Group, Sharded
+from ipu_jax.weights.packed_layout import Group
+from ipu_jax.weights.packing import Sharded
 
 Rows = dict[str, Any]
 State = dict[str, Any]

@@ -19,8 +19,7 @@ from ipu_jax.devices import IPU_AXIS
 from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.schedules import Schedule
-from ipu_jax.weights import packing
-from ipu_jax.weights.packing import PackedLayout
+from ipu_jax.weights.packed_layout import PackedLayout, local_shapes
 
 Table = Literal["F", "B", "W", "x", "dy"]
 TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
@@ -92,7 +91,7 @@ def make_plan(
         microbatch: shapes of one micro-batch.
         key: shape of a random key, where one was given.
     """
-    weights, states = packing.local_shapes(params), packing.local_shapes(state)
+    weights, states = local_shapes(params), local_shapes(state)
     halves: list[SegmentProgram] = []
     x: Any = NO_MESSAGE
     for i, segment in enumerate(segments):

@@ -24,7 +24,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.weights.packing import WHOLE, Leaf, PackedLayout, Sharded, local_shape
+from ipu_jax.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
+from ipu_jax.weights.packing import Sharded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,8 @@ from ipu_jax.training._update_program import Iteration, StepOutputs, TrainState
 from ipu_jax.training.replicas import Replicas, over_replicas
 from ipu_jax.weights import packing
 from ipu_jax.weights.arguments import check_alive
-from ipu_jax.weights.packing import WHOLE, Sharded
+from ipu_jax.weights.packed_layout import WHOLE
+from ipu_jax.weights.packing import Sharded
 
 
 def make_train_step(

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ipu_jax._keys import is_one_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.stage import Stage
-from ipu_jax.weights import packing
+from ipu_jax.weights.packed_layout import with_specs
 from ipu_jax.weights.packing import Sharded
 
 
@@ -23,9 +23,7 @@ def check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: d
     if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
         raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
     for group in layout.groups:
-        if group.ipu is None and group.leaves != tuple(
-            packing.with_specs(group.name, group.leaves, group.treedef, specs)
-        ):
+        if group.ipu is None and group.leaves != tuple(with_specs(group.name, group.leaves, group.treedef, specs)):
             raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
 
 

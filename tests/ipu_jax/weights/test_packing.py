@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
-from ipu_jax.weights.packing import Sharded, local_shape, plan_layout, read, shard_tree, specs_of, unshard_tree
+from ipu_jax.weights.packed_layout import local_shape, plan_layout
+from ipu_jax.weights.packing import Sharded, read, shard_tree, specs_of, unshard_tree
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
