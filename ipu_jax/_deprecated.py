@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 _NOW = {
@@ -18,3 +19,14 @@ def __getattr__(name: str) -> Any:
     module, new = _NOW[name]
     warnings.warn(f"ipu_jax.{name} is called ipu_jax.{new} now", DeprecationWarning, stacklevel=2)
     return getattr(importlib.import_module(module), new)
+
+
+def renamed_method(owner: str, old: str, new: str) -> Callable[..., Any]:
+    """Return a method that calls the method `new` of the same object, with a `DeprecationWarning`."""
+
+    def call_new(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"{owner}.{old} is called {owner}.{new} now", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)(*args, **kwargs)
+
+    call_new.__name__ = old
+    return call_new

@@ -34,8 +34,8 @@ def value_of(var: Any, env: dict[Any, Any]) -> Any:
 def bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of one equation for these inputs."""
     with eqn.ctx.manager:
-        found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
+        outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def closed_of(jaxpr: Any) -> Any:
@@ -61,22 +61,22 @@ def variables(atoms: Sequence[Any]) -> list[Any]:
 
 def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
     """Return the variables that depend on some, these among them."""
-    found = set(on)
+    dependent = set(on)
     for eqn in eqns:
-        if found.intersection(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+        if dependent.intersection(variables(eqn.invars)):
+            dependent.update(eqn.outvars)
+    return dependent
 
 
 def needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
     """Return the equations, in order, that `outvars` need."""
-    needed = set(variables(outvars))
-    found = []
+    wanted = set(variables(outvars))
+    equations = []
     for eqn in reversed(eqns):
-        if needed.intersection(eqn.outvars):
-            found.append(eqn)
-            needed.update(variables(eqn.invars))
-    return found[::-1]
+        if wanted.intersection(eqn.outvars):
+            equations.append(eqn)
+            wanted.update(variables(eqn.invars))
+    return equations[::-1]
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
@@ -102,11 +102,11 @@ def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:
     >>> traced_on(mesh, lambda: jax.lax.axis_size("ipu"))
     3
     """
-    found: list[_T] = []
+    results: list[_T] = []
 
     def program() -> Any:
-        found.append(fn())
+        results.append(fn())
         return jnp.zeros(())
 
     jax.eval_shape(jax.shard_map(program, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))
-    return found[0]
+    return results[0]

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
@@ -34,8 +35,11 @@ from ipu_jax.weights.arguments import (
     check_batch,
     check_key,
     check_mesh,
+    check_places,
     check_sharded,
+    check_state,
     checked_stages,
+    frozen_for,
     owners_of,
     specs_for,
     state_owners_of,
@@ -96,25 +100,15 @@ class Pipeline:
         self.mesh = make_mesh(1, 1 + max((p for p in placement if p is not None), default=0)) if mesh is None else mesh
         check_mesh(self.mesh)
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
-        for number, (stage, place) in enumerate(zip(self.stages, placement, strict=True)):
-            if place is not None and place >= self.ipus:
-                raise ValueError(
-                    f"stage {number}, {stage.name!r}, is on IPU {place}, outside the replica: "
-                    f"it has IPUs 0 to {self.ipus - 1}; make the mesh wider or move the stage"
-                )
+        check_places(self.stages, self.ipus)
         self._owners = owners_of(self.stages)
         self._state_owners = state_owners_of(self.stages)
         self._specs = specs_for(self._owners, by_group("specs", specs), "specs")
-        of_state = {name: PartitionSpec() for name, place in self._state_owners.items() if place is None}
-        self._state_specs = of_state | specs_for(
+        unsplit_state = {name: PartitionSpec() for name, place in self._state_owners.items() if place is None}
+        self._state_specs = unsplit_state | specs_for(
             self._state_owners, by_group("state_specs", state_specs), "state_specs"
         )
-        self._frozen = by_group("frozen", frozen)
-        unknown = sorted(self._frozen.keys() - self._owners.keys())
-        if unknown:
-            raise ValueError(
-                f"frozen={unknown[0]!r} is no group: the stages name {', '.join(map(repr, sorted(self._owners)))}"
-            )
+        self._frozen = frozen_for(self._owners, by_group("frozen", frozen))
         self.schedule = self._schedule(schedule, placement)
         for stage, forward in zip(self.stages, self.schedule.forward, strict=True):
             if stage.state is not None and list(forward) != sorted(forward):
@@ -201,9 +195,9 @@ class Pipeline:
             ValueError: `params` is not from `shard`, the batch doesn't fit, or state or key is missing or superfluous;
                 before anything is compiled.
         """
-        self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
-        given = self.adopted(params), batch, state, key
-        self._memory.check(*given[:3], lambda: make_report(self.planned(*given), *given, mesh=self.mesh))
+        self.check(params, batch, state, key)
+        arguments = self.apply_frozen(params), batch, state, key
+        self._memory.check(*arguments[:3], lambda: make_report(self.plan_step(*arguments), *arguments, mesh=self.mesh))
         result = self._bounded(self._value_and_grad, params, batch, state, key)
         return result if self._state_owners else result[:2]
 
@@ -244,12 +238,12 @@ class Pipeline:
         >>> pipeline.report(params, jax.ShapeDtypeStruct((2, 4, 3), "float32"), compile=False).ipus[0].weights
         12
         """
-        self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
+        self.check(params, batch, state, key)
         limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
         program = self._value_and_grad if compile else None
-        own = self.adopted(params)
-        plan = self.planned(own, batch, state, key)
-        return make_report(plan, own, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
+        params_as_frozen = self.apply_frozen(params)
+        plan = self.plan_step(params_as_frozen, batch, state, key)
+        return make_report(plan, params_as_frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
         result = program(*args)
@@ -258,16 +252,9 @@ class Pipeline:
 
     def _check(self, params: Any, batch: Any, state: Any, key: Any, *, needs_key: bool) -> None:
         check_sharded("params", params, self._owners, self._specs, self.ipus)
-        self.adopted(params)  # raises what is wrong with `frozen`
+        self.apply_frozen(params)  # raises what is wrong with `frozen`
         check_alive("params", params)
-        if self._state_owners:
-            if state is None:
-                names = ", ".join(map(repr, sorted(self._state_owners)))
-                raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
-            check_sharded("state", state, self._state_owners, self._state_specs, self.ipus)
-            check_alive("state", state)
-        elif state is not None:
-            raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
+        check_state(state, self._state_owners, self._state_specs, self.ipus)
         check_key(key, self.stages, needed=needs_key)
         check_batch(batch, self.replicas, self.options.gradient_accumulation)
         check_alive("batch", batch)
@@ -275,14 +262,14 @@ class Pipeline:
     def _run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, *, backward: bool) -> Any:
         options = self.options
         loss_cotangent = 1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas)
-        of_batch = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
+        batch_spec = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
         state = state or packing.empty_sharded(self.ipus)
-        of_params, of_state = packing.specs_of(params.layout), packing.specs_of(state.layout)
+        params_specs, state_specs = packing.specs_of(params.layout), packing.specs_of(state.layout)
 
         def program(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
             if self.replicas > 1:
                 batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            result = self.on_ipu(
+            result = self.run_on_ipu(
                 params,
                 batch,
                 state,
@@ -295,18 +282,18 @@ class Pipeline:
             gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
             return result.loss, aux, gradients, result.state
 
-        out = (PartitionSpec(), of_batch, of_params if backward else PartitionSpec(), of_state)
+        out_specs = (PartitionSpec(), batch_spec, params_specs if backward else PartitionSpec(), state_specs)
         mapped = jax.shard_map(
             program,
             mesh=self.mesh,
-            in_specs=(of_params, of_batch, of_state, PartitionSpec()),
-            out_specs=out,
+            in_specs=(params_specs, batch_spec, state_specs, PartitionSpec()),
+            out_specs=out_specs,
             check_vma=False,
         )
         loss, aux, gradients, new_state = mapped(params, batch, state, key)
-        return self.value_of(loss, aux), gradients, new_state
+        return self.loss_with_aux(loss, aux), gradients, new_state
 
-    def on_ipu(
+    def run_on_ipu(
         self,
         params: Sharded,
         batch: Any,
@@ -323,11 +310,11 @@ class Pipeline:
         between replicas: loss, gradients and new state are this replica's own. Gradients are float32 at least.
         """
         state = state or packing.empty_sharded(self.ipus)
-        own = self.adopted(params)
-        plan = self.plan(own.layout, state.layout, batch, key, backward=backward)
+        params_as_frozen = self.apply_frozen(params)
+        plan = self._plan(params_as_frozen.layout, state.layout, batch, key, backward=backward)
         result = engine.run(
             plan,
-            own,
+            params_as_frozen,
             state,
             batch,
             key,
@@ -340,7 +327,7 @@ class Pipeline:
         # one tree with the weights, so that optax can update those
         return dataclasses.replace(result, gradients=dataclasses.replace(result.gradients, layout=params.layout))
 
-    def adopted(self, params: Sharded) -> Sharded:
+    def apply_frozen(self, params: Sharded) -> Sharded:
         """Return the same weights with what this pipeline freezes as frozen, whichever pipeline sharded them.
 
         Raises:
@@ -349,7 +336,7 @@ class Pipeline:
         layout = with_frozen(params.layout, self._frozen)
         return params if layout == params.layout else dataclasses.replace(params, layout=layout)
 
-    def rebuilt(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
+    def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
         """Return the same pipeline with other stages (of the same places and groups) or on another mesh."""
         return Pipeline(
             self.stages if stages is None else stages,
@@ -363,31 +350,34 @@ class Pipeline:
             ipu_memory=self._memory.ipu_memory,
         )
 
+    on_ipu = renamed_method("Pipeline", "on_ipu", "run_on_ipu")
+    rebuilt = renamed_method("Pipeline", "rebuilt", "replace")
+
     def check(self, params: Any, batch: Any, state: Any = None, key: Any = None) -> None:
         """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
 
-    def plan(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, backward: bool) -> Plan:
+    def _plan(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, backward: bool) -> Plan:
         """Return the plan for such weights, state and batch (leaves (M, ...)). To be called inside the `shard_map`."""
         schedule = self.schedule if backward else self._forward_schedule
         segments = segments_of(self.stages, schedule, "training" if backward else "evaluation")
         microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
-        of_key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
-        return make_plan(segments, schedule, params, state, microbatch, key=of_key)
+        key_shape = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+        return make_plan(segments, schedule, params, state, microbatch, key=key_shape)
 
-    def planned(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
+    def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
         """Return the plan of a step with such arguments, arrays or shapes. Traces the stages; runs nothing."""
-        lead = 0 if self.replicas == 1 else 1
-        of_replica = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype), batch)
+        num_leading = 0 if self.replicas == 1 else 1
+        replica_batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_leading:], leaf.dtype), batch)
         layouts = params.layout, (state or packing.empty_sharded(self.ipus)).layout
-        return traced_on(self.mesh, lambda: self.plan(*layouts, of_replica, key, backward=True))
+        return traced_on(self.mesh, lambda: self._plan(*layouts, replica_batch, key, backward=True))
 
-    def is_frozen(self, params: Mapping[str, Any]) -> list[bool]:
+    def frozen_mask(self, params: Mapping[str, Any]) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""
         layout = plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
         return [leaf.frozen for name in sorted(params) for leaf in layout.group(name).leaves]
 
-    def value_of(self, loss: Any, aux: dict[str, Any]) -> Any:
+    def loss_with_aux(self, loss: Any, aux: dict[str, Any]) -> Any:
         """Return what the caller gets of the loss and of each stage's aux."""
         if not jax.tree.leaves(aux):
             return loss

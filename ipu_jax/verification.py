@@ -107,33 +107,33 @@ def _unsharded(
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(key, stages, needed=any(stage.random for stage in stages))
     check_batch(batch, replicas, m)
-    held, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
-    if held != given:
+    named, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
+    if named != given:
         raise ValueError(
-            f"state has the groups {sorted(given)}, the stages name {sorted(held)}: give {{group: pytree}}"
+            f"state has the groups {sorted(given)}, the stages name {sorted(named)}: give {{group: pytree}}"
         )
     if replicas == 1:
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
     model, count = whole(stages, "reference"), m * replicas
     loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
-    frozen = pipeline.is_frozen(params)
-    alone = Mesh(pipeline.mesh.devices[:, :1], (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
-    everywhere, apart = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    params, state, key = jax.device_put((params, state or {}, key), NamedSharding(alone, everywhere))
-    batch = jax.device_put(batch, NamedSharding(alone, apart))
+    frozen = pipeline.frozen_mask(params)
+    first_ipus = Mesh(pipeline.mesh.devices[:, :1], (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    params, state, key = jax.device_put((params, state or {}, key), NamedSharding(first_ipus, replicated))
+    batch = jax.device_put(batch, NamedSharding(first_ipus, per_replica))
     leaves, treedef = jax.tree.flatten(params)
 
-    def of_replica(leaves: list[Any], batch: Any, state: Any, key: Any) -> Any:
+    def run_replica(leaves: list[Any], batch: Any, state: Any, key: Any) -> Any:
         learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
 
-        def of_micro_batch(carry: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
-            index, microbatch = at
+        def run_microbatch(carry: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
+            index, microbatch = index_and_microbatch
             sums, state = carry
             keys = keys_of(key, lax.axis_index(REPLICA_AXIS), index, range(len(stages)), stages)
 
             def loss_of(learning: list[Any]) -> tuple[Any, Any]:
-                following = iter(learning)
-                weights = [w if is_frozen else next(following) for w, is_frozen in zip(leaves, frozen, strict=True)]
+                next_learning = iter(learning)
+                weights = [w if is_frozen else next(next_learning) for w, is_frozen in zip(leaves, frozen, strict=True)]
                 message, new_state, aux = model(
                     jax.tree.unflatten(treedef, weights), NO_MESSAGE, MicrobatchInputs(microbatch, keys), state
                 )
@@ -146,24 +146,28 @@ def _unsharded(
 
         zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]
         microbatches = jax.tree.map(lambda leaf: leaf[0], batch)
-        (sums, new_state), (losses, aux) = lax.scan(of_micro_batch, (zeros, state), (jnp.arange(m), microbatches))
+        (sums, new_state), (losses, aux) = lax.scan(run_microbatch, (zeros, state), (jnp.arange(m), microbatches))
         return jax.tree.map(lambda leaf: leaf[None], (sums, new_state, losses, aux))
 
     mapped = jax.shard_map(
-        of_replica, mesh=alone, in_specs=(everywhere, apart, everywhere, everywhere), out_specs=apart, check_vma=False
+        run_replica,
+        mesh=first_ipus,
+        in_specs=(replicated, per_replica, replicated, replicated),
+        out_specs=per_replica,
+        check_vma=False,
     )
     # of each a leading dim: the replicas
     options = None if fused else {"xla_allow_excess_precision": False}
     results = jax.jit(mapped, compiler_options=options)(leaves, batch, state, key)
     (sums, states, losses, aux), leaves = jax.device_put((results, leaves), pipeline.mesh.devices.flat[0])
-    following = iter(sums)
+    next_learning = iter(sums)
     gradients = [
-        jnp.zeros_like(w) if is_frozen else next(following).sum(0).astype(w.dtype)
+        jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0).astype(w.dtype)
         for w, is_frozen in zip(leaves, frozen, strict=True)
     ]
     new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
     loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
-    value = pipeline.value_of(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
+    value = pipeline.loss_with_aux(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
     result = (value, jax.tree.unflatten(treedef, gradients))
     return (*result, new_state) if new_state else result
 
@@ -218,23 +222,23 @@ def verify(
         return _results(_unsharded(pipeline, weights, batch, whole_state, key, fused=fused))
 
     value, *sharded = pipeline.value_and_grad(params, batch, state, key)
-    loss, found = _results((value, *map(pipeline.unshard, sharded)))
+    loss, actual = _results((value, *map(pipeline.unshard, sharded)))
     expected_loss, expected = unsharded(weights)
-    _check_alike(found["aux"], expected["aux"])
-    groups = pipeline.adopted(params).layout.groups
+    _check_same_shapes(actual["aux"], expected["aux"])
+    groups = pipeline.apply_frozen(params).layout.groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
     allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
-    (of_loss,) = _compare({"": loss}, {"": expected_loss})[""]
-    compared = _compare(found, expected)
+    (compared_loss,) = _compare({"": loss}, {"": expected_loss})[""]
+    compared = _compare(actual, expected)
     if not all(allowed.passes(leaf) for leaves in compared.values() for leaf in leaves):
         moved = [unsharded(_moved(weights, seed))[1] for seed in range(3)]
         if any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in jax.tree.leaves(weights)):
             moved.append(unsharded(weights, fused=False)[1])
-        compared = _compare(found, expected, jax.tree.map(_slack, expected, *moved))
+        compared = _compare(actual, expected, jax.tree.map(_slack, expected, *moved))
     errors = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
-    report = VerificationReport(float(loss), float(expected_loss), of_loss.error, *errors)
-    if not allowed.passes(of_loss):
-        bound = allowed.of(of_loss)
+    report = VerificationReport(float(loss), float(expected_loss), compared_loss.error, *errors)
+    if not allowed.passes(compared_loss):
+        bound = allowed.of(compared_loss)
         raise VerificationError(f"the loss differs from the unsharded program's by more than rtol={bound:g}: {report}")
     for what, leaves, kind in zip(
         ("the gradient of", "the new", "the"),
@@ -245,7 +249,9 @@ def verify(
         wrong = {leaf.name: leaf for leaf in leaves if not allowed.passes(leaf)}
         if wrong:
             leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
-            bound = f"more than rtol={allowed.of(leaf):g}" if leaf.is_float else f"and {leaf.found.dtype} must be equal"
+            bound = (
+                f"more than rtol={allowed.of(leaf):g}" if leaf.is_float else f"and {leaf.actual.dtype} must be equal"
+            )
             raise VerificationError(
                 f"{what} {leaf.name} differs from the unsharded program's by {leaf.error:.3g} relative, {bound}: "
                 f"{leaf.furthest} ({len(wrong)} of {len(leaves)} {kind} differ): {report}"
@@ -262,26 +268,26 @@ class _Compared:
         error: the largest difference, less a slack, relative to the largest finite magnitude expected.
     """
 
-    def __init__(self, name: str, found: Any, expected: Any, slack: float, *, may_be_infinite: bool):
-        self.name, self.found, self.expected = name, np.asarray(found), np.asarray(expected)
+    def __init__(self, name: str, actual: Any, expected: Any, slack: float, *, may_be_infinite: bool):
+        self.name, self.actual, self.expected = name, np.asarray(actual), np.asarray(expected)
         self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
-        f, e = _wide(self.found), _wide(self.expected)
+        wide_actual, wide_expected = _wide(self.actual), _wide(self.expected)
         with np.errstate(invalid="ignore"):  # inf - inf is not a number, and so above any bound
-            apart = np.abs(f - e)
+            difference = np.abs(wide_actual - wide_expected)
         if not self.is_float:  # integers that float64 cannot tell apart are one apart at least
-            apart = np.where(self.found == self.expected, 0, np.maximum(apart, 1))
+            difference = np.where(self.actual == self.expected, 0, np.maximum(difference, 1))
         elif may_be_infinite:
-            apart = np.where(f == e, 0, apart)
-        self._apart = apart
-        scale = np.abs(e[np.isfinite(e)]).max(initial=0)
-        self.error = float(np.maximum(apart - slack, 0).max() / (scale or 1.0)) if apart.size else 0.0
+            difference = np.where(wide_actual == wide_expected, 0, difference)
+        self._difference = difference
+        scale = np.abs(wide_expected[np.isfinite(wide_expected)]).max(initial=0)
+        self.error = float(np.maximum(difference - slack, 0).max() / (scale or 1.0)) if difference.size else 0.0
 
     @property
     def furthest(self) -> str:
         """The two elements that are furthest apart, and where."""
-        at = np.unravel_index(np.argmax(self._apart), self._apart.shape)
-        found, expected = self.found[at].item(), self.expected[at].item()
-        values = f"{found:.6g} instead of {expected:.6g}" if self.is_float else f"{found} instead of {expected}"
+        at = np.unravel_index(np.argmax(self._difference), self._difference.shape)
+        actual, expected = self.actual[at].item(), self.expected[at].item()
+        values = f"{actual:.6g} instead of {expected:.6g}" if self.is_float else f"{actual} instead of {expected}"
         return values + (f" at {list(map(int, at))}" if at else "")
 
 
@@ -312,19 +318,19 @@ def _results(result: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
     return loss, {"params": gradients, "state": state[0] if state else None, "aux": aux}
 
 
-def _compare(found: dict[str, Any], expected: dict[str, Any], slack: Any = None) -> dict[str, list[_Compared]]:
+def _compare(actual: dict[str, Any], expected: dict[str, Any], slack: Any = None) -> dict[str, list[_Compared]]:
     slack = jax.tree.map(lambda _: 0.0, expected) if slack is None else slack
     return {
         name: [
             _Compared(f"{name}{jax.tree_util.keystr(path)}", f, e, s, may_be_infinite=name in ("state", "aux"))
             for (path, f), e, s in zip(
-                jax.tree.leaves_with_path(found[name]),
+                jax.tree.leaves_with_path(actual[name]),
                 jax.tree.leaves(expected[name]),
                 jax.tree.leaves(slack[name]),
                 strict=True,
             )
         ]
-        for name in found
+        for name in actual
     }
 
 
@@ -332,11 +338,11 @@ def _slack(expected: Any, *moved: Any) -> float:
     """Return 4 times what moving the weights changes of a leaf; of integers, and of what is infinite, nothing."""
     if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
         return 0.0
-    e, found = _wide(expected), 0.0
+    e, largest = _wide(expected), 0.0
     for m in map(_wide, moved):
         both = np.isfinite(e) & np.isfinite(m)
-        found = max(found, np.abs(m[both] - e[both]).max(initial=0))
-    return 4 * found
+        largest = max(largest, np.abs(m[both] - e[both]).max(initial=0))
+    return 4 * largest
 
 
 def _wide(leaf: Any) -> np.ndarray:
@@ -356,7 +362,7 @@ def _moved(weights: Any, seed: int) -> Any:
     return jax.tree.map(move, jax.device_get(weights))
 
 
-def _check_alike(aux: Any, expected: Any) -> None:
+def _check_same_shapes(aux: Any, expected: Any) -> None:
     shapes = [jax.tree.map(lambda leaf: list(jnp.shape(leaf)), tree) for tree in (aux, expected)]
     if shapes[0] != shapes[1]:
         raise VerificationError(

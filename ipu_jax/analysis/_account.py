@@ -5,6 +5,7 @@ Everything is read off the plan and the traced halves; `report` puts it together
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,38 +33,46 @@ class SegmentCost:
     working_set: int
 
 
-def costs_of(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
+def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
     """Return the costs of each segment."""
-    found = []
+    costs = []
     for segment, halves in zip(plan.segments, plan.halves, strict=True):
-        f, *backward = halves.programs.values()
+        forward, *backward = halves.programs.values()
         weights = sum(len(params.group(name).leaves) for name in segment.groups)
         num_dy = len(split_floats(halves.y)[0])
         # what a B reads of the batch and of the stash is a slice of it, and so a copy
-        sliced = range(weights, len(backward[0].in_avals) - num_dy)
+        sliced_inputs = range(weights, len(backward[0].in_avals) - num_dy)
         flops = [jaxpr_flops(half) for half in backward]
-        alive = [jaxpr_peak_bytes(half, copied=sliced, keep_outputs=False) for half in backward]
-        alive.append(jaxpr_peak_bytes(f, keep_outputs=False))
-        found.append(SegmentCost(jaxpr_flops(f), sum(flops), sum(flops[1:]), max(alive)))
-    return found
+        peak_bytes = [jaxpr_peak_bytes(half, copied=sliced_inputs, keep_outputs=False) for half in backward]
+        peak_bytes.append(jaxpr_peak_bytes(forward, keep_outputs=False))
+        costs.append(SegmentCost(jaxpr_flops(forward), sum(flops), sum(flops[1:]), max(peak_bytes)))
+    return costs
 
 
-def stash_of(plan: Plan, ipu: int) -> int:
+def stash_bytes(plan: Plan, ipu: int) -> int:
     """Return the bytes that an IPU's own segments keep: for each ring, its depth x what a micro-batch leaves."""
-    return _stash_bytes(Stash(plan).used[ipu])
+    return _buffer_bytes(Stash(plan).used[ipu])
 
 
-def stash_buffers(plan: Plan) -> int:
+def stash_buffer_bytes(plan: Plan) -> int:
     """Return the bytes of the scan's stash, on every IPU as many as the fullest needs."""
-    return _stash_bytes(Stash(plan).sizes)
+    return _buffer_bytes(Stash(plan).sizes)
 
 
-def _stash_bytes(sizes: dict[str, int]) -> int:
+def _buffer_bytes(sizes: dict[str, int]) -> int:
     return sum(size * np.dtype(buffer.split(":")[1]).itemsize for buffer, size in sizes.items())
 
 
-def weights_of(layout: PackedLayout, ipu: int) -> tuple[int, int, int]:
-    """Return an IPU's own bytes of weights, its bytes with padding, and those of their accumulators."""
+class WeightBytes(NamedTuple):
+    """The bytes of an IPU's own weights, of the arrays that hold them with padding, and of their accumulators."""
+
+    own: int
+    allocated: int
+    accumulators: int
+
+
+def weight_bytes(layout: PackedLayout, ipu: int) -> WeightBytes:
+    """Return the bytes that an IPU's weights and their accumulators take."""
     own = 0
     arrays = [(slot.shape, slot.dtype) for slot in layout.slots]
     summed = [array for k, array in enumerate(arrays) if k in layout.trainable_slots]
@@ -81,23 +90,24 @@ def weights_of(layout: PackedLayout, ipu: int) -> tuple[int, int, int]:
                 own += size * math.prod(shape)
             elif group.ipu == ipu:
                 own += size * leaf.size
-    held = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
-    return own, held, sum(math.prod(shape) * _sum_dtype(dtype).itemsize for shape, dtype in summed)
+    allocated = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+    accumulators = sum(math.prod(shape) * _sum_dtype(dtype).itemsize for shape, dtype in summed)
+    return WeightBytes(own, allocated, accumulators)
 
 
 def _sum_dtype(dtype: str) -> np.dtype:
     return np.dtype(jnp.promote_types(dtype, jnp.float32))
 
 
-def wider_sums(layout: PackedLayout) -> int:
+def wide_accumulator_bytes(layout: PackedLayout) -> int:
     """Return the bytes of the accumulators that are wider than their gradients, and so cannot share their memory."""
-    held = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trainable_slots]
+    summed = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trainable_slots]
     concurrent = [leaf for g in layout.groups if g.ipu is None for leaf in g.leaves if not leaf.frozen]
-    held += [(local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
-    return sum(math.prod(s) * _sum_dtype(dtype).itemsize for s, dtype in held if _sum_dtype(dtype) != np.dtype(dtype))
+    summed += [(local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
+    return sum(math.prod(s) * _sum_dtype(dtype).itemsize for s, dtype in summed if _sum_dtype(dtype) != np.dtype(dtype))
 
 
-def registers_of(plan: Plan, micro_batches: int) -> int:
+def register_bytes(plan: Plan, micro_batches: int) -> int:
     """Return the bytes of y and dx of each register, as made and, if they cross IPUs, as received; of loss and aux."""
     total = bytes_of(plan.halves[-1].y) + micro_batches * sum(bytes_of(halves.aux) for halves in plan.halves)
     for message, pairs in zip(plan.messages, plan.routes, strict=True):
@@ -105,7 +115,7 @@ def registers_of(plan: Plan, micro_batches: int) -> int:
     return total
 
 
-def sent_by(plan: Plan, ipu: int) -> int:
+def sent_bytes(plan: Plan, ipu: int) -> int:
     """Return the bytes that an IPU puts into collectives between stages in a tick in which every stage is active."""
     total = 0
     for message, pairs in zip(plan.messages, plan.routes, strict=True):
@@ -122,10 +132,10 @@ def sent_by(plan: Plan, ipu: int) -> int:
 
 def idle_shares(plan: Plan, costs: list[SegmentCost], ipus: int) -> list[float]:
     """Return, per IPU, the share of a step in which it waits: all IPUs meet in the exchanges of each tick."""
-    of_stage: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
+    stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
     for segment, cost in zip(plan.segments, costs, strict=True):
-        whole = ipus if segment.place is None else 1  # the simulator divides what is concurrent by the IPUs
-        for kind, found in of_stage.items():
-            found += [whole * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
-    run = plan.schedule.simulate(of_stage["forward"], of_stage["backward"], of_stage["weight"], lockstep=True)
+        sharers = ipus if segment.place is None else 1  # the simulator divides what is concurrent by the IPUs
+        for kind, per_stage in stage_costs.items():
+            per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
+    run = plan.schedule.simulate(stage_costs["forward"], stage_costs["backward"], stage_costs["weight"], lockstep=True)
     return [1 - busy / run.makespan if run.makespan else 0.0 for busy in run.busy]

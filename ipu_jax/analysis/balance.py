@@ -115,38 +115,39 @@ def balance_layers(
         raise ValueError(f"model_layers={model_layers!r} are no layers: give them in their order, as in a list")
     layers = list(model_layers)
     ipus, rounds = check_count("ipus", ipus), check_count("rounds", rounds)
-    given = _one_a_layer("costs", costs, len(layers))
+    cost_list = _one_per_layer("costs", costs, len(layers))
     local = [i for i, layer in enumerate(layers) if not (isinstance(layer, Stage) and layer.place is None)]
     names = tuple(_name_of(layer, i) for i, layer in enumerate(layers))
     if len(local) < ipus * rounds:
         runs = f"{ipus} IPUs" if rounds == 1 else f"{ipus} IPUs x {rounds} rounds"
         raise ValueError(f"{len(local)} layers cannot fill {runs}: cut them finer, or take fewer IPUs")
-    loads_of = [check_cost(f"layer {names[i]!r}: costs[{i}]", given[i]) for i in local]
-    if not sum(loads_of):
+    layer_costs = [check_cost(f"layer {names[i]!r}: costs[{i}]", cost_list[i]) for i in local]
+    if not sum(layer_costs):
         raise ValueError(f"costs of all {len(local)} layers are 0: there is nothing to balance; give costs above 0")
-    bytes_of = _bytes_of(memory, limit, names, local)
-    if bytes_of is not None and rounds > 1:
+    layer_bytes = _checked_bytes(memory, limit, names, local)
+    if layer_bytes is not None and rounds > 1:
         raise ValueError(
             f"limit={limit!r} with rounds={rounds}: the limit is kept for one round only; leave one of them"
         )
-    ends = _partition(loads_of, ipus * rounds, bytes_of, limit)
+    ends = _partition(layer_costs, ipus * rounds, layer_bytes, limit)
     if ends is None:
         raise ValueError(
             f"no split of {len(local)} layers over {ipus} IPUs keeps each below limit={limit!r} bytes, neighbours "
-            f"together: they take {sum(bytes_of or ()):g} in all; take more IPUs, or cut the layers finer"
+            f"together: they take {sum(layer_bytes or ()):g} in all; take more IPUs, or cut the layers finer"
         )
-    at: list[int | None] = [None] * len(layers)
+    ipu_of: list[int | None] = [None] * len(layers)
     loads = [0.0] * ipus
     for run, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         for k in range(start, end):
-            at[local[k]] = run % ipus
-            loads[run % ipus] += loads_of[k]
+            ipu_of[local[k]] = run % ipus
+            loads[run % ipus] += layer_costs[k]
     stages: tuple[Stage, ...] = ()
     if layers and all(isinstance(layer, Stage) for layer in layers):
         stages = tuple(
-            stage if ipu is None else dataclasses.replace(stage, ipu=ipu) for stage, ipu in zip(layers, at, strict=True)
+            stage if ipu is None else dataclasses.replace(stage, ipu=ipu)
+            for stage, ipu in zip(layers, ipu_of, strict=True)
         )
-    return LayerPlacement(tuple(at), tuple(loads), stages, names)
+    return LayerPlacement(tuple(ipu_of), tuple(loads), stages, names)
 
 
 def _name_of(layer: Any, number: int) -> str:
@@ -155,32 +156,32 @@ def _name_of(layer: Any, number: int) -> str:
     return getattr(layer, "name", None) or f"layer {number}"
 
 
-def _one_a_layer(name: str, numbers: Any, layers: int) -> list[Any]:
+def _one_per_layer(name: str, numbers: Any, layers: int) -> list[Any]:
     if isinstance(numbers, (str, Mapping)) or not isinstance(numbers, Iterable):
         raise ValueError(f"{name}={numbers!r} are no numbers: give one for each layer")
-    found = list(numbers)
-    if len(found) != layers:
-        raise ValueError(f"{name} has {len(found)} numbers for {layers} layers: give one for each layer")
-    return found
+    listed = list(numbers)
+    if len(listed) != layers:
+        raise ValueError(f"{name} has {len(listed)} numbers for {layers} layers: give one for each layer")
+    return listed
 
 
-def _bytes_of(
+def _checked_bytes(
     memory: Iterable[float] | None, limit: float | None, names: tuple[str, ...], local: list[int]
 ) -> list[float] | None:
     if (memory is None) != (limit is None):
         raise ValueError(f"memory={memory!r} and limit={limit!r}: give the layers' bytes and an IPU's, or neither")
     if memory is None or limit is None:
         return None
-    given = _one_a_layer("memory", memory, len(names))
-    of_layers = [check_cost(f"layer {names[i]!r}: memory[{i}]", given[i], "size") for i in local]
-    most = check_cost("limit", limit, "size")
-    for i, size in zip(local, of_layers, strict=True):
-        if size > most:
+    sizes = _one_per_layer("memory", memory, len(names))
+    layer_bytes = [check_cost(f"layer {names[i]!r}: memory[{i}]", sizes[i], "size") for i in local]
+    ipu_bytes = check_cost("limit", limit, "size")
+    for i, size in zip(local, layer_bytes, strict=True):
+        if size > ipu_bytes:
             raise ValueError(
-                f"layer {names[i]!r} takes {size:g} bytes, more than an IPU holds, limit={most:g}: cut the layer "
+                f"layer {names[i]!r} takes {size:g} bytes, more than an IPU holds, limit={ipu_bytes:g}: cut the layer "
                 "in two, or make it a concurrent stage"
             )
-    return of_layers
+    return layer_bytes
 
 
 def _partition(
@@ -214,8 +215,8 @@ def _best(
         before = best
         best = [(math.inf, [])] * (layers + 1)
         for end in range(run + 1, layers - (runs - run - 1) + 1):
-            found, start = min((join(before[start][0], value(start, end)), start) for start in range(run, end))
-            best[end] = found, [*before[start][1], end]
+            joined, start = min((join(before[start][0], value(start, end)), start) for start in range(run, end))
+            best[end] = joined, [*before[start][1], end]
     return best[layers]
 
 
@@ -251,31 +252,31 @@ def measure_costs(
     _check_groups("params", params, [stage.params for stage in chain])
     _check_groups("state", state or {}, [stage.state for stage in chain])
     to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))  # noqa: E731
-    shaped, of_microbatch, of_state = jax.tree.map(to_shape, (params, microbatch, state or {}))
+    shapes, microbatch_shapes, state_shapes = jax.tree.map(to_shape, (params, microbatch, state or {}))
 
     def costs() -> list[int]:
-        found: list[int] = []
+        flops: list[int] = []
         x: Any = NO_MESSAGE
         for i, segment in enumerate(one_by_one(chain)):
-            own = {name: shaped[name] for name in segment.groups}
-            states = {name: of_state[name] for name in segment.state_groups}
-            given = MicrobatchInputs(
-                of_microbatch, (jax.eval_shape(lambda: jax.random.key(0)),) if chain[i].random else (None,)
+            weights = {name: shapes[name] for name in segment.groups}
+            states = {name: state_shapes[name] for name in segment.state_groups}
+            inputs = MicrobatchInputs(
+                microbatch_shapes, (jax.eval_shape(lambda: jax.random.key(0)),) if chain[i].random else (None,)
             )
             is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
-            trained = [is_floating(leaf) for leaf in jax.tree.leaves(own)]
-            halves = trace_segment(segment, own, x, given, states, last=i + 1 == len(chain), trained=trained)
-            found.append(sum(map(jaxpr_flops, halves.programs.values())))
-            x = halves.y
-        return found
+            trained = [is_floating(leaf) for leaf in jax.tree.leaves(weights)]
+            program = trace_segment(segment, weights, x, inputs, states, last=i + 1 == len(chain), trained=trained)
+            flops.append(sum(map(jaxpr_flops, program.programs.values())))
+            x = program.y
+        return flops
 
     # collectives of concurrent stages need an axis to name
     return traced_on(AbstractMesh((1, 1), (REPLICA_AXIS, IPU_AXIS)), costs)
 
 
-def _check_groups(what: str, given: Any, named: list[str | None]) -> None:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{what} is a {type(given).__name__}: give {{group: pytree}}")
-    missing = sorted({name for name in named if name is not None} - given.keys())
+def _check_groups(what: str, groups: Any, names: list[str | None]) -> None:
+    if not isinstance(groups, Mapping):
+        raise ValueError(f"{what} is a {type(groups).__name__}: give {{group: pytree}}")
+    missing = sorted({name for name in names if name is not None} - groups.keys())
     if missing:
         raise ValueError(f"{what}: missing {', '.join(map(repr, missing))}, which stages name")

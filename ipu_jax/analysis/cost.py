@@ -138,11 +138,11 @@ def jaxpr_peak_bytes(jaxpr: Any, *, copied: range = range(0), keep_outputs: bool
     """
     jaxpr = _open(jaxpr)
     inputs = [jaxpr.invars[i] for i in copied]
-    kept = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)} if keep_outputs else set()
-    return _peak(jaxpr, inputs, kept)
+    outputs = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)} if keep_outputs else set()
+    return _peak(jaxpr, inputs, outputs)
 
 
-def _peak(jaxpr: Any, copied: list[Any], kept: set[Any]) -> int:
+def _peak(jaxpr: Any, copied: list[Any], live_outputs: set[Any]) -> int:
     last: dict[Any, int] = {}
     readers: dict[Any, int] = {}
     needs_copy: set[Any] = set()
@@ -154,7 +154,7 @@ def _peak(jaxpr: Any, copied: list[Any], kept: set[Any]) -> int:
                 if not _is_elementwise(eqn):
                     needs_copy.add(var)
     outputs = set(v for v in jaxpr.outvars if not isinstance(v, core.Literal))
-    last.update(dict.fromkeys(kept, len(jaxpr.eqns)))
+    last.update(dict.fromkeys(live_outputs, len(jaxpr.eqns)))
     alive = {var: bytes_of(var.aval) for var in copied if var in needs_copy}
     most = sum(alive.values())
     for at, eqn in enumerate(jaxpr.eqns):

@@ -25,14 +25,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.analysis._account import (
-    costs_of,
     idle_shares,
-    registers_of,
-    sent_by,
-    stash_buffers,
-    stash_of,
-    weights_of,
-    wider_sums,
+    register_bytes,
+    segment_costs,
+    sent_bytes,
+    stash_buffer_bytes,
+    stash_bytes,
+    weight_bytes,
+    wide_accumulator_bytes,
 )
 from ipu_jax.analysis.cost import bytes_of
 from ipu_jax.devices import REPLICA_AXIS
@@ -134,11 +134,11 @@ class PipelineReport:
         ]
         parts = f"stash {in_units(self.stash, 'B')}, registers {in_units(self.registers, 'B')}, working set "
         parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
-        told = (
+        footer = (
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
         )
         title = f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
-        return "\n".join([title, *(line.rstrip() for line in lines), told])
+        return "\n".join([title, *(line.rstrip() for line in lines), footer])
 
 
 def in_units(value: float, unit: str) -> str:
@@ -179,52 +179,52 @@ def make_report(
     """
     check_ipu_memory(ipu_memory)
     layout, schedule, m = params.layout, plan.schedule, plan.schedule.micro_batches
-    costs = costs_of(plan, layout)
+    costs = segment_costs(plan, layout)
     idle = idle_shares(plan, costs, layout.ipus)
-    held = [weights_of(layout, k) for k in range(layout.ipus)]
-    local = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
-    of_batch = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
+    weights = [weight_bytes(layout, k) for k in range(layout.ipus)]
+    segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
+    batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
     ipus = tuple(
         IpuReport(
             ipu=k,
-            weights=held[k][0],
-            padding=held[k][1] - held[k][0],
-            state=0 if state is None else weights_of(state.layout, k)[1],
-            batch=of_batch,
-            stash=stash_of(plan, k),
-            gradients=held[k][1],
-            accumulators=held[k][2],
-            working_set=max((costs[i].working_set for i in local[k]), default=0),
-            flops=m * sum(costs[i].forward + costs[i].backward for i in local[k]),
-            sent=sent_by(plan, k),
+            weights=weights[k].own,
+            padding=weights[k].allocated - weights[k].own,
+            state=0 if state is None else weight_bytes(state.layout, k).allocated,
+            batch=batch_bytes,
+            stash=stash_bytes(plan, k),
+            gradients=weights[k].allocated,
+            accumulators=weights[k].accumulators,
+            working_set=max((costs[i].working_set for i in segments_of_ipu[k]), default=0),
+            flops=m * sum(costs[i].forward + costs[i].backward for i in segments_of_ipu[k]),
+            sent=sent_bytes(plan, k),
             idle=idle[k],
         )
         for k in range(layout.ipus)
     )
-    made = PipelineReport(
+    report = PipelineReport(
         schedule=schedule.name,
         micro_batches=m,
         ipus=ipus,
-        stash=stash_buffers(plan),
-        registers=registers_of(plan, m),
+        stash=stash_buffer_bytes(plan),
+        registers=register_bytes(plan, m),
         working_set=max(cost.working_set for cost in costs),
-        sums=wider_sums(layout),
+        sums=wide_accumulator_bytes(layout),
         temporary=None if program is None else _temporary(program, mesh, params, batch, state, key),
     )
     if ipu_memory is not None:
-        warn_where_too_large(made, ipu_memory, stacklevel=4)
-    return made
+        warn_where_too_large(report, ipu_memory, stacklevel=4)
+    return report
 
 
 def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> int | None:
     def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    of_params, of_state = (
+    params_shapes, state_shapes = (
         None if tree is None else jax.tree.map(placed, tree, packing.specs_of(tree.layout)) for tree in (params, state)
     )
-    of_batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
-    analysis = program.lower(of_params, of_batch, of_state, key).compile().memory_analysis()
+    batch_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    analysis = program.lower(params_shapes, batch_shapes, state_shapes, key).compile().memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes  # not every platform says
 
 
@@ -272,8 +272,8 @@ class MemoryGuard:
         if self.ipu_memory is None:
             return
         leaves, treedef = jax.tree.flatten(batch)
-        of_state = None if state is None else state.layout
-        shapes = (params.layout, of_state, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        state_layout = None if state is None else state.layout
+        shapes = (params.layout, state_layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
             warn_where_too_large(report(), self.ipu_memory, stacklevel=4)

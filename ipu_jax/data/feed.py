@@ -128,8 +128,8 @@ class Feed:
     ):
         if epochs is not None:
             check_count("epochs", epochs)
-        ahead = as_int(prefetch)
-        if ahead is None or ahead < 0:
+        num_ahead = as_int(prefetch)
+        if num_ahead is None or num_ahead < 0:
             raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
         if check_count("workers", workers) > max(prefetch, 1):
             raise ValueError(
@@ -139,7 +139,7 @@ class Feed:
         if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"timeout={timeout} is not a number of seconds: give one such as 120")
         check_count("instances", instances)
-        replicas, of_mesh = _replicas(mesh, instances, instance)
+        replicas, mesh_replicas = _replicas(mesh, instances, instance)
         examples = Source(source)
         order = EpochOrder(
             examples.examples,
@@ -154,18 +154,18 @@ class Feed:
             instance=instance,
         )
         # of all replicas of the mesh, and of this instance's
-        dims = ((device_iterations, device_iterations, None), (of_mesh, replicas // instances, REPLICA_AXIS))
-        kept = [dim for dim in dims if dim[0] > 1]
-        of_update = (gradient_accumulation, micro_batch)
-        lead, local_lead = (*[dim[0] for dim in kept], *of_update), (*[dim[1] for dim in kept], *of_update)
-        sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in kept]))
+        dims = ((device_iterations, device_iterations, None), (mesh_replicas, replicas // instances, REPLICA_AXIS))
+        leading = [dim for dim in dims if dim[0] > 1]
+        update_dims = (gradient_accumulation, micro_batch)
+        shape, local_shape = (*[dim[0] for dim in leading], *update_dims), (*[dim[1] for dim in leading], *update_dims)
+        sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in leading]))
         self.like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, sharding=sharding), examples.like
+            lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), examples.like
         )
-        self._assembler = _Assembler(examples, order, self.like, local_lead, examples.filling(fill))
+        self._assembler = _Assembler(examples, order, self.like, local_shape, examples.filling(fill))
         self._order, self._epochs = order, epochs
-        self.prefetch, self.workers, self._timeout = ahead, workers, timeout
-        self._place = order.first(Position(0, 0) if state is None else _place_of(state, order))
+        self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
+        self._position = order.first(Position(0, 0) if state is None else _position_of(state, order))
         self._ahead: Prefetcher[Position, FeedBatch] | None = None
         self._closed = False
 
@@ -180,7 +180,7 @@ class Feed:
         It is the same on every instance.
         """
         order = self._order
-        values = (self._place.epoch, self._place.position, order.examples, order.seed, int(order.shuffle))
+        values = (self._position.epoch, self._position.position, order.examples, order.seed, int(order.shuffle))
         return dict(zip(_STATE, values, strict=True))
 
     def seek(self, epoch: int) -> None:
@@ -188,14 +188,14 @@ class Feed:
         to = as_int(epoch)
         if to is None or to < 0:
             raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
-        if self._place != Position(to, 0):
+        if self._position != Position(to, 0):
             self._drop()
-            self._place = Position(to, 0)
+            self._position = Position(to, 0)
 
     def epoch(self) -> Iterator[FeedBatch]:
         """Return the batches that are left of the epoch where the feed stands."""
-        number = self._place.epoch
-        while self._place.epoch == number and not self._is_done:
+        number = self._position.epoch
+        while self._position.epoch == number and not self._is_done:
             yield self._next()
 
     def __iter__(self) -> "Feed":
@@ -234,25 +234,25 @@ class Feed:
 
     @property
     def _is_done(self) -> bool:
-        return self._epochs is not None and self._place.epoch >= self._epochs
+        return self._epochs is not None and self._position.epoch >= self._epochs
 
     def _next(self) -> FeedBatch:
         if self._closed:
             raise ValueError("the feed is closed: read inside its `with` block")
         try:
             if not self.prefetch:
-                batch = self._assembler(self._place)
+                batch = self._assembler(self._position)
             else:
                 if self._ahead is None:
                     self._ahead = Prefetcher(
                         self._assembler,
-                        _places(self._order, self._place, self._epochs),
+                        _positions(self._order, self._position, self._epochs),
                         ahead=self.prefetch,
                         workers=self.workers,
                         seconds=self._timeout,
                     )
                 batch = self._ahead.take()
-            self._place = self._order.after(self._place)
+            self._position = self._order.after(self._position)
         except FeedTimeoutError:
             raise  # the batch may still come: the next call waits for it again
         except BaseException as error:  # Ctrl-C too may come when a batch is taken and not yet counted
@@ -280,14 +280,14 @@ class _Assembler:
     def __init__(self, source: Source, order: EpochOrder, like: Any, lead: tuple[int, ...], fill: Any):
         self._source, self._order, self._like, self._lead, self._fill = source, order, like, lead, fill
 
-    def __call__(self, place: Position) -> FeedBatch:
-        rows = self._order.rows(place)
+    def __call__(self, position: Position) -> FeedBatch:
+        rows = self._order.rows(position)
         indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
         is_whole = self._order.remainder == "wrap" or is_real.all()
         read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
         return FeedBatch(
             jax.tree.map(self._send, self._like, read),
-            place.epoch,
+            position.epoch,
             rows.examples,
             rows.updates,
             is_real.reshape(self._lead),
@@ -309,10 +309,10 @@ class _Assembler:
         return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
 
 
-def _places(order: EpochOrder, place: Position, epochs: int | None) -> Iterator[Position]:
-    while epochs is None or place.epoch < epochs:
-        yield place
-        place = order.after(place)
+def _positions(order: EpochOrder, position: Position, epochs: int | None) -> Iterator[Position]:
+    while epochs is None or position.epoch < epochs:
+        yield position
+        position = order.after(position)
 
 
 def _replicas(mesh: Mesh, instances: int, instance: int) -> tuple[int, int]:
@@ -337,21 +337,21 @@ def _replicas(mesh: Mesh, instances: int, instance: int) -> tuple[int, int]:
     return len(rows), len(rows)
 
 
-def _place_of(state: Mapping[str, SupportsIndex], order: EpochOrder) -> Position:
+def _position_of(state: Mapping[str, SupportsIndex], order: EpochOrder) -> Position:
     try:
-        found = {name: operator.index(value) for name, value in state.items()}
+        saved = {name: operator.index(value) for name, value in state.items()}
     except (AttributeError, TypeError) as error:
         raise ValueError(f"state={state!r} is not one: give what state() returned") from error
-    if found.keys() != set(_STATE) or found["epoch"] < 0 or not 0 <= found["position"] <= found["examples"]:
-        raise ValueError(f"state={found} is not one: give what state() returned")
-    here = {"examples": order.examples, "seed": order.seed, "shuffle": int(order.shuffle)}
-    for name, value in here.items():
-        if found[name] != value:
+    if saved.keys() != set(_STATE) or saved["epoch"] < 0 or not 0 <= saved["position"] <= saved["examples"]:
+        raise ValueError(f"state={saved} is not one: give what state() returned")
+    own = {"examples": order.examples, "seed": order.seed, "shuffle": int(order.shuffle)}
+    for name, value in own.items():
+        if saved[name] != value:
             raise ValueError(
-                f"state is of {name}={found[name]}, but the feed has {name}={value}: its order is another one, and "
+                f"state is of {name}={saved[name]}, but the feed has {name}={value}: its order is another one, and "
                 "examples would be lost or read twice"
             )
-    return Position(found["epoch"], found["position"])
+    return Position(saved["epoch"], saved["position"])
 
 
 def _remainder(remainder: str | None, last: str | None) -> str:

@@ -107,7 +107,7 @@ class EpochOrder:
             "replicas": replicas,
             "device_iterations": iterations,
         }
-        micro_batch, gradient_accumulation, replicas, iterations = (check_count(*given) for given in counts.items())
+        micro_batch, gradient_accumulation, replicas, iterations = (check_count(*count) for count in counts.items())
         instances = check_count("instances", instances)
         number, own_seed = as_int(instance), as_int(seed)
         if number is None or not 0 <= number < instances:
@@ -120,8 +120,8 @@ class EpochOrder:
             raise ValueError(f"seed={seed!r} is not a seed: give an int of at least 0")
         self.seed, self.shuffle, self.remainder = own_seed, shuffle, check_choice("remainder", remainder, REMAINDERS)
         self._shape = (iterations, replicas, gradient_accumulation, micro_batch)
-        mine = replicas // instances
-        self._mine = slice(number * mine, (number + 1) * mine)
+        own = replicas // instances
+        self._own = slice(number * own, (number + 1) * own)
         self.per_update = replicas * gradient_accumulation * micro_batch
         self.per_batch = iterations * self.per_update
         if not self.batches_from(0):
@@ -155,18 +155,18 @@ class EpochOrder:
                 self._orders = {key: self._orders[key] for key in sorted(self._orders)[-1:]} | {epoch: order}
             return self._orders[epoch]
 
-    def first(self, place: Position) -> Position:
+    def first(self, start: Position) -> Position:
         """Return `place`, or the start of the next epoch where no batch begins there or behind it."""
-        return place if self.batches_from(place.position) else Position(place.epoch + 1, 0)
+        return start if self.batches_from(start.position) else Position(start.epoch + 1, 0)
 
-    def after(self, place: Position) -> Position:
+    def after(self, start: Position) -> Position:
         """Return where the batch after the one from `place` on begins."""
-        return self.first(Position(place.epoch, place.position + self.per_batch))
+        return self.first(Position(start.epoch, start.position + self.per_batch))
 
-    def rows(self, place: Position) -> Rows:
+    def rows(self, start: Position) -> Rows:
         """Return this instance's part of the batch that begins at `place`."""
-        order = self.of_epoch(place.epoch)
-        chosen = order[place.position : place.position + self.per_batch]
+        order = self.of_epoch(start.epoch)
+        chosen = order[start.position : start.position + self.per_batch]
         if self.remainder == "updates":
             chosen = chosen[: len(chosen) - len(chosen) % self.per_update]
         examples = len(chosen)
@@ -174,5 +174,5 @@ class EpochOrder:
             # the first ones again, and again where they are fewer than what misses
             chosen = np.concatenate([chosen, np.resize(order, self.per_batch - examples)])
         is_real = np.arange(self.per_batch) < examples
-        indices, is_real = chosen.reshape(self._shape)[:, self._mine], is_real.reshape(self._shape)[:, self._mine]
+        indices, is_real = chosen.reshape(self._shape)[:, self._own], is_real.reshape(self._shape)[:, self._own]
         return Rows(indices, is_real, examples, math.ceil(examples / self.per_update))

@@ -133,22 +133,22 @@ class Prefetcher(Generic[_Item, _Result]):
         frames, now = sys._current_frames(), time.monotonic()
         with self._shared.changed:
             busy = dict(self._shared.busy)
-        told, stacks = [], []
+        lines, stacks = [], []
         for number, thread in enumerate(self._threads):
             frame = frames.get(thread.ident or -1)
             if not thread.is_alive() or frame is None:
-                told.append(f"worker {number} has ended")
+                lines.append(f"worker {number} has ended")
             elif number not in busy:
-                told.append(f"worker {number} waits")
+                lines.append(f"worker {number} waits")
             else:
                 item, since = busy[number]
                 at = traceback.extract_stack(frame)[-1]
-                told.append(
+                lines.append(
                     f"worker {number} has been at {item} for {now - since:.1f} s, now in {at.filename}:{at.lineno} "
                     f"({at.name})"
                 )
                 stacks.append(f"Stack of worker {number}:\n{''.join(traceback.format_stack(frame))}".rstrip())
-        error = FeedTimeoutError(f"{what}: {'; '.join(told)}. Mend the source, or allow more with timeout=")
+        error = FeedTimeoutError(f"{what}: {'; '.join(lines)}. Mend the source, or allow more with timeout=")
         for stack in stacks:
             error.add_note(stack)
         return error

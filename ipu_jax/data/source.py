@@ -45,7 +45,7 @@ class Source:
         if self.examples < 1:
             raise ValueError(f"the source holds no examples: {_MEND}")
         one = self._checked(self._read(np.zeros(1, np.intp)), 1)
-        self.like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], _held(leaf.dtype)), one)
+        self.like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], _jax_dtype(leaf.dtype)), one)
         if not jax.tree.leaves(self.like):
             raise ValueError(f"the source has examples without any array: {_MEND}")
 
@@ -58,13 +58,13 @@ class Source:
         Raises:
             ValueError: an indexable gave other arrays than the first time, or an integer that 32 bits can't hold.
         """
-        found = self._checked(self._read(indices), len(indices))
-        if jax.tree.structure(found) != jax.tree.structure(self.like):
+        examples = self._checked(self._read(indices), len(indices))
+        if jax.tree.structure(examples) != jax.tree.structure(self.like):
             raise ValueError(
-                f"the source gave {jax.tree.structure(found)} for {len(indices)} examples, and "
+                f"the source gave {jax.tree.structure(examples)} for {len(indices)} examples, and "
                 f"{jax.tree.structure(self.like)} for the first one: give all alike"
             )
-        return jax.tree.map_with_path(functools.partial(_held_array, self._copies), self.like, found)
+        return jax.tree.map_with_path(functools.partial(_converted, self._copies), self.like, examples)
 
     def filling(self, fill: Any) -> Any:
         """Return `fill`, a number or a pytree of them, as a pytree of the structure of `like`.
@@ -78,8 +78,8 @@ class Source:
             fill = jax.tree.map(lambda _: fill, self.like)
         return jax.tree.map_with_path(_check_fill, self.like, fill)
 
-    def _checked(self, found: Any, count: int) -> Any:
-        for path, leaf in jax.tree.leaves_with_path(found):
+    def _checked(self, examples: Any, count: int) -> Any:
+        for path, leaf in jax.tree.leaves_with_path(examples):
             if not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (count,):
                 shape = f"shape {leaf.shape}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
                 raise ValueError(
@@ -87,7 +87,7 @@ class Source:
                 )
             if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == np.bool_):
                 raise ValueError(f"the source holds {leaf.dtype} at {_name(path)}: IPUs hold numbers and bools only")
-        return found
+        return examples
 
 
 def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.float32) -> Any:
@@ -136,8 +136,8 @@ def _length(source: Any) -> int:
             raise ValueError(f"the source has {type(leaf).__name__} at {_name(path)}: {_MEND}")
         lengths[_name(path)] = len(leaf)
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{length} at {name}" for name, length in lengths.items())
-        raise ValueError(f"the source's arrays differ in length: {told}; give a row of each for every example")
+        listed = ", ".join(f"{length} at {name}" for name, length in lengths.items())
+        raise ValueError(f"the source's arrays differ in length: {listed}; give a row of each for every example")
     return next(iter(lengths.values()), 0)
 
 
@@ -149,33 +149,33 @@ def _name(path: Any) -> str:
     return f"source{jax.tree_util.keystr(path)}"
 
 
-def _held(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which jax holds such numbers."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype if dtype.isnative else dtype.newbyteorder("=")))
 
 
-def _held_array(copies: bool, path: Any, like: jax.ShapeDtypeStruct, found: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if (found.shape[1:], _held(found.dtype)) != (like.shape, like.dtype):
+def _converted(copies: bool, path: Any, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if (rows.shape[1:], _jax_dtype(rows.dtype)) != (like.shape, like.dtype):
         raise ValueError(
-            f"the source gave {found.dtype} {found.shape[1:]} at {_name(path)}, and {like.dtype} {like.shape} for the "
+            f"the source gave {rows.dtype} {rows.shape[1:]} at {_name(path)}, and {like.dtype} {like.shape} for the "
             "first example: give all alike"
         )
-    if found.dtype.kind in "iu" and found.dtype != like.dtype and found.size:
-        low, high, limits = found.min(), found.max(), np.iinfo(like.dtype)
+    if rows.dtype.kind in "iu" and rows.dtype != like.dtype and rows.size:
+        low, high, limits = rows.min(), rows.max(), np.iinfo(like.dtype)
         if low < limits.min or high > limits.max:
             raise ValueError(
                 f"the source holds {low if low < limits.min else high} at {_name(path)}, which {like.dtype} cannot: "
                 "set jax_enable_x64, or give smaller numbers"
             )
     # rows taken from our arrays are new memory already; whether those of an indexable are, nobody knows
-    return np.array(found, like.dtype, order="C", copy=copies or None)
+    return np.array(rows, like.dtype, order="C", copy=copies or None)
 
 
 def _check_fill(path: Any, like: jax.ShapeDtypeStruct, value: Any) -> Any:
     try:
-        held = np.asarray(value, like.dtype)
+        converted = np.asarray(value, like.dtype)
     except (OverflowError, TypeError, ValueError):
-        held = None
-    if held is None or held.ndim or (like.dtype.kind in "iub" and held != value):
+        converted = None
+    if converted is None or converted.ndim or (like.dtype.kind in "iub" and converted != value):
         raise ValueError(f"fill={value!r} at {_name(path)} is no {like.dtype}: give a number that it holds")
     return value

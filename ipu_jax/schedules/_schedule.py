@@ -120,10 +120,10 @@ class Schedule(Timetable):
 
     @cached_property
     def _by_tick(self) -> dict[int, list[Task]]:
-        found: dict[int, list[Task]] = {}
+        by_tick: dict[int, list[Task]] = {}
         for task in tasks_of(self):
-            found.setdefault(tick_of(self, task), []).append(task)
-        return found
+            by_tick.setdefault(tick_of(self, task), []).append(task)
+        return by_tick
 
     def tasks(self, tick: int) -> list[Task]:
         """Return the tasks of a tick, in the order of the clock."""
@@ -222,12 +222,12 @@ def _placement_of(placement: Any) -> Placement:
         raise ValueError(
             f"placement={placement!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)"
         )
-    found = []
+    ipus = []
     for stage, ipu in enumerate(placement):
-        found.append(None if ipu is None else as_int(ipu))
-        if ipu is not None and found[-1] is None:
+        ipus.append(None if ipu is None else as_int(ipu))
+        if ipu is not None and ipus[-1] is None:
             raise ValueError(f"stage {stage} is on IPU {ipu!r}: give an int, or None for a concurrent stage")
-    return tuple(found)
+    return tuple(ipus)
 
 
 def _rows_of(schedule: str, name: str, rows: Any) -> Rows:

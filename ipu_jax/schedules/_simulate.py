@@ -96,15 +96,15 @@ def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | No
     """Return what each stage's F, B and W cost on an IPU that runs them."""
     f, whole = _per_stage(table, "forward", forward), _per_stage(table, "backward", backward)
     w = [cost / 2 for cost in whole] if weight is None else _per_stage(table, "weight", weight)
-    for stage, (part, of) in enumerate(zip(w, whole, strict=True)):
-        if part > of:
+    for stage, (part, total) in enumerate(zip(w, whole, strict=True)):
+        if part > total:
             raise ValueError(
                 f"weight={weight!r} costs stage {stage} more than backward={backward!r}, of which it is a part: "
                 "backward is the whole backward pass"
             )
     b = [
-        all_ - part if last_use(table, stage) == "W" else all_
-        for stage, (all_, part) in enumerate(zip(whole, w, strict=True))
+        total - part if last_use(table, stage) == "W" else total
+        for stage, (total, part) in enumerate(zip(whole, w, strict=True))
     ]
     return {"F": f, "B": b, "W": w}
 
@@ -115,19 +115,19 @@ def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
         costs = list(cost)
         if len(costs) != stages:
             raise ValueError(f"{name} has {len(costs)} costs for {stages} stages: give a number, or one for each stage")
-        found = [check_cost(f"{name}[{stage}]", one) for stage, one in enumerate(costs)]
+        of_stages = [check_cost(f"{name}[{stage}]", value) for stage, value in enumerate(costs)]
     else:
-        whole = check_cost(name, cost)
+        of_share = check_cost(name, cost)
         # a number is the cost of all that one IPU holds of the model, and of a concurrent stage on all IPUs together
-        found = [whole / (1 if ipu is None else table.placement.count(ipu)) for ipu in table.placement]
-    return [one / (table.ipus if ipu is None else 1) for one, ipu in zip(found, table.placement, strict=True)]
+        of_stages = [of_share / (1 if ipu is None else table.placement.count(ipu)) for ipu in table.placement]
+    return [value / (table.ipus if ipu is None else 1) for value, ipu in zip(of_stages, table.placement, strict=True)]
 
 
 def _peak_stash(table: Timetable) -> tuple[int, ...]:
-    held, peak = [0] * table.ipus, [0] * table.ipus
+    stashed, peak = [0] * table.ipus, [0] * table.ipus
     for task in tasks_of(table):
         here = table.placement[task.stage]
         for k in range(table.ipus) if here is None else (here,):
-            held[k] += (task.kind == "F") - (task.kind == last_use(table, task.stage))
-            peak[k] = max(peak[k], held[k])
+            stashed[k] += (task.kind == "F") - (task.kind == last_use(table, task.stage))
+            peak[k] = max(peak[k], stashed[k])
     return tuple(peak)

@@ -74,16 +74,16 @@ def parse(text: str) -> Timetable:
     Raises:
         ValueError: no rows, a cell that is no task, a task missing or twice, a stage on some IPUs but not on all.
     """
-    name, of, placed = "custom", None, None
+    name, clock, placement = "custom", None, None
     starts: list[int] | None = None
     rows: dict[int, list[list[Task]]] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         if header := _HEADER.fullmatch(line):
-            name, of = header["name"], header["clock"] or "two-phase"
+            name, clock = header["name"], header["clock"] or "two-phase"
         elif line.startswith("placement:"):
-            placed = [None if at == "all IPUs" else int(at[4:]) for at in re.split(r",\s*", line[10:].strip())]
+            placement = [None if at == "all IPUs" else int(at[4:]) for at in re.split(r",\s*", line[10:].strip())]
         elif re.fullmatch(r"tick(\s+\d+)+", line):
-            starts = [found.start() for found in re.finditer(r"\d+", line)]
+            starts = [number.start() for number in re.finditer(r"\d+", line)]
         elif row := re.match(r"IPU +(\d+)(?=\s|\||$)", line):
             ipu = int(row[1])
             if ipu in rows:
@@ -93,7 +93,7 @@ def parse(text: str) -> Timetable:
             raise ValueError(f"{line!r} is no line of a schedule: rows begin with 'IPU' and a number")
     if sorted(rows) != list(range(len(rows))) or not rows:
         raise ValueError(f"the rows are of IPUs {sorted(rows)}: give a row for each IPU, 'IPU 0', 'IPU 1' and so on")
-    return _timetable(name, of, placed, [rows[ipu] for ipu in range(len(rows))])
+    return _timetable(name, clock, placement, [rows[ipu] for ipu in range(len(rows))])
 
 
 def _cells(line: str, label: int, starts: list[int] | None) -> list[str]:
@@ -116,7 +116,9 @@ def _cell(ipu: int, tick: int, cell: str) -> list[Task]:
         raise ValueError(f"IPU {ipu}, tick {tick}: {error}") from None
 
 
-def _timetable(name: str, of: str | None, placed: list[int | None] | None, rows: list[list[list[Task]]]) -> Timetable:
+def _timetable(
+    name: str, clock: str | None, given_placement: list[int | None] | None, rows: list[list[list[Task]]]
+) -> Timetable:
     ticks: dict[Task, int] = {}
     seen: dict[Task, list[int]] = {}
     for ipu, row in enumerate(rows):
@@ -130,7 +132,7 @@ def _timetable(name: str, of: str | None, placed: list[int | None] | None, rows:
     if not ticks:
         raise ValueError("the rows have no tasks: write stage, F, B or W, micro-batch, as in '2F0'")
     stages, count = 1 + max(task.stage for task in ticks), 1 + max(task.microbatch for task in ticks)
-    placement = tuple(placed) if placed else _placement(stages, seen, len(rows))
+    placement = tuple(given_placement) if given_placement else _placement(stages, seen, len(rows))
     if len(placement) != stages:
         raise ValueError(f"the line 'placement:' has {len(placement)} stages, the rows have {stages}: place each")
     split = any(task.kind == "W" for task in ticks)
@@ -145,7 +147,7 @@ def _timetable(name: str, of: str | None, placed: list[int | None] | None, rows:
 
         return tuple(tuple(tick_of(stage, m) for m in range(count)) for stage in range(stages))
 
-    one_phase = of == "one-phase" or (of is None and (split or not _two_phase(rows, placement)))
+    one_phase = clock == "one-phase" or (clock is None and (split or not _two_phase(rows, placement)))
     weight = rows_of("W") if split else None
     return Timetable(
         name,

@@ -118,14 +118,14 @@ def tables_of(table: Timetable) -> Iterator[tuple[Kind, Rows]]:
 
 def tasks_of(table: Timetable) -> list[Task]:
     """Return all tasks, in the order of the clock. A concurrent stage has no W: its B does everything."""
-    found = [
+    tasks = [
         Task(stage, kind, microbatch)
         for kind, rows in tables_of(table)
         for stage, row in enumerate(rows)
         if kind != "W" or table.placement[stage] is not None
         for microbatch in range(len(row))
     ]
-    return sorted(found, key=lambda task: (moment(table, task), task.microbatch))
+    return sorted(tasks, key=lambda task: (moment(table, task), task.microbatch))
 
 
 def tick_of(table: Timetable, task: Task) -> int:
@@ -159,11 +159,11 @@ def overlap(spans: Iterable[tuple[Any, Any]]) -> int:
     2
     """
     ends = sorted(point for start, end in spans for point in ((start, 0), (end, 1)))
-    most = now = 0
+    largest = open_spans = 0
     for _, is_end in ends:
-        now += -1 if is_end else 1
-        most = max(most, now)
-    return most
+        open_spans += -1 if is_end else 1
+        largest = max(largest, open_spans)
+    return largest
 
 
 def stash_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:

@@ -23,8 +23,8 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     elif isinstance(result, tuple) and len(result) == 2:
         loss, aux = result
     if not hasattr(loss, "shape") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
-        raise ValueError(f"loss_fn returned {found} as its loss: return a float scalar, or (loss, aux)")
+        described = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise ValueError(f"loss_fn returned {described} as its loss: return a float scalar, or (loss, aux)")
     return loss, aux
 
 
@@ -63,8 +63,8 @@ def accumulate_gradients(
         return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
 
     def add(sums: Any, at: Any) -> tuple[Any, Any]:
-        found, aux = gradients_of(*at)
-        return jax.tree.map(jnp.add, sums, found), aux
+        loss_and_gradients, aux = gradients_of(*at)
+        return jax.tree.map(jnp.add, sums, loss_and_gradients), aux
 
     first = jax.eval_shape(gradients_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)

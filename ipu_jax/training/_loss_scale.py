@@ -21,14 +21,14 @@ class Scale:
 
     Attributes:
         scale: float32, what the loss is multiplied with.
-        good: int32, updates made since the scale last changed.
+        good_steps: int32, updates made since the scale last changed.
     """
 
     scale: Any
-    good: Any
+    good_steps: Any
 
 
-def first_scale(options: TrainOptions) -> Scale | None:
+def initial_scale(options: TrainOptions) -> Scale | None:
     """Return the scale that training begins with; None where it never changes."""
     chosen = options.loss_scale
     if not isinstance(chosen, DynamicScale):
@@ -36,7 +36,7 @@ def first_scale(options: TrainOptions) -> Scale | None:
     return Scale(jnp.float32(chosen.initial), jnp.int32(0))
 
 
-def scale_now(options: TrainOptions, scale: Scale | None) -> Any:
+def current_scale(options: TrainOptions, scale: Scale | None) -> Any:
     """Return what the loss is multiplied with."""
     if scale is not None:
         return scale.scale
@@ -51,9 +51,9 @@ def next_scale(chosen: DynamicScale, scale: Scale, finite: Any) -> Scale:
     >>> float(next_scale(chosen, scale, True).scale), float(next_scale(chosen, scale, False).scale)
     (16.0, 4.0)
     """
-    good = jnp.where(finite, scale.good + 1, 0)
-    grows = good == chosen.growth_interval
+    good_steps = jnp.where(finite, scale.good_steps + 1, 0)
+    grows = good_steps == chosen.growth_interval
     grown = jnp.minimum(scale.scale * chosen.factor, chosen.largest)
     shrunk = jnp.maximum(scale.scale / chosen.factor, chosen.smallest)
     new = jnp.where(finite, jnp.where(grows, grown, scale.scale), shrunk)
-    return Scale(new.astype(jnp.float32), jnp.where(grows, 0, good).astype(jnp.int32))
+    return Scale(new.astype(jnp.float32), jnp.where(grows, 0, good_steps).astype(jnp.int32))

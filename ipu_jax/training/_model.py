@@ -34,7 +34,7 @@ def model_for(model: Any, options: TrainOptions) -> Any:
     if isinstance(model, Pipeline):
         if count is not None and count != model.replicas:
             model = replicate(model, replication_factor=count)
-        return model if half is None else model.rebuilt(stages=[computing_in(stage, half) for stage in model.stages])
+        return model if half is None else model.replace(stages=[computing_in(stage, half) for stage in model.stages])
     if isinstance(model, Replicas):
         if count is not None and count != model.replicas:
             raise ValueError(

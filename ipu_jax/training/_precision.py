@@ -23,8 +23,8 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     narrow = (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def one(leaf: Any) -> Any:
-        found = getattr(leaf, "dtype", None)
-        return leaf.astype(dtype) if found in narrow else leaf
+        leaf_dtype = getattr(leaf, "dtype", None)
+        return leaf.astype(dtype) if leaf_dtype in narrow else leaf
 
     return jax.tree.map(one, tree)
 

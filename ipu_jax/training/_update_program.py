@@ -19,7 +19,7 @@ from ipu_jax.optimizer.update import Kept, Update
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._accumulate import accumulate_gradients
-from ipu_jax.training._loss_scale import Scale, next_scale, scale_now
+from ipu_jax.training._loss_scale import Scale, current_scale, next_scale
 from ipu_jax.training._precision import stochastic_round
 from ipu_jax.training.replicas import Replicas
 from ipu_jax.weights.packing import Sharded
@@ -112,7 +112,7 @@ class Iteration:
     def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         """Run one update; batch leaves are (M, ...)."""
         options, model, update = self.options, self.model, self.update
-        cells, scale = update.cells, scale_now(options, state.scale)
+        cells, scale = update.cells, current_scale(options, state.scale)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         loss_cotangent = scale if options.weighted or model.options.reduction == "sum" else scale / self._count
         loss, aux, gradients, stages = self._gradients(state, batch, key if self.random else None, loss_cotangent)
@@ -175,8 +175,8 @@ class Iteration:
                 model.loss_fn, state.params, batch, key, loss_cotangent=loss_cotangent, random=self.random
             )
             return loss, aux, jax.tree.leaves(sums), None
-        result = model.on_ipu(state.params, batch, state.stages, key, loss_cotangent=loss_cotangent)
-        value = model.value_of(result.loss, result.aux)
+        result = model.run_on_ipu(state.params, batch, state.stages, key, loss_cotangent=loss_cotangent)
+        value = model.loss_with_aux(result.loss, result.aux)
         stages = state.stages and result.state
         if model.replicas > 1:
             stages = state_over_replicas(stages)

@@ -111,7 +111,7 @@ def replicate(
             if value is not None:
                 raise ValueError(f"{name}={value!r} was given, but a pipeline has its own: make the Pipeline with it")
         count = replicas_of(replication_factor=replication_factor, num_ipus=num_ipus, ipus_per_replica=model.ipus)
-        return model.rebuilt(mesh=make_mesh(count, model.ipus))
+        return model.replace(mesh=make_mesh(count, model.ipus))
     return Replicas(
         model,
         replication_factor=replicas_of(replication_factor=replication_factor, num_ipus=num_ipus),
@@ -212,36 +212,38 @@ class Replicas:
         """Raise `ValueError` unless the leaves of `params` are floating arrays."""
         for path, leaf in jax.tree.leaves_with_path(params):
             if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                found = getattr(leaf, "dtype", repr(leaf))
+                described = getattr(leaf, "dtype", repr(leaf))
                 where = f"params{jax.tree_util.keystr(path)}"
-                raise ValueError(f"{where} is {found}: weights must be floating arrays; carry other data in the batch")
+                raise ValueError(
+                    f"{where} is {described}: weights must be floating arrays; carry other data in the batch"
+                )
 
     def _mapped(self, *, backward: bool) -> Any:
         count = self.replicas * self.options.gradient_accumulation
         loss_cotangent = 1.0 if self.options.reduction == "sum" else 1.0 / count
 
-        def program(held: Any, batch: Any) -> Any:
-            params, key = held
+        def program(params_and_key: Any, batch: Any) -> Any:
+            params, key = params_and_key
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            value_of = lambda loss, aux: (  # noqa: E731
+            averaged = lambda loss, aux: (  # noqa: E731
                 lax.pmean(loss, REPLICA_AXIS),
                 jax.tree.map(lambda leaf: leaf[None], aux),
             )
             if not backward:
-                return value_of(*accumulate(self.loss_fn, params, batch, key, random=self.random))
+                return averaged(*accumulate(self.loss_fn, params, batch, key, random=self.random))
             loss, aux, sums = accumulate_gradients(
                 self.loss_fn, params, batch, key, loss_cotangent=loss_cotangent, random=self.random
             )
             gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), lax.psum(sums, REPLICA_AXIS), params)
-            return value_of(loss, aux), gradients
+            return averaged(loss, aux), gradients
 
         whole, split = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-        def run(held: Any, batch: Any) -> Any:
+        def run(params_and_key: Any, batch: Any) -> Any:
             if self.replicas == 1:
                 batch = jax.tree.map(lambda leaf: leaf[None], batch)
             out = ((whole, split), whole) if backward else (whole, split)
-            result = over_replicas(program, self.devices, in_specs=(whole, split), out_specs=out)(held, batch)
+            result = over_replicas(program, self.devices, in_specs=(whole, split), out_specs=out)(params_and_key, batch)
             if self.replicas > 1:
                 return result
             one = lambda value: (value[0], jax.tree.map(lambda leaf: leaf[0], value[1]))  # noqa: E731

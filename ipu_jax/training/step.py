@@ -25,7 +25,7 @@ from ipu_jax.optimizer import blocks
 from ipu_jax.optimizer.update import Kept, Update, copied
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.training._loss_scale import first_scale
+from ipu_jax.training._loss_scale import initial_scale
 from ipu_jax.training._model import model_for
 from ipu_jax.training._precision import cast_floats
 from ipu_jax.training._update_program import Iteration, StepOutputs, TrainState
@@ -177,7 +177,7 @@ class TrainStep:
             params=placed,
             optimizer=kept,
             stages=of_stages,
-            scale=jax.tree.map(lambda a: self._place(a), first_scale(self.options)),
+            scale=jax.tree.map(lambda a: self._place(a), initial_scale(self.options)),
             step=self._place(np.int32(0)),
             key=None if key is None else self._place(key),
         )
@@ -208,7 +208,7 @@ class TrainStep:
         check_alive(
             "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
         )
-        if isinstance(state.params, Sharded) and self.model.adopted(state.params) is not state.params:
+        if isinstance(state.params, Sharded) and self.model.apply_frozen(state.params) is not state.params:
             raise ValueError(
                 "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its "
                 "weights, step.init(other.whole(state)['params'], ...)"

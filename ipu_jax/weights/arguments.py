@@ -14,17 +14,30 @@ from ipu_jax.weights.packed_layout import with_specs
 from ipu_jax.weights.packing import Sharded
 
 
-def check_sharded(what: str, found: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+def check_sharded(what: str, sharded: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
     """Raise `ValueError` unless `found` is a `Sharded` of a pipeline with these owners and specs."""
     call = "shard" if what == "params" else "shard_state"
-    if not isinstance(found, Sharded):
-        raise ValueError(f"{what} is a {type(found).__name__}: pass what pipeline.{call}(...) returns")
-    layout = found.layout
+    if not isinstance(sharded, Sharded):
+        raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
+    layout = sharded.layout
     if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
         raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
     for group in layout.groups:
         if group.ipu is None and group.leaves != tuple(with_specs(group.name, group.leaves, group.treedef, specs)):
             raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+
+
+def check_state(state: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+    """Raise `ValueError` unless `state` is a live `Sharded` of these state groups, or None if there are no groups."""
+    if not owners:
+        if state is not None:
+            raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
+        return
+    if state is None:
+        names = ", ".join(map(repr, sorted(owners)))
+        raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
+    check_sharded("state", state, owners, specs, ipus)
+    check_alive("state", state)
 
 
 def checked_stages(stages: Any) -> tuple[Stage, ...]:
@@ -33,13 +46,23 @@ def checked_stages(stages: Any) -> tuple[Stage, ...]:
     Raises:
         ValueError: there are none, or one is not a `Stage`.
     """
-    found = tuple(stages) if isinstance(stages, Iterable) else (stages,)
-    if not found:
+    checked = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    if not checked:
         raise ValueError("stages=() is empty: give at least one Stage")
-    for number, stage in enumerate(found):
+    for number, stage in enumerate(checked):
         if not isinstance(stage, Stage):
             raise ValueError(f"stage {number} is {stage!r}: give a list of Stage(fn, params='group', ipu=0)")
-    return found
+    return checked
+
+
+def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
+    """Raise `ValueError` if a stage is on an IPU that a replica of `ipus` IPUs does not have."""
+    for number, stage in enumerate(stages):
+        if stage.place is not None and stage.place >= ipus:
+            raise ValueError(
+                f"stage {number}, {stage.name!r}, is on IPU {stage.place}, outside the replica: "
+                f"it has IPUs 0 to {ipus - 1}; make the mesh wider or move the stage"
+            )
 
 
 def check_mesh(mesh: Any) -> None:
@@ -63,6 +86,14 @@ def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str
     if unused:
         raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
     return dict(specs)
+
+
+def frozen_for(owners: dict[str, int | None], frozen: dict[str, Any]) -> dict[str, Any]:
+    """Return `frozen`; raise `ValueError` if it names a group that no stage names."""
+    unknown = sorted(frozen.keys() - owners.keys())
+    if unknown:
+        raise ValueError(f"frozen={unknown[0]!r} is no group: the stages name {', '.join(map(repr, sorted(owners)))}")
+    return frozen
 
 
 def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
@@ -125,15 +156,15 @@ def check_alive(what: str, tree: Any, mend: str = "pass what that call returned 
 
 def check_batch(batch: Any, replicas: int, m: int) -> None:
     """Raise `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
-    lead = (m,) if replicas == 1 else (replicas, m)
+    leading = (m,) if replicas == 1 else (replicas, m)
     for path, leaf in jax.tree.leaves_with_path(batch):
         shape = getattr(leaf, "shape", None)
-        if shape is None or shape[: len(lead)] != lead:
-            found = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
-            means = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
+        if shape is None or shape[: len(leading)] != leading:
+            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            rule = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {found}: its leading dims must be {means} ...) = "
-                f"({', '.join(map(str, lead))}, ...)"
+                f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule} ...) = "
+                f"({', '.join(map(str, leading))}, ...)"
             )
     if not jax.tree.leaves(batch):
         raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")

@@ -121,10 +121,10 @@ def plan_layout(
     groups = []
     for name, ipu in owners.items():
         paths, treedef = jax.tree.flatten_with_path(params[name])
-        of_frozen = _whether_frozen(name, treedef, (frozen or {}).get(name, what == "state"))
+        mask = _frozen_mask(name, treedef, (frozen or {}).get(name, what == "state"))
         leaves = [
             _leaf(f"{what}[{name!r}]{jax.tree_util.keystr(path)}", value, is_frozen)
-            for (path, value), is_frozen in zip(paths, of_frozen, strict=True)
+            for (path, value), is_frozen in zip(paths, mask, strict=True)
         ]
         if ipu is None:
             leaves = with_specs(name, leaves, treedef, specs)
@@ -133,15 +133,15 @@ def plan_layout(
     return PackedLayout(ipus, groups, slots)
 
 
-def _whether_frozen(name: str, treedef: Any, frozen: Any) -> list[bool]:
+def _frozen_mask(name: str, treedef: Any, frozen: Any) -> list[bool]:
     try:
-        found = jax.tree.leaves(jax.tree.broadcast(frozen, jax.tree.unflatten(treedef, range(treedef.num_leaves))))
+        mask = jax.tree.leaves(jax.tree.broadcast(frozen, jax.tree.unflatten(treedef, range(treedef.num_leaves))))
     except ValueError as error:
         raise ValueError(f"frozen[{name!r}] does not fit the group's tree: {error}") from error
-    for value in found:
+    for value in mask:
         if not isinstance(value, (bool, np.bool_)):
             raise ValueError(f"frozen[{name!r}] holds {value!r}: give True, False, or a tree of them")
-    return [bool(value) for value in found]
+    return [bool(value) for value in mask]
 
 
 def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout:
@@ -152,10 +152,10 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout
     """
     groups = []
     for group in layout.groups:
-        of_frozen = _whether_frozen(group.name, group.treedef, frozen.get(group.name, False))
-        for leaf, is_frozen in zip(group.leaves, of_frozen, strict=True):
+        mask = _frozen_mask(group.name, group.treedef, frozen.get(group.name, False))
+        for leaf, is_frozen in zip(group.leaves, mask, strict=True):
             _check_floating(leaf.path, jnp.dtype(leaf.dtype), is_frozen)
-        leaves = (dataclasses.replace(leaf, frozen=f) for leaf, f in zip(group.leaves, of_frozen, strict=True))
+        leaves = (dataclasses.replace(leaf, frozen=f) for leaf, f in zip(group.leaves, mask, strict=True))
         groups.append(dataclasses.replace(group, leaves=tuple(leaves)))
     return dataclasses.replace(layout, groups=tuple(groups))
 
@@ -166,8 +166,8 @@ def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
     _check_floating(where, value.dtype, frozen)
-    held = jax.dtypes.canonicalize_dtype(value.dtype)  # numpy's float64 is held as float32
-    return Leaf(where, tuple(value.shape), np.dtype(held).name, frozen=frozen)
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)  # numpy's float64 is held as float32
+    return Leaf(where, tuple(value.shape), np.dtype(dtype).name, frozen=frozen)
 
 
 def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
@@ -188,24 +188,19 @@ def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[s
         )
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     try:
-        whole = jax.tree.broadcast(specs[name], jax.tree.unflatten(treedef, leaves), is_leaf=is_spec)
+        spec_tree = jax.tree.broadcast(specs[name], jax.tree.unflatten(treedef, leaves), is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(f"specs[{name!r}] does not fit the group's tree: {error}") from error
-    found = []
-    for leaf, spec in zip(leaves, jax.tree.leaves(whole, is_leaf=is_spec), strict=True):
-        named = [axis for axis in spec if axis is not None] if is_spec(spec) else []
-        if (
-            not is_spec(spec)
-            or any(axis != IPU_AXIS for axis in named)
-            or len(named) > 1
-            or len(spec) > len(leaf.shape)
-        ):
+    with_spec = []
+    for leaf, spec in zip(leaves, jax.tree.leaves(spec_tree, is_leaf=is_spec), strict=True):
+        axes = [axis for axis in spec if axis is not None] if is_spec(spec) else []
+        if not is_spec(spec) or any(axis != IPU_AXIS for axis in axes) or len(axes) > 1 or len(spec) > len(leaf.shape):
             raise ValueError(
                 f"{leaf.path} of shape {leaf.shape} has spec {spec}: give a PartitionSpec of at most "
                 f"{len(leaf.shape)} dims, with 'ipu' at most once and None elsewhere"
             )
-        found.append(dataclasses.replace(leaf, spec=spec))
-    return found
+        with_spec.append(dataclasses.replace(leaf, spec=spec))
+    return with_spec
 
 
 class _Member(NamedTuple):

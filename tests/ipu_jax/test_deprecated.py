@@ -16,6 +16,13 @@ def test_an_old_name_is_the_new_one_and_says_so(old):
     assert old not in ipu_jax.__all__
 
 
+def test_an_old_method_is_the_new_one_and_says_so():
+    pipeline = ipu_jax.Pipeline([ipu_jax.Stage(lambda w, x, mb: (w * mb).sum(), params="w")])
+    with pytest.warns(DeprecationWarning, match=r"\APipeline.rebuilt is called Pipeline.replace now\Z") as warned:
+        assert pipeline.rebuilt(stages=pipeline.stages).stages == pipeline.stages
+    assert warned[0].filename == __file__
+
+
 def test_an_unknown_name_is_unknown():
     with pytest.raises(AttributeError, match=r"\Amodule 'ipu_jax' has no attribute 'spilt'\Z"):
         _ = ipu_jax.spilt

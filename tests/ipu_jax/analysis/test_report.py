@@ -147,7 +147,7 @@ def test_every_family_has_a_report(schedule):
     pipeline = model.pipeline(2, schedule=schedule)
     found = pipeline.report(pipeline.shard(model.params), model.batch, compile=False)
     assert all(part.flops > 0 and 0 <= part.idle < 1 for part in found.ipus)
-    plan = pipeline.planned(pipeline.shard(model.params), model.batch)
+    plan = pipeline.plan_step(pipeline.shard(model.params), model.batch)
     assert plan.schedule is pipeline.schedule
 
 
@@ -186,7 +186,7 @@ def test_what_fits_is_not_warned_of():
         found = pipeline.report(*arguments(pipeline), compile=False, ipu_memory=900e6)
         given = arguments(pipeline)
         most = max(map(found.total, (0, 1)))
-        make_report(pipeline.planned(*given), *given, mesh=pipeline.mesh, ipu_memory=most)
+        make_report(pipeline.plan_step(*given), *given, mesh=pipeline.mesh, ipu_memory=most)
 
 
 def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):

@@ -125,7 +125,7 @@ def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places,
     pipeline = Pipeline(stages, schedule=name, gradient_accumulation=micro_batches)
     params = pipeline.shard({"first": weights(3, 3, 0)["w"], "last": weights(3, 2, 1)["w"]})
     batch = np.random.default_rng(2).normal(size=(micro_batches, 5, 3)).astype(np.float32)
-    plan = pipeline.planned(params, batch)
+    plan = pipeline.plan_step(params, batch)
     assert (1, 2) in plan.teams
     assert {"F": [plan.queue(i - 1, "F") for i in (1, 2)], "B": [plan.queue(i, "B") for i in (1, 2)]} == waiting
     verify(pipeline, params, batch)

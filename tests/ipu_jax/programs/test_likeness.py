@@ -195,7 +195,7 @@ def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(
     params = pipeline.shard(weights)
     slots = {g.name: g.leaves[0].slot for g in params.layout.groups}
     assert (slots["w1"] != slots["w2"]) == crowded
-    plan = pipeline.planned(params, BATCH)
+    plan = pipeline.plan_step(params, BATCH)
     assert plan.halves[3].signature == plan.halves[4].signature
     assert plan.lanes[2] == plan.lanes[3] == plan.lanes[4]
     assert ((3, 4) in plan.teams) == (not crowded)

@@ -280,7 +280,7 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
     # 8, 8, then 16; after the bad one 8, and two good ones later 16
     assert state.scale is not None
     assert float(state.scale.scale) == 16
-    assert int(state.scale.good) == 0
+    assert int(state.scale.good_steps) == 0
     assert int(state.step) == 6
     whole_state = step.whole(state)
     assert int(whole_state["optimizer"][0].count) == 5
