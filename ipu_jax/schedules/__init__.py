@@ -1,4 +1,4 @@
-"""When each stage does F, B and W of which micro-batch: plain data, checked, drawn and simulated. No jax in here."""
+"""Schedules: the tick in which each stage runs F, B and W of each micro-batch, as plain data without jax."""
 
 from ipu_jax.schedules._schedule import SCHEDULES, Schedule, Task, make_schedule
 from ipu_jax.schedules._timetable import PHASES

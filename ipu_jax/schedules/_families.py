@@ -1,4 +1,4 @@
-"""The schedules that have names, as tables.
+"""Build the timetables of the named schedules.
 
 Four stages on four IPUs, eight micro-batches, schedule "1f1b" (a cell is stage, F or B, micro-batch):
 
@@ -8,13 +8,15 @@ Four stages on four IPUs, eight micro-batches, schedule "1f1b" (a cell is stage,
     IPU 2            2F0  2F1       2B0  2F2  2B1  2F3  2B2  2F4  2B3
     IPU 3                 3F0  3B0  3F1  3B1  3F2  3B2  3F3  3B3  3F4
 
-"sequential" and "grouped" repeat one micro-batch's ticks under the two-phase clock, "interleaved" under the one-phase
-clock. The others are made in two steps. A family is a *rule*: which of the tasks that are ready an IPU does next. A run
-of a pipeline whose F, B and W take 1, 1 and 1 (1 and 2 without W) a stage gives each IPU's order; then each task gets
-the earliest tick that the order and the clock allow. So any number of micro-batches and any placement will do.
+"sequential" and "grouped" repeat the ticks of one micro-batch under the two-phase clock, and "interleaved" does so
+under the one-phase clock. The other schedules are built in two steps. First, the *rule* of the family chooses which of
+the ready tasks an IPU does next, and a simulated run with this rule gives the order of each IPU's tasks; in that run F,
+B and W of a stage take 1 each, or F takes 1 and B takes 2 if there is no W. Second, each task gets the earliest tick
+that the order and the clock allow. So any number of micro-batches will do, and any placement that the family can serve.
 
-Concurrent stages follow the local segment that they stand beside: F before a local stage runs in the tick of that
-stage's F, B in the tick of its B, and the loss head in the tick of the last local F. None of it delays a local task.
+Concurrent stages run in the ticks of a local segment beside them: those before a local stage run their F in the tick of
+that stage's F and their B in the tick of its B, and the loss head runs in the tick of the last local F. None of this
+delays a local task.
 
 Sources: Huang et al. 2019, arXiv:1811.06965 (gpipe); Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (1f1b, and
 looped: "interleaved stages" there); Qi et al. 2023, arXiv:2401.10241 (zb-h1); Qi et al. 2024, arXiv:2405.15362 (zbv);
@@ -32,7 +34,7 @@ Local = tuple[int, Kind, int]  # a task of a local segment: the segment's place 
 
 
 def default_placement(name: str, ipus: int, rounds: int) -> Placement:
-    """Return the placement that a family makes for itself.
+    """Return the placement that a family uses if none is given.
 
     >>> default_placement("zbv", 3, 2), default_placement("looped", 2, 2)
     ((0, 1, 2, 2, 1, 0), (0, 1, 0, 1))
@@ -45,13 +47,13 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
     """Return the family's timetable for a placement.
 
     Raises:
-        ValueError: the placement is none that the family can serve.
+        ValueError: the family cannot serve this placement.
     """
     if name in ("sequential", "grouped"):
         forward, backward = _first_micro_batch(placement)
-        apart = 1 if name == "grouped" else 1 + backward[0]
-        spread = lambda row: tuple(tuple(tick + apart * m for m in range(micro_batches)) for tick in row)  # noqa: E731
-        return Timetable(name, placement, ipus, spread(forward), spread(backward))
+        period = 1 if name == "grouped" else 1 + backward[0]
+        repeat = lambda row: tuple(tuple(tick + period * m for m in range(micro_batches)) for tick in row)  # noqa: E731
+        return Timetable(name, placement, ipus, repeat(forward), repeat(backward))
     line = _Line(placement, micro_batches, name in ("zb-h1", "zbv"))
     if name == "looped":
         _check_looped(line)
@@ -68,25 +70,25 @@ def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
     forward = [0]
     for s in range(1, len(placement)):
         before, here = placement[s - 1], placement[s]
-        # a local stage's result leaves its IPU at the end of phase F: only the head, or the same IPU, sees it that tick
+        # a local stage's result leaves its IPU at the end of phase F: only the head or the same IPU uses it then
         stays = before is None or before == here or s > last_local
         forward.append(forward[-1] + (0 if stays else 1))
     backward = [forward[-1]] * len(placement)
     for s in range(len(placement) - 2, -1, -1):
         here, after = placement[s], placement[s + 1]
-        # a gradient leaves its IPU at the end of phase B, in time for `exit`; what `exit` yields waits a tick
+        # a gradient leaves its IPU at the end of phase B, in time for `exit`; a result of `exit` is used a tick later
         stays = here is None or here == after or s + 1 > last_local
         backward[s] = backward[s + 1] + (0 if stays else 1)
     return forward, backward
 
 
 class _Line:
-    """The local segments, as a line along which micro-batches go there and back.
+    """The local segments in order: micro-batches pass along them forward, then backward.
 
     Attributes:
         places: per local segment, its IPU.
-        lengths: per local segment, how many stages it has.
-        on: per IPU, its local segments.
+        lengths: per local segment, the number of its stages.
+        on: per IPU, the numbers of its local segments.
         kinds: F and B, and W if the schedule has it.
     """
 
@@ -114,12 +116,12 @@ class _Line:
         return [(i, "B", m)] if kind == "W" else [(i + 1, "B", m) if i + 1 < len(self) else (i, "F", m)]
 
 
-# a run: what each IPU does next
+# the simulated run, in which rules choose what each IPU does next
 
 
 @dataclasses.dataclass
 class _Progress:
-    """The progress of a run. Every segment does its micro-batches in order, so counts describe it."""
+    """The progress of a run. Every segment does its micro-batches in order, so counts describe it fully."""
 
     line: _Line
     begun: dict[tuple[int, Kind], int]
@@ -159,34 +161,34 @@ def _run(line: _Line, rule: Rule) -> list[Local]:
     return order
 
 
-def _of(ready: list[Local], kind: Kind) -> list[Local]:
+def _of_kind(ready: list[Local], kind: Kind) -> list[Local]:
     return [task for task in ready if task[1] == kind]
 
 
 def _oldest(tasks: list[Local]) -> Local | None:
-    """Return the oldest micro-batch, the later stage first: what stands nearest to the end frees most."""
+    """Return the task of the oldest micro-batch, of the latest stage if there are several: it frees the most."""
     return min(tasks, key=lambda task: (task[2], -task[0]), default=None)
 
 
 def _gpipe(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """Choose all F, then all B."""
+    """Choose F until all are done, then B."""
     line = progress.line
     if any(progress.begun[i, "F"] < line.micro_batches for i in line.on[ipu]):
-        return min(_of(ready, "F"), default=None)
-    return _oldest(_of(ready, "B"))
+        return min(_of_kind(ready, "F"), default=None)
+    return _oldest(_of_kind(ready, "B"))
 
 
 def _one_f_one_b(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """B as soon as it can be; F while fewer micro-batches are between F and B than segments are left to go."""
-    go = [t for t in _of(ready, "F") if progress.between(t[0], "F", "B") < len(progress.line) - t[0]]
-    return _oldest(_of(ready, "B")) or max(go, default=None)
+    """Choose B if one is ready, else F while fewer micro-batches are between F and B than segments are left to pass."""
+    go = [t for t in _of_kind(ready, "F") if progress.between(t[0], "F", "B") < len(progress.line) - t[0]]
+    return _oldest(_of_kind(ready, "B")) or max(go, default=None)
 
 
 def _looped(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """1F1B over rounds: a group of micro-batches goes through a round before it, not newer ones, goes through the next.
+    """Choose as 1F1B does, over rounds: a group of micro-batches goes through all rounds before a newer group.
 
-    Narayanan et al. take groups of S and need M to be a multiple of S. Here groups are as even as can be and no smaller
-    than S, where M is no smaller: then no IPU ever waits for a round to come back, whatever M is.
+    Narayanan et al. take groups of S micro-batches and need M to be a multiple of S. Here the groups are as even as
+    possible, and not smaller than S unless M is. Then no IPU ever waits for a round to come back, whatever M is.
     """
     line = progress.line
     mine, ipus, rank = line.on[ipu], len(line.on), list(line.on).index(ipu)
@@ -206,30 +208,33 @@ def _looped(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
 
 
 def _zb_h1(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """1F1B's F and B, in turn, and W where neither is ready, or where it makes room for F.
+    """Choose F and B as 1F1B does, and W if neither is ready or if W makes room for F.
 
-    Each stage keeps at most S micro-batches, W and all: what 1F1B keeps on its fullest IPU.
+    Each stage keeps at most S micro-batches from F until W, as many as 1F1B keeps on its fullest IPU.
     """
     line = progress.line
-    due = [t for t in _of(ready, "F") if progress.between(t[0], "F", "B") < len(line) - t[0]]
+    due = [t for t in _of_kind(ready, "F") if progress.between(t[0], "F", "B") < len(line) - t[0]]
     fits = [t for t in due if progress.between(t[0], "F", "W") < len(line)]
-    make_room = _oldest(_of(ready, "W")) if due else None
-    return max(fits, default=None) or make_room or _oldest(_of(ready, "B")) or _oldest(_of(ready, "W"))
+    make_room = _oldest(_of_kind(ready, "W")) if due else None
+    return max(fits, default=None) or make_room or _oldest(_of_kind(ready, "B")) or _oldest(_of_kind(ready, "W"))
 
 
 def _zbv(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """B, else F on the way back, else F on the way there, else W; an IPU holds at most S micro-batches of its share."""
+    """Choose B, else F on the way back, else F on the way there, else W.
+
+    An IPU holds at most S micro-batches of its share of the model.
+    """
     line = progress.line
     mine = line.on[ipu]
     share = sum(line.lengths[i] for i in mine)
     room = len(line.on) * share - sum(line.lengths[i] * progress.between(i, "F", "W") for i in mine)
 
     def needs(i: int) -> int:
-        # on the way there it leaves room for the way back, so that the oldest micro-batch can always go on
+        # an F on the way there leaves room for the way back, so that the oldest micro-batch can always go on
         return sum(line.lengths[j] for j in mine if j >= i)
 
-    fits = [t for t in _of(ready, "F") if needs(t[0]) <= room]
-    return _oldest(_of(ready, "B")) or max(fits, default=None) or _oldest(_of(ready, "W"))
+    fits = [t for t in _of_kind(ready, "F") if needs(t[0]) <= room]
+    return _oldest(_of_kind(ready, "B")) or max(fits, default=None) or _oldest(_of_kind(ready, "W"))
 
 
 _RULES: dict[str, Rule] = {
@@ -241,7 +246,7 @@ _RULES: dict[str, Rule] = {
 }
 
 
-# what a family needs
+# the placements that a family can serve
 
 
 def _check_looped(line: _Line) -> None:
@@ -266,7 +271,7 @@ def _check_folded(line: _Line) -> None:
 
 
 def _earliest_ticks(order: list[Local], line: _Line) -> dict[Local, int]:
-    """Return each task's earliest tick in which its IPU is free and its inputs are there."""
+    """Return, per task, the earliest tick in which its IPU is free and its inputs have arrived."""
     ticks: dict[Local, int] = {}
     free = dict.fromkeys(line.on, 0)
     for task in order:
@@ -277,9 +282,10 @@ def _earliest_ticks(order: list[Local], line: _Line) -> dict[Local, int]:
 
 
 def _interleaved(line: _Line) -> dict[Local, int]:
-    """Return one micro-batch's ticks, repeated: F(s, m) = s + 2m, B(s, m) = 2S-1-s + 2m with a stage on each of S IPUs.
+    """Return the ticks of one micro-batch, repeated for all micro-batches.
 
-    An IPU of k segments has 2k tasks a micro-batch, each in its own tick modulo the period.
+    With one stage on each of S IPUs, F(s, m) = s + 2m and B(s, m) = 2S-1-s + 2m. An IPU with k segments has 2k tasks
+    per micro-batch, each in a different tick modulo the period.
     """
     period = 2 * max(map(len, line.on.values()), default=1)
     taken: set[tuple[int, int]] = set()
@@ -297,7 +303,7 @@ def _interleaved(line: _Line) -> dict[Local, int]:
 
 
 def _rows(line: _Line, ticks: dict[Local, int], kind: Kind) -> Rows:
-    """Return a table of all stages: the ticks of local segments, and those of concurrent ones beside them."""
+    """Return the table of one kind of task; concurrent segments get the ticks of a local one beside them."""
     rows: list[tuple[int, ...]] = []
     done = 0  # local segments met so far
     for stages in line.segments:
@@ -305,8 +311,8 @@ def _rows(line: _Line, ticks: dict[Local, int], kind: Kind) -> Rows:
             row = tuple(ticks[done, kind, m] for m in range(line.micro_batches))
             done += 1
         elif done < len(line):
-            of: Kind = "F" if kind == "F" else "B"
-            row = tuple(ticks[done, of, m] for m in range(line.micro_batches))
+            own_kind: Kind = "F" if kind == "F" else "B"  # a concurrent stage has no W: its row repeats B
+            row = tuple(ticks[done, own_kind, m] for m in range(line.micro_batches))
         else:  # the head
             row = tuple(ticks[done - 1, "F", m] if done else m for m in range(line.micro_batches))
         rows += [row] * len(stages)

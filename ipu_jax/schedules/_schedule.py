@@ -1,4 +1,4 @@
-"""Schedules as plain data: in which tick each stage runs F (forward), B (backward) and W of which micro-batch.
+"""Schedules as plain data: the tick in which each stage runs F (forward), B (backward) and W of each micro-batch.
 
 Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is stage, F or B, micro-batch):
 
@@ -8,12 +8,12 @@ Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is st
     IPU 1           1F0  1F1      1F2 1B0  1F3 1B1  1B2      1B3
     IPU 2                2F0 2B0  2F1 2B1  2F2 2B2  2F3 2B3
 
-A schedule is two or three tables of ticks and a clock that says what a tick is made of (`clock`). Where there is W, the
-backward pass is split: B gives the gradient of a stage's input, which another IPU waits for, and W the gradients of its
-weights, which nobody waits for, so that W fills what would be bubbles.
+A schedule is two or three tables of ticks and a clock, which says what phases a tick has (see `_timetable`). If a
+schedule has W, the backward pass is split: B computes the gradient of a stage's input, for which another IPU waits, and
+W the gradients of its weights, for which nobody waits. So W fills ticks in which an IPU would otherwise be idle.
 
-`make_schedule` knows the schedules that have names (`_families`); a table of your own runs as well, if `_validate`
-finds nothing wrong with it; and `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
+`make_schedule` returns the named schedules (`_families`). A table of your own runs as well if it passes `_validate`.
+`Schedule.from_text` reads what a schedule prints, or a grid that you drew.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ from ipu_jax.schedules._validate import validate
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(Timetable):
-    """Who does what when. Immutable; checked when made.
+    """The tick of each task of a weight update. Immutable, and validated when it is made.
 
     Attributes:
-        name, placement, ipus: as of `Timetable`, as are forward, backward, weight and clock.
+        name, placement, ipus, forward, backward, weight, clock: as in `Timetable`.
 
     Raises:
-        ValueError: the first thing that is wrong; the text names the cell and the mend.
+        ValueError: for the first violation; the message names the task, and says how to mend it.
 
     >>> schedule = make_schedule("grouped", ipus=2, micro_batches=3)
     >>> print(schedule)
@@ -88,7 +88,7 @@ class Schedule(Timetable):
 
     @property
     def segments(self) -> tuple[range, ...]:
-        """The stages of each segment: neighbouring stages of one place, which share their ticks."""
+        """Return the stages of each segment: neighbours on one IPU, or concurrent neighbours; they share ticks."""
         return segments_of(self.placement)
 
     def phase(self, stage: int, kind: Kind) -> str:
@@ -96,21 +96,21 @@ class Schedule(Timetable):
         return phase(self, stage, kind)
 
     def stash_depth(self, stage: int) -> int:
-        """Return how many micro-batches a stage holds at once: begun by its F, and not yet freed by its last use.
+        """Return the largest number of micro-batches that a stage holds at once, each from its F until its last use.
 
-        The last use is W, or B where the stage has no W. Slots are micro-batch modulo depth.
+        The last use is W, or B if the stage has no W. Micro-batch m uses slot m modulo depth.
         """
         return overlap(stash_spans(self, stage))
 
     def cut_depth(self, stage: int) -> int:
-        """Return how many micro-batches a stage holds at once between B and W; 0 where it has no W."""
+        """Return the largest number of micro-batches that a stage holds at once between B and W; 0 if it has no W."""
         return overlap(cut_spans(self, stage))
 
     def inbox_depth(self, boundary: int, kind: Kind) -> int:
-        """Return how many messages lie at once between stage `boundary` and the next; 1 where a register is enough.
+        """Return the largest number of messages that wait at once between two stages; 1 if a register is enough.
 
-        A message is there from the end of the phase in which it was made until the task that uses it. Slots are
-        micro-batch modulo depth.
+        A message waits from the end of the phase in which it was made until the task that uses it. The message of
+        micro-batch m uses slot m modulo depth.
 
         Args:
             boundary: between stage `boundary` and stage `boundary + 1`.
@@ -130,7 +130,7 @@ class Schedule(Timetable):
         return list(self._by_tick.get(tick, []))
 
     def order(self, ipu: int) -> list[Task]:
-        """Return the tasks of an IPU, concurrent ones among them, in the order in which it runs them."""
+        """Return the tasks of an IPU, including concurrent ones, in the order in which it runs them."""
         return [task for task in tasks_of(self) if self.placement[task.stage] in (None, ipu)]
 
     def simulate(
@@ -142,24 +142,25 @@ class Schedule(Timetable):
         *,
         lockstep: bool = False,
     ) -> Simulation:
-        """Simulate a run in which tasks take time: each IPU does its tasks in order, each as soon as its inputs are
-        there.
+        """Simulate a run in which tasks take time.
+
+        Each IPU runs its tasks in order, each as soon as its inputs have arrived.
 
         Args:
-            forward: the cost of F. A number is what an IPU's whole share of the model costs, divided evenly among its
-                local stages, and what a concurrent stage costs; a sequence has a cost for each stage. Of a concurrent
-                stage's cost each IPU bears an equal part.
+            forward: the cost of F. A number is the cost of an IPU's whole share of the model, which is divided evenly
+                among its local stages, and the cost of each concurrent stage. A sequence contains a cost per stage. The
+                cost of a concurrent stage is divided evenly among the IPUs.
             backward: likewise, the cost of the whole backward pass.
-            weight: likewise, what W takes of it where the schedule has W; half of `backward` unless given.
-            transfer: how long a message from one IPU to another, or to all of them, takes.
+            weight: likewise, W's part of `backward`, if the schedule has W. Default: half of `backward`.
+            transfer: the time that a message takes from one IPU to another, or to all of them.
             lockstep: whether all IPUs also wait for each other at the end of each phase.
 
         Returns:
-            A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `_simulate` has the closed forms.
+            A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `_simulate` lists the closed forms.
 
         Raises:
-            ValueError: a cost that is no finite number of at least 0, not as many costs as stages, or a `weight` above
-                `backward`.
+            ValueError: a cost is not a finite number of at least 0, there are not as many costs as stages, or `weight`
+                is above `backward`.
 
         >>> zbv = make_schedule("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
         >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
@@ -168,9 +169,9 @@ class Schedule(Timetable):
         return simulate(self, forward, backward, weight, transfer, lockstep=lockstep)
 
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Return the idle share of the IPUs' time, every stage costing `forward` for F and `backward` for B.
+        """Return the idle share of the IPUs' time if F of each stage costs `forward` and B costs `backward`.
 
-        A concurrent stage's cost is divided by the IPUs. Under the two-phase clock a phase lasts as long as its
+        The cost of a concurrent stage is divided among the IPUs. Under the two-phase clock a phase lasts as long as its
         busiest IPU. For S local stages on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives 1-1/S.
         """
         stages = len(self.placement)
@@ -178,15 +179,15 @@ class Schedule(Timetable):
 
     @classmethod
     def from_text(cls, text: str) -> "Schedule":
-        """The schedule that a text draws: what `str(schedule)` gives, or a grid of your own.
+        """Return the schedule that a text draws: the text of `str(schedule)`, or a grid of your own.
 
-        A grid needs a row for each IPU. Cells stand under the numbers of a line "tick", or are apart by "|" or by two
-        blanks or more, with "." for a tick in which the IPU is idle. A stage stands on the IPU in whose row it is; one
-        that is in all rows is concurrent. Without a header the name is "custom", and the clock is "one-phase" unless
-        an IPU does several things in a tick.
+        A grid needs a row per IPU. Its cells are aligned with the numbers of a line "tick", or are separated by "|" or
+        by two or more blanks, with "." for a tick in which the IPU is idle. A stage is on the IPU in whose row it
+        appears; a stage that appears in all rows is concurrent. Without a header the name is "custom", and the clock is
+        "one-phase" unless an IPU does several things in a tick.
 
         Raises:
-            ValueError: the text is no such drawing, or what it draws is no valid schedule.
+            ValueError: the text is not such a drawing, or the schedule that it draws is not valid.
 
         >>> schedule = Schedule.from_text('''
         ...     IPU 0 | 0F0 |     | 0B0 | 0F1 |     | 0B1
@@ -256,8 +257,9 @@ def make_schedule(
     placement: Placement | None = None,
     rounds: int = 2,
 ) -> Schedule:
-    """Return the schedule called `name`. Any M will do for each of them: below, equal to or above the stages, no
-    multiple.
+    """Return the schedule called `name`.
+
+    M may be any number: below, equal to or above the number of stages, and not only a multiple of it.
 
     | name | what it does | stage s of S keeps at most |
     |---|---|---|
@@ -270,22 +272,24 @@ def make_schedule(
     | "zb-h1" | 1f1b with B split, W where there were bubbles | S |
     | "zbv" | B split, stages folded back: [0, 1, 1, 0] | S micro-batches of an IPU's share |
 
-    `_simulate` has the bubbles and `_families` the sources. "looped" and "zbv" pay where an IPU's share of the model
-    can be cut into equal stages.
+    `_simulate` lists the bubbles and `_families` the sources. "looped" and "zbv" are worthwhile if an IPU's share of
+    the model can be cut into equal stages.
 
     Args:
         name: one of the above.
         micro_batches: M, at least 1.
-        ipus: IPUs of a replica. Without `placement`: one local stage on each, or for "looped" and "zbv" several.
-        placement: per stage its IPU, or None for a concurrent stage, of which there may be some anywhere.
-        rounds: how many stages "looped" puts on each IPU when it makes its own placement.
+        ipus: IPUs of a replica. Without `placement` each of them has one local stage, or several under "looped" and
+            "zbv".
+        placement: per stage its IPU, or None for a concurrent stage; concurrent stages may be anywhere.
+        rounds: how many stages "looped" puts on each IPU if `placement` is not given.
 
     Returns:
-        A checked `Schedule`.
+        A validated `Schedule`.
 
     Raises:
-        ValueError: unknown name (with the nearest), a count that is no integer of at least 1, no stages, a stage on an
-            IPU that isn't there, or a placement that "looped" or "zbv" cannot serve.
+        ValueError: the name is unknown (the message suggests the nearest), a count is not an integer of at least 1,
+            there are no stages, a stage is on an IPU that does not exist, or "looped" or "zbv" cannot serve the
+            placement.
 
     >>> make_schedule("sequential", ipus=4, micro_batches=8).bubble()
     0.75

@@ -1,10 +1,11 @@
-"""How long a table takes when its tasks take time: makespan, bubble, and how much is held.
+"""Simulate a timetable whose tasks take time: makespan, bubble and peak stash.
 
-Each IPU runs its own tasks in the table's order, each as soon as the IPU is free and its inputs are there. Ticks play
-no part, unless `lockstep`: then all IPUs wait for each other at each exchange, as the collectives of the engine do.
+Each IPU runs its own tasks in the table's order, each as soon as the IPU is free and its inputs have arrived. The ticks
+themselves do not matter, except under `lockstep`: then all IPUs wait for each other at the end of each phase, as they
+do in the collectives of the engine.
 
-Published closed forms, for S local stages on S IPUs, M micro-batches, and F, B, W the times of one IPU's whole share of
-one micro-batch (B without W where a schedule has W), that the tests hold this simulator to:
+The tests hold this simulator to published closed forms, for S local stages on S IPUs and M micro-batches. F, B and W
+are the times of one IPU's whole share of the model for one micro-batch; if a schedule has W, B does not include it:
 
     sequential     makespan S M (F+B)                        bubble 1 - 1/S                Graphcore "sharded execution"
     grouped        makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "grouped"
@@ -38,9 +39,9 @@ class Simulation:
     Attributes:
         makespan: time from the first task's start to the last one's end.
         bubble: the share of the IPUs' time in which they were idle.
-        peak_stash: per IPU, how many (stage, micro-batch) it held at once at most: begun by F, not yet freed by the
-            last use (W, or B where there is no W). A stage of a looped pipeline holds a fraction of what the whole
-            share of an IPU would.
+        peak_stash: per IPU, the largest number of pairs of stage and micro-batch that it held at once, each from F
+            until the last use (W, or B if there is no W). A stage of a looped pipeline is only a fraction of its IPU's
+            share, so each of its pairs takes only a fraction of the memory.
         busy: per IPU, the time in which it worked.
         start_times, end_times: per task, when it started and ended.
     """
@@ -64,7 +65,7 @@ def simulate(
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
     before: tuple[int, int] | None = None
-    # in the order of the clock everything that a task needs, and what its IPU does before it, has been met
+    # in the order of the clock a task comes after its inputs, and after the earlier tasks of its IPU
     for task in tasks_of(table):
         tick, phase, _ = moment(table, task)
         if lockstep and before != (tick, phase):
@@ -93,7 +94,7 @@ def simulate(
 
 
 def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | None) -> dict[str, list[float]]:
-    """Return what each stage's F, B and W cost on an IPU that runs them."""
+    """Return the cost of each stage's F, B and W to one IPU that runs it."""
     f, whole = _per_stage(table, "forward", forward), _per_stage(table, "backward", backward)
     w = [cost / 2 for cost in whole] if weight is None else _per_stage(table, "weight", weight)
     for stage, (part, total) in enumerate(zip(w, whole, strict=True)):
@@ -118,7 +119,7 @@ def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
         of_stages = [check_cost(f"{name}[{stage}]", value) for stage, value in enumerate(costs)]
     else:
         of_share = check_cost(name, cost)
-        # a number is the cost of all that one IPU holds of the model, and of a concurrent stage on all IPUs together
+        # a number is the cost of one IPU's whole share of the model, and of a concurrent stage on all IPUs together
         of_stages = [of_share / (1 if ipu is None else table.placement.count(ipu)) for ipu in table.placement]
     return [value / (table.ipus if ipu is None else 1) for value, ipu in zip(of_stages, table.placement, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The picture of a schedule: one row per IPU, one column per tick. It prints, and it parses back.
+"""Draw a schedule as text, a row per IPU and a column per tick, and parse such a drawing.
 
     1f1b: 2 stages on 2 IPUs, 2 micro-batches, 6 ticks, bubble 33.3%, one-phase clock
     stash: stage 0 holds 2, stage 1 holds 1
@@ -7,8 +7,8 @@
     IPU 0  0F0      0F1        0B0             0B1
     IPU 1           1F0  1B0   1F1  1B1
 
-A drawing of your own may leave out everything but the rows. Its cells stand under the numbers of a line "tick", or,
-where there is no such line, apart by "|" or by two blanks or more, with "." for a tick in which an IPU is idle.
+A drawing of your own needs the rows only. Its cells are aligned with the numbers of a line "tick". If there is no such
+line, they are separated by "|" or by two or more blanks, with "." for a tick in which an IPU is idle.
 """
 
 import re
@@ -30,11 +30,11 @@ _HEADER = re.compile(r"(?P<name>.+): \d+ stages? on (?P<ipus>\d+) IPUs?, .*?(?:,
 _IDLE = {"", ".", "-"}
 
 
-# out
+# drawing
 
 
 def draw(table: Timetable, bubble: float) -> str:
-    """Return the picture. `parse` reads it back."""
+    """Return the drawing of a timetable. `parse` reads it back."""
     stages, tasks = len(table.placement), tasks_of(table)
     ticks = 1 + max(tick_of(table, task) for task in tasks)
     rows = [[f"IPU {k}", *([""] * ticks)] for k in range(table.ipus)]
@@ -59,20 +59,21 @@ def draw(table: Timetable, bubble: float) -> str:
 
 
 def _phase_of_pipeline(table: Timetable, tick: int) -> str:
-    """Return "ramp-up" until the last stage has a gradient, "ramp-down" once it has done its last F, else "main"."""
+    """Return "ramp-up" before the last stage's first B, "ramp-down" after its last F, and "main" otherwise."""
     if tick < min(table.backward[-1]):
         return "ramp-up"
     return "main" if tick <= max(table.forward[-1]) else "ramp-down"
 
 
-# in
+# parsing
 
 
 def parse(text: str) -> Timetable:
-    """Read a picture.
+    """Return the timetable that a text draws.
 
     Raises:
-        ValueError: no rows, a cell that is no task, a task missing or twice, a stage on some IPUs but not on all.
+        ValueError: there are no rows, a cell is not a task, a task is missing or occurs twice, or a stage is on several
+            IPUs but not on all.
     """
     name, clock, placement = "custom", None, None
     starts: list[int] | None = None
@@ -97,7 +98,7 @@ def parse(text: str) -> Timetable:
 
 
 def _cells(line: str, label: int, starts: list[int] | None) -> list[str]:
-    """Return the row's cells: by the columns of the line "tick", or by what stands between them."""
+    """Return the cells of a row, split at the columns of the line "tick", or at the separators if `starts` is None."""
     if starts is None:
         body = line[label:].strip()
         return [cell.strip() for cell in (body.strip("|").split("|") if "|" in body else re.split(r"\s{2,}", body))]
@@ -179,7 +180,7 @@ def _placement(stages: int, seen: dict[Task, list[int]], ipus: int) -> Placement
 
 
 def _two_phase(rows: list[list[list[Task]]], placement: Placement) -> bool:
-    """Return whether some IPU does more in a tick than one segment's F or B, as only the two-phase clock allows."""
+    """Return whether an IPU does more than one segment's task in a tick, which only the two-phase clock allows."""
     firsts = {stage: stages[0] for stages in segments_of(placement) for stage in stages}
     cells = [[task for task in cell if placement[task.stage] is not None] for row in rows for cell in row]
     return any(len({(firsts[task.stage], task.kind, task.microbatch) for task in cell}) > 1 for cell in cells)

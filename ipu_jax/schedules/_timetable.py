@@ -1,4 +1,4 @@
-"""The clock: what a tick of the engine is made of, and when in it a task uses and makes things.
+"""Define timetables of tasks, and the clock: the phases of a tick, and when a task uses its inputs and sends its results.
 
 A tick has phases, in this order; within a phase each IPU does its own tasks:
 
@@ -13,11 +13,12 @@ A tick has phases, in this order; within a phase each IPU does its own tasks:
                 head   as above
                 exit   as above
 
-A *segment* is what runs together without a message in between: neighbouring stages of one IPU, or neighbouring
-concurrent stages. Its stages share their ticks.
+A *segment* is a run of neighbouring stages on one IPU, or of neighbouring concurrent stages. No message is sent between
+its stages, and they share their ticks.
 
-This module knows no jax, nor do those that stand on it: `_validate` (is a table right?), `_simulate` (how long does it
-take?), `_text` (its picture), `_families` (the tables that have names) and `_schedule` (all of that, in one class).
+Neither this module nor those that are built on it import jax: `_validate` (is a timetable right?), `_simulate` (how
+long does it take?), `_text` (its drawing), `_families` (the named schedules) and `_schedule` (all of that, in one
+class).
 """
 
 import dataclasses
@@ -67,14 +68,14 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """Who does what when, as it was said: nothing is checked. A `Schedule` is one that was.
+    """The tick of each task of a weight update, not validated. A `Schedule` is a validated one.
 
     Attributes:
-        name: what it is called.
+        name: the schedule's name.
         placement: per stage, its IPU, or None for a concurrent stage (all IPUs together).
         ipus: IPUs of a replica.
-        forward, backward: `forward[stage][microbatch]` is the tick of that F, `backward` likewise of that B.
-        weight: likewise of W, or None where B does the whole backward pass. A concurrent stage has no W: its row
+        forward, backward: `forward[stage][microbatch]` is the tick in which F runs, `backward` likewise for B.
+        weight: likewise for W, or None if B is the whole backward pass. A concurrent stage has no W: its row
             repeats its B.
         clock: "two-phase" (a tick has an F and a B for each of an IPU's stages) or "one-phase" (an IPU does one
             segment's F, B or W in a tick; messages may wait).
@@ -109,7 +110,7 @@ def phase(table: Timetable, stage: int, kind: Kind) -> str:
 
 
 def tables_of(table: Timetable) -> Iterator[tuple[Kind, Rows]]:
-    """Return the kinds of task that there are, with the table of each."""
+    """Yield each kind of task that the timetable has, with its table."""
     yield "F", table.forward
     yield "B", table.backward
     if table.weight is not None:
@@ -117,7 +118,7 @@ def tables_of(table: Timetable) -> Iterator[tuple[Kind, Rows]]:
 
 
 def tasks_of(table: Timetable) -> list[Task]:
-    """Return all tasks, in the order of the clock. A concurrent stage has no W: its B does everything."""
+    """Return all tasks, in the order of the clock. A concurrent stage has no W: its B is the whole backward pass."""
     tasks = [
         Task(stage, kind, microbatch)
         for kind, rows in tables_of(table)
@@ -135,16 +136,16 @@ def tick_of(table: Timetable, task: Task) -> int:
 
 
 def moment(table: Timetable, task: Task) -> Moment:
-    """Return when a task runs, and uses what it needs: tick, phase, turn within the phase."""
-    # B runs last stage first: a gradient stays within its segment as it goes from stage to stage
+    """Return when a task runs and uses its inputs: tick, number of the phase, turn within the phase."""
+    # B runs the last stage first: within a segment the gradient passes from stage to stage in one phase
     turn = task.stage if task.kind == "F" else 2 * len(table.placement) - task.stage
     return tick_of(table, task), PHASES[table.clock].index(phase(table, task.stage, task.kind)), turn
 
 
 def sent(table: Timetable, task: Task) -> Moment:
-    """Return when the next segment can use what a task made: at the end of its phase."""
-    tick, at, _ = moment(table, task)
-    return tick, at, _END
+    """Return from when on the next segment can use the result of a task: the end of the task's phase."""
+    tick, phase_number, _ = moment(table, task)
+    return tick, phase_number, _END
 
 
 def last_use(table: Timetable, stage: int) -> Kind:
@@ -153,7 +154,7 @@ def last_use(table: Timetable, stage: int) -> Kind:
 
 
 def overlap(spans: Iterable[tuple[Any, Any]]) -> int:
-    """Return how many of the spans (both ends included) overlap at most.
+    """Return the largest number of spans (both ends included) that overlap at one point.
 
     >>> overlap([(0, 2), (2, 3), (4, 5)])
     2
@@ -167,17 +168,20 @@ def overlap(spans: Iterable[tuple[Any, Any]]) -> int:
 
 
 def stash_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
-    """Return, per micro-batch, from when until when the stage holds what its F stashed."""
+    """Return, per micro-batch, the span in which the stage holds what its F stashed."""
     return _spans(table, stage, "F", last_use(table, stage))
 
 
 def cut_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
-    """Return, per micro-batch, from when until when the stage holds what its B left for its W; none without W."""
+    """Return, per micro-batch, the span in which the stage holds what its B left for its W; no spans if it has no W."""
     return _spans(table, stage, "B", "W") if last_use(table, stage) == "W" else []
 
 
 def inbox_spans(table: Timetable, boundary: int, kind: Kind) -> list[tuple[Moment, Moment]]:
-    """Return, per micro-batch, from when until when a message waits between stage `boundary` and the next one."""
+    """Return, per micro-batch, the span in which a message waits between stage `boundary` and the next one.
+
+    There are no spans if the two stages are in one place, since no message is sent then.
+    """
     if table.placement[boundary] == table.placement[boundary + 1]:
         return []
     source, target = (boundary, boundary + 1) if kind == "F" else (boundary + 1, boundary)

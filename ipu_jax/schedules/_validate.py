@@ -1,13 +1,13 @@
-"""Replays a table against the clock, and points at the cell that is wrong.
+"""Validate a timetable against the clock, and name the task that is wrong.
 
-What the engine runs is what was checked here. In this order:
+The engine runs only timetables that pass these checks, which are made in this order:
 
-    shape       a tick for each stage and micro-batch, placed on IPUs that are there
+    shape       there is a tick for each stage and micro-batch, and stages are on IPUs that exist
     together    the stages of a segment share their ticks; a head does F and B in one tick; under the one-phase clock an
-                IPU does one segment's task a tick
-    inputs      what a task needs was made before, and had the time to arrive
+                IPU does one segment's task per tick
+    inputs      the inputs of a task were computed before, and had the time to arrive
     messages    each boundary's messages are used in the order in which they were sent
-    slots       stash, cut and inbox are rings, slot = micro-batch modulo depth: none is written before it is free
+    slots       stash, cut and inbox are rings, slot = micro-batch modulo depth: no slot is written before it is free
 """
 
 import itertools
@@ -39,10 +39,10 @@ _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 def validate(table: Timetable) -> None:
-    """Check a table.
+    """Check a timetable.
 
     Raises:
-        ValueError: the first violation. It names the cell (IPU, tick, task), what is wrong, and the mend.
+        ValueError: for the first violation. The message names IPU, tick and task, what is wrong, and how to mend it.
     """
     _check_shape(table)
     _check_together(table)
@@ -164,7 +164,7 @@ def _check_inputs(table: Timetable, task: Task) -> None:
 
 
 def sources(table: Timetable, task: Task) -> Iterator[Task]:
-    """Return the tasks whose results a task uses."""
+    """Yield the tasks whose results a task uses."""
     stage, m = task.stage, task.microbatch
     if task.kind == "F" and stage > 0:
         yield Task(stage - 1, "F", m)
