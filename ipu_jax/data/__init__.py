@@ -1,1 +1,1 @@
-"""Host to device: which examples a batch holds, who reads them, and batches made ahead of their use."""
+"""Feed batches from the host to the IPUs: order of examples, sources, prefetching, and the feed itself."""

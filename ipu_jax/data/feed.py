@@ -1,4 +1,4 @@
-"""From the host to the IPUs: batches of examples, assembled and sent ahead of the step that computes with them.
+"""Assemble batches of examples on the host, and send them to the IPUs ahead of the step that uses them.
 
     source --read--> rows of this instance --send--> batch on the mesh --> step
     (arrays,          (Order: shuffled,               (device_put)
@@ -10,7 +10,7 @@
         for batch in feed.epoch():
             loss, gradients = pipeline.value_and_grad(params, batch.data)
 
-Bytes cross as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/feed.md.
+Bytes are sent as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/feed.md.
 """
 
 import dataclasses
@@ -39,13 +39,15 @@ class FeedBatch:
     """One batch, on the IPUs.
 
     Attributes:
-        data: the source's pytree, leaves `jax.Array` (device_iterations, replicas, M, micro-batch, ...), without each
-            of the first two that is 1: what `Pipeline.value_and_grad` takes.
-        epoch: whose batch it is, from 0.
-        examples: real ones of it, over all instances.
-        updates: how many of its device iterations hold a real example, counted from the first.
-        is_real: bool, which rows of this instance are real, its leading dims those of its part of `data`.
-        nbytes: of this instance's rows, as they crossed to each IPU of a replica.
+        data: a pytree like the source's, with leaves `jax.Array` of shape (device_iterations, replicas, M, micro-batch,
+            ...), where each of the first two dims is left out if it is 1. With one device iteration,
+            `Pipeline.value_and_grad` takes it.
+        epoch: the epoch that the batch belongs to, from 0.
+        examples: the number of its real examples, over all instances.
+        updates: the number of its device iterations that contain a real example. These are the first ones.
+        is_real: bool, which rows of this instance are real examples. Its dims are the leading dims of this instance's
+            part of `data`.
+        nbytes: the bytes of this instance's rows, as they were sent to each IPU of a replica.
     """
 
     data: Any
@@ -57,45 +59,50 @@ class FeedBatch:
 
 
 class Feed:
-    """Batches of examples on a mesh, in an order that seed and epoch decide, from any point on.
+    """Iterates over batches of examples on a mesh, in an order that depends on seed and epoch, from any position on.
 
-    Iterating goes on through the epochs; `epoch()` stops at the end of the current one. Every batch has the same shape.
-    Each replica's rows go to all IPUs of that replica. Nothing is communicated between IPUs or instances.
+    Iteration continues through the epochs; `epoch()` stops at the end of the current one. Every batch has the same
+    shape. Each replica's rows are sent to all IPUs of that replica. Nothing is communicated between IPUs or instances.
 
-    Where the IPUs are of one process, `mesh` holds this instance's replicas only, and there are `instances` times as
-    many. A mesh over the devices of several processes holds those of all instances, each with as many rows of it.
+    If all devices of `mesh` belong to this process, it contains the replicas of this instance only, and there are
+    `instances` times as many replicas in all. A mesh over the devices of several processes contains the replicas of all
+    instances, and each instance has equally many of its rows.
 
     Args:
-        source: a pytree of arrays with one example per row, or an indexable: `__len__()`, and `__getitem__` of an index
-            array (n,) that gives a pytree of NumPy arrays (n, ...). With several workers it is called by several
-            threads at once.
-        mesh: with an axis "replica"; `Pipeline.mesh`.
-        micro_batch: examples of a micro-batch, B.
-        gradient_accumulation: micro-batches of an update on each replica, M.
-        device_iterations: updates of a batch, K.
-        shuffle: a new order in each epoch, the same for the same seed; else the source's own order.
-        seed: of the shuffling, at least 0.
-        epochs: iteration ends after so many, those before `state` included; None: never.
-        remainder: what becomes of the examples at an epoch's end that fill no whole batch. "drop" (the default): left
-            out. "updates": so are those that fill no whole update, but a batch may hold fewer than K updates. "pad":
-            they are filled up with `fill`. "wrap": with the epoch's first examples again. `FeedBatch` says what is
-            real.
-        fill: under "pad" and "updates", a number, or a pytree of them as the source's: such as a label that is none.
-        prefetch: batches that may lie ready, or be in the making, beyond those handed out; 0: each is made by the
-            caller when it is asked for.
-        workers: threads that make them, at most `prefetch`; 1 without prefetch, which starts no thread.
-        instances: processes that share the replicas.
-        instance: which of them this is, from 0.
-        timeout: seconds after which a batch that the workers don't bring is an error.
-        state: from `state()`: goes on with the very next batch. Instances, workers and the batch's dims may be others.
+        source: a pytree of arrays with one example per row, or an indexable: an object with `__len__()` and with a
+            `__getitem__` that returns a pytree of NumPy arrays (n, ...) for an index array (n,). If there are several
+            workers, several threads call it at once.
+        mesh: a mesh with an axis "replica", such as `Pipeline.mesh`.
+        micro_batch: B, the examples of a micro-batch.
+        gradient_accumulation: M, the micro-batches of an update on each replica.
+        device_iterations: K, the updates of a batch.
+        shuffle: whether each epoch has a new order, which depends on the seed. Otherwise it is the source's own order.
+        seed: the seed of the shuffling, at least 0.
+        epochs: iteration ends after this many epochs, including those before `state`; None for never.
+        remainder: what is done with the examples at the end of an epoch that do not fill a whole batch. "drop" (the
+            default) leaves them out. "updates" leaves out only those that do not fill a whole update, so that a batch
+            may contain fewer than K updates. "pad" fills the batch up with `fill`, and "wrap" with the epoch's first
+            examples again. `FeedBatch` says which rows are real.
+        fill: what batches are filled up with under "pad" and "updates": a number, or a pytree of numbers like the
+            source, for example a label that is not a class.
+        prefetch: how many batches may be ready or being made, beyond those that were returned. With 0 the caller's own
+            thread makes each batch when it is asked for.
+        workers: the number of threads that make batches, at most `prefetch`. Without prefetch it must be 1, and no
+            thread is started.
+        instances: the number of processes that share the replicas.
+        instance: the number of this process among them, from 0.
+        timeout: seconds to wait for a batch of the workers before an error is raised.
+        state: what `state()` returned: the feed continues with the very next batch. The numbers of instances and
+            workers and the dims of the batch may differ from before.
         last: the deprecated name of `remainder`.
 
     Attributes:
-        like: the pytree of a batch's arrays, leaves `jax.ShapeDtypeStruct` with sharding: to compile a step for it.
-        prefetch, workers: as given.
+        like: a pytree like a batch's, with leaves `jax.ShapeDtypeStruct` with sharding: a step can be compiled for it.
+        prefetch, workers: the arguments of these names.
 
     Raises:
-        ValueError: a value outside its rule, a source that can't be read, too few examples, or a state of others.
+        ValueError: a value is outside its rule, the source cannot be read, there are too few examples, or the state is
+            that of another order of examples.
 
     >>> from ipu_jax.devices import make_mesh
     >>> source = {"x": np.arange(10, dtype=np.int32)}
@@ -153,7 +160,7 @@ class Feed:
             instances=instances,
             instance=instance,
         )
-        # of all replicas of the mesh, and of this instance's
+        # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
         dims = ((device_iterations, device_iterations, None), (mesh_replicas, replicas // instances, REPLICA_AXIS))
         leading = [dim for dim in dims if dim[0] > 1]
         update_dims = (gradient_accumulation, micro_batch)
@@ -175,7 +182,7 @@ class Feed:
         return self._order.batches_from(0)
 
     def state(self) -> dict[str, int]:
-        """Return the feed's position as plain ints: after the last batch that was handed out, whatever is ready.
+        """Return the feed's position as plain ints: after the last batch that was returned, however many are ready.
 
         It is the same on every instance.
         """
@@ -193,7 +200,7 @@ class Feed:
             self._position = Position(to, 0)
 
     def epoch(self) -> Iterator[FeedBatch]:
-        """Return the batches that are left of the epoch where the feed stands."""
+        """Yield the batches that are left of the current epoch."""
         number = self._position.epoch
         while self._position.epoch == number and not self._is_done:
             yield self._next()
@@ -206,8 +213,8 @@ class Feed:
 
         Raises:
             StopIteration: `epochs` are over.
-            FeedTimeoutError: it did not come in time; says what the workers do.
-            Exception: what the source raised. The batch was not handed out: the next call tries it again.
+            FeedTimeoutError: the batch did not arrive in time; the message says what the workers do.
+            Exception: whatever the source raised. The next call tries the same batch again.
         """
         if self._is_done:
             raise StopIteration
@@ -224,7 +231,7 @@ class Feed:
             self._drop_after(error)
 
     def close(self) -> None:
-        """End the workers and drop what is ready. A second call does nothing; `state` still works.
+        """End the workers and drop the batches that are ready. A second call does nothing; `state` still works.
 
         Raises:
             FeedTimeoutError: a worker is stuck in the source.
@@ -254,10 +261,10 @@ class Feed:
                 batch = self._ahead.take()
             self._position = self._order.after(self._position)
         except FeedTimeoutError:
-            raise  # the batch may still come: the next call waits for it again
-        except BaseException as error:  # Ctrl-C too may come when a batch is taken and not yet counted
+            raise  # the batch may still arrive: the next call waits for it again
+        except BaseException as error:  # Ctrl-C, too, may arrive after a batch is taken and before it is counted
             self._drop_after(error)
-            if isinstance(error, StopIteration):  # it would end the caller's loop, as if there were no more
+            if isinstance(error, StopIteration):  # it would end the caller's loop, as if there were no more batches
                 raise RuntimeError("the source raised StopIteration") from error
             raise
         return batch
@@ -275,7 +282,7 @@ class Feed:
 
 
 class _Assembler:
-    """Makes the batch from a place on. It knows nothing of the feed, which the workers must not keep alive."""
+    """Makes the batch that begins at a position. It has no reference to the feed, which workers must not keep alive."""
 
     def __init__(self, source: Source, order: EpochOrder, like: Any, lead: tuple[int, ...], fill: Any):
         self._source, self._order, self._like, self._lead, self._fill = source, order, like, lead, fill
@@ -316,7 +323,7 @@ def _positions(order: EpochOrder, position: Position, epochs: int | None) -> Ite
 
 
 def _replicas(mesh: Mesh, instances: int, instance: int) -> tuple[int, int]:
-    """Return the replicas of all instances, and those of the mesh."""
+    """Return the number of replicas of all instances, and that of the mesh."""
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(
             f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"

@@ -1,12 +1,12 @@
-"""Which example stands in which batch: plain numbers, that every instance finds for itself and all find alike.
+"""Decide which examples each batch contains: plain numbers, which every instance computes for itself.
 
     the epoch's order   7 2 5 0 9 1 | 8 3 6 4 . .     10 examples, shuffled by seed and epoch
                         batch 0     | batch 1         of 6: here 3 replicas x 1 micro-batch x 2 examples
     instances 0, 1, 2   7 2|5 0|9 1 | 8 3|6 4|. .     a replica each
 
-The order does not depend on the instances, and what was read of an epoch is its first `position` examples. So a place
-is two numbers, and any number of instances, with batches of any size, goes on from it: nothing is lost, nothing read
-twice. No jax in here.
+The order does not depend on the number of instances, and the examples that were read of an epoch are always its first
+`position` examples. So a position is two numbers, and any number of instances, with batches of any size, can continue
+from it: no example is lost, and none is read twice. This module does not import jax.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ipu_jax._checks import as_int, check_choice, check_count
 
 REMAINDERS: Final = ("drop", "updates", "pad", "wrap")
-"""What becomes of the examples at the end of an epoch that fill no whole batch: see `EpochOrder`."""
+"""The ways to treat examples at the end of an epoch that do not fill a whole batch: see `EpochOrder`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,11 @@ class Rows:
     """The examples of one batch on one instance.
 
     Attributes:
-        indices: (iterations, local replicas, M, micro-batch) intp; where `is_real` is False, any that can be read.
-        is_real: bool, of that shape: False for what only fills the batch up.
-        examples: real examples of the batch, over all instances.
-        updates: weight updates that hold a real example, counted from the first.
+        indices: (iterations, local replicas, M, micro-batch) intp; where `is_real` is False, some index that can be
+            read.
+        is_real: bool, of the same shape: False for rows that only fill the batch up.
+        examples: the number of real examples of the batch, over all instances.
+        updates: the number of weight updates that contain a real example. These are the first ones.
     """
 
     indices: npt.NDArray[np.intp]
@@ -52,32 +53,34 @@ class Rows:
 
 
 class EpochOrder:
-    """The batches of every epoch.
+    """Divides the examples of every epoch into batches.
 
     A batch is `iterations` updates of `replicas` x `gradient_accumulation` x `micro_batch` examples, in this order. Its
-    shape never changes; `remainder` says what becomes of the remainder of an epoch:
+    shape never changes. `remainder` says what is done with the examples at the end of an epoch that do not fill a whole
+    batch:
 
-        "drop"      what fills no whole batch is left out
-        "updates"   what fills no whole update is left out; updates that miss in the batch are filled up
-        "pad"       the batch is filled up; what fills it is not real
-        "wrap"      so too, and what fills it are the epoch's first examples again
+        "drop"      they are left out
+        "updates"   those that do not fill a whole update are left out; updates missing from the batch are filled up
+        "pad"       the batch is filled up with rows that are not real
+        "wrap"      likewise, and these rows are the epoch's first examples again
 
-    With shuffling, others are left out in each epoch; without, always the last.
+    With shuffling each epoch leaves out different examples; without, always the last ones.
 
     Args:
-        examples: how many there are.
-        micro_batch: examples of a micro-batch, B.
-        gradient_accumulation: micro-batches of an update on each replica, M.
-        replicas: of all instances.
-        iterations: updates of a batch.
-        shuffle: a new order in each epoch; else the source's own.
-        seed: of the shuffling, at least 0.
-        remainder: as above.
-        instances: how many share the replicas, each as many.
-        instance: which of them asks, from 0.
+        examples: the number of examples.
+        micro_batch: B, the examples of a micro-batch.
+        gradient_accumulation: M, the micro-batches of an update on each replica.
+        replicas: the number of replicas of all instances.
+        iterations: the updates of a batch.
+        shuffle: whether each epoch has a new order. Otherwise it is the source's own order.
+        seed: the seed of the shuffling, at least 0.
+        remainder: one of the above.
+        instances: the number of processes that share the replicas equally.
+        instance: the number of this process among them, from 0.
 
     Raises:
-        ValueError: a count below 1, an unknown rule, replicas that the instances can't share, or too few examples.
+        ValueError: a count is below 1, `remainder` is unknown, the instances cannot share the replicas equally, or
+            there are too few examples.
 
     >>> order = EpochOrder(10, 2, replicas=3, shuffle=False, remainder="pad", instances=3, instance=1)
     >>> order.rows(Position(0, 0)).indices.tolist(), order.rows(Position(0, 6)).indices.tolist()
@@ -135,7 +138,7 @@ class EpochOrder:
         self._orders: dict[int, npt.NDArray[np.intp]] = {}
 
     def batches_from(self, position: int) -> int:
-        """Return how many batches begin at this position of an epoch or behind it."""
+        """Return how many batches begin at this position of an epoch or after it."""
         left = self.examples - position
         if self.remainder == "drop":
             return left // self.per_batch
@@ -151,27 +154,27 @@ class EpochOrder:
                 if self.shuffle:
                     np.random.default_rng([self.seed, epoch]).shuffle(order)
                 order.flags.writeable = False
-                # two, since at the end of an epoch some workers are in the next one already
+                # two orders are kept, since at the end of an epoch some workers are in the next one already
                 self._orders = {key: self._orders[key] for key in sorted(self._orders)[-1:]} | {epoch: order}
             return self._orders[epoch]
 
     def first(self, start: Position) -> Position:
-        """Return `place`, or the start of the next epoch where no batch begins there or behind it."""
+        """Return `start`, or the start of the next epoch if no batch begins at `start` or after it."""
         return start if self.batches_from(start.position) else Position(start.epoch + 1, 0)
 
     def after(self, start: Position) -> Position:
-        """Return where the batch after the one from `place` on begins."""
+        """Return where the batch begins that follows the one at `start`."""
         return self.first(Position(start.epoch, start.position + self.per_batch))
 
     def rows(self, start: Position) -> Rows:
-        """Return this instance's part of the batch that begins at `place`."""
+        """Return this instance's part of the batch that begins at `start`."""
         order = self.of_epoch(start.epoch)
         chosen = order[start.position : start.position + self.per_batch]
         if self.remainder == "updates":
             chosen = chosen[: len(chosen) - len(chosen) % self.per_update]
         examples = len(chosen)
         if examples < self.per_batch:
-            # the first ones again, and again where they are fewer than what misses
+            # filled up with the epoch's first examples, repeated if they are too few
             chosen = np.concatenate([chosen, np.resize(order, self.per_batch - examples)])
         is_real = np.arange(self.per_batch) < examples
         indices, is_real = chosen.reshape(self._shape)[:, self._own], is_real.reshape(self._shape)[:, self._own]

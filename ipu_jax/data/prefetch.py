@@ -1,13 +1,13 @@
-"""Work done ahead by threads, handed out in order: what stands between a source and whoever reads it.
+"""Make results ahead of their use on threads, and return them in order.
 
     items    0  1  2  3  4  5 ...
     worker 0 [0 ][ 2  ]   .         at most `ahead` results are made or being made beyond what was taken;
     worker 1 [1    ][3]   .         a worker that would make one more waits
     taken    0  1 ...               in the order of the items, whichever worker is the first to be ready
 
-Threads, not processes: a process that forks after jax has started may hang, and one that is spawned would hold the data
-once more and send every batch through a pipe. NumPy releases the interpreter's lock while it gathers rows, as decoders
-of images do while they decode. No jax in here.
+The workers are threads, not processes: a process that is forked after jax has started may hang, and one that is spawned
+would hold a second copy of the data and send every batch through a pipe. NumPy releases the interpreter lock while it
+gathers rows, and image decoders release it while they decode. This module does not import jax.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from typing import Any, Generic, TypeVar
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# What a worker may take to finish its batch after it was told to stop.
+# The time that a worker has to finish its batch after it was told to stop.
 _STOP_SECONDS = 10.0
 
 
 class FeedTimeoutError(TimeoutError):
-    """A batch did not arrive in time, or a worker did not end; says what each worker does."""
+    """A batch did not arrive in time, or a worker did not end. The message says what each worker does."""
 
 
 @dataclasses.dataclass
@@ -41,24 +41,24 @@ class _Shared(Generic[_Item, _Result]):
     issued: int = 0
     taken: int = 0
     stopped: bool = False  # no further item is begun
-    dropped: bool = False  # nobody wants what is made any more
-    # by the number of the item: the result, or what was raised in its place
+    dropped: bool = False  # results are no longer wanted
+    # by the number of the item: its result, or the exception that was raised instead
     results: dict[int, tuple[_Result | None, BaseException | None]] = dataclasses.field(default_factory=dict)
-    # by the number of the worker: what it makes, and since when
+    # by the number of the worker: the item that it works on, and since when
     busy: dict[int, tuple[_Item, float]] = dataclasses.field(default_factory=dict)
 
 
 class Prefetcher(Generic[_Item, _Result]):
-    """Makes a result of each item on threads, ahead of the caller and in order.
+    """Computes `make(item)` for each item on threads, ahead of the caller, and returns the results in order.
 
-    After an error no further item is begun; those before it are handed out first.
+    After an error no further item is begun; the results before it are returned first.
 
     Args:
-        make: called by the workers, several at once.
-        items: drawn from by one worker at a time; the caller takes no more results than there are.
-        ahead: results that may be made, or in the making, beyond those that were taken; at least 1.
-        workers: threads, at least 1.
-        seconds: what `take` waits for at most.
+        make: the function. Several workers call it at once.
+        items: the items. One worker at a time draws from them; the caller takes no more results than there are items.
+        ahead: how many results may be ready or being made, beyond those that were taken; at least 1.
+        workers: the number of threads, at least 1.
+        seconds: how long `take` waits at most.
 
     >>> with Prefetcher(lambda n: n * n, iter(range(4)), ahead=2, workers=2, seconds=60) as squares:
     ...     [squares.take() for _ in range(4)]
@@ -80,7 +80,7 @@ class Prefetcher(Generic[_Item, _Result]):
             threading.Thread(target=_work, args=(self._shared, k), name=f"feed worker {k}", daemon=True)
             for k in range(workers)
         ]
-        # also where nobody closes: when it is collected, and before the interpreter ends, which jax would not survive
+        # without `close`, workers end when this is collected, or at the interpreter's exit, which jax would not survive
         self._ended = weakref.finalize(self, _stop, self._shared, self._threads)
         for thread in self._threads:
             thread.start()
@@ -98,11 +98,11 @@ class Prefetcher(Generic[_Item, _Result]):
             return len(self._shared.results)
 
     def take(self) -> _Result:
-        """Return the result of the next item, waited for.
+        """Wait for the result of the next item, and return it.
 
         Raises:
-            FeedTimeoutError: it did not come in time.
-            BaseException: whatever `make` raised in its place, with the worker's traceback.
+            FeedTimeoutError: it did not arrive in time.
+            BaseException: whatever `make` raised instead, with the worker's traceback.
         """
         shared = self._shared
         with shared.changed:
@@ -116,11 +116,11 @@ class Prefetcher(Generic[_Item, _Result]):
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame, which would hold it
-        return result  # pyright: ignore[reportReturnType] (there is one where there is no error)
+                del error  # its traceback refers to this frame, which must not refer back to it
+        return result  # pyright: ignore[reportReturnType] (without an error there is a result)
 
     def close(self) -> None:
-        """End the workers, and drop what they made. A second call does nothing.
+        """End the workers, and drop their results. A second call does nothing.
 
         Raises:
             FeedTimeoutError: a worker is stuck in `make`.
@@ -154,7 +154,7 @@ class Prefetcher(Generic[_Item, _Result]):
         return error
 
 
-def _work(shared: _Shared[Any, Any], me: int) -> None:
+def _work(shared: _Shared[Any, Any], worker: int) -> None:
     while True:
         with shared.changed:
             shared.changed.wait_for(lambda: shared.stopped or shared.issued - shared.taken < shared.ahead)
@@ -166,20 +166,20 @@ def _work(shared: _Shared[Any, Any], me: int) -> None:
             except StopIteration:
                 return
             shared.issued += 1
-            shared.busy[me] = (item, time.monotonic())
+            shared.busy[worker] = (item, time.monotonic())
         error = result = None
         try:
             result = shared.make(item)
-        except BaseException as raised:  # whatever it is, it belongs to the reader
-            raised.add_note(f"raised by feed worker {me} at {item}")
+        except BaseException as raised:  # whatever it is, `take` raises it
+            raised.add_note(f"raised by feed worker {worker} at {item}")
             error = raised
         with shared.changed:
-            del shared.busy[me]
+            del shared.busy[worker]
             shared.stopped |= error is not None
             if not shared.dropped:
                 shared.results[number] = (result, error)
             shared.changed.notify_all()
-        del item, result, error  # a worker that waits holds no batch
+        del item, result, error  # a worker that waits must not keep a batch alive
 
 
 def _stop(shared: _Shared[Any, Any], threads: list[threading.Thread]) -> None:
@@ -188,7 +188,7 @@ def _stop(shared: _Shared[Any, Any], threads: list[threading.Thread]) -> None:
         shared.results.clear()
         shared.changed.notify_all()
     if threading.current_thread() in threads:
-        return  # a collection may run in any thread, and none can wait for itself
+        return  # garbage may be collected in a worker, which cannot wait for itself
     deadline = time.monotonic() + _STOP_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,10 +1,10 @@
-"""Where examples come from: arrays in memory, or anything that can be asked for the examples of an index array.
+"""Read examples by their numbers, from arrays in memory or from an object that returns those of an index array.
 
-    {"images": (60000, 28, 28) uint8, "labels": (60000,) uint8}         a pytree of arrays, an example a row
+    {"images": (60000, 28, 28) uint8, "labels": (60000,) uint8}         a pytree of arrays, one example per row
     class Photos: __len__(self); __getitem__(self, indices)             indices (n,) intp -> a pytree of arrays (n, ...)
 
-What is read is always in new memory. On a CPU `jax.device_put` does not copy but shares a NumPy array's memory, so that
-a buffer which is used again would change a batch behind its reader's back.
+Examples are always read into new memory. On a CPU `jax.device_put` does not copy a NumPy array but shares its memory,
+so a buffer that is used again would change a batch that was handed out before.
 """
 
 import functools
@@ -23,15 +23,15 @@ _MEND = "give arrays with an example a row, or an object with __len__ and __geti
 class Source:
     """Reads examples by their numbers, from anything that `Feed` takes.
 
-    64-bit numbers are read as 32-bit ones unless jax is told to have them (`jax_enable_x64`).
+    64-bit numbers are converted to 32-bit ones unless `jax_enable_x64` is set.
 
     Attributes:
-        examples: how many there are.
-        like: the pytree of one example, leaves `jax.ShapeDtypeStruct`.
+        examples: the number of examples.
+        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
 
     Raises:
-        ValueError: neither arrays nor an indexable; nothing in it; leaves of unlike lengths, or of a dtype that no IPU
-            holds.
+        ValueError: the source is neither arrays nor an indexable, it is empty, or its leaves differ in length or have a
+            dtype that is neither a number nor bool.
 
     >>> source = Source({"x": np.arange(6).reshape(3, 2)})
     >>> source.examples, source.read(np.array([2, 0]))["x"].tolist()
@@ -50,13 +50,13 @@ class Source:
             raise ValueError(f"the source has examples without any array: {_MEND}")
 
     def read(self, indices: _Indices) -> Any:
-        """Return the examples of these numbers: leaves (n, ...) in new memory, of the dtypes of `like`.
+        """Return the examples with these numbers: leaves (n, ...) in new memory, with the dtypes of `like`.
 
         Args:
             indices: (n,).
 
         Raises:
-            ValueError: an indexable gave other arrays than the first time, or an integer that 32 bits can't hold.
+            ValueError: an indexable returned other arrays than the first time, or an integer that 32 bits cannot hold.
         """
         examples = self._checked(self._read(indices), len(indices))
         if jax.tree.structure(examples) != jax.tree.structure(self.like):
@@ -67,10 +67,10 @@ class Source:
         return jax.tree.map_with_path(functools.partial(_converted, self._copies), self.like, examples)
 
     def filling(self, fill: Any) -> Any:
-        """Return `fill`, a number or a pytree of them, as a pytree of the structure of `like`.
+        """Return `fill`, a number or a pytree of numbers, as a pytree with the structure of `like`.
 
         Raises:
-            ValueError: another structure, or a number that the dtype of its array can't hold.
+            ValueError: `fill` has another structure, or the dtype of an array cannot hold its number.
         """
         if jax.tree.structure(fill) != jax.tree.structure(self.like):
             if jax.tree.structure(fill) != jax.tree.structure(0):
@@ -91,10 +91,10 @@ class Source:
 
 
 def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.float32) -> Any:
-    """Scale bytes as a network reads them: 0 to 255 become 0 to 1, less `mean`, over `std`.
+    """Scale bytes for a network: map 0 to 255 to 0 to 1, subtract `mean` and divide by `std`.
 
-    Of a `jax.Array`, inside a step, it is computed on the IPU, so that only bytes cross from the host; of a NumPy array
-    on the host. Both give the same numbers but for rounding.
+    A `jax.Array` is scaled on the IPU, inside a step, so that only bytes are sent from the host; a NumPy array is
+    scaled on the host. Both results are the same except for rounding.
 
     Args:
         values: uint8, of any shape.
@@ -102,7 +102,7 @@ def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.f
         dtype: of the result and of the computation.
 
     Raises:
-        ValueError: the values are no bytes.
+        ValueError: the values are not uint8.
 
     >>> normalise(np.array([0, 51, 255], np.uint8), mean=0.5, std=0.5).tolist()
     [-1.0, -0.6000000238418579, 1.0]
@@ -150,7 +150,7 @@ def _name(path: Any) -> str:
 
 
 def _jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which jax holds such numbers."""
+    """Return the dtype to which jax converts numbers of this dtype."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype if dtype.isnative else dtype.newbyteorder("=")))
 
 
@@ -167,7 +167,7 @@ def _converted(copies: bool, path: Any, like: jax.ShapeDtypeStruct, rows: npt.ND
                 f"the source holds {low if low < limits.min else high} at {_name(path)}, which {like.dtype} cannot: "
                 "set jax_enable_x64, or give smaller numbers"
             )
-    # rows taken from our arrays are new memory already; whether those of an indexable are, nobody knows
+    # rows taken from arrays are in new memory already; those that an indexable returns may not be
     return np.array(rows, like.dtype, order="C", copy=copies or None)
 
 
