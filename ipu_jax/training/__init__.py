@@ -1,1 +1,1 @@
-"""One weight update: micro-batches, replicas, precision, loss scale, optimizer."""
+"""Make weight updates: micro-batches, replicas, precision, loss scale and optimizer."""

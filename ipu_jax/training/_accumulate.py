@@ -1,4 +1,4 @@
-"""A loss function over the micro-batches of one replica: one after the other, gradients summed in float32."""
+"""Run a loss function over the micro-batches of one replica, one after the other, and sum gradients in float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from ipu_jax.stage import Outputs
 
 
 def loss_and_aux(result: Any) -> tuple[Any, Any]:
-    """Return what a loss function returned as `(loss, aux)`; aux is None if there is none.
+    """Return the result of a loss function as `(loss, aux)`; aux is None if there is none.
 
     Raises:
-        ValueError: the loss is no float scalar.
+        ValueError: the loss is not a float scalar.
     """
     loss, aux = result, None
     if isinstance(result, Outputs):
@@ -29,15 +29,15 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
 
 
 def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, random: bool) -> tuple[Any, Any]:
-    """Return, on one replica, the mean loss over the micro-batches, leaves (M, ...), and aux with a leading M."""
+    """Return the mean loss over the micro-batches of one replica, leaves (M, ...), and aux with a leading M."""
     call = _caller(loss_fn, key, random)
 
-    def one(total: Any, at: Any) -> tuple[Any, Any]:
-        loss, aux = loss_and_aux(call(params, *at))
+    def add_loss(total: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
+        loss, aux = loss_and_aux(call(params, *index_and_microbatch))
         return total + loss, aux
 
     m = jax.tree.leaves(batch)[0].shape[0]
-    total, aux = lax.scan(one, jnp.zeros((), jnp.float32), (jnp.arange(m), batch))
+    total, aux = lax.scan(add_loss, jnp.zeros((), jnp.float32), (jnp.arange(m), batch))
     return total / m, aux
 
 
@@ -46,7 +46,7 @@ def accumulate_gradients(
 ) -> tuple[Any, Any, Any]:
     """Return the results of `accumulate` and the gradients of `loss_cotangent` x loss, summed in float32 at least.
 
-    The cotangent itself carries `loss_cotangent`, so that a loss scale acts before anything can underflow.
+    `loss_cotangent` is what the backward pass starts from, so that a loss scale acts before anything can underflow.
     """
     call = _caller(loss_fn, key, random)
 
@@ -62,8 +62,8 @@ def accumulate_gradients(
         (loss, sums), aux = gradients_of(jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))
         return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
 
-    def add(sums: Any, at: Any) -> tuple[Any, Any]:
-        loss_and_gradients, aux = gradients_of(*at)
+    def add(sums: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
+        loss_and_gradients, aux = gradients_of(*index_and_microbatch)
         return jax.tree.map(jnp.add, sums, loss_and_gradients), aux
 
     first = jax.eval_shape(gradients_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]

@@ -1,4 +1,4 @@
-"""Loss scaling: gradients too small for float16 are computed of a larger loss, and divided again in float32.
+"""Scale the loss, so that gradients are not too small for float16, and divide them again in float32.
 
     dynamic    scale 32768 ... 1000 good steps ... 65536 -> inf: skip this update, 32768 -> ...
 
@@ -20,8 +20,8 @@ class Scale:
     """A dynamic loss scale.
 
     Attributes:
-        scale: float32, what the loss is multiplied with.
-        good_steps: int32, updates made since the scale last changed.
+        scale: float32, the factor by which the loss is multiplied.
+        good_steps: int32, the number of updates made since the scale last changed.
     """
 
     scale: Any
@@ -29,7 +29,7 @@ class Scale:
 
 
 def initial_scale(options: TrainOptions) -> Scale | None:
-    """Return the scale that training begins with; None where it never changes."""
+    """Return the dynamic scale that training begins with, or None if the scale never changes."""
     chosen = options.loss_scale
     if not isinstance(chosen, DynamicScale):
         return None
@@ -37,14 +37,14 @@ def initial_scale(options: TrainOptions) -> Scale | None:
 
 
 def current_scale(options: TrainOptions, scale: Scale | None) -> Any:
-    """Return what the loss is multiplied with."""
+    """Return the factor by which the loss is multiplied."""
     if scale is not None:
         return scale.scale
     return 1.0 if isinstance(options.loss_scale, DynamicScale) else options.loss_scale
 
 
 def next_scale(chosen: DynamicScale, scale: Scale, finite: Any) -> Scale:
-    """Return the scale after an update that was made (`finite`), or skipped.
+    """Return the scale after an update that was made (if `finite`) or skipped.
 
     >>> chosen = DynamicScale(initial=8.0, growth_interval=1)
     >>> scale = Scale(jnp.float32(8), jnp.int32(0))

@@ -1,4 +1,4 @@
-"""The model that a training step runs: on all its replicas, computing in the precision asked for.
+"""Make the model that a training step runs: on all replicas, and in the precision asked for.
 
 Pipeline        -- replicate --> on a wider mesh -- computing_in --> its stages cast what they read
 loss function   ------------->   Replicas        --------------->    of a function that casts what it reads
@@ -15,15 +15,15 @@ from ipu_jax.training.replicas import Replicas, replicate
 
 
 def model_for(model: Any, options: TrainOptions) -> Any:
-    """Return the model that a step runs: a `Pipeline` or `Replicas`, whatever was given.
+    """Return the model that a step runs: a `Pipeline` if one is given, else `Replicas`.
 
     Raises:
-        ValueError: the options and the model's own say different things, or the model is neither of these.
+        ValueError: the options contradict the model's own, or the model is neither of these nor callable.
     """
     half = None if options.precision == "32.32" else jnp.dtype(options.half)
     if isinstance(model, Pipeline | Replicas):
-        asked = {"gradient_accumulation": options.gradient_accumulation, "reduction": options.reduction}
-        for name, value in asked.items():
+        asked_for = {"gradient_accumulation": options.gradient_accumulation, "reduction": options.reduction}
+        for name, value in asked_for.items():
             own = getattr(model.options, name)
             if value is not None and value != own:
                 raise ValueError(
@@ -41,8 +41,8 @@ def model_for(model: Any, options: TrainOptions) -> Any:
                 f"TrainOptions(replication_factor={count}), but the Replicas are {model.replicas}: "
                 "give it in one of the two places, or the same in both"
             )
-        loss_fn, random, of_model = model.loss_fn, model.random, model.options
-        count, m, reduction = model.replicas, of_model.gradient_accumulation, of_model.reduction
+        loss_fn, random, model_options = model.loss_fn, model.random, model.options
+        count, m, reduction = model.replicas, model_options.gradient_accumulation, model_options.reduction
     else:
         if not callable(model):
             raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
@@ -50,5 +50,5 @@ def model_for(model: Any, options: TrainOptions) -> Any:
         m, reduction = options.gradient_accumulation or 1, options.reduction or "mean"
     fn = loss_fn
     if half is not None:
-        fn = lambda p, mb, **asked: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked)  # noqa: E731
+        fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)  # noqa: E731
     return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)

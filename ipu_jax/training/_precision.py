@@ -1,11 +1,11 @@
-"""Precision: what is computed, summed and held in which dtype, and rounding that is right on average.
+"""Compute, sum and store in the dtypes of a precision, and round so that the result is right on average.
 
     "32.32"   everything in float32, or whatever dtype weights and batch have: nothing is cast
     "16.32"   F and B in half; sums, weights and the optimizer's state in float32
     "16.16"   F and B in half; weights and the optimizer's state in half, too
 
-The first number is what is computed in, the second what is accumulated in. Sums of gradients, over micro-batches and
-over replicas, are float32 always.
+The first number is the precision of the computation, the second that of what is accumulated. Sums of gradients over
+micro-batches and over replicas are always float32.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ipu_jax.stage import Stage
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Return the tree with its float32 and half leaves in `dtype`; keys, integers and float64 as they are."""
+    """Return the tree with its float32 and half leaves cast to `dtype`; keys, integers and float64 stay as they are."""
     narrow = (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def one(leaf: Any) -> Any:
@@ -30,10 +30,10 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 
 def computing_in(stage: Stage, dtype: Any) -> Stage:
-    """Return the stage, its weights and micro-batch cast to `dtype` on the way in; gradients come back in the weights'
-    own.
+    """Return a stage that casts its weights and micro-batch to `dtype` before it uses them.
 
-    The cast stands inside the stage, so that the gradients of micro-batches are summed in float32.
+    The cast is inside the stage. So gradients have the weights' own dtype, and those of micro-batches are summed in
+    float32.
     """
 
     def within(fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -47,7 +47,7 @@ def computing_in(stage: Stage, dtype: Any) -> Stage:
 
 
 def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
-    """Round each element up or down, with the chances that make the result right on average.
+    """Round each element up or down at random, with the probabilities that make the result right on average.
 
     Args:
         x: float32, any shape; finite values within the range of `dtype`, others are rounded to the nearest.
@@ -55,7 +55,7 @@ def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
         key: a typed key.
 
     Returns:
-        An array of `dtype`. Where x is a number of `dtype`, it is that number. Communicates nothing.
+        An array of `dtype`. An element of x that `dtype` can represent stays as it is. Communicates nothing.
 
     Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551, section 3.
 
@@ -69,6 +69,6 @@ def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
     towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
     other = jnp.nextafter(nearest, towards)
     chance = error / (other.astype(x.dtype) - nearest.astype(x.dtype))
-    # where x is exact, or its neighbour infinite, the chance is 0; for what is not finite it is not a number
+    # where x is exact, or its neighbour infinite, the chance is 0; where x is not finite, it is NaN, and not taken
     takes_other = jax.random.uniform(key, x.shape, x.dtype) < chance
     return jnp.where(takes_other, other, nearest)

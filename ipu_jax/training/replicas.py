@@ -1,12 +1,12 @@
-"""Replicas: copies of the model that each see a part of the batch, and agree on loss and gradients.
+"""Run copies of the model, the replicas, on parts of the batch, and reduce their losses and gradients.
 
     batch (R, M, B, ...) --+-- replica 0: loss of its M micro-batches, gradients --+
                            +-- replica 1                                           +-- one reduction -- the same on all
                            +-- ...                                               --+
 
-A replica of one IPU is a plain loss function under `jax.pmap`. A replica of several IPUs is a `Pipeline`, whose mesh
-has the replicas as its other axis. Either way the user says `replicate(model, replication_factor=R)`, or how many IPUs
-there are in all, and gets what has `shard`, `value_and_grad` and `unshard`.
+A replica of one IPU runs a plain loss function under `jax.pmap`. A replica of several IPUs runs a `Pipeline`, whose
+mesh has an axis over the replicas. In both cases the user calls `replicate(model, replication_factor=R)`, or gives the
+number of IPUs in all, and gets an object with `shard`, `value_and_grad` and `unshard`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from ipu_jax.weights.arguments import check_alive, check_batch
 def replicas_of(
     *, replication_factor: int | None = None, num_ipus: int | None = None, ipus_per_replica: int = 1
 ) -> int:
-    """Return the number of replicas, asked for as such or by the IPUs that there are in all.
+    """Return the number of replicas, which is given itself or by the number of IPUs in all.
 
     Args:
         replication_factor: R itself.
@@ -38,7 +38,8 @@ def replicas_of(
         ipus_per_replica: IPUs of one copy of the model.
 
     Raises:
-        ValueError: neither or both given, a number that is no count, or IPUs that make no whole number of replicas.
+        ValueError: neither or both are given, a number is not a positive int, or `num_ipus` is not a multiple of
+            `ipus_per_replica`.
 
     >>> replicas_of(num_ipus=8, ipus_per_replica=2)
     4
@@ -91,13 +92,14 @@ def replicate(
         model: a `Pipeline`, or a loss function as `Replicas` takes it.
         replication_factor: R. Give this, or `num_ipus`.
         num_ipus: IPUs in all; R is this divided by the IPUs of one replica.
-        gradient_accumulation, reduction, random: of a loss function, as `Replicas` takes them. A pipeline has its own.
+        gradient_accumulation, reduction, random: for a loss function, as `Replicas` takes them. A pipeline has its own.
 
     Returns:
-        A `Pipeline` on a wider mesh, or `Replicas`. Batches are (R, M, micro-batch, ...), without R where it is 1.
+        A `Pipeline` on a wider mesh, or `Replicas`. Batches are (R, M, micro-batch, ...), without the first dim if R
+        is 1.
 
     Raises:
-        ValueError: as `replicas_of`; options given for a pipeline; too few devices.
+        ValueError: what `replicas_of` raises; options are given for a pipeline; or there are too few devices.
 
     >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
     >>> replicas = replicate(loss_fn, replication_factor=2)
@@ -130,13 +132,13 @@ class Replicas:
     Args:
         loss_fn: the function.
         replication_factor: R.
-        gradient_accumulation: M, the micro-batches of a replica in one weight update, one after the other.
+        gradient_accumulation: M, the micro-batches of a replica in one weight update. They run one after the other.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
         random: whether `loss_fn` gets `key=`, a typed key of this replica and micro-batch.
 
     Raises:
-        ValueError: a function that is not callable, an option outside its rule, or too few devices.
+        ValueError: the function is not callable, an option is outside its rule, or there are too few devices.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class Replicas:
         self._loss = self._mapped(backward=False)
 
     def shard(self, params: Any) -> Any:
-        """Place a pytree of whole weights on every replica. Host to device only."""
+        """Place a pytree of whole weights on every replica. Communicates from host to device only."""
         return jax.device_put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
 
     def unshard(self, sharded: Any) -> Any:
@@ -183,7 +185,8 @@ class Replicas:
             dtypes of `params`; they are accumulated in float32 at least.
 
         Raises:
-            ValueError: the batch does not fit, or the key is missing or superfluous; before anything is compiled.
+            ValueError: the batch does not fit, or the key is missing or superfluous. It is raised before anything is
+                compiled.
         """
         self.check(params, batch, key)
         (loss, aux), gradients = self._value_and_grad((params, key), batch)
@@ -225,29 +228,31 @@ class Replicas:
         def program(params_and_key: Any, batch: Any) -> Any:
             params, key = params_and_key
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            averaged = lambda loss, aux: (  # noqa: E731
+            over_all_replicas = lambda loss, aux: (  # noqa: E731
                 lax.pmean(loss, REPLICA_AXIS),
                 jax.tree.map(lambda leaf: leaf[None], aux),
             )
             if not backward:
-                return averaged(*accumulate(self.loss_fn, params, batch, key, random=self.random))
+                return over_all_replicas(*accumulate(self.loss_fn, params, batch, key, random=self.random))
             loss, aux, sums = accumulate_gradients(
                 self.loss_fn, params, batch, key, loss_cotangent=loss_cotangent, random=self.random
             )
             gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), lax.psum(sums, REPLICA_AXIS), params)
-            return averaged(loss, aux), gradients
+            return over_all_replicas(loss, aux), gradients
 
-        whole, split = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
         def run(params_and_key: Any, batch: Any) -> Any:
             if self.replicas == 1:
                 batch = jax.tree.map(lambda leaf: leaf[None], batch)
-            out = ((whole, split), whole) if backward else (whole, split)
-            result = over_replicas(program, self.devices, in_specs=(whole, split), out_specs=out)(params_and_key, batch)
+            out_specs = ((replicated, per_replica), replicated) if backward else (replicated, per_replica)
+            result = over_replicas(program, self.devices, in_specs=(replicated, per_replica), out_specs=out_specs)(
+                params_and_key, batch
+            )
             if self.replicas > 1:
                 return result
-            one = lambda value: (value[0], jax.tree.map(lambda leaf: leaf[0], value[1]))  # noqa: E731
-            return (one(result[0]), result[1]) if backward else one(result)
+            without_dim = lambda value: (value[0], jax.tree.map(lambda leaf: leaf[0], value[1]))  # noqa: E731
+            return (without_dim(result[0]), result[1]) if backward else without_dim(result)
 
         return jax.jit(run)
 
@@ -258,13 +263,13 @@ def over_replicas(
     """Map a program over the axis "replica" by `jax.pmap`, with the interface of `jax.shard_map`.
 
     Args:
-        program: sees blocks as under `shard_map`: a split dim has size 1 in each, and stays.
-        devices: one a replica.
+        program: gets blocks as under `shard_map`: a split dim is kept, and has size 1.
+        devices: one per replica.
         in_specs, out_specs: trees of `PartitionSpec`, prefixes of arguments and result; each names "replica" at most
             once and no other axis.
 
     Returns:
-        A function of whole arrays to whole arrays.
+        A function from whole arrays to whole arrays.
     """
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)  # noqa: E731
@@ -276,7 +281,7 @@ def over_replicas(
         leaves, treedef = jax.tree.flatten(args)
 
         def with_dims(*leaves: Any) -> Any:
-            # pmap takes the mapped dim away and shard_map keeps it: one of the two must be the rule
+            # pmap removes the mapped dim, and shard_map keeps it: `program` sees it as under shard_map
             blocks = [x if dim is None else jnp.expand_dims(x, dim) for x, dim in zip(leaves, dims, strict=True)]
             result = program(*jax.tree.unflatten(treedef, blocks))
             specs = jax.tree.broadcast(out_specs, result, is_leaf=is_spec)
