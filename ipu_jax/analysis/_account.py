@@ -1,6 +1,6 @@
-"""Counting what a pipeline needs: FLOPs and bytes alive per segment; weights, stash, messages and waiting per IPU.
+"""Count what a pipeline needs: FLOPs and live bytes per segment; weights, stash, messages and idle time per IPU.
 
-Everything is read off the plan and the traced halves; `report` puts it together.
+All of it is derived from the plan and the traced programs of its segments. `report` puts it together.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from ipu_jax.weights.packed_layout import PackedLayout, local_shape
 
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
-    """The cost of one segment to an IPU for one micro-batch.
+    """The cost of one segment to one IPU for one micro-batch.
 
     Attributes:
-        forward, backward, weight: FLOPs of F, of the whole backward pass, and of W where it is apart.
-        working_set: bytes alive at once in any of them.
+        forward, backward, weight: FLOPs of F, of the whole backward pass, and of its part W if that runs separately.
+        working_set: the most bytes alive at once in any of them.
     """
 
     forward: int
@@ -34,13 +34,13 @@ class SegmentCost:
 
 
 def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
-    """Return the costs of each segment."""
+    """Return the cost of each segment."""
     costs = []
     for segment, halves in zip(plan.segments, plan.halves, strict=True):
         forward, *backward = halves.programs.values()
         weights = sum(len(params.group(name).leaves) for name in segment.groups)
         num_dy = len(split_floats(halves.y)[0])
-        # what a B reads of the batch and of the stash is a slice of it, and so a copy
+        # B reads slices of the batch and of the stash, which are copies
         sliced_inputs = range(weights, len(backward[0].in_avals) - num_dy)
         flops = [jaxpr_flops(half) for half in backward]
         peak_bytes = [jaxpr_peak_bytes(half, copied=sliced_inputs, keep_outputs=False) for half in backward]
@@ -50,12 +50,12 @@ def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
 
 
 def stash_bytes(plan: Plan, ipu: int) -> int:
-    """Return the bytes that an IPU's own segments keep: for each ring, its depth x what a micro-batch leaves."""
+    """Return the bytes that an IPU's own segments stash: for each ring, its depth x the bytes of a micro-batch."""
     return _buffer_bytes(Stash(plan).used[ipu])
 
 
 def stash_buffer_bytes(plan: Plan) -> int:
-    """Return the bytes of the scan's stash, on every IPU as many as the fullest needs."""
+    """Return the bytes of the stash in the scan. Every IPU has as many as the one that needs most."""
     return _buffer_bytes(Stash(plan).sizes)
 
 
@@ -84,7 +84,7 @@ def weight_bytes(layout: PackedLayout, ipu: int) -> WeightBytes:
                 arrays.append((shape, leaf.dtype))
                 summed += [] if leaf.frozen else arrays[-1:]
                 for dim, axis in enumerate(leaf.spec):
-                    if axis == IPU_AXIS:  # the last shards are shorter where the dim does not divide
+                    if axis == IPU_AXIS:  # the last shards are shorter if the dim does not divide evenly
                         left = leaf.shape[dim] - ipu * shape[dim]
                         shape = (*shape[:dim], min(max(left, 0), shape[dim]), *shape[dim + 1 :])
                 own += size * math.prod(shape)
@@ -100,7 +100,7 @@ def _sum_dtype(dtype: str) -> np.dtype:
 
 
 def wide_accumulator_bytes(layout: PackedLayout) -> int:
-    """Return the bytes of the accumulators that are wider than their gradients, and so cannot share their memory."""
+    """Return the bytes of accumulators that are wider than their gradients, and so cannot share memory with them."""
     summed = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trainable_slots]
     concurrent = [leaf for g in layout.groups if g.ipu is None for leaf in g.leaves if not leaf.frozen]
     summed += [(local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
@@ -108,7 +108,7 @@ def wide_accumulator_bytes(layout: PackedLayout) -> int:
 
 
 def register_bytes(plan: Plan, micro_batches: int) -> int:
-    """Return the bytes of y and dx of each register, as made and, if they cross IPUs, as received; of loss and aux."""
+    """Return the bytes of loss, aux, and each register's y and dx, twice if sent: once as made, once as received."""
     total = bytes_of(plan.halves[-1].y) + micro_batches * sum(bytes_of(halves.aux) for halves in plan.halves)
     for message, pairs in zip(plan.messages, plan.routes, strict=True):
         total += (bytes_of(message) + bytes_of(split_floats(message)[0])) * (2 if pairs else 1)
@@ -116,25 +116,27 @@ def register_bytes(plan: Plan, micro_batches: int) -> int:
 
 
 def sent_bytes(plan: Plan, ipu: int) -> int:
-    """Return the bytes that an IPU puts into collectives between stages in a tick in which every stage is active."""
+    """Return the bytes that an IPU sends in collectives between stages, in a tick in which every stage is active."""
     total = 0
     for message, pairs in zip(plan.messages, plan.routes, strict=True):
         total += sum(bytes_of(message) for source, _ in pairs if source == ipu)
         total += sum(bytes_of(split_floats(message)[0]) for _, target in pairs if target == ipu)
     for i in range(len(plan.segments) - 1):
         message, floats = plan.halves[i].y, split_floats(plan.halves[i].y)[0]
-        if plan.segments[i + 1].place is None:  # x to all of them, by a psum, and the parts of dx summed
+        if plan.segments[i + 1].place is None:  # a psum broadcasts x to all IPUs, and another one sums the parts of dx
             total += bytes_of(message) + bytes_of(floats)
-        elif plan.segments[i].place is None:  # dy to all of them
+        elif plan.segments[i].place is None:  # dy is broadcast to all IPUs
             total += bytes_of(floats)
     return total
 
 
 def idle_shares(plan: Plan, costs: list[SegmentCost], ipus: int) -> list[float]:
-    """Return, per IPU, the share of a step in which it waits: all IPUs meet in the exchanges of each tick."""
+    """Return, per IPU, the share of a step in which it is idle: all IPUs wait for each other at each exchange."""
     stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
     for segment, cost in zip(plan.segments, costs, strict=True):
-        sharers = ipus if segment.place is None else 1  # the simulator divides what is concurrent by the IPUs
+        sharers = (
+            ipus if segment.place is None else 1
+        )  # the simulator divides the cost of concurrent stages by the IPUs
         for kind, per_stage in stage_costs.items():
             per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
     run = plan.schedule.simulate(stage_costs["forward"], stage_costs["backward"], stage_costs["weight"], lockstep=True)

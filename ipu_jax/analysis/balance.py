@@ -1,12 +1,12 @@
-"""Which layer on which IPU: contiguous runs of layers, so that the IPU with the most to do has as little as can be.
+"""Place layers on IPUs: contiguous runs of layers, so that the largest load of an IPU is as small as possible.
 
     costs   4  1  1  1  3  2        on 3 IPUs
             -  -------  ----
             4     3      5          largest load 5, mean 4: imbalance 25%
 
-In a pipeline every IPU waits for the one with the most to do, so the largest load is what a step takes. The partition
-is exact, by dynamic programming over (layers, runs): first the smallest possible largest run; then, among those, the
-least sum of squares, which is the most even.
+In a pipeline every IPU waits for the one with the largest load, so that load decides how long a step takes. The
+partition is exact, by dynamic programming over (layers, runs): it minimizes the largest run first, and then the sum of
+the squares of all runs, so that they are as even as possible.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ class LayerPlacement:
 
     Attributes:
         ipus: per layer its IPU, or None for a concurrent stage.
-        loads: per IPU the sum of its layers' costs. What concurrent stages cost is on no IPU's account.
-        stages: the stages with their IPUs, where the layers were `Stage`s; else empty.
-        names: per layer what the table calls it.
+        loads: per IPU the sum of its layers' costs. It does not include the costs of concurrent stages.
+        stages: the stages with their IPUs, if the layers were `Stage`s; else empty.
+        names: per layer its name in the table.
     """
 
     ipus: tuple[int | None, ...]
@@ -46,7 +46,7 @@ class LayerPlacement:
 
     @property
     def imbalance(self) -> float:
-        """Return the largest load over the mean load, less 1: 0 if all IPUs work equally long."""
+        """Return the largest load over the mean load, less 1. It is 0 if all loads are equal."""
         return max(self.loads) * len(self.loads) / sum(self.loads) - 1
 
     def __str__(self) -> str:
@@ -80,25 +80,26 @@ def balance_layers(
     memory: Iterable[float] | None = None,
     limit: float | None = None,
 ) -> LayerPlacement:
-    """Place layers on IPUs, neighbours together, so that the largest load is as small as can be.
+    """Place layers on IPUs, neighbours together, so that the largest load is as small as possible.
 
     Args:
-        model_layers: the layers in their order: `Stage`s, names, `(fn, params)` pairs, anything. Of `Stage`s those that
-            are concurrent stay so, and cost no IPU anything; the IPU that the others name is replaced. Local stages
-            that share a parameter group must come to stand on one IPU: `Pipeline` refuses them otherwise.
-        costs: per layer a number, measured seconds or `measure_costs`; a concurrent stage's is not looked at.
-        ipus: IPUs of a replica.
-        rounds: how often the layers go round the IPUs, for "looped" schedules: with 2, on 2 IPUs, [0, 1, 0, 1]. The
-            largest of the ipus x rounds runs is made as small as can be.
+        model_layers: the layers in their order: `Stage`s, names, `(fn, params)` pairs, or anything else. Concurrent
+            `Stage`s stay concurrent, and count for no IPU; the `ipu` of other `Stage`s is replaced. Local stages that
+            share a parameter group must end up on one IPU: `Pipeline` refuses them otherwise.
+        costs: per layer a number, such as measured seconds or a result of `measure_costs`. Those of concurrent stages
+            are ignored.
+        ipus: the number of IPUs of a replica.
+        rounds: how often the layers go round the IPUs, for "looped" schedules: 2 rounds on 2 IPUs are [0, 1, 0, 1]. The
+            largest of the ipus x rounds runs is made as small as possible.
         memory: per layer the bytes that it takes on its IPU.
-        limit: bytes that an IPU holds (one of Graphcore's second generation: 900e6); needs `memory`.
+        limit: the bytes that an IPU holds (900e6 on Graphcore's second generation); needs `memory`.
 
     Returns:
         The `LayerPlacement`.
 
     Raises:
-        ValueError: not as many costs as layers, fewer layers than runs, costs that are negative, not finite or all 0, a
-            layer above the limit, or no split below it.
+        ValueError: there are not as many costs as layers, or fewer layers than runs; costs are negative, not finite or
+            all 0; or a layer, or each possible split, is above the limit.
 
     >>> print(balance_layers(["embed", "a", "b", "c", "d", "head"], [4, 1, 1, 1, 3, 2], ipus=3))
     IPU  layers   cost  share
@@ -187,7 +188,7 @@ def _checked_bytes(
 def _partition(
     costs: Sequence[float], runs: int, memory: Sequence[float] | None, limit: float | None
 ) -> list[int] | None:
-    """Return the ends of the runs, or None where the limit allows none."""
+    """Return the ends of the runs, or None if no partition is within the limit."""
     cost_to = [0, *itertools.accumulate(costs)]
     bytes_to = None if memory is None else [0, *itertools.accumulate(memory)]
 
@@ -209,7 +210,7 @@ def _partition(
 def _best(
     layers: int, runs: int, value: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Return the least join of the runs' values, and the runs' ends. Exact: the best of a prefix serves every end."""
+    """Return the smallest joined value of the runs, and their ends. Exact: the best of a prefix serves every end."""
     best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * layers
     for run in range(runs):
         before = best
@@ -223,18 +224,19 @@ def _best(
 def measure_costs(
     stages: Iterable[Stage], params: Mapping[str, Any], microbatch: Any, state: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Return, per stage, the FLOPs of F and B of one micro-batch, by tracing the chain; nothing is run.
+    """Return, per stage, the FLOPs of F and B for one micro-batch, by tracing the stages. Nothing is run.
 
-    A concurrent stage's is what all IPUs compute together: it is traced as on one IPU, with whole weights.
+    The FLOPs of a concurrent stage are those of all IPUs together: it is traced as on one IPU, with whole weights.
 
     Args:
         stages: the model, first stage first; the last returns the loss.
         params: `{group: pytree}`, whole weights or their shapes.
-        microbatch: one micro-batch, or its shapes: leaves without the leading M.
-        state: `{group: pytree}`, whole, where stages hold state.
+        microbatch: one micro-batch or its shapes, with leaves without the leading M.
+        state: `{group: pytree}`, whole, if stages have state.
 
     Raises:
-        ValueError: no stages, something else among them, a group that is missing, or no scalar loss of the last stage.
+        ValueError: there are no stages, one is not a `Stage`, a group is missing, or the last stage returns no scalar
+            loss.
 
     >>> first = Stage(lambda w, x, mb: jax.nn.relu(mb @ w), params="first")
     >>> last = Stage(lambda w, x, mb: jnp.mean(x @ w), params="last")
@@ -270,7 +272,7 @@ def measure_costs(
             x = program.y
         return flops
 
-    # collectives of concurrent stages need an axis to name
+    # the collectives of concurrent stages need the mesh axes
     return traced_on(AbstractMesh((1, 1), (REPLICA_AXIS, IPU_AXIS)), costs)
 
 

@@ -1,18 +1,18 @@
-"""What a traced function costs, read off its jaxpr: floating-point operations, and the bytes it needs at once.
+"""Count the floating-point operations of a traced function, and the bytes it needs at once, from its jaxpr.
 
     flops_of(lambda x, w: jnp.tanh(x @ w), x, w)    2 n d e for the product, n e for the tanh
 
-Nothing is run and nothing compiled: the count is the program's as it is written, before any fusion, and the same on
-every platform. The rules of a primitive:
+Nothing is run or compiled: the program is counted as it is written, before any fusion, and the count is the same on
+every platform. The rules for primitives:
 
-    dot_general, conv_general_dilated   2 for each multiply-add; of a convolution only where the kernel meets the input
-    scan                                its body times its length
+    dot_general, conv_general_dilated   2 for each multiply-add; in a convolution only where the kernel meets the input
+    scan                                its body, times its length
     while                               its condition and its body once: how often it runs is not known
     cond                                its most expensive branch
-    jit, checkpoint, custom_vjp, ...    their body; of `shard_map` likewise, which is one device's share
-    collectives, moves of data          0: they compute nothing
-    reductions, scatter-add             1 for each element that goes in
-    anything else                       1 for each element that comes out, a transcendental function as well
+    jit, checkpoint, custom_vjp, ...    their body; that of `shard_map` is one device's share
+    collectives, data movement          0: they compute nothing
+    reductions, scatter-add             1 for each element of the input
+    anything else                       1 for each element of the result, for transcendental functions too
 """
 
 import math
@@ -106,7 +106,7 @@ def _elements(avals: Iterable[Any]) -> int:
 
 
 def _convolution_flops(eqn: Any) -> int:
-    """Return twice the multiply-adds; a kernel element over padding, or over a hole of a dilated input, does none."""
+    """Return twice the multiply-adds. Kernel elements over padding or over holes of a dilated input need none."""
     params, (lhs, rhs), out = eqn.params, (v.aval for v in eqn.invars), eqn.outvars[0].aval
     numbers = params["dimension_numbers"]
     lhs_dims, rhs_dims, out_dims = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
@@ -121,16 +121,17 @@ def _convolution_flops(eqn: Any) -> int:
 
 
 def jaxpr_peak_bytes(jaxpr: Any, *, copied: range = range(0), keep_outputs: bool = True) -> int:
-    """Return the most bytes of intermediate values alive at once, each made in turn and freed after its last use.
+    """Return the most bytes of intermediate values alive at once, if each is freed after its last use.
 
-    Inputs and constants are not counted: they lie somewhere already. An elementwise operation writes over an operand
-    that nobody reads again, and what it makes for a single reader is not counted: XLA fuses it into that reader.
+    Inputs and constants are not counted, since they are stored elsewhere. An elementwise operation overwrites an
+    operand that is not read again. If its result is read only once, the result is not counted: XLA fuses the operation
+    into the one that reads it.
 
     Args:
         jaxpr: closed or open.
-        copied: which inputs are slices of something larger, so that an operation that isn't elementwise, a product
-            say, needs a copy of them.
-        keep_outputs: whether its results stay alive until its end; otherwise each is taken away when it is made.
+        copied: the numbers of the inputs that are slices of something larger. An operation on them that is not
+            elementwise, such as a product, needs a copy.
+        keep_outputs: whether the results stay alive until the end; otherwise each is taken away when it is made.
 
     >>> x, w = jax.numpy.ones((4, 4)), jax.numpy.ones((4, 4))
     >>> jaxpr_peak_bytes(jax.make_jaxpr(lambda x, w: ((x @ w) @ w) @ w)(x, w))  # two products of 64 bytes at a time
@@ -162,7 +163,7 @@ def _peak(jaxpr: Any, copied: list[Any], live_outputs: set[Any]) -> int:
             alive = {var: size for var, size in alive.items() if last[var] > at}
         body = _open(eqn.params[_BODIES[eqn.primitive.name]]) if eqn.primitive.name in _BODIES else None
         if body is not None:
-            # as if it stood here: a result that nobody reads later is taken away when it is made
+            # as if the body were inlined: a result that is not read later is taken away when it is made
             later = {v for v, outer in zip(body.outvars, eqn.outvars, strict=True) if last.get(outer, -1) > at}
             later = {v for v in later if not isinstance(v, core.Literal)}
             most = max(most, sum(alive.values()) + _peak(body, [], later))
@@ -186,7 +187,7 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def bytes_of(tree: Any) -> int:
-    """Return the bytes of all arrays, `jax.ShapeDtypeStruct` or avals in a tree; of a typed key, those of its data.
+    """Return the bytes of all arrays, `jax.ShapeDtypeStruct` or avals in a tree. A typed key counts as its data.
 
     >>> bytes_of([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.numpy.ones(4), jax.random.key(0)])
     36

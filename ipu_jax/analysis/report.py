@@ -1,19 +1,19 @@
-"""What a pipeline needs on each IPU, before it runs: bytes by kind, FLOPs, bytes sent, and the idle share of a step.
+"""Report what a pipeline needs on each IPU, before it runs: bytes by kind, FLOPs, bytes sent, and the idle share.
 
     IPU  weights  padding   batch   stash  gradients  temporary        FLOPs  sent/tick   idle
     0    49.2 kB      0 B  1.0 MB  1.6 MB    49.2 kB     2.9 MB  136.2 MFLOP   131.1 kB  36.0%
     1    49.2 kB      0 B  1.0 MB  1.0 MB    49.2 kB     2.9 MB  153.6 MFLOP   131.1 kB  27.8%
 
 The program is SPMD: what its scan carries is as large on every IPU as on the one that needs most. So the temporary
-bytes are the same in each row, and predicted from the largest:
+bytes are the same in each row, and are predicted from the largest values:
 
-    temporary  =  stash       the schedule's: for each segment, its depth x the bytes that a micro-batch leaves
+    temporary  =  stash       as the schedule says: for each segment, its depth x the bytes that a micro-batch stashes
                +  registers   the messages between neighbours, y and dx, as made and as received; loss and aux
-               +  working set what F or B of one segment has alive at once, of one micro-batch
-               +  sums        gradient accumulators, but only where they are wider than the weights (bfloat16): those
-                              of a weight's own dtype are the gradients that the step returns, and counted as those
+               +  working set what F or B of one segment keeps alive at once for one micro-batch
+               +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); those of
+                              the weight's own dtype are the gradients that the step returns, and are counted there
 
-Nothing is run. `docs/memory.md` has predictions beside what XLA says.
+Nothing is run. `docs/memory.md` compares predictions with what XLA reports.
 """
 
 import dataclasses
@@ -43,22 +43,23 @@ from ipu_jax.weights.packing import Sharded
 
 @dataclasses.dataclass(frozen=True)
 class IpuReport:
-    """One IPU's part. Bytes, unless said otherwise.
+    """One IPU's part of a `PipelineReport`. Numbers are bytes unless said otherwise.
 
     Attributes:
         ipu: its number in the replica.
         weights: its own leaves, and its shards of concurrent ones.
-        padding: what its slots and shards hold beyond that, for the larger leaves of other IPUs.
-        state: what its stages' state takes, padding included.
+        padding: the rest of its slots and shards, which have room for the larger leaves of other IPUs.
+        state: the state of its stages, including padding.
         batch: the M micro-batches of one step, which every IPU holds.
-        stash: what its own segments keep between F and B (and W), with messages that queue up.
-        gradients: the result: laid out as weights and padding are.
-        accumulators: the sums of the scan, float32 at least; the same buffers as `gradients` where dtypes are alike.
-        working_set: what F, B or W of one of its segments has alive at once.
-        flops: operations of one step, those of its part of the concurrent stages among them.
-        sent: what it puts into collectives in a tick in which all stages are active: a ppermute of y and one of dx,
-            broadcasts to and reductions from concurrent stages; not what a stage's own function communicates.
-        idle: the share of a step in which it waits, its FLOPs taken as time.
+        stash: what its own segments keep between F and B (and W), and messages that wait in queues.
+        gradients: the resulting gradients, which have the layout of weights and padding.
+        accumulators: the sums in the scan, float32 at least; the same buffers as `gradients` if the dtypes are equal.
+        working_set: the most that F, B or W of one of its segments keeps alive at once.
+        flops: the operations of one step, including its part of the concurrent stages.
+        sent: what it sends in collectives in a tick in which all stages are active: a ppermute of y and one of dx,
+            broadcasts to and reductions from concurrent stages. It does not include what a stage's own function
+            communicates.
+        idle: the share of a step in which it waits, if FLOPs are taken as time.
     """
 
     ipu: int
@@ -83,8 +84,9 @@ class PipelineReport:
         schedule: the schedule's name.
         micro_batches: M.
         ipus: per IPU of a replica, its part.
-        stash, registers, working_set, sums: bytes of the prediction, the same on every IPU; the module says of what.
-        temporary: the compiled program's temporary bytes per IPU, as XLA says; None where it was not compiled.
+        stash, registers, working_set, sums: the predicted bytes, the same on every IPU; the module's docstring
+            explains them.
+        temporary: the compiled program's temporary bytes per IPU, as XLA reports them; None if it was not compiled.
     """
 
     schedule: str
@@ -98,11 +100,11 @@ class PipelineReport:
 
     @property
     def predicted_temporary(self) -> int:
-        """Temporary bytes per IPU, without compiling."""
+        """Return the predicted temporary bytes per IPU."""
         return self.stash + self.registers + self.working_set + self.sums
 
     def bytes_by_kind(self, ipu: int) -> dict[str, int]:
-        """Return the bytes that an IPU holds at once, by kind; temporary ones as measured, or else predicted."""
+        """Return the bytes that an IPU holds at once, by kind. Temporary bytes are predicted if not compiled."""
         part = self.ipus[ipu]
         return {
             "weights": part.weights + part.padding,
@@ -167,12 +169,12 @@ def make_report(
     """Return the report of a step; `Pipeline.report` documents it.
 
     Args:
-        plan: of the step, for these arguments.
+        plan: the plan of the step for these arguments.
         params: a `Sharded` of arrays or of `jax.ShapeDtypeStruct`.
         batch, state, key: as `Pipeline.value_and_grad` takes them, or their shapes.
-        mesh: of replicas and IPUs.
-        program: the jitted step of these four, to compile for its temporary bytes; None predicts only.
-        ipu_memory: bytes that an IPU holds; a `UserWarning` says what does not fit.
+        mesh: the mesh of replicas and IPUs.
+        program: the jitted step of these four arguments. It is compiled for its temporary bytes, unless it is None.
+        ipu_memory: the bytes that an IPU holds; a `UserWarning` says what does not fit.
 
     Raises:
         ValueError: `ipu_memory` is not above 0.
@@ -225,7 +227,7 @@ def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sha
     )
     batch_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
     analysis = program.lower(params_shapes, batch_shapes, state_shapes, key).compile().memory_analysis()
-    return None if analysis is None else analysis.temp_size_in_bytes  # not every platform says
+    return None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
 
 
 def check_ipu_memory(ipu_memory: float | None) -> None:
@@ -237,7 +239,7 @@ def check_ipu_memory(ipu_memory: float | None) -> None:
 
 
 def warn_where_too_large(report: PipelineReport, ipu_memory: float, *, stacklevel: int = 2) -> None:
-    """Warns, once for all of them, of the IPUs that do not hold what the report says."""
+    """Warn if some IPUs cannot hold what the report says they need, once for all of them."""
     above = [part.ipu for part in report.ipus if report.total(part.ipu) > ipu_memory]
     if not above:
         return
@@ -253,10 +255,10 @@ def warn_where_too_large(report: PipelineReport, ipu_memory: float, *, stackleve
 
 
 class MemoryGuard:
-    """Warns before the first step of given shapes that an IPU cannot hold. Nothing is compiled for it.
+    """Warns before the first step of given shapes if it does not fit on an IPU. Nothing is compiled for that.
 
     Args:
-        ipu_memory: bytes that an IPU holds, or None for no check.
+        ipu_memory: the bytes that an IPU holds, or None for no check.
 
     Raises:
         ValueError: `ipu_memory` is not above 0.
