@@ -1,1 +1,1 @@
-"""Command lines that prove the sharded ops against the unsharded program."""
+"""Command lines that compare the sharded ops with the unsharded program."""

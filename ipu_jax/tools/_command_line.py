@@ -1,4 +1,4 @@
-"""What the tools' command lines share: sizes, dtypes, tolerances, and errors of one line."""
+"""Parse the tools' command lines: sizes, dtypes, tolerances, and one-line errors."""
 
 import argparse
 from collections.abc import Callable
@@ -8,7 +8,7 @@ _LARGEST = 2**31 - 1
 
 
 class Tolerance(NamedTuple):
-    """|got - want| <= atol + rtol * |want|, as numpy.allclose has it."""
+    """Two values agree if |got - want| <= atol + rtol * |want|, as in numpy.allclose."""
 
     rtol: float
     atol: float
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def add_size(self, name: str, default: int, meaning: str, *, least: int = 1) -> None:
-        """Add a flag for a whole number of at least `least` that fits 32 bits."""
+        """Add a flag for a whole number of at least `least` that fits in 32 bits."""
         self.add_argument(
             name, type=_at_least(least), default=default, metavar="N", help=f"{meaning} (default: {default})"
         )

@@ -1,20 +1,21 @@
-"""sharded-embedding-tool: proves a tied embedding, sharded over IPUs as a pipeline, against the unsharded program.
+"""sharded-embedding-tool: compare a tied embedding, sharded over IPUs as a pipeline, with the unsharded program.
 
     hidden = table[tokens]          table (vocabulary, features) with its rows split over the IPUs
     logits = hidden @ table.T       the same table: its gradients from both ends add up
     loss   = mean softmax cross-entropy of the logits with random targets
 
-The three lines are three concurrent stages of an `ipu_jax.Pipeline`, made of `sharded_ops`. The tool computes loss and
-the table's gradient twice, by that pipeline on virtual IPUs and by plain jax and optax on one device, and says whether
-they agree. It exits with 0 if they do, 1 if they don't, and 2 if it was asked for something that cannot be.
+The three lines are three concurrent stages of an `ipu_jax.Pipeline`, written with `sharded_ops`. The tool computes the
+loss and the table's gradient twice, by that pipeline on virtual IPUs and by plain jax and optax on one device, and
+reports whether they agree. Its exit code is 0 if they do, 1 if they don't, and 2 if the arguments are impossible.
 
     $ sharded-embedding-tool --ipus 4 --vocab-size 8000 --feature-size 768 --sequence-length 256
     Loss on 4 IPUs: 8.9867
     Loss unsharded: 8.9867
     Results match.
 
-The tolerances are absolute rules, which numpy.allclose defines. Under a mean over many tokens a gradient can be smaller
-than those of the half types allow for, right or wrong; so no gradient may differ by more than 5% of its norm, either.
+The tolerances are those of numpy.allclose. The gradient of a mean over many tokens can be smaller than the absolute
+tolerance of the half types, so that even a wrong one would pass. Therefore no gradient may differ by more than 5% of
+its norm, either.
 """
 
 import sys
@@ -48,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool with these arguments, or the command line's; return the exit code."""
+    """Run the tool with these arguments, or those of the command line, and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -86,7 +87,7 @@ def random_inputs(vocabulary: int, features: int, length: int, seed: int, dtype:
 
 
 def make_pipeline(ipus: int, vocabulary: int) -> Pipeline:
-    """Three stages on all IPUs; a batch is one micro-batch of `{"tokens", "targets"}`, (1, sequence) each."""
+    """Return a pipeline of three stages on all IPUs; its batch is `{"tokens", "targets"}`, (1, sequence) each."""
 
     def embed(table: jax.Array, x: None, batch: dict[str, jax.Array]) -> jax.Array:
         return embedding(table, batch["tokens"], size=vocabulary)
@@ -106,7 +107,7 @@ def make_pipeline(ipus: int, vocabulary: int) -> Pipeline:
 
 
 def run_pipeline(pipeline: Pipeline, inputs: Inputs) -> Results:
-    """Loss and the whole table's gradient, as numpy arrays."""
+    """Return the loss and the gradient of the whole table, as numpy arrays."""
     params = pipeline.shard({"table": inputs.table})
     batch = {"tokens": inputs.tokens[None], "targets": inputs.targets[None]}
     loss, gradients = pipeline.value_and_grad(params, batch)
@@ -114,7 +115,7 @@ def run_pipeline(pipeline: Pipeline, inputs: Inputs) -> Results:
 
 
 def dense_program(table: jax.Array, tokens: jax.Array, targets: jax.Array) -> Results:
-    """Return the same on one device, without anything of `ipu_jax` and `sharded_ops`."""
+    """Return the same results from one device, without `ipu_jax` and `sharded_ops`."""
 
     def loss(table: jax.Array) -> jax.Array:
         logits = table[tokens] @ table.T
@@ -124,13 +125,13 @@ def dense_program(table: jax.Array, tokens: jax.Array, targets: jax.Array) -> Re
 
 
 def differences(got: Results, want: Results, tolerance: Tolerance) -> dict[str, float]:
-    """Return the largest absolute error of each quantity that is out of tolerance. NaN always is."""
+    """Return the largest absolute error of each result that is out of tolerance, as NaN always is."""
     differing = {}
     for name in Results._fields:
         one, other = (np.asarray(getattr(results, name), np.float64) for results in (got, want))
         error = np.abs(one - other)
         within = np.all(error <= tolerance.atol + tolerance.rtol * np.abs(other))
-        # An exact gradient of zero, as a vocabulary of one row has it, has no norm to compare with.
+        # A gradient that is exactly zero, as with a vocabulary of one row, has no norm to compare with.
         near = np.linalg.norm(error) <= NORM_TOLERANCE * np.linalg.norm(other) or not np.any(other)
         if not (within and near):
             differing[name] = float(error.max())

@@ -1,19 +1,19 @@
-"""sharded-matmul-tool: proves the sharded matmul against the unsharded program, on inputs of any size.
+"""sharded-matmul-tool: compare the sharded matmul with the unsharded program, on inputs of any size.
 
     logits = lhs @ rhs          lhs (rows, cols) on every IPU, rhs (cols, outsize) with its columns split over the IPUs
     loss   = mean softmax cross-entropy of the logits with random labels
 
 It computes logits, loss, dLhs and dRhs twice, by `sharded_ops` on virtual IPUs and by plain jax and optax on one
-device, and says whether they agree. It exits with 0 if they do, 1 if they don't, and 2 if it was asked for something
-that cannot be.
+device, and reports whether they agree. Its exit code is 0 if they do, 1 if they don't, and 2 if the arguments are
+impossible.
 
     $ sharded-matmul-tool --ipus 4
     Loss on 4 IPUs: 9.0730
     Loss unsharded: 9.0730
     Results match.
 
-The tolerances are absolute rules. The gradients of a mean over many rows are small: in half types, where 0.01 passes,
-it is the logits and the loss that are put to the test; float32 tests all four.
+The tolerances are those of numpy.allclose. The gradients of a mean over many rows are small, and an error of 0.01
+passes in the half types: these test only the logits and the loss, and float32 tests all four.
 """
 
 import sys
@@ -40,7 +40,7 @@ class Results(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool with these arguments, or the command line's; return the exit code."""
+    """Run the tool with these arguments, or those of the command line, and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def random_inputs(rows: int, cols: int, outsize: int, seed: int, dtype: Any) -> tuple[np.ndarray, ...]:
-    """lhs like the activations of a tanh, rhs as a dense layer is initialised, and a label for each row.
+    """Return lhs like the activations of a tanh, rhs as a dense layer is initialised, and a random label per row.
 
-    The logits then have a standard deviation of 1/3 whatever the sizes, and practically none reaches 2, where two
-    neighbouring bfloat16 numbers lie further apart than the half types' tolerance.
+    So the logits have a standard deviation of 1/3, whatever the sizes, and practically none reaches 2, where
+    neighbouring bfloat16 numbers are further apart than the tolerance of the half types.
     """
     rng = np.random.default_rng(seed)
     lhs = rng.uniform(-1, 1, (rows, cols)).astype(dtype)
@@ -80,7 +80,7 @@ def random_inputs(rows: int, cols: int, outsize: int, seed: int, dtype: Any) -> 
 
 
 def sharded_program(mesh: Mesh, outsize: int) -> Any:
-    """(lhs, rhs, labels) -> Results, with rhs split by columns over the mesh's IPUs."""
+    """Return a function (lhs, rhs, labels) -> Results, which splits rhs by columns over the mesh's IPUs."""
     split = Split(outsize, mesh.shape[IPU_AXIS])
     columns = split.spec(1, 2, IPU_AXIS)
 
@@ -102,7 +102,7 @@ def sharded_program(mesh: Mesh, outsize: int) -> Any:
 
 
 def dense_program(lhs: jax.Array, rhs: jax.Array, labels: jax.Array) -> Results:
-    """Return the same on one device, without anything of `sharded_ops`."""
+    """Return the same results from one device, without `sharded_ops`."""
 
     def loss_and_logits(lhs, rhs):
         logits = lhs @ rhs
@@ -114,7 +114,7 @@ def dense_program(lhs: jax.Array, rhs: jax.Array, labels: jax.Array) -> Results:
 
 
 def differences(got: Results, want: Results, tolerance: Tolerance) -> dict[str, float]:
-    """Return the largest absolute error of each quantity that is out of tolerance. NaN always is."""
+    """Return the largest absolute error of each result that is out of tolerance, as NaN always is."""
     differing = {}
     for name in Results._fields:
         one, other = (np.asarray(getattr(results, name), np.float64) for results in (got, want))
