@@ -1,1 +1,1 @@
-"""Where weights and state lie: packed arrays for the stages of one IPU, split or whole ones for concurrent stages."""
+"""Place weights and state: packed arrays for the stages of one IPU, split or whole arrays for concurrent stages."""

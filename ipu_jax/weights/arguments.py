@@ -1,4 +1,4 @@
-"""What a pipeline is given, checked before anything is traced: groups and their places, specs, keys, batches."""
+"""Check the arguments of a pipeline before anything is traced: groups and their places, specs, keys, batches."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from ipu_jax.weights.packing import Sharded
 
 
 def check_sharded(what: str, sharded: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
-    """Raise `ValueError` unless `found` is a `Sharded` of a pipeline with these owners and specs."""
+    """Raise `ValueError` unless `sharded` is a `Sharded` of a pipeline with these owners and specs."""
     call = "shard" if what == "params" else "shard_state"
     if not isinstance(sharded, Sharded):
         raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
@@ -44,7 +44,7 @@ def checked_stages(stages: Any) -> tuple[Stage, ...]:
     """Return the stages as a tuple.
 
     Raises:
-        ValueError: there are none, or one is not a `Stage`.
+        ValueError: there are no stages, or one is not a `Stage`.
     """
     checked = tuple(stages) if isinstance(stages, Iterable) else (stages,)
     if not checked:
@@ -66,7 +66,7 @@ def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise `ValueError` unless `mesh` is one of axes "replica" and "ipu"."""
+    """Raise `ValueError` unless `mesh` is a mesh with the axes "replica" and "ipu"."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={mesh!r} is not a mesh: make it with make_mesh(replicas, ipus_per_replica)")
     if tuple(mesh.axis_names) != (REPLICA_AXIS, IPU_AXIS):
@@ -74,7 +74,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def by_group(name: str, value: Any) -> dict[str, Any]:
-    """Return an argument that has an entry per group as a dict, an empty one for None; else raise `ValueError`."""
+    """Return an argument with an entry per group as a dict, empty for None; raise `ValueError` if it is neither."""
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name}={value!r} does not say which group it is for: give {{'group': ...}}")
     return dict(value or {})
@@ -100,7 +100,7 @@ def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
     """Return, per group, the IPU of its stages, or None if they are concurrent.
 
     Raises:
-        ValueError: a group on two IPUs.
+        ValueError: a group is used on two IPUs, or both on an IPU and by concurrent stages.
     """
     owners: dict[str, int | None] = {}
     for stage in stages:
@@ -118,10 +118,10 @@ def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
 
 
 def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    """Return, per state group, the IPU of its stage, or None if that is concurrent.
+    """Return, per state group, the IPU of its stage, or None if the stage is concurrent.
 
     Raises:
-        ValueError: two stages name the same one.
+        ValueError: two stages name the same state group.
     """
     owners: dict[str, int | None] = {}
     for stage in stages:
@@ -137,7 +137,7 @@ def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
 
 
 def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
-    """Raise `ValueError` unless `key` is a typed key where it is needed, and None where nobody takes one."""
+    """Raise `ValueError` unless `key` is a typed key if one is needed, and None if no stage takes one."""
     if key is None and needed:
         random = next(stage.name for stage in stages if stage.random)
         raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")

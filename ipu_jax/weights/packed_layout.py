@@ -32,7 +32,7 @@ WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Describe one packed array: `(ipus, *shape)` globally, `shape` on each IPU."""
+    """A packed array: `(ipus, *shape)` globally, `shape` on each IPU."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,9 +40,10 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Describe one weight: its shape and dtype, and where it is (`slot` of a local group, `spec` of a concurrent one).
+    """A weight: its shape and dtype, and where it is.
 
-    A `frozen` one gets no gradient.
+    A leaf of a local group is in slot number `slot`; a leaf of a concurrent group is split by `spec`. A `frozen` leaf
+    gets no gradient.
     """
 
     path: str
@@ -59,7 +60,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Describe a parameter group: `ipu` owns it, or None if it is concurrent."""
+    """A parameter group. `ipu` is the IPU that owns it, or None if the group is concurrent."""
 
     name: str
     ipu: int | None
@@ -69,7 +70,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """Describe where every leaf of every group is. Hashable: it is the static part of a `Sharded`."""
+    """The place of every leaf of every group. It is hashable, and the static part of a `Sharded`."""
 
     ipus: int
     groups: tuple[Group, ...]
@@ -80,7 +81,7 @@ class PackedLayout:
 
     @property
     def trainable_slots(self) -> frozenset[int]:
-        """Return the slots with a leaf that gets a gradient."""
+        """Return the numbers of the slots that contain a leaf that gets a gradient."""
         return frozenset(leaf.slot for g in self.groups if g.ipu is not None for leaf in g.leaves if not leaf.frozen)
 
 
@@ -97,18 +98,18 @@ def plan_layout(
 
     Args:
         params: `{group: pytree of arrays}`, the whole (unsharded) weights.
-        owners: per group, its IPU, or None where it is concurrent.
+        owners: per group, its IPU, or None if it is concurrent.
         specs: per concurrent group, a PartitionSpec, or a pytree of them that is a prefix of the group's own.
-        ipus: IPUs of a replica.
-        frozen: per group, True or False, or a pytree of them that is a prefix of the group's own; False where absent.
-        what: what errors call it, "params" or "state"; leaves of a state are of any dtype.
+        ipus: the number of IPUs of a replica.
+        frozen: per group, True or False, or a pytree of them that is a prefix of the group's own. Default: False.
+        what: the name of `params` in error messages, "params" or "state". Leaves of a state may have any dtype.
 
     Returns:
         The `PackedLayout`.
 
     Raises:
-        ValueError: missing or unknown groups, a leaf that isn't an array, one that gets a gradient and isn't floating,
-            a spec or a `frozen` that doesn't fit.
+        ValueError: groups are missing or unknown, a leaf is not an array, a leaf that gets a gradient is not floating,
+            or a spec or a `frozen` does not fit.
     """
     missing, unknown = sorted(owners.keys() - params.keys()), sorted(params.keys() - owners.keys())
     if missing or unknown:
@@ -145,10 +146,10 @@ def _frozen_mask(name: str, treedef: Any, frozen: Any) -> list[bool]:
 
 
 def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout:
-    """Return the layout with these leaves frozen and no others, as `plan_layout` takes them.
+    """Return the layout with these leaves frozen and no others; `frozen` is as in `plan_layout`.
 
     Raises:
-        ValueError: a `frozen` that doesn't fit, or a leaf that is to get a gradient and isn't floating.
+        ValueError: a `frozen` does not fit, or a leaf that gets a gradient is not floating.
     """
     groups = []
     for group in layout.groups:
@@ -166,7 +167,7 @@ def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
     _check_floating(where, value.dtype, frozen)
-    dtype = jax.dtypes.canonicalize_dtype(value.dtype)  # numpy's float64 is held as float32
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)  # jax stores numpy's float64 as float32
     return Leaf(where, tuple(value.shape), np.dtype(dtype).name, frozen=frozen)
 
 
@@ -179,7 +180,7 @@ def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[s
     """Return the leaves of a concurrent group, each with its PartitionSpec.
 
     Raises:
-        ValueError: no specs for the group, or some that don't fit it.
+        ValueError: the group has no specs, or they do not fit it.
     """
     if name not in specs:
         raise ValueError(
@@ -271,7 +272,7 @@ def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
 
 
 def local_shapes(layout: PackedLayout) -> dict[str, Any]:
-    """Return `{group: tree of the shapes that one IPU sees}`."""
+    """Return `{group: tree of the shapes and dtypes that one IPU sees}`."""
     return {
         group.name: jax.tree.unflatten(
             group.treedef,

@@ -16,12 +16,12 @@ from ipu_jax.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_a
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """Hold parameters, gradients, or any tree like them, on the IPUs. A pytree: optax and `jax.tree.map` work.
+    """Parameters, gradients, or any tree like them, on the IPUs. It is a pytree: optax and `jax.tree.map` work on it.
 
     Attributes:
-        slots: the local groups' weights; each array is `(ipus, *slot.shape)` globally, an IPU holding one row.
-        concurrent: per concurrent group the list of its leaves, padded globally, an IPU holding its shard.
-        layout: static; which leaf is where.
+        slots: the weights of the local groups. Each array is `(ipus, *slot.shape)` globally; each IPU holds one row.
+        concurrent: per concurrent group the list of its leaves, padded globally; each IPU holds its shard.
+        layout: says which leaf is where; static.
     """
 
     slots: list[Any]
@@ -41,7 +41,7 @@ def empty_sharded(ipus: int) -> Sharded:
 
 
 def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> Sharded:
-    """Put `{group: pytree}` on the IPUs. Communicates host to device only; an IPU gets what it owns."""
+    """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets what it owns."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
     concurrent: dict[str, list[Any]] = {}
     for group in layout.groups:
@@ -65,7 +65,7 @@ def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> S
 
 
 def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    # from a callback, and copied: each device takes its own block, and no later change of the host's array reaches it
+    # from a callback, so that each device takes its own block; copied, so that later changes on the host don't reach it
     return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index].copy())
 
 
@@ -76,7 +76,7 @@ def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
 
 
 def unshard_tree(sharded: Sharded) -> dict[str, Any]:
-    """Return `{group: pytree}` with its original shapes, without padding: the inverse of `shard_tree`."""
+    """Return `{group: pytree}` with its original shapes and without padding: the inverse of `shard_tree`."""
     groups: dict[str, Any] = {}
     slots = [np.asarray(slot) for slot in sharded.slots]
     for group in sharded.layout.groups:
@@ -93,7 +93,7 @@ def unshard_tree(sharded: Sharded) -> dict[str, Any]:
 
 
 def read(slots: Sequence[jax.Array], group: Group) -> Any:
-    """Return the group's tree from this IPU's row of each slot (`slot.shape`), on the owner, inside the program."""
+    """Return the group's tree from this IPU's row of each slot, `slot.shape`. Runs on the owner, inside the program."""
     values = []
     for leaf in group.leaves:
         slot = slots[leaf.slot]
@@ -102,9 +102,9 @@ def read(slots: Sequence[jax.Array], group: Group) -> Any:
 
 
 def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> list[jax.Array]:
-    """Return the slots with the group's leaves replaced, inside the program, on the owner.
+    """Return the slots with the group's leaves replaced. Runs on the owner, inside the program.
 
-    `zero` is a traced 0: at a constant index XLA rewrites the whole slot.
+    `zero` is a traced 0, since XLA rewrites the whole slot if the index is a constant.
     """
     written = list(slots)
     for leaf, value in zip(group.leaves, jax.tree.leaves(values), strict=True):
