@@ -1,4 +1,4 @@
-"""Checks of single arguments: each raises with the value, the rule and the mend. Without jax, as schedules use them."""
+"""Check single arguments: errors give the value, the rule and the mend. Without jax, since `schedules` uses it."""
 
 import difflib
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def as_int(value: object) -> int | None:
-    """Return `value` as Python's own int if it is an integer, NumPy's too; None if not (a bool is not).
+    """Return `value` as a Python int if it is an integer of Python or NumPy, else None. A bool is not an integer.
 
     >>> as_int(np.int64(3)), as_int(True), as_int(3.0)
     (3, None, None)
@@ -17,7 +17,7 @@ def as_int(value: object) -> int | None:
 
 
 def check_count(name: str, value: object) -> int:
-    """Return `value` as an int, if it is an integer of at least 1, NumPy's too.
+    """Return `value` as a Python int, if it is an integer of at least 1 of Python or NumPy.
 
     Raises:
         ValueError: it is not (bools are not counts).
@@ -32,7 +32,7 @@ def check_count(name: str, value: object) -> int:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Return `value`, if it is a bool, NumPy's too.
+    """Return `value` as a Python bool, if it is a bool of Python or NumPy.
 
     Raises:
         ValueError: it is not.
@@ -49,7 +49,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Return `value`, if it is one of `choices`.
 
     Raises:
-        ValueError: it is not; the nearest choice is named where there is one, whatever the case of its letters.
+        ValueError: it is not. The message names the nearest choice if there is one, ignoring case.
 
     >>> check_choice("schedule", "groupd", ("sequential", "grouped"))
     Traceback (most recent call last):
@@ -65,7 +65,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def check_positive(name: str, value: object) -> float:
-    """Return `value` as Python's own number, if it is a finite one above 0, NumPy's too.
+    """Return `value` as a Python number, if it is a finite number above 0 of Python or NumPy.
 
     Raises:
         ValueError: it is not.
@@ -80,12 +80,12 @@ def check_positive(name: str, value: object) -> float:
 
 
 def check_cost(name: str, value: object, kind: str = "cost") -> float:
-    """Return `value` as a float, if it is a finite number of at least 0: any that `float` takes, but text and bools.
+    """Return `value` as a float, if it is a finite number of at least 0 that `float` takes, and not text or a bool.
 
     Args:
-        name: of the argument.
-        value: of it.
-        kind: what errors call such a number.
+        name: the name of the argument.
+        value: its value.
+        kind: what error messages call such a number.
 
     Raises:
         ValueError: it is not.

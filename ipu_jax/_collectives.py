@@ -1,4 +1,4 @@
-"""Collectives that the engine and training share."""
+"""Communicate between IPUs or replicas: the collectives that the engine and training share."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 
 
 def from_source(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
-    """Broadcast what `source` holds over the axis. Communicates one psum per leaf; what others hold is not read."""
-    me = lax.axis_index(axis)
+    """Broadcast the values of `source` over the axis. Communicates one psum per leaf; values elsewhere are not read."""
+    own_index = lax.axis_index(axis)
 
     def one(leaf: jax.Array) -> jax.Array:
         bits = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
-        return lax.psum(jnp.where(me == source, bits, jnp.zeros_like(bits)), axis).astype(leaf.dtype)
+        return lax.psum(jnp.where(own_index == source, bits, jnp.zeros_like(bits)), axis).astype(leaf.dtype)
 
     return jax.tree.map(one, tree)
 
 
 def state_over_replicas(tree: Any) -> Any:
-    """Return stages' state as all replicas are to hold it: the mean of floats, replica 0's of everything else.
+    """Return the state of stages for all replicas: the mean of floats, and replica 0's value of everything else.
 
     Communicates one all-reduce per leaf over the axis "replica".
     """

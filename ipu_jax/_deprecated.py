@@ -1,4 +1,4 @@
-"""Public names that changed: the old ones work for one release, and say what they are called now."""
+"""Keep old public names working for one release, with a warning that says the new name."""
 
 import importlib
 import warnings
@@ -13,7 +13,7 @@ _NOW = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return what an old public name of `ipu_jax` means, with a `DeprecationWarning`."""
+    """Return the object that an old public name of `ipu_jax` means, with a `DeprecationWarning`."""
     if name not in _NOW:
         raise AttributeError(f"module 'ipu_jax' has no attribute {name!r}")
     module, new = _NOW[name]

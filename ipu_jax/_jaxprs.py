@@ -1,4 +1,4 @@
-"""Walks over traced programs: evaluate one under rules, lay open what its calls hide, find what depends on what."""
+"""Walk over jaxprs: evaluate one under rules, inline calls, and find which equations and variables depend on others."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ Rule = Callable[[Any, list[Any]], list[Any] | None]
 
 
 def evaluated(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Return the outputs of a closed jaxpr, an equation's by `rule(eqn, inputs)` where that returns a list."""
+    """Return the outputs of a closed jaxpr. If `rule(eqn, inputs)` returns a list, it is the equation's outputs."""
     jaxpr = closed.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
@@ -27,7 +27,7 @@ def evaluated(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
 
 
 def value_of(var: Any, env: dict[Any, Any]) -> Any:
-    """Return what a variable stands for: a literal's own value, or its entry in `env`."""
+    """Return the value of a variable: a literal's own value, or the variable's entry in `env`."""
     return var.val if isinstance(var, core.Literal) else env[var]
 
 
@@ -39,12 +39,12 @@ def bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def closed_of(jaxpr: Any) -> Any:
-    """Return a jaxpr of an equation's parameters in closed form."""
+    """Return a jaxpr from an equation's parameters as a closed jaxpr."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
-    """Return the same program, with the body of each of these calls in the place of the call."""
+    """Return the same program with these calls inlined."""
 
     def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return evaluated(closed_of(eqn.params["jaxpr"]), inputs, rule) if eqn.primitive.name in calls else None
@@ -55,12 +55,12 @@ def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
-    """Return those that are not literals."""
+    """Return the atoms that are variables, not literals."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
 def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
-    """Return the variables that depend on some, these among them."""
+    """Return the variables that depend on the variables `on`, including these."""
     dependent = set(on)
     for eqn in eqns:
         if dependent.intersection(variables(eqn.invars)):
@@ -69,7 +69,7 @@ def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
 
 
 def needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
-    """Return the equations, in order, that `outvars` need."""
+    """Return the equations that `outvars` depend on, in order."""
     wanted = set(variables(outvars))
     equations = []
     for eqn in reversed(eqns):
@@ -96,7 +96,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:
-    """Return `fn()`, called where the axes of `mesh` have names, as inside a `shard_map`. Nothing is compiled or run.
+    """Return `fn()`, called where the axes of `mesh` are bound, as inside a `shard_map`. Nothing is compiled or run.
 
     >>> mesh = AbstractMesh((2, 3), ("replica", "ipu"))
     >>> traced_on(mesh, lambda: jax.lax.axis_size("ipu"))

@@ -1,4 +1,4 @@
-"""Typed random keys: which leaves are some."""
+"""Recognise typed random keys."""
 
 from typing import Any
 

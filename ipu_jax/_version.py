@@ -1,3 +1,3 @@
-"""The version of the packages, which the build reads from here."""
+"""Define the version of the packages. The build reads it from here."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""Virtual IPUs: one XLA device each, whatever the platform.
+"""Make virtual IPUs, one XLA device each on any platform, and their mesh; bound the steps in flight.
 
 On a laptop or in CI the devices are forced host devices of the CPU backend; on a GPU or TPU machine they are the real
-ones. The program is the same. They form one mesh, a row per replica:
+ones. The program is the same. They form one mesh, with a row per replica:
 
                       axis "ipu"
                     +------+------+
@@ -44,15 +44,15 @@ class AllIpus(enum.Enum):
 
 
 ALL_IPUS: Final = AllIpus.ALL_IPUS
-"""Where a concurrent stage runs: on every IPU of its replica."""
+"""The place of a concurrent stage: every IPU of its replica."""
 
 
 def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
     """Give this process at least `num_ipus` virtual IPUs, and start the jax backend.
 
     On CPU that many host devices are made, which only works before the backend starts: call this first (but after
-    `jax.distributed.initialize`, where several processes work together). A larger count set before, by an earlier call
-    or `JAX_NUM_CPU_DEVICES`, is kept. On GPU and TPU the devices are those that are there.
+    `jax.distributed.initialize`, if several processes work together). A larger count that was set before, by an earlier
+    call or `JAX_NUM_CPU_DEVICES`, is kept. On GPU and TPU the existing devices are used.
 
     Args:
         num_ipus: how many IPUs the program needs in this process, at least 1.
@@ -61,14 +61,14 @@ def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInval
         The first `num_ipus` devices of this process.
 
     Raises:
-        ValueError: `num_ipus` is not a positive int, or there are fewer devices and no more can be made.
+        ValueError: `num_ipus` is not a positive int, or there are fewer devices and more cannot be made.
 
     >>> len(configure(4))
     4
     """
     num_ipus = check_count("num_ipus", num_ipus)
-    # Harmless on GPU and TPU, whose devices it leaves alone: so the platform need not be known yet. jax raises where
-    # the backend runs already and the count would change; there may be enough devices nonetheless.
+    # This has no effect on GPU and TPU, so the platform need not be known yet. jax raises if the backend is running
+    # already and the count would change; there may be enough devices nonetheless.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", max(num_ipus, _cpu_devices_asked_for()))
     devices = jax.local_devices()
@@ -78,7 +78,7 @@ def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInval
 
 
 def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
-    """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices that there are.
+    """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 
     Args:
         replicas: copies of the model, at least 1: the size of axis "replica".
@@ -112,15 +112,16 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
 
 
 class InFlight:
-    """Bounds how many steps are dispatched and not finished.
+    """Bounds the number of steps that are dispatched and not finished.
 
     jax dispatches without waiting. On the CPU backend some 45 queued steps with collectives exhaust the threads that
-    XLA's rendezvous needs, and the process aborts or hangs; so whoever runs steps in a loop shows each one to a window.
+    XLA's rendezvous needs, and the process aborts or hangs. So a loop that runs steps must pass each one to `admit`.
 
-    A step is remembered by its small outputs, up to a kilobyte each, or by its smallest: XLA makes all the outputs of
-    one computation ready together, and holding a scalar keeps no weights alive. An output that a later step was given
-    to reuse (`donate_argnums`) can no longer be waited for. If a step has no other, the window waits for the next one
-    that has: safe, but without overlap, so include an output that nobody donates, such as the loss.
+    A step is remembered by its outputs of up to a kilobyte, or by its smallest output. This is enough, since all
+    outputs of one computation become ready together, and a scalar does not keep weights alive. An output that was
+    donated to a later step (`donate_argnums`) can no longer be waited for. If a step has no other output, the window
+    waits for the next step that has one. That is safe but without overlap, so include an output that is not donated,
+    such as the loss.
 
     Args:
         limit: steps that may be outstanding after `admit` returns, at least 1.
@@ -144,7 +145,7 @@ class InFlight:
 
     @property
     def outstanding(self) -> int:
-        """Return the number of steps that were admitted and not waited for."""
+        """Return the number of steps that were admitted and not yet waited for."""
         return len(self._steps)
 
     def admit(self, outputs: Any) -> None:
@@ -153,10 +154,10 @@ class InFlight:
         Inside a `jax.jit` nothing is dispatched yet, and nothing is done.
 
         Args:
-            outputs: what the step returned: a pytree with a `jax.Array` in it.
+            outputs: what the step returned, a pytree that contains a `jax.Array`.
 
         Raises:
-            ValueError: `outputs` holds no array that can be waited for.
+            ValueError: `outputs` contains no array that can be waited for.
         """
         arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
         if any(isinstance(array, Tracer) for array in arrays):
@@ -178,13 +179,13 @@ class InFlight:
 
 
 def _cpu_devices_asked_for() -> int:
-    """Return the host devices that the configuration asks for by now, or less than 1 if it says nothing."""
+    """Return the number of host devices that the configuration asks for so far, or less than 1 if it asks for none."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
 
 
 def _too_few(needed: int, there: int, platform: str) -> str:
-    """Return what there is, and the mend: the end of an error message."""
+    """Return the end of an error message: how many devices there are, and the mend."""
     if platform == "cpu":
         return (
             f"jax already started its CPU backend with {there}: "

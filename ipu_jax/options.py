@@ -1,9 +1,9 @@
-"""What pipelines and training steps are asked to do, as frozen data that is checked when it is made.
+"""Define the options of pipelines and training steps: frozen dataclasses, checked when they are made.
 
     PipelineOptions(gradient_accumulation=16, reduction="mean")
     TrainOptions(device_iterations=10, max_gradient_norm=1.0, shard_optimizer=True)
 
-Every check here raises before anything is traced or compiled, with the value, the rule and the mend.
+Errors are raised before anything is traced or compiled, and give the value, the rule and the mend.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class PipelineOptions:
 
     Attributes:
         gradient_accumulation: M, the micro-batches that make one weight update; at least 1.
-        reduction: gradients over the M micro-batches and the replicas are their "mean" or their "sum".
+        reduction: the gradients are the "mean" or the "sum" over the M micro-batches and the replicas.
 
     Raises:
         ValueError: a value is outside its rule.
@@ -39,15 +39,15 @@ class PipelineOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScale:
-    """A loss scale that looks for the largest that works: an update with an inf or NaN in its gradients is skipped.
+    """A loss scale that grows as far as possible. An update with an inf or NaN in its gradients is skipped.
 
     A skipped update leaves weights, optimizer state and stages' state as they were, on all IPUs and replicas.
 
     Attributes:
-        initial: the first scale.
-        growth_interval: after so many good updates in a row it is multiplied by `factor`.
-        factor: by which it grows, and shrinks after a bad one; above 1.
-        smallest, largest: its bounds.
+        initial: the scale of the first update.
+        growth_interval: after this many good updates in a row the scale is multiplied by `factor`.
+        factor: the factor by which the scale grows, and is divided after a skipped update; above 1.
+        smallest, largest: the bounds of the scale.
 
     Raises:
         ValueError: a value is outside its rule.
@@ -77,26 +77,29 @@ class TrainOptions:
     """Options of a `TrainStep`: how weights are updated, and how often per call.
 
     Attributes:
-        replication_factor: copies of the model. None: as many as the model has, 1 for a plain function.
+        replication_factor: the number of copies of the model. None: the model's, or 1 for a plain function.
         gradient_accumulation: M, the micro-batches of a replica in one weight update. None: the model's, or 1.
-        reduction: gradients over micro-batches and replicas are their "mean" or "sum". None: the model's, or "mean".
-        weighted: the loss of a micro-batch is a sum, and comes with its count: the model returns `(sum, count)`, or
-            `(sum, aux)` with `aux["count"]`. The mean is then the sum over all micro-batches and replicas by their
-            count, exactly; 0 where the count is 0.
-        device_iterations: weight updates in one call.
-        outputs: what of their outputs a call returns: "final" those of the last update, "all", their "sum", or
-            those of every so many updates (a divisor of `device_iterations`).
+        reduction: the gradients are the "mean" or the "sum" over micro-batches and replicas. None: the model's, or
+            "mean".
+        weighted: whether the loss of a micro-batch is a sum that comes with its count: the model returns `(sum,
+            count)`, or `(sum, aux)` with `aux["count"]`. The mean is then exactly the sum over all micro-batches and
+            replicas, divided by the sum of their counts; 0 if that is 0.
+        device_iterations: the number of weight updates in one call.
+        outputs: which outputs of these updates a call returns: "final" for those of the last one, "all", their "sum",
+            or a number n for those of every n-th update (a divisor of `device_iterations`).
         max_gradient_norm: gradients are scaled down to this norm, taken over all weights of all IPUs; None for never.
-        loss_scale: the loss is multiplied by it for the backward pass; or a `DynamicScale`.
-        precision: what is computed in, and what sums, weights and optimizer state are held in.
-        half: the 16 of `precision`.
-        stochastic_rounding: weights held in half are rounded up or down at random, so that small updates are not lost.
-        shard_optimizer: each replica keeps and updates its part of the optimizer's state (replicated tensor sharding).
-        donate: a call gives the buffers of its state to the new one, and the old state holds nothing afterwards. False
-            keeps it, at the price of one more copy of weights and optimizer state.
+        loss_scale: the factor by which the loss is multiplied for the backward pass, or a `DynamicScale`.
+        precision: the precision of the computation, and of sums, weights and optimizer state.
+        half: the dtype that 16 means in `precision`.
+        stochastic_rounding: whether weights in half are rounded up or down at random, so that small updates are not
+            lost.
+        shard_optimizer: whether each replica keeps and updates only its part of the optimizer's state (replicated
+            tensor sharding).
+        donate: whether a call gives the buffers of its state to the new state, so that the old one cannot be used
+            again. False keeps the old state, at the cost of one more copy of weights and optimizer state.
 
     Raises:
-        ValueError: a value is outside its rule, or does not go with another.
+        ValueError: a value is outside its rule, or contradicts another.
     """
 
     replication_factor: int | None = None
@@ -155,6 +158,6 @@ class TrainOptions:
 
 
 def _keep(options: Any, **checked: Any) -> None:
-    """Put checked values into frozen options: NumPy's numbers as Python's own, which hash and trace as they do."""
+    """Put checked values into frozen options. NumPy's numbers become Python's, so that both hash and trace the same."""
     for name, value in checked.items():
         object.__setattr__(options, name, value)

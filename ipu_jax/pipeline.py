@@ -1,4 +1,4 @@
-"""A model as stages over the IPUs of a replica: loss and gradients of one weight update, as one program.
+"""Run a model as stages over the IPUs of a replica: loss and gradients of one weight update, in one program.
 
     IPU 0   inputs -> MLP \\  \\-> classifier (columns 0-4) -- softmax CE \\
     IPU 1                  -> -> classifier (columns 5-9) -- softmax CE  -> loss
@@ -52,25 +52,26 @@ class Pipeline:
     """Runs stages on the IPUs of each replica, under a schedule.
 
     Args:
-        stages: the model, first stage first. Neighbours on one IPU, and several stages an IPU, are fine.
-        mesh: axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages name.
+        stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
+        mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
+            name.
         schedule: a name of `ipu_jax.schedules.SCHEDULES` or a `Schedule` for this placement and M.
-        gradient_accumulation: M, the micro-batches of one weight update; any number, also fewer than stages.
+        gradient_accumulation: M, the micro-batches of one weight update. It may be smaller than the number of stages.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
-        specs: per concurrent group, a `PartitionSpec` over "ipu" (or a pytree of them): how its leaves are split. A
-            dim that doesn't divide by the IPUs is padded with zeros, which `unshard` drops.
-        state_specs: likewise for the state of concurrent stages; every IPU holds it whole unless said.
+        specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
+            split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops.
+        state_specs: likewise for the state of concurrent stages. By default every IPU holds it whole.
         frozen: per group, True, or a pytree of bools that is a prefix of the group's own: leaves that get no gradient.
-            Nothing is computed or held for one, it may be of any dtype, and its part of the gradients is zeros. What
-            counts is the pipeline that runs, not the one that sharded the weights: to unfreeze in stages, go on with
-            the same weights on another pipeline.
-        ipu_memory: bytes that an IPU holds, say 900e6: the first `value_and_grad` of given shapes warns, before it
-            runs, where they do not suffice.
+            No gradient is computed or stored for a frozen leaf, which may have any dtype; its part of the result is
+            zeros. The pipeline that runs decides what is frozen, not the one that sharded the weights. So weights can
+            be unfrozen in stages by passing them to another pipeline.
+        ipu_memory: the bytes that an IPU holds, for example 900e6. The first `value_and_grad` of given shapes warns,
+            before it runs, if they do not suffice.
 
     Raises:
-        ValueError: no stages, a stage on an IPU outside the replica, a group on several IPUs, a name or number outside
-            its rule. Nothing has been compiled.
+        ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, or a name
+            or number is outside its rule. Nothing has been compiled then.
 
     >>> import jax.numpy as jnp
     >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
@@ -116,13 +117,13 @@ class Pipeline:
                     f"schedule {self.schedule.name!r} runs F of stage {stage.name!r} out of the micro-batches' order, "
                     "but its state is updated in order: run them in order, or hold no state in it"
                 )
-        # without B there is nothing to interleave: evaluation fills the pipeline as fast as it can
+        # evaluation has no B to interleave with F, so its schedule fills the pipeline as fast as possible
         self._forward_schedule = make_schedule(
             "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
         )
         self._window = InFlight()
         self._memory = MemoryGuard(ipu_memory)
-        # jitted once each: every call with like shapes runs the same program
+        # jitted once each, so that all calls with the same shapes run the same program
         self._value_and_grad = jax.jit(lambda *args: self._run(*args, backward=True))
         self._loss = jax.jit(lambda *args: self._run(*args, backward=False)[0])
 
@@ -141,25 +142,27 @@ class Pipeline:
     def shard(self, params: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of weights}` on the IPUs.
 
-        An IPU gets its own stages' weights and its own shard of the concurrent groups; host to device only.
+        Each IPU gets the weights of its own stages and its own shard of the concurrent groups. Communicates from host
+        to device only.
 
         Args:
-            params: whole weights, floating arrays (jax or numpy); a concurrent leaf has its unpadded, unsplit shape.
+            params: whole weights, floating arrays (jax or numpy). A leaf of a concurrent group has its whole shape,
+                without padding.
 
         Returns:
-            A `Sharded`, a pytree of `jax.Array`: what `value_and_grad` takes and gives, and what optax can update.
+            A `Sharded`, a pytree of `jax.Array`, which `value_and_grad` takes and returns, and optax can update.
 
         Raises:
-            ValueError: a missing or unknown group, a leaf that isn't a floating array, a spec that doesn't fit.
+            ValueError: a group is missing or unknown, a leaf is not a floating array, or a spec does not fit.
         """
         layout = plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
         return packing.shard_tree(params, layout, self.mesh)
 
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
-        """Place `{group: pytree of state}` on the IPUs, as `shard` does weights; leaves may be of any dtype.
+        """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves may have any dtype.
 
         Raises:
-            ValueError: a missing or unknown group, a leaf that isn't an array, a spec that doesn't fit.
+            ValueError: a group is missing or unknown, a leaf is not an array, or a spec does not fit.
         """
         layout = plan_layout(state, self._state_owners, self._state_specs, self.ipus, what="state")
         return packing.shard_tree(state, layout, self.mesh)
@@ -174,26 +177,26 @@ class Pipeline:
     ) -> Any:
         """Return the loss and the gradients of one weight update.
 
-        Communicates, per tick: one ppermute of an activation and one of its gradient between neighbours; for each run
-        of concurrent stages a broadcast of its input and a reduction of its gradient. At the end the loss, and over
-        replicas the gradients.
+        Communicates, in each tick: one ppermute of an activation and one of its gradient between neighbours, and for
+        each run of concurrent stages a broadcast of its input and a reduction of its gradient. At the end it
+        communicates the loss, and the gradients over the replicas.
 
         Args:
             params: from `shard`.
-            batch: a pytree whose leaves are (M, micro-batch, ...), or (replicas, M, micro-batch, ...) where there is
-                more than one replica.
-            state: from `shard_state`, or from the step before, where a stage holds state.
-            key: a typed key, `jax.random.key(...)`, where a stage is random: another one for each step.
+            batch: a pytree whose leaves are (M, micro-batch, ...), or (replicas, M, micro-batch, ...) if there are
+                several replicas.
+            state: from `shard_state` or from the step before, if a stage has state.
+            key: a typed key, `jax.random.key(...)`, if a stage is random. Give each step another one.
 
         Returns:
-            `(loss, gradients)`, or `((loss, aux), gradients)` where a stage returns an aux, and behind it the new state
-            where a stage holds some. The loss is the mean over micro-batches and replicas. Where the last stage alone
-            returns an aux that is it, otherwise aux is `{stage name: aux}`; its leaves have a leading (M,), or
-            (replicas, M,). Gradients have the layout and dtypes of `params`; they are accumulated in float32 at least.
+            `(loss, gradients)`, or `((loss, aux), gradients)` if a stage returns an aux, followed by the new state if a
+            stage has state. The loss is the mean over micro-batches and replicas. `aux` is the last stage's aux if no
+            other stage returns one, otherwise `{stage name: aux}`; its leaves have leading dims (M,), or (replicas, M).
+            Gradients have the layout and dtypes of `params`; they are accumulated in float32 at least.
 
         Raises:
-            ValueError: `params` is not from `shard`, the batch doesn't fit, or state or key is missing or superfluous;
-                before anything is compiled.
+            ValueError: `params` is not from `shard`, the batch does not fit, or state or key is missing or superfluous.
+                It is raised before anything is compiled.
         """
         self.check(params, batch, state, key)
         arguments = self.apply_frozen(params), batch, state, key
@@ -202,9 +205,10 @@ class Pipeline:
         return result if self._state_owners else result[:2]
 
     def loss(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
-        """Evaluate: return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, without gradients or stash.
+        """Return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, without gradients or stash.
 
-        Arguments as of `value_and_grad`; the state stays as it is, and random stages with an `evaluate` need no key.
+        The arguments are those of `value_and_grad`. The state does not change, and no key is needed if all random
+        stages have an `evaluate` function.
         """
         needs_key = any(stage.random and stage.evaluate is None for stage in self.stages)
         self._check(params, batch, state, key, needs_key=needs_key)
@@ -220,16 +224,17 @@ class Pipeline:
         compile: bool = True,
         ipu_memory: float | None = None,
     ) -> PipelineReport:
-        """Report what a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Runs nothing.
+        """Report what a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Nothing is run.
 
         Args:
             params: from `shard`, or `jax.eval_shape(lambda p: p, params)`.
-            batch, state, key: as `value_and_grad` takes them, or `jax.ShapeDtypeStruct` in the place of arrays.
-            compile: whether to compile the step for the temporary bytes that XLA says; they are predicted otherwise.
-            ipu_memory: bytes that an IPU holds: a `UserWarning` says what does not fit. Default: the pipeline's own.
+            batch, state, key: as `value_and_grad` takes them, or with `jax.ShapeDtypeStruct` in place of arrays.
+            compile: whether to compile the step for the temporary bytes that XLA reports. Otherwise they are predicted.
+            ipu_memory: the bytes that an IPU holds; a `UserWarning` says what does not fit. Default: the pipeline's
+                own.
 
         Raises:
-            ValueError: what `value_and_grad` refuses, or an `ipu_memory` that is not above 0.
+            ValueError: `value_and_grad` would refuse the arguments, or `ipu_memory` is not above 0.
 
         >>> import jax.numpy as jnp
         >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
@@ -247,7 +252,7 @@ class Pipeline:
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
         result = program(*args)
-        self._window.admit(result)  # a loop that never waits would exhaust the CPU backend's rendezvous
+        self._window.admit(result)  # otherwise a loop that never waits would exhaust the threads of the CPU backend
         return result
 
     def _check(self, params: Any, batch: Any, state: Any, key: Any, *, needs_key: bool) -> None:
@@ -306,8 +311,8 @@ class Pipeline:
     ) -> engine.Result:
         """Run one IPU's program, for callers with their own `shard_map`, such as `make_train_step`.
 
-        To be called inside a `shard_map` over the pipeline's mesh. Without `reduce_over_replicas` nothing is sent
-        between replicas: loss, gradients and new state are this replica's own. Gradients are float32 at least.
+        Call it inside a `shard_map` over the pipeline's mesh. Without `reduce_over_replicas` nothing is sent
+        between replicas, and loss, gradients and new state are this replica's own. Gradients are float32 at least.
         """
         state = state or packing.empty_sharded(self.ipus)
         params_as_frozen = self.apply_frozen(params)
@@ -324,14 +329,14 @@ class Pipeline:
         )
         if result.gradients is None:
             return result
-        # one tree with the weights, so that optax can update those
+        # the same layout as the weights, so that optax can update them
         return dataclasses.replace(result, gradients=dataclasses.replace(result.gradients, layout=params.layout))
 
     def apply_frozen(self, params: Sharded) -> Sharded:
-        """Return the same weights with what this pipeline freezes as frozen, whichever pipeline sharded them.
+        """Return the weights, sharded by any pipeline, with exactly those leaves frozen that this pipeline freezes.
 
         Raises:
-            ValueError: this pipeline's `frozen` doesn't fit them, or leaves one to be trained that isn't floating.
+            ValueError: this pipeline's `frozen` does not fit the weights, or a leaf that it trains is not floating.
         """
         layout = with_frozen(params.layout, self._frozen)
         return params if layout == params.layout else dataclasses.replace(params, layout=layout)
@@ -358,7 +363,7 @@ class Pipeline:
         self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
 
     def _plan(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, backward: bool) -> Plan:
-        """Return the plan for such weights, state and batch (leaves (M, ...)). To be called inside the `shard_map`."""
+        """Return the plan for such weights, state and batch (leaves (M, ...)). Call it inside the `shard_map`."""
         schedule = self.schedule if backward else self._forward_schedule
         segments = segments_of(self.stages, schedule, "training" if backward else "evaluation")
         microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
@@ -366,7 +371,7 @@ class Pipeline:
         return make_plan(segments, schedule, params, state, microbatch, key=key_shape)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
-        """Return the plan of a step with such arguments, arrays or shapes. Traces the stages; runs nothing."""
+        """Return the plan of a step with such arguments, arrays or shapes. It traces the stages and runs nothing."""
         num_leading = 0 if self.replicas == 1 else 1
         replica_batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_leading:], leaf.dtype), batch)
         layouts = params.layout, (state or packing.empty_sharded(self.ipus)).layout
@@ -378,7 +383,7 @@ class Pipeline:
         return [leaf.frozen for name in sorted(params) for leaf in layout.group(name).leaves]
 
     def loss_with_aux(self, loss: Any, aux: dict[str, Any]) -> Any:
-        """Return what the caller gets of the loss and of each stage's aux."""
+        """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""
         if not jax.tree.leaves(aux):
             return loss
         last = self.stages[-1].name

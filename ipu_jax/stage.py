@@ -1,4 +1,4 @@
-"""A stage: a plain function, and where it runs."""
+"""Define stages: plain functions with the place where they run."""
 
 import contextlib
 import dataclasses
@@ -17,10 +17,10 @@ class Outputs:
     """The result of a stage that returns more than `y`.
 
     Attributes:
-        y: what the next stage reads; from the last stage the micro-batch's mean loss.
-        state: the new state, shaped like the old one, from a stage that holds some.
-        skips: by name, what a later stage `takes`; gradients flow back through them.
-        aux: whatever is worth seeing of a micro-batch, such as metrics; no gradient flows through it.
+        y: the input of the next stage; from the last stage the micro-batch's mean loss.
+        state: the new state, shaped like the old one, if the stage has state.
+        skips: by name, values that a later stage `takes`; gradients flow back through them.
+        aux: other results for a micro-batch, such as metrics; no gradient flows through it.
     """
 
     y: Any
@@ -36,14 +36,13 @@ class Stage:
     `fn(params, x, microbatch) -> y`. `params` is the group's pytree; on a concurrent stage each leaf is this IPU's
     shard. `x` is what the stage before returned (None for the first), `microbatch` one micro-batch of the batch (its
     leaves without the leading M). The last stage returns the micro-batch's mean loss, a float scalar, or `(loss, aux)`.
-    A stage that has more to give returns `Outputs`; one that asks for more gets it by keyword: `state=`, `key=`,
-    `skips=`.
+    A stage that has more results returns `Outputs`. A stage that needs more inputs gets them as keyword arguments:
+    `state=`, `key=`, `skips=`.
 
-    A local stage sees one IPU, and may not communicate over axis "ipu". A concurrent stage runs on all IPUs at once:
-    `x`, `y`, keys and skips are the same on all of them, and `fn` sends what it must with `jax.lax` collectives over
-    "ipu".
+    A local stage runs on one IPU, and may not communicate over axis "ipu". A concurrent stage runs on all IPUs at once:
+    `x`, `y`, keys and skips are the same on all of them, and `fn` communicates with `jax.lax` collectives over "ipu".
 
-    A stage that changes state as it goes (batch norm), draws random numbers (dropout), and differs in evaluation:
+    A stage with state (as in batch norm), random numbers (as in dropout), and another function for evaluation:
 
     >>> def block(w, x, mb, *, state, key):
     ...     keep = jax.random.bernoulli(key, 0.9, mb.shape)
@@ -51,7 +50,7 @@ class Stage:
     >>> Stage(block, params="block", state="block", random=True, evaluate=lambda w, x, mb, *, state, key: mb * w).name
     'block'
 
-    Flax modules serve as they are. Linen:
+    Flax modules can be used as they are. Linen:
 
     >>> import flax.linen, jax, jax.numpy as jnp
     >>> dense = flax.linen.Dense(4)
@@ -68,27 +67,28 @@ class Stage:
 
     Attributes:
         fn: the function above.
-        params: the name of its parameter group, or None for a stage without weights. Stages of one IPU, or concurrent
-            stages, may name the same group: their gradients add.
+        params: the name of its parameter group, or None for a stage without weights. Several stages of one IPU, or
+            several concurrent stages, may name the same group; their gradients are added.
         ipu: the IPU of the replica, counted from 0, or `ALL_IPUS` for a concurrent stage.
         reference: an independent dense function of the same signature, which `verify` runs on the whole weights in
             place of `fn`.
-        name: what errors call it; the group's name unless given.
-        recompute: what B computes again rather than find in the stash: "none"; "all" (only the stage's input is
-            stashed, for one more F in B); or a policy of `jax.checkpoint_policies`, which says what is kept.
-        state: the name of a state group, this stage's own: arrays of any dtype that each F reads as `state=` and
-            replaces, micro-batch after micro-batch in order. No gradient flows through it. Over replicas its floats
-            are averaged at the end of the step; of the rest, replica 0's stays.
+        name: its name in error messages. Default: the group's name.
+        recompute: what B computes again instead of reading it from the stash: "none"; "all" (only the stage's input is
+            stashed, and B runs F once more); or a policy of `jax.checkpoint_policies`, which says what is stashed.
+        state: the name of a state group of this stage only: arrays of any dtype that each F reads as `state=` and
+            replaces, for one micro-batch after the other, in order. No gradient flows through it. At the end of the
+            step its floats are averaged over the replicas; other dtypes keep the value of replica 0.
         random: whether `fn` gets `key=`, a typed key of this micro-batch, stage and replica: the same on all IPUs of
             the replica, when B recomputes, and in the unsharded program.
-        takes: names of skips that earlier stages sent in their `Outputs`; `fn` gets `skips=`, a dict of these. They
-            are passed along through the stages between, and may be taken more than once.
-        evaluate: what `Pipeline.loss` runs in place of `fn` (no dropout, batch norm by its running statistics), called
-            like it; a state that it returns is dropped, and `key=` is None where none was given.
+        takes: names of skips that earlier stages returned in their `Outputs`; `fn` gets them as `skips=`, a dict. They
+            are passed along through the stages between, and several stages may take the same skip.
+        evaluate: the function that `Pipeline.loss` runs in place of `fn` (without dropout, with batch norm's running
+            statistics). It is called like `fn`; a state that it returns is dropped, and `key=` is None if none is
+            given.
 
     Raises:
-        ValueError: a function that is not callable, `ipu` that is neither `ALL_IPUS` nor an int of at least 0, an
-            unknown `recompute`, or `takes` that is no tuple of names.
+        ValueError: a function is not callable, `ipu` is neither `ALL_IPUS` nor an int of at least 0, `recompute` is
+            unknown, or `takes` is not a tuple of names.
     """
 
     fn: Callable[..., Any]
@@ -122,28 +122,28 @@ class Stage:
 
     @property
     def place(self) -> int | None:
-        """The IPU, or None for a concurrent stage: the placement that a schedule speaks of."""
+        """Return the IPU, or None for a concurrent stage, as in the placement of a schedule."""
         return None if isinstance(self.ipu, AllIpus) else self.ipu
 
     def function(self, role: "Role") -> Callable[..., Any]:
-        """Return the function that runs in that role; in training, with the policy of what its backward keeps."""
+        """Return the function that runs in that role. In training it includes the stage's `recompute` policy."""
         if role == "evaluation":
             return self.evaluate or self.fn
         if role == "reference":
             return self.reference or self.fn
         if self.recompute == "none":
             return self.fn
-        # F and B stand in loops of their own, across which XLA merges nothing: no need to prevent it
+        # prevent_cse is not needed: F and B are in separate loops, and XLA does not merge expressions across them
         return jax.checkpoint(self.fn, policy=self.recompute if callable(self.recompute) else None, prevent_cse=False)
 
 
 Role = Literal["training", "evaluation", "reference"]
-"""What stages are run for: the pipeline's step, `Pipeline.loss`, or the unsharded program beside it."""
+"""The purpose for which stages run: the pipeline's step, `Pipeline.loss`, or the unsharded program."""
 
 
 @contextlib.contextmanager
 def naming(name: str, number: int) -> Iterator[None]:
-    """Name the stage in any error that is raised inside."""
+    """Add the stage's name and number to any error that is raised inside."""
     try:
         yield
     except Exception as error:

@@ -1,11 +1,11 @@
-"""The same stages, unsharded: the program that a pipeline must equal, and the comparison.
+"""Run a pipeline's stages unsharded, and compare the pipeline with that program.
 
 `reference_value_and_grad` runs the stages one after the other, micro-batch by micro-batch, on whole weights. Each
-micro-batch is differentiated by a `jax.vjp` of its own, from the cotangent that the pipeline gives its loss: what a
-rule makes of a cotangent (clips it, takes its sign) it makes of the same number in both. A stage's `reference` function
-takes the place of its `fn`; a concurrent stage without one runs on a mesh of a single IPU, where its collectives do
-nothing. Replicas stand beside each other, each on its first IPU, so that what a stage sends over axis "replica"
-(synchronised batch norm) arrives. `verify` compares.
+micro-batch is differentiated by its own `jax.vjp`, from the same cotangent of the loss as in the pipeline, so that a
+custom rule that depends on the cotangent (clips it, takes its sign) computes the same in both. A stage's `reference`
+function takes the place of its `fn`; a concurrent stage without one runs on a mesh of a single IPU, where its
+collectives do nothing. The replicas run side by side, each on its first IPU, so that a stage can communicate over axis
+"replica" (synchronised batch norm). `verify` makes the comparison.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ class VerificationReport:
     """The errors that `verify` measured.
 
     Attributes:
-        loss, reference_loss: the pipeline's and the unsharded program's.
-        loss_error: relative to the reference.
-        gradient_errors: per leaf, the largest difference relative to the leaf's largest reference magnitude; where one
-            is too large, what moving the weights by one unit in their last place explains is taken off of all.
-        state_errors: likewise for the new state, where stages hold some.
-        aux_errors: likewise for the aux, where stages return some.
+        loss, reference_loss: the loss of the pipeline, and that of the unsharded program.
+        loss_error: their difference, relative to the reference.
+        gradient_errors: per leaf, the largest difference relative to the largest magnitude in the reference. If an
+            error of any leaf is too large, the part that rounding explains (see `verify`) is subtracted from all.
+        state_errors: likewise for the new state, if stages have state.
+        aux_errors: likewise for the aux, if stages return some.
     """
 
     loss: float
@@ -51,7 +51,7 @@ class VerificationReport:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The gradient leaf with the largest relative error, and that error."""
+        """Return the gradient leaf with the largest relative error, and that error."""
         return _worst(self.gradient_errors) if self.gradient_errors else ("(no weights)", 0.0)
 
     def __str__(self) -> str:
@@ -76,20 +76,20 @@ def reference_value_and_grad(
     """Return what `Pipeline.value_and_grad` returns, from the unsharded program.
 
     Args:
-        pipeline: whose stages, gradient accumulation, reduction and frozen leaves to use; its mesh and schedule play no
-            part.
+        pipeline: the pipeline with the stages, gradient accumulation, reduction and frozen leaves. Its schedule is
+            ignored.
         params: `{group: pytree}`, whole weights.
         batch, key: as `Pipeline.value_and_grad` takes them.
-        state: `{group: pytree}`, whole, where stages hold state.
+        state: `{group: pytree}`, whole, if stages have state.
 
     Returns:
-        `(loss, {group: pytree of gradients})`, with aux and new state as `Pipeline.value_and_grad` returns them: mean
-        loss over micro-batches and replicas; gradients reduced as the pipeline's `reduction` says, accumulated in
-        float32 at least. All of it lies on the mesh's first device. Each replica runs on its first IPU; nothing is
-        sent but what stages themselves send over axis "replica".
+        `(loss, {group: pytree of gradients})`, with aux and new state as `Pipeline.value_and_grad` returns them. The
+        loss is the mean over micro-batches and replicas. Gradients are reduced as the pipeline's `reduction` says, and
+        accumulated in float32 at least. All of it is on the mesh's first device. Each replica runs on its first IPU;
+        only the stages' own functions communicate, over axis "replica".
 
     Raises:
-        ValueError: the batch doesn't fit, or a group of state or a key is missing or superfluous.
+        ValueError: the batch does not fit, or a group of state or a key is missing or superfluous.
     """
     return _unsharded(pipeline, params, batch, state, key)
 
@@ -103,7 +103,7 @@ def _unsharded(
     *,
     fused: bool = True,
 ) -> Any:
-    """Run `reference_value_and_grad`; without `fused` every operation rounds its result to its own dtype."""
+    """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(key, stages, needed=any(stage.random for stage in stages))
     check_batch(batch, replicas, m)
@@ -156,7 +156,7 @@ def _unsharded(
         out_specs=per_replica,
         check_vma=False,
     )
-    # of each a leading dim: the replicas
+    # the leading dim of each result is the replicas
     options = None if fused else {"xla_allow_excess_precision": False}
     results = jax.jit(mapped, compiler_options=options)(leaves, batch, state, key)
     (sums, states, losses, aux), leaves = jax.device_put((results, leaves), pipeline.mesh.devices.flat[0])
@@ -181,31 +181,32 @@ def verify(
     *,
     rtol: float | None = None,
 ) -> VerificationReport:
-    """Run the pipeline and the unsharded program on the same weights and batch, and compares all that they return.
+    """Run the pipeline and the unsharded program on the same weights and batch, and compare all that they return.
 
-    That is the loss, every gradient, the new state where stages hold some, and every leaf of every stage's aux, of each
-    micro-batch and replica. Floats must agree to a tolerance, everything else exactly. What is infinite in both agrees
-    in state and aux (a masked logit), not in loss and gradients.
+    That is the loss, every gradient, the new state if stages have state, and every leaf of every stage's aux for each
+    micro-batch and replica. Floats must agree to a tolerance, everything else exactly. In state and aux, equal
+    infinities agree (a masked logit); in loss and gradients they do not.
 
-    Some results are what is left of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
-    attention. They are rounding alone, in the unsharded program as in the pipeline. So where something is too far off,
-    the unsharded program runs three times more, from float32 weights moved by at most one unit in their last place,
-    and, where weights are half, once with each operation rounded (fused operations keep float32 between them, and a
-    pipeline is fused otherwise). 4 times what that changes of a leaf is not held against the pipeline.
+    Some results are sums of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
+    attention. They consist of rounding errors only, in the unsharded program as in the pipeline. So if an error is too
+    large, the unsharded program runs three more times, with its float32 weights moved by at most one unit in their last
+    place. If weights are half, it also runs once with each operation rounded, since fused operations keep float32
+    between them, and a pipeline is fused differently. An error of up to 4 times the largest change of a leaf in these
+    runs is then allowed.
 
     Args:
         pipeline: the pipeline.
         params: from `pipeline.shard`.
         batch, state, key: as `Pipeline.value_and_grad` takes them.
-        rtol: the largest relative error allowed, of the loss and of each leaf (relative to the leaf's largest
-            magnitude). Default: 1e-5, or 8 machine epsilons of the coarsest weight dtype, or of the leaf's own, where
-            that is more.
+        rtol: the largest relative error allowed in the loss and in each leaf (relative to the leaf's largest
+            magnitude). Default: the largest of 1e-5, 8 machine epsilons of the coarsest weight dtype, and 8 of the
+            leaf's own dtype.
 
     Returns:
         The `VerificationReport`.
 
     Raises:
-        VerificationError: an error is above `rtol` or not a number, or the aux are not of the same tree and shapes; it
+        VerificationError: an error is above `rtol` or is NaN, or the trees or shapes of the aux differ. The message
             names the worst leaf, the two values that are furthest apart, and the tolerance.
 
     >>> from ipu_jax.stage import Stage
@@ -260,21 +261,21 @@ def verify(
 
 
 class _Compared:
-    """A leaf of the pipeline's beside the unsharded program's.
+    """A leaf of the pipeline's result, compared with that of the unsharded program.
 
     Attributes:
-        name: what errors call it.
-        found, expected: the two.
-        error: the largest difference, less a slack, relative to the largest finite magnitude expected.
+        name: its name in error messages.
+        actual, expected: the leaf of the pipeline, and that of the unsharded program.
+        error: the largest difference, less a slack, relative to the largest finite magnitude in `expected`.
     """
 
     def __init__(self, name: str, actual: Any, expected: Any, slack: float, *, may_be_infinite: bool):
         self.name, self.actual, self.expected = name, np.asarray(actual), np.asarray(expected)
         self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
         wide_actual, wide_expected = _wide(self.actual), _wide(self.expected)
-        with np.errstate(invalid="ignore"):  # inf - inf is not a number, and so above any bound
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, and so is refused under any bound
             difference = np.abs(wide_actual - wide_expected)
-        if not self.is_float:  # integers that float64 cannot tell apart are one apart at least
+        if not self.is_float:  # unequal integers that are equal as float64 differ by at least 1
             difference = np.where(self.actual == self.expected, 0, np.maximum(difference, 1))
         elif may_be_infinite:
             difference = np.where(wide_actual == wide_expected, 0, difference)
@@ -284,7 +285,7 @@ class _Compared:
 
     @property
     def furthest(self) -> str:
-        """The two elements that are furthest apart, and where."""
+        """Return the text of an error message for the two elements that are furthest apart, with their position."""
         at = np.unravel_index(np.argmax(self._difference), self._difference.shape)
         actual, expected = self.actual[at].item(), self.expected[at].item()
         values = f"{actual:.6g} instead of {expected:.6g}" if self.is_float else f"{actual} instead of {expected}"
@@ -293,7 +294,7 @@ class _Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Allowed:
-    """The allowed error of a leaf: `rtol` if given, else what rounding explains; 0 for integers."""
+    """The allowed error of a leaf: `rtol` if given, else one that rounding explains; 0 for integers."""
 
     rtol: float | None
     default: float
@@ -304,7 +305,7 @@ class _Allowed:
         return max(self.default, _roundings(leaf.expected.dtype)) if self.rtol is None else self.rtol
 
     def passes(self, leaf: _Compared) -> bool:
-        return leaf.error <= self.of(leaf)  # not where it is not a number
+        return leaf.error <= self.of(leaf)  # False if it is NaN
 
 
 def _roundings(dtype: Any) -> float:
@@ -312,7 +313,7 @@ def _roundings(dtype: Any) -> float:
 
 
 def _results(result: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """Return the loss, and what else `value_and_grad` returned, by name."""
+    """Return the loss, and by name the other results of `value_and_grad`."""
     value, gradients, *state = result
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return loss, {"params": gradients, "state": state[0] if state else None, "aux": aux}
@@ -335,7 +336,7 @@ def _compare(actual: dict[str, Any], expected: dict[str, Any], slack: Any = None
 
 
 def _slack(expected: Any, *moved: Any) -> float:
-    """Return 4 times what moving the weights changes of a leaf; of integers, and of what is infinite, nothing."""
+    """Return 4 times the largest change of a leaf in the moved runs; 0 for integers. Infinities are ignored."""
     if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
         return 0.0
     e, largest = _wide(expected), 0.0
@@ -355,7 +356,8 @@ def _moved(weights: Any, seed: int) -> Any:
     rng = np.random.default_rng(seed)
 
     def move(leaf: Any) -> Any:
-        if leaf.dtype not in (np.float32, np.float64):  # a unit of a half type is no rounding, but another weight
+        # a half type is not moved: a unit of it is not a rounding error, but another weight
+        if leaf.dtype not in (np.float32, np.float64):
             return leaf
         return (leaf * (1 + np.finfo(leaf.dtype).eps * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
 

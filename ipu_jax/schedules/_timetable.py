@@ -1,4 +1,4 @@
-"""Define timetables of tasks, and the clock: the phases of a tick, and when a task uses its inputs and sends its results.
+"""Define timetables of tasks, and the clock: the phases of a tick, and when a task uses inputs and sends results.
 
 A tick has phases, in this order; within a phase each IPU does its own tasks:
 
