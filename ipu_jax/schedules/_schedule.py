@@ -1,4 +1,4 @@
-"""Schedules as plain data: the tick in which each stage runs F (forward), B (backward) and W of each micro-batch.
+"""Define schedules as plain data: the tick in which each stage runs F, B and W of each micro-batch.
 
 Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is stage, F or B, micro-batch):
 
@@ -8,9 +8,10 @@ Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is st
     IPU 1           1F0  1F1      1F2 1B0  1F3 1B1  1B2      1B3
     IPU 2                2F0 2B0  2F1 2B1  2F2 2B2  2F3 2B3
 
-A schedule is two or three tables of ticks and a clock, which says what phases a tick has (see `_timetable`). If a
-schedule has W, the backward pass is split: B computes the gradient of a stage's input, for which another IPU waits, and
-W the gradients of its weights, for which nobody waits. So W fills ticks in which an IPU would otherwise be idle.
+F is the forward pass of a stage and B the backward pass. A schedule is two or three tables of ticks and a clock, which
+says what phases a tick has (see `_timetable`). If a schedule has W, the backward pass is split: B computes the gradient
+of a stage's input, for which another IPU waits, and W the gradients of its weights, for which nobody waits. So W fills
+ticks in which an IPU would otherwise be idle.
 
 `make_schedule` returns the named schedules (`_families`). A table of your own runs as well if it passes `_validate`.
 `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
@@ -259,7 +260,7 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule called `name`.
 
-    M may be any number: below, equal to or above the number of stages, and not only a multiple of it.
+    M may be any number: below, equal to or above the number of stages, and it need not be a multiple of it.
 
     | name | what it does | stage s of S keeps at most |
     |---|---|---|

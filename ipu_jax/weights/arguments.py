@@ -74,7 +74,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def by_group(name: str, value: Any) -> dict[str, Any]:
-    """Return an argument with an entry per group as a dict, empty for None; raise `ValueError` if it is neither."""
+    """Return an argument with an entry per group as a dict; raise `ValueError` unless it is a mapping or None."""
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name}={value!r} does not say which group it is for: give {{'group': ...}}")
     return dict(value or {})
