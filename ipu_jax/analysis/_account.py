@@ -134,9 +134,8 @@ def idle_shares(plan: Plan, costs: list[SegmentCost], ipus: int) -> list[float]:
     """Return, per IPU, the share of a step in which it is idle: all IPUs wait for each other at each exchange."""
     stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
     for segment, cost in zip(plan.segments, costs, strict=True):
-        sharers = (
-            ipus if segment.place is None else 1
-        )  # the simulator divides the cost of concurrent stages by the IPUs
+        # the simulator divides the cost of concurrent stages by the IPUs
+        sharers = ipus if segment.place is None else 1
         for kind, per_stage in stage_costs.items():
             per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
     run = plan.schedule.simulate(stage_costs["forward"], stage_costs["backward"], stage_costs["weight"], lockstep=True)
