@@ -324,16 +324,8 @@ class Pipeline:
         state = state or packing.nothing(self.ipus)
         own = self.adopted(params)
         plan = self.plan(own.layout, state.layout, batch, key, backward=backward)
-        result = engine.run(
-            plan,
-            own,
-            state,
-            batch,
-            key,
-            loss_cotangent=loss_cotangent,
-            reduce_over_replicas=reduce_over_replicas,
-            backward=backward,
-        )
+        args = engine.Arguments(own, state, batch, key, loss_cotangent=loss_cotangent, backward=backward)
+        result = engine.run(plan, args, reduce_over_replicas=reduce_over_replicas)
         if result.gradients is None:
             return result
         # one tree with the weights, so that optax can update those

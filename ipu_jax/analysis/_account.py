@@ -1,6 +1,6 @@
 """Counting what a pipeline needs: FLOPs and bytes alive per segment; weights, stash, messages and waiting per IPU.
 
-Everything is read off the plan and the traced halves; `report` puts it together.
+Everything is read off the plan and its traced programs; `report` puts it together.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ class SegmentCost:
 def costs_of(plan: Plan, params: Layout) -> list[SegmentCost]:
     """Return the costs of each segment."""
     found = []
-    for segment, halves in zip(plan.segments, plan.halves, strict=True):
-        f, *backward = halves.programs.values()
+    for segment, program in zip(plan.segments, plan.programs, strict=True):
+        f, *backward = program.jaxprs.values()
         weights = sum(len(params.group(name).leaves) for name in segment.groups)
-        num_dy = len(split_floats(halves.y)[0])
+        num_dy = len(split_floats(program.y)[0])
         # what a B reads of the batch and of the stash is a slice of it, and so a copy
         sliced = range(weights, len(backward[0].in_avals) - num_dy)
-        flops = [jaxpr_flops(half) for half in backward]
-        alive = [jaxpr_peak_bytes(half, copied=sliced, keep_outputs=False) for half in backward]
+        flops = [jaxpr_flops(jaxpr) for jaxpr in backward]
+        alive = [jaxpr_peak_bytes(jaxpr, copied=sliced, keep_outputs=False) for jaxpr in backward]
         alive.append(jaxpr_peak_bytes(f, keep_outputs=False))
         found.append(SegmentCost(jaxpr_flops(f), sum(flops), sum(flops[1:]), max(alive)))
     return found
@@ -100,20 +100,21 @@ def wider_sums(layout: Layout) -> int:
 
 def registers_of(plan: Plan, micro_batches: int) -> int:
     """Return the bytes of y and dx of each register, as made and, if they cross IPUs, as received; of loss and aux."""
-    total = bytes_of(plan.halves[-1].y) + micro_batches * sum(bytes_of(halves.aux) for halves in plan.halves)
-    for message, pairs in zip(plan.messages, plan.routes, strict=True):
-        total += (bytes_of(message) + bytes_of(split_floats(message)[0])) * (2 if pairs else 1)
+    total = bytes_of(plan.programs[-1].y) + micro_batches * sum(bytes_of(program.aux) for program in plan.programs)
+    for channel in plan.channels:
+        size = bytes_of(channel.message) + bytes_of(split_floats(channel.message)[0])
+        total += size * (2 if channel.pairs else 1)
     return total
 
 
 def sent_by(plan: Plan, ipu: int) -> int:
     """Return the bytes that an IPU puts into collectives between stages in a tick in which every stage is active."""
     total = 0
-    for message, pairs in zip(plan.messages, plan.routes, strict=True):
-        total += sum(bytes_of(message) for source, _ in pairs if source == ipu)
-        total += sum(bytes_of(split_floats(message)[0]) for _, target in pairs if target == ipu)
+    for channel in plan.channels:
+        total += sum(bytes_of(channel.message) for source, _ in channel.pairs if source == ipu)
+        total += sum(bytes_of(split_floats(channel.message)[0]) for _, target in channel.pairs if target == ipu)
     for i in range(len(plan.segments) - 1):
-        message, floats = plan.halves[i].y, split_floats(plan.halves[i].y)[0]
+        message, floats = plan.programs[i].y, split_floats(plan.programs[i].y)[0]
         if plan.segments[i + 1].place is None:  # x to all of them, by a psum, and the parts of dx summed
             total += bytes_of(message) + bytes_of(floats)
         elif plan.segments[i].place is None:  # dy to all of them

@@ -265,7 +265,7 @@ def measure_costs(
             is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
             trained = [is_floating(leaf) for leaf in jax.tree.leaves(own)]
             halves = trace_segment(segment, own, x, given, states, last=i + 1 == len(chain), trained=trained)
-            found.append(sum(map(jaxpr_flops, halves.programs.values())))
+            found.append(sum(map(jaxpr_flops, halves.jaxprs.values())))
             x = halves.y
         return found
 
