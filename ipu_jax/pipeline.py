@@ -317,16 +317,8 @@ class Pipeline:
         state = state or packing.empty_sharded(self.ipus)
         params_as_frozen = self.apply_frozen(params)
         plan = self._plan(params_as_frozen.layout, state.layout, batch, key, backward=backward)
-        result = engine.run(
-            plan,
-            params_as_frozen,
-            state,
-            batch,
-            key,
-            loss_cotangent=loss_cotangent,
-            reduce_over_replicas=reduce_over_replicas,
-            backward=backward,
-        )
+        args = engine.Arguments(params_as_frozen, state, batch, key, loss_cotangent=loss_cotangent, backward=backward)
+        result = engine.run(plan, args, reduce_over_replicas=reduce_over_replicas)
         if result.gradients is None:
             return result
         # the same layout as the weights, so that optax can update them

@@ -36,14 +36,14 @@ class SegmentCost:
 def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
     """Return the cost of each segment."""
     costs = []
-    for segment, halves in zip(plan.segments, plan.halves, strict=True):
-        forward, *backward = halves.programs.values()
+    for segment, program in zip(plan.segments, plan.programs, strict=True):
+        forward, *backward = program.jaxprs.values()
         weights = sum(len(params.group(name).leaves) for name in segment.groups)
-        num_dy = len(split_floats(halves.y)[0])
+        num_dy = len(split_floats(program.y)[0])
         # B reads slices of the batch and of the stash, which are copies
         sliced_inputs = range(weights, len(backward[0].in_avals) - num_dy)
-        flops = [jaxpr_flops(half) for half in backward]
-        peak_bytes = [jaxpr_peak_bytes(half, copied=sliced_inputs, keep_outputs=False) for half in backward]
+        flops = [jaxpr_flops(jaxpr) for jaxpr in backward]
+        peak_bytes = [jaxpr_peak_bytes(jaxpr, copied=sliced_inputs, keep_outputs=False) for jaxpr in backward]
         peak_bytes.append(jaxpr_peak_bytes(forward, keep_outputs=False))
         costs.append(SegmentCost(jaxpr_flops(forward), sum(flops), sum(flops[1:]), max(peak_bytes)))
     return costs
@@ -109,20 +109,21 @@ def wide_accumulator_bytes(layout: PackedLayout) -> int:
 
 def register_bytes(plan: Plan, micro_batches: int) -> int:
     """Return the bytes of loss, aux, and each register's y and dx, twice if sent: once as made, once as received."""
-    total = bytes_of(plan.halves[-1].y) + micro_batches * sum(bytes_of(halves.aux) for halves in plan.halves)
-    for message, pairs in zip(plan.messages, plan.routes, strict=True):
-        total += (bytes_of(message) + bytes_of(split_floats(message)[0])) * (2 if pairs else 1)
+    total = bytes_of(plan.programs[-1].y) + micro_batches * sum(bytes_of(program.aux) for program in plan.programs)
+    for channel in plan.channels:
+        size = bytes_of(channel.message) + bytes_of(split_floats(channel.message)[0])
+        total += size * (2 if channel.pairs else 1)
     return total
 
 
 def sent_bytes(plan: Plan, ipu: int) -> int:
     """Return the bytes that an IPU sends in collectives between stages, in a tick in which every stage is active."""
     total = 0
-    for message, pairs in zip(plan.messages, plan.routes, strict=True):
-        total += sum(bytes_of(message) for source, _ in pairs if source == ipu)
-        total += sum(bytes_of(split_floats(message)[0]) for _, target in pairs if target == ipu)
+    for channel in plan.channels:
+        total += sum(bytes_of(channel.message) for source, _ in channel.pairs if source == ipu)
+        total += sum(bytes_of(split_floats(channel.message)[0]) for _, target in channel.pairs if target == ipu)
     for i in range(len(plan.segments) - 1):
-        message, floats = plan.halves[i].y, split_floats(plan.halves[i].y)[0]
+        message, floats = plan.programs[i].y, split_floats(plan.programs[i].y)[0]
         if plan.segments[i + 1].place is None:  # a psum broadcasts x to all IPUs, and another one sums the parts of dx
             total += bytes_of(message) + bytes_of(floats)
         elif plan.segments[i].place is None:  # dy is broadcast to all IPUs

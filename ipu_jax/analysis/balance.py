@@ -268,7 +268,7 @@ def measure_costs(
             is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
             trained = [is_floating(leaf) for leaf in jax.tree.leaves(weights)]
             program = trace_segment(segment, weights, x, inputs, states, last=i + 1 == len(chain), trained=trained)
-            flops.append(sum(map(jaxpr_flops, program.programs.values())))
+            flops.append(sum(map(jaxpr_flops, program.jaxprs.values())))
             x = program.y
         return flops
 

@@ -1,1 +1,1 @@
-"""The staged scan: one `lax.scan` over ticks in which every IPU does its own tasks and exchanges messages."""
+"""Run the staged scan: one `lax.scan` over ticks, in which every IPU runs its own tasks and exchanges messages."""

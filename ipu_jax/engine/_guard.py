@@ -1,7 +1,7 @@
-"""A guard: a piece of program that runs or does nothing, as a loop of one or no iteration.
+"""Guard a piece of program: run it or do nothing, as a loop of one iteration or none.
 
-A loop rather than `lax.cond`: XLA gives a loop's carry one buffer, in and out, whereas a conditional that passes a
-buffer through may copy it. So a gradient accumulator or the stash is never copied (docs/design/guards.md).
+It is a loop rather than a `lax.cond`, because XLA updates a loop's carry in place, whereas a conditional may copy a
+buffer that it passes through. So gradient accumulators and the stash are never copied (docs/design/guards.md).
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """Tie values to the iteration of a guard's loop.
+    """Make values depend on the iteration of a guard's loop.
 
-    What does not depend on the iteration, XLA is free to compute before the loop, active or not. `zero` is the
-    iteration's number, 0 in the only one, which XLA does not know.
+    XLA may compute a value that does not depend on the iteration before the loop, whether the guard is active or not.
+    `zero` is the number of the iteration: always 0, which XLA does not know.
     """
 
     zero: Any
@@ -27,8 +27,9 @@ class Fence:
 
 
 def guard(active: Any, body: Callable[[Fence, Any], Any], carry: Any) -> tuple[Any, Any]:
-    """Return `(1, body(fence, carry))` where `active`, else `(0, carry)`. `body` passes what it reads through its
-    `Fence`.
+    """Return `(1, body(fence, carry))` where `active`, else `(0, carry)`.
+
+    `body` must pass the values that it reads from outside through its `Fence`.
     """
 
     def once(state: tuple[Any, Any]) -> tuple[Any, Any]:

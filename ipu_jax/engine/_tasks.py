@@ -1,9 +1,10 @@
-"""What a task does: F, B or W of one team's segment, as a guarded piece of the scan's body.
+"""Run the tasks of the staged scan: F, B or W of one segment class, as a guarded piece of the scan's body.
 
-Each takes the rows of the tick, `{"F": (teams,), "B": ..., "W": ..., "x": ..., "dy": ...}`, micro-batches of this IPU
-or -1, and the state of the scan, and returns the state with what the task changed.
+Each method takes the rows of the tick, `{"F": (segment classes,), "B": ..., "W": ..., "x": ..., "dy": ...}`, which hold
+this IPU's micro-batches or -1, and the carry, and returns the carry with the task's results.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ipu_jax._collectives import from_source
+from ipu_jax._collectives import broadcast
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.engine import _hooks
+from ipu_jax.engine._carry import Arguments, Carry
 from ipu_jax.engine._guard import Fence, guard
 from ipu_jax.engine.plan import Plan
 from ipu_jax.engine.stash import Key, Stash
@@ -20,300 +23,297 @@ from ipu_jax.programs.gradient_sums import Sum
 from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
 from ipu_jax.weights import packing
 from ipu_jax.weights.packed_layout import Group
-from ipu_jax.weights.packing import Sharded
 
 Rows = dict[str, Any]
-State = dict[str, Any]
-
-WATCH: Callable[..., None] | None = None
-"""Where a program was traced with it, called on the host whenever an IPU runs a task: `WATCH(kind, stage=, microbatch=,
-tick=, ipu=, replica=)`, the stage being the first of its segment. Tests count with it what is really executed."""
 
 
 class Tasks:
-    """Run the tasks of a plan's teams on one IPU of one replica.
+    """Run the tasks of a plan's segment classes on one IPU of one replica."""
 
-    Args:
-        plan: from `make_plan`.
-        params, state: this IPU's shards.
-        batch: leaves (M, micro-batch, ...).
-        key: a random key, or None.
-        loss_cotangent: of one micro-batch's loss.
-        backward: whether F keeps what B needs, and changes the model's state.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        params: Sharded,
-        state: Sharded,
-        batch: Any,
-        key: Any,
-        *,
-        loss_cotangent: float,
-        backward: bool,
-    ):
-        self.plan, self.params, self.model_state, self.batch, self.key = plan, params, state, batch, key
-        self.loss_cotangent, self.backward = loss_cotangent, backward
-        self.me, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
-        self.slots = [slot[0] for slot in params.slots]
+    def __init__(self, plan: Plan, args: Arguments):
+        self.plan, self.args = plan, args
+        self.ipu, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
+        self.slots = [slot[0] for slot in args.params.slots]
         self.stash = Stash(plan)
-        self.last = plan.last
 
-    # what a team reads; its first segment speaks for all of them
+    # inputs of a task
 
-    def lead(self, t: int) -> int:
-        return self.plan.teams[t][0]
+    def representative(self, c: int) -> int:
+        """Return the first segment of a class, whose program all segments of the class run."""
+        return self.plan.classes[c][0]
 
-    def groups(self, t: int) -> list[Group]:
-        return [self.params.layout.group(name) for name in self.plan.segments[self.lead(t)].groups]
+    def groups(self, c: int) -> list[Group]:
+        return [self.args.params.layout.group(name) for name in self.plan.segments[self.representative(c)].groups]
 
-    def held(self, t: int) -> Any:
-        """Return the packed weights that the team uses, and no others."""
-        used = {leaf.slot for g in self.groups(t) if g.ipu is not None for leaf in g.leaves}
+    def packed_weights(self, c: int) -> Any:
+        """Return the slots and the concurrent groups that a class uses; a slot that it does not use is None."""
+        used = {leaf.slot for g in self.groups(c) if g.ipu is not None for leaf in g.leaves}
         slots = [slot if k in used else None for k, slot in enumerate(self.slots)]
-        return slots, {g.name: self.params.concurrent[g.name] for g in self.groups(t) if g.ipu is None}
+        return slots, {g.name: self.args.params.concurrent[g.name] for g in self.groups(c) if g.ipu is None}
 
-    def weights(self, t: int, slots: Sequence[Any], concurrent: dict[str, Any]) -> dict[str, Any]:
-        return {g.name: _unpacked(slots, concurrent, g) for g in self.groups(t)}
+    def weights(self, c: int, slots: Sequence[Any], concurrent: dict[str, Any]) -> dict[str, Any]:
+        return {g.name: _unpacked(slots, concurrent, g) for g in self.groups(c)}
 
-    def given(self, t: int, at: Any) -> MicrobatchInputs:
-        microbatch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), self.batch)
-        stages = self.plan.segments[self.lead(t)].stages
-        numbers = [self.stage_number(t) + k for k in range(len(stages))]
-        return MicrobatchInputs(microbatch, keys_of(self.key, self.replica, at, numbers, stages))
+    def inputs(self, c: int, microbatch: Any) -> MicrobatchInputs:
+        examples = jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), self.args.batch
+        )
+        stages = self.plan.segments[self.representative(c)].stages
+        numbers = [self.stage_number(c) + k for k in range(len(stages))]
+        return MicrobatchInputs(examples, keys_of(self.args.key, self.replica, microbatch, numbers, stages))
 
-    def stage_number(self, t: int) -> Any:
+    def stage_number(self, c: int) -> Any:
         """Return the number of the first stage of this IPU's segment."""
-        firsts = {self.plan.segments[i].place: self.plan.segments[i].first for i in self.plan.teams[t]}
+        firsts = {self.plan.segments[i].place: self.plan.segments[i].first for i in self.plan.classes[c]}
         if len(firsts) == 1:
             return next(iter(firsts.values()))
-        return jnp.asarray([firsts.get(ipu, 0) for ipu in range(self.plan.ipus)])[self.me]
+        return jnp.asarray([firsts.get(ipu, 0) for ipu in range(self.plan.ipus)])[self.ipu]
 
-    def state_groups(self, t: int) -> list[Group]:
-        return [self.model_state.layout.group(name) for name in self.plan.segments[self.lead(t)].state_groups]
+    def state_groups(self, c: int) -> list[Group]:
+        return [self.args.state.layout.group(name) for name in self.plan.segments[self.representative(c)].state_groups]
 
-    def read_state(self, t: int, carry: dict[str, Any]) -> dict[str, Any]:
-        if not self.state_groups(t):
+    def read_state(self, c: int, carry: Carry) -> dict[str, Any]:
+        if not self.state_groups(c):
             return {}
-        slots, concurrent = carry["model_state"]
-        return {g.name: _unpacked(slots, concurrent, g) for g in self.state_groups(t)}
+        slots, concurrent = carry.model_state
+        return {g.name: _unpacked(slots, concurrent, g) for g in self.state_groups(c)}
 
-    # what it changes
-
-    def incoming(self, t: int, state: dict[str, Any]) -> tuple[Any, int | None]:
-        """Return the register that a team reads x from, and the IPU to broadcast it from, or None."""
-        i = self.lead(t)
+    def message_in(self, c: int, carry: Carry) -> tuple[Any, int | None]:
+        """Return the message that F of a class reads, and the IPU to broadcast it from, or None."""
+        i = self.representative(c)
         if i == 0:
             return NO_MESSAGE, None
-        lane, before, here = self.plan.lanes[i - 1], self.plan.segments[i - 1].place, self.plan.segments[i].place
-        return self.register(lane, "y", state), before if here is None else None
+        source, place = self.plan.segments[i - 1].place, self.plan.segments[i].place
+        return self.activation(i - 1, carry), source if place is None else None
 
-    def outgoing(self, t: int, state: dict[str, Any]) -> tuple[Any, int | None]:
-        """Return the register that a team reads its cotangent from, and the IPU to broadcast it from, or None."""
-        i = self.lead(t)
-        if i == self.last:
+    def gradient_in(self, c: int, carry: Carry) -> tuple[Any, int | None]:
+        """Return the gradient that B of a class reads, and the IPU to broadcast it from, or None."""
+        i = self.representative(c)
+        if i == self.plan.last:
             return None, None
-        lane, here, after = self.plan.lanes[i], self.plan.segments[i].place, self.plan.segments[i + 1].place
-        return self.register(lane, "dx", state), after if here is None else None
+        source, place = self.plan.segments[i + 1].place, self.plan.segments[i].place
+        return self.gradient(i, carry), source if place is None else None
 
-    def register(self, lane: int, key: str, state: dict[str, Any]) -> Any:
-        return state[f"{key}_in" if self.plan.routes[lane] else key][lane]
+    def activation(self, boundary: int, carry: Carry) -> Any:
+        """Return the message between segments `boundary` and `boundary + 1`, where the second one reads it."""
+        k = self.plan.channel_of[boundary]
+        return (carry.y_received if self.plan.channels[k].pairs else carry.y)[k]
 
-    def read(self, key: Key, carry: dict[str, Any], at: Any, fence: Fence) -> list[Any]:
-        return self.stash.read(carry["stash"], key, self.me, at, fence.zero)
+    def gradient(self, boundary: int, carry: Carry) -> Any:
+        """Return the gradient of that message, where the first segment reads it."""
+        k = self.plan.channel_of[boundary]
+        return (carry.dx_received if self.plan.channels[k].pairs else carry.dx)[k]
 
-    def write(self, key: Key, carry: dict[str, Any], at: Any, values: list[Any], fence: Fence) -> dict[str, Any]:
-        return {"stash": self.stash.write(carry["stash"], key, self.me, at, values, fence.zero)}
+    def read(self, key: Key, carry: Carry, microbatch: Any, fence: Fence) -> list[Any]:
+        return self.stash.read(carry.stash, key, self.ipu, microbatch, fence.zero)
 
-    def arrived(self, key: Key, register: Any, source: int | None, at: Any, carry: dict[str, Any], fence: Fence) -> Any:
-        """Return the message, read from its ring where messages queue, and broadcast where all IPUs need it."""
+    def write(self, key: Key, carry: Carry, microbatch: Any, values: list[Any], fence: Fence) -> Carry:
+        stash = self.stash.write(carry.stash, key, self.ipu, microbatch, values, fence.zero)
+        return dataclasses.replace(carry, stash=stash)
+
+    def arrived(self, key: Key, message: Any, source: int | None, microbatch: Any, carry: Carry, fence: Fence) -> Any:
+        """Return a message: read from its ring where messages queue, and broadcast where all IPUs need it."""
         if key in self.stash:
-            register = jax.tree.unflatten(jax.tree.structure(register), self.read(key, carry, at, fence))
-        return register if source is None else from_source(source, register)
+            message = jax.tree.unflatten(jax.tree.structure(message), self.read(key, carry, microbatch, fence))
+        return message if source is None else broadcast(source, message)
 
-    def keep_result(
-        self, t: int, y: Any, new_state: Any, aux: Any, at: Any, carry: dict[str, Any], zero: Any
-    ) -> dict[str, Any]:
-        i, kept = self.lead(t), {}
-        if i < self.last:
-            kept["y"] = _replaced(carry["y"], self.plan.lanes[i], y)
+    # results of a task
+
+    def with_results(self, c: int, y: Any, new_state: Any, aux: Any, microbatch: Any, carry: Carry, zero: Any) -> Carry:
+        """Return the carry with the results of F."""
+        i = self.representative(c)
+        changed: dict[str, Any] = {}
+        if i < self.plan.last:
+            changed["y"] = _replaced(carry.y, self.plan.channel_of[i], y)
         else:
-            kept["loss"] = carry["loss"] + y.astype(carry["loss"].dtype)
+            changed["loss"] = carry.loss + y.astype(carry.loss.dtype)
         if jax.tree.leaves(aux):
-            kept[f"aux{i}"] = jax.tree.map(
-                lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, at, 0), carry[f"aux{i}"], aux
-            )
-        if self.backward and self.state_groups(t):
-            slots, concurrent = carry["model_state"]
-            for group in self.state_groups(t):
+            put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)  # noqa: E731
+            changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], aux)}
+        if self.args.backward and self.state_groups(c):
+            slots, concurrent = carry.model_state
+            for group in self.state_groups(c):
                 if group.ipu is not None:
                     slots = packing.write(slots, group, new_state[group.name], zero)
                 else:
                     concurrent = {**concurrent, group.name: jax.tree.leaves(new_state[group.name])}
-            kept["model_state"] = (slots, concurrent)
-        return kept
+            changed["model_state"] = (slots, concurrent)
+        return dataclasses.replace(carry, **changed)
 
-    def trained(self, t: int) -> list[tuple[Group, int]]:
+    def trained(self, c: int) -> list[tuple[Group, int]]:
         """Return the leaves that get a gradient, in the order of dparams, as groups and positions in them."""
-        groups = sorted(self.groups(t), key=lambda g: g.name)
+        groups = sorted(self.groups(c), key=lambda g: g.name)
         return [(g, k) for g in groups for k, leaf in enumerate(g.leaves) if not leaf.frozen]
 
-    def sums(self, t: int, state: State) -> list[Sum]:
+    def sums(self, c: int, carry: Carry) -> list[Sum]:
         """Return the accumulator of each trained leaf."""
         found = []
-        for group, k in self.trained(t):
+        for group, k in self.trained(c):
             leaf = group.leaves[k]
             concurrent = group.ipu is None
-            total = state["concurrent_sums"][group.name][k] if concurrent else state["sums"][leaf.slot]
+            total = carry.concurrent_sums[group.name][k] if concurrent else carry.sums[leaf.slot]
             found.append(Sum(total, total.shape if concurrent else leaf.shape))
         return found
 
-    def keep_sums(self, t: int, totals: list[Any], state: State) -> State:
-        sums = list(state["sums"])
-        concurrent = {name: list(leaves) for name, leaves in state["concurrent_sums"].items()}
-        for (group, k), total in zip(self.trained(t), totals, strict=True):
+    def with_sums(self, c: int, totals: list[Any], carry: Carry) -> Carry:
+        sums = list(carry.sums)
+        concurrent = {name: list(leaves) for name, leaves in carry.concurrent_sums.items()}
+        for (group, k), total in zip(self.trained(c), totals, strict=True):
             if group.ipu is None:
                 concurrent[group.name][k] = total
             else:
                 sums[group.leaves[k].slot] = total
-        return {"sums": sums, "concurrent_sums": concurrent}
+        return dataclasses.replace(carry, sums=sums, concurrent_sums=concurrent)
 
-    def keep_dx(self, t: int, dx: list[Any], state: State) -> State:
-        i = self.lead(t)
+    def with_dx(self, c: int, dx: list[Any], carry: Carry) -> Carry:
+        i = self.representative(c)
         if i == 0:
-            return {}
+            return carry
         if self.plan.segments[i].place is None:
             dx = [lax.psum(leaf, IPU_AXIS) for leaf in dx]
-        return {"dx": _replaced(state["dx"], self.plan.lanes[i - 1], dx)}
+        return dataclasses.replace(carry, dx=_replaced(carry.dx, self.plan.channel_of[i - 1], dx))
 
-    def run_forward(self, t: int, rows: Rows, state: State) -> State:
-        halves, at = self.plan.halves[self.lead(t)], rows["F"][t]
-        register, source = self.incoming(t, state)
+    # the tasks
 
-        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            (slots, concurrent), register_here, at_here = fence((self.held(t), register, at))
-            self.watch("F", t, at_here, rows)
-            x = self.arrived(("x", t), register_here, source, at_here, carry, fence)
-            weights, given = self.weights(t, slots, concurrent), self.given(t, at_here)
-            y, new_state, aux, stash = halves.forward(weights, x, given, self.read_state(t, carry))
-            kept = self.keep_result(t, y, new_state, aux, at_here, carry, fence.zero)
-            if self.backward and ("stash", t) in self.stash:
-                kept |= self.write(("stash", t), carry, at_here, stash, fence)
-            return {**carry, **kept}
+    def run_forward(self, c: int, rows: Rows, carry: Carry) -> Carry:
+        i, active = self.representative(c), rows["F"][c]
+        message_in, source = self.message_in(c, carry)
 
-        return self.guarded(at, body, state, self.results(t))
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, message, microbatch = fence((self.packed_weights(c), message_in, active))
+            self.watch("F", c, microbatch, rows)
+            x = self.arrived(("x", c), message, source, microbatch, part, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            y, new_state, aux, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
+            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            if self.args.backward and ("stash", c) in self.stash:
+                part = self.write(("stash", c), part, microbatch, stash, fence)
+            return part
 
-    def results(self, t: int) -> list[str]:
-        """Return the entries of the scan's state that F of a team reads and changes."""
-        i = self.lead(t)
-        keys = ["stash", "y" if i < self.last else "loss", f"aux{i}"]
-        return [*keys, "model_state"] if self.state_groups(t) else keys
+        return self.guarded(active, body, carry, ["stash", *self.results(c)], aux_of=i)
 
-    def run_backward(self, t: int, rows: Rows, state: State) -> State:
-        """Run B: compute dx, and dparams unless the team has its own W."""
-        i, at = self.lead(t), rows["B"][t]
-        segment, halves, is_split = self.plan.segments[i], self.plan.halves[i], self.plan.is_split(i)
-        register, source = self.outgoing(t, state)
+    def results(self, c: int) -> list[str]:
+        """Return the fields of the carry, beside the aux, that F of a class changes."""
+        name = "y" if self.representative(c) < self.plan.last else "loss"
+        return [name, "model_state"] if self.state_groups(c) else [name]
 
-        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            (slots, concurrent), register_here, at_here = fence((self.held(t), register, at))
-            self.watch("B", t, at_here, rows)
-            dy = self.arrived(("dy", t), register_here, source, at_here, carry, fence)
-            if i == self.last:
-                dy = fence([jnp.full((), self.loss_cotangent, halves.y.dtype)])
+    def run_backward(self, c: int, rows: Rows, carry: Carry) -> Carry:
+        """Run B: compute dx, and dparams unless the class has its own W."""
+        i, active = self.representative(c), rows["B"][c]
+        segment, program, is_split = self.plan.segments[i], self.plan.programs[i], self.plan.is_split(i)
+        gradient_in, source = self.gradient_in(c, carry)
+
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, gradient, microbatch = fence((self.packed_weights(c), gradient_in, active))
+            self.watch("B", c, microbatch, rows)
+            dy = self.arrived(("dy", c), gradient, source, microbatch, part, fence)
+            if i == self.plan.last:
+                dy = fence([jnp.full((), self.args.loss_cotangent, program.y.dtype)])
             if segment.place is None:
                 dy = [leaf / self.plan.ipus for leaf in dy]
-            saved = self.read(("stash", t), carry, at_here, fence)
-            weights, given = self.weights(t, slots, concurrent), self.given(t, at_here)
+            stash = self.read(("stash", c), part, microbatch, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
             if is_split:
-                dx, cut = halves.backward_input(weights, given, saved, dy)
-                return {**carry, **self.keep_dx(t, dx, carry), **self.write(("cut", t), carry, at_here, cut, fence)}
-            totals, dx = halves.backward(weights, given, saved, dy, self.sums(t, carry), fence.zero)
-            return {**carry, **self.keep_sums(t, totals, carry), **self.keep_dx(t, dx, carry)}
+                dx, residuals = program.backward_input(weights, inputs, stash, dy)
+                return self.write(("weight", c), self.with_dx(c, dx, part), microbatch, residuals, fence)
+            totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
+            return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
-        return self.guarded(
-            at, body, state, ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
-        )
+        names = ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
+        return self.guarded(active, body, carry, names)
 
-    def run_weight(self, t: int, rows: Rows, state: State) -> State:
-        """Run W: compute dparams from the stash and from what B left."""
-        halves, at = self.plan.halves[self.lead(t)], rows["W"][t]
+    def run_weight(self, c: int, rows: Rows, carry: Carry) -> Carry:
+        """Run W: compute dparams from the stash and from the weight residuals that B stored."""
+        program, active = self.plan.programs[self.representative(c)], rows["W"][c]
 
-        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            (slots, concurrent), at_here = fence((self.held(t), at))
-            self.watch("W", t, at_here, rows)
-            saved = self.read(("stash", t), carry, at_here, fence)
-            cut = self.read(("cut", t), carry, at_here, fence)
-            weights, given = self.weights(t, slots, concurrent), self.given(t, at_here)
-            totals = halves.backward_weight(weights, given, saved, cut, self.sums(t, carry), fence.zero)
-            return {**carry, **self.keep_sums(t, totals, carry)}
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, microbatch = fence((self.packed_weights(c), active))
+            self.watch("W", c, microbatch, rows)
+            stash = self.read(("stash", c), part, microbatch, fence)
+            residuals = self.read(("weight", c), part, microbatch, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            totals = program.backward_weight(weights, inputs, stash, residuals, self.sums(c, part), fence.zero)
+            return self.with_sums(c, totals, part)
 
-        return self.guarded(at, body, state, ["stash", "sums", "concurrent_sums"])
+        return self.guarded(active, body, carry, ["stash", "sums", "concurrent_sums"])
 
-    def run_head(self, t: int, rows: Rows, state: State) -> State:
+    def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run F and B of the concurrent loss head together, so that nothing of it is stashed."""
-        halves, at = self.plan.halves[self.last], rows["F"][t]
-        register, source = self.incoming(t, state)
+        program, active = self.plan.programs[self.plan.last], rows["F"][c]
+        message_in, source = self.message_in(c, carry)
 
-        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            (slots, concurrent), register_here, at_here = fence((self.held(t), register, at))
-            self.watch("F", t, at_here, rows)
-            x = self.arrived(("x", t), register_here, source, at_here, carry, fence)
-            weights, given = self.weights(t, slots, concurrent), self.given(t, at_here)
-            y, new_state, aux, saved = halves.forward(weights, x, given, self.read_state(t, carry))
-            self.watch("B", t, at_here, rows)
-            dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, y.dtype)])
-            totals, dx = halves.backward(weights, given, saved, dy, self.sums(t, carry), fence.zero)
-            kept = self.keep_result(t, y, new_state, aux, at_here, carry, fence.zero)
-            kept |= self.keep_sums(t, totals, carry)
-            return {**carry, **kept, **self.keep_dx(t, dx, carry)}
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, message, microbatch = fence((self.packed_weights(c), message_in, active))
+            self.watch("F", c, microbatch, rows)
+            x = self.arrived(("x", c), message, source, microbatch, part, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            y, new_state, aux, stash = program.forward(weights, x, inputs, self.read_state(c, part))
+            self.watch("B", c, microbatch, rows)
+            dy = fence([jnp.full((), self.args.loss_cotangent / self.plan.ipus, y.dtype)])
+            totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
+            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
-        return self.guarded(at, body, state, [*self.results(t), "sums", "concurrent_sums", "dx"])
+        names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
+        return self.guarded(active, body, carry, names, aux_of=self.plan.last)
 
-    def watch(self, kind: str, t: int, at: Any, rows: Rows) -> None:
-        if WATCH is not None:
+    def watch(self, kind: str, c: int, microbatch: Any, rows: Rows) -> None:
+        if _hooks.WATCH is not None:
             jax.debug.callback(
-                WATCH,
+                _hooks.WATCH,
                 kind,
-                stage=self.stage_number(t),
-                microbatch=at,
+                stage=self.stage_number(c),
+                microbatch=microbatch,
                 tick=rows["tick"],
-                ipu=self.me,
+                ipu=self.ipu,
                 replica=self.replica,
             )
 
-    def queue_up(self, kind: str, t: int, rows: Rows, state: State) -> State:
-        """Put the message that just arrived for a team into its ring, if its messages queue."""
-        key: Key = ("x", t) if kind == "x" else ("dy", t)
+    def enqueue(self, kind: str, c: int, rows: Rows, carry: Carry) -> Carry:
+        """Put the message that has just arrived for a class into its ring, if its messages queue."""
+        key: Key = ("x", c) if kind == "x" else ("dy", c)
         if key not in self.stash:
-            return state
-        i, at = self.lead(t), rows[kind][t]
-        register = (
-            self.register(self.plan.lanes[i - 1], "y", state)
-            if kind == "x"
-            else self.register(self.plan.lanes[i], "dx", state)
-        )
+            return carry
+        i, active = self.representative(c), rows[kind][c]
+        message = self.activation(i - 1, carry) if kind == "x" else self.gradient(i, carry)
 
-        def body(fence: Fence, carry: dict[str, Any]) -> dict[str, Any]:
-            leaves, at_here = fence((jax.tree.leaves(register), at))
-            return self.write(key, carry, at_here, leaves, fence)
+        def body(fence: Fence, part: Carry) -> Carry:
+            leaves, microbatch = fence((jax.tree.leaves(message), active))
+            return self.write(key, part, microbatch, leaves, fence)
 
-        return self.guarded(at, body, state, ["stash"])
+        return self.guarded(active, body, carry, ["stash"])
 
-    def guarded(self, at: Any, body: Callable[[Fence, State], State], state: State, keys: list[str]) -> State:
-        """Run `body` where `at` is a micro-batch, after all guards before it."""
-        ran, carry = guard(in_turn(state, at) >= 0, body, {key: state[key] for key in keys if key in state})
-        return {**state, **carry, "ran": state["ran"] + ran}
+    def guarded(
+        self,
+        active: Any,
+        body: Callable[[Fence, Carry], Carry],
+        carry: Carry,
+        names: list[str],
+        *,
+        aux_of: int | None = None,
+    ) -> Carry:
+        """Run `body` on a part of the carry where `active` is a micro-batch, after all guards so far.
+
+        Args:
+            active: a micro-batch or -1.
+            body: the task.
+            carry: of the tick.
+            names: the fields that the task reads or changes.
+            aux_of: the segment whose aux it changes.
+        """
+        part = carry.part(names, aux_of=aux_of)
+        ran, part = guard(after_guards(carry, active) >= 0, body, part)
+        return dataclasses.replace(carry.with_part(part), guards_run=carry.guards_run + ran)
 
 
-def in_turn(state: State, value: Any) -> Any:
-    """Return `value` in a way that XLA cannot compute before all guards so far have run: their count decides.
+def after_guards(carry: Carry, value: Any) -> Any:
+    """Return `value` in such a way that XLA cannot compute with it before all guards so far have run.
 
-    Without it XLA may put an exchange, which waits for all IPUs, before the tasks of some of them: F of IPU 0, the
-    exchange of its y, F of IPU 1. Each IPU would then wait for the other's task before it begins its own.
+    It is made to depend on the number of guards that were active. Otherwise XLA may order an exchange, which waits for
+    all IPUs, before the tasks of some of them: F of IPU 0, the exchange of its y, F of IPU 1. Each IPU would then wait
+    for the other's task before it begins its own.
     """
-    return jax.tree.map(lambda leaf: jnp.where(state["ran"] < 0, jnp.zeros_like(leaf), leaf), value)
+    return jax.tree.map(lambda leaf: jnp.where(carry.guards_run < 0, jnp.zeros_like(leaf), leaf), value)
 
 
 def _unpacked(slots: Sequence[Any], concurrent: dict[str, Any], group: Group) -> Any:

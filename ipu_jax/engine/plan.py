@@ -1,11 +1,12 @@
-"""What a program of the staged scan is made of, decided before it runs: segments, teams, tables and registers.
+"""Plan a program of the staged scan before it runs: its segment classes, tables and channels.
 
-teams       like local segments of several IPUs, such as the middle blocks of a transformer, are one piece of program
-            that each IPU runs on its own weights. So the program does not grow with them. Any other segment is a team
-            of its own.
-tables      per tick, team and IPU the micro-batch of its F, B and W, and of the messages that wait for it.
-registers   what lies between neighbouring segments, a lane each: IPU 0 --y--> IPU 1, and --dx--> back. Boundaries
-            with like messages share a lane, and so one ppermute, as long as each IPU sends once and receives once.
+segment classes   local segments of several IPUs that compute the same function, such as the middle blocks of a
+                  transformer, form a class: one piece of program, which each IPU runs on its own weights. So the
+                  program does not grow with their number. Any other segment is a class of its own.
+tables            per tick, segment class and IPU the micro-batch of its F, B and W, and of the messages that it queues.
+channels          the arrays that carry messages between neighbouring segments: IPU 0 --y--> IPU 1, and --dx--> back.
+                  Boundaries with equal messages share a channel, and so one ppermute, as long as each IPU sends at most
+                  once and receives at most once.
 """
 
 import dataclasses
@@ -26,48 +27,63 @@ TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
 
 
 @dataclasses.dataclass(frozen=True)
+class Channel:
+    """Carry equal messages over some boundaries between segments, and their gradients back.
+
+    Attributes:
+        message: the message, as a tree of `jax.ShapeDtypeStruct`.
+        pairs: the `(source, destination)` pairs of its ppermute; empty where both segments are on one IPU, or one of
+            them is concurrent.
+    """
+
+    message: Any
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Hold everything static about one program.
 
     Attributes:
-        segments, halves: per segment, its stages and its traced F and B.
-        teams: per team the numbers of its segments; the first one's halves are what runs.
-        tables: per table (ticks, teams, ipus) micro-batches, -1 where idle. "F", "B" and "W" are tasks ("W" all idle
-            where B does the whole backward), "x" and "dy" the messages that come to wait for them.
-        lanes: per boundary between segment i and i+1, the register that carries it.
-        routes: per register that crosses IPUs, its `(source, destination)` pairs; none where it doesn't cross.
-        messages: per register, the tree of shapes.
+        segments, programs: per segment, its stages, and its traced F and B.
+        schedule: when each stage runs.
+        ipus: of a replica.
+        channels: see `Channel`.
+        channel_of: per boundary between segments i and i + 1, the number of its channel.
+        classes: per segment class, the numbers of its segments; the first one's program is the one that runs.
+        tables: per table (ticks, classes, ipus) micro-batches, -1 where idle. "F", "B" and "W" are tasks ("W" is idle
+            everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
     """
 
     segments: tuple[Segment, ...]
-    halves: tuple[SegmentProgram, ...]
+    programs: tuple[SegmentProgram, ...]
     schedule: Schedule
     ipus: int
-    teams: tuple[tuple[int, ...], ...]
-    tables: dict[Table, np.ndarray]
-    lanes: tuple[int, ...]
-    routes: tuple[tuple[tuple[int, int], ...], ...]
-    messages: tuple[Any, ...]
+    channels: tuple[Channel, ...]
+    channel_of: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...] = ()
+    tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def last(self) -> int:
         return len(self.segments) - 1
 
-    def team_of(self, i: int) -> int:
-        return next(t for t, team in enumerate(self.teams) if i in team)
+    def class_of(self, i: int) -> int:
+        """Return the number of the class that segment i belongs to."""
+        return next(c for c, members in enumerate(self.classes) if i in members)
 
     def is_split(self, i: int) -> bool:
-        """Return whether segment i has its own W."""
+        """Return whether the backward of segment i is split into B and W."""
         return self.schedule.weight is not None and self.segments[i].place is not None
 
     def queue(self, i: int, kind: Literal["F", "B"]) -> int:
-        """Return how many messages wait at once between segments i and i + 1: activations ("F") or gradients ("B")."""
+        """Return how many activations ("F") or gradients ("B") are queued at once between segments i and i + 1."""
         return self.schedule.inbox_depth(self.segments[i + 1].first - 1, kind)
 
     def waits_at(self, i: int, kind: Literal["x", "dy"]) -> int | None:
-        """Return the IPU at which messages wait for segment i, or None if they wait on all.
+        """Return the IPU on which messages for segment i are queued, or None for all.
 
-        A message between IPUs waits where it is used, any other where it was made.
+        A message between IPUs is queued on its receiver, any other on its sender.
         """
         other = self.segments[i - 1 if kind == "x" else i + 1].place
         return other if self.segments[i].place is None else self.segments[i].place
@@ -82,17 +98,17 @@ def make_plan(
     *,
     key: Any = None,
 ) -> Plan:
-    """Trace every segment, inside the shard_map (axis names must be in scope), and lay out the registers.
+    """Trace every segment and plan its channels, classes and tables. Axis names must be in scope, as in a `shard_map`.
 
     Args:
         segments: the model.
         schedule: when each stage runs.
-        params, state: where weights and state are kept.
-        microbatch: shapes of one micro-batch.
-        key: shape of a random key, where one was given.
+        params, state: the layouts of weights and state.
+        microbatch: the shapes of one micro-batch.
+        key: the shape of a random key, or None.
     """
     weights, states = local_shapes(params), local_shapes(state)
-    halves: list[SegmentProgram] = []
+    programs: list[SegmentProgram] = []
     x: Any = NO_MESSAGE
     for i, segment in enumerate(segments):
         own = {name: weights[name] for name in segment.groups}
@@ -107,41 +123,16 @@ def make_plan(
         split = schedule.weight is not None and segment.place is not None
         trained = [not is_frozen for name in sorted(frozen) for is_frozen in frozen[name]]
         shards = _shards(params, segment.groups), _shards(state, segment.state_groups)
-        halves.append(trace_segment(segment, *args, last=last, split=split, trained=trained, shards=shards))
-        x = halves[-1].y
-    lanes: list[int] = []
-    routes: list[list[tuple[int, int]]] = []
-    messages: list[Any] = []
-    for i in range(len(segments) - 1):
-        source, target = segments[i].place, segments[i + 1].place
-        crossing = [] if source is None or target is None or source == target else [(source, target)]
-        lane = next(
-            (k for k in range(len(routes)) if crossing and _fits(crossing[0], halves[i].y, routes[k], messages[k])),
-            None,
-        )
-        if lane is None:
-            lane = len(routes)
-            routes.append([])
-            messages.append(halves[i].y)
-        routes[lane] += crossing
-        lanes.append(lane)
-    plan = Plan(
-        segments=segments,
-        halves=tuple(halves),
-        schedule=schedule,
-        ipus=params.ipus,
-        teams=(),
-        tables={},
-        lanes=tuple(lanes),
-        routes=tuple(map(tuple, routes)),
-        messages=tuple(messages),
-    )
-    teams = _teams(plan, params, state)
-    return dataclasses.replace(plan, teams=teams, tables={table: _table(plan, teams, table) for table in TABLES})
+        programs.append(trace_segment(segment, *args, last=last, split=split, trained=trained, shards=shards))
+        x = programs[-1].y
+    channels, channel_of = _channels(segments, [program.y for program in programs])
+    plan = Plan(segments, tuple(programs), schedule, params.ipus, channels, channel_of)
+    plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
+    return dataclasses.replace(plan, tables={kind: _table(plan, kind) for kind in TABLES})
 
 
 def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:
-    """Return, per group, a tree that says of each leaf whether IPUs hold different shards of it."""
+    """Return, per group, a tree of bool: whether a leaf is sharded over the IPUs."""
     groups = {name: layout.group(name) for name in names}
     return {
         name: jax.tree.unflatten(g.treedef, [g.ipu is None and IPU_AXIS in leaf.spec for leaf in g.leaves])
@@ -149,60 +140,77 @@ def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _fits(pair: tuple[int, int], y: Any, taken: list[tuple[int, int]], message: Any) -> bool:
-    """Return whether a message fits a register: its like share one ppermute if each IPU sends and receives once."""
-    return bool(taken) and message == y and all(pair[0] != a and pair[1] != b for a, b in taken)
+def _channels(segments: Sequence[Segment], messages: Sequence[Any]) -> tuple[tuple[Channel, ...], tuple[int, ...]]:
+    """Return the channels, and per boundary the number of its channel."""
+    channels: list[Channel] = []
+    channel_of: list[int] = []
+    for segment, following, message in zip(segments, segments[1:], messages, strict=False):
+        source, target = segment.place, following.place
+        pair = None if source is None or target is None or source == target else (source, target)
+        k = next((k for k, channel in enumerate(channels) if pair and _fits(channel, pair, message)), len(channels))
+        if k == len(channels):
+            channels.append(Channel(message))
+        if pair:
+            channels[k] = dataclasses.replace(channels[k], pairs=(*channels[k].pairs, pair))
+        channel_of.append(k)
+    return tuple(channels), tuple(channel_of)
 
 
-def _teams(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tuple[int, ...], ...]:
-    """Join like segments of different IPUs, so that each IPU still runs its own in order."""
-    teams: list[list[int]] = []
-    likeness: list[Any] = []
-    latest: dict[int | None, int] = {}  # per IPU, the team of its segment before
+def _fits(channel: Channel, pair: tuple[int, int], message: Any) -> bool:
+    """Return whether a channel can carry a message for this pair, too: each IPU sends and receives at most once."""
+    free = all(pair[0] != source and pair[1] != target for source, target in channel.pairs)
+    return bool(channel.pairs) and channel.message == message and free
+
+
+def _classes(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tuple[int, ...], ...]:
+    """Join equal segments of different IPUs to classes, in such a way that each IPU runs its own segments in order."""
+    classes: list[list[int]] = []
+    criteria: list[Any] = []
+    latest: dict[int | None, int] = {}  # per IPU, the class of its previous segment
     for i, segment in enumerate(plan.segments):
-        like = _likeness(plan, i, params, state)
-        after = latest.get(segment.place, -1) + 1
-        fitting = [t for t in range(after, len(teams)) if like is not None and likeness[t] == like]
+        own = _criterion(plan, i, params, state)
+        first = latest.get(segment.place, -1) + 1
+        fitting = [c for c in range(first, len(classes)) if own is not None and criteria[c] == own]
         if fitting:
-            teams[fitting[0]].append(i)
+            classes[fitting[0]].append(i)
         else:
-            teams.append([i])
-            likeness.append(like)
-        latest[segment.place] = fitting[0] if fitting else len(teams) - 1
-    return tuple(map(tuple, teams))
+            classes.append([i])
+            criteria.append(own)
+        latest[segment.place] = fitting[0] if fitting else len(classes) - 1
+    return tuple(map(tuple, classes))
 
 
-def _likeness(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> Any:
-    """Return what segments must have in common to form a team, or None for a segment that forms its own."""
-    segment, halves = plan.segments[i], plan.halves[i]
+def _criterion(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> Any:
+    """Return what the segments of a class must have in common, or None for a segment that is a class of its own."""
+    segment, program = plan.segments[i], plan.programs[i]
     inner = 0 < i < plan.last and None not in (plan.segments[j].place for j in (i - 1, i, i + 1))
-    if not inner or halves.signature is None or jax.tree.leaves(halves.aux):
+    if not inner or program.signature is None or jax.tree.leaves(program.aux):
         return None
 
-    def kept(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
+    def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
         return [(leaf.slot, leaf.shape, leaf.frozen) for name in sorted(groups) for leaf in layout.group(name).leaves]
 
     crosses = [plan.segments[j].place != segment.place for j in (i - 1, i + 1)]
     keys = [stage.random for stage in segment.stages]
-    groups = (kept(params, segment.groups), kept(state, segment.state_groups))
-    return (halves.signature, plan.lanes[i - 1], plan.lanes[i], crosses, keys, groups)
+    groups = (leaves(params, segment.groups), leaves(state, segment.state_groups))
+    return (program.signature, plan.channel_of[i - 1], plan.channel_of[i], crosses, keys, groups)
 
 
-def _table(plan: Plan, teams: tuple[tuple[int, ...], ...], kind: Table) -> np.ndarray:
+def _table(plan: Plan, kind: Table) -> np.ndarray:
     schedule, segments = plan.schedule, plan.segments
-    table = np.full((schedule.ticks, len(teams), plan.ipus), -1, np.int32)
+    table = np.full((schedule.ticks, len(plan.classes), plan.ipus), -1, np.int32)
     rows: Any = {"F": schedule.forward, "B": schedule.backward, "W": schedule.weight}.get(kind)
-    for t, team in enumerate(teams):
-        for i in team:
-            place, made_by = segments[i].place, i
+    for c, members in enumerate(plan.classes):
+        for i in members:
+            place, sender = segments[i].place, i
             if kind in ("x", "dy"):
-                made_by = i - 1 if kind == "x" else i + 1
-                if not 0 <= made_by <= plan.last:
+                sender = i - 1 if kind == "x" else i + 1
+                if not 0 <= sender <= plan.last:
                     continue
                 place = plan.waits_at(i, kind)
                 rows = schedule.forward if kind == "x" else schedule.backward
             if rows is None:
                 continue
-            for microbatch, tick in enumerate(rows[segments[made_by].first]):
-                table[tick, t, slice(None) if place is None else place] = microbatch
+            for microbatch, tick in enumerate(rows[segments[sender].first]):
+                table[tick, c, slice(None) if place is None else place] = microbatch
     return table

@@ -1,1 +1,1 @@
-"""What an IPU runs for its stages: segments of neighbouring stages, traced once, with their backward passes."""
+"""Trace what an IPU runs for its stages: segments of neighbouring stages, with their backward passes."""

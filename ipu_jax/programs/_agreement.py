@@ -1,9 +1,9 @@
-"""What a traced segment may not do: hang, or hand on as one value what its IPUs hold unlike.
+"""Refuse traced segments that would hang, or whose result should be the same on all IPUs and may not be.
 
-A collective over "ipu" waits until every IPU of the replica has come to it. So it may not stand in a local stage, which
-only one IPU runs, nor, in a concurrent stage, in a branch or a loop whose predicate may differ between IPUs. And what a
-concurrent stage hands on (its `y`, its aux, state that is not split) is one value for all: each IPU's own would pass
-for it.
+A collective over "ipu" waits until every IPU of the replica reaches it. It is refused in a local stage, which only one
+IPU runs, and, in a concurrent stage, inside a branch or a loop whose predicate may differ between IPUs. The results of
+a concurrent stage (its `y`, its aux, state that is not sharded) must be the same on all IPUs. Nothing at run time would
+notice that they differ, so it is checked here.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,16 @@ _WHO = {IPU_AXIS: "IPUs", REPLICA_AXIS: "replicas"}
 
 
 def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weights: int) -> list[bool]:
-    """Return, per output of a segment's F or B, whether it may differ between IPUs; none of a local segment's does.
+    """Return, per output of a segment's F or B, whether it may differ between IPUs (never for a local segment).
 
     Args:
         segment: whose trace it is.
         jaxpr: its F or its B.
-        inputs: per input, whether IPUs hold unlike values.
-        weights: how many of the first inputs all replicas hold alike; the others are each replica's own.
+        inputs: per input, whether its value may differ between IPUs.
+        weights: how many of the first inputs are the same on all replicas; the others are each replica's own.
 
     Raises:
-        ValueError: some IPUs, or some replicas, would wait for others that don't come; names the stage, the primitive
-            and the mend.
+        ValueError: a collective that only some IPUs or replicas reach; names the stage, the primitive and the mend.
     """
     if any(waits(eqn, REPLICA_AXIS) for eqn in all_equations(jaxpr)) and lax.axis_size(REPLICA_AXIS) > 1:
         own = [i >= weights for i in range(len(jaxpr.invars))]
@@ -55,8 +54,8 @@ def _refuse_branch(segment: Segment, eqn: Any, inside: str, axis: str) -> None:
     )
 
 
-def refuse_unlike(segment: Segment, what: str, differs: bool) -> None:
-    """Refuse a value of a concurrent segment that each IPU has another of.
+def refuse_differing(segment: Segment, what: str, differs: bool) -> None:
+    """Refuse a result of a concurrent segment that may differ between IPUs.
 
     Raises:
         ValueError: names the stage, the value and the mend.

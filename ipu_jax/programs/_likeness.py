@@ -1,8 +1,8 @@
-"""Tells whether two traced programs compute the same of their arguments, so that one can run for both.
+"""Decide whether two traced programs compute the same function, so that one can run for both.
 
-Two programs are alike where they say the same and hold the same: equal text, equal literals and constants, and equal
-parameters of every equation. A parameter that is neither a plain value nor a program, such as a host callback or an
-exported function, is equal to itself alone, unless its own type says what equality is.
+They do if their jaxprs have equal text, equal literals and constants, and equal parameters of every equation. A
+parameter that is neither a plain value nor a jaxpr, such as a host callback or an exported function, equals only
+itself, unless its type defines equality.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from ipu_jax._jaxprs import CHECKPOINTS
 
 _SMALL = 4096  # numbers; larger constants are not compared
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic, type(None))
-# parameters that say how a derivative is taken: what runs here has been through that
+# parameters that define derivatives: these programs have been differentiated already
 _RULES = {
     "custom_jvp_call": ("jvp_jaxpr_fun", "jvp_jaxpr_thunk"),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
@@ -31,28 +31,28 @@ _RULES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """The text and the constants of a program; equal for programs that compute the same."""
+    """Hold the text and the constants of programs; equal signatures mean programs that compute the same function."""
 
-    said: tuple[Any, ...]
-    held: tuple[Any, ...]
+    texts: tuple[Any, ...]
+    constants: tuple[Any, ...]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Signature) or self.said != other.said or len(self.held) != len(other.held):
+        if not isinstance(other, Signature) or self.texts != other.texts or len(self.constants) != len(other.constants):
             return False
-        return all(_equal(one, two) for one, two in zip(self.held, other.held, strict=True))
+        return all(_equal(one, two) for one, two in zip(self.constants, other.constants, strict=True))
 
     def __hash__(self) -> int:
-        return hash(self.said[0])
+        return hash(self.texts[0])
 
 
 def signature_of(programs: Sequence[Any], *more: Any) -> Signature | None:
-    """Return the signature of closed jaxprs, and of what else must be equal; None where they hold large constants."""
-    held = [thing for closed in programs for thing in _held(closed)]
-    if any(isinstance(thing, _Array) and thing.is_large for thing in held):
+    """Return the signature of closed jaxprs and of `more`, or None if they contain large constants."""
+    constants = [thing for closed in programs for thing in _constants_of(closed)]
+    if any(isinstance(thing, _Array) and thing.is_large for thing in constants):
         return None
-    # an address says which object it is: the object itself stands among what is held
+    # an address in the text names an object, which is compared itself, among the constants
     texts = tuple(re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in programs)
-    return Signature((texts, *more), tuple(held))
+    return Signature((texts, *more), tuple(constants))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _Array:
         return np.size(self.value) > _SMALL
 
 
-def _held(closed: Any) -> Iterator[Any]:
-    """Yield the constants, the literals and the parameters of a program and of those inside it."""
+def _constants_of(closed: Any) -> Iterator[Any]:
+    """Yield the constants, literals and parameters of a jaxpr and of the jaxprs inside it."""
     jaxpr = closed.jaxpr if hasattr(closed, "jaxpr") else closed
     yield from map(_Array, getattr(closed, "consts", ()))
     for eqn in jaxpr.eqns:
@@ -78,7 +78,7 @@ def _held(closed: Any) -> Iterator[Any]:
 
 def _parameter(value: Any) -> Iterator[Any]:
     if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-        yield from _held(value)
+        yield from _constants_of(value)
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from _parameter(part)
@@ -97,7 +97,7 @@ def _equal(one: Any, two: Any) -> bool:
         return _same_bits(one.value, two.value)
     try:
         return bool(one == two)
-    except Exception:  # an equality that raises tells nothing
+    except Exception:  # an equality that raises decides nothing
         return False
 
 

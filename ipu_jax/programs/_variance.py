@@ -1,9 +1,9 @@
-"""Which values of a traced program may differ along a mesh axis, and who might wait for ever.
+"""Find which values of a traced program may differ along a mesh axis, and which collectives might wait for ever.
 
-A value that is computed of what all devices of the axis hold alike is alike on all of them; a shard, a device's own
-number and all that is computed of them may differ, until a collective such as psum or all_gather makes one value of
-them. A branch or a loop decided by what differs is taken by some devices only: no collective over the axis may stand in
-it, and what it gives differs.
+A value computed from values that are the same on all devices of the axis is itself the same on all of them. A shard, a
+device's own index, and everything computed from these may differ, until a collective such as psum or all_gather makes
+one value of them. If the predicate of a branch or a loop may differ, only some devices may run its body: a collective
+over the axis inside it is refused, and its results may differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from jax.extend import core
 
 from ipu_jax._jaxprs import all_equations, closed_of, scan_parts
 
-# over the axis, these give every IPU the same
-_MAKES_ALIKE = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
-# their body is called once, with the equation's inputs in order
+# the result of these over the axis is the same on all devices
+_MAKES_EQUAL = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+# these call their body once, with the equation's inputs in order
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -48,14 +48,14 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> 
         jaxpr: an open jaxpr, traced with the axis in scope under `check_vma=False`.
         inputs: per input, whether it may differ.
         axis: the mesh axis.
-        refuse: called where only some devices may come to an equation that waits, with that and "cond" or "while"; it
-            raises.
+        refuse: called with an equation that waits and that only some devices may reach, and with "cond" or "while",
+            in which it is; it raises.
     """
     return _Axis(axis, refuse).differing(jaxpr, inputs)
 
 
 class _Axis:
-    """The rules of `differing`, for one axis."""
+    """Apply the rules of `differing` for one axis."""
 
     def __init__(self, axis: str, refuse: Refuse):
         self.axis, self.refuse = axis, refuse
@@ -67,32 +67,32 @@ class _Axis:
             return [not isinstance(v, core.Literal) and v in differs for v in atoms]
 
         for eqn in jaxpr.eqns:
-            given = of(eqn.invars)
-            differs.update(v for v, may in zip(eqn.outvars, self._outputs(eqn, given), strict=True) if may)
-            if any(given):  # what is written into a Ref
+            of_inputs = of(eqn.invars)
+            differs.update(v for v, may in zip(eqn.outvars, self._outputs(eqn, of_inputs), strict=True) if may)
+            if any(of_inputs):  # the value may be written into a Ref
                 differs.update(v for v in eqn.invars if not isinstance(v, core.Literal) and _is_ref(v))
         return of(jaxpr.outvars)
 
-    def _outputs(self, eqn: Any, given: list[bool]) -> list[bool]:
+    def _outputs(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name in _CALLS:
-            return self.differing(closed_of(eqn.params[_CALLS[name]]).jaxpr, given)
+            return self.differing(closed_of(eqn.params[_CALLS[name]]).jaxpr, of_inputs)
         if name == "cond":
-            return self._cond(eqn, given)
+            return self._cond(eqn, of_inputs)
         if name == "while":
-            return self._while(eqn, given)
+            return self._while(eqn, of_inputs)
         if name == "scan":
-            return self._scan(eqn, given)
+            return self._scan(eqn, of_inputs)
         if name == "axis_index":
             return [_is_over(eqn, self.axis)] * count
         if waits(eqn, self.axis):
-            return [name not in _MAKES_ALIKE or eqn.params.get("axis_index_groups") is not None] * count
-        of_its_own = any(
-            _is_over(inner, self.axis) and inner.primitive.name not in _MAKES_ALIKE
+            return [name not in _MAKES_EQUAL or eqn.params.get("axis_index_groups") is not None] * count
+        brings_its_own = any(
+            _is_over(inner, self.axis) and inner.primitive.name not in _MAKES_EQUAL
             for jaxpr in core.jaxprs_in_params(eqn.params)
             for inner in all_equations(jaxpr)
         )
-        return [any(given) or of_its_own] * count
+        return [any(of_inputs) or brings_its_own] * count
 
     def _refuse_inside(self, jaxprs: Sequence[Any], name: str) -> None:
         for jaxpr in jaxprs:
@@ -100,20 +100,20 @@ class _Axis:
                 if waits(eqn, self.axis):
                     self.refuse(eqn, name)
 
-    def _cond(self, eqn: Any, given: list[bool]) -> list[bool]:
+    def _cond(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
         branches = [branch.jaxpr for branch in eqn.params["branches"]]
-        if given[0]:
+        if of_inputs[0]:
             self._refuse_inside(branches, "cond")
             return [True] * len(eqn.outvars)
-        of_branches = [self.differing(branch, given[1:]) for branch in branches]
+        of_branches = [self.differing(branch, of_inputs[1:]) for branch in branches]
         return [any(of_output) for of_output in zip(*of_branches, strict=True)]
 
-    def _while(self, eqn: Any, given: list[bool]) -> list[bool]:
+    def _while(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
         params = eqn.params
         predicate, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-        of_predicate, rest = given[: params["cond_nconsts"]], given[params["cond_nconsts"] :]
+        of_predicate, rest = of_inputs[: params["cond_nconsts"]], of_inputs[params["cond_nconsts"] :]
         of_body, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
-        while True:  # until no more of the carry is found to differ
+        while True:  # until no further part of the carry is found to differ
             (decides,) = self.differing(predicate, [*of_predicate, *carry])
             if decides:
                 self._refuse_inside([predicate, body], "while")
@@ -123,9 +123,13 @@ class _Axis:
                 return carry
             carry = after
 
-    def _scan(self, eqn: Any, given: list[bool]) -> list[bool]:
+    def _scan(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
         num_consts, num_carry = scan_parts(eqn.params)
-        consts, carry, xs = given[:num_consts], given[num_consts:][:num_carry], given[num_consts + num_carry :]
+        consts, carry, xs = (
+            of_inputs[:num_consts],
+            of_inputs[num_consts:][:num_carry],
+            of_inputs[num_consts + num_carry :],
+        )
         while True:
             found = self.differing(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
             after = [a or b for a, b in zip(carry, found[:num_carry], strict=True)]

@@ -1,13 +1,13 @@
-"""Adds the gradients that a traced backward computes to their accumulators, each part where it belongs.
+"""Run a traced backward and add each part of a gradient to the accumulator, at the place where it belongs.
 
     traced      da = scan(...) stacked       dpos = pad(dt)        dw = dw1 + dw2
     run here    per layer: sum_a[i] += da_i  sum_pos[:T] += dt     sum_w += dw1, sum_w += dw2
 
-So a scan over layers never stacks the gradients of all layers, and a gradient that is zero outside of a slice touches
-that slice alone. The jaxpr says which equation gives which part: a gradient is a sum of parts, and where nothing else
-reads a part, an equation that adds it to the accumulator in place takes the place of its own. Any other part is
-computed as traced, and added. JAX's way, `VJP.with_refs`, hands a scan's gradients to the wrong leaves in jax 0.10
-where some leaves have a `Ref` and others have none (docs/design/guards.md).
+So a scan over layers never stacks the gradients of all layers, and a gradient that is zero outside of a slice changes
+that slice of the accumulator only. A gradient is a sum of parts, and the jaxpr shows which equation computes each part.
+Where nothing else reads a part, its equation is replaced by one that adds to the accumulator in place. Any other part
+is computed as traced, and then added. JAX's own way, `VJP.with_refs`, adds a scan's gradients to the wrong leaves in
+jax 0.10 where some leaves have a `Ref` and others have none (docs/design/guards.md).
 """
 
 import collections
@@ -29,8 +29,8 @@ class Sum:
     """The accumulator of one leaf's gradient.
 
     Attributes:
-        total: an array of the leaf's shape, or a flat one whose first elements are the leaf's, of a float dtype that
-            holds the leaf's.
+        total: an array of the leaf's shape, or a flat one whose first elements are the leaf's; its float dtype is at
+            least as wide as the leaf's.
         shape: the leaf's.
     """
 
@@ -44,12 +44,12 @@ def add_gradients(
     """Run a backward and add its gradients to their accumulators.
 
     Args:
-        backward: a closed jaxpr whose outputs are `num_dx` others and then one gradient per entry of `sums`.
+        backward: a closed jaxpr whose outputs are `num_dx` other values, then one gradient per entry of `sums`.
         args: its arguments.
         num_dx: how many outputs come before the gradients.
         sums: the accumulators.
-        zero: a traced int32 0 that XLA does not know to be 0. It stands in the index of each update: XLA fuses an
-            update at a constant index into a loop over the whole array.
+        zero: an int32 that is 0, which XLA does not know. It is added to the index of each update, because XLA fuses
+            an update at a constant index into a loop over the whole array.
 
     Returns:
         `(new totals, the other outputs)`.
@@ -66,7 +66,7 @@ def add_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """A part of an accumulator: the entry of the leaf at some leading indices."""
+    """A part of an accumulator: the leaf's sub-array at some leading indices."""
 
     leaf: tuple[int, ...]
     flat: bool
@@ -81,11 +81,11 @@ class _View:
         return dataclasses.replace(self, index=(*self.index, i))
 
     def holds_in_one_piece(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a block of this shape lies in one piece of the accumulator, or can be cut out of it."""
+        """Return whether a block of this shape is contiguous in the accumulator, or the accumulator is not flat."""
         return not self.flat or shape[1:] == self.shape[1:]
 
     def add(self, total: Any, part: Any, at: Sequence[Any] | None = None) -> Any:
-        """Return the accumulator with a block added that begins `at` these indices of the view."""
+        """Return the accumulator with a block added, whose first element is `at` these indices of the view."""
         if part.shape == total.shape == self.leaf:
             return total + part.astype(total.dtype)
         at = (*self.index, *([0] * part.ndim if at is None else at))
@@ -102,7 +102,7 @@ class _View:
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """A variable that belongs to the view of accumulator `k`."""
+    """A variable whose value is to be added to a view of accumulator `k`."""
 
     var: Any
     k: int
@@ -110,13 +110,13 @@ class _Wanted:
 
 
 class _Walk:
-    """One program, and which of its equations give parts of gradients.
+    """Run one program, whose equations compute parts of gradients.
 
     Args:
         closed: the program.
         wanted: its gradients.
-        carried: per wanted variable, the input of which it is the sum with something else (a scan's carry), which is
-            the accumulator itself and so not added to it.
+        carried: inputs that are an accumulator themselves (a scan's carry, to which the body adds), and so are not
+            added to it.
     """
 
     def __init__(self, closed: Any, wanted: Sequence[_Wanted], carried: Sequence[Any] = ()):
@@ -124,7 +124,7 @@ class _Walk:
         read = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
         self.uses = collections.Counter(variables(read))
         self.made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        self.sums_alone: set[int] = set()  # equations that do nothing but sum parts
+        self.sums_alone: set[int] = set()  # equations that only add parts
         self.parts: dict[Any, list[_Wanted]] = {}
         self.literals: list[tuple[Any, _Wanted]] = []
         for want in wanted:
@@ -135,7 +135,7 @@ class _Walk:
                     self.parts.setdefault(part, []).append(want)
 
     def parts_of(self, var: Any, mark: bool = True) -> list[Any]:
-        """Return the variables that add up to `var`, and take note of the equations that add them."""
+        """Return the variables whose sum `var` is; if `mark`, note the equations that add them."""
         eqn = None if isinstance(var, core.Literal) or self.uses[var] > 1 else self.made_by.get(var)
         if eqn is None or not (eqn.primitive.name == "add_any" or _only_widens(eqn)):
             return [var]
@@ -150,7 +150,7 @@ class _Walk:
         return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and self.is_zero(eqn.invars[0])
 
     def run(self, args: Sequence[Any], totals: list[Any]) -> dict[Any, Any]:
-        """Return the values of all variables but the sums, and change `totals`."""
+        """Return the values of all variables except the sums of parts, and change `totals` in place."""
         jaxpr = self.closed.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self.closed.consts, *args], strict=True))
         for value, want in self.literals:
@@ -190,14 +190,14 @@ def _only_widens(eqn: Any) -> bool:
     return jnp.issubdtype(narrow, jnp.floating) and jnp.promote_types(narrow, wide) == wide
 
 
-# A rule returns the outputs that it computes as {position: value}, having added the others to `totals`; or None where
-# it does not apply. `own` has the outputs that are parts and that nothing else reads.
+# A rule adds the outputs in `own` (parts that nothing else reads) to `totals`, and returns the equation's other outputs
+# as {position: value}. It returns None, and changes nothing, where it does not apply.
 
 
 def _scan(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
-    """Add a row of a stacked output, or the next summand of a carry, in each iteration."""
+    """Add a row of a stacked output, or the next term of a carried sum, in each iteration."""
     params, body = eqn.params, eqn.params["jaxpr"]
     num_consts, num_carry = scan_parts(params)
     consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
@@ -243,7 +243,7 @@ def _scan(
 
 
 def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any]:
-    """Walk the body, behind the barrier that JAX's own lowering sets."""
+    """Run the body, behind the optimization barrier that JAX's own lowering sets."""
     body, barred = closed_of(eqn.params["jaxpr"]), eqn.params["prevent_cse"]
     barred = (barred,) * len(inputs) if isinstance(barred, bool) else barred
     if eqn.params["differentiated"] and any(barred):
@@ -268,11 +268,11 @@ def _pad(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], tota
 def _update_slice(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
-    """Add the gradient of a slice whose place is computed."""
+    """Add the gradient of a slice at a computed index."""
     part, view = inputs[1], own[0].view
     if not (walk.is_zero(eqn.invars[0]) and view.holds_in_one_piece(part.shape)):
         return None
-    # beyond the end a slice is moved back inside, and so must its gradient be
+    # a slice that reaches beyond the end is moved back inside, so its gradient is, too
     at = [jnp.clip(i, 0, size - n) for i, size, n in zip(inputs[2:], view.shape, part.shape, strict=True)]
     totals[own[0].k] = view.add(totals[own[0].k], part, at)
     return {}

@@ -1,8 +1,8 @@
-"""A segment: neighbouring stages of one place as one function, and what passes from one to the next.
+"""Join neighbouring stages of one place to a segment: one function from message to message.
 
-    Carried(y, skips)  ->  stage 3  ->  stage 4  ->  Carried(y, skips)
+    Message(y, skips)  ->  stage 3  ->  stage 4  ->  Message(y, skips)
 
-A skip that a stage sends travels in the message from stage to stage until the last stage that takes it.
+A skip that a stage sends travels in the message, from stage to stage, up to the last stage that takes it.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from ipu_jax.stage import Outputs, Role, Stage, naming
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """The message between stages: the result of one, and the skips on their way."""
+    """The message between stages: the result `y` of the last one, and the skips that later stages take."""
 
     y: Any
     skips: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 NO_MESSAGE = Message(None)
-"""What the first stage gets."""
+"""The message to the first stage: there is no y, only the micro-batch."""
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +40,13 @@ class MicrobatchInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Neighbouring stages that run where they stand, one after the other, without a message between them.
+    """Neighbouring stages in one place that run one after the other, with no message sent between them.
 
     Attributes:
         stages: in order.
         first: the number of its first stage.
-        onward: per stage, the skips that a later stage takes.
-        role: what it is run for.
+        onward: per stage, the names of the skips that later stages take.
+        role: "training" or "evaluation".
     """
 
     stages: tuple[Stage, ...]
@@ -71,12 +71,12 @@ class Segment:
         return " + ".join(stage.name for stage in self.stages)
 
     def __call__(
-        self, params: Mapping[str, Any], x: Message, given: MicrobatchInputs, state: Mapping[str, Any]
+        self, params: Mapping[str, Any], x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
     ) -> tuple[Message, dict[str, Any], dict[str, Any]]:
         """Return `(message, new state per group, aux per stage)`."""
         new_state, aux = dict(state), {}
         for number, (stage, onward, key) in enumerate(
-            zip(self.stages, self.onward, given.keys, strict=True), self.first
+            zip(self.stages, self.onward, inputs.keys, strict=True), self.first
         ):
             with naming(stage.name, number):
                 weights = None if stage.params is None else params[stage.params]
@@ -85,7 +85,7 @@ class Segment:
                     extra["state"] = new_state[stage.state]
                 if stage.takes:
                     extra["skips"] = {name: _taken(name, stage, x) for name in stage.takes}
-                out = stage.function(self.role)(weights, x.y, given.microbatch, **extra)
+                out = stage.function(self.role)(weights, x.y, inputs.microbatch, **extra)
                 out = out if isinstance(out, Outputs) else Outputs(out)
                 if stage.state is not None and self.role != "evaluation":
                     new_state[stage.state] = _checked_state(stage, out.state, extra["state"])
@@ -100,7 +100,7 @@ class Segment:
 
 
 def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the aux of both, per stage.
+    """Return the aux of both, by name of the stage.
 
     Raises:
         ValueError: two stages of one name return aux.
@@ -149,7 +149,7 @@ def _described(tree: Any) -> str:
 
 
 def whole(stages: tuple[Stage, ...], role: Role) -> Segment:
-    """Return all stages as one segment: the unsharded model."""
+    """Return one segment of all stages: the unsharded model."""
     return Segment(stages, 0, _onward(stages), role)
 
 
@@ -160,7 +160,7 @@ def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segm
 
 
 def segments_of(stages: tuple[Stage, ...], schedule: Schedule, role: Role = "training") -> tuple[Segment, ...]:
-    """Join neighbouring stages on one IPU, and neighbouring concurrent stages, that always run in the same tick."""
+    """Return segments of neighbouring stages that are in one place and always run in the same tick."""
     when = list(zip(schedule.forward, schedule.backward, schedule.weight or schedule.backward, strict=True))
     found: list[Segment] = []
     for number, (stage, onward) in enumerate(zip(stages, _onward(stages), strict=True)):
@@ -177,7 +177,7 @@ def _onward(stages: tuple[Stage, ...]) -> tuple[frozenset[str], ...]:
 
 
 def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict[str, Any]]:
-    """Return the loss, and the aux per stage, where the last stage may have returned `(loss, aux)`."""
+    """Return the loss and the aux by stage, given the last stage's result: a loss or `(loss, aux)`."""
     loss: Any = y
     if isinstance(y, tuple) and len(y) == 2:
         loss, aux = y[0], merged_aux(aux, {last.name: y[1]})
@@ -191,7 +191,7 @@ def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict
 
 
 def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:
-    """Return, per stage, its key, or None if it takes none: `key` with replica, micro-batch and stage folded in."""
+    """Return each stage's random key, `key` with replica, micro-batch and stage folded in; None if it takes none."""
     if key is None:
         return (None,) * len(stages)
     own = jax.random.fold_in(jax.random.fold_in(key, replica), microbatch)

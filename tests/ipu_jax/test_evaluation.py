@@ -10,14 +10,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, reference_value_and_grad
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 
 ROWS, D, M = 3, 4, 3
 
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 def normal(*shape: int, seed: int) -> np.ndarray:

@@ -259,7 +259,7 @@ ENGINE_FAULTS = {
         r"the gradient of params\['a'\] differs from .* by 0\.5 relative",
     ),
     "the state is dropped": (
-        lambda result, args: dataclasses.replace(result, state=args[2]),
+        lambda result, args: dataclasses.replace(result, state=args[1].state),
         r"the new state\['s'\] differs from .* by 1 relative, .* 0 instead of 3 \(1 of 1 leaves of state differ\)",
     ),
 }
@@ -279,8 +279,8 @@ def test_an_engine_with_a_fault_fails(monkeypatch, change, message):
 def test_other_keys_are_other_numbers(monkeypatch):
     run = engine.run
 
-    def wrong(plan, params, state, batch, key, **options):
-        return run(plan, params, state, batch, jax.random.fold_in(key, 1), **options)
+    def wrong(plan, args, **options):
+        return run(plan, dataclasses.replace(args, key=jax.random.fold_in(args.key, 1)), **options)
 
     monkeypatch.setattr(engine, "run", wrong)
     stage = Stage(lambda w, x, mb, *, key: jnp.mean(mb["x"]) * jax.random.uniform(key), random=True)

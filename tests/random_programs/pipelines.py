@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ipu_jax import Pipeline, Schedule, make_mesh, verify
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from random_programs import placed
 from random_programs.closeness import assert_close, coarsest, nudged
 from random_programs.dice import Dice
@@ -106,8 +106,8 @@ def parts(model: Model, result: Any) -> tuple[Any, dict[int, Any], Any, Any]:
 @contextlib.contextmanager
 def bubbles_of_nan() -> Iterator[None]:
     """What nothing was written to holds NaN, so that a bubble which leaks shows."""
-    before, engine.IDLE_FILL = engine.IDLE_FILL, float("nan")
+    before, _hooks.IDLE_FILL = _hooks.IDLE_FILL, float("nan")
     try:
         yield
     finally:
-        engine.IDLE_FILL = before
+        _hooks.IDLE_FILL = before

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from support.dense import Model, chain, largest_relative_error
 
 _ = None  # in a placement: a concurrent stage
@@ -21,7 +21,7 @@ _ = None  # in a placement: a concurrent stage
 
 @pytest.fixture(autouse=True)
 def nan_in_bubbles(monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 def assert_equals_its_twin(model: Model, ipus: int, options: dict[str, Any], rtol: float = 1e-5) -> Pipeline:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from ipu_jax.schedules import SCHEDULES, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
 
@@ -18,7 +18,7 @@ CLASSES = 7
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 def layer(params, x, microbatch):
@@ -126,7 +126,7 @@ def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places,
     params = pipeline.shard({"first": weights(3, 3, 0)["w"], "last": weights(3, 2, 1)["w"]})
     batch = np.random.default_rng(2).normal(size=(micro_batches, 5, 3)).astype(np.float32)
     plan = pipeline.plan_step(params, batch)
-    assert (1, 2) in plan.teams
+    assert (1, 2) in plan.classes
     assert {"F": [plan.queue(i - 1, "F") for i in (1, 2)], "B": [plan.queue(i, "B") for i in (1, 2)]} == waiting
     verify(pipeline, params, batch)
 

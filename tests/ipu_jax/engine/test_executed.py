@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Schedule, Task
-from ipu_jax.engine import _tasks as tasks
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from ipu_jax.schedules import SCHEDULES, make_schedule
 from ipu_jax.schedules._timetable import Kind
 from support.dense import chain
@@ -27,8 +26,8 @@ def seen(monkeypatch):
         with lock:
             found.append((int(replica), int(ipu), int(tick), kind, int(stage), int(microbatch)))
 
-    monkeypatch.setattr(tasks, "WATCH", watch)
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "WATCH", watch)
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
     return found
 
 

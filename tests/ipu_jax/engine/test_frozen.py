@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from support.dense import largest_relative_error
 from support.harness import exactly
 from support.layers import ROWS, D, loss_layer, normal
@@ -18,7 +18,7 @@ from support.layers import ROWS, D, loss_layer, normal
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 # frozen weights and mixed dtypes

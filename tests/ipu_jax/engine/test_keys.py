@@ -11,14 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from support.dense import largest_relative_error
 from support.layers import ROWS, D, loss_layer, normal
 
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 # random keys

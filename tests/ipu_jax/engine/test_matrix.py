@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from ipu_jax import Pipeline, make_mesh
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from ipu_jax.schedules import SCHEDULES, make_schedule
 from support.dense import Model, chain, largest_relative_error
 
@@ -99,7 +99,7 @@ _ALWAYS = 16  # each was chosen for the most pairs that those before it miss
     ids=["-".join(map(str, case)) for case in CASES],
 )
 def test_equals_the_dense_twin(case, monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
     schedule, ipus, micro_batches, like, concurrent, recompute, replicas, reduction = case
     model: Model = model_of(schedule, ipus, micro_batches, like, concurrent, recompute, replicas)
     pipeline = Pipeline(

@@ -108,7 +108,7 @@ def products(jaxpr: Any, times: int = 1) -> int:
 
 @pytest.mark.parametrize("fn", [one_by_one, scanned, jax.jit(scanned), backwards], ids=lambda fn: fn.__name__)
 def test_w_makes_the_products_of_the_weights_gradients_and_b_the_others(fn):
-    programs = cut(fn)[0].programs
+    programs = cut(fn)[0].jaxprs
     assert {kind: products(program.jaxpr) for kind, program in programs.items()} == {"F": 3, "B": 3, "W": 3}
 
 
@@ -117,13 +117,13 @@ def test_w_makes_the_products_of_the_weights_gradients_and_b_the_others(fn):
     [(scanned, "all", 3), (remat_scanned, "none", 3), (remat_scanned, "all", 6), (jax.jit(scanned), "all", 3)],
 )
 def test_what_is_recomputed_is_recomputed_in_b_alone(fn, recompute, again):
-    programs = cut(fn, recompute)[0].programs
+    programs = cut(fn, recompute)[0].jaxprs
     assert products(programs["B"].jaxpr) <= 3 + again
     assert products(programs["W"].jaxpr) == 3
 
 
 def test_the_cut_of_a_scan_is_one_gradient_a_layer_and_no_weight():
-    assert [made.shape for made in cut(scanned)[0].cut] == [(LAYERS, ROWS, D)]
+    assert [made.shape for made in cut(scanned)[0].weight_residuals] == [(LAYERS, ROWS, D)]
 
 
 ALONE = {
@@ -138,10 +138,10 @@ ALONE = {
 def test_what_is_computed_of_weights_and_micro_batch_alone_is_computed_in_b_and_w_and_not_cut(fn, recompute):
     """dx and dw need it both; of dy alone W has no other way to know."""
     given = MicrobatchInputs(jax.ShapeDtypeStruct((ROWS, D), "float32"), (None,))
-    assert [made.shape for made in cut(fn, recompute, given)[0].cut] == [(ROWS, D)]
+    assert [made.shape for made in cut(fn, recompute, given)[0].weight_residuals] == [(ROWS, D)]
 
 
 def test_a_policy_decides_what_b_finds():
     kept = functools.partial(cut, scanned)
     saving = kept(jax.checkpoint_policies.everything_saveable)[0]
-    assert products(saving.programs["B"].jaxpr) < products(kept("all")[0].programs["B"].jaxpr)
+    assert products(saving.jaxprs["B"].jaxpr) < products(kept("all")[0].jaxprs["B"].jaxpr)

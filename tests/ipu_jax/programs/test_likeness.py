@@ -196,9 +196,9 @@ def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(
     slots = {g.name: g.leaves[0].slot for g in params.layout.groups}
     assert (slots["w1"] != slots["w2"]) == crowded
     plan = pipeline.plan_step(params, BATCH)
-    assert plan.halves[3].signature == plan.halves[4].signature
-    assert plan.lanes[2] == plan.lanes[3] == plan.lanes[4]
-    assert ((3, 4) in plan.teams) == (not crowded)
+    assert plan.programs[3].signature == plan.programs[4].signature
+    assert plan.channel_of[2] == plan.channel_of[3] == plan.channel_of[4]
+    assert ((3, 4) in plan.classes) == (not crowded)
     loss, gradients = pipeline.value_and_grad(params, BATCH)
 
     def dense(params):

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.engine import scan as engine
+from ipu_jax.engine import _hooks
 from ipu_jax.schedules import Schedule, make_schedule
 from support.dense import chain, largest_relative_error
 
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 # lock-step: the sum over the phases of what the busiest IPU takes in each

@@ -1,0 +1,123 @@
+"""The carry of the staged scan: the arrays that one IPU keeps from tick to tick."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.engine import _hooks
+from ipu_jax.engine.plan import Plan
+from ipu_jax.engine.stash import Stash
+from ipu_jax.programs.segment_program import split_floats
+from ipu_jax.weights.packing import Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one IPU's program.
+
+    Attributes:
+        params, state: this IPU's shards; a slot is (1, *slot.shape).
+        batch: leaves (M, micro-batch, ...), the same on every IPU of the replica.
+        key: a random key, the same on all replicas, or None.
+        loss_cotangent: the cotangent of one micro-batch's loss.
+        backward: whether to compute gradients and change the state; otherwise only F runs.
+    """
+
+    params: Sharded
+    state: Sharded
+    batch: Any
+    key: Any
+    loss_cotangent: Any
+    backward: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """Hold what one IPU keeps from tick to tick. A pytree.
+
+    A guard carries a part of it, in which the other fields are None.
+
+    Attributes:
+        guards_run: int32, how many guards were active so far.
+        y, dx: per channel, the message and the gradient that this IPU computed last.
+        y_received, dx_received: per channel that crosses IPUs, those that it received last; None for other channels.
+        loss: the sum over micro-batches so far.
+        aux: per segment, the aux of every micro-batch.
+        model_state: the state of the model's stages: `(slots, leaves per concurrent group)`.
+        stash: the buffers of `Stash`.
+        sums: per slot, the sum of gradients so far, None for a slot without trained weights.
+        concurrent_sums: the same per leaf of each concurrent group.
+    """
+
+    guards_run: Any = None
+    y: Any = None
+    y_received: Any = None
+    dx: Any = None
+    dx_received: Any = None
+    loss: Any = None
+    aux: dict[int, Any] = dataclasses.field(default_factory=dict)
+    model_state: Any = None
+    stash: Any = None
+    sums: Any = None
+    concurrent_sums: Any = None
+
+    def part(self, names: Iterable[str], *, aux_of: int | None = None) -> "Carry":
+        """Return these fields alone, and the aux of one segment."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Carry(**fields, aux={} if aux_of is None else {aux_of: self.aux[aux_of]})
+
+    def with_part(self, part: "Carry") -> "Carry":
+        """Return this carry with the fields of a part in the place of its own."""
+        fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name != "aux"}
+        changed = {name: value for name, value in fields.items() if value is not None}
+        return dataclasses.replace(self, **changed, aux={**self.aux, **part.aux})
+
+
+def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
+    """Return the carry of the first tick: zero sums, and channels and stash without a message."""
+    crossing = [bool(channel.pairs) for channel in plan.channels]
+    messages = [jax.tree.map(_idle, channel.message) for channel in plan.channels]
+    count = plan.schedule.micro_batches
+    carry = Carry(
+        guards_run=jnp.int32(0),
+        y=messages,
+        y_received=[message if crosses else None for message, crosses in zip(messages, crossing, strict=True)],
+        loss=jnp.zeros((), jnp.promote_types(plan.programs[-1].y.dtype, jnp.float32)),
+        aux={
+            i: jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), program.aux)
+            for i, program in enumerate(plan.programs)
+        },
+        model_state=([slot[0] for slot in args.state.slots], args.state.concurrent),
+    )
+    if not args.backward:
+        return carry
+    gradients = [[_idle(leaf) for leaf in split_floats(channel.message)[0]] for channel in plan.channels]
+    trained = args.params.layout.trainable_slots
+    return dataclasses.replace(
+        carry,
+        dx=gradients,
+        dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
+        stash=jax.tree.map(_idle, stash.shapes),
+        sums=[_zero_sum(slot[0]) if k in trained else None for k, slot in enumerate(args.params.slots)],
+        concurrent_sums={
+            group.name: [
+                None if leaf.frozen else _zero_sum(value)
+                for leaf, value in zip(group.leaves, args.params.concurrent[group.name], strict=True)
+            ]
+            for group in args.params.layout.groups
+            if group.ipu is None
+        },
+    )
+
+
+def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    fill = _hooks.IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
+    return jnp.full(shape.shape, fill, shape.dtype)
+
+
+def _zero_sum(leaf: Any) -> jax.Array:
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
