@@ -1,4 +1,4 @@
-"""Collectives that the engine and training share."""
+"""Communicate between IPUs or replicas: the collectives that the engine and training share."""
 
 from typing import Any
 
