@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from sharded_ops import to_all
 
 
 def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
@@ -14,13 +15,7 @@ def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
 
     Communicates one psum per leaf.
     """
-    own = lax.axis_index(axis)
-
-    def one(leaf: jax.Array) -> jax.Array:
-        bits = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
-        return lax.psum(jnp.where(own == source, bits, jnp.zeros_like(bits)), axis).astype(leaf.dtype)
-
-    return jax.tree.map(one, tree)
+    return jax.tree.map(lambda leaf: to_all(leaf, source, axis), tree)
 
 
 def state_over_replicas(tree: Any) -> Any:
