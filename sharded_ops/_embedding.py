@@ -107,7 +107,7 @@ def embedding(
     return reduce_to_all(found, axis) if reduction == "sum" else reduce_scatter_tokens(found, axis)
 
 
-def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
+def take_along_last_dim(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
     """Pick one entry of the last dim, which is split over the IPUs of `axis`, for each of the other dims' places.
 
     The sharded `jnp.take_along_axis(x, indices[..., None], axis=-1)[..., 0]`.
@@ -134,7 +134,7 @@ def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = 
         >>> from jax.sharding import AxisType, PartitionSpec as P
         >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> x_NV = jnp.arange(8.0).reshape(2, 4)
-        >>> op = partial(take_last, size=4)
+        >>> op = partial(take_along_last_dim, size=4)
         >>> pick = jax.shard_map(op, mesh=mesh, in_specs=(P(None, "ipu"), P()), out_specs=P())
         >>> print(jax.jit(pick)(x_NV, jnp.array([3, 0])))
         [3. 4.]

@@ -14,7 +14,7 @@ def embedding(table: Any, ids: Any, *, exact: bool) -> Any:
     return jnp.einsum("...v,vd->...d", rows.astype(table.dtype), table)
 
 
-def take_last(x: Any, ids: Any, *, exact: bool) -> Any:
+def take_along_last_dim(x: Any, ids: Any, *, exact: bool) -> Any:
     chosen = jnp.arange(x.shape[-1]) == ids[..., None].astype(jnp.int32)
     return jnp.where(chosen, x, 0).sum(-1)
 

@@ -104,12 +104,12 @@ def _embedding(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     )
 
 
-def _take_last(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+def _take_along_last_dim(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     draw = _Draw(dice, ipus, parts, dtype)
     x, ids = draw.floats(*draw.tokens, draw.v), draw.ids(draw.v, beyond=True)
     return Given(
-        lambda x, ids: sharded_ops.take_last(x, ids, size=draw.v),
-        dense_ops.take_last,
+        lambda x, ids: sharded_ops.take_along_last_dim(x, ids, size=draw.v),
+        dense_ops.take_along_last_dim,
         ("x", "indices"),
         (x, ids),
         (draw.last(x.ndim), P("data")),
@@ -374,7 +374,7 @@ def _chosen(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
 
 OPS: dict[str, Callable[[Dice, int, int, str], Given]] = {
     "embedding": _embedding,
-    "take_last": _take_last,
+    "take_along_last_dim": _take_along_last_dim,
     "matmul columns": _columns,
     "matmul rows": _rows,
     "tied_projection": _tied_projection,

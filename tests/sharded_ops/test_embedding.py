@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, embedding, take_last
+from sharded_ops import Split, embedding, take_along_last_dim
 from support.harness import (
     a_few_cases,
     assert_close,
@@ -48,7 +48,7 @@ def _dense_embedding(table, ids):
     return jnp.where(inside[..., None], table[jnp.clip(ids, 0, size - 1)], 0)
 
 
-def _dense_take_last(x, indices):
+def _dense_take_along_last_dim(x, indices):
     size = x.shape[-1]
     inside = (indices >= 0) & (indices < size)
     picked = jnp.take_along_axis(x, jnp.clip(indices, 0, size - 1)[..., None], axis=-1)[..., 0]
@@ -133,15 +133,17 @@ def test_embedding_split_by_features(mode, n, size, dtype, seed, data):
 @every_case
 @examples
 @given(seed=seeds, data=st.data())
-def test_take_last(mode, n, size, dtype, seed, data):
+def test_take_along_last_dim(mode, n, size, dtype, seed, data):
     split = Split(size, n)
     x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3), dtype)
     indices = np.array(data.draw(_indices(size)), np.int32).reshape(2, 3)
 
     spec = split.spec(2, 3, "ipu")
-    out, (dx,) = sharded_vjp(take_last, mode, n, [padded(split, x, 2)], [indices], in_specs=(spec,), ct=ct, size=size)
+    out, (dx,) = sharded_vjp(
+        take_along_last_dim, mode, n, [padded(split, x, 2)], [indices], in_specs=(spec,), ct=ct, size=size
+    )
 
-    want, (want_dx,) = dense_vjp(_dense_take_last, [x], [indices], ct=ct)
+    want, (want_dx,) = dense_vjp(_dense_take_along_last_dim, [x], [indices], ct=ct)
     np.testing.assert_array_equal(out, want)
     # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
     assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
@@ -181,7 +183,7 @@ def test_each_sends_what_it_says(typed):
     # The result of 5 lookups is (5, 3) float32, that of 5 picks (5,).
     for op, x, in_spec, size in (
         (embedding, jnp.ones((4, 3)), P("ipu"), 60),
-        (take_last, jnp.ones((5, 4)), P(None, "ipu"), 20),
+        (take_along_last_dim, jnp.ones((5, 4)), P(None, "ipu"), 20),
     ):
         assert sent(op, x, in_spec) == ([("all-reduce", size)], [] if typed else [("all-reduce", size)])
 
@@ -266,20 +268,20 @@ def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
             "in_specs=Split(size=5, parts=2).spec(1, 2, 'ipu')",
         ),
         (
-            lambda x, ids: take_last(x, ids, size=4),
+            lambda x, ids: take_along_last_dim(x, ids, size=4),
             "indices has shape (3,), but a shard of shape (2, 2) takes one index for each of its rows: give shape (2,)",
         ),
         (
-            lambda x, ids: take_last(x, ids[:2] == 0, size=4),
+            lambda x, ids: take_along_last_dim(x, ids[:2] == 0, size=4),
             "indices has dtype bool, but indices must be integers: use int32",
         ),
         (
-            lambda x, ids: take_last(x, ids[:2] + lax.axis_index("ipu"), size=4),
+            lambda x, ids: take_along_last_dim(x, ids[:2] + lax.axis_index("ipu"), size=4),
             "indices varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
             "don't name 'ipu', or use to_all or from_all on it first",
         ),
         (
-            lambda x, ids: take_last(x, ids[:2], size=7),
+            lambda x, ids: take_along_last_dim(x, ids[:2], size=7),
             "x_shard has shape (2, 2) on each IPU, with 2 rows in dim -1, but size=7 over the 2 IPUs of axis 'ipu' "
             "takes 4: pad the whole array with Split(size=7, parts=2).pad(array, -1) and shard it with "
             "in_specs=Split(size=7, parts=2).spec(-1, 2, 'ipu')",

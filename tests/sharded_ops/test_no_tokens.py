@@ -25,7 +25,7 @@ from sharded_ops import (
     sample,
     scatter_tokens,
     softmax,
-    take_last,
+    take_along_last_dim,
     tied_projection,
     to_all,
     top_k,
@@ -49,7 +49,7 @@ OPS = {
     "embedding": (lambda t: embedding(t, IDS, size=V), [(TABLE, ROWS)], OF_REPLICA, (0, D)),
     "embedding-scatter": (lambda t: embedding(t, IDS, size=V, reduction="scatter"), [(TABLE, ROWS)], CUT, (0, D)),
     "embedding-features": (lambda t: embedding(t, IDS, size=V, split="features"), [(W, COLUMNS)], BOTH, (0, V)),
-    "take_last": (lambda x: take_last(x, IDS, size=V), [(X, BOTH)], OF_REPLICA, (0,)),
+    "take_along_last_dim": (lambda x: take_along_last_dim(x, IDS, size=V), [(X, BOTH)], OF_REPLICA, (0,)),
     "matmul": (
         lambda x, w, b: matmul(x, w, bias=b, size=V),
         [(HIDDEN, OF_REPLICA), (W, COLUMNS), (BIAS, ROWS)],

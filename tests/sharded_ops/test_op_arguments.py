@@ -31,7 +31,7 @@ from sharded_ops import (
     sample,
     scatter_tokens,
     softmax,
-    take_last,
+    take_along_last_dim,
     tied_projection,
     to_all,
     top_k,
@@ -47,7 +47,7 @@ OF_ROWS, OF_COLUMNS, ALL = P("ipu"), P(None, "ipu"), P()
 # Per op: itself, its arrays with their names and how they lie on 2 IPUs, its other arguments, and its result's spec.
 OPS = {
     "embedding": (embedding, {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)}, {"size": 8}, ALL),
-    "take_last": (take_last, {"x_shard": (X, OF_COLUMNS), "indices": (IDS, ALL)}, {"size": 8}, ALL),
+    "take_along_last_dim": (take_along_last_dim, {"x_shard": (X, OF_COLUMNS), "indices": (IDS, ALL)}, {"size": 8}, ALL),
     "matmul": (
         matmul,
         {"x": (HIDDEN, OF_ROWS), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
@@ -244,7 +244,7 @@ NAME = [
 # Every op takes an axis, and no array of any op may be a list; what else it takes stands here.
 BAD = {
     "embedding": SIZE + NO_SIZE + SPLIT_OF_TABLE + REDUCTION,
-    "take_last": SIZE + NO_SIZE,
+    "take_along_last_dim": SIZE + NO_SIZE,
     "matmul": SIZE + TOKENS + SPLIT_OF_WEIGHT + REDUCTION,
     "tied_projection": SIZE + NO_SIZE,
     "rms_norm": SIZE + NO_SIZE + EPSILON,

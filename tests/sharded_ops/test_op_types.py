@@ -27,7 +27,7 @@ from sharded_ops import (
     sample,
     scatter_tokens,
     softmax,
-    take_last,
+    take_along_last_dim,
     tied_projection,
     to_all,
     top_k,
@@ -60,8 +60,8 @@ OPS = {
         functools.partial(embedding, size=D, split="features"),
         {"table": (_zeros(V, D // 2), SPLIT), "ids": (_ints(N), WHOLE)},
     ),
-    "take_last": (
-        functools.partial(take_last, size=V),
+    "take_along_last_dim": (
+        functools.partial(take_along_last_dim, size=V),
         {"x_shard": (_zeros(N, V // 2), SPLIT), "indices": (_ints(N), WHOLE)},
     ),
     "matmul": (matmul, {"x": (_zeros(N, D), WHOLE), "w": (_zeros(D, V // 2), SPLIT), "bias": (_zeros(V // 2), SPLIT)}),

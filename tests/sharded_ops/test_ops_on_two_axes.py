@@ -33,7 +33,7 @@ from sharded_ops import (
     sample,
     scatter_tokens,
     softmax,
-    take_last,
+    take_along_last_dim,
     tied_projection,
     to_all,
     top_k,
@@ -123,7 +123,7 @@ def _embedding(table, ids, ct):
     return np.where(known[:, None], table[np.where(known, ids, 0)], 0), (dtable,)
 
 
-def _take_last(x, indices, ct):
+def _take_along_last_dim(x, indices, ct):
     picked, dx = np.zeros(len(x)), np.zeros_like(x)
     for token, column in enumerate(indices):
         if 0 <= column < x.shape[1]:
@@ -231,13 +231,13 @@ CASES = [
         True,
     ),
     Case(
-        "take_last",
-        lambda x, i: take_last(x, i, size=COLUMNS),
+        "take_along_last_dim",
+        lambda x, i: take_along_last_dim(x, i, size=COLUMNS),
         ((TOKENS, COLUMNS),),
         (BOTH,),
         OF_REPLICA,
         (TOKENS,),
-        _take_last,
+        _take_along_last_dim,
         True,
     ),
     Case(

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, embedding, log_softmax, log_softmax_cross_entropy, matmul, take_last
+from sharded_ops import Split, embedding, log_softmax, log_softmax_cross_entropy, matmul, take_along_last_dim
 from support.harness import (
     assert_close,
     collectives,
@@ -120,9 +120,9 @@ def test_with_replicas_on_another_axis_gradients_are_those_of_the_whole_batch(ty
     assert_close(unpadded(split, got[1][1], 1), want[1][1], 1, ROUNDINGS)
 
 
-def test_log_softmax_and_take_last_make_the_same_loss():
+def test_log_softmax_and_take_along_last_dim_make_the_same_loss():
     def apart(logits, labels):
-        return -take_last(log_softmax(logits, size=7), labels, size=7)
+        return -take_along_last_dim(log_softmax(logits, size=7), labels, size=7)
 
     split = Split(7, 3)
     logits, labels = normal(0, (TOKENS, 7)), np.array([0, 2, 3, 6, 7, -1], np.int32)
