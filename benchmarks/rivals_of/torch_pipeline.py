@@ -46,7 +46,7 @@ class TorchPipeline(Workers):
         self._micro_batches = {name: len(batch["labels"]) for name, batch in batches.items()}
 
     def result(self, batch: str, schedule: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the mean loss over the micro-batches, and the gradients of the sum of losses, named like the weights."""
+        """Return the mean loss over the micro-batches, and the gradients of the losses' sum, named like the weights."""
         self.order(do="result", batch=batch, count=self._micro_batches[batch], schedule=schedule, threads=1)
         found = {name: array for result in self.results() for name, array in result.items()}
         return found.pop("loss"), found
