@@ -1,4 +1,4 @@
-"""Lookups in a split dim against indexing of the whole array, with indices that nobody holds among them."""
+"""Test lookups in a split dim against indexing of the whole array, also with indices that are in no shard."""
 
 import functools
 from typing import Any
@@ -32,12 +32,12 @@ from support.harness import (
 TOKENS = 6
 FAR = (-(2**31), 2**31 - 1)
 
-# Takes what its type refuses, for tests of what it says to that.
+# Takes arguments that its type does not allow, for tests of the errors.
 _any_embedding: Any = embedding
 
 
 def _indices(size: int) -> st.SearchStrategy[list[int]]:
-    """Mostly real ones, often the same twice; negative ones, those just beyond the end, and the farthest of int32."""
+    """Return indices: mostly valid ones, with repetitions; negative ones, ones beyond the end, and int32's extremes."""
     each = st.one_of(st.integers(0, size - 1), st.integers(-size - 1, 2 * size), st.sampled_from(FAR))
     return st.lists(each, min_size=TOKENS, max_size=TOKENS)
 
@@ -70,8 +70,8 @@ def test_embedding(mode, n, size, dtype, seed, data):
 
     want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
     np.testing.assert_array_equal(out, want)
-    # A row's gradient adds up to 6 cotangents in the table's dtype, on each side in its own order, and untyped each of
-    # them is cut in n first.
+    # A row's gradient is the sum of up to 6 cotangents in the table's dtype, in another order on each side; untyped,
+    # each cotangent is divided by n first.
     bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
     assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS + n + 1)
 
@@ -145,7 +145,7 @@ def test_take_along_last_dim(mode, n, size, dtype, seed, data):
 
     want, (want_dx,) = dense_vjp(_dense_take_along_last_dim, [x], [indices], ct=ct)
     np.testing.assert_array_equal(out, want)
-    # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
+    # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
     assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
 
 
@@ -159,7 +159,7 @@ def test_ids_of_any_shape(shape):
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
 def test_ids_of_any_integer_dtype(dtype):
-    size = 200  # more rows than an int8 counts
+    size = 200  # more rows than an int8 can count
     table = normal(0, (size, 2))
     ids = np.array([0, 1, 126, 127, np.iinfo(dtype).min, np.iinfo(dtype).max]).astype(dtype)
     out = on_ipus(functools.partial(embedding, size=size), 4, (P("ipu"), P()), P())(table, ids)

@@ -1,4 +1,4 @@
-"""What the split cross-entropy sends and keeps, and how it goes with replicas and other ops."""
+"""Test what the split cross-entropy sends and keeps, and its use with replicas and other ops."""
 
 import functools
 
@@ -85,11 +85,11 @@ def test_the_backward_pass_keeps_the_logits_as_they_came_and_else_numbers_of_tok
     assert sum(leaf.dtype == jnp.float32 for leaf in kept if leaf.size == tokens) <= 3
 
 
-# In company
+# With replicas and other ops
 
 
 def _language_model(table, w, ids, labels, *, size):
-    """A tied-size embedding, a projection and the loss, all sharded over "ipu": the mean loss of the tokens."""
+    """Return the mean loss of the tokens, from an embedding, a projection and the loss, all sharded over "ipu"."""
     x = jnp.tanh(embedding(table, ids, size=size))
     losses = log_softmax_cross_entropy(matmul(x, w, size=size), labels, size=size)
     return losses.mean()
