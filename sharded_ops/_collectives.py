@@ -339,7 +339,7 @@ def _own_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(split.pad(x, dim), split.offset(lax.axis_index(axis)), split.local, dim)
 
 
-# A rule of its own, because lax's rule would all-reduce cotangents each of which is zero outside one IPU's slice.
+# A rule of its own, because lax's rule would all-reduce: it would sum cotangents that are zero outside an IPU's slice.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _typed_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
     return _own_slice(x, split, axis, dim)

@@ -74,12 +74,12 @@ class Layout:
             ValueError: `dims` is not a prefix of `tree`; a leaf does not have the dim named, is not an array or is a
                 random key; or two leaves have the same path.
         """
-        found: dict[str, LeafLayout] = {}
+        leaves: dict[str, LeafLayout] = {}
         for path, leaf, dim in _with_dims(tree, dims):
-            if path in found:
+            if path in leaves:
                 raise ValueError(f"two leaves have the path {path!r}: rename one, so that each has a path of its own")
-            found[path] = leaf_layout_of(path, leaf, dim)
-        return cls(found)
+            leaves[path] = leaf_layout_of(path, leaf, dim)
+        return cls(leaves)
 
     def of_state(self, state: Any, dims: Mapping[str, int | None] | None = None) -> "Layout":
         """Return the layout of an optimizer's state, or of another tree that contains trees like the parameters.
@@ -97,7 +97,7 @@ class Layout:
                 the leaf does not have.
         """
         given = dict(dims or {})
-        found: dict[str, LeafLayout] = {}
+        leaves: dict[str, LeafLayout] = {}
         for path, leaf, _ in _with_dims(state, None):
             shape, parameter = np.shape(leaf), self._parameter_of(path)
             if path in given:
@@ -112,10 +112,10 @@ class Layout:
                     f"{self.leaves[parameter].shape}: take the state of whole parameters, or say which dim of this one "
                     f"is split with dims={{{path!r}: ...}}"
                 )
-            found[path] = leaf_layout_of(path, leaf, dim)
+            leaves[path] = leaf_layout_of(path, leaf, dim)
         if given:
-            raise ValueError(f"dims names {min(given)!r}, which is no leaf of the state: give one of {sorted(found)}")
-        return Layout(found)
+            raise ValueError(f"dims names {min(given)!r}, which is no leaf of the state: give one of {sorted(leaves)}")
+        return Layout(leaves)
 
     def specs(self, tree: Any, axis: str) -> Any:
         """Return the `PartitionSpec` of each leaf of `tree`, for the in_specs and out_specs of a `shard_map`.
