@@ -1,12 +1,12 @@
-"""Sets jax up for every test and doctest: 8 virtual IPUs on the CPU, and no test that hangs in a collective.
+"""Set jax up for every test and doctest: 8 virtual IPUs on the CPU, and no test that hangs in a collective.
 
-It stands at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
-starts a jax backend, which is when these settings count; processes that a test starts inherit them.
+This file is at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
+starts a jax backend, since these settings have no effect afterwards. Processes that a test starts inherit them.
 
-Of the tests marked slow a sample runs: one in eight of each function's cases, or one in three of `slow(one_in=3)`, at
-least one of them, and every other time the only one; none of those marked slow(sampled=False), which take half a minute
-or more. Each run draws another sample, by a seed that it prints and that `--slow-seed` sets, so that in time all of
-them run. `pytest --slow=all` runs them all.
+Only a sample of the tests marked slow runs. It has one in eight of each function's cases, or one in three with
+`slow(one_in=3)`, but at least one; if a function has only one case, it runs every other time. Tests marked
+slow(sampled=False), which take half a minute or more, are never in the sample. Each run draws another sample, by a seed
+that it prints and that `--slow-seed` sets, so that in time all of them run. `pytest --slow=all` runs them all.
 """
 
 import os
@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-# When the IPUs of a collective don't all come, XLA waits for a minute or for ever. Here it says so after 20 s and ends
-# after 40 s. A quiet machine does with a tenth of that; but 8 virtual IPUs and several test workers on 2 cores keep an
-# honest collective waiting for seconds, and an abort ends the whole test worker.
+# If not all IPUs take part in a collective, XLA waits for a minute or for ever. Here it warns after 20 s and aborts
+# after 40 s. A tenth of that would do on a quiet machine. But with 8 virtual IPUs and several test workers on 2 cores,
+# a correct collective may wait for seconds, and an abort ends the whole test worker.
 _XLA_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=40 "
-    # Compiling is four fifths of the work. A program in one piece takes an eighth less of it than one in many, which
-    # XLA compiles side by side; here every core has a test worker already.
+    # Compiling is four fifths of the work. XLA splits a program into pieces to compile them in parallel, which adds
+    # an eighth to it. That gains nothing here, because every core already has a test worker.
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.slow_seed is None:
-        given: dict[str, Any] = getattr(config, "workerinput", {})  # a worker of xdist takes part in its master's run
+        given: dict[str, Any] = getattr(config, "workerinput", {})  # a worker of xdist uses the seed of its master
         config.option.slow_seed = given.get("slow_seed", random.SystemRandom().randrange(1000))
 
 
@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.slow == "all":
         return
     left_out: list[pytest.Item] = []
-    cases: dict[tuple[str, int], list[pytest.Item]] = {}  # of each slow function
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}  # the cases of each slow function
     for item in items:
-        markers = list(item.iter_markers("slow"))  # a case's own, and its function's
+        markers = list(item.iter_markers("slow"))  # the marks of the case itself, and those of its function
         if any(marker.kwargs.get("sampled") is False for marker in markers):
             left_out.append(item)
         elif markers:

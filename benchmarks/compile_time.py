@@ -1,7 +1,7 @@
-"""Does compiling a pipeline take longer with more micro-batches, or with more stages?
+"""Measure whether compiling a pipeline takes longer with more micro-batches, or with more stages.
 
-Like stages of four 1024x1024 relu layers each, on 8 virtual IPUs of which as many are used as there are stages. Once
-with XLA's part alone, and once with all that a first call waits for: tracing and lowering as well.
+All stages are alike: four 1024x1024 relu layers each. There are 8 virtual IPUs, of which one is used for each stage.
+One time is for XLA alone, the other for everything that a first call waits for, which includes tracing and lowering.
 
     python benchmarks/compile_time.py [--check]
 """
@@ -26,10 +26,10 @@ def mean_squared_error(_: None, y: Any, microbatch: Any) -> Any:
 
 
 class Program:
-    """A pipeline of like stages, and the least seconds that compiling it took."""
+    """A pipeline of equal stages, and the least number of seconds that compiling it took."""
 
     def __init__(self, stages: int, micro_batches: int):
-        # each stage is the same function, so that only their places tell them apart
+        # each stage is the same function, so that the stages differ only in their places
         self.pipeline = Pipeline(
             [
                 *(Stage(layers, params=f"part{i}", ipu=i) for i in range(stages)),
@@ -43,7 +43,7 @@ class Program:
         self.compile = self.all = float("inf")
 
     def measure(self) -> None:
-        jax.clear_caches()  # otherwise what was traced once is not traced again
+        jax.clear_caches()  # otherwise a function that was traced once is not traced again
         started = time.perf_counter()
         lowered = jax.jit(self.pipeline.value_and_grad).lower(self.params, self.batch)
         traced = time.perf_counter()

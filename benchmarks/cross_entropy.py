@@ -1,8 +1,9 @@
-"""What does the split projection and cross-entropy cost, beside the programs that people use? In turn, in one run.
+"""Compare the cost of the split projection and cross-entropy with that of commonly used programs.
 
-1024 tokens, 768 features, 32000 columns in float32, on 2 IPUs: mean loss and both gradients. Beside it the unsharded
-optax program on both cores; XLA's own partitioning of that (`jit` with the table's `NamedSharding`), which reduces
-three times; and torch's `loss_parallel` in two processes over gloo. `linear_cross_entropy` stands beside the same.
+Each program computes the mean loss and both gradients, for 1024 tokens, 768 features and 32000 columns in float32, on 2
+IPUs. The others are the unsharded optax program on both cores; XLA's own partitioning of that program (`jit` with the
+table's `NamedSharding`), which reduces three times; and torch's `loss_parallel` in two processes over gloo.
+`linear_cross_entropy` is compared with the unsharded program. All programs run in turn, in one run.
 
     python benchmarks/cross_entropy.py [--check]
 """
@@ -29,7 +30,7 @@ from sharded_ops import linear_cross_entropy, log_softmax_cross_entropy, tied_pr
 
 TOKENS, FEATURES, VOCABULARY = 1024, 768, 32000
 IPUS = 2
-THREADS = (1, 2)  # of each torch process; the figures take the better
+THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 ROUNDS = 8
 
 UNSHARDED, XLA, SPLIT = "the unsharded program", "XLA's own partitioning", "split"
@@ -48,7 +49,7 @@ def split(hidden_ND: Any, table_VD: Any, labels_N: Any) -> Any:
 
 
 def programs() -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Each compiled program by its name, and its arguments."""
+    """Return each compiled program by its name, and its arguments by the same name."""
     random = np.random.default_rng(0)
     hidden = random.normal(size=(TOKENS, FEATURES)).astype(np.float32)
     table = (random.normal(size=(VOCABULARY, FEATURES)) / np.sqrt(FEATURES)).astype(np.float32)
@@ -58,16 +59,16 @@ def programs() -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("ipu"))
     placed = jax.device_put((hidden, table, labels), (everywhere, rows, everywhere))
 
-    def of_each_ipu(op: Callable[..., Any]) -> Callable[..., Any]:
+    def mapped(op: Callable[..., Any]) -> Callable[..., Any]:
         return jax.shard_map(op, mesh=mesh, in_specs=(P(), P("ipu"), P()), out_specs=P())
 
     fused = partial(linear_cross_entropy, size=VOCABULARY, reduction="mean")
     losses = {
         UNSHARDED: dense,
         XLA: dense,
-        SPLIT: of_each_ipu(split),
-        BACKWARD: of_each_ipu(partial(fused, gradients="backward")),
-        FORWARD: of_each_ipu(fused),
+        SPLIT: mapped(split),
+        BACKWARD: mapped(partial(fused, gradients="backward")),
+        FORWARD: mapped(fused),
     }
     compiled, arguments = {}, {}
     for name, loss in losses.items():
@@ -115,7 +116,10 @@ def _difference(found: Any, expected: Any) -> float:
 
 
 def _compare(figures: Figures, steps: dict[str, Callable[[], Any]], torch: Workers | None) -> None:
-    """Rounds of a step of each, so that a noisy neighbour meets them all; after a warm-up, each one's least."""
+    """Add the figures of the costs: for each program, the least of several rounds after a warm-up round.
+
+    Each round runs one step of each program, so that other load on the machine affects all programs.
+    """
     costs: dict[str, list[Cost]] = {name: [] for name in steps}
     theirs: dict[int, list[Cost]] = {threads: [] for threads in THREADS}
     for round_ in range(ROUNDS + 1):
@@ -126,10 +130,12 @@ def _compare(figures: Figures, steps: dict[str, Callable[[], Any]], torch: Worke
         if torch is not None:
             for threads in THREADS:
                 theirs[threads] += torch.costs(threads=threads, steps=1)
-    found = {name: least(of_one) for name, of_one in costs.items()}
+    found = {name: least(measured) for name, measured in costs.items()}
     rivals = {UNSHARDED: found[UNSHARDED], XLA: found[XLA]}
     if torch is not None:
-        rivals["torch's loss_parallel"] = min((least(of_one) for of_one in theirs.values()), key=lambda cost: cost.wall)
+        rivals["torch's loss_parallel"] = min(
+            (least(measured) for measured in theirs.values()), key=lambda cost: cost.wall
+        )
     bounds = {UNSHARDED: 1.05, XLA: 1.00, "torch's loss_parallel": 0.90}
     for name, rival in rivals.items():
         figures.add(f"step time / {name}, split", found[SPLIT].wall / rival.wall, bounds[name])
@@ -137,8 +143,8 @@ def _compare(figures: Figures, steps: dict[str, Callable[[], Any]], torch: Worke
     for name, bound in ((BACKWARD, None), (FORWARD, 1.10)):
         figures.add(f"step time / {UNSHARDED}, {name}", found[name].wall / found[UNSHARDED].wall, bound)
         figures.add(f"  CPU work / {UNSHARDED}, {name}", found[name].cpu / found[UNSHARDED].cpu)
-    for name, of_one in costs.items():
-        spread = statistics.median(cost.wall for cost in of_one) / found[name].wall
+    for name, measured in costs.items():
+        spread = statistics.median(cost.wall for cost in measured) / found[name].wall
         figures.add(f"median / least step time, {name}", spread)
 
 

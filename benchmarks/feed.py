@@ -1,8 +1,9 @@
-"""The feed: does a step wait for its data? And how many bytes cross to the IPUs?
+"""Measure whether a step waits for the feed's data, and how many bytes are sent to the IPUs.
 
-Loss and gradients of the MNIST example, with batches that the feed makes and sends meanwhile, against the same step
-with batches that lie on the IPUs already: in turn in one run, in both modes. Also the feed without prefetch, and the
-feed alone. Data: $MNIST_DIR or an earlier download, else scikit-learn's digits.
+The step computes loss and gradients of the MNIST example. With batches that the feed makes and sends meanwhile, it is
+compared with the same step on batches that are already on the IPUs, in turn in one run, in both modes. The feed without
+prefetch and the feed alone are measured too. The data are $MNIST_DIR or an earlier download, else scikit-learn's
+digits.
 
     python benchmarks/feed.py [--check]
 """
@@ -19,14 +20,14 @@ from mnist_example.data import MNIST, load_mnist
 from mnist_example.model import MODES, init_params, make_pipeline
 from mnist_example.train import Batches, make_feed
 
-SIZES = ((64, 16), (8, 84))  # micro-batch, M: those of mnist.py
-STEPS = 2  # in a round, dispatched as a training loop does
+SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.py
+STEPS = 2  # per round, dispatched as in a training loop
 PREFETCH = 2
 MOST = 1.05
 
 
 def feed_of(batches: Batches, pipeline: Pipeline, prefetch: int) -> Feed:
-    """Endless batches of one update each."""
+    """Return a feed of endless batches of one update each."""
     return Feed(
         {"images": batches.images, "labels": batches.labels},
         mesh=pipeline.mesh,
@@ -37,7 +38,7 @@ def feed_of(batches: Batches, pipeline: Pipeline, prefetch: int) -> Feed:
 
 
 def steps(pipeline: Pipeline, params: Any, next_batch: Callable[[], Any]) -> Any:
-    """A round, its last loss to be waited for."""
+    """Dispatch the steps of a round, and return the result of the last one, for which the caller waits."""
     result = None
     for _ in range(STEPS):
         result = pipeline.value_and_grad(params, next_batch())
@@ -45,7 +46,7 @@ def steps(pipeline: Pipeline, params: Any, next_batch: Callable[[], Any]) -> Any
 
 
 def crossing(data: MNIST, *, eight_bit_io: bool) -> int:
-    """Bytes of a call's images on both IPUs of a replica."""
+    """Return the bytes of a call's images on both IPUs of a replica."""
     batches = Batches(data.train_images, data.train_labels, batch_size=64, gradient_accumulation=16)
     images = next(make_feed(batches, make_mesh(1, 2), eight_bit_io=eight_bit_io)).data["images"]
     return sum(shard.data.nbytes for shard in images.addressable_shards)
@@ -63,7 +64,7 @@ def main() -> int:
             pipeline = make_pipeline(mode, gradient_accumulation=count)
             step = partial(steps, pipeline, pipeline.shard(params))
             with feed_of(batches, pipeline, PREFETCH) as ahead, feed_of(batches, pipeline, 0) as by_caller:
-                # several, since one that is read again and again stays in the caches
+                # several batches, since a single one would stay in the CPU's caches
                 resident = itertools.cycle([next(by_caller).data for _ in range(8)])
                 on_ipus, fed, waited, alone = side_by_side(
                     partial(step, lambda batches=resident: next(batches)),

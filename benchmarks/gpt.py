@@ -1,7 +1,8 @@
-"""GPT: what does a pipelined language model with a tied, vocabulary-split table cost?
+"""Measure the cost of a pipelined GPT with a tied, vocabulary-split table.
 
-A small GPT over the virtual IPUs of a replica. The embedding and the projection back to the vocabulary are concurrent
-stages that share one table, a part of its rows on each IPU; the transformer blocks are pipelined between them:
+The model is a small GPT over the virtual IPUs of a replica. The embedding and the projection back to the vocabulary are
+concurrent stages that share one table, a part of whose rows is on each IPU. The transformer blocks between them are
+pipelined:
 
     concurrent   IPU 0: table, rows 0 ..  \\   blocks 0-1 \\              / table, rows 0 ..  \\
                  IPU 1: table, the rest   ->              blocks 2-3 -> norm, table, the rest -> loss
@@ -9,12 +10,12 @@ stages that share one table, a part of its rows on each IPU; the transformer blo
     basic        IPU 0: table, positions, blocks 0-1
                  IPU 1:                              blocks 2-3, norm, another table, loss
 
-Positions and the last norm are concurrent too, whole on every IPU: so the pipelined stages hold blocks and nothing
-else, and those in the middle of a longer pipeline, being alike, share one compiled body. *basic* cannot tie: a group
-of weights lives on one IPU, so the projection has a table of its own.
+Positions and the last norm are concurrent too, and whole on every IPU. So the pipelined stages contain blocks only, and
+those in the middle of a longer pipeline, which are alike, share one compiled body. *basic* cannot tie the weights: a
+group of weights is on one IPU, so the projection has a table of its own.
 
-Each is measured beside its own unsharded program (a jitted scan over micro-batches of the same functions on whole
-weights): CPU work, and temporary bytes an IPU.
+Each mode is compared with its own unsharded program (a jitted scan over micro-batches of the same functions on whole
+weights), in CPU work and in temporary bytes per IPU.
 
 Dims: V vocabulary, B sequences of a micro-batch, T and S tokens of a sequence (S those attended to), D features,
 N heads, K features of a head, F hidden features of the MLP, L layers of a stage.
@@ -43,7 +44,7 @@ Mode = Literal["concurrent", "basic"]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the model. `features` must divide by `heads`, and `layers` by the pipeline's IPUs."""
+    """The sizes of the model. `features` must be divisible by `heads`, and `layers` by the pipeline's IPUs."""
 
     vocabulary: int
     length: int
@@ -63,7 +64,7 @@ def layer_norm(p: Any, x_BTD: jax.Array) -> jax.Array:
 
 
 def attention(p: Any, x_BTD: jax.Array) -> jax.Array:
-    """Causal: a token attends to itself and to those before it."""
+    """Apply causal attention: a token attends to itself and to the tokens before it."""
     q_BTNK, k_BSNK, v_BSNK = jnp.einsum("btd,dcnk->cbtnk", x_BTD, p["qkv"])
     scores_BNTS = jnp.einsum("btnk,bsnk->bnts", q_BTNK, k_BSNK).astype(jnp.float32) / q_BTNK.shape[-1] ** 0.5
     tokens = jnp.arange(x_BTD.shape[1])
@@ -98,7 +99,7 @@ def add_positions(positions_TD: jax.Array, x_BTD: jax.Array, microbatch: Any) ->
 
 
 def blocks(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
-    """Every leaf of `p` has a leading (L,)."""
+    """Apply L blocks one after the other. Every leaf of `p` has a leading dim (L,)."""
     return lax.scan(lambda x_BTD, layer: (block(layer, x_BTD), None), x_BTD, p)[0]
 
 
@@ -124,15 +125,15 @@ def make_pipeline(
     recompute: Any = "none",
     **options: Any,
 ) -> Pipeline:
-    """The GPT on `ipus` IPUs, as many blocks on each.
+    """Return the GPT as a pipeline on `ipus` IPUs, with the same number of blocks on each.
 
-    A batch is `{"tokens", "targets"}`, (M, B, T) int32 each: `targets` are the tokens that follow.
+    A batch is `{"tokens", "targets"}`, (M, B, T) int32 each: each of the `targets` is the token that follows.
 
     Args:
         sizes: of the model.
         ipus: IPUs of the replica.
-        mode: where embedding and projection stand; see the top of this file.
-        recompute: of the stages of blocks, as `Stage` has it.
+        mode: where embedding and projection are; see the top of this file.
+        recompute: of the stages of blocks, as for `Stage`.
         options: of `Pipeline`.
     """
     if sizes.layers % ipus:
@@ -156,7 +157,7 @@ def make_pipeline(
 def init_params(
     sizes: Sizes, ipus: int, *, mode: Mode = "concurrent", seed: int = 0, dtype: Any = jnp.float32
 ) -> dict[str, Any]:
-    """Whole weights for `make_pipeline`: normal, standard deviation 0.02, as GPT-2 has it."""
+    """Return whole weights for `make_pipeline`, normal with a standard deviation of 0.02, as in GPT-2."""
     keys = iter(jax.random.split(jax.random.key(seed), 7))
     layers, width, heads = sizes.layers, sizes.features, sizes.heads
 
@@ -195,7 +196,7 @@ def random_batch(sizes: Sizes, micro_batches: int, sequences: int, seed: int = 1
 
 
 def unsharded(params: Any, batch: Any) -> Any:
-    """Loss and summed gradients on one device: a scan over micro-batches."""
+    """Return loss and summed gradients, computed on one device by a scan over micro-batches."""
 
     def loss_of(params: Any, microbatch: Any) -> Any:
         x_BTD = add_positions(params["positions"], embed_whole(params["table"], None, microbatch), microbatch)
@@ -219,9 +220,9 @@ def measure(figures: Figures, sizes: Sizes, mode: Mode, most_cpu: float | None, 
     spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
     pipelined = jax.jit(pipeline.value_and_grad).lower(params, spread).compile()
     dense = jax.jit(unsharded).lower(whole, batch).compile()
-    cost, of_dense = side_by_side(partial(pipelined, params, spread), partial(dense, whole, batch), rounds=5)
-    figures.add(f"CPU work / unsharded, {mode}", cost.cpu / of_dense.cpu, most_cpu)
-    figures.add(f"step time / unsharded on both cores, {mode}", cost.wall / of_dense.wall)
+    cost, dense_cost = side_by_side(partial(pipelined, params, spread), partial(dense, whole, batch), rounds=5)
+    figures.add(f"CPU work / unsharded, {mode}", cost.cpu / dense_cost.cpu, most_cpu)
+    figures.add(f"step time / unsharded on both cores, {mode}", cost.wall / dense_cost.wall)
     bytes_of: Callable[[Any], int] = lambda program: program.memory_analysis().temp_size_in_bytes  # noqa: E731
     figures.add(f"temporary bytes an IPU / unsharded, {mode}", bytes_of(pipelined) / bytes_of(dense), most_bytes)
     figures.add(f"temporary bytes an IPU, {mode}, MB", bytes_of(pipelined) / 1e6)

@@ -1,8 +1,8 @@
-"""Memory: are an IPU's temporary bytes what its report predicts, and flat in the micro-batches?
+"""Check that an IPU's temporary bytes are what its report predicts, and don't grow with the number of micro-batches.
 
-Stages of three tanh layers of 64x64 on micro-batches of 512 rows, so that activations are everything: the compiled
-step's `memory_analysis().temp_size_in_bytes` against `PipelineReport.predicted_temporary`, for every schedule below.
-Nothing is run. docs/memory.md has the table that this prints.
+Stages are three tanh layers of 64x64 on micro-batches of 512 rows, so that activations take nearly all the memory. The
+compiled step's `memory_analysis().temp_size_in_bytes` is compared with `PipelineReport.predicted_temporary`, for every
+schedule below. Nothing is run. docs/memory.md contains the table that this prints.
 
     python benchmarks/memory.py [--check]
 """
@@ -20,7 +20,7 @@ from ipu_jax import Pipeline, PipelineReport, Stage, configure
 WIDTH, ROWS, LAYERS = 64, 512, 3
 SCHEDULES = ("grouped", "1f1b", "gpipe", "zb-h1", "looped")
 MICRO_BATCHES = (4, 8, 16)
-NEAR = 1.15  # how far measured and predicted bytes may be apart, either way
+NEAR = 1.15  # the largest ratio allowed between measured and predicted bytes, either way
 
 
 def layers(weights: Any, x: Any, microbatch: Any) -> Any:
@@ -35,7 +35,7 @@ def layers_and_loss(weights: Any, x: Any, microbatch: Any) -> Any:
 
 
 def pipeline_of(schedule: str, ipus: int, micro_batches: int, **options: Any) -> Pipeline:
-    """A stage of three layers on each IPU; two on each for "looped"."""
+    """Return a pipeline with one stage of three layers on each IPU, or with two stages on each for "looped"."""
     count = 2 * ipus if schedule == "looped" else ipus
     stages = [
         Stage(layers_and_loss if i == count - 1 else layers, params=f"stage{i}", ipu=i % ipus) for i in range(count)
@@ -44,7 +44,7 @@ def pipeline_of(schedule: str, ipus: int, micro_batches: int, **options: Any) ->
 
 
 def arguments(pipeline: Pipeline, width: int = WIDTH, rows: int = ROWS) -> tuple[Any, Any]:
-    """Weights, and the shapes of a batch."""
+    """Return sharded weights, and the shapes of a batch."""
     m = pipeline.options.gradient_accumulation
     params = {f"stage{i}": [jnp.ones((width, width))] * LAYERS for i in range(len(pipeline.stages))}
     batch = {key: jax.ShapeDtypeStruct((m, rows, width), "float32") for key in "xy"}
@@ -53,19 +53,22 @@ def arguments(pipeline: Pipeline, width: int = WIDTH, rows: int = ROWS) -> tuple
 
 @functools.cache
 def report_of(schedule: str, ipus: int, micro_batches: int) -> PipelineReport:
-    """The compiled report of the benchmark's model."""
+    """Return the compiled report of the benchmark's model."""
     pipeline = pipeline_of(schedule, ipus, micro_batches)
     return pipeline.report(*arguments(pipeline))
 
 
 def compiled_bytes(report: PipelineReport) -> int:
-    """Temporary bytes as XLA says."""
+    """Return the temporary bytes that XLA reports."""
     assert report.temporary is not None, "this backend does not say what a program's memory is"
     return report.temporary
 
 
 def settled(schedule: str, ipus: int) -> tuple[int, ...]:
-    """The M from which more micro-batches change nothing: all that a stage may hold are there."""
+    """Return those of `MICRO_BATCHES` that fill the stash, from which on memory must not grow.
+
+    There are none for "gpipe", which keeps all micro-batches.
+    """
     least = {"grouped": 2 * ipus - 1, "looped": 2 * ipus}.get(schedule, ipus)
     return () if schedule == "gpipe" else tuple(m for m in MICRO_BATCHES if m >= least)
 

@@ -1,9 +1,9 @@
-"""Unlike stages: what does pipelining MNIST's MLP and classifier over 2 virtual IPUs cost?
+"""Measure the cost of pipelining unlike stages: MNIST's MLP and classifier over 2 virtual IPUs.
 
-One weight update of the MNIST example in both modes, against the same model unsharded (a jitted scan over
-micro-batches, plain jnp and optax), at micro-batches of 64 and of 8 images. The MLP is 400 times the classifier, so two
-IPUs cannot be faster than one that has both cores: the figures say what is lost, and the CPU work says what is computed
-besides.
+One weight update of the MNIST example in both modes is compared with the same model unsharded (a jitted scan over
+micro-batches, plain jnp and optax), with micro-batches of 64 and of 8 images. The MLP is 400 times as large as the
+classifier, so two IPUs cannot be faster than one that has both cores. The figures show how much time is lost, and the
+CPU work shows how much is computed in addition.
 
     python benchmarks/mnist.py [--check]
 """
@@ -22,13 +22,13 @@ from figures import Figures, side_by_side
 from ipu_jax import configure
 from mnist_example.model import MODES, init_params, make_pipeline
 
-# micro-batch, micro-batches an update, the most CPU work over the unsharded program's
+# images of a micro-batch, micro-batches per update, bound for the CPU work over that of the unsharded program
 SIZES = ((64, 16, 1.10), (8, 84, 1.15))
 
 
 @jax.jit
 def unsharded(params: Any, batch: Any) -> Any:
-    """Loss and summed gradients on one device."""
+    """Return loss and summed gradients, computed on one device."""
 
     def loss_of(params: Any, microbatch: Any) -> Any:
         x = microbatch["images"].reshape(-1, 784) / jnp.float32(255)

@@ -1,7 +1,8 @@
-"""Like stages: does the staged scan cost more than its bubble?
+"""Measure whether the staged scan of equal stages costs more than its bubble.
 
-Eight relu layers of 1024x1024 in 2 stages on 2 virtual IPUs, 16 micro-batches of 64 rows, against the unsharded jitted
-scan in the same process. (`rivals.py` runs the same model against other pipelines, `compile_time.py` compiles it.)
+Eight relu layers of 1024x1024 in 2 stages on 2 virtual IPUs, with 16 micro-batches of 64 rows, are compared with the
+unsharded jitted scan in the same process. (`rivals.py` compares the same model with other pipelines, and
+`compile_time.py` measures how long it takes to compile.)
 
     python benchmarks/pipeline.py [--check]
 """
@@ -44,7 +45,7 @@ def batch_of(micro_batches: int) -> dict[str, jax.Array]:
 
 @jax.jit
 def unsharded(params: Any, batch: Any) -> Any:
-    """The whole model on one device, micro-batches in a scan."""
+    """Return mean loss and gradients of the whole model on one device, by a scan over micro-batches."""
 
     def loss_of(params: Any, microbatch: Any) -> Any:
         return layers_and_loss(params["second"], layers(params["first"], None, microbatch), microbatch)

@@ -1,9 +1,10 @@
-"""Replicas: what does a training step of two cost, and what does sharding the optimizer over them save?
+"""Measure the cost of a training step on two replicas, and the saving by sharding the optimizer over them.
 
-The MNIST example's network with plain SGD, two replicas of one virtual IPU each, against one program with the whole
-batch on both cores. The gradients of 5.3 million weights are reduced in every step, whatever the batch: a small one
-shows what that costs. `sharded` is `shard_optimizer=True`: each replica updates its half. `DDP` is torch's
-`DistributedDataParallel`, a process a replica, over gloo, with SGD: same weights, same images.
+The MNIST example's network with plain SGD, on two replicas of one virtual IPU each, is compared with one program that
+has the whole batch on both cores. The gradients of 5.3 million weights are reduced in every step, whatever the size of
+the batch; a small batch shows the cost of that. `sharded` is `shard_optimizer=True`: each replica updates its half of
+the weights. `DDP` is torch's `DistributedDataParallel` with one process per replica, over gloo, with SGD and with the
+same weights and images.
 
     python benchmarks/replicas.py [--check]
 """
@@ -29,9 +30,9 @@ from rivals_of.workers import torch_is_installed
 REPLICAS = 2
 RATE = 0.1
 ROUNDS, STEPS = 6, 2
-THREADS = (1, 2)  # of each torch process; the figures take the better
+THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 TORCH_REPLICA = Path(__file__).with_name("rivals_of") / "torch_replica.py"
-# global batch, the most step time over the unsharded program's
+# global batch, bound for the step time over that of the unsharded program
 SIZES = ((256, 1.8), (2048, 1.15))
 KINDS = {"replicated": False, "sharded": True}
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
@@ -47,7 +48,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
 
 
 class Unsharded:
-    """One program with the whole batch: plain jax and optax, weights donated."""
+    """One program with the whole batch, in plain jax and optax, which donates its weights."""
 
     def __init__(self, params: Any, optimizer: Any):
         def update(params: Any, state: Any, batch: Any) -> Any:
@@ -65,7 +66,7 @@ class Unsharded:
 
 
 class Replicated:
-    """Our training step, on replicas."""
+    """The training step of ipu_jax, on replicas."""
 
     def __init__(self, params: Any, optimizer: Any, *, shard_optimizer: bool):
         options = TrainOptions(replication_factor=REPLICAS, shard_optimizer=shard_optimizer)
@@ -78,7 +79,7 @@ class Replicated:
 
 
 def collectives_of(hlo: str) -> dict[str, tuple[int, int]]:
-    """Per kind of collective, how many a program holds, and the bytes of their results on one IPU."""
+    """Return, for each kind of collective, how many a program contains and the bytes of their results on one IPU."""
     found = {}
     for kind in COLLECTIVES:
         results = [m[1] for m in re.finditer(rf"= (.*?) {kind}(?:-start)?\(", hlo)]
@@ -96,7 +97,7 @@ def bytes_on_one_ipu(tree: Any) -> int:
 
 
 def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> None:
-    """Our step with a sharded optimizer beside DDP's: rounds of a few steps of each, then each one's least."""
+    """Compare our step with a sharded optimizer with DDP's: the least cost of each, over rounds of a few steps."""
     layers = {**params["mlp"], "classifier": params["classifier"]}
     weights = {f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()}
     for name, batch in batches.items():
@@ -124,9 +125,10 @@ def _flat(layers: dict[str, dict[str, Any]]) -> list[tuple[str, str, Any]]:
 
 
 def _difference_of_updates(before: Any, theirs: Any, ours: Any) -> float:
-    """The difference of two new weights beyond what rounding them both allows, relative to the change, in the norm.
+    """Return the norm of the difference of two updated weights beyond rounding, over the norm of the update.
 
-    In the norm, since for one image a relu at zero may round either way, which moves one unit's weights alone.
+    Norms are compared, because a relu at zero may round either way for one image, which changes the weights of one unit
+    only.
     """
     beyond = np.maximum(abs(theirs - ours) - np.finfo(np.float32).eps * abs(before), 0)
     return float(np.linalg.norm(beyond) / np.linalg.norm(ours - before))
@@ -161,7 +163,7 @@ def main() -> int:
         one = Unsharded(params, optax.sgd(RATE))
         calls = [partial(one, whole), *(partial(program, split) for program in programs.values())]
         dense, *found = side_by_side(*calls)
-        loss, *losses = (float(call()) for call in calls)  # after as many updates of each
+        loss, *losses = (float(call()) for call in calls)  # each has made the same number of updates
         figures.add(
             f"largest relative difference of a loss, batch {size}", max(abs(v / loss - 1) for v in losses), 1e-4
         )

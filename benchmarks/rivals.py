@@ -1,9 +1,9 @@
-"""How do our pipelines stand against the ones that people use? Step time and memory, in turn in one run.
+"""Compare step time and memory of our pipelines with those of commonly used pipelines, in turn in one run.
 
-`torch` is `torch.distributed.pipelining`, a process a stage, over gloo, on the MNIST example in its basic mode: same
-weights, same images, loss and gradients compared first. `idiom` is the usual JAX pipeline (`rivals_of/usual_idiom.py`)
-on the model of `pipeline.py`, eight relu layers of 1024x1024 in 2 stages, micro-batches of 64 rows: its layers once as
-plain code, once as a scan over stacked weights. No step includes an optimizer.
+`torch` is `torch.distributed.pipelining` with one process per stage, over gloo, on the MNIST example in its basic mode.
+It has the same weights and images, and loss and gradients are compared first. `idiom` is the usual JAX pipeline
+(`rivals_of/usual_idiom.py`) on the model of `pipeline.py`: eight relu layers of 1024x1024 in 2 stages, micro-batches of
+64 rows, with the layers once as plain code and once as a scan over stacked weights. No step includes an optimizer.
 
     python benchmarks/rivals.py [--check] [--only torch|idiom] [--plot FILE.png]
 """
@@ -34,11 +34,11 @@ from rivals_of.usual_idiom import value_and_grad
 from rivals_of.workers import torch_is_installed
 
 RIVALS = ("torch", "idiom")
-MNIST_SIZES = ((64, 16), (8, 84))  # micro-batch, M: those of mnist.py
-THREADS = (1, 2)  # of each torch process; the figures take the better
+MNIST_SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.py
+THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 ROUNDS, STEPS = 6, 2
-PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # few, since many micro-batches take long: the least is taken
-COUNTS = (4, 8, 16, 32, 64)  # M, of the memory figures
+PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # M, and the number of rounds: few, since many micro-batches take long
+COUNTS = (4, 8, 16, 32, 64)  # M for the memory figures
 
 OURS, IDIOM, SKIPS = "ipu_jax", "usual idiom", "usual idiom that skips bubbles"
 VARIATIONS: dict[str, dict[str, bool]] = {
@@ -90,7 +90,7 @@ def _step(pipeline: Pipeline, params: Any, batch: Any) -> Callable[[], Any]:
 
 
 def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], batch: str, where: str) -> None:
-    """Rounds of a few steps of each, so that a noisy neighbour meets them all."""
+    """Add the figures of the step times: rounds of a few steps of each, so that other load affects all of them."""
     variants = [(schedule, threads) for schedule in torch_pipeline.SCHEDULES for threads in THREADS]
     ours: list[Cost] = []
     theirs: dict[tuple[str, int], list[Cost]] = {variant: [] for variant in variants}
@@ -102,7 +102,7 @@ def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], ba
             theirs[schedule, threads] += rival.step_costs(batch, schedule, threads=threads, steps=STEPS)
     mine, my_median = least(ours), statistics.median(cost.wall for cost in ours)
     for schedule in torch_pipeline.SCHEDULES:
-        # medians, since ours has two likely times; whichever number of threads serves torch better
+        # medians, since our step has two likely times; torch with the number of threads that is better for it
         medians = {threads: statistics.median(cost.wall for cost in theirs[schedule, threads]) for threads in THREADS}
         best = min(medians, key=lambda threads: medians[threads])
         figures.add(f"step time / torch {schedule}'s, {where}, threads={best}", my_median / medians[best], 0.90)
@@ -127,7 +127,7 @@ def mean_squared_error(y: Any, target: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled step with its arguments on the devices; `gradients` gives its result in the layout of the weights."""
+    """A compiled step and its arguments on the devices; `gradients` brings its gradients into the weights' layout."""
 
     compiled: Any
     arguments: tuple[Any, ...]
@@ -142,7 +142,7 @@ class Program:
 
 
 def programs(run_layers: Callable[[Any, Any, Any], Any], weights: dict[str, Any], m: int) -> dict[str, Program]:
-    """Our step and its rivals', for `{"first": ..., "second": ...}` weights that `run_layers` takes."""
+    """Return our step and its rivals' by name, for weights `{"first": ..., "second": ...}` that `run_layers` takes."""
 
     def with_loss(weights: Any, x: Any, microbatch: Any) -> Any:
         return mean_squared_error(run_layers(weights, x, microbatch), microbatch["y"])
@@ -185,7 +185,7 @@ def idiom_figures(figures: Figures) -> None:
             print(f"  {name}: {megabytes} MB of temporaries an IPU at M={', '.join(map(str, COUNTS))}")
         ours = costs.pop(OURS)
         for name, cost in costs.items():
-            bounded = name == IDIOM  # the variations are told, so that the choice among them is seen
+            bounded = name == IDIOM  # the variations have no bounds; they are printed to show why IDIOM was chosen
             difference = largest_relative_difference(results[OURS], results[name])
             figures.add(f"  loss and gradients / {name}, relative difference", difference, 1e-5)
             figures.add(f"  step time / {name}, M=16", ours.wall / cost.wall, most_time[kind] if bounded else None)
@@ -195,7 +195,7 @@ def idiom_figures(figures: Figures) -> None:
 
 
 def plot(path: str) -> None:
-    """Draws how step time and temporary bytes grow with M, for each model and each program."""
+    """Draw how step time and temporary bytes grow with M, for each model and each program."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -203,7 +203,7 @@ def plot(path: str) -> None:
 
     figure, rows = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
     for (kind, (run_layers, weights)), (of_time, of_memory) in zip(models().items(), rows, strict=True):
-        names = [name for name in (OURS, *VARIATIONS) if name != SKIPS]  # it would be off the scale
+        names = [name for name in (OURS, *VARIATIONS) if name != SKIPS]  # SKIPS would be off the scale
         seconds: dict[str, list[float]] = {name: [] for name in names}
         megabytes: dict[str, list[float]] = {name: [] for name in names}
         for m in COUNTS:
@@ -239,7 +239,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _drawable(path: str) -> str:
-    """The path, if a picture can be drawn there: refused now, not after minutes of measuring."""
+    """Return the path if a picture can be drawn there; else raise now, rather than after minutes of measuring."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
     if not Path(path).absolute().parent.is_dir():

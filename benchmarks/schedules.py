@@ -1,20 +1,23 @@
-"""Schedules: what is a concurrent head worth, and do the schedules take what they say?
+"""Measure the gain by a concurrent head, and whether schedules take the time that they predict.
 
-1. The head. Eight relu layers of 1024x1024 on 2 virtual IPUs, 16 micro-batches of 128 rows, and a vocabulary head that
-   weighs as much (V=8192) or twice as much (V=16384). *basic* has the head on the last IPU, *concurrent* on both:
+1. The head. The model is eight relu layers of 1024x1024 on 2 virtual IPUs, with 16 micro-batches of 128 rows, and a
+   vocabulary head that costs as much (V=8192) or twice as much (V=16384) as the layers. *basic* has the head on the
+   last IPU, *concurrent* has it on both:
 
-       basic        IPU 0: layers 0-3 \\                          IPU 1 is the busier by the whole head
+       basic        IPU 0: layers 0-3 \\                          IPU 1 also has the whole head
                     IPU 1:             layers 4-7 -> head
 
        concurrent   IPU 0: layers 0-3 \\             -> head (first half of V)
                     IPU 1:             layers 4-7   -> head (second half)
 
-   What FLOPs alone predict: `Schedule.simulate(lockstep=True)`, in which a stage costs its matmuls and nothing else.
+   The gain is compared with the prediction from FLOPs alone, `Schedule.simulate(lockstep=True)`, in which a stage costs
+   its matmuls and nothing else.
 
-2. The bubbles that each schedule promises for 4 IPUs and 8 micro-batches, B = 2 F.
+2. The bubbles. For 4 IPUs, 8 micro-batches and B = 2 F, the bubble of each schedule is compared with the published one.
 
-3. Like stages (four relu layers an IPU, 16 micro-batches of 64 rows) under every schedule: step time beside what
-   `simulate(lockstep=True)` predicts, and CPU work, over those of the unsharded program on both cores.
+3. All schedules. Equal stages (four relu layers per IPU, 16 micro-batches of 64 rows) run under every schedule. Step
+   time and CPU work are compared with those of the unsharded program on both cores, and step time also with what
+   `simulate(lockstep=True)` predicts.
 
 Dims: N rows of a micro-batch, D features, V classes.
 
@@ -40,7 +43,7 @@ IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16
 D = 1024
 ROUNDS = 4  # a step takes up to two seconds
 
-# Narayanan et al. 2021 and Qi et al. 2023 and 2024: see `ipu_jax.schedules._simulate`
+# from Narayanan et al. 2021 and Qi et al. 2023 and 2024: see `ipu_jax.schedules._simulate`
 BUBBLES = {"gpipe": 0.273, "1f1b": 0.273, "looped": 0.158, "zb-h1": 0.111, "zbv": 0.059}
 
 
@@ -67,7 +70,7 @@ def split_head(w_DV: Any, x_ND: Any, microbatch: Any, *, size: int) -> Any:
 
 
 def body(parts: int) -> dict[str, list[jax.Array]]:
-    """The layers, in groups "layers0", "layers1", ..."""
+    """Return the layers' weights, in `parts` groups "layers0", "layers1", ..."""
     keys = jax.random.split(jax.random.key(0), LAYERS)
     weights = [jax.random.normal(key, (D, D)) * (2 / D) ** 0.5 for key in keys]
     each = LAYERS // parts
@@ -75,7 +78,7 @@ def body(parts: int) -> dict[str, list[jax.Array]]:
 
 
 def unsharded(params: Mapping[str, Any], loss: Callable[[Any, Any, Any], Any], batch: Any) -> Any:
-    """Loss and summed gradients on one device: a scan over micro-batches."""
+    """Return loss and summed gradients, computed on one device by a scan over micro-batches."""
 
     def loss_of(params: Any, microbatch: Any) -> Any:
         x_ND = None
@@ -94,21 +97,21 @@ def step_of(pipeline: Pipeline, params: Mapping[str, Any], batch: Any) -> Callab
     return partial(pipeline.value_and_grad, pipeline.shard(params), spread)
 
 
-# what the matmuls alone predict, in units of one layer's F
+# the prediction from the matmuls alone, in units of one layer's F
 
 
 def predicted(schedule: Schedule, head: float = 0.0) -> float:
-    """The step's time over the unsharded program's on both cores: every matmul costs its FLOPs, all else nothing.
+    """Return the predicted step time over that of the unsharded program on both cores, if only matmuls cost time.
 
     Args:
-        schedule: stages of equally many layers, then the loss.
-        head: what the loss stage's matmul costs, in layers.
+        schedule: of stages with the same number of layers each, and then the loss.
+        head: the cost of the loss stage's matmul, in units of one layer.
     """
     stages = len(schedule.placement) - 1
     each = LAYERS / stages
     forward = [each] * stages + [head]
     weight = list(forward)
-    # the gradient of the inputs costs another matmul a layer, but nobody asks for that of the batch
+    # B takes two matmuls per layer, for the weight and for the input; only the first layer needs no gradient by input
     backward = [2 * f for f in forward]
     backward[0] -= 1
     work = sum(forward) + sum(backward)
@@ -169,7 +172,7 @@ def schedule_figures(figures: Figures) -> None:
     for name in SCHEDULES:
         placement = make_schedule(name, ipus=IPUS, micro_batches=1).placement
         stages = [Stage(layers, params=f"layers{i}", ipu=ipu) for i, ipu in enumerate(placement) if ipu is not None]
-        # beside the last layers, so that it costs no message
+        # on the IPU of the last layers, so that it needs no message
         stages.append(Stage(squared_error, ipu=stages[-1].ipu))
         pipeline = Pipeline(stages, schedule=name, gradient_accumulation=MICRO_BATCHES)
         schedules.append(pipeline.schedule)

@@ -1,1 +1,1 @@
-"""Handwritten digits on virtual IPUs: an MLP on one of them, its classifier on another or, sharded, on all of them."""
+"""Train on handwritten digits with virtual IPUs: an MLP on one IPU, its classifier on another or sharded over all."""

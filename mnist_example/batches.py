@@ -1,8 +1,8 @@
-"""Which images make which update, and how they come to the IPUs.
+"""Choose the images of each update, and feed them to the IPUs.
 
-epoch      every image once, in an order that seed and epoch decide, but for a remainder that fills no update
+epoch      every image once, in an order given by seed and epoch, except for a remainder too small for an update
 update     gradient_accumulation micro-batches of batch_size images on each replica: one change of the weights
-call       up to repeat_count updates in one program: images move to the IPUs as bytes, losses come back
+call       up to repeat_count updates in one program: images are sent to the IPUs as bytes, and losses come back
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ipu_jax import EpochOrder, Feed, Position, normalise
 from mnist_example.checks import check_count
 
-_BATCHES_AHEAD = 2  # a call's batch each, and so many beside the two that run and wait
+_BATCHES_AHEAD = 2  # batches made ahead, one for each device call, besides those of the running and the waiting call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,16 +24,16 @@ class Batches:
     """The images of each update.
 
     An epoch has floor(images / (batch_size * gradient_accumulation * replicas)) updates. The images left over are not
-    seen in that epoch: with `shuffle` they are others in each epoch, without they are always the last.
+    used in that epoch: with `shuffle` they differ from epoch to epoch, without it they are always the last ones.
 
     Attributes:
         images: (N, 28, 28) uint8.
         labels: (N,) uint8.
         batch_size: images of a micro-batch, B.
         gradient_accumulation: micro-batches of an update on each replica, M.
-        shuffle: a new order in each epoch, the same for the same seed; else the order of the data.
+        shuffle: use a new order in each epoch, the same for the same seed; else the order of the data.
         seed: at least 0.
-        replicas: pipelines side by side that share an update, R.
+        replicas: the number of pipelines that share an update, R.
 
     Raises:
         ValueError: a count below 1, a negative seed, too few images for one update, or not as many labels as images.
@@ -77,9 +77,9 @@ class Batches:
         return len(self.images) // self.images_per_update
 
     def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
-        """Return the numbers of the images of each update, (updates_per_epoch, R, M, B), without R where it is 1.
+        """Return the indices of the images of each update, (updates_per_epoch, R, M, B), without R if it is 1.
 
-        Epochs count from 0. An update has the same images however many replicas share them.
+        Epochs are counted from 0. The images of an update do not depend on the number of replicas that share them.
         """
         order = EpochOrder(
             len(self.images),
@@ -95,7 +95,7 @@ class Batches:
 
 
 class _AsFloats:
-    """The images as float32 of 0 to 1, and their labels: what crosses to the IPUs when bytes shall not."""
+    """A data source of the images as float32 from 0 to 1, and their labels, for feeds that don't send bytes."""
 
     def __init__(self, batches: Batches):
         self._batches = batches
@@ -117,19 +117,20 @@ def make_feed(
     num_workers: int = 0,
     state: Mapping[str, SupportsIndex] | None = None,
 ) -> Feed:
-    """Return the batches of device calls, on the mesh: `{"images", "labels"}`, leaves (updates, R, M, B, ...).
+    """Return a feed of one batch for each device call, on the mesh: `{"images", "labels"}`, (updates, R, M, B, ...).
 
-    A call has up to `repeat_count` updates; the last of an epoch may have fewer real ones. Each of the first two dims
-    is left out where it is 1.
+    A call has up to `repeat_count` updates; the last call of an epoch may have fewer real ones. Each of the first two
+    dims is left out if it is 1.
 
     Args:
-        batches: which images make which update.
-        mesh: of the replicas of `batches`.
+        batches: the images of each update.
+        mesh: the mesh of the replicas of `batches`.
         repeat_count: updates in one device call, at least 1.
-        eight_bit_io: images cross as the bytes that they are, and the network normalises them. False: the host does,
-            and four times as many bytes cross, as float32 of 0 to 1.
-        num_workers: threads that assemble calls ahead of the one that is asked for; 0: the caller does, when it asks.
-        state: of another such feed's `state()`: goes on where that one stands.
+        eight_bit_io: send images as bytes and let the network normalise them. If False, the host normalises them, and
+            four times as many bytes are sent, as float32 from 0 to 1.
+        num_workers: threads that assemble the batches of future calls; with 0 the caller assembles each batch when it
+            asks for it.
+        state: the `state()` of another such feed, from which this feed continues.
 
     Raises:
         ValueError: a `repeat_count` below 1, a negative `num_workers`, or a state of other batches.

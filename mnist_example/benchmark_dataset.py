@@ -1,11 +1,11 @@
-"""Reads the training batches, and does nothing with them: the `benchmark-dataset` command.
+"""Read the training batches without training on them: the `benchmark-dataset` command.
 
     benchmark-dataset --batch-size 64 --gradient-accumulation-count 8 --repeat-count 4 --async-dataloader
 
-It takes the flags of `run-sharded-mnist`, so that a training's own command line can be given as it is, and moves the
-same batches to as many IPUs; of a part of an epoch, the images of its updates and no more. An epoch that takes as long
-here as in training has the host for its bottleneck. Flags of the model, of its updates and of pictures change nothing
-here. MB/s are those of the batches as they cross to each IPU.
+It takes the flags of `run-sharded-mnist`, so the command line of a training can be used unchanged. It moves the same
+batches to the same number of IPUs, and for a part of an epoch it moves only the images of its updates. If an epoch
+takes as long here as in training, the host is the bottleneck. Flags of the model, of its updates and of pictures change
+nothing here. MB/s count the bytes that are sent to each IPU.
 
 Exit status: 0, 2 for bad input, 130 after Ctrl-C.
 """
@@ -26,7 +26,7 @@ from mnist_example.run_sharded_mnist import load, make_batches, progress_bar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
+    """Run the command on `argv` (default: the process's own), and return its exit status; bad input exits."""
     parser = make_parser(
         "benchmark-dataset",
         "Reads the batches of a training and does nothing else: how many a second is the host good for? Takes the "
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed) -> None:
-    """Read all epochs, with a line after each."""
+    """Read all epochs, and print a line after each."""
     per_epoch, total = batches.updates_per_epoch, updates_of(args, batches)
     with progress_bar(shown=sys.stdout.isatty() and not args.no_progress) as progress:
         bar = progress.add_task("reading", total=total)
@@ -81,14 +81,14 @@ def _read(args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed) ->
 def _of_updates(
     args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: Feed, updates: int
 ) -> Iterator[FeedBatch]:
-    """Yield the batches of so many updates from the start of an epoch on."""
+    """Yield the batches of the first `updates` updates of an epoch."""
     if updates == batches.updates_per_epoch:
         yield from feed.epoch()
         return
     options = feed_options(args, batches)
     calls, rest = divmod(updates, options["repeat_count"])
     yield from itertools.islice(feed.epoch(), calls)
-    if rest:  # a feed's batches are all of one size
+    if rest:  # all batches of a feed have the same size, so the smaller last one needs a feed of its own
         options["repeat_count"] = rest
         with make_feed(batches, mesh, **options, state=feed.state()) as shorter:
             yield next(shorter)

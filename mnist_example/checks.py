@@ -1,4 +1,4 @@
-"""Checks of single arguments: each raises a `ValueError` with the value, the rule and the mend."""
+"""Check single arguments: each check raises a `ValueError` that gives the value, the rule and a remedy."""
 
 import difflib
 import math
@@ -6,7 +6,7 @@ import numbers
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """Return `value`, if it is one of `choices`; else raise `ValueError`, with the nearest where there is one."""
+    """Return `value`, if it is one of `choices`; else raise `ValueError`, naming the nearest choice if one is near."""
     if isinstance(value, str) and value in choices:
         return value
     near = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []

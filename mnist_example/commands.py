@@ -1,4 +1,4 @@
-"""The commands as they are installed. Without the packages of the extra `mnist` they end with one line and status 2."""
+"""Entry points of the installed commands. Without the packages of the extra `mnist`, each exits with status 2."""
 
 import importlib
 import sys

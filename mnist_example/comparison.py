@@ -1,4 +1,4 @@
-"""How far the losses of the two modes are apart, in words and as a picture."""
+"""Compare the losses of the two modes, in words and as a picture."""
 
 from pathlib import Path
 
@@ -7,19 +7,16 @@ import numpy.typing as npt
 
 _Losses = npt.NDArray[np.floating]
 
-# So long the losses of the two modes agree closely; what rounding adds grows with every update.
+# The losses of the two modes agree closely for so many updates; the difference by rounding grows with every update.
 _FIRST_UPDATES = 50
 
 
 def compare(basic: _Losses, concurrent: _Losses, path: Path) -> str:
-    """Draw the losses of both modes into a PNG file.
+    """Draw the losses of both modes into a PNG file, and return a line that says how far they are apart.
 
     Args:
         basic, concurrent: the loss of each update, (updates,).
         path: of the file.
-
-    Returns:
-        A line that says how far they are apart.
     """
     difference = np.abs(concurrent - basic) / basic
     _draw(basic, concurrent, difference, path)
@@ -31,7 +28,7 @@ def compare(basic: _Losses, concurrent: _Losses, path: Path) -> str:
 
 
 def _draw(basic: _Losses, concurrent: _Losses, difference: _Losses, path: Path) -> None:
-    """Both curves above, one thick and one dashed, since they lie on one another; below, how far apart they are."""
+    """Draw both curves above, one thick and one dashed since they nearly coincide, and below how far they are apart."""
     from matplotlib.figure import Figure  # an extra, and slow to import
     from matplotlib.ticker import MaxNLocator
 

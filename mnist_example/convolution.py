@@ -1,15 +1,16 @@
-"""Convolutions that are fast inside XLA's loops on a CPU, where a pipeline runs everything: as matrix products.
+"""Compute convolutions as matrix products, which on a CPU are faster than XLA's own inside of loops.
 
-XLA's CPU backend brings a convolution into the form that its fast kernel takes only where it stands outside of loops
-(jax issue 12868); inside, the gradient of a kernel is computed by plain loops on one core. A 3x3 of 64 channels on 32
-images of 7x7, in a `lax.scan`, milliseconds for output, gradient of the input and gradient of the kernel:
+A pipeline runs everything inside of loops. XLA's CPU backend has a fast kernel for convolutions, but brings a
+convolution into the form that it needs only outside of loops (jax issue 12868). Inside, the gradient of a kernel is
+computed by plain loops on one core. For a 3x3 kernel of 64 channels on 32 images of 7x7 in a `lax.scan`, these are the
+milliseconds for the output, the gradient of the input and the gradient of the kernel:
 
     lax.conv_general_dilated    2.6   11.2   107.5
     as matrix products          3.1    2.9     5.6
 
-Where the image has fewer rows than the kernel, as in the last blocks of a ResNet on digits, even the output takes the
-plain loops, in loops or not: 41 ms at 2x2 pixels and 256 channels, against 2. Most of a 3x3 kernel also lies outside of
-a single pixel: what reads nothing but padding is left out, 8 of its 9 taps.
+If the image has fewer rows than the kernel, as in the last blocks of a ResNet on digits, XLA computes even the output
+with plain loops, whether it is inside of a loop or not: that takes 41 ms at 2x2 pixels and 256 channels, instead of 2.
+Taps of the kernel that read nothing but padding are left out: on a single pixel, 8 of the 9 taps of a 3x3 kernel.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ def conv_general_dilated(
         kernel: (rows, columns, C, features).
         strides: down and across.
         padding: ((above, below), (left, right)).
-        options: the others of `jax.lax.conv_general_dilated`, as Flax gives them for a convolution without dilation
+        options: other options of `jax.lax.conv_general_dilated`, as Flax gives them for a convolution without dilation
             and groups.
 
     Returns:
@@ -46,7 +47,8 @@ def matrix_product_convolution(
 ) -> jax.Array:
     """Return a convolution as patches of the image times the kernel: shapes as in `conv_general_dilated` above.
 
-    For its backward it keeps x and the kernel; the patches, rows x columns as large as x, are gathered again.
+    For the backward pass it keeps x and the kernel. The patches, which together are (kernel rows x kernel columns)
+    times as large as x, are gathered again.
 
     >>> x, kernel = jnp.arange(8.0).reshape(1, 2, 2, 2), jnp.arange(36.0).reshape(3, 3, 2, 2)
     >>> matrix_product_convolution(x, kernel, (2, 2), ((1, 1), (1, 1)))[0, 0, 0].tolist()
@@ -68,14 +70,14 @@ def matrix_product_convolution(
         taps = kernel[rows.start : rows.stop, columns.start : columns.stop]
         return jnp.concatenate(patches, axis=-1) @ taps.reshape(-1, kernel.shape[-1])
 
-    # F and B stand in loops of their own, across which XLA merges nothing: no need to prevent it
+    # F and B are in loops of their own, and XLA merges nothing across loops, so CSE need not be prevented
     return jax.checkpoint(product, prevent_cse=False)(x, kernel)
 
 
 def _taps(size: int, window: int, stride: int, around: tuple[int, int]) -> tuple[range, int]:
-    """Along one dim: the kernel's taps that meet a pixel of the image, and how many outputs there are."""
+    """Return, for one dim, the range of the kernel's taps that ever read a pixel, and the number of outputs."""
     before, after = around
     outputs = (size + before + after - window) // stride + 1
-    first = max(0, before - (outputs - 1) * stride)  # it meets pixel 0 in the last output
-    last = min(window - 1, size - 1 + before)  # it meets the last pixel in the first output
+    first = max(0, before - (outputs - 1) * stride)  # this tap reads pixel 0 for the last output
+    last = min(window - 1, size - 1 + before)  # this tap reads the last pixel for the first output
     return range(first, last + 1), outputs

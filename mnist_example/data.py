@@ -1,13 +1,13 @@
-"""Handwritten digits, from wherever there are some.
+"""Load handwritten digits from the first source that is available.
 
     --data-dir  ->  $MNIST_DIR  ->  the download cache  ->  a public mirror  ->  scikit-learn's digits
     (IDX files, .gz or not)         (checksums)             (given up in 5 s)    (offline: small, and said loudly)
 
-What is named must work: a data dir that lacks a file or holds a broken one is an error, never a reason to go on to the
-next source. Only the network may fail, and then the program trains on the 1,797 real digits that scikit-learn carries.
+A folder that the user names must work: a missing or broken file in it is an error, and the next source is not tried.
+Only the network may fail, and then the program trains on the 1,797 real digits that are part of scikit-learn.
 
-The IDX format is a magic number (two zero bytes, the dtype, the number of dims), the dims as big-endian int32, and the
-values: http://yann.lecun.com/exdb/mnist. No maintained library reads it, and it takes one small function.
+An IDX file contains a magic number (two zero bytes, the dtype, the number of dims), the dims as big-endian int32, and
+the values: http://yann.lecun.com/exdb/mnist. No maintained library reads it, so a small function here does.
 """
 
 import dataclasses
@@ -42,14 +42,14 @@ _SHA256 = {
 }
 _MEND = "put the four MNIST files there again, or leave the data dir out to download them"
 
-# What all mirrors together may take to answer; the remaining seconds of the promised 5 are for loading the digits.
+# How long all mirrors together may take to answer. Five seconds are promised in all; the rest is for loading digits.
 _ANSWER_SECONDS = 3.5
 _STALL_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MNIST:
-    """Digits to train on and digits to test with.
+    """Training digits and test digits.
 
     `*_images` are uint8 (N, 28, 28), white (255) on black; `*_labels` are uint8 (N,), 0 to 9. The arrays may be
     read-only.
@@ -60,7 +60,7 @@ class MNIST:
     test_images: npt.NDArray[np.uint8]
     test_labels: npt.NDArray[np.uint8]
     source: str
-    """Where they came from, for people to read."""
+    """Where the digits came from, as text for the user."""
 
 
 def load_mnist(
@@ -69,17 +69,17 @@ def load_mnist(
     mirrors: Sequence[str] = MIRRORS,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> MNIST:
-    """Load MNIST from the first source there is: see the module's picture.
+    """Load MNIST from the first source that is available: see the picture in the module's docstring.
 
     Args:
         data_dir: a folder with the four IDX files, `train-images-idx3-ubyte.gz` and so on, with or without `.gz`.
             None: the folder that `$MNIST_DIR` names, else the download cache, else a download, else scikit-learn's.
-        mirrors: URLs of folders to download from, each ending in "/". The first that answers serves.
+        mirrors: URLs of folders to download from, each ending in "/". The first one that answers is used.
         cache_dir: where downloads are kept; None: the user's cache folder.
 
     Raises:
-        ValueError: the data dir isn't one or lacks a file, or a file there is not IDX, is truncated, holds something
-            other than 28x28 images or labels 0 to 9, or its count is not that of its twin.
+        ValueError: the data dir is not a folder or lacks a file; or a file in it is not IDX, is truncated, or contains
+            something other than 28x28 images or labels from 0 to 9; or there are not as many labels as images.
     """
     if data_dir is not None:
         return _load_folder(Path(data_dir), f"--data-dir {os.fspath(data_dir)}")
@@ -98,8 +98,7 @@ def load_mnist(
 
 
 def synthetic_mnist(seed: int, n_train: int = 60_000, n_test: int = 10_000) -> MNIST:
-    """Return random pixels and labels in MNIST's shapes, to measure speed without data: nothing can be learned from
-    them.
+    """Return random pixels and labels in MNIST's shapes, for measuring speed without data. They can't be learned.
 
     Args:
         seed: the same seed gives the same arrays.
@@ -126,8 +125,8 @@ def synthetic_mnist(seed: int, n_train: int = 60_000, n_test: int = 10_000) -> M
 
 
 def _bundled_digits() -> MNIST:
-    """scikit-learn's digits: each pixel becomes 3x3 pixels, with MNIST's own kind of empty border of 2 around."""
-    # They take a second to import, and are rarely needed.
+    """Return scikit-learn's digits: each pixel becomes 3x3 pixels, with an empty border of 2 pixels like MNIST's."""
+    # These imports take a second, and are rarely needed.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -171,7 +170,7 @@ def _find(folder: Path, name: str) -> Path | None:
 
 
 def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes, (N, ...) with `dims` dims, compressed or not whatever its name says."""
+    """Read one IDX file of unsigned bytes, (N, ...) with `dims` dims. It may be compressed, whatever its name is."""
     raw = path.read_bytes()
     if raw.startswith(b"\x1f\x8b"):
         try:
@@ -201,9 +200,9 @@ def _is_complete(cache: Path) -> bool:
 
 
 def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
-    """Fetch what the cache lacks from the first mirror that can; returns what went wrong, in words.
+    """Fetch the files that the cache lacks from the first mirror that can; return a text for each mirror that failed.
 
-    pooch checks a file before it moves it into the cache, so that a broken download never lies there.
+    pooch checks a file before it moves it into the cache, so the cache never contains a broken download.
     """
     failures: list[str] = []
     left = list(mirrors)
@@ -214,7 +213,7 @@ def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
         files = pooch.create(path=cache, base_url=mirror, registry=_SHA256)
         try:
             for name in _SHA256:
-                # Without a time limit, requests waits for ever on a host that falls silent.
+                # Without a timeout, requests would wait for ever for a host that has stopped sending.
                 downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=_STALL_SECONDS)
                 files.fetch(name, downloader=downloader)  # pyright: ignore[reportArgumentType] (pooch's own mismatch)
             return failures
@@ -225,10 +224,10 @@ def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
 
 
 def _first_to_answer(mirrors: Sequence[str]) -> str | None:
-    """Return the mirror that first says that it has the data, or None when none does in time.
+    """Return the first mirror that answers that it has the data, or None if none does in time.
 
-    All are asked at once, by threads that may be left behind: no timeout of requests covers the name resolution, which
-    offline can hang for a long time.
+    All mirrors are asked at once, by daemon threads that may outlive this call: no timeout of requests covers the name
+    resolution, which can hang for a long time without a network.
     """
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 

@@ -1,11 +1,12 @@
-"""What jax compiles, kept in a folder: the second start of a program compiles nothing.
+"""Keep what jax compiles in a folder, so that the second start of a program compiles nothing.
 
-jax's own persistent cache does the work; alone it keeps only what took long to compile, which on a CPU is nothing, has
-the folder's name in what it looks for, and never mends an entry:
+jax's own persistent cache does the work. By default, however, it keeps only programs that took long to compile, which
+on a CPU are none; its keys depend on the folder's name; and it never repairs an entry that it cannot read. The entry is
+therefore repaired like this:
 
-    jax reads an entry, cannot, and warns   ->   the entries of that name are set aside
-    jax compiles, and writes the one that it misses
-    the next program is looked for          ->   the others of that name are put back
+    jax cannot read an entry, and warns     ->   the entries with that program's name are set aside
+    jax compiles, and writes the missing entry
+    jax looks for the next program          ->   the other entries with that name are put back
 """
 
 import contextlib
@@ -33,14 +34,15 @@ _ASIDE: Final = ".aside"
 class ExecutableCache:
     """A context in which jax looks for every program in a folder before it compiles it, and keeps it there afterwards.
 
-    A program is found again where the same jax compiles the same program with the same options for the same devices,
-    whatever the folder is called by then. An entry that cannot be read is told of, compiled and written anew.
+    A program is found if the same jax has compiled the same program with the same options for the same devices, even if
+    the folder has been renamed since. If an entry cannot be read, a warning is logged, and the program is compiled and
+    its entry written anew.
 
     Args:
-        folder: made where there is none.
+        folder: where the programs are kept; it is made if it does not exist.
 
     Raises:
-        ValueError: an empty name, something else than a folder, or one that can't be made or written to.
+        ValueError: an empty name, something other than a folder, or a folder that can't be made or written to.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, ExecutableCache(folder) as cache:
@@ -57,7 +59,7 @@ class ExecutableCache:
             "jax_enable_compilation_cache": True,
             "jax_persistent_cache_min_compile_time_secs": 0.0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
-            # XLA's own caches would lie in the folder too, and their path is part of what jax looks for
+            # XLA's own caches would be in the folder too, and their path would be part of jax's keys
             "jax_persistent_cache_enable_xla_caches": "none",
         }
         self._requests = self.hits = 0
@@ -73,7 +75,7 @@ class ExecutableCache:
 
     def __enter__(self) -> "ExecutableCache":
         with contextlib.ExitStack() as context:
-            self._put_back()  # what a process that was killed has left
+            self._put_back()  # entries that a killed process has left aside
             self._exchange_settings()
             context.callback(self._exchange_settings)
             jax.monitoring.register_event_listener(self._count)
@@ -96,7 +98,7 @@ class ExecutableCache:
         for name, value in self._settings.items():
             jax.config.update(name, value)
         self._settings = before
-        # whether there is a cache, and where, jax decides once, at its first program
+        # without a reset, jax decides only once, at its first program, whether there is a cache and where
         compilation_cache.reset_cache()
 
     def _count(self, event: str, **_: str | int) -> None:
@@ -106,8 +108,10 @@ class ExecutableCache:
         self.hits += event == _HIT
 
     def _set_aside(self, warning: str) -> bool:
-        """Return whether the warning is of an entry, whose program is then compiled; jax leaves alone a file that is
-        there.
+        """Set entries aside if the warning says that one cannot be read, since jax does not overwrite existing files.
+
+        Returns:
+            Whether the warning says that.
         """
         found = _PROGRAM.fullmatch(warning)
         if found is None:
@@ -119,7 +123,7 @@ class ExecutableCache:
             self._folder,
             " ".join(reason.split()),
         )
-        # the warning does not say which one it is: several programs may have one name
+        # the warning gives only the program's name, which several entries may share
         for entry in self._folder.iterdir():
             if re.fullmatch(re.escape(program) + r"-[0-9a-f]+-cache", entry.name):
                 entry.rename(entry.with_name(entry.name + _ASIDE))
@@ -136,8 +140,8 @@ class ExecutableCache:
 
 
 def _writable(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder, made where there is none, by its absolute path."""
-    if not os.fspath(folder):  # which a Path would take for the folder where the program runs
+    """Return the absolute path of the folder, after making it if it does not exist."""
+    if not os.fspath(folder):  # Path("") would be the folder in which the program runs
         raise ValueError("--executable-cache has an empty name: give a folder")
     path = Path(folder)
     try:

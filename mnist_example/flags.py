@@ -1,4 +1,4 @@
-"""The flags of `run-sharded-mnist`, which `benchmark-dataset` takes too, and what they may not say together."""
+"""Define and check the flags of `run-sharded-mnist`, which `benchmark-dataset` takes too."""
 
 import argparse
 import contextlib
@@ -31,7 +31,7 @@ _MOST_WORKERS: Final = 1024
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the flags, those that were not given as the network has them; bad ones exit."""
+    """Return the parsed flags, with the network's defaults for those that were not given; bad flags exit."""
     args = parser.parse_args(argv)
     updates = network_of(args.model).updates
     own_rate = default_learning_rate(args.optimizer, of_sgd=updates.learning_rate)
@@ -43,12 +43,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage that argparse puts before it."""
+        """Exit with one line, without the usage that argparse prints before it."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def _number(kind: Callable[[str], _Value], accept: Callable[[_Value], bool], rule: str) -> Callable[[str], _Value]:
-    """Return an argparse type: a number that `accept` takes."""
+    """Return an argparse type for numbers for which `accept` is true."""
 
     def of_text(text: str) -> _Value:
         with contextlib.suppress(ValueError):
@@ -62,7 +62,7 @@ def _number(kind: Callable[[str], _Value], accept: Callable[[_Value], bool], rul
 
 _count = _number(int, lambda n: n >= 1, "a count: give a whole number of at least 1")
 _positive = _number(float, lambda x: 0 < x < math.inf, "a positive number: give one such as 0.01")
-# what float32 holds: a rate that is 0 there would train nothing, without a word
+# rates that float32 can represent: a rate that is rounded to 0 would silently train nothing
 _rate = _number(
     float, lambda x: float(_FLOAT32.tiny) <= x <= float(_FLOAT32.max), "a positive number: give one such as 0.01"
 )
@@ -70,14 +70,14 @@ _seed = _number(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number from
 
 
 def _path(text: str) -> Path:
-    """Return an argparse type: a path that can be one; an empty one would be the folder where the command runs."""
+    """Return `text` as a path; an argparse type. An empty path is refused: it would be the current folder."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no path: give one that is not empty")
     return Path(text)
 
 
 def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
-    """Return an argparse type: one of `choices`, in any case of letters (TensorFlow for the IPU wrote "Grouped")."""
+    """Return an argparse type for one of `choices`, in upper or lower case (TensorFlow for the IPU wrote "Grouped")."""
 
     def of_text(text: str) -> str:
         try:
@@ -89,7 +89,7 @@ def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return the training flags, for whatever reads them."""
+    """Return a parser of the training flags."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -264,7 +264,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse what no flag shows by itself.
+    """Check what a single flag does not show: how flags go together, and that the picture can be drawn.
 
     Raises:
         ValueError: flags that don't go together, or a picture that could not be drawn.
@@ -311,7 +311,7 @@ def _check_writable(picture: Path) -> None:
 
 
 def check_data_flags(args: argparse.Namespace) -> None:
-    """Refuses, by a ValueError, flags of the data that don't go together, or ask for what never ends."""
+    """Raise a ValueError for flags of the data that don't go together, or that ask for a run without end."""
     if args.epochs > _MOST_EPOCHS:
         raise ValueError(f"--epochs {args.epochs:g} would never end: give {_MOST_EPOCHS} at most")
     if args.num_workers is not None and args.num_workers > _MOST_WORKERS:
@@ -321,7 +321,7 @@ def check_data_flags(args: argparse.Namespace) -> None:
 
 
 def feed_options(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
-    """Return the options of `make_feed` that the flags give: a call has no more updates than are asked for."""
+    """Return the options of `make_feed` that the flags ask for. A call has no more updates than the flags ask for."""
     return {
         "repeat_count": min(args.repeat_count, updates_of(args, batches)),
         "eight_bit_io": args.eight_bit_io,
@@ -330,15 +330,15 @@ def feed_options(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
 
 
 def ipus_of(args: argparse.Namespace) -> dict[Mode, int]:
-    """Return the modes to train in, in order, and the IPUs of a replica of each."""
+    """Return, for each mode to train in and in that order, the number of IPUs of a replica."""
     modes: list[Mode] = [args.pipeline_mode]
     if args.compare:
-        # the mode that was asked for first, and the other one
+        # first the mode that was asked for, then the other one
         modes = sorted(MODES, key=lambda mode: mode != args.pipeline_mode)
     ipus: dict[Mode, int] = {mode: args.ipus for mode in modes}
     basic_ipus = network_of(args.model).basic_ipus
     if args.compare and basic_ipus is not None:
-        ipus["basic"] = basic_ipus  # when both run, --ipus speaks of the concurrent one
+        ipus["basic"] = basic_ipus  # if both modes run, --ipus is for the concurrent one
     return ipus
 
 

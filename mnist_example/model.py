@@ -1,6 +1,6 @@
-"""The handwritten digits network, whole on two IPUs or with its classifier split over all of them.
+"""Make the handwritten digits network as a pipeline: on two IPUs, or with its classifier split over all IPUs.
 
-A 784-2560-1280-10 MLP, relu between the layers and a bias in each. The same weights serve both modes:
+It is a 784-2560-1280-10 MLP with relu between the layers and a bias in each. Both modes use the same weights:
 
     basic         IPU0   images -> MLP \\
                   IPU1                  -> classifier -- softmax cross-entropy -> loss
@@ -8,12 +8,12 @@ A 784-2560-1280-10 MLP, relu between the layers and a bias in each. The same wei
     concurrent    IPU0   images -> MLP \\ -> classifier (classes 0-4) -- softmax cross-entropy \\
                   IPU1                  \\-> classifier (classes 5-9) -- softmax cross-entropy  -> loss
 
-In concurrent mode every IPU holds its columns of the classifier's weight and of its bias, and the softmax is told how
-many classes are real: 10 classes on 4 IPUs are 3, 3, 3 and 1, and the 2 that fill up the last shard never count.
+In concurrent mode every IPU holds its own columns of the classifier's weight and of its bias. The softmax gets the
+number of real classes: 10 classes on 4 IPUs are 3, 3, 3 and 1, and the 2 columns that pad the last shard don't count.
 
-A micro-batch is `{"images": (B, 28, 28), "labels": (B,)}`: images uint8 of 0 to 255, or floating of 0 to 1; labels of
-any integer dtype. A label outside 0 to 9 is no example at all: its loss is zero, and it is never correct. (That is how
-the last batch of an evaluation is filled up.)
+A micro-batch is `{"images": (B, 28, 28), "labels": (B,)}`: images are uint8 from 0 to 255, or floating from 0 to 1;
+labels have any integer dtype. An image with a label outside 0 to 9 does not count as an example: its loss is zero, and
+it is never correct. (Such images fill up the last batch of an evaluation.)
 
 Dims: B images of a micro-batch, P pixels, H hidden, D features that the classifier reads, C classes (c of them here).
 """
@@ -50,13 +50,14 @@ _StageFn = Any  # a function of (params, x, microbatch); the types of x differ f
 def weights_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike:
     """Return the dtype in which weights are stored: `half` for "16.16", else float32.
 
-    A precision is named as in PopTorch's examples, operations before the point and stored weights behind it; the 16-bit
-    type is `half`. Under each the loss is computed, and gradients over micro-batches are added up, in float32.
+    Precisions are named as in PopTorch's examples: the bits of the operations, a point, and the bits of the stored
+    weights. The 16-bit type is `half`. In each precision, the loss is computed and gradients are summed over
+    micro-batches in float32.
 
-        "32.32"   all is float32
-        "16.32"   stages cast their float32 weights, and compute, in half; updates are made in float32
-        "16.16"   weights are half too: half the memory, but an update below 1/256 of a bfloat16 weight, or 1/2048 of a
-                  float16 one, may be rounded away
+        "32.32"   everything is float32
+        "16.32"   stages cast their float32 weights to `half` and compute in it; updates are made in float32
+        "16.16"   weights are stored in `half` too. They take half the memory, but an update below 1/256 of a bfloat16
+                  weight, or 1/2048 of a float16 weight, may be rounded away
 
     Raises:
         ValueError: an unknown half.
@@ -77,10 +78,10 @@ def operations_dtype(precision: Precision, half: Half = "bfloat16") -> DTypeLike
 
 
 def init_params(seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Return random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
+    """Return random whole weights for `Pipeline.shard`, the same for both modes and any number of IPUs.
 
-    He's normal initialisation before a relu, LeCun's for the classifier, zero biases. They are drawn in float32 and
-    rounded to `dtype`, so that precisions start from the same point too.
+    The initialisation is He's normal before a relu, LeCun's normal for the classifier, and zero for biases. Weights are
+    drawn in float32 and rounded to `dtype`, so that all precisions start from the same weights.
 
     Args:
         seed: the same seed gives the same weights.
@@ -105,10 +106,10 @@ def init_params(seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
 
 
 def check_ipus(mode: Mode, ipus: int) -> None:
-    """Refuse a number of IPUs that the mode cannot use, however many there are.
+    """Raise for a number of IPUs that the mode cannot use, whatever the number of devices is.
 
     Raises:
-        ValueError: an unknown mode, a number below 1, not 2 in basic mode, or more than there are classes to split.
+        ValueError: an unknown mode, a number below 1, a number other than 2 in basic mode, or more IPUs than classes.
     """
     check_choice("mode", mode, MODES)
     check_count("ipus", ipus)
@@ -130,8 +131,8 @@ def make_pipeline(
 ) -> Pipeline:
     """Return the network as a pipeline on one replica, over the first `ipus` devices.
 
-    The loss is the mean over the micro-batches; aux is `{"correct": (M,) int32}`, how many images of each micro-batch
-    have their label as the (first) largest logit.
+    The loss is the mean over the micro-batches. aux is `{"correct": (M,) int32}`: for each micro-batch, the number of
+    images whose (first) largest logit is that of their label.
 
     Args:
         mode: "basic" or "concurrent", as drawn at the top of this file.
@@ -159,17 +160,18 @@ def make_pipeline(
 
 
 def head_stages(mode: Mode, dtype: DTypeLike, ipu: int) -> tuple[list[Stage], dict[str, Any]]:
-    """Return the stages that end any network of digits: the classifier, and its cross-entropy as the loss.
+    """Return the last two stages of any network of digits: the classifier, and the cross-entropy as the loss.
 
-    The stage before gives features (B, D); the weights are the group "classifier", `{"w": (D, C), "b": (C,)}`.
+    The stage before must return features (B, D). The weights are the group "classifier", `{"w": (D, C), "b": (C,)}`.
 
     Args:
-        mode: "basic": whole on one IPU. "concurrent": the classes split over all IPUs, c of them on each.
+        mode: "basic" puts the classifier on one IPU; "concurrent" splits the classes over all IPUs, c on each.
         dtype: of the classifier's operations; the loss is computed in float32.
-        ipu: where the head stands in basic mode.
+        ipu: the IPU of both stages in basic mode.
 
     Returns:
-        The two stages, and the `specs` that `Pipeline` needs for them. The last gives `(loss, {"correct": () int32})`.
+        The two stages, and the `specs` that `Pipeline` needs for them. The last stage returns
+        `(loss, {"correct": () int32})`.
     """
     classifier = functools.partial(_classifier, dtype)
     if mode == "basic":
@@ -198,7 +200,7 @@ def _layer(
 
 
 def scaled_images(images: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return images as the networks read them: bytes of 0 to 255 become 0 to 1, floats stay; the shape stays too."""
+    """Return images in `dtype`, as the networks read them: bytes from 0 to 255 are scaled to 0 to 1, floats are not."""
     return normalise(images, dtype=dtype) if images.dtype == jnp.uint8 else images.astype(dtype)
 
 
@@ -228,7 +230,7 @@ def _cross_entropy(params: None, logits_BC: jax.Array, microbatch: Any) -> tuple
 
 
 def _sharded_classifier(dtype: DTypeLike, params: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
-    # Weight and bias of the columns that pad a shard are zero, and so are these logits; the loss never reads them.
+    # In the columns that pad a shard, weight and bias are zero, and so are the logits. The loss never reads them.
     return sharded_ops.matmul(x_BD, params["w"].astype(dtype)) + params["b"].astype(dtype)
 
 

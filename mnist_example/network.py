@@ -1,4 +1,4 @@
-"""The networks that can be trained on the digits, behind one interface: what `run-sharded-mnist --model` chooses from.
+"""List the networks that `run-sharded-mnist --model` chooses from, behind one interface.
 
 Weights and state are the same for both modes and any number of IPUs; both are `{group: pytree}` of whole arrays.
 """
@@ -36,12 +36,12 @@ class _InitParams(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """The defaults of an update; the attributes are named as `run-sharded-mnist`'s flags.
+    """The defaults of an update; the attributes have the names of the flags of `run-sharded-mnist`.
 
     Attributes:
         batch_size: images of a micro-batch.
         gradient_accumulation_count: micro-batches of an update.
-        learning_rate: of plain SGD on gradients summed over the micro-batches.
+        learning_rate: for plain SGD on gradients that are summed over the micro-batches.
     """
 
     batch_size: int
@@ -50,7 +50,8 @@ class Updates:
 
 
 MLP_UPDATES: Final = Updates(8, 84, 0.01)
-# 0.01 x 84 summed micro-batches throws a resnet's loss from 2.8 to 30 at once, and 8 images make noisy statistics
+# with 0.01 and the sum of 84 micro-batches, a resnet's loss would jump from 2.8 to 30, and statistics of 8 images are
+# noisy
 RESNET_UPDATES: Final = Updates(32, 2, 0.02)
 
 
@@ -59,14 +60,14 @@ class Network:
     """A network of digits.
 
     Attributes:
-        title: what a line of output calls its pipeline.
-        make_pipeline: as `mnist_example.model.make_pipeline`.
-        init_params: random weights from a seed and the dtype in which they are stored: what `Pipeline.shard` takes.
-        init_state: the stages' state before training: what `Pipeline.shard_state` takes; empty where there is none.
-        updates: what makes an update unless the user says otherwise.
-        check_ipus: refuses a number of IPUs that a mode cannot use, by a ValueError.
-        basic_ipus: the number of IPUs that basic mode must have, or None where it takes any.
-        least_batch_size: images that a micro-batch must have.
+        title: the name of its pipeline in the output.
+        make_pipeline: a function like `mnist_example.model.make_pipeline`.
+        init_params: returns random weights for `Pipeline.shard`, from a seed and the dtype in which they are stored.
+        init_state: returns the stages' state before training, for `Pipeline.shard_state`; empty if there is none.
+        updates: the defaults of an update.
+        check_ipus: raises a ValueError for a number of IPUs that a mode cannot use.
+        basic_ipus: the number of IPUs that basic mode must have, or None if it takes any.
+        least_batch_size: the least number of images in a micro-batch.
     """
 
     title: str
@@ -79,7 +80,7 @@ class Network:
     least_batch_size: int = 1
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Refuse micro-batches that the network cannot learn from.
+        """Raise for micro-batches that are too small for the network to learn from.
 
         Raises:
             ValueError: fewer images than `least_batch_size`.
@@ -118,7 +119,7 @@ def network_of(name: str) -> Network:
     """Return the network of that name.
 
     Raises:
-        ValueError: there is none; the nearest name is given.
+        ValueError: there is no such network; the message gives the nearest name.
 
     >>> network_of("resnet18").title
     'ResNet-18 pipeline'

@@ -1,8 +1,8 @@
-"""The optimizers that `run-sharded-mnist --optimizer` chooses from, all of optax, and where their learning rates start.
+"""List the optimizers that `run-sharded-mnist --optimizer` chooses from, all of them optax's, and their default rates.
 
-sgd        w - lr g
-momentum   sgd over a running sum of gradients, each weighed 0.9 of the next
-adam, adamw, lamb   steps of a size that does not depend on the gradients' own: it is the learning rate's
+sgd                 w - lr g
+momentum            sgd on a running sum of gradients, in which each gradient has 0.9 times the weight of the next
+adam, adamw, lamb   the size of a step depends on the learning rate, and not on the size of the gradients
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _MOMENTUM: Final = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class _Optimizer:
-    """`make` takes a learning rate; `default_learning_rate` takes plain SGD's."""
+    """An optimizer: `make` takes a learning rate, and `default_learning_rate` takes the learning rate of plain SGD."""
 
     make: Callable[[float], optax.GradientTransformation]
     default_learning_rate: Callable[[float], float]
@@ -27,7 +27,7 @@ class _Optimizer:
 
 _OPTIMIZERS: Final[dict[str, _Optimizer]] = {
     "sgd": _Optimizer(optax.sgd, lambda of_sgd: of_sgd),
-    # a constant gradient adds up to ten times itself
+    # the running sum of a constant gradient is ten times that gradient
     "momentum": _Optimizer(
         lambda rate: optax.sgd(rate, momentum=_MOMENTUM), lambda of_sgd: round(of_sgd * (1 - _MOMENTUM), 12)
     ),
@@ -40,10 +40,11 @@ NAMES: Final = tuple(_OPTIMIZERS)
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
-    """Return the optimizer of that name; but for the learning rate it is as optax makes it.
+    """Return the optimizer of that name, with optax's defaults for everything except the learning rate.
 
     Raises:
-        ValueError: there is none, the nearest name is given; or a learning rate that is no positive number.
+        ValueError: there is no such optimizer (the message gives the nearest name), or the learning rate is not a
+            positive number.
 
     >>> optimizer = make_optimizer("sgd", 0.5)
     >>> optimizer.update(2.0, optimizer.init(1.0))[0]
@@ -54,7 +55,7 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
 
 
 def default_learning_rate(name: str, of_sgd: float) -> float:
-    """Return an optimizer's learning rate where plain SGD would have `of_sgd`.
+    """Return the default learning rate of an optimizer for a network whose default for plain SGD is `of_sgd`.
 
     Raises:
         ValueError: there is no optimizer of that name.
@@ -67,8 +68,9 @@ def default_learning_rate(name: str, of_sgd: float) -> float:
 
 
 def keeps_state_in_float16(name: str) -> bool:
-    """Return whether the optimizer works with a state of float16: not if it divides by a root plus 1e-8, which is 0
-    there.
+    """Return whether the optimizer works with a state in float16.
+
+    It does not if it divides by a root plus 1e-8, because 1e-8 is 0 in float16.
 
     Raises:
         ValueError: there is no optimizer of that name.

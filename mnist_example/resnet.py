@@ -1,6 +1,6 @@
-"""ResNets for the handwritten digits, pipelined over any number of IPUs, batch norm and all.
+"""Make ResNets for the handwritten digits as pipelines over any number of IPUs, with batch norm as stage state.
 
-The published networks (He et al. 2015, arXiv:1512.03385, table 1), for images of one channel and 10 classes:
+They are the published networks (He et al. 2015, arXiv:1512.03385, table 1), for images of one channel and 10 classes:
 
                       resnet18          resnet50
     stem              7x7, stride 2, 64 channels; batch norm; relu; 3x3 max pool, stride 2
@@ -10,8 +10,9 @@ The published networks (He et al. 2015, arXiv:1512.03385, table 1), for images o
     blocks, 512       2, first /2       3, first /2               adds its input, by a 1x1 where shapes differ
     head              average pool, classifier, cross-entropy
 
-A bottleneck strides in its 3x3 rather than in its first 1x1, as torchvision's do ("v1.5"). Strided convolutions pad
-evenly, as torch's do. The layers are Flax modules; each is a stage, and neighbours on one IPU run as one piece:
+A bottleneck has its stride in its 3x3 rather than in its first 1x1, like torchvision's ("v1.5"). Strided convolutions
+pad both sides evenly, like torch's. The layers are Flax modules. Each layer is a stage, and neighbouring stages on one
+IPU run as one piece:
 
     basic         IPU0   images -> stem, block1 ... \\
     (resnet18)    IPU1                              -> ... block8, pool, classifier -- cross-entropy -> loss
@@ -19,11 +20,11 @@ evenly, as torch's do. The layers are Flax modules; each is a stage, and neighbo
     concurrent    IPU0   images -> stem, block1 ... \\                   -> classes 0-4 -- cross-entropy \\
                   IPU1                              -> ... block8, pool \\-> classes 5-9 -- cross-entropy  -> loss
 
-Batch norm normalises a micro-batch by its own mean and variance, as in GPipe and in torch's pipelines: the number of
-IPUs changes nothing, the size of the micro-batch does. Running averages are the stages' state, in float32 whatever the
-precision; each micro-batch moves them by a tenth, and evaluation reads them in place of the statistics.
+Batch norm normalises a micro-batch by its own mean and variance, as in GPipe and in torch's pipelines. So results
+depend on the size of the micro-batch, but not on the number of IPUs. Running averages are the stages' state, in float32
+for every precision. Each micro-batch moves them by a tenth, and evaluation uses them in place of the statistics.
 
-Dims: B images of a micro-batch, H and W rows and columns, C channels; all in that order ("NHWC").
+Dims: B images of a micro-batch, H and W rows and columns, C channels; arrays have them in that order ("NHWC").
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ from mnist_example.model import (
 )
 
 SIDE: Final = 28
-"""Rows and columns of an image: what FLOPs are counted for. The networks take images of any size."""
+"""Rows and columns of an image for which FLOPs are counted. The networks take images of any size."""
 
 WIDTH: Final = 64
 
@@ -66,7 +67,7 @@ _EPSILON: Final = 1e-5
 
 
 class _ConvNorm(nn.Module):
-    """A convolution without bias, and its batch norm: (B, H, W, C) to (B, H/strides, W/strides, features)."""
+    """A convolution without bias, followed by batch norm: (B, H, W, C) to (B, H/strides, W/strides, features)."""
 
     features: int
     kernel: int
@@ -92,7 +93,7 @@ class _ConvNorm(nn.Module):
 
 
 class _Stem(nn.Module):
-    """(B, H, W) to (B, H/4, W/4, features)."""
+    """The first convolution, batch norm, relu and max pool: (B, H, W) to (B, H/4, W/4, features)."""
 
     features: int
     dtype: DTypeLike
@@ -104,9 +105,9 @@ class _Stem(nn.Module):
 
 
 class _Block(nn.Module):
-    """(B, H, W, C) to (B, H/strides, W/strides, out): convolutions of `shapes`, and the input added.
+    """Convolutions to whose result the input is added: (B, H, W, C) to (B, H/strides, W/strides, out).
 
-    `shapes` has (features, kernel, strides) of each convolution.
+    `shapes` contains (features, kernel, strides) for each convolution.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -126,7 +127,7 @@ class _Block(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A piece that stands whole on one IPU: a stage, with a parameter group and a state group of its name.
+    """A part of the network that is one stage on one IPU. Its parameter group and its state group have its name.
 
     Attributes:
         name: such as "stem" or "block1".
@@ -139,23 +140,26 @@ class Layer:
     inputs: tuple[int, ...]
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Flax's variables, float32: `{"params": ..., "batch_stats": ...}`; `init_params` reads their shapes only."""
+        """Return Flax's variables in float32, `{"params": ..., "batch_stats": ...}`.
+
+        `init_params` uses only the shapes of the parameters.
+        """
         return dict(self.module.init(key, jnp.zeros((1, *self.inputs)), train=False))
 
     def train(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Outputs:
-        """Return `Stage.fn`: normalises by the micro-batch's statistics, and moves the running averages."""
+        """Apply the layer in training, as `Stage.fn`: normalise by the micro-batch, and move the running averages."""
         variables = {"params": params, "batch_stats": state}
         y, changed = self.module.apply(variables, x, train=True, mutable=["batch_stats"])
         return Outputs(y, state=changed["batch_stats"])
 
     def evaluate(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Any:
-        """Return `Stage.evaluate`: normalises by the running averages."""
+        """Apply the layer in evaluation, as `Stage.evaluate`: normalise by the running averages."""
         return self.module.apply({"params": params, "batch_stats": state}, x, train=False)
 
 
 @functools.cache
 def layers_of(depth: Depth, *, width: int = WIDTH, dtype: DTypeLike = jnp.float32) -> tuple[Layer, ...]:
-    """Stem and blocks, first layer first; the head is not among them.
+    """Return the stem and the blocks, in order. The head is not included.
 
     Args:
         depth: 18 or 50.
@@ -192,10 +196,10 @@ def _output(layer: Layer) -> tuple[int, ...]:
 
 
 def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, width: int = WIDTH) -> dict[str, Any]:
-    """Return random weights, the same for both modes and whatever the number of IPUs: what `Pipeline.shard` takes.
+    """Return random whole weights for `Pipeline.shard`, the same for both modes and any number of IPUs.
 
-    He's normal initialisation for kernels, LeCun's for the classifier; scales of 1, biases of 0. They are drawn in
-    float32 and rounded to `dtype`, so that precisions start from the same point too.
+    The initialisation is He's normal for kernels, LeCun's normal for the classifier, 1 for scales and 0 for biases.
+    Weights are drawn in float32 and rounded to `dtype`, so that all precisions start from the same weights.
 
     Args:
         depth, width: as `layers_of` takes them.
@@ -207,7 +211,7 @@ def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, widt
         kernel is (rows, columns, C in, C out).
     """
     layers = layers_of(depth, width=width)
-    random = np.random.default_rng(seed)  # drawing 50 shapes with jax.random takes 10 s, most of it to compile
+    random = np.random.default_rng(seed)  # drawing 50 shapes with jax.random takes 10 s, most of it for compiling
 
     def drawn(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         kind = path[-1].key
@@ -225,10 +229,10 @@ def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, widt
 
 
 def init_state(depth: Depth, *, width: int = WIDTH) -> dict[str, Any]:
-    """Return running averages before training, means of 0 and variances of 1: what `Pipeline.shard_state` takes.
+    """Return the running averages before training for `Pipeline.shard_state`: means of 0 and variances of 1.
 
     Returns:
-        `{"stem": {...}, "block1": {...}, ...}`: per batch norm, `{"mean": (C,), "var": (C,)}`, float32.
+        `{"stem": {...}, "block1": {...}, ...}`: for each batch norm, `{"mean": (C,), "var": (C,)}` in float32.
     """
     layers = layers_of(depth, width=width)
     fresh = jax.jit(lambda key: {layer.name: layer.init(key)["batch_stats"] for layer in layers})
@@ -236,14 +240,14 @@ def init_state(depth: Depth, *, width: int = WIDTH) -> dict[str, Any]:
 
 
 def check_ipus(depth: Depth, mode: Mode, ipus: int) -> None:
-    """Refuse a number of IPUs that the network cannot use, however many there are.
+    """Raise for a number of IPUs that the network cannot use, whatever the number of devices is.
 
     Raises:
-        ValueError: an unknown mode, a number below 1, more IPUs than layers, or, in concurrent mode, than classes.
+        ValueError: an unknown mode, a number below 1, more IPUs than layers, or, in concurrent mode, more than classes.
     """
     check_choice("mode", mode, MODES)
     check_count("ipus", ipus)
-    # stem and blocks, and in basic mode the head, which stands on all IPUs in concurrent mode
+    # stem and blocks, and in basic mode also the head, which in concurrent mode is on all IPUs
     pieces = 1 + sum(_BLOCKS[depth]) + (mode == "basic")
     if ipus > pieces:
         raise ValueError(f"ipus={ipus}, but resnet{depth} has {pieces} layers to place in {mode} mode: use fewer IPUs")
@@ -265,8 +269,8 @@ def make_pipeline(
 ) -> Pipeline:
     """Return the network as a pipeline on one replica, over the first `ipus` devices.
 
-    Micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`; the first dim of images may have any
-    size of at least 2, the others any at all.
+    Micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`. A micro-batch must have at least 2
+    images; the images may have any numbers of rows and columns.
 
     Args:
         depth, width: as `layers_of` takes them.
@@ -302,11 +306,11 @@ def make_pipeline(
 
 
 def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> tuple[int, ...]:
-    """Return the IPU of each layer: neighbours together, and each IPU's load as even as can be."""
+    """Return the IPU of each layer. Neighbouring layers stay together, and the IPUs' loads are as even as possible."""
     names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
     if mode == "concurrent":
         return _numbers(balance_layers(names, costs, ipus))
-    # the head costs next to nothing, but it may have an IPU of its own
+    # the head costs almost nothing, but it may get an IPU of its own
     return _numbers(balance_layers([*names, "head"], [*costs, 0], ipus))[:-1]
 
 
@@ -315,7 +319,7 @@ def _numbers(found: LayerPlacement) -> tuple[int, ...]:
 
 
 def _cost(layer: Layer) -> int:
-    """FLOPs of a layer's forward for one image."""
+    """Return the FLOPs of a layer's forward pass for one image."""
     variables = jax.eval_shape(layer.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((1, *layer.inputs), jnp.float32)
     return flops_of(lambda variables, x: layer.module.apply(variables, x, train=False), variables, x)

@@ -1,4 +1,4 @@
-"""Trains a network on handwritten digits as a pipeline over virtual IPUs: the `run-sharded-mnist` command.
+"""Train a network on handwritten digits as a pipeline over virtual IPUs: the `run-sharded-mnist` command.
 
     run-sharded-mnist --pipeline-mode basic
     run-sharded-mnist --pipeline-mode concurrent --ipus 4
@@ -35,7 +35,7 @@ _Losses = npt.NDArray[np.floating]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on `argv` (default: the process's own), and returns its exit status; bad input exits."""
+    """Run the command on `argv` (default: the process's own), and return its exit status; bad input exits."""
     parser = make_parser(
         "run-sharded-mnist", "Trains a network on handwritten digits, as a pipeline over virtual IPUs."
     )
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         if argv is None:
-            # An ordinary exit of the process waits for the device call in flight, which may take minutes.
+            # An ordinary exit would wait for the running device call, which may take minutes.
             sys.stdout.flush()
             os._exit(130)
         return 130
@@ -87,7 +87,7 @@ def make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
 
 
 def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]:
-    """Build everything, so that all that can be wrong with the data shows; compiles nothing."""
+    """Return a trainer for each mode. Nothing is compiled yet, but anything wrong with flags or data raises here."""
     ipus = ipus_of(args)
     batches = make_batches(args, data)
     configure(args.replicas * max(ipus.values()))
@@ -121,7 +121,7 @@ def _make_pipeline(args: argparse.Namespace, mode: Mode, ipus: int) -> Pipeline:
 def _train(
     args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST, cache: ExecutableCache | None
 ) -> _Losses:
-    """One run, with its lines; returns the loss of every update."""
+    """Train in one mode and print the lines of that run; return the loss of every update."""
     pipeline, batches, network = trainer.pipeline, trainer.batches, network_of(args.model)
     per_epoch = batches.updates_per_epoch
     total = updates_of(args, batches)
@@ -175,7 +175,7 @@ def _say(line: str) -> None:
 
 
 def progress_bar(*, shown: bool) -> Progress:
-    """Return a bar of updates below the lines that are printed while it stands; nothing at all unless `shown`."""
+    """Return a progress bar that counts updates and stays below the printed lines. Without `shown` it is not drawn."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

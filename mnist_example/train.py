@@ -1,9 +1,9 @@
-"""Training on the digits: device calls of many weight updates, and the accuracy on the test images.
+"""Train on the digits in device calls of many weight updates, and measure the accuracy on the test images.
 
-An update is `ipu_jax.make_train_step`'s. How many of them a call makes is an argument of its program, so that the last
-call of an epoch may be shorter, and there is still only one program to compile. Calls are dispatched ahead: while the
-IPUs work on one, the host reads the losses of the one before; the images of the next are gathered meanwhile, by the
-caller or by workers of the feed.
+An update is a step of `ipu_jax.make_train_step`. The number of updates in a call is an argument of the compiled
+program, so that the last call of an epoch can be shorter without compiling another program. Calls are dispatched ahead:
+while the IPUs work on one call, the host reads the losses of the call before. Meanwhile the images of the next call are
+gathered, by the caller or by workers of the feed.
 """
 
 import collections
@@ -27,14 +27,14 @@ from mnist_example.checks import check_count
 from mnist_example.optimizers import make_optimizer
 
 NO_LABEL = -1
-"""The label of what fills up a batch: counted neither as right nor as wrong."""
+"""The label of images that fill up a batch: they count neither as right nor as wrong."""
 
 _CALLS_AHEAD = 1
 _POLL_SECONDS = 0.005
 
 
 class DivergedError(ArithmeticError):
-    """A loss is not finite."""
+    """Raised if a loss is not finite."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,9 +43,9 @@ class Call:
 
     Attributes:
         losses: the loss of each of its updates, float32.
-        skipped: how many of its updates were not made, since their gradients overflowed: under a `DynamicScale` only.
-        updates: how many updates were tried until its end, those of earlier epochs included.
-        epoch: how many epochs that is, such as 0.5 in the middle of the first.
+        skipped: how many of its updates were not made because their gradients overflowed; only with a `DynamicScale`.
+        updates: how many updates were tried up to its end, including those of earlier epochs.
+        epoch: the number of epochs up to its end, such as 0.5 in the middle of the first.
     """
 
     losses: npt.NDArray[np.float32]
@@ -54,8 +54,8 @@ class Call:
     epoch: float
 
 
-class _Told(NamedTuple):
-    """A call's results beside the state: losses float32 (updates_per_call,), skipped int32 ()."""
+class _CallResults(NamedTuple):
+    """What a call returns besides the state: losses float32 (updates_per_call,), skipped int32 ()."""
 
     losses: Any
     skipped: Any
@@ -66,20 +66,20 @@ class Trainer:
 
     Args:
         pipeline: the model, on one replica or several.
-        batches: what to train on; its `gradient_accumulation` and `replicas` are the pipeline's.
+        batches: what to train on; its `gradient_accumulation` and `replicas` must be those of the pipeline.
         learning_rate: of the optimizer, positive. Under reduction="sum" gradients are sums over the micro-batches and
-            replicas, so that twice as many of them take half the learning rate of plain SGD.
-        optimizer: a name of `mnist_example.optimizers.NAMES`.
-        shard_optimizer: each replica keeps and updates its part of the optimizer's state.
-        loss_scale: of `ipu_jax.TrainOptions`.
-        repeat_count, eight_bit_io, num_workers: of `make_feed`.
+            replicas, so with twice as many of these, plain SGD needs half the learning rate.
+        optimizer: a name in `mnist_example.optimizers.NAMES`.
+        shard_optimizer: let each replica keep and update its part of the optimizer's state.
+        loss_scale: as for `ipu_jax.TrainOptions`.
+        repeat_count, eight_bit_io, num_workers: as for `make_feed`.
 
     Attributes:
-        feed: of its batches, to be closed where there are workers.
+        feed: the feed of its batches; close it if there are workers.
 
     Raises:
-        ValueError: a learning rate that is no positive number, an unknown optimizer, a count below 1, or batches of
-            another M or R.
+        ValueError: a learning rate that is not a positive number, an unknown optimizer, a count below 1, or batches
+            with another M or R than the pipeline's.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Trainer:
             )
         self.pipeline, self.batches, self.learning_rate = pipeline, batches, learning_rate
         self.updates_per_call = min(check_count("repeat_count", repeat_count), batches.updates_per_epoch)
-        # the network computes in its own precision; and of device iterations a step knows a fixed number
+        # the options leave out precision, since the network has its own, and device iterations, of which a step always
+        # makes the same number
         options = TrainOptions(shard_optimizer=shard_optimizer, loss_scale=loss_scale)
         self.step = make_train_step(pipeline, make_optimizer(optimizer, learning_rate), options)
         self.feed = make_feed(
@@ -124,15 +125,15 @@ class Trainer:
         """Place whole weights, and the stages' state if they have any, on the IPUs.
 
         Args:
-            params: such as a network's `init_params` makes.
-            stages: such as its `init_state` makes.
+            params: whole weights, such as a network's `init_params` returns.
+            stages: the stages' state, such as its `init_state` returns.
         """
         return self.step.init(params, stages=stages or None)
 
     def compile(self, state: TrainState) -> float:
-        """Compile the training program, which the first `run_epoch` does otherwise; return the seconds it took."""
+        """Compile the training program, and return the seconds it took. Otherwise the first `run_epoch` compiles it."""
         start = time.perf_counter()
-        # what one call returns is what the next one takes
+        # the state that one call returns is an argument of the next one, so it needs the same sharding
         of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
         program = jax.jit(self._run_updates, donate_argnums=0, out_shardings=(of_state, None))
         self._program = program.lower(state, self.feed.like, np.int32(0)).compile()
@@ -144,30 +145,30 @@ class Trainer:
         """Train for one epoch, or the first `updates` of it.
 
         Args:
-            state: from `init` or the epoch before. Its arrays are reused, and hold nothing afterwards.
+            state: from `init` or the epoch before. Its arrays are donated, and cannot be used afterwards.
             epoch: counted from 0; it decides the order of the images.
-            on_call: told of each device call, in order; meanwhile the next one runs already.
-            updates: None for the whole epoch.
+            on_call: called for each device call, in order, while the next one already runs.
+            updates: the number of updates; None for the whole epoch.
 
         Returns:
-            The state after it.
+            The state after the epoch.
 
         Raises:
-            DivergedError: the loss of an update is not finite; names the update.
+            DivergedError: the loss of an update is not finite; the message names the update.
         """
         if self._program is None:
             self.compile(state)
         assert self._program is not None, "compile sets it"
         left = self.batches.updates_per_epoch if updates is None else updates
         done = epoch * self.batches.updates_per_epoch
-        pending: collections.deque[tuple[_Told, int]] = collections.deque()
+        pending: collections.deque[tuple[_CallResults, int]] = collections.deque()
         self.feed.seek(epoch)
         for batch in itertools.islice(self.feed.epoch(), -(-left // self.updates_per_call)):
             count = min(batch.updates, left)
-            state, told = self._program(state, batch.data, np.int32(count))
+            state, results = self._program(state, batch.data, np.int32(count))
             left -= count
-            pending.append((told, count))
-            # One call runs and one waits for it, and never more: many queued calls with collectives deadlock XLA's CPU.
+            pending.append((results, count))
+            # At most one call runs and one waits: many queued calls with collectives deadlock XLA's CPU backend.
             while len(pending) > _CALLS_AHEAD:
                 done = self._report(*pending.popleft(), done, on_call)
         while pending:
@@ -175,10 +176,10 @@ class Trainer:
         return state
 
     def accuracy(self, state: TrainState, images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> float:
-        """Return the share of the images that the network names rightly: of all of them, however many there are.
+        """Return the fraction of the images that the network classifies correctly. Their number need not divide evenly.
 
         Args:
-            state: from `init` or `run_epoch`; it stays as it is.
+            state: from `init` or `run_epoch`; it is not changed.
             images: (N, 28, 28) uint8.
             labels: (N,) uint8.
         """
@@ -199,18 +200,18 @@ class Trainer:
         of_update = (batches.gradient_accumulation, batches.batch_size)
         return of_update if batches.replicas == 1 else (batches.replicas, *of_update)
 
-    def _run_updates(self, state: TrainState, calls: Any, count: jax.Array) -> tuple[TrainState, _Told]:
+    def _run_updates(self, state: TrainState, calls: Any, count: jax.Array) -> tuple[TrainState, _CallResults]:
         if self.updates_per_call == 1:
             calls = jax.tree.map(lambda leaf: leaf[None], calls)
 
-        def update(i: jax.Array, carry: tuple[TrainState, _Told]) -> tuple[TrainState, _Told]:
+        def update(i: jax.Array, carry: tuple[TrainState, _CallResults]) -> tuple[TrainState, _CallResults]:
             state, (losses, skipped) = carry
             state, outputs = self.step(state, jax.tree.map(lambda leaf: leaf[i], calls))
             made = 1 if outputs.updated is None else outputs.updated
-            return state, _Told(losses.at[i].set(outputs.loss), skipped + 1 - made)
+            return state, _CallResults(losses.at[i].set(outputs.loss), skipped + 1 - made)
 
-        told = _Told(jnp.zeros(self.updates_per_call, jnp.float32), jnp.int32(0))
-        return lax.fori_loop(0, count, update, (state, told))
+        results = _CallResults(jnp.zeros(self.updates_per_call, jnp.float32), jnp.int32(0))
+        return lax.fori_loop(0, count, update, (state, results))
 
     def _evaluate(self, params: Any, stages: Any, batches: dict[str, jax.Array]) -> jax.Array:
         def count(correct: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -219,17 +220,17 @@ class Trainer:
 
         return lax.scan(count, jnp.int32(0), batches)[0]
 
-    def _report(self, told: _Told, count: int, done: int, on_call: Callable[[Call], None]) -> int:
-        """Wait for a call, checks its losses and hands them out; returns how many updates were tried with it."""
-        while not (told.losses.is_ready() and told.skipped.is_ready()):
-            time.sleep(_POLL_SECONDS)  # and not in XLA, where Ctrl-C is heard only when the call has ended
-        found = np.asarray(told.losses)[:count]
-        bad = np.flatnonzero(~np.isfinite(found))
+    def _report(self, results: _CallResults, count: int, done: int, on_call: Callable[[Call], None]) -> int:
+        """Wait for a call, check its losses and pass them to `on_call`; return how many updates were tried up to it."""
+        while not (results.losses.is_ready() and results.skipped.is_ready()):
+            time.sleep(_POLL_SECONDS)  # inside XLA, Ctrl-C would have no effect until the call has ended
+        losses = np.asarray(results.losses)[:count]
+        bad = np.flatnonzero(~np.isfinite(losses))
         if len(bad):
             raise DivergedError(
-                f"the loss of update {done + bad[0] + 1} is {found[bad[0]]}: training diverged; "
+                f"the loss of update {done + bad[0] + 1} is {losses[bad[0]]}: training diverged; "
                 f"use a learning rate below {self.learning_rate:g}"
             )
         done += count
-        on_call(Call(found, int(told.skipped), done, done / self.batches.updates_per_epoch))
+        on_call(Call(losses, int(results.skipped), done, done / self.batches.updates_per_epoch))
         return done

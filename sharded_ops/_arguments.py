@@ -1,8 +1,8 @@
-"""What the ops are given besides data: whole numbers, real numbers, words, one axis name, and what counts as an array.
+"""Check the ops' arguments: whole numbers, real numbers, words, the name of an axis, and arrays.
 
-Each function returns its argument as plain Python or jax has it, or refuses it before anything is traced. NumPy's
-numbers are as good as Python's; a bool is never a number; an array is never an option, since what is compiled depends
-on it.
+Each function returns its argument as a plain Python or jax value, or raises before anything is traced. NumPy's numbers
+are accepted like Python's. A bool is never accepted as a number, nor an array as an option, because the compiled
+program depends on options.
 """
 
 import math
@@ -19,14 +19,14 @@ from jax.typing import ArrayLike
 def whole_number(
     name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None, instead: str = ""
 ) -> int:
-    """Return `value` as an int, if it is a whole number in the range: Python's or NumPy's, not a bool.
+    """Return `value` as an int, if it is a whole number in the range. Python's and NumPy's are accepted, bools are not.
 
     Args:
-        name: of the argument.
+        name: of the argument, for messages.
         value: anything.
-        at_least: the least that will do; None: no bound.
-        at_most: the greatest that will do; None: no bound.
-        instead: what else the caller may do, to be read after "give an int ..., or ".
+        at_least: the least allowed value; None for no bound.
+        at_most: the greatest allowed value; None for no bound.
+        instead: what the caller may do instead, as a message says it after "give an int ..., or ".
 
     Raises:
         ValueError: names the argument, its value and the range.
@@ -45,7 +45,7 @@ def whole_number(
         wanted = "an int" + (f" of at least {at_least}" if at_least is not None else "")
         wanted += f" of at most {at_most}" if at_most is not None else ""
     mend = f"give {wanted}" + (f", or {instead}" if instead else "")
-    # NumPy registers its integers as such, and not its bools.
+    # NumPy registers its integers as numbers.Integral, but not its bools.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={shown(value)} is not an int: {mend}")
     number = int(value)
@@ -63,15 +63,15 @@ def real_number(
     at_most: float | None = None,
     instead: str = "",
 ) -> float:
-    """Return `value` as a float, if it is a finite number in the range: Python's or NumPy's, not a bool.
+    """Return `value` as a float, if it is a finite number in the range. Python's and NumPy's are accepted, not bools.
 
     Args:
-        name: of the argument.
+        name: of the argument, for messages.
         value: anything.
-        at_least: the least that will do; None: no bound.
-        above: what it must be greater than; None: no bound.
-        at_most: the greatest that will do; None: no bound.
-        instead: what else the caller may do, to be read after "give a number ..., or ".
+        at_least: the least allowed value; None for no bound.
+        above: a bound that the value must be greater than; None for no bound.
+        at_most: the greatest allowed value; None for no bound.
+        instead: what the caller may do instead, as a message says it after "give a number ..., or ".
 
     Raises:
         ValueError: names the argument, its value and the range.
@@ -113,7 +113,7 @@ def one_axis(axis: Any) -> str:
     """Return `axis`, if it is the name of one mesh axis.
 
     Raises:
-        ValueError: it is a tuple of names, or no name.
+        ValueError: it is a tuple of names, or not a name.
 
     Example:
         >>> one_axis(("data", "ipu"))
@@ -127,10 +127,10 @@ def one_axis(axis: Any) -> str:
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...], what: str = "is unknown") -> str:
-    """Return `value`, if it is one of these words.
+    """Return `value`, if it is one of `choices`.
 
     Raises:
-        ValueError: names the argument, its value, `what` is wrong with it, and what there is.
+        ValueError: names the argument, its value, `what` is wrong with it, and the choices.
 
     Example:
         >>> one_of("reduction", "mead", ("none", "mean", "sum"))
@@ -145,12 +145,12 @@ def one_of(name: str, value: Any, choices: tuple[str, ...], what: str = "is unkn
 
 
 def array_like(name: str, value: Any) -> jax.Array | np.ndarray:
-    """Return `value` as jax's array or NumPy's, whichever it is, if jax's own functions would take it for one.
+    """Return `value` as a jax or NumPy array, whichever it is, if jax's own functions would accept it as an array.
 
-    They take no lists, as it cannot be seen of one how large it was meant to be; nor does any op here.
+    Neither jax's functions nor the ops accept lists, whose dtype and shape would have to be guessed.
 
     Raises:
-        ValueError: it is a list, None or the like.
+        ValueError: it is a list, None or something else that is not an array.
 
     Example:
         >>> array_like("ids", [3, 4])
@@ -167,16 +167,16 @@ def array_like(name: str, value: Any) -> jax.Array | np.ndarray:
 
 
 def array(name: str, value: ArrayLike) -> jax.Array:
-    """Return `value` as a jax array, if `array_like` takes it. Python's numbers get jax's default dtypes.
+    """Return `value` as a jax array, if `array_like` accepts it. Python's numbers get jax's default dtypes.
 
     Raises:
-        ValueError: it is a list, None or the like.
+        ValueError: it is a list, None or something else that is not an array.
     """
     return jnp.asarray(value if isinstance(value, bool | int | float | complex) else array_like(name, value))
 
 
 def shown(value: Any) -> str:
-    """Return `value` in a message: short, and of an array its dtype and shape."""
+    """Return the text that stands for `value` in a message: it is short, and for an array gives dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"<{value.dtype}{list(value.shape)} array>"
     return f"{value}" if isinstance(value, np.number) else reprlib.repr(value)
@@ -185,6 +185,6 @@ def shown(value: Any) -> str:
 def _is_real(value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return False
-    # ml_dtypes' numbers, such as bfloat16's, are NumPy's but not registered as real.
-    narrow = isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
-    return isinstance(value, numbers.Real) or narrow
+    # The scalars of ml_dtypes, such as those of bfloat16, are NumPy's but not registered as numbers.Real.
+    is_ml_dtype = isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
+    return isinstance(value, numbers.Real) or is_ml_dtype

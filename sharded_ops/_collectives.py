@@ -1,4 +1,4 @@
-"""Moving whole values between the IPUs of a mesh axis, each function with its transpose said.
+"""Move whole values between the IPUs of a mesh axis, with the right transpose for each move.
 
                            forward                              backward (its transpose)
     to_all                 the owner's value to all IPUs        sum of all cotangents, to the owner only
@@ -6,24 +6,26 @@
     reduce_to_all          sum over the IPUs, on all            sum of all cotangents, to all
     reduce_to              sum over the IPUs, to the owner      the owner's cotangent, to all
     scatter_tokens         to each its own slice of a dim       the slices' cotangents, gathered on all
-    reduce_scatter_tokens  sum over the IPUs, sliced likewise   the slices' cotangents, gathered on all
+    reduce_scatter_tokens  sum over the IPUs, to each a slice   the slices' cotangents, gathered on all
 
-So `to_all` and `reduce_to` are each other's transpose, and so are `from_all` and `reduce_scatter_tokens`, of which
-`scatter_tokens` is the form for a value that is summed already. Tokens stand in dim 0 as a rule, but any dim will do.
+So `to_all` and `reduce_to` are each other's transpose, and so are `from_all` and `reduce_scatter_tokens`.
+`scatter_tokens` is the form of `reduce_scatter_tokens` for a value that is already summed. Tokens are usually in dim 0,
+but any dim can be used.
 
-What "the sum of all cotangents" is depends on how the enclosing `shard_map` was made; JAX has a convention for each.
+What "the sum of all cotangents" means depends on the `check_vma` of the enclosing `shard_map`. JAX has a convention for
+each:
 
-`check_vma=True` (the default): types say which values vary over an axis. What is the same on all IPUs is *typed* so,
-may leave with `out_specs=P()`, and has one cotangent, already summed. Gradients are the dense program's, whether
-`jax.grad` stands inside the `shard_map` or outside.
+`check_vma=True` (the default): types express which values vary over an axis. A value that is the same on all IPUs has a
+type that says so, may leave with `out_specs=P()`, and has one cotangent, already summed. Gradients are the dense
+program's, whether `jax.grad` is inside the `shard_map` or outside.
 
-`check_vma=False`: types say nothing. What is differentiated is the sum over the IPUs of what each of them returns, so
-every IPU holds a *part* of each cotangent. `jax.grad` outside the `shard_map` takes care of that: it hands each IPU 1/n
-of a replicated output's cotangent and sums what comes back for a replicated input. A `jax.vjp` inside must do the same
-itself: seed each IPU with cotangent/n, and `psum` the gradients of inputs that all IPUs hold.
+`check_vma=False`: types say nothing. The function that is differentiated is the sum over the IPUs of what each of them
+returns, so every IPU holds a *part* of each cotangent. `jax.grad` outside the `shard_map` takes care of that: it gives
+each IPU 1/n of a replicated output's cotangent, and sums the gradients that the IPUs return for a replicated input. A
+`jax.vjp` inside must do the same itself: give each IPU cotangent/n, and `psum` the gradients of replicated inputs.
 
-The ops of this package hold to that in both, because they are made of plain `lax` collectives of the right kind. The
-functions at the end of this file tell the two apart.
+The ops of this package follow both conventions, because they are made of plain `lax` collectives of the right kind. The
+functions at the end of this file distinguish the two.
 """
 
 import functools
@@ -40,24 +42,24 @@ from sharded_ops._split import Split, axis_size, check_shard, is_typed, split_ov
 
 
 def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
-    """Give every IPU of the axis the value that one of them, the owner, holds.
+    """Return the owner's value of `x` on all IPUs of the axis. The owner is one of these IPUs.
 
-    What the other IPUs hold in `x` is not read, be it NaN, and its gradient is zero.
+    The values of `x` on the other IPUs may be NaN: they are not read, and their gradient is zero.
 
-    Forward: one all-reduce of `x` over `axis`. Backward: under check_vma=True nothing, as the cotangent is summed
-    already; under check_vma=False one all-reduce.
+    Forward: one all-reduce of `x` over `axis`. Backward: under check_vma=True nothing, as the cotangent is already
+    summed; under check_vma=False one all-reduce.
 
     Args:
         x: any shape and dtype, the same shape on each IPU.
         owner: the owner's index on the axis: an int, or an integer scalar that is the same on all IPUs. A traced owner
-            cannot be checked; where it names no IPU, the result is zero.
+            cannot be checked; if it is not the index of an IPU, the result is zero.
         axis: the mesh axis.
 
     Returns:
-        As `x`, the same on all IPUs.
+        An array like `x`, the same on all IPUs.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, or `owner` names no IPU of it or differs between IPUs.
+        ValueError: `axis` is not the enclosing shard_map's, or `owner` is not an index on it or differs between IPUs.
 
     Example:
         >>> from functools import partial
@@ -69,28 +71,28 @@ def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array
         [2.]
     """
     x = array("x", x)
-    # The sum of one value and zeros is exact in any dtype; of bools it is an int.
+    # The sum of one value and zeros is exact in any dtype. Only for bools it is an int, which the cast undoes.
     return lax.psum(_only_on(owner, x, axis), axis).astype(x.dtype)
 
 
 def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.Array:
     """Gather the shards of a split dim, so that every IPU holds the whole array without its padding.
 
-    Forward: one all-gather of `x_shard` over `axis`. Backward: under check_vma=True nothing, each IPU cuts its slice
-    out of the summed cotangent; under check_vma=False one reduce-scatter.
+    Forward: one all-gather of `x_shard` over `axis`. Backward: under check_vma=True nothing, as each IPU takes its own
+    slice of the summed cotangent; under check_vma=False one reduce-scatter.
 
     Args:
-        x_shard: (.., padded, ..) globally; each IPU holds (.., ceil(size/n), ..). Any dtype. Padding is dropped unread,
-            and its gradient is zero.
+        x_shard: (.., padded, ..) globally; each IPU holds (.., ceil(size/n), ..). Any dtype. Padding is dropped without
+            being read, and its gradient is zero.
         dim: the dim that is split; negative ones count from the end.
-        size: its rows without padding.
+        size: the rows of that dim without padding.
         axis: the mesh axis.
 
     Returns:
         (.., size, ..), the same on all IPUs.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or the shard does not fit `size`.
+        ValueError: `axis` is not the enclosing shard_map's, `x_shard` has no such dim, or it does not fit `size`.
 
     Example:
         >>> from functools import partial
@@ -118,11 +120,11 @@ def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
         axis: the mesh axis.
 
     Returns:
-        As `x`, the same on all IPUs.
+        An array like `x`, the same on all IPUs.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's; or `x` is typed the same on all of several IPUs, and so is
-            no part of a sum: adding it up would give n times too much.
+        ValueError: `axis` is not the enclosing shard_map's; or by its type `x` is the same on all of several IPUs, so
+            that it is not a part of a sum, and the result would be n times too large.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -137,9 +139,9 @@ def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
 
 
 def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
-    """Sum a partial value over the IPUs of the axis, for one of them, the owner, to hold.
+    """Sum a partial value over the IPUs of the axis, and leave the sum on one of them, the owner.
 
-    The cotangent of the other IPUs' zeros is not read, be it NaN.
+    The other IPUs hold zeros, whose cotangent may be NaN: it is not read.
 
     Forward: one all-reduce of `x` over `axis`, in the dtype of `x`: XLA has no reduction to one device. Backward: one
     all-reduce of the owner's cotangent.
@@ -147,14 +149,14 @@ def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Ar
     Args:
         x: any shape and number dtype: this IPU's part of the sum.
         owner: the owner's index on the axis: an int, or an integer scalar that is the same on all IPUs. A traced owner
-            cannot be checked; where it names no IPU, all hold zeros.
+            cannot be checked; if it is not the index of an IPU, all IPUs hold zeros.
         axis: the mesh axis.
 
     Returns:
-        As `x`: the sum on the owner, zeros on the others.
+        An array like `x`: the sum on the owner, zeros on the other IPUs.
 
     Raises:
-        ValueError: as `to_all` for `owner`, and as `reduce_to_all` for `x`.
+        ValueError: as for `to_all` with `owner`, and as for `reduce_to_all` with `x`.
 
     Example:
         >>> from functools import partial
@@ -169,23 +171,24 @@ def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Ar
 
 
 def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
-    """Cut a value that all IPUs hold, so that each keeps its own slice of `dim`. `from_all` puts it together again.
+    """Split a value that all IPUs hold, so that each IPU keeps its own slice of `dim`. `from_all` is the inverse.
 
-    Forward: sends nothing. Backward: under check_vma=True one all-gather of the slices' cotangents, half of what the
-    all-reduce that jax derives would send; it is a rule of its own, for reverse mode. Under check_vma=False nothing:
-    each IPU's part is its own slice, and the all-reduce of `x` stands where the `shard_map` is differentiated.
+    Forward: sends nothing. Backward: under check_vma=True one all-gather of the slices' cotangents. It sends half of
+    what the all-reduce that jax derives would send, and comes from a rule of its own, for reverse mode only. Under
+    check_vma=False nothing: each IPU's part of the cotangent is its own slice, and the all-reduce of `x` is done where
+    the `shard_map` is differentiated.
 
     Args:
         x: (N, ..), the same on all IPUs. Any dtype.
         axis: the mesh axis.
-        dim: the dim that is cut, of any size N; negative ones count from the end.
+        dim: the dim that is split, of any size N; negative ones count from the end.
 
     Returns:
         (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
         (ceil(N/n), ..). The cotangent of the padding is not read.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or `x` differs between the IPUs.
+        ValueError: `axis` is not the enclosing shard_map's, `x` has no such dim, or `x` differs between the IPUs.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -204,9 +207,9 @@ def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
 
 
 def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
-    """Sum a partial value over the IPUs of the axis, and leaves each with its own slice of `dim` of the sum.
+    """Sum a partial value over the IPUs of the axis, and leave on each IPU its own slice of `dim` of the sum.
 
-    What `scatter_tokens(reduce_to_all(x))` gives, for half of what that sends.
+    The result is that of `scatter_tokens(reduce_to_all(x))`, and half as much is sent.
 
     Forward: one reduce-scatter of `x` over `axis`, in the dtype of `x`. Backward: one all-gather of the slices'
     cotangents.
@@ -214,15 +217,15 @@ def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.
     Args:
         x: (N, ..) of any number dtype: this IPU's part of the sum.
         axis: the mesh axis.
-        dim: the dim that is cut, of any size N; negative ones count from the end.
+        dim: the dim that is split, of any size N; negative ones count from the end.
 
     Returns:
         (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
         (ceil(N/n), ..). The cotangent of the padding is not read.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, there is no such dim, or `x` is no part of a sum, as
-            `reduce_to_all` says.
+        ValueError: `axis` is not the enclosing shard_map's, `x` has no such dim, or by its type `x` is the same on all
+            of several IPUs, as for `reduce_to_all`.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -235,30 +238,28 @@ def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.
     x, dim = array("x", x), whole_number("dim", dim)
     split = _split_of_dim(x, dim, axis)
     check_part_of_sum(x, axis)
-    x = as_varying(x, frozenset({axis})) if is_typed(axis) else x
+    x = as_varying_over(x, axis)
     if not x.shape[dim]:
-        return x  # XLA scatters no dim without rows
+        return x  # XLA cannot scatter a dim of size 0
     return lax.psum_scatter(split.pad(x, dim), axis, scatter_dimension=dim % x.ndim, tiled=True)
 
 
 def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """Return the slices of dim 0 of all IPUs, padding included, left typed as varying: its transpose reduces and
-    scatters.
+    """Return the slices of dim 0 of all IPUs, padding included, typed as varying over `axis`.
 
-    Forward: one all-gather. Backward: one reduce-scatter.
+    Forward: one all-gather. Backward: one reduce-scatter, since the result is typed as varying.
     """
-    # XLA gathers no dim without rows.
+    # XLA cannot gather a dim of size 0.
     return lax.all_gather(x, axis, axis=0, tiled=True) if x.shape[0] else x
 
 
 def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False) -> jax.Array:
-    """Return `lax.all_gather`, typed the same on all IPUs where types are checked, and with the right transpose in
-    both.
+    """Return `lax.all_gather` of `x`, under check_vma=True typed as the same on all IPUs.
 
     Forward: one all-gather. Backward: under check_vma=True nothing; under check_vma=False one reduce-scatter.
     """
     if tiled and not x.shape[dim]:
-        return lax.psum(x, axis)  # XLA gathers no dim without rows; what is empty is its own sum
+        return lax.psum(x, axis)  # XLA cannot gather a dim of size 0; the sum of empty arrays has the same type
     return lax.all_gather(x, axis, axis=dim, tiled=tiled, to="invarying" if is_typed(axis) else "varying")
 
 
@@ -268,10 +269,25 @@ def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
-def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
-    """Refuse a value that by its type differs between the IPUs of `axis`, where the op needs one value for all.
+def as_varying_over(x: jax.Array, axis: str) -> jax.Array:
+    """Return `x` typed as varying over `axis`; under check_vma=False `x` itself."""
+    return as_varying(x, frozenset({axis})) if is_typed(axis) else x
 
-    Under check_vma=False types say nothing, and nothing is refused.
+
+def axes_of_rule(axis: str, *operands: jax.Array) -> frozenset[str]:
+    """Return the mesh axes over which all these operands of a custom derivative rule must be typed as varying.
+
+    They are `axis`, unless check_vma is False, and the axes over which any of the operands varies: the gradient that
+    the rule returns for an operand varies over all of them, and must vary over the same axes as the operand itself.
+    """
+    axes = frozenset({axis}) if is_typed(axis) else frozenset[str]()
+    return axes.union(*(varying_axes(operand) for operand in operands))
+
+
+def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
+    """Raise for a value that by its type differs between the IPUs of `axis`, where the op needs the same on all IPUs.
+
+    Under check_vma=False types say nothing, and this does nothing.
 
     Raises:
         ValueError: names the value, and how to bring it to all IPUs.
@@ -284,12 +300,12 @@ def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
 
 
 def check_part_of_sum(x: jax.Array, axis: str) -> None:
-    """Refuse a value that by its type is the same on all of several IPUs, where the op would add it up over them.
+    """Raise for a value that by its type is the same on all of several IPUs, where the op would sum it over them.
 
-    Under check_vma=False types say nothing, and nothing is refused.
+    Under check_vma=False types say nothing, and this does nothing.
 
     Raises:
-        ValueError: names the value, and how to add it up all the same.
+        ValueError: names the value, and how to sum it nevertheless.
     """
     parts = axis_size(axis)
     if parts > 1 and is_typed(axis) and axis not in varying_axes(x):
@@ -313,7 +329,7 @@ def _only_on(owner: int | jax.Array, x: jax.Array, axis: str) -> jax.Array:
 
 
 def _split_of_dim(x: jax.Array, dim: int, axis: str) -> Split:
-    axis_size(axis)  # an unknown axis is told before a missing dim
+    axis_size(axis)  # raises for an unknown axis, before a missing dim is looked for
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"x has shape {x.shape}, without a dim {dim} to scatter: give an array that has one")
     return split_over(x.shape[dim], axis, option=f"x.shape[{dim}]", at_least=0)
@@ -323,7 +339,7 @@ def _own_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(split.pad(x, dim), split.offset(lax.axis_index(axis)), split.local, dim)
 
 
-# Its own rule, because lax's would sum over the IPUs what is zero but for one of them.
+# A rule of its own, because lax's rule would all-reduce: it would sum cotangents that are zero outside an IPU's slice.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _typed_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
     return _own_slice(x, split, axis, dim)

@@ -1,4 +1,4 @@
-"""Printing where a value lives, in the forward pass and in the backward pass, from within a `shard_map`.
+"""Print what each IPU holds of a value, in the forward pass and in the backward pass, from within a `shard_map`.
 
     y = debug_sharding(x, "hidden")
 
@@ -7,8 +7,8 @@
     hidden, backward, ipu 0 of 2: float32[2,3], the same on all IPUs, min 1, max 1, mean 1
     hidden, backward, ipu 1 of 2: float32[2,3], the same on all IPUs, min 1, max 1, mean 1
 
-Each IPU reduces what it holds to four words, a checksum of its bits and the summary. One all-gather brings them
-together, and the first IPU of the axis prints the lines of all of them at once, in order.
+Each IPU reduces its part of the value to four words: a checksum of its bits, and the minimum, maximum and mean. One
+all-gather collects these, and the first IPU of the axis prints the lines of all IPUs at once, in order.
 """
 
 import functools
@@ -22,28 +22,28 @@ from sharded_ops._arguments import array, shown
 from sharded_ops._collectives import gather_to_all
 from sharded_ops._split import axis_size
 
-# An odd factor, so that multiplying by it loses no bits of a 32-bit word: Knuth's, 2**32 over the golden ratio.
+# The factor is odd, so multiplying by it loses no bits of a 32-bit word. It is Knuth's: 2**32 over the golden ratio.
 _MIXER = np.uint32(2654435769)
 
 
 def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
-    """Return `x`, and prints what each IPU of `axis` holds of it; in the backward pass, of its cotangent.
+    """Return `x`, and print what each IPU of `axis` holds of it; the backward pass prints its cotangent likewise.
 
-    A line names the value, the pass, the IPU (after its place on the mesh's other axes, if there are any), the dtype
-    and the shape on that IPU, whether all IPUs of the axis hold the same bits, as far as a checksum of 32 bits tells,
-    and the least, greatest and mean element, rounded to float32; NaN shows in all three. Under check_vma=False the
-    cotangent is this IPU's part of it (see `collectives`).
+    A line contains the name of the value, the pass, the IPU (after its index on the mesh's other axes, if there are
+    any), the dtype and the shape on that IPU, whether all IPUs of the axis hold the same bits (as far as a checksum of
+    32 bits can tell), and the least, greatest and mean element, rounded to float32. If an element is NaN, so are all
+    three. Under check_vma=False the cotangent is this IPU's part of it (see the module `_collectives`).
 
-    The lines of one value stand together, in the order of the IPUs. Two values are printed in the order in which the
-    program comes by them, which XLA may choose where neither needs the other; `jax.effects_barrier()` waits for all of
-    it. Each step of a `lax.scan` is printed, and each example of a `jax.vmap`, by itself.
+    The lines of one value are printed together, in the order of the IPUs. Two values are printed in the order in which
+    the program computes them, which XLA may choose if neither depends on the other; `jax.effects_barrier()` waits until
+    everything is printed. Each step of a `lax.scan` and each example of a `jax.vmap` is printed by itself.
 
-    Forward and backward: one all-gather of 16 bytes from each IPU, so every IPU of the axis must come by, as for any
-    collective: not in a branch that only some of them take. Only reverse-mode derivatives are there.
+    Forward and backward: one all-gather of 16 bytes from each IPU. As for any collective, every IPU of the axis must
+    take part, so do not call it in a branch that only some of them take. Only reverse-mode derivatives are supported.
 
     Args:
         x: any shape, of a boolean, integer or real dtype.
-        name: stands at the head of each line.
+        name: the text with which each line begins.
         axis: the mesh axis.
 
     Returns:
@@ -62,7 +62,7 @@ def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
         x, forward, ipu 0 of 2: float32[2], differs between IPUs, min 0, max 1, mean 0.5
         x, forward, ipu 1 of 2: float32[2], differs between IPUs, min 2, max 3, mean 2.5
     """
-    axis_size(axis)  # refuses an unknown axis
+    axis_size(axis)  # raises for an unknown axis
     if not isinstance(name, str):
         raise ValueError(f"name={shown(name)} is not a text: give one to stand at the head of each line")
     x = array("x", x)
@@ -74,7 +74,7 @@ def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
         )
     if jnp.issubdtype(dtype, jnp.floating):
         return _observed(x, name, axis)
-    _print_all(x, name, "forward", axis)  # no cotangent will come
+    _print_all(x, name, "forward", axis)  # x is not floating, so it has no cotangent
     return x
 
 
@@ -129,16 +129,17 @@ def _print_words(
     for ipu, (low, high, mean) in enumerate(words[:, 1:].view(np.float32).tolist()):
         values = "empty" if empty else f"min {low:.6g}, max {high:.6g}, mean {mean:.6g}"
         lines.append(f"{head}, {place}{axis} {ipu} of {parts}: {array}, {alike}, {values}\n")
-    # In one, so that the lines of two values do not mix.
+    # Printed with one call, so that the lines of two values do not mix.
     print("".join(lines), end="", flush=True)
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """Return a uint32 of all bits of `x` and their places: values that differ in one word of 32 bits never have the
-    same.
+    """Return a uint32 that depends on all bits of `x` and their places.
+
+    Two values that differ in only one word of 32 bits always have different checksums.
     """
     if x.dtype.itemsize < 4:
-        # Exact. Narrow types can't all be cast to words bit by bit.
+        # This conversion is exact. Not all narrow types can be bit-cast to words.
         x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
     bits = lax.bitcast_convert_type(x, jnp.uint32).ravel()  # two words for an element of 8 bytes
     places = 2 * lax.iota(jnp.uint32, bits.size) + 1
@@ -146,6 +147,6 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """Return a bijection of 32-bit words whose low bits hang on the high ones as well, where floats differ most."""
+    """Map 32-bit words one to one, so that the low bits depend on the high bits as well, where floats differ most."""
     bits = (bits ^ (bits >> 16)) * _MIXER
     return bits ^ (bits >> 15)

@@ -1,8 +1,8 @@
-"""Lookups in a dim that is split over the IPUs of a mesh axis: rows of a table, and entries of the last dim.
+"""Look up entries of a dim that is split over the IPUs of a mesh axis: rows of a table, or entries of the last dim.
 
-Every IPU looks up what it holds and zero for the rest; one all-reduce puts the answers together, or one reduce-scatter
-that leaves each IPU its own tokens' answers. As all addends but one are zero, the sum is exact in any dtype. Each IPU's
-gradient is a scatter into its own shard, and needs nobody else.
+Each IPU looks up the entries that its shard contains, and takes zero for all others. One all-reduce adds these results
+up, or one reduce-scatter, which leaves each IPU the results of its own tokens. As all addends but one are zero, the sum
+is exact in any dtype. The gradient on each IPU is a scatter into its own shard, without communication.
 
     ids             0  4  9                         table rows     IPU 0: 0 1 2 3 4     IPU 1: 5 6 7 8 9
     IPU 0 finds     a  b  0
@@ -11,10 +11,10 @@ gradient is a scatter into its own shard, and needs nobody else.
 
 A table can be split by features instead: every IPU looks up its own columns of every row, and sends nothing.
 
-An index that no IPU holds (negative, or not below `size`) finds zero everywhere and touches no gradient. Padding is
-never read: what an IPU does not hold is looked up out of bounds.
+An index that is in no shard (negative, or not below `size`) gives zero on all IPUs and no gradient. Padding is never
+read, because an index outside the shard is looked up out of bounds.
 
-The gradient of a table in a half type is summed in float32 and rounded once, however often an id comes up.
+The gradient of a table in a half type is summed in float32 and rounded once, however often an id occurs.
 
 Dims: V rows of the table, D features; n IPUs.
 """
@@ -46,32 +46,33 @@ def embedding(
     one all-reduce of the result. Backward: under check_vma=True nothing; under check_vma=False one all-reduce of its
     cotangent.
 
-    split="rows", reduction="scatter": the same, left split over the tokens, as `scatter_tokens` would cut it: ids are
-    (N, ..) on all IPUs, the result is (N, .., D) globally, and each IPU holds (ceil(N/n), .., D), zeros for padding.
-    Forward: one reduce-scatter of (N, .., D). Backward: one all-gather of the cotangent.
+    split="rows", reduction="scatter": the result is split over the tokens, as `scatter_tokens` would split it. The ids
+    are (N, ..) on all IPUs, the result is (N, .., D) globally, and each IPU holds (ceil(N/n), .., D), with zeros for
+    padding. Forward: one reduce-scatter of (N, .., D). Backward: one all-gather of the cotangent.
 
-    split="features": `table` is (V, D) globally; each IPU holds (V, D/n). The result stays split as the table is:
-    (ids.., D) globally; each IPU holds (ids.., D/n), which is what `matmul(split="rows")` takes, and what `from_all`
-    gathers. Forward and backward: sends nothing.
+    split="features": `table` is (V, D) globally; each IPU holds (V, D/n). The result stays split like the table: it is
+    (ids.., D) globally, and each IPU holds (ids.., D/n), which `matmul(split="rows")` takes and `from_all` gathers.
+    Forward and backward: sends nothing.
 
     Args:
-        table: of any dtype, as said above. A dim that n does not divide is padded first: `Split(size, n).pad(table, 0)`
-            for rows, `Split(size, n).pad(table, 1)` for features.
+        table: of any dtype, in the shape given above. If n does not divide the split dim, pad it first:
+            `Split(size, n).pad(table, 0)` for rows, `Split(size, n).pad(table, 1)` for features.
         ids: any shape and integer dtype, the same on all IPUs. An id outside [0, V), negative ones included, gives a
             row of zeros and no gradient.
         size: the split dim without its padding: V, or D under split="features". Padding is never read, and its gradient
             is zero; the result's columns of padded features are zeros.
         axis: the mesh axis.
         split: which dim of `table` is split.
-        reduction: how split="rows" leaves the result: summed on all IPUs, or summed and scattered over dim 0 of `ids`.
+        reduction: what split="rows" does with the results of the IPUs: "sum" leaves the sum on all IPUs, "scatter"
+            leaves it split over dim 0 of `ids`.
 
     Returns:
-        In the dtype of `table`, as said above.
+        The rows in the dtype of `table`, in the shape given above.
 
     Raises:
-        ValueError: `ids` are not integers or differ between IPUs, or have no dim to scatter; `table` has not 2 dims or
-            its shard does not fit `size`; `split` or `reduction` is unknown, or the two don't go together; or `axis` is
-            not the enclosing shard_map's.
+        ValueError: `ids` are not integers, differ between IPUs or have no dim to scatter; `table` does not have 2 dims
+            or its shard does not fit `size`; `split` or `reduction` is unknown, or the two don't go together; or `axis`
+            is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -98,27 +99,27 @@ def embedding(
     check_same_on_all("ids", ids, axis)
     if split == "features":
         rows = as_int32("ids", ids, table.shape[0])
-        # A negative index would count from the end; the first one beyond is out of bounds.
+        # jax counts a negative index from the end, so it is replaced by the first index that is out of bounds.
         rows = jnp.where(rows < 0, table.shape[0], rows)
-        return mask_padding(_found(table, rows), -1, rows_or_features, axis, fill=0)
+        return mask_padding(_looked_up(table, rows), -1, rows_or_features, axis, fill=0)
     if reduction == "scatter" and np.ndim(ids) == 0:
         raise ValueError("ids has shape (), without a dim 0 to scatter: give reduction='sum', or an array of ids")
-    found = _found(table, local_rows(as_int32("ids", ids, rows_or_features.size), rows_or_features, axis))
-    return reduce_to_all(found, axis) if reduction == "sum" else reduce_scatter_tokens(found, axis)
+    result = _looked_up(table, local_rows(as_int32("ids", ids, rows_or_features.size), rows_or_features, axis))
+    return reduce_to_all(result, axis) if reduction == "sum" else reduce_scatter_tokens(result, axis)
 
 
-def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
-    """Pick one entry of the last dim, which is split over the IPUs of `axis`, for each of the other dims' places.
+def take_along_last_dim(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = "ipu") -> jax.Array:
+    """Pick one entry from each row of a last dim that is split over the IPUs of `axis`.
 
-    The sharded `jnp.take_along_axis(x, indices[..., None], axis=-1)[..., 0]`.
+    This is the sharded form of `jnp.take_along_axis(x, indices[..., None], axis=-1)[..., 0]`.
 
     Forward: one all-reduce of the result, (N..). Backward: under check_vma=True nothing; under check_vma=False one
     all-reduce of its cotangent.
 
     Args:
         x_shard: (N.., V) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(V/n)).
-        indices: (N..) of any integer dtype, the same on all IPUs. One outside [0, size), negative ones included, gives
-            zero and no gradient.
+        indices: (N..) of any integer dtype, the same on all IPUs. An index outside [0, size), negative ones included,
+            gives zero and no gradient.
         size: V, without padding. Padding is never read, and its gradient is zero.
         axis: the mesh axis.
 
@@ -126,15 +127,15 @@ def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = 
         (N..) in the dtype of `x_shard`, the same on all IPUs.
 
     Raises:
-        ValueError: `indices` are not integers, differ between IPUs or have not the shape (N..), the shard does not fit
-            `size`, or `axis` is not the enclosing shard_map's.
+        ValueError: `indices` are not integers, differ between IPUs or don't have the shape (N..), the shard does not
+            fit `size`, or `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
         >>> from jax.sharding import AxisType, PartitionSpec as P
         >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> x_NV = jnp.arange(8.0).reshape(2, 4)
-        >>> op = partial(take_last, size=4)
+        >>> op = partial(take_along_last_dim, size=4)
         >>> pick = jax.shard_map(op, mesh=mesh, in_specs=(P(None, "ipu"), P()), out_specs=P())
         >>> print(jax.jit(pick)(x_NV, jnp.array([3, 0])))
         [3. 4.]
@@ -149,22 +150,22 @@ def take_last(x_shard: jax.Array, indices: ArrayLike, *, size: int, axis: str = 
     return reduce_to_all(picked[..., 0], axis)
 
 
-def _found(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the rows of the table; zeros for those out of bounds."""
+def _looked_up(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return these rows of the table, with zeros for rows that are out of bounds."""
     if jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize <= 2:
-        return _found_of_half(table, rows)
+        return _looked_up_half(table, rows)
     return table.at[rows].get(mode="fill", fill_value=0)
 
 
-# Its own rule, because lax's would add the cotangents of one row's tokens up in the half type, where 256 + 1 is 256.
-# In the transpose of this one they are widened first. Forward-mode derivatives widen a copy of the table's tangent.
+# A rule of its own, because lax's rule would add up the cotangents of a row's tokens in the half type, in which 256 + 1
+# is 256. The transpose of this rule widens them first. In forward mode, a copy of the table's tangent is widened.
 @jax.custom_jvp
-def _found_of_half(table: jax.Array, rows: jax.Array) -> jax.Array:
+def _looked_up_half(table: jax.Array, rows: jax.Array) -> jax.Array:
     return table.at[rows].get(mode="fill", fill_value=0)
 
 
-@_found_of_half.defjvp
-def _found_of_half_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@_looked_up_half.defjvp
+def _looked_up_half_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     table, rows = primals
-    dfound = tangents[0].astype(jnp.float32).at[rows].get(mode="fill", fill_value=0)
-    return _found_of_half(table, rows), dfound.astype(table.dtype)
+    dresult = tangents[0].astype(jnp.float32).at[rows].get(mode="fill", fill_value=0)
+    return _looked_up_half(table, rows), dresult.astype(table.dtype)

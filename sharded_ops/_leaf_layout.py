@@ -1,6 +1,6 @@
-"""What one leaf of a tree is when it is whole, which of its dims is split, and how it comes to the host and back.
+"""Describe one whole leaf of a tree and which of its dims is split, check leaves, and copy them to the host.
 
-`resplit` puts these together for whole trees.
+`_tree_layout` combines these for whole trees.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ class LeafLayout:
 
     Args:
         shape: of the whole leaf, without padding.
-        dtype: its name, such as "bfloat16".
+        dtype: the name of its dtype, such as "bfloat16".
         dim: the dim that is split, not negative; None for a leaf that every IPU holds whole.
 
     Raises:
-        ValueError: `dtype` names none, or there is no dim `dim` of at least one row.
+        ValueError: `dtype` is not the name of a dtype, or `shape` has no dim `dim` of at least one row.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ def leaf_layout_of(path: str, leaf: Any, dim: Any) -> LeafLayout:
     """Return the layout of a whole leaf; a negative `dim` counts from the end.
 
     Raises:
-        ValueError: names the leaf, which is no array, or a random key, or has no such dim.
+        ValueError: the leaf is not an array, or is a random key, or has no such dim. The message names the leaf.
     """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise ValueError(f"leaf {path!r} is {leaf!r}, which is no array: make it one, with a dtype of its own")
@@ -78,70 +78,75 @@ def leaf_layout_of(path: str, leaf: Any, dim: Any) -> LeafLayout:
         raise ValueError(f"leaf {path!r}: {error}") from None
 
 
-def check_leaf(method: str, path: str, leaf: Any, described: LeafLayout, *, padded: bool = False) -> None:
-    """Refuse a leaf that is not what `described` says; `padded`: with any rows of padding in its split dim.
+def check_leaf(method: str, path: str, leaf: Any, leaf_layout: LeafLayout, *, padded: bool = False) -> None:
+    """Raise for a leaf that does not have the shape and dtype of `leaf_layout`.
+
+    With `padded`, the leaf may have any number of rows of padding in its split dim.
 
     Raises:
-        ValueError: names the leaf, and what it is and should be.
+        ValueError: names the leaf, what it is and what it should be.
     """
-    shape, dim = tuple(np.shape(leaf)), described.dim
-    fits = shape == described.shape
-    if padded and dim is not None and len(shape) == len(described.shape):
-        fits = shape[dim] >= described.shape[dim]
-        fits &= shape[:dim] + shape[dim + 1 :] == described.shape[:dim] + described.shape[dim + 1 :]
+    shape, dim = tuple(np.shape(leaf)), leaf_layout.dim
+    fits = shape == leaf_layout.shape
+    if padded and dim is not None and len(shape) == len(leaf_layout.shape):
+        fits = shape[dim] >= leaf_layout.shape[dim]
+        fits &= shape[:dim] + shape[dim + 1 :] == leaf_layout.shape[:dim] + leaf_layout.shape[dim + 1 :]
     if not fits:
-        takes = f"{described.shape}" + (f" with any padding in dim {dim}" if padded and dim is not None else "")
+        takes = f"{leaf_layout.shape}" + (f" with any padding in dim {dim}" if padded and dim is not None else "")
         raise ValueError(
             f"{method}: leaf {path!r} has shape {shape}, but the layout takes {takes}: give the leaf that it is of"
         )
     name = getattr(getattr(leaf, "dtype", None), "name", type(leaf).__name__)
-    if name != described.dtype:
+    if name != leaf_layout.dtype:
         raise ValueError(
-            f"{method}: leaf {path!r} has dtype {name}, but the layout says {described.dtype}: convert it, or make the "
-            f"layout of what it has become"
+            f"{method}: leaf {path!r} has dtype {name}, but the layout says {leaf_layout.dtype}: convert it, or make "
+            f"the layout of what it has become"
         )
 
 
-def real_part(described: LeafLayout) -> tuple[slice, ...]:
+def real_part(leaf_layout: LeafLayout) -> tuple[slice, ...]:
     """Return the slices that remove a leaf's padding."""
-    return tuple(slice(0, size) for size in described.shape)
+    return tuple(slice(0, size) for size in leaf_layout.shape)
 
 
-def with_meaning(array: np.ndarray, described: LeafLayout) -> np.ndarray:
-    """numpy saves a dtype that it has not itself as bytes without a meaning; the layout knows what they were."""
-    dtype = jnp.dtype(described.dtype)
+def restore_dtype(array: np.ndarray, leaf_layout: LeafLayout) -> np.ndarray:
+    """Return `array` in the dtype of the layout, if numpy has loaded it as plain bytes.
+
+    numpy saves a dtype that is not its own, such as bfloat16, as bytes without saying what they mean.
+    """
+    dtype = jnp.dtype(leaf_layout.dtype)
     if array.dtype.kind == "V" and array.dtype.names is None and array.dtype.itemsize == dtype.itemsize:
         return array.view(dtype)
     return array
 
 
-def brought_whole(path: str, leaf: Any, described: LeafLayout) -> np.ndarray:
-    """Return the leaf whole, in memory of its own: shard after shard is copied to where its rows belong.
+def leaf_to_host(path: str, leaf: Any, leaf_layout: LeafLayout) -> np.ndarray:
+    """Return the whole leaf as a new array on the host, into which one shard after the other is copied.
 
     Raises:
-        ValueError: the leaf does not fit, or rows of it lie on IPUs of other processes alone.
+        ValueError: the leaf does not fit the layout, or some of its rows are only on IPUs of other processes.
     """
     if not isinstance(leaf, jax.Array):
-        leaf = with_meaning(np.asarray(leaf), described)
-        check_leaf("whole", path, leaf, described, padded=True)
-        return np.array(leaf[real_part(described)])
-    check_leaf("whole", path, leaf, described, padded=True)
-    # Of equal shards one: other mesh axes, and other processes, hold the same.
+        leaf = restore_dtype(np.asarray(leaf), leaf_layout)
+        check_leaf("whole", path, leaf, leaf_layout, padded=True)
+        return np.array(leaf[real_part(leaf_layout)])
+    check_leaf("whole", path, leaf, leaf_layout, padded=True)
+    # Shards with the same index are equal, such as those along other mesh axes: one of each is enough.
     shards = {tuple((part.start, part.stop) for part in shard.index): shard for shard in leaf.addressable_shards}
     if sum(shard.data.size for shard in shards.values()) < leaf.size:
         raise ValueError(
             f"whole: rows of leaf {path!r} lie on IPUs of other processes alone, where they cannot be read: gather it "
             f"first, with jax.experimental.multihost_utils.process_allgather(leaf, tiled=True)"
         )
-    whole = np.empty(described.shape, leaf.dtype)
+    whole = np.empty(leaf_layout.shape, leaf.dtype)
     for shard in shards.values():
-        # A slice beyond the end takes what is there: the real rows of this shard.
+        # A slice that goes beyond the end takes the existing rows only: the real rows of this shard.
         rows = whole[(*shard.index, ...)]
         rows[...] = _on_host(shard.data)[tuple(slice(0, size) for size in rows.shape)]
     return whole
 
 
 def _on_host(shard: jax.Array) -> np.ndarray:
-    # jax keeps the host's copy of what it fetched for as long as the array lives: let that be an array of our own.
-    own = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
-    return np.asarray(own)
+    # jax keeps the host's copy of an array for as long as the array lives. Copying a temporary array frees it soon.
+    temporary = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+    return np.asarray(temporary)

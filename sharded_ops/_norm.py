@@ -1,20 +1,20 @@
-"""Normalisation over a last dim that is split over the IPUs of a mesh axis.
+"""Normalise over a last dim that is split over the IPUs of a mesh axis.
 
-Each IPU reduces its own columns to one or two floats per token, one collective tells all of them the whole row's, and
-every IPU finishes by itself.
+Each IPU reduces its own columns to one or two floats per token, one collective combines these into the statistics of
+the whole row on all IPUs, and each IPU finishes by itself.
 
     rms_norm     each IPU's sum of squares                        one all-reduce of 1 float per token
     layer_norm   each IPU's mean m, and its sum M of (x - m)^2    one all-gather of 2 floats per token
 
-What layer_norm gathers it puts together as Chan et al. do (Updating formulae and a pairwise algorithm for computing
-sample variances, 1979, equation 2.1), here for n parts of c columns each:
+layer_norm combines what it gathered as Chan et al. do (Updating formulae and a pairwise algorithm for computing sample
+variances, 1979, equation 2.1), here for n parts of c columns each:
 
     mean = sum(c * m) / D        variance = (sum(M) + sum(c * (m - mean)^2)) / D
 
-No square of a large mean is ever taken from another, as in E[x^2] - E[x]^2: with a mean of 1e4 and a deviation of 1
-that would lose every digit of float32.
+This never subtracts squares of large means, as E[x^2] - E[x]^2 does. With a mean of 1e4 and a deviation of 1, that
+would lose every digit of float32.
 
-Everything is plain lax, so derivatives of any order and either mode are there.
+Everything is plain lax, so derivatives of any order and in either mode are supported.
 
 Dims: N tokens (any number of leading dims), D columns; n IPUs.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from sharded_ops._arguments import array, real_number
-from sharded_ops._collectives import as_varying, gather_to_all, is_typed, reduce_to_all
+from sharded_ops._collectives import as_varying_over, gather_to_all, reduce_to_all
 from sharded_ops._split import Split, check_shard, mask_padding, split_over
 
 
@@ -65,7 +65,7 @@ def rms_norm(
     """
     split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
     x_shard = array("x_shard", x_shard)
-    x_ND = _real_columns("x_shard", x_shard, split, axis)
+    x_ND = _masked_columns("x_shard", x_shard, split, axis)
     scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
     mean_square_N = reduce_to_all(jnp.square(x_ND).sum(-1), axis) / split.size
     return _finish(x_ND * lax.rsqrt(mean_square_N + epsilon)[..., None] * scale_D, x_shard, split, axis)
@@ -85,8 +85,8 @@ def layer_norm(
     Forward: one all-gather of 2 floats per token. Backward: one all-reduce of 2 floats per token under check_vma=True;
     one reduce-scatter that leaves 2 floats per token on each IPU under check_vma=False.
 
-    It is as exact as the mean is, which is a float32: a row whose mean is k deviations from zero comes out with an
-    error of about k * 2**-24, which is what rounding `x` itself did to it.
+    The result is as exact as the mean, which is a float32. A row whose mean is k deviations away from zero gets an
+    error of about k * 2**-24, as large as the error from rounding `x` itself.
 
     Args:
         x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
@@ -118,7 +118,7 @@ def layer_norm(
     """
     split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
     x_shard = array("x_shard", x_shard)
-    x_ND = _real_columns("x_shard", x_shard, split, axis)
+    x_ND = _masked_columns("x_shard", x_shard, split, axis)
     scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
     mean_N, variance_N = _mean_and_variance(x_ND, split, axis)
     y_ND = (x_ND - mean_N[..., None]) * lax.rsqrt(variance_N + epsilon)[..., None] * scale_D
@@ -128,60 +128,54 @@ def layer_norm(
 
 
 def _mean_and_variance(x_ND: jax.Array, split: Split, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Over the real columns of all IPUs."""
+    """Return the mean and the variance of each row over all IPUs, without padding. Forward: one all-gather."""
     counts_n = np.array([split.count(index) for index in range(split.parts)], x_ND.dtype)
-    # An IPU without real columns divides zero by one; it weighs nothing in the sums over the IPUs.
+    # An IPU that holds padding only divides zero by one, and has a weight of zero in the sums over the IPUs.
     count = jnp.maximum(jnp.asarray(counts_n)[lax.axis_index(axis)], 1)
 
-    # The sum of many columns with a large mean is rounded at its own size, so the mean is found in two passes. The
-    # second is exact in its derivatives whatever the first gave.
+    # The sum of many columns with a large mean is large, and so is its rounding error. So the mean is computed in two
+    # passes. The derivatives of the second pass are exact, whatever the result of the first pass is.
     rough_N = lax.stop_gradient(x_ND.sum(-1) / count)
-    mean_N = rough_N + _sum_of_real(x_ND - rough_N[..., None], split, axis) / count
-    squares_N = _sum_of_real(jnp.square(x_ND - mean_N[..., None]), split, axis)
+    mean_N = rough_N + _sum_without_padding(x_ND - rough_N[..., None], split, axis) / count
+    squares_N = _sum_without_padding(jnp.square(x_ND - mean_N[..., None]), split, axis)
 
-    # n shards, each with the two floats of every token
+    # from each of n shards two floats per token
     parts_n2N = gather_to_all(jnp.stack([mean_N, squares_N]), axis)
     means_nN, squares_nN = parts_n2N[:, 0], parts_n2N[:, 1]
-    # No dot, whose operands a GPU or TPU may round.
+    # Multiplied and summed rather than with a dot, whose operands a GPU or TPU may round.
     weights_nN = jnp.asarray(counts_n / split.size).reshape(-1, *(1,) * mean_N.ndim)
-    # From the first shard's mean, for the same reason as above. It has a real column always.
+    # Computed relative to the first shard's mean, for the same reason as above. The first shard always has a column
+    # that is not padding.
     base_N = lax.stop_gradient(means_nN[0])
     mean_N = base_N + (weights_nN * (means_nN - base_N)).sum(0)
     between_N = (weights_nN * jnp.square(means_nN - mean_N)).sum(0)
-    whole_2N = jnp.stack([mean_N, squares_nN.sum(0) / split.size + between_N])
-    # In one, so that under check_vma=True what comes back is one all-reduce.
-    mean_N, variance_N = _varying(whole_2N, axis)
+    row_2N = jnp.stack([mean_N, squares_nN.sum(0) / split.size + between_N])
+    # Stacked, so that under check_vma=True the backward pass has one all-reduce rather than two.
+    mean_N, variance_N = as_varying_over(row_2N, axis)
     return mean_N, variance_N
 
 
-def _sum_of_real(x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
+def _sum_without_padding(x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
     return mask_padding(x_ND, -1, split, axis, fill=0).sum(-1)
 
 
-def _real_columns(name: str, shard: jax.Array, split: Split, axis: str) -> jax.Array:
-    """Return the shard in float32 (float64 if it is), with zeros for padding."""
+def _masked_columns(name: str, shard: jax.Array, split: Split, axis: str) -> jax.Array:
+    """Return the shard in float32 (float64 if it is in float64), with zeros for padding, typed as varying."""
     if not jnp.issubdtype(shard.dtype, jnp.floating):
         raise ValueError(f"{name} has dtype {shard.dtype}, but norms take floating arrays: convert it first")
     check_shard(name, shard, -1, split, axis)
     wide = shard.astype(jnp.promote_types(shard.dtype, jnp.float32))
-    return _varying(mask_padding(wide, -1, split, axis, fill=0), axis)
+    return as_varying_over(mask_padding(wide, -1, split, axis, fill=0), axis)
 
 
 def _per_column(name: str, shard: jax.Array, x_ND: jax.Array, split: Split, axis: str) -> jax.Array:
-    """Return a scale or bias in the dtype of `x_ND`, with zeros for padding."""
+    """Return a scale or bias in the dtype of `x_ND`, with zeros for padding, typed as varying."""
     shard = array(name, shard)
     if shard.ndim != 1:
         raise ValueError(f"{name} has shape {shard.shape} on each IPU, but must have 1 dim: one value for each column")
-    return _real_columns(name, shard, split, axis).astype(x_ND.dtype)
+    return _masked_columns(name, shard, split, axis).astype(x_ND.dtype)
 
 
 def _finish(y_ND: jax.Array, x_shard: jax.Array, split: Split, axis: str) -> jax.Array:
-    """Return `y_ND` in the dtype of the input. Masked once more, so that no cotangent of the padding reaches the
-    others'.
-    """
+    """Return `y_ND` in the dtype of the input, masked so that no cotangent of padding reaches the other columns."""
     return mask_padding(y_ND, -1, split, axis, fill=0).astype(x_shard.dtype)
-
-
-def _varying(x: jax.Array, axis: str) -> jax.Array:
-    """Return `x` typed as varying over the IPUs, where types are checked: a shard may by chance be alike on all."""
-    return as_varying(x, frozenset({axis})) if is_typed(axis) else x

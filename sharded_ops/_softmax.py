@@ -1,7 +1,7 @@
-"""Softmax over a last dim that is split over the IPUs of a mesh axis.
+"""Compute softmax over a last dim that is split over the IPUs of a mesh axis.
 
-No IPU ever holds a whole row of logits. Each reduces its own columns to two floats per token, their largest logit and
-the log-sum-exp measured from it; one all-gather hands these to all, and every IPU finishes by itself.
+No IPU ever holds a whole row of logits. Each IPU reduces its own columns to two floats per token: their largest logit,
+and the log-sum-exp relative to it. One all-gather brings these to all IPUs, and each IPU finishes by itself.
 
 Dims: N tokens (any number of leading dims), V columns; n IPUs.
 """
@@ -49,13 +49,13 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
     split = checked_split(logits_shard, size, axis)
     logits_NV = masked_logits(logits_shard, split, axis)
     top_N, log_sum_N = top_and_log_sum(logits_NV, dim=-1)
-    # n shards, each with the two floats of every token
+    # from each of n shards two floats per token
     parts_n2N = gather_to_all(jnp.stack([top_N, log_sum_N]), axis)
     tops_nN, log_sums_nN = parts_n2N[:, 0], parts_n2N[:, 1]
     base_N = lax.stop_gradient(finite(tops_nN.max(0)))
     log_total_N = log_sum_exp(tops_nN - base_N + log_sums_nN)
     log_p_NV = (logits_NV - base_N[..., None]) - log_total_N[..., None]
-    # Masked once more, so that a cotangent of the padding does not reach the denominator.
+    # Masked once more, so that the cotangent of padding does not reach the denominator.
     return mask_padding(log_p_NV, -1, split, axis, fill=-jnp.inf).astype(logits_shard.dtype)
 
 
@@ -93,26 +93,37 @@ def softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Arr
 
 
 def checked_split(logits_shard: jax.Array, size: int, axis: str) -> Split:
+    """Return how the logits' last dim is split.
+
+    Raises:
+        ValueError: the logits are not floating, or are not a shard that fits `size`.
+    """
     split = split_over(size, axis)
-    if not jnp.issubdtype(logits_shard.dtype, jnp.floating):
-        raise ValueError(
-            f"logits_shard has dtype {logits_shard.dtype}, but logits must be floating: convert them first"
-        )
+    check_floating_logits(logits_shard)
     check_shard("logits_shard", logits_shard, -1, split, axis)
     return split
 
 
+def check_floating_logits(logits_shard: jax.Array) -> None:
+    """Raise a `ValueError` for logits that are not floating."""
+    if not jnp.issubdtype(logits_shard.dtype, jnp.floating):
+        raise ValueError(
+            f"logits_shard has dtype {logits_shard.dtype}, but logits must be floating: convert them first"
+        )
+
+
 def masked_logits(logits_NV: jax.Array, split: Split, axis: str) -> jax.Array:
-    """Return the logits in float32 (float64 if they are), with -inf for padding."""
+    """Return the logits in float32 (float64 if they are in float64), with -inf for padding."""
     wide_NV = logits_NV.astype(jnp.promote_types(logits_NV.dtype, jnp.float32))
     return mask_padding(wide_NV, -1, split, axis, fill=-jnp.inf)
 
 
 def top_and_log_sum(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return the largest entry t along `dim`, and log(sum(exp(x - t))): both -inf if all of x is.
+    """Return the largest entry t along `dim`, and log(sum(exp(x - t))): both are -inf if all of x is -inf.
 
-    Differentiable through the second. Both `where`s are needed: log(0) may not even be a branch not taken, since its
-    derivative, inf, would come out of the transposed `where` times zero, as NaN. NaN in `x` is not hidden.
+    Only the second is differentiable. It needs both `where`s: log(0) must not be computed even in the branch that is
+    not taken, since its derivative, inf, would be multiplied by zero in the transposed `where`, which is NaN. If `x`
+    contains NaN, so do the results.
     """
     top = lax.stop_gradient(x).max(dim)
     total = jnp.exp(x - jnp.expand_dims(finite(top), dim)).sum(dim)
@@ -121,11 +132,11 @@ def top_and_log_sum(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def log_sum_exp(x_nN: jax.Array) -> jax.Array:
-    """log(sum(exp(x))) over the shards."""
+    """Return log(sum(exp(x))) over the shards."""
     top_N, log_sum_N = top_and_log_sum(x_nN, dim=0)
     return finite(top_N) + log_sum_N
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """Return `x` with 0 for -inf, so that differences from it are no inf - inf."""
+    """Return `x` with 0 in place of -inf, so that subtracting it never computes inf - inf."""
     return jnp.where(x == -jnp.inf, 0, x)

@@ -1,16 +1,18 @@
-"""How a dim of any size is split over the n IPUs of a mesh axis.
+"""Split a dim of any size over the n IPUs of a mesh axis.
 
-Every IPU of a mesh axis must hold a shard of the same shape, so a dim is cut into n parts of ceil(size / n) rows, and
-the last parts are filled up with padding. `Split(10, 4)`, with x for a row of padding:
+Every IPU of a mesh axis must hold a shard of the same shape. So a dim is split into n parts of ceil(size / n) rows, and
+the last parts are filled up with padding. Here is `Split(10, 4)`, with x for a row of padding:
 
     IPU            0          1          2          3
     global row   0  1  2    3  4  5    6  7  8    9  x  x      local=3  padded=12  padding=2
                  offset 0   offset 3   offset 6   offset 9
 
-When there are more IPUs than rows the last IPUs hold nothing but padding: `Split(2, 8)` puts row 0 on IPU 0, row 1 on
-IPU 1, and padding on the other six. `Split` itself is plain data. Outside a `shard_map` it pads whole arrays and names
-their `PartitionSpec`; inside, the functions below it find which rows of this IPU's shard are real, and refuse a shard
-that does not fit. `resplit.Layout` puts Splits together for whole trees, and saves them for other numbers of IPUs.
+If there are more IPUs than rows, the last IPUs hold nothing but padding: `Split(2, 8)` puts row 0 on IPU 0, row 1 on
+IPU 1, and padding on the other six.
+
+`Split` itself is plain data. Outside a `shard_map` it pads whole arrays and returns their `PartitionSpec`. Inside, the
+functions below it find out which rows of this IPU's shard are real (not padding), and raise for a shard that does not
+fit. `_tree_layout.Layout` combines Splits for whole trees, and saves them for other numbers of IPUs.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from sharded_ops._arguments import array_like, one_axis, whole_number
 
 _Index = TypeVar("_Index", int, jax.Array)
 
-# Indices are int32 inside the ops, and so is the offset that is taken from them.
+# Indices are int32 inside the ops, and so is the offset that is subtracted from them.
 _LARGEST_PADDED = np.iinfo(np.int32).max
 
 
@@ -37,7 +39,7 @@ class Split:
     """A dim of `size` rows, split over `parts` IPUs as evenly as equal shards allow.
 
     Args:
-        size: rows of the dim before any padding. NumPy's ints will do here and below.
+        size: rows of the dim before any padding. Here and below, NumPy's ints are accepted as well.
         parts: IPUs on the mesh axis, at least 1.
 
     Raises:
@@ -81,7 +83,7 @@ class Split:
         """Return the global row at which IPU `index` starts. `index` may be traced, such as `lax.axis_index(axis)`.
 
         Raises:
-            ValueError: `index` is an int, and no such IPU is there.
+            ValueError: `index` is an int, but not from 0 to parts - 1.
         """
         if isinstance(index, numbers.Integral):
             whole_number("index", index)
@@ -90,10 +92,10 @@ class Split:
         return index * self.local
 
     def count(self, index: int) -> int:
-        """Return real rows on IPU `index`: `local`, less on the IPU where the padding starts, and 0 on those after it.
+        """Return how many real rows IPU `index` holds: `local` before padding starts, and 0 after the last real row.
 
         Raises:
-            ValueError: no such IPU is there.
+            ValueError: `index` is not from 0 to parts - 1.
         """
         return min(max(self.size - self.offset(index), 0), self.local)
 
@@ -108,7 +110,7 @@ class Split:
             (.., padded, ..) globally. Differentiable; the transpose is `unpad`.
 
         Raises:
-            ValueError: there is no such dim, or it has not `size` rows.
+            ValueError: there is no such dim, or it does not have `size` rows.
         """
         array = array_like("array", array)
         dim = self._checked_dim("pad", np.shape(array), dim, self.size)
@@ -116,7 +118,7 @@ class Split:
         return jnp.pad(array, widths)
 
     def unpad(self, array: ArrayLike, dim: int) -> jax.Array:
-        """Drop the padding of `dim` again: the inverse of `pad`.
+        """Remove the padding of `dim`: the inverse of `pad`.
 
         Args:
             array: (.., padded, ..) globally.
@@ -126,14 +128,14 @@ class Split:
             (.., size, ..) globally. Differentiable; the transpose is `pad`.
 
         Raises:
-            ValueError: there is no such dim, or it has not `padded` rows.
+            ValueError: there is no such dim, or it does not have `padded` rows.
         """
         array = array_like("array", array)
         dim = self._checked_dim("unpad", np.shape(array), dim, self.padded)
         return lax.slice_in_dim(jnp.asarray(array), 0, self.size, axis=dim)
 
     def spec(self, dim: int, ndim: int, axis: str) -> PartitionSpec:
-        """Return the `PartitionSpec` of a padded array of `ndim` dims, of which `dim` is split over mesh axis `axis`.
+        """Return the `PartitionSpec` of a padded array of `ndim` dims whose `dim` is split over mesh axis `axis`.
 
         Raises:
             ValueError: an array of `ndim` dims has no such dim, or `axis` is not one name.
@@ -157,11 +159,11 @@ def split_over(size: int, axis: str, *, option: str = "size", at_least: int = 1)
     Args:
         size: rows without padding.
         axis: the mesh axis.
-        option: what the caller's caller knows `size` as.
-        at_least: the fewest rows there may be: tokens, unlike columns, may be none.
+        option: the name of `size` in the op that the user calls, for messages.
+        at_least: the smallest allowed `size`: 0 for tokens, 1 for columns.
 
     Raises:
-        ValueError: `axis` is no axis of the enclosing `shard_map`, `size` is not an int of at least `at_least`, or the
+        ValueError: the enclosing `shard_map` has no axis `axis`, `size` is not an int of at least `at_least`, or the
             padded dim is too long for int32 indices.
     """
     parts = axis_size(axis)
@@ -175,7 +177,7 @@ def axis_size(axis: str) -> int:
     """Return how many IPUs mesh axis `axis` has. Call it inside a `shard_map` with that axis.
 
     Raises:
-        ValueError: `axis` is no axis of the enclosing `shard_map`, or several.
+        ValueError: the enclosing `shard_map` has no axis `axis`, or `axis` is not a single name.
     """
     try:
         return lax.axis_size(one_axis(axis))
@@ -187,9 +189,9 @@ def axis_size(axis: str) -> int:
 
 
 def is_typed(axis: str) -> bool:
-    """Return whether the enclosing `shard_map` has check_vma=True, so that types say what varies over `axis`.
+    """Return whether the enclosing `shard_map` has check_vma=True, so that types express what varies over `axis`.
 
-    What every IPU computes for itself, its index, is typed varying in just that case, whatever the ops' inputs are.
+    An IPU's index is typed as varying in this case and in no other, whatever the ops' inputs are.
     """
     return axis in varying_axes(lax.axis_index(axis))
 
@@ -200,9 +202,9 @@ def varying_axes(x: ArrayLike) -> frozenset[str]:
 
 
 def check_apart(name: str, shard: jax.Array, axis: str) -> None:
-    """Refuse a value that by its type is the same on all of several IPUs, where the op takes a shard from each.
+    """Raise for a value that by its type is the same on all of several IPUs, where the op needs a shard from each.
 
-    Under check_vma=False types say nothing, and nothing is refused.
+    Under check_vma=False types say nothing, and this does nothing.
 
     Raises:
         ValueError: names the value, and how to split it.
@@ -217,7 +219,7 @@ def check_apart(name: str, shard: jax.Array, axis: str) -> None:
 
 
 def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str, *, option: str = "size") -> None:
-    """Refuse what is not a shard, or has no `dim`, or not the rows in it that `split` gives each IPU.
+    """Raise for an array that is not a shard, has no `dim`, or has not as many rows in it as `split` gives each IPU.
 
     Raises:
         ValueError: names the array, both sizes, and how to shard it.
@@ -241,9 +243,9 @@ def real_rows(split: Split, axis: str) -> jax.Array:
 
 
 def mask_padding(shard: jax.Array, dim: int, split: Split, axis: str, fill: float) -> jax.Array:
-    """Return the shard with `fill` in place of its padding in `dim`, which is neither read nor given a gradient.
+    """Return the shard with `fill` in place of its padding in `dim`. The padding is not read and gets no gradient.
 
-    Without padding in the split the shard itself is returned, at no cost. Sends nothing.
+    If the split has no padding, the shard itself is returned, at no cost. Sends nothing.
     """
     if not split.padding:
         return shard
@@ -252,9 +254,9 @@ def mask_padding(shard: jax.Array, dim: int, split: Split, axis: str, fill: floa
 
 
 def as_int32(name: str, indices: ArrayLike, size: int) -> jax.Array:
-    """Return indices of any integer dtype as int32, with -1 for each that lies outside [0, size).
+    """Return indices of any integer dtype as int32, with -1 for each index outside [0, size).
 
-    The bounds are checked in the indices' own dtype, before anything is cut off: 2**32 + 3 does not turn into 3.
+    The bounds are checked in the indices' own dtype, before the conversion, so that 2**32 + 3 does not turn into 3.
 
     Raises:
         ValueError: the indices are not integers.
@@ -263,16 +265,16 @@ def as_int32(name: str, indices: ArrayLike, size: int) -> jax.Array:
     if not jnp.issubdtype(own.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {own.dtype}, but indices must be integers: use int32")
     if own.dtype.itemsize < 4:
-        # First widened: `size` need not fit 8 or 16 bits.
+        # Widened first, since `size` may not fit 8 or 16 bits.
         own = own.astype(np.int32)
     inside = (own >= 0) & (own < own.dtype.type(size))
     return jnp.where(inside, own.astype(np.int32), jnp.int32(-1))
 
 
 def local_rows(indices: jax.Array, split: Split, axis: str) -> jax.Array:
-    """Return the local row of each global index on this IPU, or `split.local` if another IPU holds it, or none does.
+    """Return the local row of each global index, or `split.local` for an index that this IPU does not hold.
 
-    `split.local` is just out of bounds, so that a gather with mode="fill" reads no row for it, and the transposed
+    `split.local` is the first index out of bounds: a gather with mode="fill" reads no row for it, and the transposed
     scatter writes none. Sends nothing.
 
     Args:
@@ -288,7 +290,7 @@ def local_rows(indices: jax.Array, split: Split, axis: str) -> jax.Array:
 
 
 def check_one_per_row(name: str, indices: ArrayLike, shard: jax.Array) -> None:
-    """Refuse indices that are not one for each row of the shard's last dim.
+    """Raise for indices that don't have the shard's shape without its last dim: one index for each of its rows.
 
     Raises:
         ValueError: names both shapes.

@@ -1,18 +1,18 @@
-"""Whole trees of split arrays: padded, placed on a mesh, brought back, and saved beside a description of the split.
+"""Pad trees of arrays, place them on a mesh, copy them back to the host, and save how they are split.
 
-A table that is padded for 3 IPUs has not the shape that 8 IPUs need. So what is saved is the *whole* table, without
-padding, and every number of IPUs pads it anew:
+A table that is padded for 3 IPUs doesn't have the shape that 8 IPUs need. So the *whole* table is saved, without
+padding, and is padded anew for any number of IPUs:
 
     3 IPUs   0 1 2 3 | 4 5 6 7 | 8 9 x x     whole: 0 1 2 3 4 5 6 7 8 9
                                       whole  ->  saved, restored  ->  place
     4 IPUs   0 1 2 | 3 4 5 | 6 7 8 | 9 x x   x: a row of padding
 
-A `Layout` says which dim of which leaf is split, in plain data: it knows no number of IPUs, and lies as JSON beside the
-checkpoint, whatever tool writes that. Only one leaf at a time stands on the host where that can be had: `each_whole`
-hands leaves out one by one, and `place` reads its leaves one by one, of each only the rows that this process's IPUs
-hold.
+A `Layout` is plain data that says which dim of which leaf is split. It does not depend on the number of IPUs, and is
+saved as JSON next to the checkpoint, whatever tool writes the checkpoint. A tree need not fit into the host's memory:
+`each_whole` returns the leaves one by one, and `place` reads the leaves one by one, and of each leaf only the rows that
+this process's IPUs hold.
 
-Nothing here runs inside a `shard_map`: these are the host's doings, before the first step and after the last.
+Nothing here runs inside a `shard_map`. These functions run on the host, before the first step and after the last.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from sharded_ops._arguments import one_axis, whole_number
-from sharded_ops._leaf_layout import LeafLayout, brought_whole, check_leaf, leaf_layout_of, real_part, with_meaning
+from sharded_ops._leaf_layout import LeafLayout, check_leaf, leaf_layout_of, leaf_to_host, real_part, restore_dtype
 from sharded_ops._split import Split
 
 _FIELDS = ("shape", "dtype", "dim")
@@ -33,13 +33,14 @@ _FIELDS = ("shape", "dtype", "dim")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The split of a tree's leaves over the IPUs of one mesh axis, for any number of IPUs.
+    """How the leaves of a tree are split over the IPUs of one mesh axis, for any number of IPUs.
 
-    A leaf is named by its path, the keys on the way to it with "/" between: {"head": {"w": w}} has "head/w". Make a
-    layout with `Layout.of`, and that of an optimizer's state from its parameters' with `of_state`.
+    A leaf is named by its path, the keys that lead to it with "/" between them: {"head": {"w": w}} has the leaf
+    "head/w". Make a layout with `Layout.of`, and the layout of an optimizer's state with `of_state` of the parameters'
+    layout.
 
     Args:
-        leaves: per path what the leaf is, whole.
+        leaves: for each path, the shape and dtype of the whole leaf and the dim that is split.
 
     Example:
         >>> from jax.sharding import AxisType
@@ -65,38 +66,38 @@ class Layout:
         """Return the layout of a tree, from the whole tree and the dim to split of each leaf.
 
         Args:
-            tree: arrays, or what has a shape and a dtype as `jax.eval_shape` gives it. Whole: without padding.
-            dims: a tree of ints and None whose structure is that of `tree`, or a prefix of it: one stands for all
-                leaves below. An int is the dim that is split, negative ones count from the end; None: not split.
+            tree: whole arrays without padding, or objects with a shape and a dtype, such as `jax.eval_shape` returns.
+            dims: a tree of ints and None with the structure of `tree`, or a prefix of it, in which an entry applies to
+                all leaves below it. An int is the dim that is split; negative ones count from the end. None: not split.
 
         Raises:
-            ValueError: `dims` is no prefix of `tree`, a leaf has not the dim it names, or is no array or a random key,
-                or two leaves have one path.
+            ValueError: `dims` is not a prefix of `tree`; a leaf does not have the dim named, is not an array or is a
+                random key; or two leaves have the same path.
         """
-        found: dict[str, LeafLayout] = {}
+        leaves: dict[str, LeafLayout] = {}
         for path, leaf, dim in _with_dims(tree, dims):
-            if path in found:
+            if path in leaves:
                 raise ValueError(f"two leaves have the path {path!r}: rename one, so that each has a path of its own")
-            found[path] = leaf_layout_of(path, leaf, dim)
-        return cls(found)
+            leaves[path] = leaf_layout_of(path, leaf, dim)
+        return cls(leaves)
 
     def of_state(self, state: Any, dims: Mapping[str, int | None] | None = None) -> "Layout":
-        """Return the layout of a tree that holds copies of the tree that this layout is of, such as an optimizer's
-        state.
+        """Return the layout of an optimizer's state, or of another tree that contains trees like the parameters.
 
-        A leaf whose path ends with that of a parameter, as "0/mu/table" does with "table", is split as the parameter
-        is; all others and scalars are not split.
+        A leaf whose path ends with the path of a parameter, as "0/mu/table" ends with "table", is split like the
+        parameter. All other leaves, and scalars, are not split.
 
         Args:
-            state: arrays or their shapes, whole: `jax.eval_shape(optimizer.init, params)` of whole `params`.
-            dims: per path the dim that is split, for leaves whose path ends with a parameter's but which have another
-                shape, such as the row statistics of Adafactor.
+            state: whole arrays or their shapes, such as `jax.eval_shape(optimizer.init, params)` of whole `params`.
+            dims: for each path the dim that is split. It is needed for leaves whose path ends with a parameter's but
+                which have another shape, such as the row statistics of Adafactor.
 
         Raises:
-            ValueError: such a leaf is missing in `dims`, or `dims` names no leaf or not a dim of it.
+            ValueError: such a leaf is missing in `dims`, or `dims` contains a path that is not a leaf's, or a dim that
+                the leaf does not have.
         """
         given = dict(dims or {})
-        found: dict[str, LeafLayout] = {}
+        leaves: dict[str, LeafLayout] = {}
         for path, leaf, _ in _with_dims(state, None):
             shape, parameter = np.shape(leaf), self._parameter_of(path)
             if path in given:
@@ -111,37 +112,39 @@ class Layout:
                     f"{self.leaves[parameter].shape}: take the state of whole parameters, or say which dim of this one "
                     f"is split with dims={{{path!r}: ...}}"
                 )
-            found[path] = leaf_layout_of(path, leaf, dim)
+            leaves[path] = leaf_layout_of(path, leaf, dim)
         if given:
-            raise ValueError(f"dims names {min(given)!r}, which is no leaf of the state: give one of {sorted(found)}")
-        return Layout(found)
+            raise ValueError(f"dims names {min(given)!r}, which is no leaf of the state: give one of {sorted(leaves)}")
+        return Layout(leaves)
 
     def specs(self, tree: Any, axis: str) -> Any:
-        """Return, per leaf of `tree`, its `PartitionSpec`, for the in_specs and out_specs of a `shard_map`.
+        """Return the `PartitionSpec` of each leaf of `tree`, for the in_specs and out_specs of a `shard_map`.
+
+        Only the paths of the leaves are used, not the leaves themselves.
 
         Raises:
-            ValueError: `tree` has other paths than the layout, or `axis` is not one name. Of its leaves nothing else is
-                looked at.
+            ValueError: `tree` has other paths than the layout, or `axis` is not one name.
         """
         name = one_axis(axis)
-        return self._map(tree, lambda path, leaf, described: described.spec(name))
+        return self._map(tree, lambda path, leaf, leaf_layout: leaf_layout.spec(name))
 
     def shardings(self, tree: Any, mesh: Mesh, axis: str) -> Any:
-        """Return, per leaf of `tree`, its `NamedSharding` on `mesh`, of which all axes but `axis` hold the same.
+        """Return the `NamedSharding` of each leaf of `tree` on `mesh`. Over axes other than `axis` it is replicated.
 
         Raises:
             ValueError: `tree` has other paths than the layout, or `mesh` has no such axis.
         """
         _parts(mesh, axis)
-        return self._map(tree, lambda path, leaf, described: NamedSharding(mesh, described.spec(axis)))
+        return self._map(tree, lambda path, leaf, leaf_layout: NamedSharding(mesh, leaf_layout.spec(axis)))
 
     def pad(self, tree: Any, parts: int) -> Any:
-        """Return the tree with its split dims padded with zeros for `parts` IPUs. May stand under `jit` and be
-        differentiated.
+        """Return the tree with its split dims padded with zeros for `parts` IPUs.
+
+        It works under `jit` and is differentiable.
 
         Args:
-            tree: whole leaves, jax's or numpy's, which stay what they are.
-            parts: IPUs on the mesh axis.
+            tree: whole leaves. Those of jax give jax arrays, and those of numpy give numpy arrays.
+            parts: the number of IPUs on the mesh axis.
 
         Returns:
             The leaves with `Split.padded` rows in their split dims.
@@ -152,50 +155,50 @@ class Layout:
 
         parts = whole_number("parts", parts, at_least=1)
 
-        def padded(path: str, leaf: Any, described: LeafLayout) -> Any:
-            check_leaf("pad", path, leaf, described)
-            if described.dim is None:
+        def padded(path: str, leaf: Any, leaf_layout: LeafLayout) -> Any:
+            check_leaf("pad", path, leaf, leaf_layout)
+            if leaf_layout.dim is None:
                 return leaf
-            split = Split(described.shape[described.dim], parts)
+            split = Split(leaf_layout.shape[leaf_layout.dim], parts)
             if isinstance(leaf, jax.Array):
-                return split.pad(leaf, described.dim)
-            return np.pad(leaf, [(0, split.padding if d == described.dim else 0) for d in range(leaf.ndim)])
+                return split.pad(leaf, leaf_layout.dim)
+            return np.pad(leaf, [(0, split.padding if d == leaf_layout.dim else 0) for d in range(leaf.ndim)])
 
         return self._map(tree, padded)
 
     def unpad(self, tree: Any) -> Any:
-        """Drop the padding again, however many IPUs it was for: the inverse of `pad`, and its transpose.
+        """Return the tree without padding, for whatever number of IPUs it was padded. Inverse and transpose of `pad`.
 
         Args:
-            tree: padded leaves, jax's or numpy's, which stay what they are.
+            tree: padded leaves. Those of jax give jax arrays, and those of numpy give numpy arrays.
 
         Raises:
             ValueError: `tree` does not fit the layout.
         """
 
-        def unpadded(path: str, leaf: Any, described: LeafLayout) -> Any:
-            check_leaf("unpad", path, leaf, described, padded=True)
-            return leaf[real_part(described)]
+        def unpadded(path: str, leaf: Any, leaf_layout: LeafLayout) -> Any:
+            check_leaf("unpad", path, leaf, leaf_layout, padded=True)
+            return leaf[real_part(leaf_layout)]
 
         return self._map(tree, unpadded)
 
     def place(self, source: Any, mesh: Mesh, axis: str, *, like: Any = None) -> Any:
-        """Put whole leaves from the host on the IPUs of a mesh, padded and split.
+        """Copy whole leaves from the host to the IPUs of a mesh, padded and split.
 
-        Leaves are read one after the other, and of each the rows of one IPU after the other: a whole padded leaf is
-        made on the host only where one IPU holds it all. The arrays are copies. With several processes each calls this
-        with the same leaves.
+        Leaves are read one after the other, and for each leaf the rows of one IPU after the other. A whole padded leaf
+        is made on the host only if one IPU holds all of it. With several processes, each process must call this with
+        the same leaves.
 
         Args:
-            source: a tree of whole leaves, numpy's or what numpy reads (a memory map is read piece by piece); or, with
-                `like`, a mapping from path to leaf, such as `np.load` gives for an npz file.
-            mesh: any mesh with the axis `axis`. Its other axes hold the same.
+            source: a tree of whole numpy arrays, or of objects that numpy can read (a memory map is read piece by
+                piece); or, with `like`, a mapping from path to leaf, such as `np.load` returns for an npz file.
+            mesh: any mesh with the axis `axis`. Leaves are replicated over its other axes.
             axis: the mesh axis.
-            like: any tree of the structure to be built, such as `jax.eval_shape` gives; its leaves are not looked at.
+            like: any tree with the structure to be built, such as `jax.eval_shape` returns; its leaves are not read.
 
         Returns:
-            The tree, with leaves of the padded global shape, sharded as `shardings` says. numpy reads a bfloat16 that
-            it saved as two bytes without a meaning ("V2"); such a leaf is given the dtype of the layout again.
+            The tree, with leaves of the padded global shape, sharded as `shardings` returns. numpy reads the bfloat16
+            arrays that it has saved as plain pairs of bytes ("V2"); such a leaf gets the dtype of the layout again.
 
         Raises:
             ValueError: the leaves do not fit the layout, or `mesh` has no such axis.
@@ -204,22 +207,22 @@ class Layout:
         if like is not None:
             self._check_paths(set(source), "the mapping")
 
-        def placed(path: str, leaf: Any, described: LeafLayout) -> jax.Array:
+        def placed(path: str, leaf: Any, leaf_layout: LeafLayout) -> jax.Array:
             whole = np.asarray(leaf if like is None else source[path])
-            whole = with_meaning(whole, described)
-            check_leaf("place", path, whole, described)
-            shape = described.padded_shape(parts)
+            whole = restore_dtype(whole, leaf_layout)
+            check_leaf("place", path, whole, leaf_layout)
+            shape = leaf_layout.padded_shape(parts)
 
             def shard(index: Any) -> np.ndarray:
                 rows = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-                # zeros, and a copy: jax on a CPU would otherwise share the memory of its source.
-                held = np.zeros([stop - start for start, stop, _ in rows], whole.dtype)
-                # A slice beyond the end of `whole` takes what is there: the real rows.
+                # Padding is zeros. It is a copy, because jax on a CPU would otherwise share the memory of `source`.
+                shard_rows = np.zeros([stop - start for start, stop, _ in rows], whole.dtype)
+                # A slice that goes beyond the end of `whole` takes the existing rows only: the real rows.
                 real = whole[index]
-                held[tuple(slice(0, size) for size in real.shape)] = real
-                return held
+                shard_rows[tuple(slice(0, size) for size in real.shape)] = real
+                return shard_rows
 
-            return jax.make_array_from_callback(shape, NamedSharding(mesh, described.spec(axis)), shard)
+            return jax.make_array_from_callback(shape, NamedSharding(mesh, leaf_layout.spec(axis)), shard)
 
         return self._map(source if like is None else like, placed)
 
@@ -227,32 +230,32 @@ class Layout:
         """Return the tree as whole numpy arrays without padding, ready to be saved by any tool: the inverse of `place`.
 
         Args:
-            tree: padded leaves, split in any way over any number of IPUs, or numpy's.
+            tree: padded leaves: jax arrays, split in any way over any number of IPUs, or numpy arrays.
 
         Raises:
-            ValueError: `tree` does not fit the layout, or rows of a leaf lie on IPUs of other processes alone.
+            ValueError: `tree` does not fit the layout, or some rows of a leaf are only on IPUs of other processes.
         """
-        return self._map(tree, brought_whole)
+        return self._map(tree, leaf_to_host)
 
     def each_whole(self, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and whole array of each leaf, as `whole` has them, one by one: for a tree that the host cannot hold.
+        """Return an iterator over each leaf's path and whole array, for a tree that does not fit on the host.
 
         Raises:
-            ValueError: as `whole`, before the first leaf where paths are wrong.
+            ValueError: as for `whole`. If paths are wrong, it is raised at once, before the first leaf is asked for.
         """
         named = self._named_leaves(tree)
-        return ((path, brought_whole(path, leaf, self.leaves[path])) for path, leaf in named)
+        return ((path, leaf_to_host(path, leaf, self.leaves[path])) for path, leaf in named)
 
     def to_json(self) -> str:
-        """Return the layout as JSON text: an object per path with "shape", "dtype" and "dim"."""
+        """Return the layout as JSON text: for each path an object with "shape", "dtype" and "dim"."""
         return json.dumps({path: dataclasses.asdict(leaf) for path, leaf in self.leaves.items()}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        """Return the layout that `to_json` wrote.
+        """Return the layout from the text that `to_json` returned.
 
         Raises:
-            ValueError: `text` is no such text.
+            ValueError: `text` is not such a text.
         """
         read = json.loads(text)
         if not isinstance(read, dict):
@@ -263,7 +266,7 @@ class Layout:
         return cls({path: LeafLayout(tuple(leaf["shape"]), leaf["dtype"], leaf["dim"]) for path, leaf in read.items()})
 
     def _parameter_of(self, path: str) -> str | None:
-        """Return the longest path of the layout with which this one ends."""
+        """Return the longest path of this layout with which `path` ends, or None if there is none."""
         ends = [known for known in self.leaves if path == known or path.endswith(f"/{known}") or not known]
         return max(ends, key=len, default=None)
 
@@ -292,11 +295,11 @@ def _are_sizes(shape: Any) -> bool:
 
 
 def _with_dims(tree: Any, dims: Any) -> list[tuple[str, Any, Any]]:
-    """Path, leaf and dim of each leaf; `dims` is a prefix of `tree`, in which None is a leaf."""
-    of_leaves: list[Any] = []
+    """Return the path, the leaf and the dim of each leaf; `dims` is a prefix of `tree`, in which None is a leaf."""
+    leaf_dims: list[Any] = []
     try:
         jax.tree.map(
-            lambda dim, below: of_leaves.extend([dim] * len(jax.tree.leaves(below))),
+            lambda dim, below: leaf_dims.extend([dim] * len(jax.tree.leaves(below))),
             dims,
             tree,
             is_leaf=lambda x: x is None,
@@ -304,7 +307,7 @@ def _with_dims(tree: Any, dims: Any) -> list[tuple[str, Any, Any]]:
     except ValueError as error:
         raise ValueError(f"dims is no prefix of the tree, give a dim or None for all its leaves: {error}") from None
     named = jax.tree.leaves_with_path(tree)
-    return [(_name(path), leaf, dim) for (path, leaf), dim in zip(named, of_leaves, strict=True)]
+    return [(_name(path), leaf, dim) for (path, leaf), dim in zip(named, leaf_dims, strict=True)]
 
 
 def _parts(mesh: Mesh, axis: str) -> int:

@@ -1,4 +1,4 @@
-"""Runs `sharded-embedding-tool` where the original's users look for it: `python tests/sharded_embedding_tool.py`."""
+"""Run `sharded-embedding-tool` from where users of the original look for it, `tests/sharded_embedding_tool.py`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Runs `sharded-matmul-tool` as `sharded-embedding-tool` can be run, `python tests/sharded_matmul_tool.py`."""
+"""Run `sharded-matmul-tool` in the same way as `sharded_embedding_tool.py`: `python tests/sharded_matmul_tool.py`."""
 
 import sys
 

@@ -1,11 +1,12 @@
-"""One rank of torch's `loss_parallel`: projection and cross-entropy over a split vocabulary. It takes orders.
+"""Run one rank of torch's `loss_parallel`: projection and cross-entropy over a split vocabulary, on orders.
 
     python torch_loss.py RANK FOLDER
 
-The ranks meet over gloo, through a file in FOLDER, where `whole.npz` has hidden (N, D), table (V, D) and labels (N,).
-Orders and answers are those of `workers.py`: "steps" does as many as it says, with so many threads; "result" does one,
-and writes its loss and both gradients to FOLDER/result-RANK.npz. Torch's own idiom: hidden replicated, the table a
-DTensor split by rows, logits split by columns, `cross_entropy` and the backward pass in `loss_parallel()`.
+The ranks connect over gloo, through a file in FOLDER, where `whole.npz` contains hidden (N, D), table (V, D) and labels
+(N,). Orders and answers are those of `workers.py`: "steps" runs the given number of steps with the given number of
+threads; "result" runs one step, and writes its loss and both gradients to FOLDER/result-RANK.npz. The program follows
+torch's own idiom: hidden is replicated, the table is a DTensor split by rows, logits are split by columns, and
+`cross_entropy` and the backward pass run in `loss_parallel()`.
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch_rank import RANKS, costs_of, serve
 
 
 class Worker:
-    """What one rank holds of the program."""
+    """One rank's part of the program."""
 
     def __init__(self, rank: int, folder: Path):
         self.rank, self.folder = rank, folder

@@ -1,10 +1,10 @@
-"""`torch.distributed.pipelining` as a rival: a process a stage.
+"""Run `torch.distributed.pipelining` as a rival, with one process per stage.
 
     with TorchPipeline(weights, batches) as rival:
         loss, gradients = rival.result("64x16", "1F1B")
         costs = rival.costs("64x16", "1F1B", threads=2, steps=3)
 
-`torch_stage.py` is what the processes run, `workers.py` what looks after them. This file needs no torch.
+The processes run `torch_stage.py`, and `workers.py` starts and ends them. This file does not need torch.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ class TorchPipeline(Workers):
 
     Args:
         weights: `{"hidden.w": (P, H), "hidden.b": (H,), ...}` for "hidden", "features" and "classifier".
-        batches: per name `{"images": (M, B, 28, 28) uint8, "labels": (M, B)}`.
-        limit: seconds that the processes may take for one order, the first of which waits for them to start.
-        program: the script that each process runs with its rank and a folder; tests put their own.
+        batches: for each name, `{"images": (M, B, 28, 28) uint8, "labels": (M, B)}`.
+        limit: seconds that the processes may take for one order. The first order also waits until they have started.
+        program: the script that each process runs with its rank and a folder; tests give their own.
 
     Raises:
-        RuntimeError: as `Workers` says.
+        RuntimeError: as for `Workers`.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class TorchPipeline(Workers):
         self._micro_batches = {name: len(batch["labels"]) for name, batch in batches.items()}
 
     def result(self, batch: str, schedule: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Mean loss over the micro-batches, and the gradients of their sum, laid out and named as the weights."""
+        """Return the mean loss over the micro-batches, and the gradients of the losses' sum, named like the weights."""
         self.order(do="result", batch=batch, count=self._micro_batches[batch], schedule=schedule, threads=1)
         found = {name: array for result in self.results() for name, array in result.items()}
         return found.pop("loss"), found
 
     def step_costs(self, batch: str, schedule: str, *, threads: int, steps: int) -> list[Cost]:
-        """What each step cost, as `Workers.costs` says."""
+        """Return the cost of each step, as `Workers.costs` does."""
         order = {"batch": batch, "count": self._micro_batches[batch], "schedule": schedule}
         return self.costs(**order, threads=threads, steps=steps)

@@ -1,4 +1,4 @@
-"""What every rank of a torch rival does: meets the others over gloo, takes orders (see `workers.py`), answers them."""
+"""Run a rank of a torch rival: connect to the others over gloo, and answer orders (see `workers.py`)."""
 
 import datetime
 import json
@@ -12,12 +12,12 @@ from typing import Any
 import torch  # pyright: ignore[reportMissingImports] (an extra of its own)
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 
-LIMIT = datetime.timedelta(seconds=60)  # a peer that is gone ends this process too
+LIMIT = datetime.timedelta(seconds=60)  # if a peer is gone for so long, this process ends too
 RANKS = 2
 
 
 def costs_of(step: Callable[[], Any], steps: int) -> dict[str, list[float]]:
-    """The answer to "steps": seconds on the clock and of CPU work of each, begun by all ranks together."""
+    """Return the answer to "steps": each step's time on the clock and CPU time. All ranks start a step together."""
     wall, cpu = [], []
     for _ in range(steps):
         dist.barrier()
@@ -29,9 +29,9 @@ def costs_of(step: Callable[[], Any], steps: int) -> dict[str, list[float]]:
 
 
 def serve(make_worker: Callable[[int, Path], Any]) -> None:
-    """Answers orders until stdin ends; `make_worker(rank, folder)` has `answer(order)`."""
+    """Answer orders until stdin ends, each with the method `answer(order)` of `make_worker(rank, folder)`."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # stdout is for answers alone: gloo's C++ prints to it, and is sent to stderr
+    # stdout is for answers only, but gloo's C++ prints to it, so its output is redirected to stderr
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=LIMIT)

@@ -1,10 +1,11 @@
-"""One replica of MNIST's network under torch's `DistributedDataParallel`: a process that takes orders.
+"""Run one replica of MNIST's network under torch's `DistributedDataParallel`, on orders.
 
     python torch_replica.py RANK FOLDER
 
-Orders and answers are those of `torch_stage.py`; a batch is (replicas, rows, 28, 28), of which a rank takes its own.
-"result" does one update, and writes the loss over both replicas and the new weights to FOLDER/result-RANK.npz. Torch's
-own idiom: eager, buckets as DDP chooses them, reduced while the backward runs, and `optim.SGD` as it is.
+Orders and answers are those of `torch_stage.py`. A batch is (replicas, rows, 28, 28), of which each rank uses its own
+part. "result" makes one update, and writes the loss over both replicas and the new weights to FOLDER/result-RANK.npz.
+The program follows torch's own idiom: eager mode, DDP's own buckets, which are reduced while the backward pass runs,
+and plain `optim.SGD`.
 """
 
 from pathlib import Path

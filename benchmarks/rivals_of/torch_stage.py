@@ -1,16 +1,16 @@
-"""One stage of MNIST's MLP and classifier under `torch.distributed.pipelining`: a process that takes orders.
+"""Run one stage of MNIST's MLP and classifier under `torch.distributed.pipelining`, on orders.
 
     python torch_stage.py RANK FOLDER
 
-Rank 0 is the MLP, rank 1 the classifier with its cross-entropy; they meet over gloo, through a file in FOLDER, where
-weights and batches lie as .npz. An order is a line of JSON on stdin, and so is its answer on stdout:
+Rank 0 is the MLP, rank 1 the classifier with its cross-entropy. They connect over gloo, through a file in FOLDER, which
+also contains weights and batches as .npz. An order is a line of JSON on stdin, and its answer a line of JSON on stdout:
 
     {"do": "steps", "batch": "64x16", "count": 16, "schedule": "1F1B", "threads": 1, "steps": 3}
     {"wall": [0.41, 0.40, 0.42], "cpu": [0.39, 0.39, 0.39]}
 
-"result" instead of "steps" does one step, and writes its loss and gradients to FOLDER/result-RANK.npz. It ends when
-stdin does. Torch's own idiom throughout: eager, weights as `nn.Linear` keeps them, gradients dropped (set to None) and
-not zeroed before a step, no division of the sums, message shapes told beforehand.
+"result" instead of "steps" runs one step, and writes its loss and gradients to FOLDER/result-RANK.npz. The process ends
+when stdin ends. The program follows torch's own idiom: eager mode, weights as `nn.Linear` stores them, gradients set to
+None rather than zeroed before a step, sums that are not divided, and message shapes known before they are timed.
 """
 
 from pathlib import Path
@@ -30,14 +30,14 @@ SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class Images(nn.Module):
-    """(B, 28, 28) uint8 of 0 to 255 to (B, 784) float32 of 0 to 1."""
+    """Convert images, (B, 28, 28) uint8 from 0 to 255, to (B, 784) float32 from 0 to 1."""
 
     def forward(self, images: Any) -> Any:
         return images.flatten(1).to(torch.float32) / 255
 
 
 def linear(folder: Path, name: str) -> Any:
-    """The layer with the weights that lie in the folder; torch keeps the transpose."""
+    """Return the layer with the weights from the folder. torch stores the transpose."""
     with np.load(folder / "weights.npz") as weights:
         w, b = weights[f"{name}.w"], weights[f"{name}.b"]
     layer = nn.Linear(*w.shape)
@@ -48,7 +48,7 @@ def linear(folder: Path, name: str) -> Any:
 
 
 class Worker:
-    """The stage of one rank, with a schedule for each size that was asked for."""
+    """The stage of one rank, with a schedule for each batch and schedule name that was asked for."""
 
     def __init__(self, rank: int, folder: Path):
         self.rank, self.folder = rank, folder
@@ -60,11 +60,11 @@ class Worker:
         self.made: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     def schedule(self, batch: str, count: int, name: str) -> tuple[Any, Any]:
-        """The schedule, and what the rank feeds it: images, or labels."""
+        """Return the schedule, and the input that this rank gives to it: images or labels."""
         if (batch, name) not in self.made:
             with np.load(self.folder / f"batch-{batch}.npz") as data:
                 images, labels = torch.from_numpy(data["images"]), torch.from_numpy(data["labels"]).long()
-            # what shapes pass between them the stages find out in their first step, which no one measures
+            # the stages find out the shapes of their messages in the first step, which is not measured
             stage = PipelineStage(self.module, self.rank, 2, torch.device("cpu"))
             made = SCHEDULES[name](stage, count, loss_fn=nn.functional.cross_entropy, scale_grads=False)
             self.made[batch, name] = made, (images if self.rank == 0 else labels).flatten(0, 1)

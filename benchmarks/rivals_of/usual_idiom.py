@@ -1,17 +1,18 @@
-"""The pipeline that most JAX programs write for themselves: ticks in a scan, `jax.grad` through all of it.
+"""Run a pipeline as most JAX programs write it for themselves: ticks in a scan, and `jax.grad` through all of it.
 
-Modelled on the pipeline section of JAX's shard_map tutorial and on the circular-free loop of praxis and MaxText: in
-each tick every device runs its stage on what its neighbour sent, `ppermute` passes the results on, and the backward
-pipeline is what differentiation makes of the forward one. Like stages only: one function, weights stacked over them.
+It is modelled on the pipeline section of JAX's shard_map tutorial, and on the loop of praxis and MaxText without
+circular repeats. In each tick every device runs its stage on what its neighbour sent, and `ppermute` passes the results
+on. The backward pipeline comes from differentiating the forward one. All stages are one function, and their weights are
+stacked.
 
               tick   0    1    2    3    4
-    device 0         F0   F1   F2   F3   .          . is a bubble: computed too, from whatever the inbox holds,
+    device 0         F0   F1   F2   F3   .          . is a bubble: it is computed too, from whatever the inbox contains,
     device 1         .    F0   F1   F2   F3           and masked out of the loss
 
-It has no handicap. A scan keeps compile time level; micro-batches are indexed, not copied into a padded array; only the
-loss, a scalar, is carried out of the loop and reduced. Two usual variations: `checkpoint` is the remedy for its memory,
-`skip_idle` saves the bubbles' work. The latter is dear: through the `cond`, JAX no longer sees that the weights are the
-same in every tick, and keeps a copy of them for each.
+It is written to be fast. The scan keeps compile time constant, micro-batches are indexed rather than copied into a
+padded array, and only the loss, a scalar, leaves the loop and is reduced. There are two usual variations: `checkpoint`
+saves memory, and `skip_idle` saves the work of the bubbles. The latter costs much memory: because of the `cond`, JAX no
+longer sees that the weights are the same in every tick, and keeps a copy of them for each tick.
 """
 
 from collections.abc import Callable
@@ -33,22 +34,22 @@ def value_and_grad(
     checkpoint: bool = False,
     skip_idle: bool = False,
 ) -> Any:
-    """Mean loss over micro-batches and its gradient, a jitted function of (weights, batch).
+    """Return a jitted function of (weights, batch) for the mean loss over micro-batches and its gradient.
 
-    Communicates, per tick: one ppermute of a micro-batch's activation, and in the backward pass one of its gradient.
-    At the end one psum of the loss.
+    Each tick sends one ppermute of a micro-batch's activation, and in the backward pass one of its gradient. At the end
+    there is one psum of the loss.
 
     Args:
-        stage: `stage(weights, x)`, x and result alike: (micro-batch, ...).
+        stage: `stage(weights, x)`; x and the result have the same shape, (micro-batch, ...).
         loss: `loss(y, target)` of one micro-batch, a scalar.
         mesh: its axis "ipu" has a device for each stage.
         micro_batches: M.
-        checkpoint: whether the backward pass computes each stage's forward pass again, rather than keep its residuals.
-        skip_idle: whether a bubble computes nothing (`lax.cond`).
+        checkpoint: let the backward pass recompute each stage's forward pass, rather than keep its residuals.
+        skip_idle: compute nothing in a bubble (`lax.cond`).
 
     Returns:
-        The function. Weights' leaves are (stages, ...), split over "ipu"; the batch is `{"x": (M, micro-batch, ...),
-        "y": (M, micro-batch, ...)}` on every device.
+        The function. The leaves of weights are (stages, ...), split over "ipu"; the batch is
+        `{"x": (M, micro-batch, ...), "y": (M, micro-batch, ...)}` on every device.
     """
     stages = mesh.shape["ipu"]
     run_stage = jax.checkpoint(stage) if checkpoint else stage

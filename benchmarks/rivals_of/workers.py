@@ -1,11 +1,12 @@
-"""Processes of a torch rival: started, given orders, and never waited for without end.
+"""Start the processes of a torch rival, give them orders, and wait for each answer for a limited time only.
 
     with Workers("torch pipeline", program, files={"weights": {...}}) as workers:
         answers = workers.order(do="steps", threads=1, steps=3)
 
-Each process runs `python program RANK FOLDER`, reads a line of JSON from stdin for each order, and answers with one on
-stdout. In FOLDER lie the files, and there the processes put what is too large for an answer. Between orders they wait
-on a pipe, so that what is measured beside them has the cores to itself. This file needs no torch.
+Each process runs `python program RANK FOLDER`, reads a line of JSON from stdin for each order, and answers with a line
+of JSON on stdout. FOLDER contains the files, and the processes write results there that are too large for an answer.
+Between orders they wait for a pipe, so that other programs can be measured with all cores. This file does not need
+torch.
 """
 
 import contextlib
@@ -38,14 +39,14 @@ class Workers:
     Args:
         name: of the rival, for messages.
         program: the script that each process runs with its rank and a folder.
-        files: per name the arrays of a `.npz` file that the processes find in the folder.
-        count: how many processes.
-        each: what a process is, for messages.
-        limit: seconds that the processes may take for one order, the first of which waits for them to start.
+        files: for each name, the arrays of a `.npz` file that the processes find in the folder.
+        count: how many processes there are.
+        each: what one process is called in messages.
+        limit: seconds that the processes may take for one order. The first order also waits until they have started.
 
     Raises:
-        RuntimeError: from any order, when a process ended or took longer than `limit`: with its exit code and the last
-            lines that it wrote to stderr.
+        RuntimeError: from any order, if a process ended or took longer than `limit`. The message has its exit code and
+            the last lines that it wrote to stderr.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Workers:
         self._stack.close()
 
     def order(self, **order: Any) -> list[dict[str, Any]]:
-        """Gives every process the order, and returns their answers by rank."""
+        """Give the order to every process, and return their answers by rank."""
         line = json.dumps(order) + "\n"
         for process in self.processes:
             assert process.stdin is not None  # it is a pipe
@@ -92,13 +93,16 @@ class Workers:
         return [json.loads(self._answer(rank, deadline, line)) for rank in range(self._count)]
 
     def costs(self, **order: Any) -> list[Cost]:
-        """What each step cost: all processes' CPU work, and the clock of rank 0, which starts a step and ends it."""
+        """Return the cost of each step: CPU time summed over all processes, and rank 0's time on the clock.
+
+        Rank 0 starts a step and ends it.
+        """
         answers = self.order(do="steps", **order)
         cpu = zip(*(answer["cpu"] for answer in answers), strict=True)
         return [Cost(wall, sum(parts)) for wall, parts in zip(answers[0]["wall"], cpu, strict=True)]
 
     def results(self) -> list[dict[str, np.ndarray]]:
-        """What each rank wrote to `result-RANK.npz` in the folder."""
+        """Return the arrays that each rank wrote to `result-RANK.npz` in the folder."""
         found = []
         for rank in range(self._count):
             with np.load(self.folder / f"result-{rank}.npz") as data:
@@ -106,8 +110,8 @@ class Workers:
         return found
 
     def _start(self, rank: int) -> None:
-        # lo: gloo otherwise looks up the machine's own name, which need not resolve. PASSIVE: threads that wait for
-        # work must not spin on a core that the other process needs, which makes two threads many times slower
+        # Without "lo", gloo looks up the machine's own name, which may not resolve. Without "PASSIVE", threads that
+        # wait for work spin on a core that the other process needs, which makes two threads many times slower.
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
         with self._errors(rank).open("w") as errors:
             process = subprocess.Popen(
@@ -136,7 +140,8 @@ class Workers:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers[rank].get(timeout=0.05)
-            # any of them: the one that died is seldom the one that waits for it; one that ended well may have answered
+            # any process may have died, not only the one whose answer is awaited; one that exited with 0 may have
+            # answered before
             codes_of = {r: process.poll() for r, process in enumerate(self.processes)}
             ended = [r for r, code in codes_of.items() if code or (r == rank and code is not None)]
             if rank in ended:
@@ -163,7 +168,7 @@ class Workers:
 
     def _stop(self) -> None:
         for process in self.processes:
-            process.kill()  # there is nothing to save, and one that is stuck in gloo hears nothing gentler
+            process.kill()  # there is nothing to save, and a process that is stuck in gloo ignores gentler signals
         for process, reader in zip(self.processes, self._readers, strict=True):
             process.wait()
             reader.join()

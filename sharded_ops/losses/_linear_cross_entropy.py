@@ -1,24 +1,24 @@
-"""The fused projection and softmax cross-entropy: the logits of all tokens and columns are never there at once.
+"""Fuse projection and softmax cross-entropy, so that the logits of all tokens and columns never exist at once.
 
-    hidden_ND (all IPUs)   table_VD (rows split, as `embedding` has it)   labels_N (all IPUs)
+    hidden_ND (all IPUs)   table_VD (split by rows, as for `embedding`)   labels_N (all IPUs)
 
     gradients="backward"                                      matmuls
         forward    for each tile: logits, statistics             1
                    one all-gather; loss of each token
-        backward   for each tile: logits again, slopes,          1
+        backward   for each tile: logits again, dlogits,         1
                    parts of both gradients                       2
 
     gradients="forward", the default for a loss that is a sum or a mean
         forward    for each chunk of tokens: logits of all       1
                    columns of the shard, statistics, all-gather,
-                   loss; and for each tile of them slopes,
+                   loss; and for each tile of them dlogits,
                    parts of both gradients                       2
         backward   both gradients times the loss's cotangent     0
 
 A tile is `token_chunk` tokens by `column_chunk` columns of the shard; the last ones may be smaller.
 
 (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, compute the logits twice;
-Hsu et al. 2024, "Liger kernel", arXiv:2410.10989, the gradients in the forward pass.)
+Hsu et al. 2024, "Liger kernel", arXiv:2410.10989, compute the gradients in the forward pass.)
 
 Dims: N tokens, D features, V rows of the table; C columns of a tile; n IPUs.
 """
@@ -30,22 +30,23 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from sharded_ops._arguments import array, array_like, one_axis, one_of, whole_number
-from sharded_ops._collectives import as_varying, check_same_on_all, is_typed, varying_axes
+from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all
 from sharded_ops._split import check_shard, split_over
-from sharded_ops.losses._cross_entropy import (
+from sharded_ops.losses._options import (
     OutOfRange,
     Reduction,
     checked_labels,
     checked_options,
     checked_terms,
     checked_weights,
-    reduced,
+    reduce_losses,
 )
 from sharded_ops.losses._statistics import Terms
-from sharded_ops.losses._tiled import Chunks, loss, sum_of_losses
+from sharded_ops.losses._tiled import Chunks, sum_of_losses, token_losses
 
-# Logits: of a tile, 2 MiB of float32, and of all the shard's columns for a chunk of tokens, 8 MiB. Smaller ones make
-# slow matmuls, larger ones no faster on a CPU; beside a large `hidden` they may be larger at no cost that is felt.
+# How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
+# (8 MiB). Smaller numbers make matmuls slow, and larger ones make them no faster on a CPU. If `hidden` is large, these
+# may be larger too, since they then hardly add to the memory in use.
 _TILE, _CHUNK = 1 << 19, 1 << 21
 
 
@@ -68,45 +69,47 @@ def linear_cross_entropy(
     token_chunk: int | None = None,
     column_chunk: int | None = None,
 ) -> jax.Array:
-    """Return `log_softmax_cross_entropy(hidden @ table.T, labels)` without ever making the logits.
+    """Return `log_softmax_cross_entropy(hidden @ table.T, labels)`, without storing all the logits at once.
 
-    gradients="backward": forward one all-gather of 3 floats per token. gradients="forward": as many floats, in one
-    all-gather for each chunk of tokens. Backward, in both: one all-reduce of dx, (N.., D) in the dtype of `hidden`;
-    under check_vma=False it stands where the `shard_map` is differentiated (see `collectives`). Under check_vma=False
-    all IPUs must use the loss alike, as `log_softmax_cross_entropy` says.
+    Forward: with gradients="backward" one all-gather of 3 floats per token; with gradients="forward" the same number of
+    floats, in one all-gather for each chunk of tokens. Backward, with either: one all-reduce of dx, (N.., D) in the
+    dtype of `hidden`; under check_vma=False it is done where the `shard_map` is differentiated (see the module
+    `_collectives`). Under check_vma=False all IPUs must use the loss in the same way, as `log_softmax_cross_entropy`
+    explains.
 
-    Derivatives are those of reverse mode, and forward mode over it (`jax.hessian`): forward mode alone is refused by
-    jax, for which use `matmul` and `log_softmax_cross_entropy`. Second derivatives keep every tile, so they take at
-    least the memory of the logits.
+    Reverse mode is supported, and forward mode over reverse mode (`jax.hessian`). jax refuses forward mode alone: for
+    that, use `matmul` and `log_softmax_cross_entropy`. Second derivatives keep every tile, so they take at least the
+    memory of the logits.
 
     Args:
         hidden: (N.., D), floating, the same on all IPUs. The row of a token that does not count is not read.
         table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). In the dtype
-            of `hidden`. Half types are multiplied as they are and accumulate in float32; float16's slopes are scaled
-            to its range first, so that none is lost before a loss scale or a mean's 1/N is multiplied in.
+            of `hidden`. Half types are multiplied as they are and accumulate in float32. In float16, dlogits are first
+            scaled to its range, so that small ones are not rounded to 0 before a loss scale is applied.
         labels: (N..) of any integer dtype, the same on all IPUs.
         size: V, without padding. Padding is not read, and its gradient is zero.
         axis: the mesh axis.
         label_smoothing, z_loss, soft_cap, temperature, ignore_index, out_of_range, weights, reduction: as for
             `log_softmax_cross_entropy`.
-        gradients: where the gradients are computed. "forward" saves one matmul in four, for `reduction` "mean" or
-            "sum" only, and is the default there; the forward pass then makes both gradients, but only where it is
-            differentiated, and they are kept until the backward pass (float16's in float32). "backward" keeps
+        gradients: the pass in which the gradients are computed. "forward" saves one matmul in four; it needs
+            `reduction` "mean" or "sum", and is the default for these. If differentiated, the forward pass then computes
+            both gradients, which are kept until the backward pass (those of float16 in float32). "backward" keeps
             `hidden`, the table and a few floats per token.
-        token_chunk: tokens of a tile; with gradients="forward" as many have their logits of all the shard's columns
-            there at once. By default 1024 at most; with gradients="forward" at most as make 2**21 logits (8 MiB), or
-            N * D of them if that is more, but 64 may always be.
-        column_chunk: columns of a tile. By default at most as make 2**19 logits (2 MiB), or N * D / 4 of them if that
-            is more, but 64 may always be; with gradients="forward" 128 at most, or a 128th of the shard's if that is
-            more. Defaults are lowered to chunks that divide evenly, where that not more than doubles their number.
+        token_chunk: tokens per tile. With gradients="forward", the logits of so many tokens and all the shard's columns
+            exist at once. The default is at most 1024 with gradients="backward". With "forward" it is at most what
+            makes 2**21 logits at once (8 MiB), or N * D logits if that is more; this limit is never below 64 tokens.
+        column_chunk: columns per tile. With gradients="backward" the default is at most what makes 2**19 logits in a
+            tile (2 MiB), or N * D / 4 logits if that is more; this limit is never below 64 columns. With "forward" it
+            is at most 128, or a 128th of the shard's columns if that is more. Both defaults are lowered so that chunks
+            divide evenly, unless that would at least double the number of chunks.
 
     Returns:
         The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs.
 
     Raises:
-        ValueError: shapes or dtypes that don't go together, a shard that does not fit `size`; by their types, `hidden`,
-            `labels` or `weights` differ between the IPUs of `axis`, or the table does not; an option outside its
-            range, gradients="forward" for a loss that is not reduced, or an `axis` that is not one of the enclosing
+        ValueError: shapes or dtypes don't go together; the shard does not fit `size`; by their types, `hidden`,
+            `labels` or `weights` differ between the IPUs of `axis`, or the table does not; an option is outside its
+            range; gradients="forward" is given for a loss that is not reduced; or `axis` is not one of the enclosing
             shard_map's.
 
     Example:
@@ -136,25 +139,24 @@ def linear_cross_entropy(
     shape = targets.shape
     hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunks = _chunks(hidden_ND.shape, split.local, way, token_chunk, column_chunk)
-    # What a rule returns for an operand has to vary as that does; the transpose of this sums the parts of dx.
-    axes = frozenset().union(*(varying_axes(x) for x in (hidden, table, targets, weights) if x is not None))
-    axes |= {axis} if is_typed(axis) else set()
+    axes = axes_of_rule(axis, *(x for x in (hidden, table, targets, weights) if x is not None))
+    # The transpose of as_varying sums the parts of dx.
     hidden_ND, table_VD = as_varying(hidden_ND, axes), as_varying(table, axes)
     if way == "backward":
-        loss_N: jax.Array = loss(hidden_ND, table_VD, targets_N, terms, chunks)
-        return reduced(loss_N.reshape(shape), targets >= 0, faulty, weights, reduction)
+        loss_N: jax.Array = token_losses(hidden_ND, table_VD, targets_N, terms, chunks)
+        return reduce_losses(loss_N.reshape(shape), targets >= 0, faulty, weights, reduction)
 
     def total(losses: jax.Array) -> jax.Array:
-        return reduced(losses, targets >= 0, faulty, weights, reduction)
+        return reduce_losses(losses, targets >= 0, faulty, weights, reduction)
 
-    # What each token's loss is multiplied with in the end, by each device's own sum: what varied over fewer axes than
-    # the losses do, jax would add up over the others.
+    # The gradient of the total by each token's loss is the factor of that loss. It is computed from this device's own
+    # sum: if `ones` varied over fewer axes than the losses do, jax would sum the gradient over the other axes.
     ones = as_varying(jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32)), axes - {axis})
     return sum_of_losses(hidden_ND, table_VD, targets_N, jax.grad(total)(ones).reshape(-1), terms, chunks)
 
 
 def _way(gradients: Any, reduction: Reduction) -> Literal["backward", "forward"]:
-    """Return where the gradients are computed: as asked, or as suits the reduction."""
+    """Return the pass in which the gradients are computed: `gradients` if given, else what suits the reduction."""
     if gradients is None:
         return "backward" if reduction == "none" else "forward"
     one_of("gradients", gradients, ("backward", "forward"))
@@ -185,7 +187,7 @@ def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, colu
 
 
 def _even(extent: int, limit: int) -> int:
-    """Return the width of equal chunks of at most `limit`, unequal if that would more than double their number."""
+    """Return the width of equal chunks of at most `limit`, or of unequal ones if equal ones would be twice as many."""
     least = max(-(-extent // limit), 1)
     number = next((k for k in range(least, 2 * least) if extent % k == 0), least)
     return max(-(-extent // number), 1)

@@ -1,8 +1,9 @@
-"""A sum over the IPUs of a mesh axis for results that all of them use alike: what it saves is the reduction backward.
+"""Sum over the IPUs of a mesh axis for a result that all IPUs use in the same way, without a reduction backward.
 
-`lax.psum` inside a `shard_map` made with check_vma=False transposes to another psum, since each IPU might have used the
-result otherwise. Where all use it alike, as they do with a loss, their cotangents are equal, and n times one of them is
-their sum: nothing need be sent. Under check_vma=True the types know as much, and this is `lax.psum`.
+Inside a `shard_map` with check_vma=False, `lax.psum` transposes to another psum, since each IPU might use the result in
+its own way. If all IPUs use it in the same way, as they do with a loss, their cotangents are equal. The sum of the
+cotangents is then n times one of them, and nothing needs to be sent. Under check_vma=True the types already express
+this, and `replicated_sum` is `lax.psum`.
 """
 
 from typing import Any
@@ -16,10 +17,10 @@ from sharded_ops._collectives import is_typed
 from sharded_ops._split import axis_size
 
 
-def sum_used_alike(x: jax.Array, axis: str) -> jax.Array:
-    """Return the sum of `x` over the IPUs of `axis`, which every IPU must go on to use in the same way.
+def replicated_sum(x: jax.Array, axis: str) -> jax.Array:
+    """Return the sum of `x` over the IPUs of `axis`, for a program in which every IPU uses the sum in the same way.
 
-    Forward: one all-reduce of `x`. Backward: nothing; its transpose is, under check_vma=False, to multiply by n.
+    Forward: one all-reduce of `x`. Backward: nothing is sent; under check_vma=False the transpose multiplies by n.
 
     Args:
         x: any shape and number dtype: this IPU's part of the sum.
@@ -33,8 +34,8 @@ def sum_used_alike(x: jax.Array, axis: str) -> jax.Array:
     return _sum_p.bind(x, axes=(axis,), parts=axis_size(axis))
 
 
-# A primitive, because nothing less is linear, can be batched, and has a transpose of its own choice.
-_sum_p = Primitive("sum_used_alike")
+# A primitive of our own: nothing else in jax is linear, can be batched, and lets us choose its transpose.
+_sum_p = Primitive("replicated_sum")
 
 
 def _sum(x: jax.Array, *, axes: tuple[str, ...], parts: int) -> jax.Array:

@@ -1,27 +1,29 @@
-"""What a softmax cross-entropy computes of a tile: some columns of the logits of some tokens.
+"""Reduce logits to statistics per token, combine those of all shards, and derive loss and gradient from them.
 
-A tile is reduced to a few floats per token, its statistics; those of a shard's tiles are merged into one; one
-all-gather hands every shard's to all IPUs, which then know each token's loss, and with it the gradient of any tile by
-itself.
+The logits are processed in tiles: some columns of some tokens. Each tile is reduced to its statistics, a few floats per
+token, and the statistics of all tiles of a shard are merged. One all-gather brings the statistics of every shard to all
+IPUs. Each IPU then knows each token's loss, and can compute the gradient of any tile by itself.
 
-The target gives each column v a weight u_v: 1 to the label's, or by label smoothing and soft targets to many. With x
-the logits, a shard tells the others, measured from its own largest logit t,
+The target gives each column v a weight u_v: 1 for the label's column and 0 for the others, or, with label smoothing or
+soft targets, a weight for many columns. Let x be the logits and t a shard's own largest logit. The shard sends
 
-    t    d = lse(shard) - t    a = sum of u_v (x_v - t)    b = sum of u_v, where the others can't know it
+    t    d = lse(shard) - t    a = sum of u_v (x_v - t)    b = sum of u_v, if the other IPUs can't know it
 
-                 lse   =  T + logsumexp over shards of (t - T) + d               T = the largest t
+With T the largest t of all shards, every IPU computes
+
+                 lse   =  T + logsumexp over shards of (t - T) + d
                  loss  =  sum of u_v (lse - x_v)  =  sum over shards of  b (lse - t) - a
 
-that is 3 floats, and a fourth for soft targets. For a label y, a is y - t in its shard, and 0 elsewhere: no large
-number is ever taken from another, as both lse - t and t - y are 0 or more. So the loss is as exact as the dense
-program's, also for a confident prediction, whose loss is much smaller than its logits. The gradient needs T and
-lse - T, which every IPU then knows as exactly as the dense program does, and sends nothing.
+So a shard sends 3 floats per token, and with soft targets a fourth. For a label with logit y, a is y - t in the
+label's shard and 0 in the others. As both lse - t and t - y are 0 or more, no two large numbers ever cancel. So the
+loss is as exact as the dense program's, also for a confident prediction, whose loss is much smaller than its logits.
+The gradient needs T and lse - T, which every IPU then knows as exactly as the dense program does, so it sends nothing.
 
-(Megatron-LM and torch's loss_parallel use three all-reduces of a float per token: Shoeybi et al. 2019,
-arXiv:1909.08053, section 3. Measuring from a reference is the online softmax of Milakov and Gimelshein 2018,
-arXiv:1805.02867.)
+(Megatron-LM and torch's loss_parallel use three all-reduces of one float per token: Shoeybi et al. 2019,
+arXiv:1909.08053, section 3. Subtracting a reference from the logits is the online softmax of Milakov and Gimelshein
+2018, arXiv:1805.02867.)
 
-Dims: N tokens (any number of leading dims), C columns of a tile, V of all; n IPUs; K floats per token.
+Dims: N tokens (any number of leading dims), C columns of a tile, V columns in all; n IPUs; K floats per token.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ from sharded_ops._split import Split
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """The terms of a token's loss, and the axis over which its columns are split."""
+    """The options of a token's loss, and how its columns are split: over which mesh axis, and into which parts."""
 
     split: Split
     axis: str
@@ -50,43 +52,43 @@ class Terms:
 class Statistics(NamedTuple):
     """Statistics per token of a tile's columns, or of all columns of a shard."""
 
-    top_N: jax.Array
-    log_sum_N: jax.Array  # log of the sum of exp(logit - top)
-    label_logit_N: jax.Array | None  # where the label is among the columns, else 0; None with soft targets
-    spread_N: jax.Array | None  # a, of soft targets or of smoothing alone; None if only the label's column has weight
-    mass_N: jax.Array | None  # b; None where it is known
+    top_N: jax.Array  # t
+    log_sum_N: jax.Array  # d, the log of the sum of exp(logit - t)
+    label_logit_N: jax.Array | None  # 0 if the label is not among the columns; None with soft targets
+    gap_N: jax.Array | None  # a for soft targets or for label smoothing alone; None without either
+    mass_N: jax.Array | None  # b for soft targets; None for labels, whose b every IPU can compute
 
 
-class Whole(NamedTuple):
-    """Statistics per token of all columns, the same on all IPUs. The log-sum-exp is base + rest."""
+class RowStatistics(NamedTuple):
+    """Statistics per token of a whole row of logits, the same on all IPUs. The log-sum-exp is base + rest."""
 
-    base_N: jax.Array
-    rest_N: jax.Array
+    base_N: jax.Array  # T
+    rest_N: jax.Array  # lse - T
     loss_N: jax.Array
-    mass_N: jax.Array | None  # the sum of soft targets
+    mass_N: jax.Array | None  # the sum of all u_v for soft targets; None for labels
 
 
-def first_column(terms: Terms) -> jax.Array:
+def shard_start(terms: Terms) -> jax.Array:
     """Return the global column at which this IPU's shard starts."""
     return terms.split.offset(lax.axis_index(terms.axis))
 
 
 def is_soft(targets: jax.Array) -> bool:
-    """Return whether targets are weights of all columns, (N.., C), and not a label for each token, (N..)."""
+    """Return whether targets are soft, (N.., C) weights of the columns, rather than (N..) labels."""
     return not jnp.issubdtype(targets.dtype, jnp.integer)
 
 
-def logits_of(x_NC: jax.Array, first: int | jax.Array, terms: Terms) -> jax.Array:
-    """Return the softmax's logits: in float32 at least, capped, divided by the temperature, -inf for padding.
+def softmax_logits(x_NC: jax.Array, first: int | jax.Array, terms: Terms) -> jax.Array:
+    """Return the logits that the softmax takes: in float32 at least, capped, divided by the temperature, padding -inf.
 
     Args:
         x_NC: the raw logits of a tile.
-        first: the global column at which it starts.
+        first: the global column at which the tile starts.
         terms: of the loss.
     """
     x_NC = x_NC.astype(jnp.promote_types(x_NC.dtype, jnp.float32))
     if terms.soft_cap is not None:
-        # Padding may hold anything, and NaN would go through the derivative of tanh times zero.
+        # Padding may be NaN, and NaN times zero in the derivative of tanh is NaN.
         x_NC = _where_real(x_NC, first, terms, 0)
         x_NC = terms.soft_cap * jnp.tanh(x_NC / terms.soft_cap)
     if terms.temperature != 1:
@@ -95,126 +97,129 @@ def logits_of(x_NC: jax.Array, first: int | jax.Array, terms: Terms) -> jax.Arra
 
 
 def statistics(logits_NC: jax.Array, targets: jax.Array, first: int | jax.Array, terms: Terms) -> Statistics:
-    """Reduces a tile, as `logits_of` gives it, to its statistics. Sends nothing.
+    """Reduce a tile to its statistics. Sends nothing.
 
     Args:
-        logits_NC: a tile.
-        targets: (N..) labels as `as_int32` gives them, or (N.., C) soft targets.
-        first: the global column at which it starts.
+        logits_NC: the tile, as `softmax_logits` returns it.
+        targets: (N..) labels as `as_int32` returns them, or (N.., C) soft targets.
+        first: the global column at which the tile starts.
         terms: of the loss.
     """
     top_N, log_sum_N = top_and_log_sum(logits_NC, dim=-1)
-    label_logit_N = spread_N = mass_N = None
-    apart_NC = logits_NC - finite(top_N)[..., None]
+    label_logit_N = gap_N = mass_N = None
+    below_top_NC = logits_NC - finite(top_N)[..., None]
     if is_soft(targets):
         u_NC = _weights(targets, first, terms)
-        spread_N = jnp.where(u_NC == 0, 0, u_NC * apart_NC).sum(-1)
+        gap_N = jnp.where(u_NC == 0, 0, u_NC * below_top_NC).sum(-1)
         mass_N = u_NC.sum(-1)
     else:
         columns = logits_NC.shape[-1]
         column_N = targets - first
         column_N = jnp.where((column_N >= 0) & (column_N < columns), column_N, columns)
-        taken_N1 = jnp.take_along_axis(logits_NC, column_N[..., None], axis=-1, mode="fill", fill_value=0)
-        label_logit_N = taken_N1[..., 0]
+        label_logit_N1 = jnp.take_along_axis(logits_NC, column_N[..., None], axis=-1, mode="fill", fill_value=0)
+        label_logit_N = label_logit_N1[..., 0]
         if terms.label_smoothing:
-            spread_N = _where_real(apart_NC, first, terms, 0).sum(-1) * (terms.label_smoothing / terms.split.size)
-    return Statistics(top_N, log_sum_N, label_logit_N, spread_N, mass_N)
+            gap_N = _where_real(below_top_NC, first, terms, 0).sum(-1) * (terms.label_smoothing / terms.split.size)
+    return Statistics(top_N, log_sum_N, label_logit_N, gap_N, mass_N)
 
 
-def merged(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float | jax.Array]) -> Statistics:
-    """Return the statistics of two tiles of the same tokens as those of one. For labels only.
+def merge_tiles(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float | jax.Array]) -> Statistics:
+    """Return the statistics of two tiles of the same tokens together. For labels only, not for soft targets.
 
     Args:
-        a: of one tile.
-        b: of another, with no column in common.
-        masses: for each the weight that its columns have by smoothing.
+        a: the statistics of one tile.
+        b: the statistics of another tile, which has no column in common with it.
+        masses: for each of the two, the total weight that label smoothing gives to its columns.
     """
     assert a.label_logit_N is not None
     assert b.label_logit_N is not None
     top_N = jnp.maximum(a.top_N, b.top_N)
-    moved = [finite(part.top_N) - finite(top_N) for part in (a, b)]
-    log_sum_N = log_sum_exp(jnp.stack([a.log_sum_N + moved[0], b.log_sum_N + moved[1]]))
-    spread_N = None
-    if a.spread_N is not None and b.spread_N is not None:
-        spread_N = a.spread_N + masses[0] * moved[0] + b.spread_N + masses[1] * moved[1]
-    return Statistics(top_N, log_sum_N, a.label_logit_N + b.label_logit_N, spread_N, None)
+    shifts = [finite(part.top_N) - finite(top_N) for part in (a, b)]
+    log_sum_N = log_sum_exp(jnp.stack([a.log_sum_N + shifts[0], b.log_sum_N + shifts[1]]))
+    gap_N = None
+    if a.gap_N is not None and b.gap_N is not None:
+        gap_N = a.gap_N + masses[0] * shifts[0] + b.gap_N + masses[1] * shifts[1]
+    return Statistics(top_N, log_sum_N, a.label_logit_N + b.label_logit_N, gap_N, None)
 
 
-def numbers_sent(of_shard: Statistics, targets: jax.Array, terms: Terms) -> jax.Array:
-    """Return the numbers that a shard sends: (K, N..), K being 3, or 4 with soft targets. Communicates nothing."""
-    top_N, log_sum_N, label_logit_N, spread_N, mass_N = of_shard
-    if spread_N is None:
-        spread_N = jnp.zeros_like(top_N)
+def shard_summary(shard: Statistics, targets: jax.Array, terms: Terms) -> jax.Array:
+    """Return the numbers that a shard sends: (K, N..), with K = 3, or 4 with soft targets. Communicates nothing."""
+    top_N, log_sum_N, label_logit_N, gap_N, mass_N = shard
+    if gap_N is None:
+        gap_N = jnp.zeros_like(top_N)
     if label_logit_N is not None and terms.label_smoothing < 1:
         holds_label_N = targets // terms.split.local == lax.axis_index(terms.axis)
-        below_N = jnp.where(holds_label_N, label_logit_N - finite(top_N), 0)
-        spread_N = spread_N + (1 - terms.label_smoothing) * below_N
-    sent = [top_N, log_sum_N, spread_N]
-    return jnp.stack(sent if mass_N is None else [*sent, mass_N])
+        label_gap_N = jnp.where(holds_label_N, label_logit_N - finite(top_N), 0)
+        gap_N = gap_N + (1 - terms.label_smoothing) * label_gap_N
+    summary = [top_N, log_sum_N, gap_N]
+    return jnp.stack(summary if mass_N is None else [*summary, mass_N])
 
 
-def put_together(numbers_nKN: jax.Array, targets: jax.Array, terms: Terms) -> Whole:
-    """Combine every shard's `numbers_sent` into statistics of all columns. Communicates nothing."""
-    top_nN, log_sum_nN, spread_nN = (numbers_nKN[:, k] for k in range(3))
+def combine_shards(summaries_nKN: jax.Array, targets: jax.Array, terms: Terms) -> RowStatistics:
+    """Combine the `shard_summary` of every shard into statistics of all columns. Communicates nothing."""
+    top_nN, log_sum_nN, gap_nN = (summaries_nKN[:, k] for k in range(3))
     references_nN = finite(top_nN)
     base_N = finite(top_nN.max(0))
     rest_N = log_sum_exp((references_nN - base_N) + log_sum_nN)
     mass_N = None
     if is_soft(targets):
-        mass_nN = numbers_nKN[:, 3]
+        mass_nN = summaries_nKN[:, 3]
         mass_N = mass_nN.sum(0)
     else:
         shards_n1 = jnp.arange(terms.split.parts).reshape(-1, *(1,) * targets.ndim)
-        of_label_nN = (targets // terms.split.local == shards_n1).astype(rest_N.dtype)
-        of_smoothing_n1 = smoothing_masses(terms, rest_N.dtype).reshape(shards_n1.shape)
-        mass_nN = (1 - terms.label_smoothing) * of_label_nN + of_smoothing_n1
-    gaps_nN = rest_N + (base_N - references_nN)
-    loss_N = (jnp.where(mass_nN == 0, 0, mass_nN * gaps_nN) - spread_nN).sum(0)
+        has_label_nN = (targets // terms.split.local == shards_n1).astype(rest_N.dtype)
+        smoothing_mass_n1 = _smoothing_masses(terms, rest_N.dtype).reshape(shards_n1.shape)
+        mass_nN = (1 - terms.label_smoothing) * has_label_nN + smoothing_mass_n1
+    above_nN = rest_N + (base_N - references_nN)  # lse - t
+    loss_N = (jnp.where(mass_nN == 0, 0, mass_nN * above_nN) - gap_nN).sum(0)
     if terms.z_loss:
         loss_N = loss_N + terms.z_loss * (base_N + rest_N) ** 2
-    return Whole(base_N, rest_N, loss_N, mass_N)
+    return RowStatistics(base_N, rest_N, loss_N, mass_N)
 
 
 def probabilities(
     logits_NC: jax.Array, base_N: jax.Array, rest_N: jax.Array, unread: jax.Array | bool = False
 ) -> jax.Array:
-    """exp(logit - lse) of a tile: 0 where the logit is -inf and in `unread` rows, with no NaN in any derivative."""
+    """Return a tile's softmax, exp(logit - lse): 0 for logits of -inf and in `unread` rows.
+
+    Neither makes any derivative NaN.
+    """
     exponent_NC = (logits_NC - base_N[..., None]) - rest_N[..., None]
     return jnp.exp(jnp.where((logits_NC == -jnp.inf) | unread, -jnp.inf, exponent_NC))
 
 
-def slopes(logits_NC: jax.Array, targets: jax.Array, whole: Whole, first: int | jax.Array, terms: Terms) -> jax.Array:
-    """Return the derivative of each token's loss by its logits of a tile, (N.., C); 0 in rows whose label does not
-    count.
-    """
+def loss_dlogits(
+    logits_NC: jax.Array, targets: jax.Array, row: RowStatistics, first: int | jax.Array, terms: Terms
+) -> jax.Array:
+    """Return the derivative of each token's loss by the logits of a tile, (N.., C): 0 for tokens that don't count."""
     unread_N1 = False if is_soft(targets) else (targets < 0)[..., None]
-    p_NC = probabilities(logits_NC, whole.base_N, whole.rest_N, unread_N1)
-    scale_N = jnp.ones_like(whole.rest_N) if whole.mass_N is None else whole.mass_N
+    p_NC = probabilities(logits_NC, row.base_N, row.rest_N, unread_N1)
+    scale_N = jnp.ones_like(row.rest_N) if row.mass_N is None else row.mass_N
     if terms.z_loss:
-        scale_N = scale_N + 2 * terms.z_loss * (whole.base_N + whole.rest_N)
-    if whole.mass_N is not None or terms.z_loss:
+        scale_N = scale_N + 2 * terms.z_loss * (row.base_N + row.rest_N)
+    if row.mass_N is not None or terms.z_loss:
         p_NC = p_NC * scale_N[..., None]
-    slopes_NC = p_NC - _weights(targets, first, terms, logits_NC.shape[-1])
-    return slopes_NC if unread_N1 is False else jnp.where(unread_N1, 0, slopes_NC)
+    dlogits_NC = p_NC - _weights(targets, first, terms, logits_NC.shape[-1])
+    return dlogits_NC if unread_N1 is False else jnp.where(unread_N1, 0, dlogits_NC)
 
 
 def _weights(targets: jax.Array, first: int | jax.Array, terms: Terms, columns: int | None = None) -> jax.Array:
-    """Return the weight u of each column: (N.., C)."""
+    """Return the weight u_v of each column v of a tile: (N.., C). `columns` is C, needed for labels only."""
     if is_soft(targets):
-        own_NC = targets
+        weights_NC = targets
         if terms.label_smoothing:
-            own_NC = (1 - terms.label_smoothing) * own_NC + terms.label_smoothing / terms.split.size
-        return _where_real(own_NC, first, terms, 0)
+            weights_NC = (1 - terms.label_smoothing) * weights_NC + terms.label_smoothing / terms.split.size
+        return _where_real(weights_NC, first, terms, 0)
     assert columns is not None
     is_label_NC = first + jnp.arange(columns) == targets[..., None]
     if not terms.label_smoothing:
         return is_label_NC
-    spread = terms.label_smoothing / terms.split.size
-    return _where_real(jnp.where(is_label_NC, 1 - terms.label_smoothing + spread, spread), first, terms, 0)
+    smoothing = terms.label_smoothing / terms.split.size
+    return _where_real(jnp.where(is_label_NC, 1 - terms.label_smoothing + smoothing, smoothing), first, terms, 0)
 
 
-def smoothing_masses(terms: Terms, dtype: jnp.dtype) -> jax.Array:
-    """For each shard the weight that its columns have by smoothing alone: (n,)."""
+def _smoothing_masses(terms: Terms, dtype: jnp.dtype) -> jax.Array:
+    """Return, for each shard, the total weight that label smoothing gives to its columns: (n,)."""
     counts = [terms.split.count(index) for index in range(terms.split.parts)]
     return jnp.array(counts, dtype) * (terms.label_smoothing / terms.split.size)
 

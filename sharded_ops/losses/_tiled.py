@@ -1,4 +1,7 @@
-"""The two ways in which `linear_cross_entropy` computes loss and gradients, tile by tile (see `projection`).
+"""Compute the loss and gradients of `linear_cross_entropy` tile by tile, in either of its two ways.
+
+`_linear_cross_entropy` draws both ways: `token_losses` computes the gradients in the backward pass, `sum_of_losses` in
+the forward pass.
 
 Dims: N tokens, D features, V rows of the shard; C columns of a tile, K floats per token.
 """
@@ -14,104 +17,109 @@ from jax import lax
 
 from sharded_ops._collectives import as_varying, gather_to_all, is_typed, varying_axes
 from sharded_ops.losses._statistics import (
+    RowStatistics,
     Statistics,
     Terms,
-    Whole,
-    first_column,
-    logits_of,
-    merged,
-    numbers_sent,
-    put_together,
-    slopes,
+    combine_shards,
+    loss_dlogits,
+    merge_tiles,
+    shard_start,
+    shard_summary,
+    softmax_logits,
     statistics,
 )
 
 _Carry = TypeVar("_Carry")
 
-_FLOATS = 3  # a token, of `numbers_sent` for labels
+_SUMMARY_FLOATS = 3  # floats per token in the `shard_summary` for labels
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The numbers of tokens and of the shard's columns in a tile; the last tiles may have fewer."""
+    """How many tokens and how many of the shard's columns a tile has; the last tiles may have fewer."""
 
     tokens: int
     columns: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def loss(hidden_ND: jax.Array, table_VD: jax.Array, targets_N: jax.Array, terms: Terms, chunks: Chunks) -> jax.Array:
-    """Each token's loss, whose backward pass makes the logits again."""
-    return _loss_forward(hidden_ND, table_VD, targets_N, terms, chunks)[0]
+def token_losses(
+    hidden_ND: jax.Array, table_VD: jax.Array, targets_N: jax.Array, terms: Terms, chunks: Chunks
+) -> jax.Array:
+    """Return each token's loss. The backward pass computes the logits again.
+
+    Forward: one all-gather of 3 floats per token. Backward: nothing.
+    """
+    return _token_losses_forward(hidden_ND, table_VD, targets_N, terms, chunks)[0]
 
 
-def _loss_forward(
+def _token_losses_forward(
     hidden_ND: jax.Array, table_VD: jax.Array, targets_N: jax.Array, terms: Terms, chunks: Chunks
 ) -> tuple[jax.Array, Any]:
     axes = varying_axes(hidden_ND)
     wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
 
-    def of_tokens(start: Any, tokens: int, sent_KN: jax.Array) -> jax.Array:
+    def summarise_tokens(start: Any, tokens: int, summary_KN: jax.Array) -> jax.Array:
         chunk_ND, labels_N = (lax.dynamic_slice_in_dim(x, start, tokens) for x in (hidden_ND, targets_N))
-        chunk_ND = _read(chunk_ND, labels_N)
+        chunk_ND = _counted_tokens(chunk_ND, labels_N)
 
-        def with_tile(column: Any, columns: int, before: Statistics) -> Statistics:
+        def merge_tile(column: Any, columns: int, before: Statistics) -> Statistics:
             tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
-            first = first_column(terms) + column
-            tile = statistics(logits_of(_logits(chunk_ND, tile_CD), first, terms), labels_N, first, terms)
-            return merged(before, tile, _masses(column, columns, terms))
+            first = shard_start(terms) + column
+            tile = statistics(softmax_logits(_logits(chunk_ND, tile_CD), first, terms), labels_N, first, terms)
+            return merge_tiles(before, tile, _tile_smoothing_masses(column, columns, terms))
 
-        nothing_N = as_varying(jnp.zeros(tokens, wide), axes)
-        empty_N = nothing_N - jnp.inf
-        spread_N = nothing_N if terms.label_smoothing else None
-        start_with = Statistics(empty_N, empty_N, nothing_N, spread_N, None)
-        of_shard = _over(table_VD.shape[0], chunks.columns, with_tile, start_with)
-        numbers_KN = numbers_sent(of_shard, labels_N, terms)
-        return lax.dynamic_update_slice_in_dim(sent_KN, numbers_KN, start, axis=1)
+        zeros_N = as_varying(jnp.zeros(tokens, wide), axes)
+        lowest_N = zeros_N - jnp.inf
+        gap_N = zeros_N if terms.label_smoothing else None
+        no_columns = Statistics(lowest_N, lowest_N, zeros_N, gap_N, None)
+        shard = _for_chunks(table_VD.shape[0], chunks.columns, merge_tile, no_columns)
+        chunk_summary_KN = shard_summary(shard, labels_N, terms)
+        return lax.dynamic_update_slice_in_dim(summary_KN, chunk_summary_KN, start, axis=1)
 
-    sent_KN = as_varying(jnp.zeros((_FLOATS, targets_N.size), wide), axes)
-    sent_KN = _over(targets_N.size, chunks.tokens, of_tokens, sent_KN)
-    whole = put_together(gather_to_all(sent_KN, terms.axis), targets_N, terms)
-    loss_N = jnp.where(targets_N >= 0, whole.loss_N, 0)
-    return loss_N, (hidden_ND, table_VD, targets_N, whole)
+    summary_KN = as_varying(jnp.zeros((_SUMMARY_FLOATS, targets_N.size), wide), axes)
+    summary_KN = _for_chunks(targets_N.size, chunks.tokens, summarise_tokens, summary_KN)
+    row = combine_shards(gather_to_all(summary_KN, terms.axis), targets_N, terms)
+    loss_N = jnp.where(targets_N >= 0, row.loss_N, 0)
+    return loss_N, (hidden_ND, table_VD, targets_N, row)
 
 
-def _loss_backward(
+def _token_losses_backward(
     terms: Terms, chunks: Chunks, residuals: Any, dloss_N: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    hidden_ND, table_VD, targets_N, whole = residuals
+    hidden_ND, table_VD, targets_N, row = residuals
     axes = varying_axes(hidden_ND)
     if not is_typed(terms.axis):
         dloss_N = dloss_N * terms.split.parts
 
-    def of_columns(column: Any, columns: int, found: Any) -> Any:
-        dhidden_ND, dtable_VD = found
-        tile_CD = _rows(table_VD, column, columns, terms)
+    def add_columns(column: Any, columns: int, carry: Any) -> Any:
+        dhidden_ND, dtable_VD = carry
+        tile_CD = _table_rows(table_VD, column, columns, terms)
 
-        def of_tokens(start: Any, tokens: int, found: Any) -> Any:
-            dhidden_ND, dtile_CD = found
+        def add_tokens(start: Any, tokens: int, carry: Any) -> Any:
+            dhidden_ND, dtile_CD = carry
             cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
-            chunk_ND, labels_N, factors_N, of_whole = jax.tree.map(cut, (hidden_ND, targets_N, dloss_N, whole))
-            chunk_ND = _read(chunk_ND, labels_N)
-            slopes_NC = _slopes(
-                _logits(chunk_ND, tile_CD), labels_N, of_whole, factors_N, first_column(terms) + column, terms
+            chunk_ND, labels_N, factors_N, chunk_row = jax.tree.map(cut, (hidden_ND, targets_N, dloss_N, row))
+            chunk_ND = _counted_tokens(chunk_ND, labels_N)
+            dlogits_NC = _raw_dlogits(
+                _logits(chunk_ND, tile_CD), labels_N, chunk_row, factors_N, shard_start(terms) + column, terms
             )
-            of_chunk_ND, of_tile_CD = _products(slopes_NC, chunk_ND, tile_CD)
-            dchunk_ND = cut(dhidden_ND) + of_chunk_ND
-            return lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0), dtile_CD + of_tile_CD
+            chunk_part_ND, tile_part_CD = _products(dlogits_NC, chunk_ND, tile_CD)
+            dchunk_ND = cut(dhidden_ND) + chunk_part_ND
+            return lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0), dtile_CD + tile_part_CD
 
         dtile_CD = as_varying(jnp.zeros(tile_CD.shape, dhidden_ND.dtype), axes)
-        dhidden_ND, dtile_CD = _over(targets_N.size, chunks.tokens, of_tokens, (dhidden_ND, dtile_CD))
+        dhidden_ND, dtile_CD = _for_chunks(targets_N.size, chunks.tokens, add_tokens, (dhidden_ND, dtile_CD))
         dtile_CD = dtile_CD.astype(dtable_VD.dtype)
         return dhidden_ND, lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
 
     zeros_ND = as_varying(jnp.zeros(hidden_ND.shape, dloss_N.dtype), axes)
     zeros_VD = as_varying(jnp.zeros_like(table_VD), axes)
-    dhidden_ND, dtable_VD = _over(table_VD.shape[0], chunks.columns, of_columns, (zeros_ND, zeros_VD))
+    dhidden_ND, dtable_VD = _for_chunks(table_VD.shape[0], chunks.columns, add_columns, (zeros_ND, zeros_VD))
     return dhidden_ND.astype(hidden_ND.dtype), dtable_VD, None
 
 
-loss.defvjp(_loss_forward, _loss_backward)
+token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -123,8 +131,12 @@ def sum_of_losses(
     terms: Terms,
     chunks: Chunks,
 ) -> jax.Array:
-    """Return the sum of each token's loss times its factor, whose forward pass makes the gradients as well."""
-    return (_loss_forward(hidden_ND, table_VD, targets_N, terms, chunks)[0] * factors_N).sum()
+    """Return the sum of each token's loss times its factor. If differentiated, the forward pass computes the gradients.
+
+    Forward: one all-gather of 3 floats per token, or if differentiated as many floats in one all-gather for each chunk
+    of tokens. Backward: nothing.
+    """
+    return (_token_losses_forward(hidden_ND, table_VD, targets_N, terms, chunks)[0] * factors_N).sum()
 
 
 def _sum_forward(
@@ -136,44 +148,44 @@ def _sum_forward(
     chunks: Chunks,
 ) -> tuple[jax.Array, Any]:
     axes = varying_axes(hidden_ND)
-    first, wide = first_column(terms), factors_N.dtype
+    first, wide = shard_start(terms), factors_N.dtype
 
-    def of_tokens(start: Any, tokens: int, found: Any) -> Any:
-        loss_N, dhidden_ND, dtable_VD = found
+    def add_tokens(start: Any, tokens: int, carry: Any) -> Any:
+        loss_N, dhidden_ND, dtable_VD = carry
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         chunk_ND, labels_N, chunk_factors_N = map(cut, (hidden_ND, targets_N, factors_N))
-        chunk_ND = _read(chunk_ND, labels_N)
+        chunk_ND = _counted_tokens(chunk_ND, labels_N)
         x_NV = _logits(chunk_ND, table_VD)
-        of_shard = statistics(logits_of(x_NV, first, terms), labels_N, first, terms)
-        whole = put_together(gather_to_all(numbers_sent(of_shard, labels_N, terms), terms.axis), labels_N, terms)
-        chunk_loss_N = as_varying(jnp.where(labels_N >= 0, whole.loss_N, 0), varying_axes(loss_N))
+        shard = statistics(softmax_logits(x_NV, first, terms), labels_N, first, terms)
+        row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
+        chunk_loss_N = as_varying(jnp.where(labels_N >= 0, row.loss_N, 0), varying_axes(loss_N))
 
-        def of_columns(column: Any, columns: int, found: Any) -> Any:
-            dchunk_ND, dtable_VD = found
+        def add_columns(column: Any, columns: int, carry: Any) -> Any:
+            dchunk_ND, dtable_VD = carry
             x_NC = lax.dynamic_slice_in_dim(x_NV, column, columns, axis=1)
-            tile_CD = _rows(table_VD, column, columns, terms)
-            slopes_NC = _slopes(x_NC, labels_N, whole, chunk_factors_N, first + column, terms)
-            of_chunk_ND, of_tile_CD = _products(slopes_NC, chunk_ND, tile_CD)
-            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns) + of_tile_CD
+            tile_CD = _table_rows(table_VD, column, columns, terms)
+            dlogits_NC = _raw_dlogits(x_NC, labels_N, row, chunk_factors_N, first + column, terms)
+            chunk_part_ND, tile_part_CD = _products(dlogits_NC, chunk_ND, tile_CD)
+            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns) + tile_part_CD
             dtable_VD = lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
-            return dchunk_ND + of_chunk_ND, dtable_VD
+            return dchunk_ND + chunk_part_ND, dtable_VD
 
         zeros_ND = as_varying(jnp.zeros(chunk_ND.shape, wide), axes)
-        found = _over(table_VD.shape[0], chunks.columns, of_columns, (zeros_ND, dtable_VD))
-        return put(loss_N, chunk_loss_N), put(dhidden_ND, found[0].astype(dhidden_ND.dtype)), found[1]
+        dchunk_ND, dtable_VD = _for_chunks(table_VD.shape[0], chunks.columns, add_columns, (zeros_ND, dtable_VD))
+        return put(loss_N, chunk_loss_N), put(dhidden_ND, dchunk_ND.astype(dhidden_ND.dtype)), dtable_VD
 
-    # What is kept is yet to be multiplied with the loss's cotangent, such as a loss scale: it may be in no narrower a
-    # range than the product's. bfloat16 has float32's.
-    kept = wide if _is_narrow(hidden_ND.dtype) else hidden_ND.dtype
-    start_with = (
+    # The gradients that are kept are still to be multiplied by the loss's cotangent, such as a loss scale. So the dtype
+    # that they are kept in must not have a narrower range than float32; bfloat16 has the same range.
+    kept_dtype = wide if _is_narrow(hidden_ND.dtype) else hidden_ND.dtype
+    zeros = (
         as_varying(jnp.zeros(targets_N.shape, wide), axes - {terms.axis}),
-        as_varying(jnp.zeros(hidden_ND.shape, kept), axes),
+        as_varying(jnp.zeros(hidden_ND.shape, kept_dtype), axes),
         as_varying(jnp.zeros(table_VD.shape, wide), axes),
     )
-    loss_N, dhidden_ND, dtable_VD = _over(targets_N.size, chunks.tokens, of_tokens, start_with)
-    operands = jnp.zeros(0, hidden_ND.dtype)  # says the dtype of the gradients
-    return (loss_N * factors_N).sum(), (loss_N, dhidden_ND, dtable_VD.astype(kept), operands)
+    loss_N, dhidden_ND, dtable_VD = _for_chunks(targets_N.size, chunks.tokens, add_tokens, zeros)
+    operands = jnp.zeros(0, hidden_ND.dtype)  # carries the dtype that the gradients must have
+    return (loss_N * factors_N).sum(), (loss_N, dhidden_ND, dtable_VD.astype(kept_dtype), operands)
 
 
 def _sum_backward(
@@ -188,8 +200,11 @@ def _sum_backward(
 sum_of_losses.defvjp(_sum_forward, _sum_backward)
 
 
-def _over(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], carry: _Carry) -> _Carry:
-    """Return `carry = body(start, width, carry)` for each chunk of the extent; the last may be smaller."""
+def _for_chunks(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], carry: _Carry) -> _Carry:
+    """Run `carry = body(start, width, carry)` for each chunk of the extent, and return the last carry.
+
+    The last chunk may be smaller than `chunk`.
+    """
     full, rest = divmod(extent, chunk)
     if full == 1:
         carry = body(0, chunk, carry)
@@ -198,19 +213,20 @@ def _over(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], c
     return body(full * chunk, rest, carry) if rest else carry
 
 
-def _read(chunk_ND: jax.Array, labels_N: jax.Array) -> jax.Array:
-    """Return a chunk's tokens, with 0 for those that don't count: they may hold NaN, which would go through slopes of
-    zero.
+def _counted_tokens(chunk_ND: jax.Array, labels_N: jax.Array) -> jax.Array:
+    """Return a chunk's tokens, with 0 for those that don't count.
+
+    Their dlogits are zero, but they may be NaN, and NaN times zero is NaN.
     """
     return jnp.where((labels_N < 0)[:, None], 0, chunk_ND)
 
 
-def _rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.Array:
-    """Return the table's rows of a tile, with 0 for padding: it may hold NaN, which would go through slopes of zero."""
+def _table_rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.Array:
+    """Return the table's rows of a tile, with 0 for padding, which may be NaN: NaN times dlogits of zero is NaN."""
     tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
     if not terms.split.padding:
         return tile_CD
-    is_real_C = first_column(terms) + column + jnp.arange(columns) < terms.split.size
+    is_real_C = shard_start(terms) + column + jnp.arange(columns) < terms.split.size
     return jnp.where(is_real_C[:, None], tile_CD, 0)
 
 
@@ -219,25 +235,26 @@ def _logits(hidden_ND: jax.Array, tile_CD: jax.Array) -> jax.Array:
     return lax.dot_general(hidden_ND, tile_CD, (((1,), (1,)), ((), ())), preferred_element_type=wide)
 
 
-def _products(slopes_NC: jax.Array, chunk_ND: jax.Array, tile_CD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a tile's summands of the gradients of tokens and rows, (N, D) and (C, D), in the slopes' dtype.
+def _products(dlogits_NC: jax.Array, chunk_ND: jax.Array, tile_CD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a tile's parts of the gradients of tokens and of table rows, (N, D) and (C, D).
 
-    The matmuls are those of the operands' dtype. For float16 the slopes, which may be as small as 1/V times a weight of
-    1/N, first get as large as it can hold, and what that multiplied is taken off the products.
+    They are in float32, or float64 for float64. The matmuls take operands in the dtype of `tile_CD`. In float16 dlogits
+    as small as 1/V times a weight of 1/N would be rounded to 0. So they are first scaled up as far as float16 allows,
+    and the products are divided by that scale.
     """
     dtype = tile_CD.dtype
     if not _is_narrow(dtype):
-        slopes_NC = slopes_NC.astype(dtype)
-        return _matmul(slopes_NC, tile_CD), _matmul(slopes_NC.T, chunk_ND)
-    largest = jnp.where(jnp.isfinite(slopes_NC), jnp.abs(slopes_NC), 0).max(initial=0)
-    # 1e-30: of slopes that are all 0 nothing shall become infinite.
+        dlogits_NC = dlogits_NC.astype(dtype)
+        return _matmul(dlogits_NC, tile_CD), _matmul(dlogits_NC.T, chunk_ND)
+    largest = jnp.where(jnp.isfinite(dlogits_NC), jnp.abs(dlogits_NC), 0).max(initial=0)
+    # The 1e-30 keeps the scale finite where all dlogits are 0.
     scale = lax.stop_gradient(float(jnp.finfo(dtype).max) / 4 / jnp.maximum(largest, 1e-30))
-    slopes_NC = (slopes_NC * scale).astype(dtype)
-    return _matmul(slopes_NC, tile_CD) / scale, _matmul(slopes_NC.T, chunk_ND) / scale
+    dlogits_NC = (dlogits_NC * scale).astype(dtype)
+    return _matmul(dlogits_NC, tile_CD) / scale, _matmul(dlogits_NC.T, chunk_ND) / scale
 
 
 def _is_narrow(dtype: jnp.dtype) -> bool:
-    """Return whether small numbers of float32 are 0 in this dtype, as in float16, and not in bfloat16."""
+    """Return whether small numbers of float32 become 0 in this dtype: true for float16, and not for bfloat16."""
     return bool(jnp.finfo(dtype).tiny > jnp.finfo(jnp.float32).tiny)
 
 
@@ -245,17 +262,19 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _slopes(
-    x_NC: jax.Array, labels_N: jax.Array, whole: Whole, factors_N: jax.Array, first: jax.Array, terms: Terms
+def _raw_dlogits(
+    x_NC: jax.Array, labels_N: jax.Array, row: RowStatistics, factors_N: jax.Array, first: jax.Array, terms: Terms
 ) -> jax.Array:
-    """Return the derivative of the sum of losses times factors by the raw logits of a tile."""
-    logits_NC, pull = jax.vjp(lambda x_NC: logits_of(x_NC, first, terms), x_NC)
-    return pull(slopes(logits_NC, labels_N, whole, first, terms) * factors_N[:, None])[0]
+    """Return the derivative of the sum of (loss times factor) by the raw logits of a tile."""
+    logits_NC, pull = jax.vjp(lambda x_NC: softmax_logits(x_NC, first, terms), x_NC)
+    return pull(loss_dlogits(logits_NC, labels_N, row, first, terms) * factors_N[:, None])[0]
 
 
-def _masses(column: Any, columns: int, terms: Terms) -> tuple[jax.Array, jax.Array]:
-    """By smoothing: the weight of the shard's columns before `column`, and of the tile that starts there."""
-    real = terms.split.size - first_column(terms)
+def _tile_smoothing_masses(column: Any, columns: int, terms: Terms) -> tuple[jax.Array, jax.Array]:
+    """Return the total weight that label smoothing gives to the shard's columns before `column`, and to the tile that
+    starts there.
+    """
+    real = terms.split.size - shard_start(terms)
     until, beyond = (jnp.clip(real, 0, end) for end in (column, column + columns))
     weight = terms.label_smoothing / terms.split.size
     return until * weight, (beyond - until) * weight

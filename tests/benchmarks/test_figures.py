@@ -1,4 +1,4 @@
-"""The benchmarks' lines and exit status."""
+"""Test the benchmarks' printed lines and their exit status."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The benchmark's GPT, pipelined with a tied table, gives the loss and every gradient of a dense GPT written apart."""
+"""Test the benchmark's GPT, pipelined with a tied table, against an independent dense GPT: loss and gradients."""
 
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ def bubbles_hold_nan(monkeypatch):
 
 @jax.jit
 def dense_value_and_grad(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
-    """Of one micro-batch, without any function of gpt.py: a sequence, a head and a layer at a time."""
+    """Return one micro-batch's loss without any function of gpt.py: one sequence, head and layer at a time."""
 
     def normalised(p: Any, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -40,7 +40,7 @@ def dense_value_and_grad(params: Any, tokens: jax.Array, targets: jax.Array) -> 
             total += (weights / weights.sum(1, keepdims=True)).astype(x.dtype) @ value @ p["out"][head]
         return total
 
-    # as `jax.nn.gelu` has it, by tanh
+    # the tanh approximation, which `jax.nn.gelu` uses
     def gelu(x: jax.Array) -> jax.Array:
         return x * (jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)) + 1) / 2
 
@@ -59,7 +59,7 @@ def dense_value_and_grad(params: Any, tokens: jax.Array, targets: jax.Array) -> 
 
 
 def joined(params: dict[str, Any]) -> dict[str, Any]:
-    """The blocks of all stages in one group, as float64 numpy arrays."""
+    """Return the weights with the blocks of all stages in one group, as float64 numpy arrays."""
     stages = [params[name] for name in sorted(params) if name.startswith("blocks")]
     together = jax.tree.map(lambda *parts: np.concatenate(parts), *stages)
     found = {name: w for name, w in params.items() if not name.startswith("blocks")} | {"blocks": together}
@@ -68,7 +68,7 @@ def joined(params: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def weights_of(ipus: int) -> dict[str, Any]:
-    """Larger than at the start of a training, where the gradients of early layers and biases are nearly nothing."""
+    """Return larger weights than `init_params`, with which gradients of early layers and biases are nearly 0."""
     drawn = np.random.default_rng(0)
     one = jax.eval_shape(lambda: init_params(SIZES, 1))
     one = jax.tree.map(lambda w: (0.3 * drawn.normal(size=w.shape)).astype(np.float32), one)
@@ -139,7 +139,7 @@ def test_every_schedule_of_a_tied_gpt(ipus, micro_batches, schedule, recompute):
 
 
 def test_bfloat16():
-    """As near to the float32 program as the dense one in bfloat16 is, within a few roundings."""
+    """The loss is as near to the float32 program's as that of the dense program in bfloat16, within a few roundings."""
     found, exact = pipelined(2, 3, "bfloat16"), expected(3, "float32")
     dense_error = largest_relative_error(expected(3, "bfloat16"), exact)
     few = 4 * float(jnp.finfo(jnp.bfloat16).eps)

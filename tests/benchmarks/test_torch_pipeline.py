@@ -1,4 +1,4 @@
-"""The processes of the torch rival: answers, and a diagnosis where there is none. Stand-ins take the place of torch."""
+"""Test the processes of the torch rival: answers, and a diagnosis if there is none. Stand-ins replace torch."""
 
 import textwrap
 from pathlib import Path
@@ -13,7 +13,7 @@ BATCHES = {"4x2": {"images": np.zeros((2, 4, 28, 28), np.uint8), "labels": np.ze
 
 
 def pipeline_of(folder: Path, program: str, limit: float = 20.0) -> TorchPipeline:
-    """Its processes run `program`, which has `rank`, `folder` and the first `order`."""
+    """Make a rival whose processes run `program`, which can use `rank`, `folder` and the first `order`."""
     path = folder / "stage.py"
     path.write_text(
         "import json, pathlib, sys, time\n"

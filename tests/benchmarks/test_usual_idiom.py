@@ -1,4 +1,4 @@
-"""The usual JAX pipeline, which ours is measured against, computes what it should: otherwise the comparison is idle."""
+"""Test that the usual JAX pipeline, with which ours is compared, computes the right loss and gradients."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Old public names: each means what it meant, and says what it is called now."""
+"""Old public names: each is the object of the new name, and warns with it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Virtual IPUs and the window of steps in flight. What depends on a backend that has not started runs in a process."""
+"""Test virtual IPUs and the window of steps in flight. Tests before a backend has started run in a new process."""
 
 import copy
 import gc
@@ -145,7 +145,7 @@ def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate
 
 
 def test_all_outputs_of_a_step_are_ready_when_the_smallest_is():
-    """The window rests on this: it holds for an output computed early, and for an input that is merely handed on."""
+    """The window depends on this, also for an output that is computed early and for an input that is returned."""
     mesh = make_mesh(1, 8)
 
     @jax.jit

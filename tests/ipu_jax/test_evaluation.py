@@ -1,4 +1,4 @@
-"""`Pipeline.loss` runs each stage's `evaluate`, and nothing else does; the figures are NumPy's."""
+"""Test that `Pipeline.loss`, and nothing else, runs each stage's `evaluate`; the expected numbers are NumPy's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Options are checked when they are made: the value, the rule and the mend."""
+"""Test that options are checked when they are made, and that errors give the value, the rule and a remedy."""
 
 import dataclasses
 import re
@@ -109,7 +109,7 @@ def test_numpys_bools_are_bools():
 
 
 def test_options_keep_numpys_numbers_as_pythons_own():
-    """So that equal options are equal, hash alike, and widen no array."""
+    """Then equal options compare equal, have the same hash, and widen no array."""
     given = {
         "replication_factor": np.int64(2),
         "gradient_accumulation": np.int32(3),

@@ -1,4 +1,4 @@
-"""The pipeline as a user meets it: bad input, aux, Flax, optimizers, and many steps without waiting."""
+"""Test the pipeline as a user sees it: bad input, aux, Flax, optimizers, and many steps without waiting."""
 
 import itertools
 
@@ -448,7 +448,7 @@ OPTIMIZERS = {"adam": optax.adam(0.05), "momentum": optax.sgd(0.1, momentum=0.9,
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_inside_the_users_jit_equals_the_unsharded_run(optimizer):
     model = chain((None, 0, 1, None), 2, tied=True, replicas=2)
-    pipeline = model.pipeline(4)  # 10 classes on 4 IPUs: padded rows must stay out of it
+    pipeline = model.pipeline(4)  # 10 classes on 4 IPUs: padded rows must have no effect
     params = pipeline.shard(model.params)
     state = optimizer.init(params)
     plain_params, plain_state = model.params, optimizer.init(model.params)
@@ -473,7 +473,7 @@ def test_training_inside_the_users_jit_equals_the_unsharded_run(optimizer):
         params, state, value = jitted(params, state, batch)
         plain_params, plain_state, plain_value = plain_step(plain_params, plain_state, batch)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-        # adam divides by the root of tiny second moments, which magnifies a float32 rounding some tenfold a step
+        # adam divides by the root of tiny second moments, which magnifies float32 rounding about tenfold per step
         np.testing.assert_allclose(value, plain_value, rtol=1e-4)
     assert largest_relative_error(pipeline.unshard(params), plain_params) < 1e-3
     padded = pipeline.shard(pipeline.unshard(params))

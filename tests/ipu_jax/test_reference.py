@@ -1,4 +1,4 @@
-"""`verify` agrees with what is right, and says which leaf is worst where something is wrong."""
+"""Test that `verify` accepts what is right, and otherwise says which leaf has the largest error."""
 
 import math
 import re
@@ -49,7 +49,7 @@ def verified(pipeline: Pipeline, weights=None, data=X, **options) -> Verificatio
 
 
 def with_gradient_times(scale: float, fn):
-    """The same values, and gradients that are `scale` times too large."""
+    """Return the same values, with gradients that are `scale` times too large."""
 
     def wrong(p, x, mb):
         y = fn(p, x, mb)
@@ -224,7 +224,7 @@ def test_a_loss_that_is_nan_is_told():
 
 
 def test_a_concurrent_stage_that_takes_the_largest_part_for_the_whole_is_found():
-    """Its loss is alike on all IPUs, so that the trace shows nothing."""
+    """Its loss is the same on all IPUs, so the trace does not show the fault."""
     forgetful = lambda w, x, mb: lax.pmax(jnp.sum(lax.stop_gradient(x @ w) ** 2), "ipu") / 10  # noqa: E731
     with pytest.raises(VerificationError, match=r"^the loss differs"):
         verified(head_stage(forgetful))

@@ -1,4 +1,4 @@
-"""What a stage may be, and what is refused of it when a pipeline is traced: what would hang, and what is no loss."""
+"""Test what a stage may be, and what is refused when a pipeline is traced: what would hang, or is not a loss."""
 
 import functools
 from typing import Any
@@ -45,7 +45,7 @@ def test_a_stage_on_what_is_no_ipu_is_refused(ipu):
 
 
 def traced(fn, *, last=None, ipu: Any = 0):
-    """Traces a pipeline of `fn` on an IPU of two and a loss on the other."""
+    """Trace a pipeline of `fn` on one IPU and a loss on the other."""
     stages = [
         Stage(fn, params="body", ipu=ipu),
         Stage(last or (lambda p, x, mb: jnp.mean(x)), ipu=1, name="the loss"),

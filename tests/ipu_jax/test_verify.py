@@ -1,7 +1,7 @@
-"""The unsharded program against models written apart, in plain jax; and `verify` against pipelines with a fault.
+"""Test the unsharded program against independent models in plain jax, and `verify` on pipelines with a fault.
 
-`verify` shares code with what it judges (keys, skips, state, how a loss is read), so neither is the other's oracle
-here: that is a Python loop over replicas and micro-batches, or one product over all of them.
+`verify` shares code with the pipelines that it checks (keys, skips, state, how a loss is read), so neither is compared
+with the other here. The expected results come from a Python loop over replicas and micro-batches, or from one product.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def last(p, x, mb, *, key, skips):
 
 
 class Everything:
-    """State, keys, a skip, aux, a frozen leaf, a concurrent stage; over one or two replicas."""
+    """Return a model with state, keys, a skip, aux, a frozen leaf and a concurrent stage, over one or two replicas."""
 
     def __init__(self, replicas: int = 1, **options: Any):
         stages = [
@@ -80,7 +80,7 @@ class Everything:
         self.batch, self.key, self.replicas = batch_of(replicas), jax.random.key(8), replicas
 
     def expected(self, reduction: str = "mean") -> Any:
-        """`((loss, aux), gradients, state)`, as a loop."""
+        """Return `((loss, aux), gradients, state)`, computed by a loop."""
 
         def loss_of(learning, x, y, seen, keys):
             keep = jax.random.uniform(keys[0], x.shape) < 0.5
@@ -128,7 +128,7 @@ def assert_everything_equals(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(reduction):
-    """Two replicas under "mean". Under "sum" one, given numpy's float64, which is held as float32."""
+    """Test two replicas under "mean", and one under "sum", which gets numpy's float64 and holds it as float32."""
     model = Everything(2 if reduction == "mean" else 1, reduction=reduction)
     given = (model.params, model.batch, model.state)
     if reduction == "sum":
@@ -140,7 +140,7 @@ def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(reducti
 
 @pytest.fixture(scope="module")
 def right() -> Any:
-    """A model, and what its pipeline and the unsharded program return."""
+    """Return a model, and the results of its pipeline and of the unsharded program."""
     model = Everything(replicas=2)
     pipeline = model.pipeline
     sharded = pipeline.shard(model.params), model.batch, pipeline.shard_state(model.state), model.key
@@ -293,7 +293,7 @@ def test_other_keys_are_other_numbers(monkeypatch):
 
 
 def with_aux(fn, reference=None, dtype: Any = np.float32, **options: Any) -> Any:
-    """`verify` of one stage that returns `fn`'s aux."""
+    """Run `verify` on one stage that returns the aux of `fn`."""
     stage = Stage(
         lambda w, x, mb: (jnp.mean(mb["x"] @ w), fn(w, mb["x"])),
         params="w",
@@ -395,7 +395,7 @@ def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas)
 
 
 def test_a_concurrent_stages_rule_sees_a_part_of_the_cotangent_and_verify_says_so():
-    """What all IPUs hold alike gets its cotangent in equal parts: such a rule belongs on a local stage."""
+    """A value that is the same on all IPUs gets its cotangent in equal parts: such a rule belongs in a local stage."""
     stages = [
         Stage(lambda w, x, mb: sign_of_cotangent(mb["x"] @ w), params="a", ipu=ALL_IPUS),
         Stage(lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2), ipu=1),
@@ -409,7 +409,7 @@ def test_a_concurrent_stages_rule_sees_a_part_of_the_cotangent_and_verify_says_s
 
 
 def normalised(w, x, mb, *, state):
-    """Batch norm over the rows of all replicas."""
+    """Apply batch norm over the rows of all replicas."""
     h = mb["x"] @ w
     mean = lax.pmean(h.mean(0), "replica")
     var = lax.pmean(jnp.square(h - mean).mean(0), "replica")
@@ -506,7 +506,7 @@ def test_the_unsharded_program_refuses_what_the_pipeline_refuses():
 
 
 def attention(fault: float = 0.0) -> tuple[Pipeline, Any, Any]:
-    """The keys' bias moves all scores of a row alike, which softmax does not see; `fault` is added to its gradient."""
+    """The keys' bias adds the same to all scores of a row, which softmax ignores; `fault` is added to its gradient."""
 
     @jax.custom_vjp
     def faulty(bias):
@@ -547,7 +547,7 @@ def test_a_fault_in_a_gradient_that_cancels_is_found():
 
 @pytest.mark.parametrize("fault", [0.0, 1.0])
 def test_a_gradient_in_bfloat16_that_cancels_is_judged_by_how_much_its_terms_are_rounded(fault):
-    """A bias before a batch norm: its gradient is what rounding leaves, and more of it where a stage's end rounds."""
+    """The gradient of a bias before a batch norm is rounding errors only, and more of them if a stage's end rounds."""
 
     def body(w, x, mb):
         h = jnp.tanh(mb["x"].astype(jnp.bfloat16) @ w["a"]) @ w["b"] + w["bias"]

@@ -1,4 +1,4 @@
-"""The command that reads and does nothing else: its lines, and what it refuses."""
+"""Test the command that only reads the data: its printed lines, and its errors."""
 
 import io
 import re
@@ -20,7 +20,7 @@ SPEED = r"in \d+\.\d\d s, [\d,]+ samples/s, [\d,]+\.\d MB/s"
 
 @pytest.fixture(autouse=True)
 def few_digits(monkeypatch):
-    """Synthetic data of 103 images, so that an epoch takes no time."""
+    """Use synthetic data of 103 images, so that an epoch takes almost no time."""
     monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
 
 
@@ -59,7 +59,7 @@ def test_a_part_of_an_epoch_reads_its_own_samples_and_no_more(
     assert main(["--synthetic-data", *flags, "--epochs", epochs]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split(" in ")[0] for line in lines] == [f"Epoch {k + 1}: {n:,} samples" for k, n in enumerate(samples)]
-    # those of the updates that training makes, in its order
+    # the images of the updates that training makes, in the same order
     digits = synthetic_mnist(0, 2060, 25)
     batches = Batches(digits.train_images, digits.train_labels, 16, 2)
     order = np.concatenate([batches.of_epoch(epoch).reshape(-1)[:n] for epoch, n in enumerate(samples)])
@@ -87,7 +87,7 @@ def test_replicas_get_batches_of_their_own(capsys):
 
 
 def test_a_trainings_own_command_line_can_be_given(capsys):
-    """Flags of the model change nothing, and nothing is compiled for them."""
+    """Flags of the model have no effect, and nothing is compiled for them."""
     flags = "--pipeline-mode concurrent --model resnet18 --learning-rate 0.1 --precision 16.16 --run-single-step"
     assert main([*TINY, *flags.split()]) == 0
     header, line = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The installed commands: they start their programs, and without their packages say what to install."""
+"""Test the installed commands: they start their programs, and without their packages they say what to install."""
 
 import subprocess
 import sys

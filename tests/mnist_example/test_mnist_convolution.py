@@ -1,4 +1,4 @@
-"""Convolutions as matrix products: against XLA's, output and both gradients, with images below the kernel's size."""
+"""Test convolutions as matrix products against XLA's: output and gradients, also of images smaller than the kernel."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Where the digits come from, and what is said of files that are broken. No test needs the network."""
+"""Test where the digits come from, and the errors for broken files. No test needs the network."""
 
 import functools
 import gzip
@@ -31,7 +31,7 @@ def idx(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data dir with seven training digits and three to test with, zipped."""
+    """Make a data dir with seven training digits and three test digits, zipped."""
     data = tmp_path / "data"
     data.mkdir()
     for name, array in ARRAYS.items():
@@ -180,7 +180,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Serves a folder's files and returns their URL."""
+    """Serve a folder's files, and return their URL."""
     servers = []
 
     def start(directory: Path) -> str:
@@ -198,7 +198,7 @@ def serve(monkeypatch):
 
 @pytest.fixture
 def our_checksums(folder, monkeypatch):
-    """Makes the small files the ones that a download must give."""
+    """Make the small files those that a download is expected to return."""
     sums = {f"{name}.gz": mnist_example.data.pooch.file_hash(str(folder / f"{name}.gz")) for name in NAMES}
     monkeypatch.setattr(mnist_example.data, "_SHA256", sums)
 
@@ -238,7 +238,7 @@ def test_a_broken_file_in_the_cache_is_fetched_again(folder, tmp_path, serve):
 
 @pytest.fixture
 def silent():
-    """The URL of a host that accepts connections and never answers."""
+    """Return the URL of a host that accepts connections and never answers."""
     listener = socket.create_server(("127.0.0.1", 0))
     yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
     listener.close()
@@ -246,7 +246,7 @@ def silent():
 
 @pytest.fixture
 def closed():
-    """The URL of a port that nobody listens on."""
+    """Return the URL of a port on which nothing listens."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

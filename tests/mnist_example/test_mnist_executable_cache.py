@@ -1,4 +1,4 @@
-"""The executable cache: a second start of the command compiles nothing, and jax is left as it was found."""
+"""Test the executable cache: a second start of the command compiles nothing, and jax's settings are restored."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from mnist_example.executable_cache import ExecutableCache
 
 ROOT = Path(__file__).parents[2]
 
-# The command on so few images that it takes no time.
+# The command on so few images that it takes almost no time.
 COMMAND = """
 import sys
 import warnings
@@ -78,9 +78,9 @@ def test_a_program_is_compiled_once_and_jax_is_left_as_it_was(tmp_path):
 
 
 def compiled(folder, *factors):
-    """Hits and misses of like programs of one name, and what they compute of 1."""
+    """Return hits and misses of similar programs with the same name, and their results for 1."""
     with ExecutableCache(folder) as cache:
-        # a fresh function each time: jax looks for what it has not compiled in this process
+        # a new function each time: jax uses the cache only for programs that it has not compiled in this process
         values = [
             float(jax.jit(lambda x, factor=factor: factor * x + 1).lower(1.0).compile()(1.0)) for factor in factors
         ]
@@ -115,7 +115,7 @@ def with_a_bit_flipped(entry):
 @pytest.mark.parametrize("damaged", [truncated, without_anything, with_a_bit_flipped])
 def test_a_damaged_entry_is_told_of_and_written_anew(damaged, tmp_path, caplog):
     factors = (2.0, 3.0, 4.0)
-    # the first that is looked for: the others of its name are looked for after it
+    # the first program that is looked for; the others of its name are looked for after it
     assert compiled(tmp_path, factors[0]) == (0, 1)
     (broken,) = tmp_path.iterdir()
     assert compiled(tmp_path, *factors) == (1, 2)
@@ -138,7 +138,7 @@ def test_a_damaged_entry_is_told_of_and_written_anew(damaged, tmp_path, caplog):
 def test_an_entry_that_holds_something_else_is_written_anew_too(tmp_path, caplog):
     assert compiled(tmp_path, 2.0) == (0, 1)
     (entry,) = tmp_path.iterdir()
-    # whole as a file, and no executable; compressed as jax compresses
+    # a complete file that is not an executable; compressed as jax does it
     entry.write_bytes(_compressed(b"\0\0\0\0hello"))
     assert compiled(tmp_path, 2.0) == (0, 1)
     assert "cannot be read" in caplog.text

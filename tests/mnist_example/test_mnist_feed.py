@@ -1,4 +1,4 @@
-"""The MNIST example's feed: bytes or floats, made by the caller or by workers, the same training; and its flags."""
+"""Test the MNIST example's feed: bytes or floats, made by the caller or by workers, train equally; and its flags."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ TINY = [*SYNTHETIC, "--batch-size", "4", "--gradient-accumulation-count", "5", "
 
 @pytest.fixture
 def few_digits(monkeypatch):
-    """Synthetic data of 103 images, so that an epoch takes no time."""
+    """Use synthetic data of 103 images, so that an epoch takes almost no time."""
     monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
 
 
@@ -28,7 +28,7 @@ def batches(count=103):
 
 
 def losses_of(trainer):
-    """Of an epoch and most of the next one, from the same weights each time."""
+    """Return the losses of an epoch and most of the next one, from the same weights each time."""
     losses = []
     state = trainer.init(init_params(0))
     for epoch, updates in ((0, None), (1, 4)):

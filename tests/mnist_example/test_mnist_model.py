@@ -1,4 +1,4 @@
-"""The digits network: its weights, both its pipelines against the unsharded program, and what an example is."""
+"""Test the digits network: its weights, both pipelines against the unsharded program, and what counts as an example."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ LAYOUTS = [("basic", 2), ("concurrent", 1), ("concurrent", 2), ("concurrent", 4)
 
 @pytest.fixture(scope="module")
 def params():
-    """Weights with biases that aren't zero, so that a bias left out or padded wrongly shows."""
+    """Return weights with biases that aren't zero, so that a bias left out or padded wrongly is noticed."""
     whole = init_params(0)
     keys = iter(jax.random.split(jax.random.key(1), 3))
     return jax.tree.map(lambda p: p if p.ndim > 1 else 0.1 * jax.random.normal(next(keys), p.shape), whole)
@@ -40,7 +40,7 @@ def batch():
 
 
 def dense_logits(params, images):
-    """(N, C), by numpy in float64."""
+    """Return the logits (N, C), by numpy in float64."""
     x = images.reshape(-1, 784) / 255.0
     for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
         x = np.maximum(x @ np.asarray(layer["w"], np.float64) + np.asarray(layer["b"], np.float64), 0)
@@ -48,7 +48,7 @@ def dense_logits(params, images):
 
 
 def dense_loss(params, batch):
-    """The mean over the micro-batches of the sum over real examples divided by B."""
+    """Return the mean over micro-batches of the sum of losses of real examples divided by B."""
     logits = dense_logits(params, batch["images"])
     labels = batch["labels"].reshape(-1).astype(np.int32)
     is_example = (labels >= 0) & (labels < CLASSES)
@@ -165,7 +165,7 @@ def test_what_has_no_label_counts_for_nothing(mode, ipus, params, batch):
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4), ("concurrent", 8)])
 def test_of_equal_logits_the_first_counts(mode, ipus, params, batch):
     undecided = {**params, "classifier": jax.tree.map(jnp.zeros_like, params["classifier"])}
-    # 3 and 9 stand on different IPUs, 3 and 4 on one of 2
+    # 3 and 9 are on different IPUs, 3 and 4 are on the same of 2 IPUs
     undecided["classifier"]["b"] = jnp.zeros(10).at[jnp.array([3, 4, 9])].set(1.0)
     pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M)
     labels = np.array([[3, 4, 9, 0], [3, 3, 3, 3], [9, 9, 4, 4]], np.int32)
@@ -196,7 +196,7 @@ def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
         # updates are made in the dtype that is stored
         expected = jnp.bfloat16 if precision == "16.16" else jnp.float32
         assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(expected)}
-        # operations in bfloat16 come near, but they are not float32
+        # operations in bfloat16 give results near those in float32, but not the same
         error = abs(float(loss) - exact) / exact
         assert error < 1e-6 if precision == "32.32" else 1e-6 < error < 1e-2
         found.append(pipeline.unshard(gradients))

@@ -1,4 +1,4 @@
-"""The optimizers by name: that each is optax's, and what is refused."""
+"""Test the optimizers by name: each is optax's, and bad names and rates are refused."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ OPTAX = {
 
 
 def weights_after(optimizer, updates=3):
-    weights: Any = jnp.array([1.0, -2.0, 0.5])  # optax's types know trees of arrays only
+    weights: Any = jnp.array([1.0, -2.0, 0.5])  # optax's types allow trees of arrays only
     state = optimizer.init(weights)
     for number in range(updates):
         changes, state = optimizer.update(weights * (number + 1), state, weights)

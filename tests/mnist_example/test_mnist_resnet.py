@@ -1,7 +1,7 @@
-"""The ResNets: their size, and pipelined training against whole-model programs, running averages and all.
+"""Test the ResNets: their size, and pipelined training against whole-model programs, with running averages.
 
-The tests' networks are 4 channels wide. Micro-batches of so few images have batch norms over so few values that some
-come near a variance of zero, where rounding grows; the inputs here are chosen large enough that it doesn't show.
+The tests' networks are 4 channels wide. With micro-batches of so few images, batch norms are over so few values that
+some variances are near zero, which magnifies rounding. The images here are large enough to avoid that.
 """
 
 import functools
@@ -27,7 +27,7 @@ from mnist_example.run_sharded_mnist import main
 from mnist_example.train import Trainer
 
 WIDTH = 4
-SIDE = 64  # so that the last blocks see 2x2 pixels, and each of their batch norms 32 values
+SIDE = 64  # so that the last blocks get 2x2 pixels, and each of their batch norms gets 32 values
 B = 8
 # mode, IPUs and micro-batches: fewer and more of these than stages, in both modes
 LAYOUTS = [
@@ -40,7 +40,7 @@ LAYOUTS = [
 
 
 def make_batch(m, b=B, side=SIDE):
-    """Random digits of other sizes than MNIST's."""
+    """Return random digits of other sizes than MNIST's."""
     keys = jax.random.split(jax.random.key(m))
     return {
         "images": jax.random.randint(keys[0], (m, b, side, side), 0, 256).astype(jnp.uint8),
@@ -50,7 +50,7 @@ def make_batch(m, b=B, side=SIDE):
 
 @pytest.fixture(scope="module")
 def params():
-    """Weights with scales and biases that aren't 1 and 0, so that one left out or misplaced shows."""
+    """Return weights with scales and biases that aren't 1 and 0, so that one left out or misplaced is noticed."""
     whole = init_params(18, 0, width=WIDTH)
     random = np.random.default_rng(1)
     return jax.tree.map(lambda p: p if p.ndim > 1 else p + jnp.float32(0.2 * random.standard_normal(p.shape)), whole)
@@ -58,17 +58,17 @@ def params():
 
 @pytest.fixture(scope="module")
 def state():
-    """Running averages that aren't 0 and 1, for the same reason."""
+    """Return running averages that aren't 0 and 1, for the same reason."""
     random = np.random.default_rng(2)
     fresh = init_state(18, width=WIDTH)
     return jax.tree.map(lambda s: s + jnp.float32(0.5 * random.random(s.shape)), fresh)
 
 
-# the independent program: one Flax module after He et al.'s table 1, written without the package
+# the independent program: one Flax module from He et al.'s table 1, which does not use the package
 
 
 class Whole(nn.Module):
-    """ResNet-18 of `WIDTH` channels as one module: logits (B, 10) of images (B, H, W)."""
+    """ResNet-18 of `WIDTH` channels as one module, from images (B, H, W) to logits (B, 10)."""
 
     @nn.compact
     def __call__(self, images, train):
@@ -94,7 +94,7 @@ class Whole(nn.Module):
 
 
 def in_its_own_names(params, state):
-    """The same weights and averages for `Whole`, whose modules are numbered as they are called."""
+    """Return the same weights and averages for `Whole`, whose modules are numbered in the order of their calls."""
     convs, norms, averages = [], [], []
     for layer in layers_of(18):
         for name in sorted(params[layer.name]):  # "conv0", "conv1", "shortcut"; the stem's "first"
@@ -108,7 +108,7 @@ def in_its_own_names(params, state):
 
 @jax.jit
 def whole_step(params, state, microbatch):
-    """Loss, gradients and new averages of one micro-batch."""
+    """Return loss, gradients and new averages of one micro-batch."""
 
     def loss_of(params):
         logits, new = Whole().apply(
@@ -122,7 +122,7 @@ def whole_step(params, state, microbatch):
 
 
 def whole_update(params, state, batch):
-    """Mean loss, summed gradients and final averages of M micro-batches, in the names of `Whole`."""
+    """Return mean loss, summed gradients and final averages of M micro-batches, with the names of `Whole`."""
     params, state = in_its_own_names(params, state)
     losses, sums = [], jax.tree.map(jnp.zeros_like, params)
     for i in range(len(batch["labels"])):
@@ -133,13 +133,13 @@ def whole_update(params, state, batch):
 
 
 def evaluated(params, state, images) -> Any:
-    """The logits (N, 10) of evaluation, by `Whole`."""
+    """Return the logits (N, 10) of evaluation, by `Whole`."""
     whole, averages = in_its_own_names(params, state)
     return Whole().apply({"params": whole, "batch_stats": averages}, images, False)
 
 
 def assert_close(found, expected, rtol):
-    """Each leaf, relative to its largest magnitude."""
+    """Compare each leaf, relative to its largest magnitude."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, f), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         f, e = np.asarray(f, np.float64), np.asarray(e, np.float64)
@@ -150,7 +150,7 @@ def assert_close(found, expected, rtol):
 
 
 def published_count(depth):
-    """Weights, added up from table 1: convolutions, a scale and a bias for each of their channels, the classifier."""
+    """Return the number of weights by table 1: convolutions with a scale and a bias per channel, and the classifier."""
 
     def conv(inputs, features, kernel):
         return kernel * kernel * inputs * features + 2 * features
@@ -201,7 +201,7 @@ def test_weights_start_as_he_and_lecun_say():
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["stem", "block3"])
 def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, train, params, state):
-    """By plain lax; block3 halves the image and has a shortcut."""
+    """Compare with plain lax; block3 halves the image and has a shortcut."""
     layer = next(layer for layer in layers_of(18, width=WIDTH) if layer.name == name)
     x = jnp.asarray(np.random.default_rng(3).normal(size=(4, *layer.inputs)), jnp.float32)
     own, averages, moved = params[name], state[name], {}
@@ -236,7 +236,7 @@ def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, t
 @pytest.mark.slow(sampled=False)
 @pytest.mark.parametrize(("mode", "ipus", "m"), LAYOUTS)
 def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
-    """Loss, every gradient and every running average."""
+    """Compare loss, every gradient and every running average."""
     pipeline = make_pipeline(18, mode, ipus=ipus, gradient_accumulation=m, width=WIDTH)
     batch = make_batch(m)
     sharded, averages = pipeline.shard(params), pipeline.shard_state(state)
@@ -336,7 +336,7 @@ def test_an_unknown_depth_or_width_is_refused():
 
 
 def small(name="resnet18") -> Network:
-    """ResNet-18, 4 channels wide."""
+    """Use a ResNet-18 that is 4 channels wide."""
     return Network(
         network_of(name).title,
         functools.partial(make_pipeline, 18, width=WIDTH),

@@ -1,4 +1,4 @@
-"""Training: which images make which update, that all layouts learn alike, and what is said when nothing is learned."""
+"""Test training: the images of each update, equal results in all layouts, and the error when training diverges."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ B, M = 8, 4
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """MNIST's where the machine has them, else scikit-learn's. Random pixels would do no good: nothing is learned."""
+    """Return MNIST's digits if the machine has them, else scikit-learn's. Random pixels could not be learned."""
     if os.environ.get("MNIST_DIR"):
         return load_mnist()
     return load_mnist(cache_dir=tmp_path_factory.mktemp("empty"), mirrors=())
@@ -30,7 +30,7 @@ def digits(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batches(digits):
-    """At least 44 updates an epoch, so that 50 updates end an epoch either way."""
+    """Return batches with at least 44 updates per epoch, so that an epoch ends within or after 50 updates."""
     count = UPDATES * B * M
     return Batches(digits.train_images[:count], digits.train_labels[:count], B, M, seed=5)
 
@@ -43,7 +43,7 @@ def make_trainer(batches, mode: Mode = "concurrent", ipus=2, *, learning_rate=0.
 
 
 def train(trainer, *, updates, epoch=0):
-    """The calls of so many updates, from the start of an epoch on."""
+    """Return the calls for so many updates, from the start of an epoch on."""
     calls: list[Call] = []
     state = trainer.init(init_params(0))
     while updates > 0:
@@ -61,7 +61,7 @@ def losses_of(calls):
 
 
 def numbered(count, **options):
-    """Batches of images that are nothing but their own number."""
+    """Return batches of images whose pixels are the image's own number."""
     images = np.broadcast_to(np.arange(count)[:, None, None], (count, 28, 28)).astype(np.uint8)
     return Batches(images, np.arange(count, dtype=np.uint8), **options)
 
@@ -143,7 +143,7 @@ def test_images_without_a_label_each_are_refused():
 
 
 def unsharded_losses(batches, optimizer, updates=UPDATES):
-    """The independent program: plain jax and optax on one device, gradients summed over the micro-batches."""
+    """Train with an independent program: plain jax and optax on one device, gradients summed over micro-batches."""
 
     def micro_batch_loss(params, images, labels):
         x = images.reshape(-1, 784).astype(jnp.float32) / 255
@@ -203,13 +203,13 @@ def test_an_optimizers_state_may_be_shared_by_the_replicas(batches):
 
 def test_in_float16_an_update_that_overflows_is_skipped_and_training_goes_on(batches):
     pipeline = make_pipeline("concurrent", gradient_accumulation=M, precision="16.32", half="float16")
-    scale = DynamicScale(initial=2.0**20)  # the first gradients cannot be held
+    scale = DynamicScale(initial=2.0**20)  # the first gradients overflow
     trainer = Trainer(pipeline, batches, learning_rate=0.01, loss_scale=scale, repeat_count=5)
     told: list[Call] = []
     state = trainer.run_epoch(trainer.init(init_params(0)), 0, updates=12, on_call=told.append)
     losses = losses_of(told)
     assert state.scale is not None
-    # the scale is halved by each of them, and grows after a thousand good ones
+    # each of them halves the scale, which grows again after a thousand good updates
     skipped = 20 - np.log2(float(state.scale.scale))
     assert 0 < skipped < 12
     assert sum(call.skipped for call in told) == skipped
@@ -263,7 +263,7 @@ def test_accuracy_is_of_all_images_and_no_others(mode, ipus, count, digits, batc
 
 
 def half_logits(params, images, half):
-    """The dense network in plain jax, every operation in `half`: float32 (images, 10)."""
+    """Return float32 logits (images, 10) of the dense network in plain jax, with every operation in `half`."""
     cast = jax.tree.map(lambda leaf: leaf.astype(half), params)
     x = images.reshape(-1, 784).astype(half) / jnp.asarray(255, half)
     for layer in (cast["mlp"]["hidden"], cast["mlp"]["features"]):
@@ -285,7 +285,7 @@ def test_evaluation_computes_in_the_half_that_training_does(mode, precision, hal
     params = init_params(3, weights_dtype(precision, half))
     logits = half_logits(params, digits.test_images[:200], half)
     first, second = jnp.sort(logits, axis=-1)[:, :-3:-1].T
-    clear = np.flatnonzero(first - second > 0.05 * jnp.abs(logits).max())  # whichever way sums are rounded
+    clear = np.flatnonzero(first - second > 0.05 * jnp.abs(logits).max())  # however sums are rounded
     assert len(clear) > 60
     # every third label is wrong
     labels = np.asarray((logits[clear].argmax(-1) + (np.arange(len(clear)) % 3 == 0)) % 10, np.uint8)
@@ -303,7 +303,7 @@ def test_evaluation_computes_in_the_half_that_training_does(mode, precision, hal
     ],
 )
 def test_of_logits_that_are_equal_in_half_alone_the_first_counts(mode, precision, half, step, digits, batches):
-    """By hand: 1 + step is 1 in half, so that of the classes 3 and 7 it is 3 that is named; in float32 it is 7."""
+    """By hand: in half, 1 + step is 1, so of the classes 3 and 7 class 3 is predicted; in float32 it is 7."""
     params = init_params(3)
     params["classifier"] = {
         "w": jnp.zeros((1280, 10)),
@@ -315,7 +315,7 @@ def test_of_logits_that_are_equal_in_half_alone_the_first_counts(mode, precision
     assert named == ([0, 1] if half is None else [1, 0])
 
 
-# what cannot be
+# errors
 
 
 def test_a_loss_that_is_not_finite_stops_training_and_names_the_update(batches):
@@ -328,7 +328,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_names_the_update(batches):
         f"the loss of update {update} is {loss}: training diverged; use a learning rate below 1e+06"
         for loss in ("nan", "inf")
     }
-    # the calls before it were told of, and it is the first that is not finite
+    # the calls before it were reported, and it is the first that is not finite
     assert sum(len(call.losses) for call in told) == (update - 1) // 2 * 2
     assert 2 <= update <= 6
 

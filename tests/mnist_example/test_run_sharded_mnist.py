@@ -1,4 +1,4 @@
-"""The command: what it prints, what it refuses before anything is compiled, and how it ends."""
+"""Test the command: what it prints, what it refuses before anything is compiled, and how it ends."""
 
 import gzip
 import importlib.util
@@ -35,13 +35,13 @@ COMPILED = r"Compiled in \d+\.\d s"
 
 @pytest.fixture
 def few_digits(monkeypatch):
-    """Synthetic data of 103 images, so that an epoch takes no time."""
+    """Use synthetic data of 103 images, so that an epoch takes almost no time."""
     monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
 
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    """Training is where the first program is compiled."""
+    """Remove the function that trains and compiles the first program, so that a test fails if it is called."""
     monkeypatch.setattr(run_sharded_mnist, "_train", None)
 
 
@@ -160,7 +160,7 @@ def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys):
         r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates an epoch, each of 5 "
         "micro-batches of 4 on each",
         COMPILED,
-        # the loss scale starts high, and finds its height by what overflows
+        # the loss scale starts high, and is lowered by each overflow
         r"Epoch 1\.0, Mean loss: \d\.\d{3}, 1 of 2 updates skipped",
         rf"Epoch 1\.0, Test accuracy: {ACCURACY}",
         final(80),
@@ -199,7 +199,8 @@ def test_there_is_a_bar_on_a_terminal_only_and_lines_stay_whole(few_digits, monk
     shown = with_bar.getvalue()
     assert "Compiling" in shown
     assert "5/5" in shown
-    assert re.search(r"\x1b\[2KEpoch 1\.0, Mean loss: \d\.\d{3}\n", shown)  # in place of the bar, which moves down
+    # printed in place of the progress bar, which moves down
+    assert re.search(r"\x1b\[2KEpoch 1\.0, Mean loss: \d\.\d{3}\n", shown)
     monkeypatch.setattr(sys, "stdout", without)
     assert main([*CONCURRENT, *TINY, "--no-progress"]) == 0
     assert "\x1b" not in without.getvalue()
@@ -261,7 +262,7 @@ def test_compare_starts_with_the_mode_that_was_asked_for(few_digits, capsys, tmp
 
 
 def refused(argv, capsys):
-    """The one line of an exit with status 2."""
+    """Return the one line that is printed at an exit with status 2."""
     jax.devices()  # the backend runs with 8 IPUs: more cannot be made
     with pytest.raises(SystemExit) as stopped:
         main(argv)
@@ -450,14 +451,14 @@ def test_ctrl_c_exits_with_130_and_says_nothing(few_digits, monkeypatch, capsys)
     assert capsys.readouterr() == ("", "")
 
 
-# A process that was started in the background ignores Ctrl-C, and so would everything that it starts.
+# A process that was started in the background ignores Ctrl-C, and so do the processes that it starts.
 LISTENING = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
 )
 
 
 def start(*flags):
-    """The script as a newcomer starts it, from the root of the repository."""
+    """Start the script as a new user does, from the root of the repository."""
     script = [sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, "--synthetic-data", *flags]
     command = [sys.executable, "-c", LISTENING, *script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -496,7 +497,7 @@ def test_ctrl_c_does_not_wait_for_the_device_call():
 
 
 def test_curves_are_drawn_from_real_numbers(tmp_path):
-    """The picture on its own: a long run, and one where the modes agree to the last bit."""
+    """Test the picture by itself, for a long run and for one where the modes agree to the last bit."""
     losses = np.geomspace(2.3, 0.1, 300).astype(np.float32)
     difference = np.zeros(300)
     comparison._draw(losses, losses, difference, tmp_path / "same.png")

@@ -1,4 +1,4 @@
-"""Who may import whom, held by reading the imports; and that importing our packages touches no device."""
+"""Test which module may import which, by reading the imports; and that importing our packages touches no device."""
 
 import ast
 import graphlib
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 
 # The wings of ipu_jax, and what each may import besides itself. A file at the top of ipu_jax is a wing of its own, or
-# belongs to the ground, which everything may import and which imports nothing above it. A new one finds its place here.
+# belongs to the ground, which everything may import and which imports nothing above it. Add a new wing or file here.
 GROUND = ("_checks", "_collectives", "_deprecated", "_jaxprs", "_keys", "_version", "devices", "options", "stage")
 WINGS: dict[str, set[str]] = {
     "schedules": set(),
@@ -29,15 +29,15 @@ WINGS: dict[str, set[str]] = {
     "training": {"pipeline", "optimizer", "weights"},
     "data": set(),
 }
-# They are made of the public names alone, as a user's program is.
+# They use public names only, like a user's program.
 PROGRAMS = ("tools",)
 
-# They run where jax is not wanted: a picture of a schedule needs no device, and the launcher starts in no time.
+# They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
 PLAIN = ("schedules", "data.order", "data.prefetch")
 
 
 def imported_modules(path: Path, root: Path = ROOT) -> set[str]:
-    """The dotted names that a file imports anywhere in it, `from a import b` giving both `a` and `a.b`."""
+    """Return the dotted names that a file imports anywhere in it; `from a import b` gives both `a` and `a.b`."""
     package = path.relative_to(root).parent.parts
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -61,18 +61,18 @@ def files_of(package: str) -> list[Path]:
 
 
 def wing_of(name: str) -> str:
-    """The wing that a dotted name of ipu_jax belongs to: `ipu_jax.engine.plan.Plan` to "engine"."""
+    """Return the wing to which a dotted name of ipu_jax belongs: "engine" for `ipu_jax.engine.plan.Plan`."""
     return name.split(".")[1]
 
 
 def modules_of(package: str) -> dict[str, Path]:
-    """The files of a package by their dotted names, a folder's `__init__` by the folder's."""
+    """Return the files of a package by their dotted names; a folder's `__init__` has the folder's name."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files_of(package)}
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
 def siblings_imported(path: Path) -> set[str]:
-    """The modules of ipu_jax that a file imports, folders as well."""
+    """Return the modules and folders of ipu_jax that a file imports."""
     return imported_modules(path) & modules_of("ipu_jax").keys()
 
 
@@ -107,7 +107,7 @@ def test_no_import_goes_in_a_circle(package):
         name: {
             found
             for found in imported_modules(path) & modules.keys()
-            if found != package and not name.startswith(f"{found}.")  # a module of a folder does load its __init__
+            if found != package and not name.startswith(f"{found}.")  # a module of a folder loads the folder's __init__
         }
         for name, path in modules.items()
     }
@@ -115,7 +115,7 @@ def test_no_import_goes_in_a_circle(package):
 
 
 def owner_of_private(name: str) -> str | None:
-    """The folder whose own a dotted name is: `a.b._c.d` is private to `a.b`, `a.b.c` to nobody."""
+    """Return the folder to which a dotted name is private: `a.b` for `a.b._c.d`, None for `a.b.c`."""
     parts = name.split(".")
     return next((".".join(parts[:i]) for i, part in enumerate(parts) if part.startswith("_")), None)
 
@@ -168,7 +168,7 @@ def test_plain_modules_import_no_jax(module):
 
 @pytest.mark.parametrize("module", PLAIN)
 def test_plain_modules_load_no_jax(module):
-    # The package is put in by hand: its __init__ imports everything, and jax with it.
+    # The package is made by hand, because its __init__ imports everything, and with it jax.
     code = f"""
 import sys, types
 package = types.ModuleType("ipu_jax")
@@ -188,7 +188,7 @@ def test_no_room_is_named_for_nothing():
 
 
 def test_importing_our_packages_touches_no_device():
-    # jax refuses to change the number of host devices once a backend runs; that is its public way to tell.
+    # jax refuses to change the number of host devices once a backend runs: this is the public way to find out.
     code = f"""
 import importlib, pkgutil
 for name in {PACKAGES!r}:

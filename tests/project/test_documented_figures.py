@@ -1,6 +1,6 @@
-"""The figures that documents show are those that the code gives now, to a tolerance: the ones that no clock decides.
+"""Test that the figures shown in documents are, within a tolerance, those that the code gives now.
 
-What a benchmark measured is its machine's; bubbles, predictions, bytes and counts of collectives are not.
+Measured times depend on the machine, and are not tested. Bubbles, predictions, bytes and counts of collectives are.
 """
 
 import re
@@ -19,7 +19,7 @@ BENCHMARKS = documents.figures(documents.ROOT / "benchmarks/README.md")
 
 
 def test_the_bubbles_of_the_benchmark_are_those_of_the_papers():
-    """For F = B = W = 1, where B without W is 2, on S=4 IPUs with M=8 micro-batches; "looped" in R=2 rounds."""
+    """They are for F = B = W = 1 (B is 2 without W), on S=4 IPUs with M=8 micro-batches; "looped" has R=2 rounds."""
     s, m, r = 4, 8, 2
     by_hand = {
         "gpipe": (s - 1) / (m + s - 1),
@@ -44,10 +44,10 @@ def test_the_predicted_step_times_are_those_of_the_tables(name):
 
 
 def test_two_of_them_by_hand():
-    """4 layers an IPU: F is 4, B is 8, but 7 where nobody asks for the gradient of the batch: 23 a micro-batch."""
+    """With 4 layers per IPU, F is 4 and B is 8, but 7 where no gradient by the batch is needed: 23 per micro-batch."""
     ideal = 16 * 23 / 2
     assert BENCHMARKS["the same as FLOPs predict, sequential"] == pytest.approx(16 * 23 / ideal)
-    # 17 ticks have an F of 4; the last 17 a B: 16 of them the last IPU's of 8, one the first IPU's alone
+    # 17 ticks have an F of 4; the last 17 have a B: in 16 of them the last IPU's, of 8, and in one only the first IPU's
     grouped = (17 * 4 + 16 * 8 + 7) / ideal
     assert BENCHMARKS["the same as FLOPs predict, grouped"] == pytest.approx(grouped, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""The README's library example runs as it stands, in a fresh process, and is as short as it says."""
+"""Test that the README's library example runs unchanged in a fresh process, and is as short as the README says."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The sample of the slow tests: another one with each seed, the same with the same, and in time all of them."""
+"""Test the sample of the slow tests: it depends on the seed only, and over many seeds all tests run."""
 
 import shutil
 import subprocess

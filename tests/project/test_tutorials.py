@@ -1,4 +1,4 @@
-"""The python of every tutorial and guide runs as it stands, block by block, and prints what it shows."""
+"""Test that the Python code of every tutorial and guide runs unchanged, block by block, and prints what it shows."""
 
 from pathlib import Path
 

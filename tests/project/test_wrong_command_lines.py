@@ -1,4 +1,4 @@
-"""Wrong command lines of the four programs: each ends with status 2 and one clear line, before anything runs."""
+"""Test wrong command lines of the four programs: each ends with status 2 and one clear line, before anything runs."""
 
 import os
 
@@ -34,7 +34,7 @@ def cases():
     """(program, arguments, line) without the program's name; {} in a line stands for the value."""
     both = (("run-sharded-mnist", TRAIN), ("benchmark-dataset", READ))
     for program, rest in both:
-        # most of the parser is common: one program has all, the other a sample
+        # most of the parser is common, so one program is tested with all lines, the other with a sample
         counts = NO_COUNTS if program == "run-sharded-mnist" else NO_COUNTS[:2]
         for flag in ("--ipus", "--replicas", "--batch-size", "--num-workers"):
             for value in counts:
@@ -46,7 +46,7 @@ def cases():
         for value in NO_NUMBERS if program == "run-sharded-mnist" else NO_NUMBERS[:3]:
             for flag in ("--epochs", "--learning-rate"):
                 yield program, [*rest.split(), f"{flag}={value}"], f"argument {flag}: {POSITIVE.format(repr(value))}"
-        # float32 holds neither: an infinite step, and none
+        # float32 can represent neither: the step would be infinite, or zero
         for value in ("1e39", "1e300", "1e-39"):
             yield (
                 program,
@@ -83,7 +83,7 @@ def cases():
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch):
-    """Whatever comes after the flags and the data is missing."""
+    """Remove everything that runs after flags and data are checked, so that a test fails if it is called."""
     jax.devices()  # the backend runs with 8 IPUs: more cannot be made
     monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
     monkeypatch.setattr(run_sharded_mnist, "_train", None)

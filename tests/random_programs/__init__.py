@@ -1,1 +1,1 @@
-"""Random programs against dense ones: pipelines, schedules, training steps and ops (docs/design/random-programs.md)."""
+"""Compare random pipelines, schedules, training steps and ops with dense ones (docs/design/random-programs.md)."""

@@ -1,16 +1,17 @@
-"""How far a result may lie from the exact one: as far as a dense program's that rounds as often, and no farther.
+"""Check that a result is about as near to the exact one as a dense program that rounds as often.
 
-A case's dense program runs in float64 (what is right) and in the case's own dtypes (what rounding makes of it), there
-also from float32 weights that are one unit in the last place off, and, in half types, rounding after each operation:
-what that changes nobody can ask for. All are written with nothing of ours. A result may then be off by
+A case's dense program runs in float64, which gives the exact result, and in the case's own dtypes, which shows the
+effect of rounding. It also runs from float32 weights that are changed by one unit in the last place and, in half types,
+with rounding after each operation: no program can be expected to be nearer than these differences. None of the dense
+programs uses our code. The error of a result may then be
 
-    4 x the dense programs' own worst error in that leaf      rounding is a matter of luck, and of the order of sums
-    + ULPS eps of the largest number in that leaf             where the dense program was lucky, or exact
-    + eps / 4 of the largest gradient of all, or of `terms`   what cancels in a leaf had the size of its neighbours
+    4 x the dense programs' own worst error in that leaf      rounding depends on chance and on the order of sums
+    + ULPS eps of the largest number in that leaf             in case the dense program was exact by chance
+    + eps / 4 of the largest gradient of all, or of `terms`   terms that cancel in a leaf were as large as in others
 
-with eps that of the coarsest dtype that the case computes in. For float32 that is 1e-6 of a leaf: a gradient that
-misses one micro-batch of eight, or lies in the wrong leaf, is 10,000 times farther off. What is not finite in float64,
-such as the weights of a training that diverges, must not be finite either.
+with eps that of the coarsest dtype in which the case computes. For float32 that is 1e-6 of a leaf. The error of a
+gradient that misses one micro-batch of eight, or is in the wrong leaf, is 10,000 times larger. Numbers that are not
+finite in float64, such as weights of a training that diverges, must not be finite in the result either.
 """
 
 from collections.abc import Sequence
@@ -24,14 +25,14 @@ ULPS = 8
 
 
 def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps: float, *, terms: float = 0.0) -> None:
-    """Raises `AssertionError` with every leaf of `found` that is farther from `exact` than what was `rounded` allows.
+    """Raise `AssertionError` with every leaf of `found` whose error is larger than the errors of `rounded` allow.
 
     Args:
         what: the name of the tree.
-        found: what is judged.
-        exact: what it should be, of the same tree and shapes.
+        found: the result to be checked.
+        exact: the right result, a tree of the same structure and shapes.
         rounded: the dense program's results in the case's own dtypes, each a tree like `exact`.
-        eps: of the coarsest dtype that was computed in.
+        eps: of the coarsest dtype of the computation.
         terms: the largest number that is known to cancel on the way to all leaves.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
@@ -64,17 +65,17 @@ def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps:
 
 
 def coarsest(dtypes: Any) -> float:
-    """The eps of the coarsest of these floating dtypes; float32's where there is none coarser."""
+    """Return the eps of the coarsest of these floating dtypes, at least that of float32."""
     return max([float(jnp.finfo(jnp.float32).eps), *(float(jnp.finfo(dtype).eps) for dtype in dtypes)])
 
 
 def as_float64(tree: Any) -> Any:
-    """Floating leaves as numpy's float64, the others as they are: what the exact program computes with."""
+    """Return the exact program's input: floating leaves as numpy's float64, other leaves unchanged."""
     return jax.tree.map(lambda leaf: _float64(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
 
 def nudged(tree: Any, seed: int) -> Any:
-    """The tree with each float32 number moved at random, by at most one unit in its last place."""
+    """Return the tree with each float32 number changed at random, by at most one unit in its last place."""
     rng = np.random.default_rng(seed)
     eps = np.finfo(np.float32).eps
 

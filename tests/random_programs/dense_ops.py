@@ -1,4 +1,4 @@
-"""The ops' dense programs: plain jnp on whole arrays. Half types are computed in float32 and rounded once, at last."""
+"""Compute the ops densely, by plain jnp on whole arrays. Half types are computed in float32 and rounded once."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def embedding(table: Any, ids: Any, *, exact: bool) -> Any:
     return jnp.einsum("...v,vd->...d", rows.astype(table.dtype), table)
 
 
-def take_last(x: Any, ids: Any, *, exact: bool) -> Any:
+def take_along_last_dim(x: Any, ids: Any, *, exact: bool) -> Any:
     chosen = jnp.arange(x.shape[-1]) == ids[..., None].astype(jnp.int32)
     return jnp.where(chosen, x, 0).sum(-1)
 
@@ -56,13 +56,13 @@ def top_k(x: Any, k: int) -> tuple[Any, Any]:
 
 
 def chosen(x: Any, k: int) -> Any:
-    """The column of the largest for k=0, or of the k largest; as floats, without a gradient but with a dependence."""
+    """Return the column of the largest for k=0, else of the k largest, as floats with a gradient of zero."""
     _, order = top_k(x, max(k, 1))
     return (order[..., 0] if k == 0 else order).astype(jnp.float32) + 0 * _wide(x).sum()
 
 
 def moved(name: str, x: Any, owner: int) -> Any:
-    """The collectives: `x` is (N, ipus, D), what each IPU holds."""
+    """Return the dense programs of the collectives: `x` is (N, ipus, D), with each IPU's value."""
     if name == "to_all":
         return x[:, owner]
     if name == "reduce_to":
@@ -87,7 +87,7 @@ def cross_entropy(
     out_of_range: str,
     reduction: str,
 ) -> Any:
-    """As the docstring of `log_softmax_cross_entropy` defines it, of all columns at once."""
+    """Return the loss as the docstring of `log_softmax_cross_entropy` defines it, from all columns at once."""
     x, v = _wide(logits), logits.shape[-1]
     if soft_cap is not None:
         x = soft_cap * jnp.tanh(x / soft_cap)

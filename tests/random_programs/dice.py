@@ -1,4 +1,4 @@
-"""The only source of chance in a case: everything drawn follows from the seed, the number and the kind of the case."""
+"""Draw everything that is random in a case: all draws follow from the seed, the number and the kind of the case."""
 
 import dataclasses
 import zlib
@@ -24,12 +24,12 @@ class Dice:
 
     def weighted(self, weights: dict[Item, float]) -> Item:
         ends = np.cumsum([*weights.values()])
-        # rounding may leave the draw at the very end
+        # by rounding, the draw may be at the very end
         at = min(int(np.searchsorted(ends, self._rng.random() * ends[-1], side="right")), len(ends) - 1)
         return list(weights)[at]
 
     def between(self, least: int, most: int) -> int:
-        """An int from `least` to `most`, both included."""
+        """Return an int from `least` to `most`, both included."""
         return int(self._rng.integers(least, most + 1))
 
     def some_of(self, items: Sequence[Item], probability: float) -> list[Item]:
@@ -39,17 +39,17 @@ class Dice:
         return [items[i] for i in self._rng.permutation(len(items))]
 
     def number(self) -> int:
-        """A seed for something that is made later."""
+        """Return a seed for something that is made later."""
         return int(self._rng.integers(2**31))
 
 
 def normal(seed: int, shape: tuple[int, ...], scale: float = 0.5) -> np.ndarray:
-    """Numbers that only their own seed and shape decide."""
+    """Return random numbers that depend on their own seed and shape only."""
     return np.random.default_rng(seed).normal(scale=scale, size=shape)
 
 
 def described(value: Any) -> str:
-    """The fields of a dataclass that have not their default: what is unusual about it."""
+    """Return the text of a dataclass's fields that differ from their defaults."""
     shown = [
         f"{field.name}={getattr(value, field.name)!r}"
         for field in dataclasses.fields(value)

@@ -1,4 +1,4 @@
-"""Draws models: any blocks in any stages, on any placement, under any schedule that may serve it."""
+"""Draw models: any blocks in any stages, on any placement, under any schedule that is possible for it."""
 
 import dataclasses
 
@@ -36,12 +36,12 @@ SIMPLE_CONCURRENT: dict[str, float] = {"columns": 1, "wide": 1}
 
 
 def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Model:
-    """A model of one to eight stages.
+    """Return a model of one to eight stages.
 
     Args:
-        dice: what decides.
-        simple: whether it shall compile fast: few kinds of blocks, all float32, nothing passed by or held.
-        one_ipu: whether all of it stands on one IPU, and nothing of it is frozen: what a plain function can do as well.
+        dice: the source of all random choices.
+        simple: make it fast to compile: few kinds of blocks, all in float32, without skips or state.
+        one_ipu: put all of it on one IPU and freeze nothing, so that a plain function can do the same.
     """
     width = dice.between(4, 7)
     ipus, places = _places(dice)
@@ -82,7 +82,7 @@ def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Mo
 
 
 def draw_schedule(dice: Dice, places: tuple[int | None, ...]) -> str:
-    """A family that can serve the placement; "own" is a random table."""
+    """Return a schedule family that is possible for the placement; "own" is a random table."""
     names = {"sequential": 1.0, "grouped": 2, "interleaved": 1, "gpipe": 1, "1f1b": 2, "zb-h1": 2, "own": 3}
     runs = [p for i, p in enumerate(places) if p is not None and (i == 0 or places[i - 1] != p)]
     ipus = list(dict.fromkeys(runs))
@@ -161,7 +161,7 @@ def _block(dice: Dice, kinds: tuple[dict[str, float], dict[str, float]], place: 
 
 
 def _widened(dice: Dice, pieces: list[Piece]) -> list[Piece]:
-    """Now and then a stage whose blocks are all "mlp" ends in another width, and the next one comes back from it."""
+    """Sometimes let a stage whose blocks are all "mlp" end in another width, from which the next stage comes back."""
     for i in range(len(pieces) - 1):
         one, two = pieces[i], pieces[i + 1]
         if dice.chance(0.25) and all(p.blocks and p.blocks[0].kind in ("mlp", "columns", "whole") for p in (one, two)):
@@ -213,7 +213,7 @@ def _loss(dice: Dice, piece: Piece, tied: bool, mix: str) -> Loss:
 
 
 def _extras(dice: Dice, pieces: list[Piece], *, often: float) -> list[Piece]:
-    """State, keys, skips, aux and trees between stages."""
+    """Add state, keys, skips, aux and trees between stages."""
     chances = {"norm": 0.3, "drop": 0.3, "skip": 0.4, "aux": 0.4, "wrap": 0.2}
     on = {name: dice.chance(often * chance) for name, chance in chances.items()}
     last = len(pieces) - 1
@@ -241,7 +241,7 @@ def _extras(dice: Dice, pieces: list[Piece], *, often: float) -> list[Piece]:
 def _grouped(
     dice: Dice, pieces: list[Piece], tied: bool, mix: str, *, freezes: bool
 ) -> tuple[list[Piece], tuple[tuple[str, Leaves], ...]]:
-    """Names the groups, and freezes some leaves."""
+    """Name the groups, and freeze some leaves."""
     found: list[Piece] = []
     groups: dict[str, Leaves] = {}
     for i, piece in enumerate(pieces):
@@ -254,7 +254,7 @@ def _grouped(
         group = "tied" if tied and i in (0, len(pieces) - 1) else f"g{i}" if leaves else None
         if group == "tied" and i:
             leaves = {}
-        # stages of one place with the same leaves may share them
+        # stages with the same place and the same leaves may share their weights
         shared = [
             p.group for p in found if p.place == piece.place and groups.get(p.group or "") == tuple(leaves.items())
         ]

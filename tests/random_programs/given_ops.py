@@ -1,4 +1,4 @@
-"""Draws what each op is given: its arrays and how they lie, its options, and the dense program beside it."""
+"""Draw the arguments of each op: its arrays and their specs, its options, and the dense program to compare with."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from random_programs.dice import Dice
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """One op with all it needs.
+    """One op with everything that a case needs.
 
     Attributes:
         local: the program of one IPU.
-        dense: the same on whole arrays of one part of "data", told whether it is the `exact` one.
-        names, arrays, specs: of the arguments; a dim 0 over "data" holds tokens.
-        ragged: per argument the dim that is padded to divide by the IPUs, or None.
+        dense: the same on whole arrays of one part of "data"; it takes whether it is the `exact` program.
+        names, arrays, specs: of the arguments; a dim 0 that is split over "data" contains tokens.
+        ragged: for each argument, the dim that is padded to a multiple of the IPUs, or None.
         out_spec: of the result.
         out_ragged, out_size: which dim of the result is padded, and its real size.
-        out_dtype: the result's, where it is not that of the case.
-        ct_fill: what the padding of the result's cotangent holds: NaN where the op promises not to read it.
-        options: for the reader.
+        out_dtype: of the result, if it is not that of the case.
+        ct_fill: the padding of the result's cotangent: NaN if the op is documented not to read it.
+        options: for the case's description.
     """
 
     local: Callable[..., Any]
@@ -48,7 +48,7 @@ class Given:
 
 
 class _Draw:
-    """Shapes and arrays of one case: N tokens of each part of "data", D features, V columns."""
+    """The shapes and arrays of one case: N tokens in each part of "data", D features, V columns."""
 
     def __init__(self, dice: Dice, ipus: int, parts: int, dtype: str):
         self.dice, self.ipus, self.parts, self.dtype = dice, ipus, parts, dtype
@@ -69,14 +69,14 @@ class _Draw:
         return self._rng.integers(low, high, size=self.tokens).astype(dtype)
 
     def divisible(self) -> None:
-        """Tokens that the IPUs divide."""
+        """Return a number of tokens that the IPUs divide."""
         self.n = self.ipus * self.dice.between(1, 2)
 
     def over_data(self, *rest: Any) -> P:
         return P("data", *rest)
 
     def last(self, ndim: int) -> P:
-        """Tokens over "data", the last dim over the IPUs."""
+        """Return the spec of an array with tokens over "data" and the last dim over the IPUs."""
         return P("data", *[None] * (ndim - 2), "ipu")
 
 
@@ -104,12 +104,12 @@ def _embedding(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     )
 
 
-def _take_last(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+def _take_along_last_dim(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     draw = _Draw(dice, ipus, parts, dtype)
     x, ids = draw.floats(*draw.tokens, draw.v), draw.ids(draw.v, beyond=True)
     return Given(
-        lambda x, ids: sharded_ops.take_last(x, ids, size=draw.v),
-        dense_ops.take_last,
+        lambda x, ids: sharded_ops.take_along_last_dim(x, ids, size=draw.v),
+        dense_ops.take_along_last_dim,
         ("x", "indices"),
         (x, ids),
         (draw.last(x.ndim), P("data")),
@@ -189,7 +189,7 @@ def _loss_options(dice: Dice) -> dict[str, Any]:
 
 
 def _result(options: dict[str, Any], value: Any) -> Any:
-    """A reduced loss is one number of each part of "data"."""
+    """Return the loss, with a dim added if it is reduced: then it is one number for each part of "data"."""
     return value if options["reduction"] == "none" else value[None]
 
 
@@ -262,7 +262,7 @@ def _linear_cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Give
 
 
 def _of_last(name: str) -> Callable[[Dice, int, int, str], Given]:
-    """softmax, log_softmax and the norms: (N.., V) -> (N.., V)."""
+    """Return the maker of softmax, log_softmax and the norms: (N.., V) -> (N.., V)."""
 
     def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
         draw = _Draw(dice, ipus, parts, dtype)
@@ -289,7 +289,7 @@ def _of_last(name: str) -> Callable[[Dice, int, int, str], Given]:
 
 
 def _moving(name: str) -> Callable[[Dice, int, int, str], Given]:
-    """The collectives. `x` differs between IPUs where a sum or an owner is meant: its dim 1 is then the IPUs."""
+    """Return the maker of a collective. If it sums or has an owner, `x` differs between IPUs: its dim 1 is the IPUs."""
 
     def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
         draw = _Draw(dice, ipus, parts, dtype)
@@ -348,10 +348,10 @@ def _top_k(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
 
 
 def _chosen(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    """argmax and top_k's columns: what they choose is told by a float, so that it may have a (zero) gradient."""
+    """argmax and top_k's columns, which are returned as floats, so that they may have a (zero) gradient."""
     draw = _Draw(dice, ipus, parts, dtype)
     k = dice.between(0, draw.v)
-    # ties: of equal numbers the first column wins; 0 would win over -0, so there is none of these
+    # there are ties, which the first column wins; -0 is left out, because 0 counts as larger than -0
     x = (np.round(draw.floats(*draw.tokens, draw.v).astype(np.float32)) + 0.0).astype(jnp.dtype(dtype))
 
     def chosen(x: Any) -> Any:
@@ -374,7 +374,7 @@ def _chosen(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
 
 OPS: dict[str, Callable[[Dice, int, int, str], Given]] = {
     "embedding": _embedding,
-    "take_last": _take_last,
+    "take_along_last_dim": _take_along_last_dim,
     "matmul columns": _columns,
     "matmul rows": _rows,
     "tied_projection": _tied_projection,

@@ -1,15 +1,15 @@
-"""Whether a schedule table can run, found by playing it: nothing here is shared with the library's own validator.
+"""Decide whether a schedule table can run, by playing it. It shares nothing with the library's own validator.
 
 The rules, from the documents of `ipu_jax.schedules._timetable` and `_validate`:
 
-    every stage does F and B (and W, where there is one) of every micro-batch, each kind of one micro-batch a tick
+    every stage does F and B (and W, if there is one) of every micro-batch; each kind does one micro-batch per tick
     the stages of a segment share their ticks, a head's F and B one tick; a concurrent stage has no W
     under the one-phase clock an IPU does one segment's task a tick
-    what another segment made can be used after the phase in which it was made; what the own one made, at once
+    what another segment made can be used after the phase in which it was made; what the same segment made, at once
     messages over a boundary are used in the order in which they were sent
     under the two-phase clock a message must be used before the next one comes
-    stash (F to the last use), cut (B to W) and inbox (sent to used) are rings: micro-batch m lies in slot m modulo
-    the most that are alive at once, and a slot is never written before it is free
+    stash (F to the last use), cut (B to W) and inbox (sent to used) are rings: micro-batch m is in slot m modulo the
+    largest number that is alive at once, and a slot is never written before it is free
 """
 
 from random_programs.tables import Placement, Table, segments_of
@@ -19,7 +19,7 @@ Done = dict[tuple[int, str, int], tuple[int, int, int]]
 
 
 def fault_of(placement: Placement, ipus: int, table: Table) -> str:
-    """What is wrong with the table, or ""."""
+    """Return what is wrong with the table, or ""."""
     forward, backward, weight, clock = table
     rows = {"F": forward, "B": backward} | ({} if weight is None else {"W": weight})
     m = len(forward[0])
@@ -65,7 +65,7 @@ def _one_task(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]]
 
 
 def _play(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]], clock: str, m: int) -> str:
-    """Every task by segment, in the order of the clock; and what they leave in registers and rings."""
+    """Play every task by segment, in the order of the clock, with what the tasks leave in registers and rings."""
     segments, phases = segments_of(placement), PHASES[clock]
     last = len(segments) - 1
     tasks = []
@@ -80,7 +80,7 @@ def _play(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]], cl
             for micro_batch, tick in enumerate(of_kind[segment.stages[0]]):
                 tasks.append((tick, phases.index(phase), "FBW".index(kind), i, kind, micro_batch))
     done: Done = {}
-    # per boundary and direction: who was sent and not used, oldest first; and each message's life
+    # for each boundary and direction: the micro-batches sent and not yet used, oldest first; and each message's life
     waiting: dict[tuple[int, str], list[int]] = {(b, kind): [] for b in range(last) for kind in "FB"}
     lives: dict[tuple[str, int, str], dict[int, list[tuple[int, int, int]]]] = {}
     sent: list[tuple[int, str, int]] = []

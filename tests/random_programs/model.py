@@ -1,4 +1,4 @@
-"""A random model as data: pieces of blocks, each piece one stage. `placed` and `plain` say what it computes, apart.
+"""Random models as data: pieces of blocks, each piece one stage. `placed` and `plain` compute them independently.
 
 Model -> Piece (a stage: its place, what it sends, takes, holds) -> Block (a few weights) -> Leaf (one weight)
 """
@@ -36,7 +36,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A layer: (ROWS, d_in) -> (ROWS, d_out), computed in `dtype`. What the options mean is up to its kind."""
+    """A layer: (ROWS, d_in) -> (ROWS, d_out), computed in `dtype`. The meaning of the options depends on its kind."""
 
     kind: str
     d_in: int
@@ -44,16 +44,16 @@ class Block:
     dtype: str = "float32"
     leaves: tuple[tuple[str, Leaf], ...] = ()
     layers: int = 1
-    scaled: str = ""  # the weight that is multiplied before the scan
+    scaled: str = ""  # the weight by which x is multiplied before the scan
     remat: bool = False
     reverse: bool = False
     residual: bool = False
-    constant: int = 0  # the seed of what the function closes over
+    constant: int = 0  # the seed of the array that the function closes over
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What the last stage ends in. Options are those of the cross-entropy."""
+    """The loss at the end of the last stage. Options are those of the cross-entropy."""
 
     kind: str
     d_in: int
@@ -66,29 +66,27 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A stage. `place` None is a concurrent one; pieces with the same `group` share their weights."""
+    """A stage. It is concurrent if `place` is None. Pieces with the same `group` share their weights."""
 
     place: int | None
     blocks: tuple[Block, ...] = ()
     loss: Loss | None = None
     group: str | None = None
-    first: str = ""  # how the first piece begins: "x", "local ids" or "split ids"
-    keep: float = 1.0  # dropout's
-    draws: bool = (
-        False  # whether dropout takes `jax.random`'s numbers, which are long to compile, or the key's own bits
-    )
-    norm: bool = False  # a batch norm, which holds state
+    first: str = ""  # the input of the first piece: "x", "local ids" or "split ids"
+    keep: float = 1.0  # the probability with which dropout keeps a number
+    draws: bool = False  # whether dropout draws with `jax.random`, which takes long to compile, or uses the key's bits
+    norm: bool = False  # a batch norm, which has state
     sends: str = ""
     takes: tuple[str, ...] = ()
     aux: bool = False
     wraps: bool = False  # whether it returns a tree rather than an array
     recompute: str = "none"
-    width: int = 0  # of what it returns
+    width: int = 0  # the width of the array that it returns
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """All that a pipeline case is made of."""
+    """Everything that defines a pipeline case."""
 
     pieces: tuple[Piece, ...]
     groups: tuple[tuple[str, tuple[tuple[str, Leaf], ...]], ...]  # leaves named "block/leaf"
@@ -99,14 +97,14 @@ class Model:
     schedule: str
     reduction: Literal["mean", "sum"]
     seed: int
-    weighted: bool = False  # whether the loss is a sum that comes with its count
+    weighted: bool = False  # whether the loss is a sum that is returned with its count
 
     @property
     def placement(self) -> tuple[int | None, ...]:
         return tuple(piece.place for piece in self.pieces)
 
     def weights(self) -> dict[str, Any]:
-        """`{group: {block: {leaf: array}}}`, whole, in the leaves' dtypes."""
+        """Return whole weights `{group: {block: {leaf: array}}}`, in the leaves' dtypes."""
         found: dict[str, Any] = {}
         for g, (name, leaves) in enumerate(self.groups):
             tree = found.setdefault(name, {})
@@ -116,7 +114,7 @@ class Model:
         return found
 
     def by_leaf(self, of: Any) -> dict[str, Any]:
-        """`weights`' tree with `of(leaf)` in the place of each array."""
+        """Return the tree of `weights` with `of(leaf)` in place of each array."""
         found: dict[str, Any] = {}
         for name, leaves in self.groups:
             tree = found.setdefault(name, {})
@@ -126,7 +124,7 @@ class Model:
         return found
 
     def state(self) -> dict[str, Any]:
-        """The batch norms' first state, by group."""
+        """Return the batch norms' initial state, by group."""
         return {
             state_of(i): {
                 "mean": normal(self.seed + i, (piece.width,)).astype(np.float32),
@@ -138,7 +136,7 @@ class Model:
         }
 
     def batch(self, number: int = 0) -> dict[str, np.ndarray]:
-        """Leaves (replicas, M, ...), whatever the number of replicas; another `number` is another batch."""
+        """Return a batch with leaves (replicas, M, ...), also for one replica; another `number` is another batch."""
         lead = (self.replicas, self.micro_batches)
         seed = self.seed + 10_000 * (number + 1)
         rng = np.random.default_rng(seed)
@@ -179,10 +177,10 @@ def state_of(stage: int) -> str:
 
 
 def constant_of(seed: int, width: int) -> np.ndarray:
-    """What a function with this seed closes over."""
+    """Return the array that a function with this seed closes over."""
     return normal(seed, (width,)).astype(np.float32)
 
 
 def count_of(mb: Any) -> Any:
-    """What a weighted micro-batch counts: 0, 1, 3 or 4."""
+    """Return the count of a weighted micro-batch: 0, 1, 3 or 4."""
     return (mb["flag"] * 3 + mb["ids"][0] % 2).astype("float32")

@@ -1,7 +1,7 @@
-"""Every op of `sharded_ops` on random meshes, splits, shapes, dtypes and options: values and gradients.
+"""Test values and gradients of every op of `sharded_ops` on random meshes, splits, shapes, dtypes and options.
 
-A program maps an op over a mesh with axis "ipu", and now and then an axis "data" over which the tokens are split. Its
-gradient is taken of the `shard_map` or within it, under check_vma=True or False. The dense program goes through the
+A program maps an op over a mesh with axis "ipu", and sometimes an axis "data" over which the tokens are split. Its
+gradient is taken outside the `shard_map` or within it, under check_vma=True or False. The dense program computes the
 parts of "data" one by one, on whole arrays.
 """
 
@@ -36,7 +36,7 @@ SMOOTH = (
 
 
 class Case:
-    """One op, and how it is mapped and differentiated."""
+    """A case of one op, with how it is mapped and differentiated."""
 
     def __init__(self, dice: Dice):
         self.op = dice.one_of(sorted(OPS))
@@ -87,7 +87,7 @@ class Case:
             found.append(gradient)
         names = [name for name, is_float in zip(given.names, floats, strict=True) if is_float]
         as_dict = lambda leaves: dict(zip(names, leaves, strict=True))  # noqa: E731
-        # a loss's slope is a probability less a target, times its cotangent: of confident rows next to nothing is left
+        # dlogits are (probability - target) * cotangent, and in confident rows almost all of it cancels
         terms = float(np.abs(ct).max(initial=0)) if self.op.endswith("cross_entropy") else 0.0
         rounded = [as_dict(leaves) for leaves in of_rounded]
         assert_close("gradient", as_dict(found), as_dict(wanted), rounded, eps, terms=terms)
@@ -124,7 +124,7 @@ class Case:
             out, vjp = jax.vjp(of_floats(given.local, arrays), *[arrays[i] for i in floats])
             if self.typed:
                 return out, vjp(ct)
-            # untyped, each IPU holds a part: of what is the same on some of them, an equal one
+            # untyped, each IPU holds a part of the cotangent: equal parts if the result is the same on several IPUs
             held = [size for axis, size in zip(axes, sizes, strict=True) if axis not in _named(out_spec)]
             gradients = []
             for i, gradient in zip(floats, vjp((ct / math.prod(held)).astype(ct.dtype)), strict=True):
@@ -148,7 +148,7 @@ class Case:
         return ct.astype(jnp.dtype(self.given.out_dtype or self.dtype))
 
     def _chunked(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` on each part of "data", its results one behind the other."""
+        """Return the results of `run` on each part of "data", concatenated."""
 
         def whole(*arrays: Any) -> Any:
             results = []
@@ -165,20 +165,20 @@ class Case:
         return whole
 
     def _inputs(self, *, exact: bool) -> list[Any]:
-        """The arrays, and, where rounding changes little, the same with float32 ones a unit in the last place off."""
+        """Return the arrays and, if rounding changes little, also with float32 changed by a unit in the last place."""
         arrays = self.given.arrays
         if exact:
             return [[as_float64(array) for array in arrays]]
         return [arrays, *(nudged(list(arrays), seed) for seed in range(3 if self.op in SMOOTH else 0))]
 
     def _dense(self, *, exact: bool) -> list[np.ndarray]:
-        """The results of the dense program, from each of the inputs."""
+        """Return the results of the dense program for each of the inputs."""
         with jax.enable_x64(exact):
             run = jax.jit(self._chunked(lambda *arrays: self.given.dense(*arrays, exact=exact)))
             return [np.asarray(run(*arrays)) for arrays in self._inputs(exact=exact)]
 
     def _gradients(self, ct: np.ndarray, *, exact: bool) -> list[list[np.ndarray]]:
-        """Its gradients, likewise: per input, those of the floating arrays."""
+        """Return the gradients of the floating arrays for each of the inputs."""
         with jax.enable_x64(exact):
             floats = [i for i, is_float in enumerate(self.given.is_float) if is_float]
             run = self._chunked(lambda *arrays: self.given.dense(*arrays, exact=exact))
@@ -196,7 +196,7 @@ class Case:
 
 
 def _padded(split: Split, array: np.ndarray, dim: int, fill: float = np.nan) -> np.ndarray:
-    """Padded with what shows wherever padding leaks."""
+    """Return the array padded with values that become visible wherever padding leaks."""
     widths = [(0, split.padding if d == dim % array.ndim else 0) for d in range(array.ndim)]
     return np.pad(array, widths, constant_values=array.dtype.type(fill))
 

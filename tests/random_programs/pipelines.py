@@ -1,4 +1,4 @@
-"""Pipelines of random stages, placements and schedules: loss, gradients, aux and state against a dense program's."""
+"""Test pipelines of random stages, placements and schedules: loss, gradients, aux and state, by a dense program."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from random_programs.tables import random_table
 
 
 class Case:
-    """A pipeline, and what else is asked of it besides its gradients."""
+    """A case of a pipeline, with what is tested besides its gradients."""
 
     def __init__(self, dice: Dice):
         self.model = draw_model(dice)
@@ -56,7 +56,7 @@ def pipeline_of(model: Model, schedule: str | Schedule) -> Pipeline:
 
 
 def arguments(model: Model, pipeline: Pipeline) -> tuple[Any, Any, Any, Any]:
-    """Weights, batch, state and key, as `value_and_grad` takes them."""
+    """Return weights, batch, state and key, as `value_and_grad` takes them."""
     batch = model.batch()
     if model.replicas == 1:
         batch = {name: leaf[0] for name, leaf in batch.items()}
@@ -66,7 +66,7 @@ def arguments(model: Model, pipeline: Pipeline) -> tuple[Any, Any, Any, Any]:
 
 
 def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -> None:
-    """Raises `AssertionError` where the pipeline's results are not the dense program's."""
+    """Raise `AssertionError` if the pipeline's results are not those of the dense program."""
     given = arguments(model, pipeline)
     with bubbles_of_nan():
         loss, aux, gradients, new = parts(model, pipeline.value_and_grad(*given))
@@ -92,7 +92,7 @@ def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -
 
 
 def parts(model: Model, result: Any) -> tuple[Any, dict[int, Any], Any, Any]:
-    """Loss, aux per stage, gradients and new state of what `value_and_grad` returned."""
+    """Return loss, aux of each stage, gradients and new state from the result of `value_and_grad`."""
     value, gradients, *new = result
     with_aux = [i for i, piece in enumerate(model.pieces) if piece.aux]
     if not with_aux:
@@ -105,7 +105,7 @@ def parts(model: Model, result: Any) -> tuple[Any, dict[int, Any], Any, Any]:
 
 @contextlib.contextmanager
 def bubbles_of_nan() -> Iterator[None]:
-    """What nothing was written to holds NaN, so that a bubble which leaks shows."""
+    """Fill buffers that nothing has been written to with NaN, so that a bubble that leaks is noticed."""
     before, _hooks.IDLE_FILL = _hooks.IDLE_FILL, float("nan")
     try:
         yield

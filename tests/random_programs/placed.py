@@ -1,4 +1,4 @@
-"""A random model as a user of the library would write it: stages, with `sharded_ops` where all IPUs work."""
+"""Make the stages of a random model as a user of the library would write them, concurrent ones with `sharded_ops`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ def specs_of(model: Model) -> dict[str, Any]:
 
 
 def frozen_of(model: Model) -> dict[str, Any]:
-    """A group that is frozen whole is named by True alone, one that is not frozen at all not named."""
+    """Return `frozen`: True for a group that is wholly frozen, a tree for one that is partly frozen, else nothing."""
     found = {}
     for name, tree in model.by_leaf(lambda leaf: leaf.frozen).items():
         if all(jax.tree.leaves(tree)):
@@ -68,7 +68,7 @@ def _stage(model: Model, number: int) -> Stage:
 
 
 def _function(piece: Piece, weighted: bool) -> Callable[..., Any]:
-    # an export is made once, as one that came out of a file is: jax makes none inside a shard_map
+    # the function is exported once, like one that is read from a file: jax cannot export inside a shard_map
     exports = {b: _export(block) for b, block in enumerate(piece.blocks) if block.kind == "exported"}
 
     def fn(
@@ -130,7 +130,7 @@ def _norm(h: Any, state: Any) -> tuple[Any, Any]:
     return (h - mean) * lax.rsqrt(var + EPSILON), new
 
 
-# what a local stage is made of
+# blocks of a local stage
 
 
 def _mlp(block: Block, w: Any, h: Any, mb: Any) -> Any:
@@ -214,7 +214,7 @@ def _activation(block: Block, w: Any, h: Any, mb: Any) -> Any:
     return jnp.sin(h) + mb["x"][:, :1].astype(h.dtype)
 
 
-# what a concurrent stage is made of: weights are this IPU's shards
+# blocks of a concurrent stage, whose weights are this IPU's shards
 
 
 def _columns(block: Block, w: Any, h: Any, mb: Any) -> Any:

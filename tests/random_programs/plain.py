@@ -1,11 +1,11 @@
-"""What a random model computes, as a dense program: plain jnp on whole weights, and nothing of ours.
+"""Compute a random model as a dense program: plain jnp on whole weights, with nothing of ours.
 
-Written to differ from `placed` wherever it can: loops over layers are Python's, lookups are products with one-hot rows,
-a micro-batch goes through the model by itself and its gradient is added by hand.
+It differs from `placed` wherever possible: loops over layers are Python's, lookups are products with one-hot rows, and
+each micro-batch is computed by itself and its gradient added by hand.
 
-`exact` programs get float64 weights and cast nothing; the others cast where the model says. XLA keeps float32 where it
-fuses one half-type operation with the next, so that a whole model in one program rounds far less often than the same
-model cut into stages: `fused=False` rounds after each operation.
+`exact` programs get float64 weights and cast nothing; the others cast where the model says so. XLA keeps float32 if it
+fuses one half-type operation with the next, so a whole model in one program rounds far less often than the same model
+cut into stages. `fused=False` rounds after each operation.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ class Dense:
     """The dense program of a model.
 
     Args:
-        model: which.
-        exact: whether it computes in float64, rather than in the model's own dtypes.
-        fused: whether XLA may keep more digits between operations than their dtypes have.
+        model: the model to compute.
+        exact: compute in float64, rather than in the model's own dtypes.
+        fused: let XLA keep more digits between operations than their dtypes have.
     """
 
     def __init__(self, model: Model, *, exact: bool, fused: bool = True):
@@ -37,13 +37,13 @@ class Dense:
         self._step = jax.jit(jax.value_and_grad(self._loss_of, has_aux=True), compiler_options=options)
 
     def run(self, weights: Any, batch: Any, state: Any, key: Any = None) -> tuple[Any, Any, dict[int, Any], Any]:
-        """One weight update's `(loss, gradients, {stage: aux of (replicas, M, ...)}, new state)`.
+        """Return `(loss, gradients, {stage: aux of (replicas, M, ...)}, new state)` of one weight update.
 
         Args:
             weights: `{group: {block: {leaf: array}}}`, whole.
             batch: leaves (replicas, M, ...).
             state: `{group: tree}` of the batch norms.
-            key: a typed key, where the model is random.
+            key: a typed key, if the model is random.
         """
         with jax.enable_x64(self.exact):
             if self.exact:
@@ -77,7 +77,7 @@ class Dense:
                         sums[i] += np.asarray(gradient).astype(np.float64) * counts[-1]
                 auxes.append(jax.device_get(aux))
             states.append(jax.device_get(state))
-        count = np.sum(counts) or np.inf  # of no tokens the mean is 0
+        count = np.sum(counts) or np.inf  # the mean over no tokens is 0
         gradients = [total if model.reduction == "sum" else total / count for total in sums]
         loss = np.sum(losses) if model.weighted and model.reduction == "sum" else np.sum(losses) / count
         lead = (model.replicas, model.micro_batches)
@@ -234,7 +234,7 @@ def _activation(block: Block, w: Any, h: Any, mb: Any, cast: Cast) -> Any:
 
 
 def _wide(block: Block, w: Any, h: Any, mb: Any, cast: Cast) -> Any:
-    """A column-split and a row-split product, with what stands between them."""
+    """Return a column-split and a row-split product, with the function between them."""
     y = jnp.einsum("nd,de->ne", h, cast(w["up"], block.dtype)) + cast(w["up_bias"], block.dtype)
     if block.kind == "wide norm":
         wide = cast(y, "float32")

@@ -1,10 +1,10 @@
-"""Runs random programs against dense ones until the time is up, and says which of them failed.
+"""Compare random programs with dense ones until the time is up, and print which of them failed.
 
     python tests/random_programs/run.py --minutes 60 --kind all --seed 1234
     python tests/random_programs/run.py --kind pipelines --seed 1234 --case 17      # one case again
 
-Cases run in a process of their own, which is started anew when it dies, hangs or has run for long: a signal or a hang
-costs one case, never the run. Exits 1 if a case failed.
+Cases run in a separate process, which is started anew if it dies, hangs or has run for long. So a signal or a hang
+only loses one case, not the run. The exit status is 1 if a case failed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CASES_OF_A_PROCESS = 150
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a case: an empty `error` is a success."""
+    """The outcome of a case: it succeeded if `error` is empty."""
 
     kind: str
     case: int
@@ -60,14 +60,14 @@ class Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
-        self._lines.put("")  # it is gone
+        self._lines.put("")  # the process is gone
 
     def run(self, kind: str, seed: int, case: int, timeout: float) -> Outcome:
-        """Runs one case. After a crash or a hang the worker is of no more use: `alive` is False."""
+        """Run one case. After a crash or a hang `alive` is False, and the worker cannot be used any more."""
         start = time.monotonic()
         self.cases += 1
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died since: the end of its answers says so
+        with contextlib.suppress(BrokenPipeError):  # the process died since: the end of its answers shows that
             self._process.stdin.write(f"{json.dumps([kind, seed, case])}\n")
             self._process.stdin.flush()
         try:
@@ -86,7 +86,7 @@ class Worker:
         return self._process.poll() is None
 
     def end(self) -> str:
-        """Ends the process; the end of what it wrote."""
+        """End the process, and return the end of what it wrote."""
         if self._log.closed:
             return ""
         self._process.kill()
@@ -96,7 +96,7 @@ class Worker:
         said = self._log.read()[-3000:]
         for file in (self._process.stdin, self._process.stdout, self._log):
             assert file is not None
-            with contextlib.suppress(BrokenPipeError):  # what it was sent last it never read
+            with contextlib.suppress(BrokenPipeError):  # it has not read the last line that was sent to it
                 file.close()
         return said
 
@@ -106,7 +106,7 @@ def _environment() -> dict[str, str]:
     paths = [str(HERE.parent.parent), str(HERE.parent), found.get("PYTHONPATH", "")]
     found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     found.pop("JAX_COMPILATION_CACHE_DIR", None)
-    # a collective that not all IPUs come to ends the process after a minute rather than never
+    # a collective in which not all IPUs take part ends the process after a minute rather than never
     flags = (
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=30 --xla_cpu_collective_call_terminate_timeout_seconds=60"
     )
@@ -115,7 +115,7 @@ def _environment() -> dict[str, str]:
 
 
 class Run:
-    """The cases of all kinds in turn, and what is known of them by now."""
+    """The cases of all kinds in turn, and their outcomes so far."""
 
     def __init__(self, args: argparse.Namespace):
         self._args = args
@@ -134,7 +134,7 @@ class Run:
         else:
             shown = time.monotonic()
             while time.monotonic() - self._start < 60 * args.minutes and not (args.exit_first and self.failures):
-                kind = min(self._spent, key=lambda kind: self._spent[kind])  # as much time for each kind
+                kind = min(self._spent, key=lambda kind: self._spent[kind])  # the same time for each kind
                 self._one(kind, self._next[kind])
                 self._next[kind] += 1
                 if time.monotonic() - shown > 30:
@@ -145,7 +145,7 @@ class Run:
             self._worker.end()
         for failure in self.failures:
             lines = failure.error.strip().splitlines()
-            # the line that names the error; behind it stands jax's note on its traceback
+            # the line with the error's name; after it comes jax's note on its traceback
             named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
             print(f"FAILED  {self._command(failure)}\n        {(named or lines)[-1][:200]}")
         return 1 if self.failures else 0

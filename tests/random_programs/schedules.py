@@ -1,6 +1,6 @@
-"""Schedules: valid tables must be accepted, read back from their text and run right; spoilt ones must be refused.
+"""Test schedules: valid tables must be accepted, parsed from their text and run correctly; spoilt ones refused.
 
-What is valid, `judge` decides by playing the table task by task.
+`judge` decides what is valid, by playing the table task by task.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from random_programs.judge import fault_of
 from random_programs.pipelines import assert_right, pipeline_of
 from random_programs.tables import Clock, Placement, Table, random_table
 
-SPOILT = 12  # of each table
+SPOILT = 12  # the spoilt tables made of each table
 
 
 class Case:
-    """A small model under a table of its own, and many tables that were spoilt."""
+    """A case of a small model under a table of its own, and of many spoilt tables."""
 
     def __init__(self, dice: Dice):
         self.model = draw_model(dice, simple=True)
@@ -27,9 +27,10 @@ class Case:
         self.dice, placement, m = dice, self.model.placement, self.model.micro_batches
         self.table = random_table(np.random.default_rng(dice.number()), placement, m)
         self.spoilt = [spoil(dice, placement, self.table) for _ in range(SPOILT)]
-        # a spoilt table that is still valid is an unusual one: it runs rather than the first
+        # a spoilt table that is still valid is unusual, so it is run in place of the first table
         unusual = [t for t in self.spoilt if t != self.table and not fault_of(placement, self.model.ipus, t)]
-        if any(piece.norm for piece in self.model.pieces):  # state is updated in the micro-batches' order, or refused
+        # state must be updated in the order of micro-batches, or the table is refused
+        if any(piece.norm for piece in self.model.pieces):
             unusual = [t for t in unusual if all(list(row) == sorted(row) for row in t[0])]
         self.runs = unusual[-1] if unusual and dice.chance(0.7) else self.table
 
@@ -59,7 +60,7 @@ def _schedule_or_refusal(placement: Placement, ipus: int, table: Table) -> tuple
 
 
 def spoil(dice: Dice, placement: Placement, table: Table) -> Table:
-    """A table with one or two cells moved, swapped, doubled, or dropped; now and then it is still valid."""
+    """Return a table with one or two cells moved, swapped, doubled, or dropped. Sometimes it is still valid."""
     forward, backward, weight, clock = table
     rows: dict[str, Any] = {"F": [*map(list, forward)], "B": [*map(list, backward)]}
     if weight is not None:
@@ -98,7 +99,7 @@ def spoil(dice: Dice, placement: Placement, table: Table) -> Table:
 
 
 def _segment(placement: Placement, stage: int) -> list[int]:
-    """The stages that run with this one: its neighbours of the same place."""
+    """Return the stages that run together with this one: its neighbours with the same place."""
     first = last = stage
     while first > 0 and placement[first - 1] == placement[stage]:
         first -= 1
@@ -108,7 +109,7 @@ def _segment(placement: Placement, stage: int) -> list[int]:
 
 
 def _set(rows: dict[str, Any], kind: str, stages: list[int], m: int, tick: int, placement: Placement) -> None:
-    """A new tick for these stages' task; a concurrent one's W, and a head's F and B, go with it."""
+    """Move these stages' task to a new tick, together with the W of a concurrent one, and with F and B of a head."""
     for stage in stages:
         together = [kind]
         if placement[stage] is None:

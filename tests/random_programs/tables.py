@@ -1,8 +1,8 @@
-"""Random schedule tables: each tick each IPU does any of the tasks that are ready, or nothing.
+"""Make random schedule tables: in each tick each IPU does any of the tasks that are ready, or nothing.
 
-Made by playing the clock that `ipu_jax.schedules._timetable` documents, with none of its code: segments are runs of
-stages of one place, what a segment made in a phase is there for the others when the phase ends, and a micro-batch
-follows the one before it through every segment.
+Tables are made by playing the clock that `ipu_jax.schedules._timetable` documents, without its code. Segments are runs
+of stages with one place; what a segment makes in a phase is available to the others when the phase ends; and
+micro-batches pass through every segment in order.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Table = tuple[Rows, Rows, Rows | None, Clock]
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A run of stages of one place. `role` is "local", "entry" (concurrent, a local one follows) or "head"."""
+    """A run of stages with one place. `role` is "local", "entry" (concurrent, followed by a local one) or "head"."""
 
     place: int | None
     stages: tuple[int, ...]
@@ -44,7 +44,7 @@ def segments_of(placement: Placement) -> list[Segment]:
 def random_table(
     rng: np.random.Generator, placement: Placement, micro_batches: int, *, two_phase: bool | None = None
 ) -> Table:
-    """`(forward, backward, weight, clock)` of a schedule in which every segment does its micro-batches in order."""
+    """Return `(forward, backward, weight, clock)` of a schedule whose segments do their micro-batches in order."""
     segments = segments_of(placement)
     two_phase = bool(rng.random() < 0.35) if two_phase is None else two_phase
     split = not two_phase and any(s.role == "local" for s in segments) and bool(rng.random() < 0.5)
@@ -63,7 +63,7 @@ def random_table(
 
 
 class _Play:
-    """One game: `begun` counts the micro-batches that have begun a task, `there` those whose message has arrived."""
+    """One game: `begun` counts the micro-batches that have begun a task, `there` those whose messages have arrived."""
 
     def __init__(self, segments: list[Segment], micro_batches: int, split: bool, two_phase: bool, rng: Any):
         self.segments, self.m, self.split, self.two_phase, self.rng = segments, micro_batches, split, two_phase, rng
@@ -71,7 +71,7 @@ class _Play:
         self.there = {(i, kind): 0 for i in range(len(segments)) for kind in "FB"}
         self.there[0, "F"] = micro_batches
         self.done: dict[tuple[int, str, int], int] = {}
-        # the most of F that run ahead of B: any bound of at least one will do
+        # how many F may run ahead of B: any bound of at least one is valid
         self.ahead = [int(rng.integers(1, micro_batches + 1)) for _ in segments]
         self.eager = float(rng.choice([0.4, 0.7, 0.95]))
         self.sends: list[tuple[int, str]] = []
@@ -116,7 +116,7 @@ class _Play:
         return bool(self.rng.random() < self.eager)
 
     def _each(self, role: str, kind: str, tick: int) -> None:
-        # who takes a message goes before who sends the next one: there is room for one under the two-phase clock
+        # a message must be taken before the next one is sent: under the two-phase clock there is room for only one
         order = range(len(self.segments))
         for i in reversed(order) if kind == "F" else order:
             if self.segments[i].role == role and self._ready(i, kind) and self._wants():

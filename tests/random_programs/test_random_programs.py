@@ -1,7 +1,7 @@
-"""A sample of the random programs (docs/design/random-programs.md), and the tools that run them.
+"""Run a sample of the random programs (docs/design/random-programs.md), and test the tools that run them.
 
-RANDOM_PROGRAMS_SEED sets another seed than the fixed one. Each case runs in a process beside this one, which outlives
-neither a crash nor a hang: those are failures like any other.
+RANDOM_PROGRAMS_SEED sets another seed than the fixed one. Each case runs in another process, so a crash or a hang is
+only the failure of that case.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from random_programs.tables import random_table
 
 SEED = int(os.environ.get("RANDOM_PROGRAMS_SEED", "5"))
 
-# of each kind, how many always run, and how many more with --slow=all
+# for each kind, how many cases always run, and how many more run with --slow=all
 ALWAYS = {"pipelines": 4, "schedules": 3, "training": 3, "ops": 12}
 MORE = {"pipelines": 40, "schedules": 20, "training": 20, "ops": 60}
 
@@ -55,7 +55,7 @@ def test_random_programs_equal_dense_ones(worker, kind, case):
 
 
 def test_tables_are_judged_as_the_schedule_judges_them():
-    """Of many tables, made and spoilt; what runs is tried by the cases above."""
+    """Judge many tables, made and spoilt, without running them; the cases above run some."""
     accepted = refused = 0
     for case in range(150):
         dice = Dice("tables", SEED, case)

@@ -1,6 +1,6 @@
-"""Training steps: random optax chains and options, a few updates, against optax on one device in float64.
+"""Compare a few updates of training steps, with random optax chains and options, with optax on one device in float64.
 
-Compared are the losses that the calls told, the weights, the stages' state and the optimizer's own state.
+The losses that the calls return, the weights, the stages' state and the optimizer's own state are compared.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from random_programs.model import Model
 from random_programs.pipelines import bubbles_of_nan, pipeline_of
 from random_programs.plain import Dense
 
-# Adam divides by the root of a gradient's square: with an epsilon of this size rounding stays rounding.
+# Adam divides by the root of a gradient's square; an epsilon of this size keeps rounding errors small.
 EPSILON = 1e-2
 
 
@@ -67,7 +67,7 @@ class Recipe:
 
 
 class Case:
-    """A model, a chain and options; `calls` calls of the step."""
+    """A case of a model, a chain and options, with `calls` calls of the step."""
 
     def __init__(self, dice: Dice):
         self.is_function = dice.chance(0.25)
@@ -94,7 +94,7 @@ class Case:
         return self.calls * self.options.device_iterations
 
     def batches(self) -> list[dict[str, np.ndarray]]:
-        """Per update, leaves (replicas, M, ...); one of them may hold an infinity in one row of one replica."""
+        """Return a batch for each update, leaves (replicas, M, ...); one may have infinity in a row of one replica."""
         found = [self.model.batch(u) for u in range(self.updates)]
         if self.bad is not None and self.bad < len(found):
             found[self.bad]["x"][-1, -1, 0, 0] = np.inf
@@ -120,7 +120,7 @@ class Case:
             assert np.array_equal(updated, wanted), f"updated {updated}, and should be {wanted}"
 
     def _found(self) -> tuple[dict[str, Any], np.ndarray, Any]:
-        """What the step makes of it."""
+        """Return the results of the training step."""
         model, options = self.model, self.options
         step = make_train_step(self._model(), self.recipe.build(), options)
         key = jax.random.key(model.seed) if step.random or options.stochastic_rounding else None
@@ -158,7 +158,7 @@ class Case:
         return loss
 
     def _trained(self, *, exact: bool, nudge: int = 0, fused: bool = True) -> dict[str, Any]:
-        """What plain optax makes of it, on one device."""
+        """Return the results of plain optax on one device."""
         with jax.enable_x64(exact):
             return self._trained_in(exact, nudge, fused)
 
@@ -169,7 +169,7 @@ class Case:
         weights = nudged(model.weights(), nudge) if nudge else model.weights()
         weights = to_half(weights) if options.precision == "16.16" else weights
         weights = as_float64(weights) if exact else weights
-        # frozen leaves are not there for optax
+        # optax does not get frozen leaves
         masked = lambda tree: jax.tree.unflatten(  # noqa: E731
             jax.tree.structure(tree),
             [optax.MaskedNode() if f else leaf for f, leaf in zip(dense.frozen, jax.tree.leaves(tree), strict=True)],
@@ -251,7 +251,7 @@ def _thawed(model: Model) -> Any:
 
 
 def _told(values: list[Any], options: TrainOptions) -> np.ndarray:
-    """What calls tell of per-update values."""
+    """Return the values that the calls return, from the values of each update."""
     grouped = np.asarray(values).reshape(-1, options.device_iterations)
     if options.outputs == "sum":
         return grouped.sum(1)
@@ -259,7 +259,7 @@ def _told(values: list[Any], options: TrainOptions) -> np.ndarray:
 
 
 def _cast(tree: Any, dtype: str) -> Any:
-    """Floats rounded to `dtype`."""
+    """Return the tree with floats rounded to `dtype`."""
     floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype) if floating(leaf) else leaf, tree)
 

@@ -1,4 +1,4 @@
-"""The process behind `run`: reads `[kind, seed, case]` a line, runs that case, writes what was wrong with it, or ""."""
+"""Run cases for `run`: read `[kind, seed, case]` from each line, run that case, and write what was wrong, or ""."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ CASES_BETWEEN_CLEARINGS = 10
 
 
 def failure_of(kind: str, seed: int, case: int) -> str:
-    """What is wrong with this case: its description and the error; "" if nothing is."""
+    """Return what is wrong with this case: its description and the error, or "" if nothing is."""
     from random_programs.dice import Dice
 
     described = "(it could not be drawn)"
@@ -25,7 +25,7 @@ def failure_of(kind: str, seed: int, case: int) -> str:
 
 
 def main() -> None:
-    # what a case prints must not stand among the answers
+    # the output of a case must not be mixed with the answers
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     import jax

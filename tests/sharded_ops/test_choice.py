@@ -1,4 +1,4 @@
-"""Choosing from a split dim against jnp.argmax and lax.top_k, values, columns and gradients."""
+"""Test argmax and top_k of a split dim against jnp.argmax and lax.top_k: values, columns and gradients."""
 
 import functools
 
@@ -30,7 +30,7 @@ from support.transforms import COLUMNS, INF, NAN, in_transforms
 
 LOWEST, HIGHEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
-# Of each row as many columns are taken as the split has. Ties within a shard and between shards, at every place.
+# Each row is cut to the size of the split. There are ties within a shard and between shards, at every place.
 FLOATS = np.array(
     [
         [0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
@@ -51,7 +51,7 @@ INTS = np.array(
 
 
 def _choices(x, *, size):
-    """argmax and top_k for few columns, for more than an IPU has, and for all."""
+    """Return argmax, and top_k for few columns, for more than an IPU has, and for all."""
     return argmax(x, size=size), *(top_k(x, k, size=size) for k in sorted({1, (size + 2) // 2, size}))
 
 
@@ -141,7 +141,7 @@ def _dense_top_values(x, *, k):
 def test_gradients_go_where_the_values_came_from(mode, n, size, dtype, seed):
     split, k = Split(size, n), (size + 2) // 2
     x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3, k), dtype)
-    x[0, 0] = 1  # a tie: the gradients go to the lower columns
+    x[0, 0] = 1  # a tie, whose gradients go to the lower columns
 
     out, (dx,) = sharded_vjp(
         _top_values, mode, n, [padded(split, x, 2)], in_specs=(P(None, None, "ipu"),), ct=ct, size=size, k=k
@@ -149,7 +149,7 @@ def test_gradients_go_where_the_values_came_from(mode, n, size, dtype, seed):
 
     want, (want_dx,) = dense_vjp(_dense_top_values, [x], ct=ct, k=k)
     np.testing.assert_array_equal(out, want)
-    # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
+    # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
     assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
 
 
@@ -177,10 +177,10 @@ def test_choices_may_stand_in_vmap_and_scan(transform, typed):
 
 
 def test_shards_that_are_alike_on_all_ipus():
-    """Constants inside a shard_map with check_vma=True vary over no axis: that they are shards has to be said."""
+    """Constants inside a shard_map with check_vma=True vary over no axis, so shards must be marked with lax.pcast."""
 
     def each_ipu(key):
-        x = lax.pcast(jnp.arange(3.0).at[1].set(7), "ipu", to="varying")  # columns 0-2, and 3-5 alike
+        x = lax.pcast(jnp.arange(3.0).at[1].set(7), "ipu", to="varying")  # columns 0-2, and the same in 3-5
         return *top_k(x, 3, size=6), argmax(x, size=6), sample(key, x, size=6, temperature=0.01)
 
     values, columns, best, drawn = on_ipus(each_ipu, 2, P(), P())(jax.random.key(0))

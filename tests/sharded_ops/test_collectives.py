@@ -1,4 +1,4 @@
-"""The collectives against their dense twins."""
+"""Test the collectives against their dense twins."""
 
 import functools
 
@@ -48,7 +48,7 @@ def test_to_all_gives_the_owners_value_and_gathers_its_gradient(mode, n, size, d
     out, (dx,) = sharded_vjp(_to_all_traced, mode, n, [x], [np.int32(owner)], in_specs=(P("ipu"),), ct=ct)
 
     np.testing.assert_array_equal(out, x[owner : owner + 1])
-    # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
+    # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
     is_owner = np.arange(n)[:, None] == owner
     assert_close(dx, np.where(is_owner, ct, np.zeros_like(ct)), np.where(is_owner, np.abs(ct), 0), roundings=n + 1)
 

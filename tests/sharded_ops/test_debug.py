@@ -1,4 +1,4 @@
-"""What `debug_sharding` prints, word for word, and that it changes nothing."""
+"""Test what `debug_sharding` prints, word for word, and that it changes nothing."""
 
 import functools
 
@@ -18,7 +18,7 @@ debug_x = functools.partial(debug_sharding, name="x")
 
 @pytest.fixture
 def printed(capsys):
-    """Returns the lines printed so far, and forgets them: forward before backward, for XLA may run either first."""
+    """Return the lines printed since the last call, forward before backward, since XLA may run either first."""
 
     def lines() -> list[str]:
         jax.effects_barrier()
@@ -52,7 +52,7 @@ def test_forward_and_backward_of_shards(typed, dtype, printed):
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_the_cotangent_of_what_all_hold_is_whole_or_in_parts(typed, printed):
-    """Differentiated outside, with x the same on all: typed, all hold the gradient; untyped, each of 2 holds half."""
+    """With x the same on all IPUs and jax.grad outside, each IPU has the gradient if typed, half of it if untyped."""
     sharded = on_ipus(lambda x: jnp.sum(debug_x(x) ** 2), 2, P(), P(), typed)
     np.testing.assert_array_equal(jax.grad(sharded)(jnp.array([3.0])), [6])
     gradient = 6 if typed else 3
@@ -115,7 +115,7 @@ def test_nan_and_empty_values_show(printed):
         "x, forward, ipu 0 of 2: float32[2], differs between IPUs, min nan, max nan, mean nan",
         "x, forward, ipu 1 of 2: float32[2], differs between IPUs, min 3, max 4, mean 3.5",
     ]
-    # The second result, because jax does not run what has none but empty ones.
+    # The second result is needed because jax does not run a program with empty results only.
     both = on_ipus(lambda x, y: (debug_x(x), y), 2, P("ipu"), P("ipu"))
     jax.block_until_ready(both(jnp.zeros((2, 0)), jnp.zeros(2)))
     assert printed() == [f"x, forward, ipu {ipu} of 2: float32[1,0], the same on all IPUs, empty" for ipu in (0, 1)]
@@ -140,7 +140,7 @@ def test_each_replica_prints_its_own_lines(typed, printed):
     op = jax.jit(jax.shard_map(debug_x, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=typed))
     op(jnp.array([[0.0, 0.0], [2.0, 3.0]])).block_until_ready()
     lines = printed()
-    # The replicas run apart, so either may come first, but the lines of one stand together.
+    # Either replica may come first, since they run independently, but the lines of one replica are together.
     assert [line for line in lines if "replica 0" in line] == [
         f"x, forward, replica 0, ipu {ipu} of 2: float32[1,1], the same on all IPUs, min 0, max 0, mean 0"
         for ipu in (0, 1)

@@ -1,4 +1,4 @@
-"""Lookups in a split dim against indexing of the whole array, with indices that nobody holds among them."""
+"""Test lookups in a split dim against indexing of the whole array, also with indices that are in no shard."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, embedding, take_last
+from sharded_ops import Split, embedding, take_along_last_dim
 from support.harness import (
     a_few_cases,
     assert_close,
@@ -32,12 +32,12 @@ from support.harness import (
 TOKENS = 6
 FAR = (-(2**31), 2**31 - 1)
 
-# Takes what its type refuses, for tests of what it says to that.
+# Takes arguments that its type does not allow, for tests of the errors.
 _any_embedding: Any = embedding
 
 
 def _indices(size: int) -> st.SearchStrategy[list[int]]:
-    """Mostly real ones, often the same twice; negative ones, those just beyond the end, and the farthest of int32."""
+    """Return indices: mostly valid ones, with repetitions; negative ones, ones beyond the end, and int32's extremes."""
     each = st.one_of(st.integers(0, size - 1), st.integers(-size - 1, 2 * size), st.sampled_from(FAR))
     return st.lists(each, min_size=TOKENS, max_size=TOKENS)
 
@@ -48,7 +48,7 @@ def _dense_embedding(table, ids):
     return jnp.where(inside[..., None], table[jnp.clip(ids, 0, size - 1)], 0)
 
 
-def _dense_take_last(x, indices):
+def _dense_take_along_last_dim(x, indices):
     size = x.shape[-1]
     inside = (indices >= 0) & (indices < size)
     picked = jnp.take_along_axis(x, jnp.clip(indices, 0, size - 1)[..., None], axis=-1)[..., 0]
@@ -70,8 +70,8 @@ def test_embedding(mode, n, size, dtype, seed, data):
 
     want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
     np.testing.assert_array_equal(out, want)
-    # A row's gradient adds up to 6 cotangents in the table's dtype, on each side in its own order, and untyped each of
-    # them is cut in n first.
+    # A row's gradient is the sum of up to 6 cotangents in the table's dtype, in another order on each side; untyped,
+    # each cotangent is divided by n first.
     bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
     assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS + n + 1)
 
@@ -133,17 +133,19 @@ def test_embedding_split_by_features(mode, n, size, dtype, seed, data):
 @every_case
 @examples
 @given(seed=seeds, data=st.data())
-def test_take_last(mode, n, size, dtype, seed, data):
+def test_take_along_last_dim(mode, n, size, dtype, seed, data):
     split = Split(size, n)
     x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3), dtype)
     indices = np.array(data.draw(_indices(size)), np.int32).reshape(2, 3)
 
     spec = split.spec(2, 3, "ipu")
-    out, (dx,) = sharded_vjp(take_last, mode, n, [padded(split, x, 2)], [indices], in_specs=(spec,), ct=ct, size=size)
+    out, (dx,) = sharded_vjp(
+        take_along_last_dim, mode, n, [padded(split, x, 2)], [indices], in_specs=(spec,), ct=ct, size=size
+    )
 
-    want, (want_dx,) = dense_vjp(_dense_take_last, [x], [indices], ct=ct)
+    want, (want_dx,) = dense_vjp(_dense_take_along_last_dim, [x], [indices], ct=ct)
     np.testing.assert_array_equal(out, want)
-    # Untyped, the cotangent is cut in n and added up again: n + 1 roundings.
+    # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
     assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
 
 
@@ -157,7 +159,7 @@ def test_ids_of_any_shape(shape):
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
 def test_ids_of_any_integer_dtype(dtype):
-    size = 200  # more rows than an int8 counts
+    size = 200  # more rows than an int8 can count
     table = normal(0, (size, 2))
     ids = np.array([0, 1, 126, 127, np.iinfo(dtype).min, np.iinfo(dtype).max]).astype(dtype)
     out = on_ipus(functools.partial(embedding, size=size), 4, (P("ipu"), P()), P())(table, ids)
@@ -181,7 +183,7 @@ def test_each_sends_what_it_says(typed):
     # The result of 5 lookups is (5, 3) float32, that of 5 picks (5,).
     for op, x, in_spec, size in (
         (embedding, jnp.ones((4, 3)), P("ipu"), 60),
-        (take_last, jnp.ones((5, 4)), P(None, "ipu"), 20),
+        (take_along_last_dim, jnp.ones((5, 4)), P(None, "ipu"), 20),
     ):
         assert sent(op, x, in_spec) == ([("all-reduce", size)], [] if typed else [("all-reduce", size)])
 
@@ -266,20 +268,20 @@ def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
             "in_specs=Split(size=5, parts=2).spec(1, 2, 'ipu')",
         ),
         (
-            lambda x, ids: take_last(x, ids, size=4),
+            lambda x, ids: take_along_last_dim(x, ids, size=4),
             "indices has shape (3,), but a shard of shape (2, 2) takes one index for each of its rows: give shape (2,)",
         ),
         (
-            lambda x, ids: take_last(x, ids[:2] == 0, size=4),
+            lambda x, ids: take_along_last_dim(x, ids[:2] == 0, size=4),
             "indices has dtype bool, but indices must be integers: use int32",
         ),
         (
-            lambda x, ids: take_last(x, ids[:2] + lax.axis_index("ipu"), size=4),
+            lambda x, ids: take_along_last_dim(x, ids[:2] + lax.axis_index("ipu"), size=4),
             "indices varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
             "don't name 'ipu', or use to_all or from_all on it first",
         ),
         (
-            lambda x, ids: take_last(x, ids[:2], size=7),
+            lambda x, ids: take_along_last_dim(x, ids[:2], size=7),
             "x_shard has shape (2, 2) on each IPU, with 2 rows in dim -1, but size=7 over the 2 IPUs of axis 'ipu' "
             "takes 4: pad the whole array with Split(size=7, parts=2).pad(array, -1) and shard it with "
             "in_specs=Split(size=7, parts=2).spec(-1, 2, 'ipu')",

@@ -1,4 +1,4 @@
-"""How a dim is split: the arithmetic by its properties, the arrays by what each IPU is seen to hold."""
+"""Test how a dim is split: the arithmetic by its properties, the arrays by what each IPU holds."""
 
 import itertools
 
@@ -153,7 +153,7 @@ def test_a_dim_beyond_int32_is_refused():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
-@pytest.mark.parametrize("size", [3, 1000, 70_000])  # more than 8 bits hold, and than 16
+@pytest.mark.parametrize("size", [3, 1000, 70_000])  # more than fits into 8 bits, and into 16
 @pytest.mark.parametrize("on_device", [True, False])
 def test_any_integer_dtype_is_taken_and_none_wraps(dtype, size, on_device):
     limits = np.iinfo(dtype)
@@ -162,7 +162,7 @@ def test_any_integer_dtype_is_taken_and_none_wraps(dtype, size, on_device):
         limits.max,
         *(v for v in (-1, 0, 2, 3, 999, 1000, 69_999, 70_000, 2**32 + 1) if limits.min <= v <= limits.max),
     ]
-    with jax.enable_x64(on_device):  # or a 64-bit array would be cut to 32 bits on its way to the device
+    with jax.enable_x64(on_device):  # otherwise a 64-bit array would be truncated to 32 bits on its way to the device
         indices = np.array(values, dtype)
         got = as_int32("ids", jnp.asarray(indices) if on_device else indices, size)
     assert got.dtype == jnp.int32

@@ -1,4 +1,4 @@
-"""The split matmul against `x @ w + b`, and the tied projection against `h @ table.T`, forward and in all gradients."""
+"""Test the split matmul against `x @ w + b`, and the tied projection against `h @ table.T`, with all gradients."""
 
 import functools
 import re
@@ -40,7 +40,7 @@ def _dense_tied(hidden, table):
 
 
 def _assert_like_dense(got, x, w, ct, n, *, bias=None, dense=jnp.matmul):
-    """Within the roundings of sums of products, which are bounded by the same program on absolute values."""
+    """Compare within the rounding of sums of products, for which the same program on absolute values is the bound."""
     operands = [x, w] if bias is None else [x, w, bias]
     out, grads = dense_vjp(dense, operands, ct=ct)
     *operand_sizes, ct_size = (np.abs(array).astype(np.float32) for array in (*operands, ct))
@@ -100,7 +100,7 @@ TOKENS = 6
 
 
 def _each_form(name, plain, scattered):
-    """The scattered form in each of the few cases, the plain one, with no more than a bias added, in half of them."""
+    """Test the scattered form in each of the few cases, and the plain one, with at most a bias, in half of them."""
     cases = [(scattered, case) for case in FEW_CASES] + [(plain, case) for case in FEW_CASES[1::2]]
     params = [pytest.param(*case.values, form, id=f"{case.id}-{name}={form}") for form, case in cases]
     return pytest.mark.parametrize(("mode", "n", "size", "dtype", name), params)
@@ -218,23 +218,23 @@ def test_the_tied_table_is_contracted_where_it_lies(size, dtype):
         return jax.vjp(sharded, hidden, table)[1](ct)
 
     def made(fn, *args):
-        """What makes a value of the size of the shard, in its own layout or the other."""
+        """Return the instructions that make a value of the size of the shard, transposed or not."""
         text = jax.jit(fn).lower(*args).compile().as_text() or ""
         main = text[text.index("ENTRY") :]
         found = re.findall(r"= \w+\[(?:31,24|24,31)\]\S* ([\w-]+)\(", main)
         return sorted(op for op in found if op != "parameter")
 
     assert made(sharded, hidden, table) == []
-    # The gradient itself, rounded for half types; and where there is padding, one masked copy.
+    # There is the gradient itself, rounded for half types, and with padding one masked copy.
     fusions = ["fusion"] * ((dtype == jnp.bfloat16) + bool(split.padding))
     assert made(backward, hidden, table, ct) == ["dot", *fusions]
-    # The reader of the HLO does see what is copied.
+    # Check that the search in the HLO does find copies.
     assert made(lambda table: 2 * table.T, table[:31]) != []
 
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_sequence_parallel_block_is_itself_under_vmap_scan_and_remat(typed):
-    """Two layers, each scattered in and out, over two examples, against the dense block: 5 tokens on 4 IPUs."""
+    """Test two layers, each scattered in and out, on two examples, against the dense block: 5 tokens on 4 IPUs."""
     split = Split(6, 4)
     x_BND = normal(0, (2, 5, 3))
     layers = (normal(1, (2, 3, 6)), normal(2, (2, 6)), normal(3, (2, 6, 3)), normal(4, (2, 3)))
@@ -273,7 +273,7 @@ def test_a_sequence_parallel_block_is_itself_under_vmap_scan_and_remat(typed):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weights_that_replicas_share_get_the_gradients_of_all(dtype):
-    """Two replicas of two IPUs, 3 tokens each; what the types add over the second axis must not be lost or doubled."""
+    """Test two replicas of two IPUs, 3 tokens each: sums over the second axis must be neither lost nor made twice."""
     mesh = jax.make_mesh((2, 2), ("replica", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     split = Split(5, 2)
     x_ND, w_DV, w_VD, b_D, table_VD = (
@@ -293,7 +293,7 @@ def test_weights_that_replicas_share_get_the_gradients_of_all(dtype):
     )
     want_out, want_vjp = jax.vjp(lambda x, w, v, b, table: (x @ w @ v + b) @ table.T, x_ND, w_DV, w_VD, b_D, table_VD)
     for got, want in zip((got_out, *got_vjp(ct)), (want_out, *want_vjp(ct)), strict=True):
-        # Sums of sums of sums of some 5 terms each; every half rounding on the way is seen at the size of the largest.
+        # Sums of sums of sums of about 5 terms each; each rounding to half counts at the size of the largest number.
         assert_close(got, want, np.abs(np.asarray(want, np.float32)).max(), roundings=20 if dtype == jnp.float32 else 4)
 
 
@@ -334,7 +334,7 @@ def test_unlike_dtypes_promote_and_each_gradient_keeps_its_own(x_dtype, w_dtype)
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_parts_of_a_half_row_sum_cross_as_float32_and_are_rounded_once(dtype):
-    # 1 + 7 parts of an eighth of the dtype's eps each: rounded before the sum, they would vanish against 1.
+    # One part is 1, and 7 are a quarter of the dtype's eps each: in the dtype itself, a running sum would stay at 1.
     eps = float(jnp.finfo(dtype).eps)
     x, w = jnp.ones((1, 8), dtype), jnp.full((8, 1), eps / 4, dtype).at[0].set(1)
     rows = functools.partial(matmul, split="rows")
@@ -392,7 +392,7 @@ def test_each_further_form_sends_what_it_says(typed):
     specs = (P("ipu"), P(None, "ipu"), P("ipu"))
     assert sent(gathered, specs, P(None, "ipu"), jnp.ones((4, 4)), jnp.ones((4, 6)), jnp.ones(6)) == (
         [("all-gather", 64)],
-        # The first is the forward pass's: dw needs what it gathered.
+        # The first collective is that of the forward pass, whose result dw needs.
         [("all-gather", 64), ("reduce-scatter", 32)],
     )
     scattered = functools.partial(_with_bias, split="rows", reduction="scatter")
@@ -408,7 +408,7 @@ def test_each_further_form_sends_what_it_says(typed):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_half_bias_is_added_in_float32_before_the_one_rounding(dtype):
-    # The sum is 1 + eps / 2, a tie that rounds to 1 by itself; the bias of eps / 2 makes it 1 + eps.
+    # The sum is 1 + eps / 2, a tie that by itself is rounded to 1; with the bias of eps / 2 it is 1 + eps.
     eps = float(jnp.finfo(dtype).eps)
     x, w, bias = jnp.ones((1, 8), dtype), jnp.full((8, 1), eps / 14, dtype).at[0].set(1), jnp.full(1, eps / 2, dtype)
     rows = on_ipus(functools.partial(_with_bias, split="rows"), 8, (P(None, "ipu"), P("ipu"), P()), P())
@@ -419,7 +419,7 @@ def test_a_half_bias_is_added_in_float32_before_the_one_rounding(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("split", ["columns", "rows"])
 def test_a_float32_bias_is_not_rounded_before_the_sum_is(dtype, split):
-    # A little more than eps / 2 makes of 1 the next number; rounded to the dtype it is eps / 2, and 1 stays 1.
+    # Adding a little more than eps / 2 rounds 1 up; rounded to the dtype first, it is eps / 2, and 1 stays 1.
     eps = float(jnp.finfo(dtype).eps)
     bias = jnp.full(2, eps / 2 * (1 + eps / 4), jnp.float32)
     if split == "columns":
@@ -441,7 +441,7 @@ def test_a_half_row_sum_is_scattered_as_float32_and_its_cotangent_gathered_as_ha
         out, vjp = jax.vjp(sharded, x, w)
         return out, vjp(ct)
 
-    # The compiler for the CPU widens half types in collectives; what it was given says what others send.
+    # The CPU compiler widens half types in collectives, so the program before compilation shows what others send.
     lowered = jax.jit(forward_and_backward).lower(x, w, ct).as_text()
     assert re.findall(r"\}\) : \(tensor<4x6x(\w+)>\) -> tensor<2x6x(\w+)>", lowered) == [("f32", "f32")]
     assert re.findall(r"all_gather.*: \(tensor<2x6x(\w+)>\) -> tensor<4x6x(\w+)>", lowered) == [("bf16", "bf16")]

@@ -1,4 +1,4 @@
-"""The split norms against dense ones: flax's formulae in one piece, and float64 where the mean is large."""
+"""Test the split norms against dense ones: flax's formulae on one device, and float64 for a large mean."""
 
 import functools
 
@@ -26,7 +26,7 @@ from support.harness import (
     unpadded,
 )
 
-# Large, so that a row of a single column, whose variance is 0, has gradients of the size of the others'.
+# Large, so that a row of a single column, whose variance is 0, has gradients as large as those of other rows.
 EPSILON = 0.1
 
 
@@ -68,8 +68,8 @@ def test_forward_and_backward(mode, n, size, dtype, op, dense, seed):
     got = (unpadded(split, out, 2), *(unpadded(split, grad, -1) for grad in grads))
     want_out, want_grads = dense_vjp(dense, [x, *vectors], ct=ct)
     for one_got, want in zip(got, (want_out, *want_grads), strict=True):
-        # Half types: computed in float32 on both sides, so that at most one rounding falls the other way. The terms are
-        # bounded by the greatest of a factor 1 / sqrt(EPSILON), normal variates, and sums of 6 of them.
+        # Half types are computed in float32 on both sides, so at most one rounding differs. The terms are bounded by
+        # the largest values of a factor 1 / sqrt(EPSILON), normal variates, and sums of 6 of them.
         wide = np.asarray(want, np.float32)
         bound = np.maximum(np.abs(wide), 1e-3) if dtype == jnp.bfloat16 else np.maximum(np.abs(wide).max(), 10)
         assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
@@ -87,13 +87,13 @@ def test_a_wide_scale_is_not_rounded_to_a_half_types_x(op):
     centred = wide if op is rms_norm else wide - wide.mean(-1, keepdims=True)
     want = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + EPSILON) * vectors[0]
     want = want if op is rms_norm else want + vectors[1]
-    # One rounding to bfloat16, and what float32 adds to it: not two.
+    # One rounding to bfloat16, and the rounding of float32 in addition, but not two to bfloat16.
     errors = np.abs(np.asarray(unpadded(split, out, 1), np.float64) - want)
     assert (errors <= 1.02 * 2.0**-8 * np.abs(want)).all()
 
 
 def _layer_norm_in_float64(x, scale, ct):
-    """The result and dx, worked out by hand."""
+    """Return the result and dx, by formulas worked out by hand."""
     x, scale, ct = (np.asarray(array, np.float64) for array in (x, scale, ct))
     centred = x - x.mean(-1, keepdims=True)
     deviation = np.sqrt((centred**2).mean(-1, keepdims=True))
@@ -116,12 +116,12 @@ def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
     (dx,) = vjp(ct)
 
     want, want_dx = _layer_norm_in_float64(x, scale, ct)
-    # Half a spacing is what the mean's own rounding costs the result. In one pass, or with the shards' means summed as
-    # they are, the error would be 0.8 to 1.2 of one.
+    # The mean's own rounding costs the result half a spacing. In one pass, or with a plain sum of the shards' means,
+    # the error would be 0.8 to 1.2 spacings.
     spacing = mean * 2**-23
     assert np.abs((out - want) / scale).max() <= 0.7 * spacing
     assert np.abs(dx - want_dx).max() <= 2 * spacing * np.abs(ct * scale).max()
-    # What the docstring says of the other formula.
+    # The docstring's claim about the other formula.
     naive_variance = np.mean(x**2, -1, dtype=np.float32) - np.mean(x, -1, dtype=np.float32) ** 2
     assert np.abs(naive_variance - 1).max() > 0.5
 
@@ -129,7 +129,7 @@ def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
 def test_second_derivatives_in_either_mode(typed, op, dense):
-    """Along one direction: reverse over reverse, and forward over reverse."""
+    """Return second derivatives along one direction: reverse over reverse, and forward over reverse."""
     split = Split(5, 4)
     x, direction, ct = normal(0, (2, 5)), normal(1, (2, 5)), normal(2, (2, 5))
     vectors = [normal(3, (5,))] if op is rms_norm else [normal(3, (5,)), normal(4, (5,))]
@@ -154,7 +154,7 @@ def test_second_derivatives_in_either_mode(typed, op, dense):
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_each_sends_what_it_says(typed):
-    # 3 tokens, of float32: 12 bytes for each float a token
+    # 3 tokens in float32: 12 bytes for each float per token
     x, scale = jnp.ones((3, 4)), jnp.ones(4)
 
     def sent(op):
@@ -162,7 +162,7 @@ def test_each_sends_what_it_says(typed):
 
         def both(x, scale, ct):
             out, vjp = jax.vjp(sharded, x, scale)
-            # The cotangent hangs on the result, as a loss's does; else the compiler makes one all-reduce of both.
+            # The cotangent depends on the result, as a loss's does; otherwise the compiler merges both all-reduces.
             return vjp(ct * out)
 
         return collectives(sharded, x, scale), collectives(both, x, scale, x)

@@ -1,9 +1,9 @@
-"""Every op is given bad values for each of its arguments, and NumPy's numbers for those that are numbers.
+"""Test every op with bad values for each of its arguments, and with NumPy's numbers for those that are numbers.
 
-Nothing here is compiled: what is wrong is told while the op is traced.
+Nothing here is compiled: errors are raised while the op is traced.
 """
 
-# Wrong arguments are the point here.
+# Wrong arguments are intended here.
 # pyright: reportArgumentType=false
 
 import functools
@@ -31,7 +31,7 @@ from sharded_ops import (
     sample,
     scatter_tokens,
     softmax,
-    take_last,
+    take_along_last_dim,
     tied_projection,
     to_all,
     top_k,
@@ -44,10 +44,10 @@ TABLE, X, IDS, W, SCALE = np.ones((8, 4)), np.ones((6, 8)), np.zeros(6, np.int32
 HIDDEN = np.ones((6, 4))
 OF_ROWS, OF_COLUMNS, ALL = P("ipu"), P(None, "ipu"), P()
 
-# Per op: itself, its arrays with their names and how they lie on 2 IPUs, its other arguments, and its result's spec.
+# For each op: the op, its arrays by name with their specs on 2 IPUs, its other arguments, and its result's spec.
 OPS = {
     "embedding": (embedding, {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)}, {"size": 8}, ALL),
-    "take_last": (take_last, {"x_shard": (X, OF_COLUMNS), "indices": (IDS, ALL)}, {"size": 8}, ALL),
+    "take_along_last_dim": (take_along_last_dim, {"x_shard": (X, OF_COLUMNS), "indices": (IDS, ALL)}, {"size": 8}, ALL),
     "matmul": (
         matmul,
         {"x": (HIDDEN, OF_ROWS), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
@@ -93,7 +93,7 @@ OPS = {
 
 
 def _traced(op, given=None):
-    """The result's shape, with some arguments given as they are: they don't go through the shard_map."""
+    """Return the result's shape, with arguments `given` as they are rather than passed through the shard_map."""
     given = given or {}
     fn, arrays, options, out_spec = OPS[op]
     passed = {name: array for name, array in arrays.items() if name not in given}
@@ -241,10 +241,10 @@ NAME = [
     ("name", None, "name=None is not a text: give one to stand at the head of each line"),
     ("name", ["x"], "name=['x'] is not a text: give one to stand at the head of each line"),
 ]
-# Every op takes an axis, and no array of any op may be a list; what else it takes stands here.
+# The bad values of each op's arguments, except for `axis` and arrays, which are common to all ops.
 BAD = {
     "embedding": SIZE + NO_SIZE + SPLIT_OF_TABLE + REDUCTION,
-    "take_last": SIZE + NO_SIZE,
+    "take_along_last_dim": SIZE + NO_SIZE,
     "matmul": SIZE + TOKENS + SPLIT_OF_WEIGHT + REDUCTION,
     "tied_projection": SIZE + NO_SIZE,
     "rms_norm": SIZE + NO_SIZE + EPSILON,
@@ -262,7 +262,7 @@ BAD = {
     "reduce_scatter_tokens": DIM,
     "debug_sharding": NAME,
 }
-# Of these None means that there is none.
+# For these arguments None is valid.
 MAY_BE_NONE = {("matmul", "bias"), ("layer_norm", "bias_shard")}
 NOT_ARRAYS = (
     (None, "None"),

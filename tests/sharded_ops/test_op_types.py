@@ -1,8 +1,8 @@
-"""Under check_vma=True types say what is split over an axis: what is whole where it must be split is refused, and the
-reverse, on a mesh of two axes as well. What varies over the other axis is nobody's concern.
+"""Test that under check_vma=True ops refuse an operand that is whole where it must be split, and the reverse.
 
-Accepted, each of these would give wrong numbers: a hidden that is split contracts with the shards of other features,
-and whole logits given as shards are n times as many.
+Types express what is split over an axis. The ops must look at their own axis only: on a mesh of two axes, operands may
+or may not vary over the other one. If such operands were accepted, results would be wrong: a hidden that is split would
+be multiplied by the shards of other features, and whole logits taken for shards would be counted n times.
 """
 
 import functools
@@ -27,7 +27,7 @@ from sharded_ops import (
     sample,
     scatter_tokens,
     softmax,
-    take_last,
+    take_along_last_dim,
     tied_projection,
     to_all,
     top_k,
@@ -46,7 +46,7 @@ def _ints(*shape):
     return jnp.zeros(shape, jnp.int32)
 
 
-# Per op: its arguments as each IPU holds them, and which must be split over its axis, whole on it, or part of a sum.
+# For each op: its arguments on each IPU, and which of them must be split over its axis, whole, or part of a sum.
 OPS = {
     "embedding": (
         functools.partial(embedding, size=V),
@@ -60,8 +60,8 @@ OPS = {
         functools.partial(embedding, size=D, split="features"),
         {"table": (_zeros(V, D // 2), SPLIT), "ids": (_ints(N), WHOLE)},
     ),
-    "take_last": (
-        functools.partial(take_last, size=V),
+    "take_along_last_dim": (
+        functools.partial(take_along_last_dim, size=V),
         {"x_shard": (_zeros(N, V // 2), SPLIT), "indices": (_ints(N), WHOLE)},
     ),
     "matmul": (matmul, {"x": (_zeros(N, D), WHOLE), "w": (_zeros(D, V // 2), SPLIT), "bias": (_zeros(V // 2), SPLIT)}),
@@ -138,7 +138,7 @@ def _message(name, kind, shape):
 
 
 def _trace(op, swapped=None, *, typed=True, others=()):
-    """Traces the op with its arguments as they should be typed, but for one."""
+    """Trace the op with arguments of the right types, except for one."""
     fn, arguments = OPS[op]
     mesh = jax.make_mesh((2, 2), ("data", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 

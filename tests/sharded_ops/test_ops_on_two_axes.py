@@ -1,8 +1,8 @@
-"""Every op on a mesh of two axes, its tokens really split over "data", against formulae in float64 worked out by hand.
+"""Test every op on a mesh of two axes, with its tokens split over "data", against float64 formulae worked out by hand.
 
-The 6 tokens lie 3 on each of 2 replicas, which 2 or 4 IPUs do not divide; nor the 7 features and 10 columns. Weights
-are the same on both replicas, so their gradients sum over "data". Padding of inputs, and of cotangents that are said
-not to be read, is NaN.
+Each of 2 replicas has 3 of the 6 tokens. The 2 or 4 IPUs of a replica divide neither these nor the 7 features and 10
+columns. Weights are the same on both replicas, so their gradients are summed over "data". Padding of inputs is NaN, and
+so is padding of those cotangents that are documented not to be read.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from sharded_ops import (
     sample,
     scatter_tokens,
     softmax,
-    take_last,
+    take_along_last_dim,
     tied_projection,
     to_all,
     top_k,
@@ -53,7 +53,7 @@ def mesh_of(n):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """How a whole array lies on the mesh: dim `split` over "ipu"; dim 0 over "data"; or dim 0 cut over both."""
+    """How a whole array is placed on the mesh: dim `split` over "ipu", dim 0 over "data", or dim 0 over both."""
 
     split: int | None = None
     replicas: bool = False
@@ -73,7 +73,7 @@ class Place:
         return whole if self.split is None else _padded(whole, self.split, n, fill)
 
     def unpadded(self, array, whole_shape, n, padding):
-        """Without its padding, which must be exactly that."""
+        """Return the array without its padding, after checking what the padding contains."""
         if self.cut:
             rows = whole_shape[0] // REPLICAS
             return np.concatenate([_unpadded(part, 0, rows, padding) for part in np.split(array, REPLICAS)])
@@ -100,17 +100,17 @@ CUT = Place(cut=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op of floating `inputs` and integer `indices`, and its result and gradients by hand."""
+    """An op with floating `inputs` and integer `indices`, and a function for its result and gradients by hand."""
 
     name: str
     op: Callable
     shapes: tuple[tuple[int, ...], ...]
     places: tuple[Place, ...]
     out: Place
-    result: tuple[int, ...]  # its whole shape; -1: the columns of one part
-    dense: Callable  # of float64 inputs, indices and the cotangent: the result, and the gradients
+    result: tuple[int, ...]  # its whole shape; -1 stands for the columns of one part
+    dense: Callable  # takes float64 inputs, indices and the cotangent, and returns the result and the gradients
     indices: bool = False
-    of_n: bool = False  # `dense` is also told how many IPUs there are
+    of_n: bool = False  # whether `dense` also takes the number of IPUs
     padding: float = 0  # of the result
     ct_fill: float = np.nan
 
@@ -123,7 +123,7 @@ def _embedding(table, ids, ct):
     return np.where(known[:, None], table[np.where(known, ids, 0)], 0), (dtable,)
 
 
-def _take_last(x, indices, ct):
+def _take_along_last_dim(x, indices, ct):
     picked, dx = np.zeros(len(x)), np.zeros_like(x)
     for token, column in enumerate(indices):
         if 0 <= column < x.shape[1]:
@@ -171,7 +171,7 @@ def _top_3(x, ct):
     return np.take_along_axis(x, columns, axis=-1), (dx,)
 
 
-# Of the next, each IPU's part is a block of columns: 12, which 1, 2 and 4 IPUs divide.
+# In the next ops each IPU's part is a block of 12 columns, which 1, 2 and 4 IPUs divide.
 PARTS = (TOKENS, 12)
 
 
@@ -231,13 +231,13 @@ CASES = [
         True,
     ),
     Case(
-        "take_last",
-        lambda x, i: take_last(x, i, size=COLUMNS),
+        "take_along_last_dim",
+        lambda x, i: take_along_last_dim(x, i, size=COLUMNS),
         ((TOKENS, COLUMNS),),
         (BOTH,),
         OF_REPLICA,
         (TOKENS,),
-        _take_last,
+        _take_along_last_dim,
         True,
     ),
     Case(
@@ -356,7 +356,7 @@ CASES = [
 
 
 def _program(case, n, mode):
-    """On global arrays: the result and the gradients, by `jax.vjp` of the shard_map or inside it."""
+    """Return the result and the gradients for global arrays, by `jax.vjp` of the shard_map or inside it."""
     typed, inside = mode.startswith("typed"), mode.endswith("inside")
     specs = tuple(place.spec for place in case.places)
     index_specs = (P("data"),) if case.indices else ()
@@ -378,7 +378,7 @@ def _program(case, n, mode):
         out, vjp = jax.vjp(lambda *floats: case.op(*floats, *indices), *floats)
         if typed:
             return out, vjp(ct)
-        # As `collectives` says of check_vma=False: equal parts of a replicated cotangent in, and of gradients out.
+        # As `_collectives` says of check_vma=False: cotangents and gradients of replicated values are equal parts.
         grads = vjp(ct / np.prod([lax.axis_size(axis) for axis in _missing(out_spec)], dtype=ct.dtype))
         return out, tuple(
             lax.psum(grad, _missing(spec)) if _missing(spec) else grad for grad, spec in zip(grads, specs, strict=True)
@@ -388,12 +388,12 @@ def _program(case, n, mode):
 
 
 def _missing(spec):
-    """The axes over which a value of this spec is the same."""
+    """Return the axes over which a value of this spec is the same."""
     named = {name for names in spec for name in (names if isinstance(names, tuple) else (names,))}
     return tuple(axis for axis in ("data", "ipu") if axis not in named)
 
 
-# The modes share the numbers of IPUs and the dtypes out among them.
+# Each number of IPUs and each dtype is tested in some of the modes only.
 CONFIGURATIONS = [
     pytest.param(n, mode, dtype, id=f"{mode}-{n}-{dtype.__name__}", marks=() if always else pytest.mark.slow)
     for n, mode, dtype, always in (
@@ -419,7 +419,7 @@ CONFIGURATIONS = [
 def test_values_and_every_gradient(case, n, mode, dtype):
     rng = np.random.default_rng(len(case.name))
     floats = [rng.standard_normal(shape).astype(dtype) for shape in case.shapes]
-    # Both replicas know an id that comes up twice, and one that is out of range.
+    # On both replicas an id occurs twice, and one is out of range.
     indices = [np.array([3, 9, 3, 3, -1, 10], np.int32)] if case.indices else []
     wide = [array.astype(np.float64) for array in floats]
     told = {"n": n} if case.of_n else {}
@@ -443,11 +443,11 @@ _LATER = [pytest.param(n, typed, marks=pytest.mark.slow) for n, typed in ((1, Tr
 
 @pytest.mark.parametrize(("n", "typed"), [(2, True), (4, False), *_LATER])
 def test_choices_are_those_of_each_token(n, typed):
-    """Columns have no gradient; and which one is drawn must not depend on the number of IPUs."""
+    """Test ops that return columns, which have no gradient; the column drawn must not depend on the number of IPUs."""
     x = np.random.default_rng(5).integers(0, 5, (TOKENS, COLUMNS)).astype(np.float32)  # with ties
 
     def each_ipu(x):
-        # Tokens on both replicas would draw alike from one key.
+        # With one key, tokens on both replicas would make the same draws.
         key = jax.random.fold_in(jax.random.key(3), lax.axis_index("data"))
         values, columns = top_k(x, 4, size=COLUMNS)
         options: tuple[dict[str, Any], ...] = ({}, {"top_k": 4}, {"top_k": 4, "top_p": 0.5}, {"temperature": 0.0})
@@ -467,7 +467,7 @@ def test_choices_are_those_of_each_token(n, typed):
 
 
 def _drawn_on_one_device(x):
-    """What the docstring of `sample` promises to be the same on any number of IPUs, here on one."""
+    """Return the draws on one IPU, which by the docstring of `sample` are the same on any number of IPUs."""
     mesh = jax.make_mesh((1,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
 
     def each_ipu(x, replica):
@@ -482,7 +482,7 @@ def _drawn_on_one_device(x):
 
 @pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_nucleus_of_everything_is_no_nucleus(typed):
-    """top_p=1 draws the very columns that no top_p draws, each with its probability."""
+    """top_p=1 draws the same columns as no top_p, each with its probability."""
     logits = np.array([1.0, 0.0, -1.0, 2.0, -np.inf], np.float32)
     tokens, temperature = 8000, 0.7
     x = np.tile(logits, (tokens, 1))
@@ -512,7 +512,7 @@ def test_a_nucleus_of_everything_is_no_nucleus(typed):
 
 
 def test_a_nucleus_of_everything_keeps_what_float32_adds_nothing_to():
-    """The first column's probability is 1 when rounded, and the others belong to the nucleus all the same."""
+    """The first column's probability is rounded to 1, but the other columns belong to the nucleus nevertheless."""
     logits = jnp.array([[0.0, -20.0, -30.0]])
     assert _nucleus(logits, jnp.ones((1, 1)), jnp.ones((1, 1))).tolist() == [[True, True, True]]
     assert _nucleus(logits, jnp.ones((1, 1)), jnp.full((1, 1), 0.999)).tolist() == [[True, False, False]]

@@ -1,4 +1,4 @@
-"""Trees saved on some IPUs and restored on others, bit by bit; and what does not fit, refused by name."""
+"""Test trees that are saved on some IPUs and restored on others, bit by bit, and errors that name a leaf."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ SPECS = {"table": P("ipu", None), "head": {"w": P(None, "ipu"), "b": P("ipu")}, 
 
 
 def _params(seed=0):
-    """Split by rows, by columns, a vector, and two leaves that are not; in dtypes that numpy has and has not."""
+    """Return leaves split by rows, by columns, a vector, and two that are not split; some dtypes aren't numpy's own."""
     return {
         "table": normal(seed, (SIZE, 3), jnp.bfloat16),
         "head": {"w": normal(seed + 1, (4, SIZE)), "b": normal(seed + 2, (SIZE,), jnp.float16)},
@@ -70,8 +70,8 @@ def test_each_ipu_holds_its_rows_and_then_zeros(n):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 8), (3, 1), (8, 2)])
 def test_a_step_saved_on_some_ipus_goes_on_elsewhere(tmp_path, before, after):
-    """Parameters and Adam's state, after real steps on padded arrays, saved by numpy; no values but bits."""
-    # Not the rest: int leaves have no gradient, and float8 no arithmetic on a CPU.
+    """Test parameters and Adam's state after real steps on padded arrays, saved by numpy. Bits are compared."""
+    # Other leaves are not trained: ints have no gradient, and float8 has no arithmetic on a CPU.
     floats = {name: _params()[name] for name in ("table", "head")}
     optimizer = optax.adam(1e-2)
 
@@ -103,7 +103,7 @@ def test_a_step_saved_on_some_ipus_goes_on_elsewhere(tmp_path, before, after):
     _assert_same_bits(read_layout.whole(restored), layout.whole(placed))
     _assert_same_bits(read_of_state.whole(restored_state), of_state.whole(state))
 
-    # It goes on as it would have without any IPUs.
+    # Training goes on as it would have without any IPUs.
     alone, alone_state = floats, jax.jit(optimizer.init)(floats)
     for _ in range(2):
         alone, alone_state = jax.jit(stepped)(alone, alone_state)
@@ -174,7 +174,7 @@ def test_leaves_are_read_and_brought_one_by_one():
     placed = layout.place(source, mesh_of(2), "ipu", like=dict(source))
     assert read == ["a", "b", "c"]
     for _, array in layout.each_whole(placed):
-        assert array.flags.owndata  # no view of a device's memory, which a later step may be given
+        assert array.flags.owndata  # not a view of a device's memory, which a later step may overwrite
     placed["c"].delete()
     leaves = layout.each_whole(placed)
     assert [next(leaves)[0], next(leaves)[0]] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Drawing from a split vocabulary against draws from noise that is drawn here column by column, and by chi-square."""
+"""Test draws from a split vocabulary by chi-square, and against draws from noise that is made here column by column."""
 
 import functools
 
@@ -21,13 +21,13 @@ def _noise_bits(tokens):
 
 
 def _noise_of(bits):
-    """In float64, and with the exponential's other formula; the largest float32 below 1 stands for what is above."""
+    """Return the noise in float64, by another formula of the exponential; u is at most the largest float32 below 1."""
     u = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32), np.float32(1 - 2**-24))
     return -np.log(np.log(1 / (1 - u.astype(np.float64)))).astype(np.float32)
 
 
 def _gumbel(key, tokens, size):
-    """The noise, column by column, each from the key that is folded from its number."""
+    """Return the noise, column by column, each from the key into which its number is folded."""
     key = jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
     return np.stack([_noise_of(np.asarray(_noise_bits(tokens)(key, column))) for column in range(size)], -1)
 
@@ -39,7 +39,7 @@ def _softmax(logits):
 
 
 def _dense_samples(key, logits, temperatures, top_ps, k):
-    """What `_samples` draws, in numpy from whole rows of noise."""
+    """Return what `_samples` must draw, by numpy from whole rows of noise."""
     rows = np.arange(len(logits))[:, None]
     drawn = logits + temperatures[:, None] * _gumbel(key, logits.shape[:-1], logits.shape[-1])
     order = np.argsort(-logits, -1, kind="stable")[:, :k]
@@ -85,7 +85,7 @@ def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, imp
 
 
 def test_only_the_tokens_of_a_known_temperature_of_zero_are_greedy():
-    """A temperature that is known when traced takes a short way where it is 0: for all tokens, or for none."""
+    """A temperature that is known when traced takes a shorter way if it is 0 for all tokens."""
     temperatures = np.tile(np.array([0, 2], np.float32), 20)
     logits = normal(3, (40, 7))
 
@@ -105,7 +105,7 @@ LOGITS = np.array([0.3, -1.0, 2.0, -INF, 1.5, 0.0, 1.0, -3.0, 1.9, -INF], np.flo
 
 
 def _restricted(k, top_p=1.0, temperature=1.0):
-    """The probabilities of LOGITS's columns among the k largest, and of these the nucleus, one by one."""
+    """Return the probabilities of LOGITS's columns among the k largest and, with top_p, among their nucleus."""
     order = np.argsort(-LOGITS, kind="stable")[:k]
     p_of = dict(zip(order.tolist(), _softmax(LOGITS[order] / temperature).tolist(), strict=True))
     kept, total = [], 0.0
@@ -139,7 +139,7 @@ def _probabilities(name):
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Per way of drawing, (DRAWS,) columns of the one row of logits; on 4 IPUs, the last with one real column alone."""
+    """Return (DRAWS,) columns of the one row of logits for each way, on 4 IPUs, of which the last has one column."""
     logits = padded(Split(10, 4), np.broadcast_to(LOGITS, (DRAWS, 10)), 1)
 
     def each_ipu(key, logits, temperatures, top_ps, *, k):
@@ -147,7 +147,7 @@ def drawn():
 
     found = {}
     for number, k in enumerate((None, 3, 10)):
-        # All ways with this k in one program: their draws stand side by side, each with its own temperature.
+        # One program for all ways with this k: their draws are concatenated, each with its own temperature.
         names = [name for name in WAYS if WAYS[name][0] == k]
         temperatures, top_ps = (
             np.repeat(np.array([WAYS[name][i] or 1.0 for name in names], np.float32), DRAWS) for i in (1, 2)
@@ -161,11 +161,11 @@ def drawn():
 
 
 def _chance(observed, p):
-    """The chance that draws from `p` lie as far from it as these counts do: Pearson's chi-square."""
+    """Return the probability that draws from `p` differ from it as much as these counts do: Pearson's chi-square."""
     possible = p > 0
     assert observed[~possible].sum() == 0
     observed, expected = observed[possible], p[possible] * observed.sum()
-    # The test holds for expected counts of 5 or more: what is rarer is counted as one.
+    # The test is valid for expected counts of 5 or more, so rarer columns are counted together.
     rare = expected < 5
     if rare.any():
         assert observed[rare].sum() < 20
@@ -196,10 +196,10 @@ def test_tokens_are_drawn_independently(drawn, name):
 def test_the_noise_is_gumbels_to_its_end():
     noise = choice._gumbel(jax.random.key(5), (1 << 20,), jnp.float32)
     uniform = np.sort(np.exp(-np.exp(-np.asarray(noise, np.float64))))
-    # Kolmogorov and Smirnov: beyond 1.95 one time in a thousand.
+    # Kolmogorov-Smirnov: the statistic exceeds 1.95 once in a thousand times.
     steps = np.arange(1, uniform.size + 1) / uniform.size
     assert np.sqrt(uniform.size) * np.abs(uniform - steps).max() < 1.95
-    # Of the largest 1000 in a million, steps of 2**-23 would tell some 940 apart.
+    # Of the largest 1000 in a million, only some 940 would differ with steps of 2**-23.
     largest = np.sort(np.asarray(noise))[-1000:]
     assert np.unique(largest).size > 998
     ends = choice._gumbel_of_bits(jnp.array([0, 2**32 - 1], jnp.uint32), jnp.float32)
@@ -218,7 +218,7 @@ def test_no_ipu_draws_the_noise_of_others():
 
 def test_float64_logits_take_float64_noise():
     with jax.enable_x64(True):
-        # Steps of 1e-12, on logits of 1: nothing that float32 could tell apart.
+        # Steps of 1e-12 on logits of 1, which float32 could not represent.
         logits = np.broadcast_to(1 + 1e-12 * np.arange(6.0), (2000, 6))
         draw = functools.partial(sample, size=6, temperature=1e-12)
         drawn = on_ipus(draw, 2, (P(), COLUMNS), P())(jax.random.key(0), logits)
@@ -253,7 +253,7 @@ def test_rows_that_leave_no_choice():
     got = on_ipus(each_ipu, 3, (P(), COLUMNS, P()), P())(jax.random.key(1), logits, 0.0)
     best = [0, 1, 6, 0, 3, 1]
     for name, columns in got.items():
-        if name == "plain":  # columns 3 and 4 of row 4 have even chances
+        if name == "plain":  # columns 3 and 4 of row 4 have the same probability
             assert int(columns[4]) in (3, 4)
             columns = columns.at[4].set(3)
         assert columns.tolist() == best, name
@@ -261,7 +261,7 @@ def test_rows_that_leave_no_choice():
 
 @pytest.mark.parametrize("k", [4, 6])
 def test_a_nucleus_that_is_full_just_so_takes_no_further_column(k):
-    """Of 4 equal columns 2 are half of all; at 6 the others have no probability."""
+    """Of 4 equal columns, 2 have half of the probability. With k=6 the other two candidates have a probability of 0."""
     logits = np.broadcast_to(np.array([0, -INF, 0, 0, 0, -INF], np.float32), (64, 6))
     draw = functools.partial(sample, size=6, top_k=k, top_p=0.5)
     drawn = on_ipus(draw, 2, (P(), COLUMNS), P())(jax.random.key(0), logits)

@@ -1,4 +1,4 @@
-"""The split softmax and its logarithm against jax's: forward, derivatives, and what they send."""
+"""Test the split softmax and its logarithm against jax's: forward, derivatives, and what they send."""
 
 import functools
 
@@ -70,9 +70,9 @@ EXTREMES = [
     [1e4, -1e4, 0, 1, 2, 3, 4],
     [1e4, -1e4, 0, 1, 2, 3, 1e4],
     [-1e4] * 7,
-    [-np.inf] * 3 + [0, 1, 2, 3],  # IPU 0 has nothing
-    [0, 1, 2, 3, 4, 5, -np.inf],  # IPU 2 has nothing
-    [0, 1, 2, -np.inf, -np.inf, -np.inf, -np.inf],  # only IPU 0 has something
+    [-np.inf] * 3 + [0, 1, 2, 3],  # all logits on IPU 0 are -inf
+    [0, 1, 2, 3, 4, 5, -np.inf],  # all logits on IPU 2 are -inf
+    [0, 1, 2, -np.inf, -np.inf, -np.inf, -np.inf],  # only IPU 0 has a finite logit
     [1e38, -1e38, 0, 0, 0, 0, 0],
     [1010, 1000, 1000, 1000, 1000, 1000, 1000],
 ]
@@ -140,14 +140,14 @@ def test_probabilities_of_half_logits_are_rounded_once():
     p = np.asarray(unpadded(split, sharded(padded(split, logits, 1)), 1), np.float64)
     want = np.exp(logits.astype(np.float64))
     want /= want.sum(-1, keepdims=True)
-    # One rounding to bfloat16, and what float32 adds to it; the logarithm's would be many times as large.
+    # One rounding to bfloat16, and that of float32 in addition; rounding the logarithm would give many times as much.
     assert (np.abs(p - want) <= 1.02 * 2.0**-8 * want).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_second_derivatives_of_softmax(typed):
-    """Of the entropy, which is a function of all probabilities: reverse over reverse, and forward over reverse."""
+    """Test the entropy, which depends on all probabilities: reverse over reverse, and forward over reverse."""
     with jax.enable_x64(True):
         split = Split(5, 3)
         x, u = (np.random.default_rng(seed).standard_normal((2, 5)) for seed in (0, 1))

@@ -1,7 +1,8 @@
-"""Gradients of weights in half types add up over tokens in float32: 2,000 tokens of one row are 2,000, and not 256.
+"""Test that gradients of weights in half types are summed over tokens in float32.
 
-Each cotangent is 1 and each token's share exact, so that the sum is a whole number which the half type can hold. In
-bfloat16, which has 8 bits, 256 + 1 is 256; in float16, with 11 bits, 2048 + 1 is 2048.
+Each cotangent is 1 and each token's part is exact, so the sum is a whole number that the half type can represent: for
+2,000 tokens of one row it is 2,000. A sum in bfloat16, which has 8 bits, would stop at 256, as 256 + 1 is 256. In
+float16, with 11 bits, 2048 + 1 is 2048.
 """
 
 import functools
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_ops import embedding, layer_norm, matmul, rms_norm, tied_projection
 from support.harness import mesh_of, on_ipus
 
-# 4 tokens more than 2000 and 4096: a number that the dtype holds, and no running sum in it reaches.
+# 4 more tokens than this are a number that the dtype can represent, but that a running sum in it doesn't reach.
 TOKENS = {jnp.bfloat16: 2000, jnp.float16: 4096}
 every_half = pytest.mark.parametrize("dtype", list(TOKENS), ids=lambda dtype: dtype.__name__)
 
@@ -61,7 +62,7 @@ def test_one_id_that_comes_up_all_the_time(split, reduction, spec, out_spec, typ
     ("dtype", "tokens", "want"), [(jnp.bfloat16, (257, 261), 520), (jnp.float16, (2049, 2053), 4104)]
 )
 def test_the_sum_over_replicas_is_in_float32_too(dtype, tokens, want):
-    """Rounded before they are added up, the 2 replicas' counts would make 4 less."""
+    """If the 2 replicas' counts were rounded before they are added, their sum would be smaller by 4."""
     mesh = jax.make_mesh((2, 2), ("data", "ipu"), axis_types=mesh_of(1).axis_types * 2, devices=jax.devices()[:4])
     sharded = jax.shard_map(
         functools.partial(embedding, size=4), mesh=mesh, in_specs=(P("ipu"), P("data")), out_specs=P("data")
@@ -122,5 +123,5 @@ def test_no_other_weight_of_many_tokens_saturates(op, spec, out_spec, weight, ty
 
 
 def _apart(x):
-    """What is alike on all IPUs, typed as a shard."""
+    """Return a value that is the same on all IPUs, typed as a shard."""
     return lax.pcast(x, "ipu", to="varying") if jax.typeof(lax.axis_index("ipu")).manual_axis_type.varying else x

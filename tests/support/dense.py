@@ -1,12 +1,12 @@
-"""Small models as stages, and beside each its dense twin: plain jnp on whole weights, with nothing of ours in it.
+"""Make small models as stages, each with a dense twin: plain jnp on whole weights, which uses nothing of ours.
 
-`chain` makes a model for any placement. What a stage is follows from where it stands:
+`chain` makes a model for any placement. The place of a stage decides what it computes:
 
     first    local: a layer on the batch's `x`                    concurrent: an embedding of `ids`, rows split
     middle   local: a layer that also reads the micro-batch       concurrent: a layer, columns split, gathered
     last     local: a classifier and its cross-entropy            concurrent: the same, vocabulary split
 
-Every size is such that nothing divides by the IPUs where it is split: VOCABULARY = 10 on 4 IPUs, 7 columns on 2.
+Sizes are chosen so that no split dim is divisible by the number of IPUs: VOCABULARY = 10 on 4 IPUs, 7 columns on 2.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 
 VOCABULARY = 10
 ROWS = 3  # of a micro-batch
-WIDTHS = (7, 5, 9, 4, 6)  # of the boundaries, where stages are unlike
+WIDTHS = (7, 5, 9, 4, 6)  # widths of the boundaries, if stages are unlike
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Stages, whole weights, a batch with leading dims (M,) or (replicas, M), and the loss of one micro-batch."""
+    """A model: stages, whole weights, a batch with leading dims (M,) or (replicas, M), and one micro-batch's loss."""
 
     stages: tuple[Stage, ...]
     specs: dict[str, PartitionSpec | dict[str, PartitionSpec]]
@@ -48,7 +48,7 @@ class Model:
         )
 
     def twin(self, reduction: str = "mean") -> tuple[jax.Array, dict[str, Any]]:
-        """Loss and gradients of the dense twin: every micro-batch at once, differentiated as a whole."""
+        """Return loss and gradients of the dense twin, which differentiates all micro-batches together."""
         count = self.micro_batches * self.replicas
         flat = self.batch
         if self.replicas > 1:
@@ -72,13 +72,13 @@ def chain(
     dtype: Any = jnp.float32,
     seed: int = 0,
 ) -> Model:
-    """A model with a stage per place (None: concurrent).
+    """Return a model with one stage for each place (None: concurrent).
 
     Args:
-        places: per stage its IPU, or None.
+        places: for each stage its IPU, or None.
         micro_batches: M.
         replicas: copies of the model.
-        like: every stage is as wide as the next; otherwise each boundary has its own width, and stages their own trees.
+        like: all stages have the same width; otherwise each boundary has its own width, and each stage its own tree.
         tied: an embedding at the start and a head at the end, both concurrent, share one table.
         dtype: of weights and activations; the loss is float32 always.
         seed: of weights and batch.
@@ -188,7 +188,7 @@ def _tied_head(p: Any, x: Any, mb: Any) -> Any:
     return _cross_entropy_over_ipus(x @ p["table"].T, mb["labels"])
 
 
-# The twins: written apart, and otherwise.
+# The twins, written independently and in another way.
 
 
 def _dense_layer(p: Any, x: Any, mb: Any) -> Any:
@@ -214,7 +214,7 @@ def _dense_tied_head(p: Any, x: Any, mb: Any) -> Any:
 
 
 def largest_relative_error(found: Any, expected: Any) -> float:
-    """Over all leaves, the largest difference relative to the leaf's largest expected magnitude. NaN counts as inf."""
+    """Return the largest difference over all leaves, relative to the leaf's largest expected magnitude; inf for NaN."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
 
     def one(f: Any, e: Any) -> float:

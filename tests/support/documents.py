@@ -1,7 +1,7 @@
-"""Runs the python of a document as a reader would, and reads the figures that it shows.
+"""Run the Python code of a document as a reader would, and read the figures that it shows.
 
-Its blocks run in order, as one program in a fresh process. Figures differ between machines and versions in their last
-digits, and are compared to a tolerance; a loss at the end of a training has gathered the most of it.
+The blocks run in order, as one program in a fresh process. Figures differ between machines and versions in their last
+digits, so they are compared with a tolerance. A loss at the end of a training differs the most.
 """
 
 import os
@@ -16,20 +16,20 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
 _FIGURE = re.compile(r"^(\S.*?) {2,}(-?[\d.]+(?:e[-+]?\d+)?)(?: .*)?$", re.MULTILINE)
 _RELATIVE = 0.02
-_RELATIVE_BYTES = 0.15  # of what a version of XLA makes of a program
-_ROUNDING = 1e-5  # of a relative error: what is below it is rounding, however large
+_RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version
+_ROUNDING = 1e-5  # a relative error below this is rounding, and may have any value
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    """The code blocks of one language."""
+    """Return the code blocks of one language."""
     return [code for found, code in _BLOCK.findall(path.read_text()) if found == language]
 
 
 def run(path: Path) -> str:
-    """What the document's python prints. Warnings are errors; the process sets up its own devices.
+    """Return what the document's Python prints. Warnings are errors, and the process sets up its own devices.
 
     Raises:
-        AssertionError: it fails; with what it wrote to stderr.
+        AssertionError: the program fails; the message is what it wrote to stderr.
     """
     alone = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     code = "".join(blocks(path, "python"))
@@ -41,7 +41,7 @@ def run(path: Path) -> str:
 
 
 def shown_output(path: Path) -> list[str]:
-    """The text blocks right behind a python block: what the document says that it prints."""
+    """Return the text blocks right after a Python block, which show what the document says that it prints."""
     text = path.read_text()
     shown, code_ends = [], None
     for block in _BLOCK.finditer(text):
@@ -52,10 +52,10 @@ def shown_output(path: Path) -> list[str]:
 
 
 def where_shown(shown: str, printed: str) -> int | None:
-    """Where what was shown ends in what was printed; None where it does not stand there.
+    """Return the position in the printed text at which the shown text ends; None if it does not occur.
 
-    Text and whole numbers are the same; fractions are near, percentages to a point, megabytes to 15%, and errors like
-    1.2e-07 are of rounding in both.
+    Text and whole numbers must be the same. Fractions must be near, percentages within a point, megabytes within 15%,
+    and errors like 1.2e-07 must be rounding errors in both.
     """
     words = _NUMBER.split(shown)
     numbers = _NUMBER.findall(shown)
@@ -67,7 +67,7 @@ def where_shown(shown: str, printed: str) -> int | None:
 
 
 def figures(path: Path) -> dict[str, float]:
-    """The lines `name  value  bound` of a document's text blocks, but for those that are indented: values by name."""
+    """Return the values by name from the unindented lines `name  value  bound` of a document's text blocks."""
     found: dict[str, float] = {}
     for name, value in _FIGURE.findall("".join(blocks(path, "text"))):
         assert name not in found, f"{path.name} shows {name!r} twice"
@@ -76,7 +76,7 @@ def figures(path: Path) -> dict[str, float]:
 
 
 def _is_near(shown: str, printed: str, behind: str) -> bool:
-    """Whether two numbers are near, by the kind that what stands behind them says they are."""
+    """Return whether two numbers are near. The text that follows them says which tolerance applies."""
     if shown.endswith("%") or printed.endswith("%"):
         return shown[-1:] == printed[-1:] and abs(int(shown[:-1]) - int(printed[:-1])) <= 1
     wanted, value = float(shown), float(printed)

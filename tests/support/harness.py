@@ -1,10 +1,10 @@
-"""The harness that the tests of all sharded ops share.
+"""Run sharded ops and their dense twins, and compare them: the harness of the tests of all sharded ops.
 
-An op is right when it agrees with a dense program that knows nothing of IPUs, forward and in every gradient, however
-the two are differentiated. There are four ways, `MODES`, and `sharded_vjp` runs an op in each:
+An op is right if it agrees with a dense program that does not use IPUs, forward and in every gradient, in whatever way
+the two are differentiated. There are four ways, `MODES`, and `sharded_vjp` runs an op in each of them:
 
     typed / untyped      the shard_map has check_vma=True, or False
-    outside / inside     jax.vjp is taken of the shard_map, or within it, for each IPU's own program
+    outside / inside     jax.vjp is called on the shard_map, or within it, on each IPU's own program
 """
 
 import functools
@@ -31,7 +31,7 @@ ON_ALL = P()
 
 MODES = ("typed-outside", "typed-inside", "untyped-outside", "untyped-inside")
 
-# (IPUs, size of the split dim): one IPU, an even split, ragged ones, and IPUs that hold nothing but padding
+# (IPUs, size of the split dim): one IPU, an even split, uneven ones, and IPUs that hold nothing but padding
 SPLITS = ((1, 5), (2, 6), (3, 7), (2, 1), (8, 5), (4, 10))
 
 
@@ -41,7 +41,7 @@ def mesh_of(n: int) -> Mesh:
 
 
 def on_ipus(op: Callable, n: int, in_specs: Any, out_specs: Any, typed: bool = True) -> Callable:
-    """`op` as the program of each of n IPUs."""
+    """Return `op` as the program of each of n IPUs."""
     return jax.jit(jax.shard_map(op, mesh=mesh_of(n), in_specs=in_specs, out_specs=out_specs, check_vma=typed))
 
 
@@ -63,9 +63,9 @@ def _program(op: Callable, mode: str, n: int, in_specs: tuple[P, ...], out_spec:
         out, vjp = jax.vjp(lambda *floats: op(*floats, *ints), *floats)
         if typed:
             return out, vjp(ct)
-        # Untyped, the IPUs' results are added up: n equal parts of a replicated one make the whole ...
+        # Untyped, the IPUs' results are summed: n equal parts of a replicated result are the whole ...
         grads = vjp(ct / n if out_spec == P() else ct)
-        # ... and what each IPU finds for an input that all hold is its part of the gradient.
+        # ... and each IPU's result for a replicated input is its part of the gradient.
         parts = zip(grads, in_specs, strict=True)
         return out, tuple(lax.psum(grad, "ipu") if spec == P() else grad for grad, spec in parts)
 
@@ -84,7 +84,7 @@ def sharded_vjp(
     ct: Any,
     **kwargs: Any,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """`op(*floats, *ints, **kwargs)` on n IPUs, and its gradients by `floats` for the result's cotangent `ct`.
+    """Return `op(*floats, *ints, **kwargs)` on n IPUs, and its gradients by `floats` for the result's cotangent `ct`.
 
     All arrays are global, `floats` padded and sharded by `in_specs`, `ints` on all IPUs.
     """
@@ -93,7 +93,7 @@ def sharded_vjp(
 
 
 def collectives(fn: Callable, *args: Any) -> list[tuple[str, int]]:
-    """The collectives in the compiled HLO of `fn(*args)`: the kind of each, and the bytes of its result."""
+    """Return the collectives in the compiled HLO of `fn(*args)`: the kind of each, and the bytes of its result."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     assert text is not None
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
@@ -120,7 +120,7 @@ def _dense_program(op: Callable, kwargs: tuple) -> Callable:
 def dense_vjp(
     op: Callable, floats: Sequence[Any], ints: Sequence[Any] = (), *, ct: Any, **kwargs: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """What `sharded_vjp` gives, of a dense twin on one device: nothing is padded or sharded."""
+    """Return what `sharded_vjp` returns, for a dense twin on one device: nothing is padded or sharded."""
     return jax.device_get(_dense_program(op, tuple(sorted(kwargs.items())))(tuple(floats), tuple(ints), ct))
 
 
@@ -129,13 +129,13 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> np.nd
 
 
 def padded(split: Split, array: np.ndarray, dim: int, fill: float = np.nan) -> np.ndarray:
-    """The array padded with a `fill` that shows wherever padding leaks."""
+    """Return the array padded with `fill`, which becomes visible wherever padding leaks."""
     widths = [(0, split.padding if d == dim else 0) for d in range(array.ndim)]
     return np.pad(array, widths, constant_values=array.dtype.type(fill))
 
 
 def unpadded(split: Split, array: ArrayLike, dim: int, padding: float = 0) -> np.ndarray:
-    """The array without its padding, which must hold exactly `padding`, as that of every gradient does."""
+    """Return the array without its padding, after checking that all of it is `padding`, which is 0 for gradients."""
     real, rest = np.split(np.asarray(array), [split.size], axis=dim)
     assert rest.shape[dim] == split.padding
     np.testing.assert_array_equal(rest.astype(np.float32), padding)
@@ -143,7 +143,7 @@ def unpadded(split: Split, array: ArrayLike, dim: int, padding: float = 0) -> np
 
 
 def assert_close(got: ArrayLike, want: ArrayLike, bound: ArrayLike, roundings: float) -> None:
-    """|got - want| <= roundings * eps * bound, where `bound` is at least the size of what was rounded."""
+    """Check |got - want| <= roundings * eps * bound, where `bound` is at least the size of what was rounded."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype
     assert got.shape == want.shape
@@ -153,7 +153,7 @@ def assert_close(got: ArrayLike, want: ArrayLike, bound: ArrayLike, roundings: f
 
 
 def exactly(message: str) -> str:
-    """A pattern for `pytest.raises` that this message alone matches, with or without jax's note on its traceback."""
+    """Return a pattern for `pytest.raises` that only this message matches, with or without jax's note on tracebacks."""
     return rf"\A{re.escape(message)}(\n-|\Z)"
 
 
@@ -162,9 +162,9 @@ def _case(mode: str, n: int, size: int, dtype: Any, always: bool) -> Any:
     return pytest.param(mode, n, size, dtype, id=f"{mode}-{n}x{size}-{dtype.__name__}", marks=marks)
 
 
-# Each case compiles a program, which takes most of its time, and each of its examples runs it. So the modes share the
-# splits out among them: all in the first mode, every other one in the others; half types in the two that round least
-# and most. A few of every kind always run, of the others a sample.
+# Each case compiles a program, which takes most of its time, and each of its examples runs the program. So not every
+# mode has every split: the first mode has all of them, the others every other one; half types are in the two modes that
+# round least and most. A few cases of every kind always run, and a sample of the others.
 _ALWAYS = (("typed-outside", 3), ("typed-inside", 8), ("untyped-outside", 2), ("untyped-inside", 3))
 CASES = [
     *(
@@ -177,7 +177,7 @@ CASES = [
 ]
 every_case = pytest.mark.parametrize(("mode", "n", "size", "dtype"), CASES)
 
-# For an op's further forms: every mode, both dtypes, 1, 2, 4 and 8 IPUs and every kind of split, in half the programs.
+# For other forms of an op: every mode, both dtypes, 1, 2, 4 and 8 IPUs and every kind of split, in half the programs.
 FEW_CASES = [
     _case("typed-outside", 1, 5, jnp.float32, always=False),
     _case("typed-outside", 8, 5, jnp.float32, always=True),

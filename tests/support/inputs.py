@@ -1,4 +1,4 @@
-"""What a traced stage is given: x, a micro-batch of floats, bools, ints and a key; and a small stage."""
+"""Inputs of a traced stage: x, and a micro-batch of floats, bools, ints and a key. And a small stage."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The smallest stages that tests of a pipeline's parts are made of."""
+"""Small stages for tests of a pipeline's parts."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the tests of the split cross-entropy share: its dense twins, written independently, and how it is run."""
+"""Run the split cross-entropy, and compute its dense twins, which are written independently."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def dense_loss(
     weighted: Any = False,
     soft: Any = False,
 ) -> Any:
-    """The loss by torch's formulas, on whole rows of logits: the likelihood of the target, and that of all columns."""
+    """Return the loss by torch's formulas, on whole rows of logits, from the likelihoods of target and all columns."""
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
     x = x / temperature
@@ -52,7 +52,7 @@ def dense_loss(
         nll = -jnp.take_along_axis(log_p, jnp.clip(target, 0, size - 1)[..., None], axis=-1)[..., 0]
         spread = -log_p.mean(-1)
     loss = (1 - label_smoothing) * nll + z_loss * jax.nn.logsumexp(x, -1) ** 2
-    if label_smoothing:  # 0 times inf would be NaN
+    if label_smoothing:  # without it, 0 times inf would be NaN
         loss += label_smoothing * spread
     factor = weights.astype(x.dtype) if weighted else jnp.ones(loss.shape, x.dtype)
     loss = jnp.where(counts, loss, 0) * factor
@@ -63,7 +63,7 @@ def dense_loss(
 
 
 def dense_cross_entropy(logits, labels):
-    # optax's, which takes the difference of lse and label's logit, is as exact only for logits around 0.
+    # optax's loss is the difference of lse and the label's logit, which is as exact only for logits near 0.
     return dense_loss(logits, labels, None)
 
 

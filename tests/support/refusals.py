@@ -1,4 +1,4 @@
-"""Refusals before anything is compiled: jax tells of each compilation, and `refused` looks that there was none."""
+"""Check that an error is raised before anything is compiled: jax reports each compilation to a listener."""
 
 import contextlib
 
@@ -11,14 +11,14 @@ compilations: list[str] = []
 
 
 @jax.monitoring.register_event_duration_secs_listener
-def _note_what_iscompilations(event: str, *_args: object, **_kwargs: object) -> None:
+def _note_compilation(event: str, *_args: object, **_kwargs: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         compilations.append(event)
 
 
 @contextlib.contextmanager
 def refused(message: str):
-    """The ValueError with this message, and nothing compiled by then."""
+    """Expect a ValueError with this message, and nothing compiled before it."""
     before = len(compilations)
     with pytest.raises(ValueError, match=exactly(message)):
         yield

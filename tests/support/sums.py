@@ -1,4 +1,4 @@
-"""Accumulators of gradients for tests that run a backward by itself."""
+"""Accumulators of gradients, for tests that run a backward pass by itself."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Training on whole weights, with nothing of ours in it: plain optax on the dense twin of a model of `dense.chain`."""
+"""Train on whole weights with plain optax, on the dense twin of a model of `dense.chain`. It uses nothing of ours."""
 
 import contextlib
 import dataclasses
@@ -14,14 +14,14 @@ from support.dense import Model, chain, largest_relative_error
 
 
 def batches_of(model: Model, steps: int) -> Any:
-    """A batch for each step, stacked: leaves (steps, [replicas,] M, ...)."""
+    """Return the batches of all steps, stacked: leaves are (steps, [replicas,] M, ...)."""
     lead = 1 if model.replicas == 1 else 2
     rolled = [jax.tree.map(lambda leaf, i=i: jnp.roll(leaf, i, axis=lead), model.batch) for i in range(steps)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rolled)
 
 
 def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, list[float]]:
-    """Whole weights, optax's state and the losses after `steps` updates."""
+    """Return whole weights, optax's state and the losses after `steps` updates."""
 
     @jax.jit
     def update(params: Any, state: Any, batch: Any) -> Any:
@@ -39,7 +39,7 @@ def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, lis
 
 @contextlib.contextmanager
 def quick_compiles() -> Iterator[None]:
-    """Without most of XLA's optimizations: for programs of tests, which run once."""
+    """Compile without most of XLA's optimizations, for programs that run only once."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
@@ -48,7 +48,7 @@ def quick_compiles() -> Iterator[None]:
 
 
 def state_error(found: Any, expected: Any) -> float:
-    """`largest_relative_error` of two optimizer states of one structure, counts and keys among them."""
+    """Return `largest_relative_error` of two optimizer states of the same structure, including counts and keys."""
 
     def as_array(leaf: Any) -> np.ndarray:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""What tests of choosing and of drawing share: the columns' spec, and one transform in each kind of shard_map."""
+"""Shared by the tests of top_k and of sample: the columns' spec, and one transform in each kind of shard_map."""
 
 import jax
 import numpy as np

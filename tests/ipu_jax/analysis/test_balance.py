@@ -1,4 +1,4 @@
-"""`balance_layers` against brute force over all partitions; errors word for word; traced costs by hand."""
+"""Test `balance_layers` against brute force over all partitions, its errors word for word, and traced costs by hand."""
 
 import itertools
 import math

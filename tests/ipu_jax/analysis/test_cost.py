@@ -1,4 +1,4 @@
-"""FLOPs against hand counts and against XLA's own; peak bytes against hand counts."""
+"""Test FLOPs against hand counts and against XLA's own, and peak bytes against hand counts."""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def test_recompute_counts_the_forward_again():
 
     product = 2 * 8**3
     assert grads(fn) // product == 6
-    assert grads(jax.checkpoint(fn)) // product == 7  # the first product again; nobody needs the second
+    assert grads(jax.checkpoint(fn)) // product == 7  # the first product is computed again; the second is not needed
 
 
 def test_shard_map_costs_one_devices_share_and_collectives_nothing():

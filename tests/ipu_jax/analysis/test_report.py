@@ -1,4 +1,4 @@
-"""A pipeline's report, against hand counts, the arrays themselves, and the compiled program; and its warning."""
+"""Test a pipeline's report against hand counts, the arrays themselves and the compiled program; and its warning."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Every field of a report, of a model with all that a stage may have, from its shapes by arithmetic.
+"""Test every field of a report by arithmetic from shapes, for a model with everything that a stage may have.
 
 embed (all IPUs, columns)  ->  first (IPU 0; aux)  ->  second (IPU 1; state)  ->  head (all IPUs, columns; aux)
 x (N, K) -> (N, D)             (N, D) -> (N, E)        (N, E) -> (N, G)           (N, G) -> loss
@@ -79,7 +79,7 @@ def test_every_field_by_hand(schedule, depths):
     assert (found.schedule, found.micro_batches, len(found.ipus), found.temporary) == (schedule, M, 2, None)
     one, two = found.ipus
     split = schedule == "zb-h1"
-    # the layers lie in one slot, as long as the larger; the shards of the ends beside it
+    # the layers are in one slot, as long as the larger of them; the shards of both ends have their own
     held = FLOAT * (D * E + K * D // 2 + G * 5)
     assert (one.weights, one.padding) == (held, 0)
     assert (two.weights, two.padding) == (FLOAT * (E * G + K * D // 2 + G * 4), FLOAT * (D * E - E * G + G))
@@ -92,7 +92,7 @@ def test_every_field_by_hand(schedule, depths):
     # W needs the cotangent of y that B had: of one micro-batch on IPU 0 (1B0 1W0 1B1), of two on IPU 1 (2B0 2B1)
     cuts = (FLOAT * N * E, 2 * FLOAT * N * G) if split else (0, 0)
     assert (one.stash, two.stash) == tuple(depth * x + cut for depth, x, cut in zip(depths, inputs, cuts, strict=True))
-    # the buffers of the scan: of each kind as long as on the IPU that needs most of it
+    # the buffers of the scan: each kind is as long as on the IPU that needs the most of it
     assert found.stash == max(d * x for d, x in zip(depths, inputs, strict=True)) + max(cuts)
     # y and dx of each boundary; between the IPUs as made and as received; the loss; M aux
     assert found.registers == FLOAT * (2 * N * D + 2 * 2 * N * E + 2 * N * G) + FLOAT + M * FLOAT * (1 + N + 1)
@@ -110,7 +110,7 @@ def test_every_field_by_hand(schedule, depths):
 
 
 def makespan(schedule: str) -> float:
-    """The sum of the phases that the picture of the schedule has, each as long as its busiest IPU."""
+    """Return the sum of the phases in the picture of the schedule, each as long as its busiest IPU."""
     b1, b2 = FIRST["B"] + FIRST["W"], SECOND["B"] + SECOND["W"]
     f, g, whole_head = FIRST["F"], SECOND["F"], HEAD["F"] + HEAD["B"]
     if schedule == "grouped":
@@ -174,7 +174,7 @@ LAYERS = 3
 
 
 def noisy_layers(w, x, mb, *, key):
-    """A layer at a time, each recomputed, each with a key of its own: so the scan keeps its keys."""
+    """Each layer is recomputed and has a key of its own, so the scan keeps its keys."""
 
     @jax.checkpoint
     def layer(h, key):

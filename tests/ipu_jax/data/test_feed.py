@@ -1,4 +1,4 @@
-"""Batches on the mesh: the very rows that a loop over the source gives, wherever they lie and however they came."""
+"""Test batches on the mesh: they have the same rows as a loop over the source, however they are placed and made."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def numbers(count=N):
 
 
 def dense(source, *, lead, per_batch, epoch=0, seed=0):
-    """The batches of an epoch by the plainest loop: (leaves by name) with dims `lead`; the remainder is left out."""
+    """Return the batches of an epoch by a plain loop: leaves by name, with dims `lead`; the remainder is left out."""
     order = np.arange(len(source["number"]))
     np.random.default_rng([seed, epoch]).shuffle(order)
     return [
@@ -60,7 +60,7 @@ def numbers_of(batch):
     return np.asarray(batch.data["number"]).reshape(-1)[batch.is_real.reshape(-1)].tolist()
 
 
-# what is in a batch, and where it lies
+# the contents of a batch, and its placement
 
 
 @pytest.mark.parametrize(("prefetch", "workers"), LOADING)
@@ -108,7 +108,7 @@ def test_a_replicas_rows_lie_on_each_of_its_ipus_and_nowhere_else():
 @pytest.mark.parametrize("instances", [1, 2, 4, 8])
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_instances_share_the_examples(instances, remainder):
-    """Each with a mesh of its own; together they read what one instance reads of 8 replicas."""
+    """Each instance has a mesh of its own; together they read what one instance with 8 replicas reads."""
     mesh = make_mesh(8 // instances, 1)
     feeds = [
         Feed(numbers(), mesh=mesh, micro_batch=3, remainder=remainder, instances=instances, instance=k, prefetch=0)
@@ -143,7 +143,7 @@ def test_what_fills_up_is_said_to():
     assert [len(batches(2, remainder=remainder)) for remainder in ("drop", "updates")] == [1, 1]
 
 
-# going on
+# continuing
 
 
 @pytest.mark.parametrize(("prefetch", "workers"), LOADING)
@@ -182,7 +182,7 @@ def test_an_epoch_ends_and_the_next_one_begins():
         assert [len(first), len(second), feed.state()["epoch"]] == [2, 2, 2]
         feed.seek(1)
         assert [numbers_of(batch) for batch in feed.epoch()] == second
-        feed.seek(2)  # it stands there: what lies ready is kept
+        feed.seek(2)  # it is at this place already, so batches that are ready are kept
         next(feed)
         rest = list(feed.epoch())
         assert [len(rest), rest[0].epoch] == [1, 2]
@@ -205,11 +205,11 @@ def test_after_the_last_epoch_there_is_nothing():
         assert list(done) == []
 
 
-# sources that go wrong
+# sources that fail
 
 
 class Photos:
-    """An indexable that counts, and does what it is told before it answers."""
+    """An indexable that counts its calls, and calls a given function before it answers."""
 
     def __init__(self, before=lambda call: None, count=N):
         self.calls, self._before, self._count = 0, before, count
@@ -234,7 +234,7 @@ def test_an_indexable_is_read_no_further_ahead_than_prefetch():
             while photos.calls < 1 + batches + 3 and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(0.005)
-            assert photos.calls == 1 + batches + 3  # the first call asks what an example is
+            assert photos.calls == 1 + batches + 3  # the first call asks for the shape of an example
 
 
 @pytest.mark.parametrize(("prefetch", "workers"), LOADING)
@@ -254,7 +254,7 @@ def test_what_the_source_raises_comes_in_its_turn_and_the_batch_can_be_had_again
         with pytest.raises((OSError, RuntimeError)) as raised:
             found.extend(numbers_of(batch) for batch in feed)
         broken.clear()
-        assert len(found) < 3 + workers  # which call reads which batch is chance where there are several workers
+        assert len(found) < 3 + workers  # with several workers, it depends on chance which call reads which batch
         if workers == 1:
             assert len(found) == 2
         found += [numbers_of(batch) for batch in feed]
@@ -281,7 +281,7 @@ def test_a_source_that_hangs_is_an_error_in_time_and_may_still_answer():
 
 
 def test_ctrl_c_loses_no_batch_that_was_made(monkeypatch):
-    """It comes when the batch was taken from the workers, and the feed has not counted it."""
+    """It comes when the batch has been taken from the workers but the feed has not counted it yet."""
     after, pressed = EpochOrder.after, []
 
     def interrupted(order, place):
@@ -331,7 +331,7 @@ print(int(next(feed).data["x"].shape[1]))
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
 
 
-# what cannot be
+# errors
 
 
 @pytest.mark.parametrize(

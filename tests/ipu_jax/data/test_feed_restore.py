@@ -1,6 +1,7 @@
-"""A feed that goes on from the very end of an epoch, or of all data, against batches worked out by hand.
+"""Test a feed that continues from the very end of an epoch, or of all data, against batches worked out by hand.
 
-Examples are their own numbers. The oracle slices each epoch's permutation, and knows nothing of `ipu_jax.data.order`:
+Each example is its own number. The expected batches are slices of each epoch's permutation, independent of
+`ipu_jax.data.order`:
 
     26 examples, an update of 2 x 2 (replicas x micro-batch), a batch of 2 updates: 8 examples
 
@@ -25,7 +26,7 @@ def source(count):
 
 
 def by_hand(count, remainder, *, per_update, per_batch, shuffle):
-    """(epoch, real examples, updates that hold one) of every batch of two epochs."""
+    """Return (epoch, real examples, updates that contain one) for every batch of two epochs."""
     batches = []
     for epoch in range(EPOCHS):
         order = np.arange(count)
@@ -88,7 +89,7 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
         with Feed(source(count), **options, epochs=EPOCHS, state=state) as feed:
             assert feed.state() == state
             assert read(feed) == expected[done:]
-        # by epochs: the one where it stands, whole where none of it was read; nothing where all are over
+        # by epochs: the rest of the current one, which is whole if none of it was read; nothing after the last
         with Feed(source(count), **options, epochs=EPOCHS, state=state) as feed:
             of_epoch = [batch for batch in expected[done:] if batch[0] == epoch]
             assert read(feed.epoch()) == of_epoch
@@ -97,7 +98,7 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
 @pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_state_behind_which_no_batch_is_left_goes_on_with_the_next_epoch(remainder, prefetch):
-    """A feed of smaller batches stopped where a larger one does not fit any more; or at the last example itself."""
+    """A feed of smaller batches was stopped where a larger batch does not fit any more, or at the last example."""
     order = np.arange(10)
     np.random.default_rng([0, 1]).shuffle(order)
     for position, left in ((10, 0), (9, 1)):
@@ -119,7 +120,7 @@ def test_a_state_behind_which_no_batch_is_left_goes_on_with_the_next_epoch(remai
 
 
 def test_smaller_batches_read_what_a_larger_one_left():
-    """10 examples: one batch of 8 leaves 2, which are a batch of another feed."""
+    """Of 10 examples, one batch of 8 leaves 2, which are a batch of another feed."""
     with Feed(source(10), mesh=make_mesh(4, 1), micro_batch=2, remainder="pad", shuffle=False, prefetch=0) as feed:
         next(feed)
         state = feed.state()

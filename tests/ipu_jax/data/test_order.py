@@ -1,4 +1,4 @@
-"""Which example stands in which batch: each once, over any number of instances, and from any place on."""
+"""Test which example is in which batch: each once, over any number of instances, and from any place on."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ START = Position(0, 0)
 
 
 def walk(order, place=START, epochs=1):
-    """The places from one on, for so many epochs."""
+    """Return the places from a given one on, for so many epochs."""
     found, place = [], order.first(place)
     end = place.epoch + epochs
     while place.epoch < end:
@@ -25,7 +25,7 @@ def walk(order, place=START, epochs=1):
 
 
 def read(orders, place):
-    """The real examples of a batch, those of all instances, in no order; each must say the same of the whole batch."""
+    """Return the set of real examples of a batch in all instances, which must agree about the whole batch."""
     parts = [order.rows(place) for order in orders]
     (told,) = {(part.examples, part.updates) for part in parts}
     found = np.concatenate([part.indices[part.is_real] for part in parts])
@@ -113,7 +113,7 @@ def test_fewer_examples_than_a_batch_fill_one(remainder):
 @pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
 @pytest.mark.parametrize(("before", "after"), [((1, 8), (8, 8)), ((8, 8), (2, 8)), ((4, 4), (2, 6)), ((2, 2), (1, 1))])
 def test_any_number_of_instances_goes_on_where_others_stopped(remainder, before, after):
-    """(instances, replicas) before, and after; the batches may have another size."""
+    """Test (instances, replicas) before and after; the batches may have another size."""
     options = {"gradient_accumulation": 2, "seed": 1, "remainder": remainder}
     first, second = (of_instances(n, 333, 1, replicas=replicas, **options) for n, replicas in (before, after))
     start = walk(first[0])[:3]

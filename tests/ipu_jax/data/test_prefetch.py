@@ -1,4 +1,4 @@
-"""Work ahead on threads: in order, never more than was allowed, and always an end."""
+"""Test work ahead on threads: results come in order, never more than allowed are made, and the threads always end."""
 
 import gc
 import re
@@ -59,14 +59,14 @@ def test_no_more_is_made_than_may_be_ahead(workers):
         for taken in range(20):
             wait_until(lambda: made.ready == 3)
             assert len(begun) == taken + 3
-            time.sleep(0.002)  # nobody makes another one meanwhile
+            time.sleep(0.002)  # no worker makes another one meanwhile
             assert len(begun) == taken + 3
             made.take()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_nobody_holds_what_was_handed_out(workers):
-    """Neither a worker that waits for its turn, nor one that makes the next."""
+    """Neither a worker that waits for its turn holds it, nor one that makes the next batch."""
     made = []
 
     class Batch:
@@ -85,7 +85,7 @@ def test_an_error_comes_in_its_turn_with_the_workers_traceback():
 
     def make(number):
         if number == 1:
-            late.wait(SECONDS)  # the error is there first, and is still handed out second
+            late.wait(SECONDS)  # the error comes first, but is returned second
         if number == 2:
             late.set()
             raise KeyError("broken file")

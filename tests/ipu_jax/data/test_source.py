@@ -1,4 +1,4 @@
-"""Reading examples: from arrays and from indexables, always in new memory, and what no IPU could hold."""
+"""Test reading examples from arrays and from indexables, always into new memory, and errors for unusable ones."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ INDICES = np.array([4, 0, 4, 2])
 
 
 class Squares:
-    """An indexable that hands out the same buffer again and again."""
+    """An indexable that returns the same buffer again and again."""
 
     def __init__(self, count=5):
         self._count, self._buffer = count, np.zeros((99, 2), np.float32)
@@ -80,7 +80,7 @@ def test_filling_takes_the_sources_structure():
 
 
 class Broken:
-    """An indexable whose later answers are another thing than its first."""
+    """An indexable whose later answers have another form than its first."""
 
     def __init__(self, *answers):
         self._answers = iter(answers)

@@ -1,4 +1,4 @@
-"""The compiled program: what stands where in a tick, what is copied, and how large it is."""
+"""Test the compiled program: the order of operations in a tick, the copies that are made, and its size."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from ipu_jax import Pipeline, Stage
 
 
 def computations(hlo: str) -> dict[str, list[str]]:
-    """The instructions of each computation in a compiled program's text."""
+    """Return the instructions of each computation in a compiled program's text."""
     found: dict[str, list[str]] = {}
     inside: list[str] = []
     for line in hlo.splitlines():
@@ -24,13 +24,13 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 
 def tick_of(hlo: str) -> list[str]:
-    """The tick's own computation, which every IPU runs in every tick: the one with the exchanges in it."""
+    """Return the computation of a tick, which every IPU runs in every tick: the one that contains the exchanges."""
     (tick,) = [body for body in computations(hlo).values() if any("collective-permute" in line for line in body)]
     return tick
 
 
 def whiles_and_exchanges(hlo: str) -> list[str]:
-    """The guards and the exchanges of a tick, in the order in which every IPU comes to them."""
+    """Return the guards and the exchanges of a tick, in the order in which every IPU runs them."""
     found = (re.search(r" (while|collective-permute(?:-start)?)\(", line) for line in tick_of(hlo))
     return ["task" if kind[1] == "while" else "exchange" for kind in found if kind]
 
@@ -51,7 +51,7 @@ def test_no_matmul_of_a_stage_runs_outside_its_guard():
 
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "sequential", "zb-h1"])
 def test_no_exchange_stands_before_a_task_of_its_tick(schedule):
-    """Else an IPU would wait in it for its neighbour's task, before it begins its own."""
+    """Otherwise an IPU would wait in the exchange for its neighbour's task, before it begins its own."""
     order = whiles_and_exchanges(text_of(compiled(4, schedule)))
     assert order[-2:] == ["exchange", "exchange"]
     assert order.count("exchange") == 2
@@ -90,7 +90,7 @@ MLP = (48, 160, 80, 10)
 
 
 def unlike_pipeline(m: int, schedule: str):
-    """MNIST's pipeline in small: an MLP here, a classifier there."""
+    """Return a small pipeline like MNIST's: an MLP on one IPU, a classifier on the other."""
 
     def mlp(p, x, mb):
         return jax.nn.relu(jax.nn.relu(mb["x"] @ p["w0"] + p["b0"]) @ p["w1"] + p["b1"])
@@ -120,7 +120,7 @@ _programs = {}
 
 
 def compiled(m: int, schedule: str):
-    """The compiled program of `unlike_pipeline`, once for all tests."""
+    """Return the compiled program of `unlike_pipeline`, compiled once for all tests."""
     if (m, schedule) not in _programs:
         pipeline, params, batch = unlike_pipeline(m, schedule)
         _programs[m, schedule] = jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
@@ -173,7 +173,7 @@ def test_a_stage_that_scans_its_layers_keeps_no_copy_of_the_weights_a_tick():
     ids=["like stages", "unlike stages", "zb-h1", "recompute"],
 )
 def test_a_scan_over_layers_never_stacks_their_gradients(unlike, options):
-    """Beside the accumulators, which are outputs, a step takes less than half of what an IPU's weights do."""
+    """Besides the accumulators, which are outputs, a step takes less than half of the bytes of an IPU's weights."""
     d, layers = 128, 4
 
     def blocks(w, x, mb):

@@ -1,4 +1,4 @@
-"""The staged scan against dense twins, its bubbles filled with NaN; what it costs is read from what XLA compiled."""
+"""Test the staged scan against dense twins, with bubbles filled with NaN, and its cost in the compiled program."""
 
 import collections
 import dataclasses
@@ -35,8 +35,8 @@ def assert_equals_its_twin(model: Model, ipus: int, options: dict[str, Any], rto
     return pipeline
 
 
-# Placement, IPUs, M, options of the model, options of the pipeline. The full product has thousands of programs; this
-# sample meets the pairs of what may go wrong together, and the slow tests draw from the rest.
+# Placement, IPUs, M, options of the model, options of the pipeline. The full product has thousands of programs. This
+# sample contains the pairs that may go wrong together, and the slow tests draw from the rest.
 UNLIKE, TIED, TWICE = {"like": False}, {"tied": True}, {"replicas": 2}
 SEQUENTIAL, SUM = {"schedule": "sequential"}, {"reduction": "sum"}
 CASES = [
@@ -129,7 +129,7 @@ def test_eight_ipus_equal_the_twin(places, micro_batches, schedule):
 
 @pytest.mark.parametrize(("places", "ipus"), [((0, _, 1), 2), ((_, 0, 1, _), 4)])
 def test_bfloat16_stays_within_its_roundings_of_the_float32_twin(places, ipus):
-    """A rounding is 2^-9 of a value, and a gradient sees one an operation and layer, forward and backward: some 16."""
+    """A rounding is 2^-9 of a value, and a gradient has one per operation and layer, forward and backward: some 16."""
     model = chain(places, 3, dtype=jnp.bfloat16)
     pipeline = model.pipeline(ipus)
     loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
@@ -160,7 +160,7 @@ def test_losses_and_gradients_in_half_precision_are_accumulated_in_float32(place
 
 
 def rich_stage(i: int, width: int):
-    """Takes and gives a tree of every dtype; each boundary has a width of its own."""
+    """Take and return a tree with every dtype; each boundary has a width of its own."""
 
     def fn(w, x, mb):
         if x is None:
@@ -264,7 +264,7 @@ def test_stages_that_share_a_group_add_their_gradients(places):
 
 
 def rows_of(x, w):
-    """x's columns that meet this IPU's rows of w."""
+    """Return the columns of x that are multiplied by this IPU's rows of w."""
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("ipu") * w.shape[0], w.shape[0], axis=1)
 
 
@@ -376,7 +376,7 @@ def test_a_schedule_that_the_engine_could_not_run_is_refused(places, forward, ba
 @pytest.mark.parametrize("schedule", ["grouped", "sequential"])
 @pytest.mark.parametrize("backward", [True, False])
 def test_each_stage_runs_once_a_micro_batch_on_its_own_ipu_and_never_else(schedule, backward):
-    """Counted on the host by pure callbacks, which XLA may move out of a branch or a loop as it may any arithmetic."""
+    """Tasks are counted on the host by pure callbacks, which XLA may move out of a branch or a loop like arithmetic."""
     m, places = 4, (0, 1, 2, _)
     runs = collections.Counter()
 
@@ -402,7 +402,7 @@ def test_each_stage_runs_once_a_micro_batch_on_its_own_ipu_and_never_else(schedu
 
         def fn(w, x, mb):
             y = probe((mb["x"] if x is None else x) @ w, mb["at"])
-            # the probe hands the host this IPU's number, so its y may differ between IPUs as far as a trace can tell
+            # the probe passes this IPU's number to the host, so by the trace its y may differ between IPUs
             return jax.lax.pmean(y.mean(), "ipu") if i == 3 else jnp.tanh(y)
 
         return Stage(fn, params=f"w{i}", ipu=ALL_IPUS if places[i] is None else places[i])

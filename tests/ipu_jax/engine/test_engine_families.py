@@ -1,4 +1,4 @@
-"""Every schedule family, run by the engine, gives the unsharded program's loss and gradients."""
+"""Test that every schedule family, run by the engine, gives the unsharded program's loss and gradients."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def assert_equals_the_unsharded_program(
     recompute: Any = "none",
     replicas: int = 1,
 ):
-    """A chain of unlike layers under the family's own placement, with or without a concurrent head behind it."""
+    """Return a chain of unlike layers under the family's own placement, with or without a concurrent head after it."""
     placement = [ipu for ipu in make_schedule(name, micro_batches=1, ipus=ipus).placement if ipu is not None]
     widths = [12, *(16 + i % 3 for i in range(len(placement)))]
     stages = [Stage(layer, params=f"layer{i}", ipu=ipu, recompute=recompute) for i, ipu in enumerate(placement)]
@@ -118,7 +118,7 @@ def test_replicas_of_a_zero_bubble_pipeline():
     ],
 )
 def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places, micro_batches, waiting):
-    """Stages 1 and 2 are one piece of program, which stands behind rings that only stage 2 needs."""
+    """Stages 1 and 2 are one piece of program, which comes after rings that only stage 2 needs."""
     stages = [Stage(lambda w, x, mb: jnp.sin(x), ipu=ipu, name=f"stage {i}") for i, ipu in enumerate(places)]
     stages[0] = Stage(lambda w, x, mb: mb @ w, params="first", ipu=places[0])
     stages[-1] = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="last", ipu=places[-1])

@@ -1,4 +1,4 @@
-"""What the engine really runs, counted task by task on each IPU in each tick, is what the schedule says."""
+"""Test that the engine runs the schedule, by counting the tasks that each IPU runs in each tick."""
 
 import threading
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from support.dense import chain
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Every task that ran, as (replica, ipu, tick, kind, stage, micro-batch)."""
+    """Return every task that ran, as (replica, ipu, tick, kind, stage, micro-batch)."""
     found: list[tuple[int, int, int, Kind, int, int]] = []
     lock = threading.Lock()
 
@@ -32,7 +32,7 @@ def seen(monkeypatch):
 
 
 def planned(schedule: Schedule, replicas: int = 1) -> Counter:
-    """What `schedule.tasks` says, a segment's stages counted as one."""
+    """Return the tasks of `schedule.tasks`, with a segment's stages counted as one."""
     firsts = {stage: stages[0] for stages in schedule.segments for stage in stages}
     found = set()
     for tick in range(schedule.ticks):
@@ -74,7 +74,7 @@ def test_like_stages_of_one_team_each_run_their_own(seen):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "looped", "interleaved"])
 def test_the_simulators_figures_are_those_of_what_ran(name, seen):
-    """The tasks as they ran, each IPU's in its order, priced anew: makespan, bubble and stash are the simulator's."""
+    """With costs given to the tasks in the order in which they ran, makespan, bubble and stash are the simulator's."""
     forward, backward = 1.0, 2.0
     model = chain(make_schedule(name, ipus=4, micro_batches=1).placement, 8)
     schedule = run(model, 4, name)

@@ -1,4 +1,4 @@
-"""Frozen weights get no gradient and cost none; weights of several dtypes."""
+"""Test that frozen weights get no gradient and cost none, and weights of several dtypes."""
 
 from typing import Any
 
@@ -124,7 +124,7 @@ def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backwar
     learning, frozen = compiled({}), compiled({"a": True})
     count = lambda lowered: lowered.as_text().count("stablehlo.dot_general")  # noqa: E731
     assert count(learning) == 5  # 2 forward, dW of both, dx of the second
-    assert count(frozen) <= 4  # jax 0.12 also finds that nobody needs dx
+    assert count(frozen) <= 4  # jax 0.12 also finds that dx is not needed
     of = lambda lowered: lowered.compile().memory_analysis().temp_size_in_bytes  # noqa: E731
     assert of(learning) - of(frozen) > 0.9 * 4 * 1024 * 64
 
@@ -149,7 +149,7 @@ def test_a_frozen_that_does_not_fit_is_refused(frozen, message):
 
 
 def two_stages(frozen: Any) -> Pipeline:
-    """Unlike widths, so that leaves of both IPUs share flat slots, and a concurrent head that is split unevenly."""
+    """Return a model of unlike widths, so that leaves share flat slots, with an unevenly split concurrent head."""
     stages = [
         Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"] + p["b"]), params="a", ipu=0),
         Stage(lambda p, x, mb: jnp.tanh(x @ p["w"]), params="b", ipu=1),
@@ -177,7 +177,7 @@ FREEZES = {
     ("before", "after"), [("a", "nothing"), ("nothing", "a"), ("everything", "part of a and the head")]
 )
 def test_what_is_frozen_is_said_by_the_pipeline_that_runs(before, after):
-    """Unfreezing in stages: the next pipeline goes on with the weights that the one before sharded and trained."""
+    """Weights are unfrozen in stages: each pipeline continues with weights that the one before sharded and trained."""
     batch = {"x": normal(2, ROWS, D, seed=1)}
     first, second = two_stages(FREEZES[before]), two_stages(FREEZES[after])
 
@@ -200,7 +200,7 @@ def test_what_is_frozen_is_said_by_the_pipeline_that_runs(before, after):
         }
         updates, expected_state = optimizer.update(exact, expected_state)
         weights = optax.apply_updates(weights, updates)
-        # one tree with the weights, whoever made them
+        # one tree with the weights, whichever pipeline sharded them
         gradients = pipeline.value_and_grad(params, batch)[1]
         assert jax.tree.structure(gradients) == jax.tree.structure(params)
         assert largest_relative_error(pipeline.unshard(gradients), exact) <= 1e-5

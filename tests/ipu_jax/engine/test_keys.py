@@ -1,4 +1,4 @@
-"""Stages that draw random numbers: the same in the pipeline, when recomputed, and in a program written apart."""
+"""Test that stages draw the same random numbers in the pipeline, when recomputed, and in an independent program."""
 
 import functools
 from typing import Any
@@ -90,7 +90,7 @@ def test_dropout_equals_the_unsharded_programs(schedule, recompute, replicas):
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
     keys = np.concatenate([np.asarray(found).reshape(-1, 2) for found in aux.values()])
-    assert len(np.unique(keys, axis=0)) == 3 * 4 * replicas  # each micro-batch, stage and replica its own
+    assert len(np.unique(keys, axis=0)) == 3 * 4 * replicas  # each micro-batch, stage and replica has its own
 
 
 def test_like_stages_of_one_team_draw_different_numbers():

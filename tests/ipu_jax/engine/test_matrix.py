@@ -1,7 +1,7 @@
-"""Everything with everything: each pair of choices below meets in some case, which equals its dense twin.
+"""Test combinations of choices against dense twins: each possible pair of the choices below is in some case.
 
-All of them together would be thousands of programs. Faults of a pipeline come of one choice, or of two that meet: so a
-greedy search picks cases until every pair that can meet has met.
+All combinations would be thousands of programs. But a pipeline's faults come from one choice or from a pair of them. So
+a greedy search picks cases until every possible pair is covered.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def pairs_of(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def covering() -> list[Case]:
-    """Cases such that every possible pair of choices is in one of them; the same ones every time."""
+    """Return cases such that every possible pair of choices is in one of them; they are the same every time."""
     rng = random.Random(0)
     missing = {
         pair
@@ -89,7 +89,7 @@ def test_the_cases_meet_in_all_pairs():
     assert len(CASES) < 80
 
 
-_ALWAYS = 16  # each was chosen for the most pairs that those before it miss
+_ALWAYS = 16  # each case has the most pairs that the cases before it lack
 
 
 @pytest.mark.slow(one_in=2)

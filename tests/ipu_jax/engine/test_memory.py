@@ -1,7 +1,7 @@
-"""What a compiled step needs, against what its report predicts and what the design promises.
+"""Test the memory of a compiled step against the prediction of its report and the promises of the design.
 
-The bytes are XLA's own (`memory_analysis`) and the buffers those of the compiled program's text, so that nothing here
-trusts the code that predicts. `benchmarks/memory.py` has the model, and prints the figures of docs/memory.md.
+The bytes are XLA's own (`memory_analysis`), and the buffers are those in the compiled program's text, so nothing here
+depends on the code that predicts. `benchmarks/memory.py` has the model, and prints the figures of docs/memory.md.
 """
 
 import math
@@ -59,10 +59,10 @@ def test_temporary_bytes_are_what_the_report_predicts(schedule, ipus, micro_batc
 
 @pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
 def test_the_stash_is_depth_times_residuals(schedule, depths):
-    """By hand: 3 layers keep tanh and 1 - tanh each; a last stage its input as well, and the difference from y."""
+    """By hand: each of 3 layers keeps tanh and 1 - tanh; the last stage also its input and the difference from y."""
     first, last = (part.stash for part in report_of(schedule, 2, 8).ipus)
     a_layer = 2 * LAYERS * MESSAGE
-    # jax 0.12 sees that the tanh of the first stage's last layer is its result, and keeps one value less there
+    # jax 0.12 finds that the tanh of the first stage's last layer is its result, and keeps one value less there
     assert first in (depths[0] * a_layer, depths[0] * (a_layer - MESSAGE))
     assert last in (depths[1] * (a_layer + 2 * MESSAGE), depths[1] * (a_layer + MESSAGE))
 
@@ -75,7 +75,7 @@ def test_recompute_takes_the_stash_away():
     found = again.report(*arguments(again))
     assert [part.stash for part in found.ipus] == [0, MESSAGE], "the first stage reads its input from the batch"
     assert compiled_bytes(found) < 0.6 * compiled_bytes(kept)
-    # the working set decides here, of which the report knows an upper bound
+    # the working set is the largest part here, and the report has only an upper bound of it
     assert compiled_bytes(found) <= found.predicted_temporary * NEAR
     assert found.ipus[0].flops > 1.3 * kept.ipus[0].flops, "a third more work"
 
@@ -95,7 +95,7 @@ def test_no_weights_are_stashed(heavy_weights):
     leaf, message = 4 * WIDE * WIDE, 4 * 2 * WIDE
     found = pipeline.report(params, batch)
     assert found.stash < 64 * message < leaf / 2
-    # sums lie in the gradients that the step returns; beyond those at most one stage's products on their way there
+    # sums are in the gradients that the step returns; beyond those there are at most one stage's products
     assert step.memory_analysis().temp_size_in_bytes <= 1.05 * LAYERS * leaf
     assert step.memory_analysis().output_size_in_bytes == pytest.approx(LAYERS * leaf, rel=0.01)
     assert found.ipus[0].gradients == found.ipus[0].accumulators == LAYERS * leaf

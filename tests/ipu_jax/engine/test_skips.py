@@ -1,4 +1,4 @@
-"""Skips that pass stages by, and what stages return beside their result."""
+"""Test skips that go past stages, and what stages return besides their result."""
 
 import functools
 import re

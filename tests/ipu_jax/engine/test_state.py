@@ -1,4 +1,4 @@
-"""Stages that hold state, against a program written apart: a Python loop over replicas and micro-batches."""
+"""Test stages with state against an independent program: a Python loop over replicas and micro-batches."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def bubbles_hold_nan(monkeypatch):
 
 
 def norm_layer(p, x, mb, *, state):
-    """As a user writes it: normalise by the micro-batch, and remember what was seen."""
+    """Apply batch norm as a user writes it: normalise by the micro-batch, and keep running averages."""
     x = mb["x"] if x is None else x
     h = x @ p["w"]
     mean, var = h.mean(0), h.var(0)
@@ -47,7 +47,7 @@ def norm_layer_in_evaluation(p, x, mb, *, state):
 
 
 class NormModel:
-    """`places` says where each normalised layer stands; the loss follows on the last IPU, or on all."""
+    """Return a pipeline with normalised layers at `places`, and then the loss, on the last IPU or on all."""
 
     def __init__(self, places: tuple[int | None, ...], micro_batches: int, replicas: int = 1, recompute: Any = "none"):
         self.replicas, self.micro_batches = replicas, micro_batches
@@ -86,7 +86,7 @@ class NormModel:
         )
 
     def twin(self) -> tuple[Any, Any, Any]:
-        """Loss, gradients and new state: nothing of ours in it."""
+        """Return loss, gradients and new state, without using any of our code."""
 
         def forward(params, x, y, state):
             new = {}

@@ -1,4 +1,4 @@
-"""Which arrays travel together when the optimizer is sharded over replicas, and that a round trip changes nothing."""
+"""Test which arrays are sent together if the optimizer is sharded over replicas, and that a round trip is exact."""
 
 import jax
 import jax.numpy as jnp

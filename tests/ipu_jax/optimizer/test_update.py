@@ -1,4 +1,4 @@
-"""Any optax optimizer on weights that lie on IPUs, in slots, in shards or in replicas' chunks, equals plain optax.
+"""Test optax optimizers on weights in slots, in shards and in replicas' chunks on IPUs against plain optax.
 
 Gradients are drawn, not computed: each model's weights are updated three times, by all optimizers in one program.
 """
@@ -23,7 +23,7 @@ MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: 
 
 
 def only_first_stage(tree):
-    """True for the leaves of one group, which share slots with others' leaves."""
+    """Return True for the leaves of one group, which share slots with leaves of other groups."""
     first = sorted(tree)[0]
     return {name: jax.tree.map(lambda _, name=name: name == first, tree[name]) for name in tree}
 
@@ -51,7 +51,7 @@ OTHERS = {
 
 
 def _counts_fillings(leaf):
-    """Every reduction, of numbers that no filling with zeros leaves as they are; and an update that is none itself."""
+    """Use every reduction, on numbers such that filling with zeros would change the result."""
     extremes = jnp.max(-1 - leaf**2) * jnp.min(1 + leaf**2)
     everywhere = jnp.all(leaf**2 < 9) & ~jnp.any(leaf > 9)
     return leaf * jnp.sum((leaf + 1) ** 2) * extremes * jnp.where(everywhere, 1e-3, 2e-3) + 0.01
@@ -89,9 +89,9 @@ def plain(optimizer, params, gradients):
 
 
 def spread(pipeline, optimizers, params, gradients, replicas):
-    """Weights and states after all updates, whole, per optimizer; and what the replicas' chunks take."""
+    """Return, for each optimizer, whole weights and states after all updates, and the bytes of the replicas' chunks."""
     placed = pipeline.shard(params)
-    # each replica has a part of the gradient, and their sum is the whole
+    # each replica has a part of the gradient, and the sum of the parts is the gradient
     each = [pipeline.shard(jax.tree.map(lambda g, i=i: g[i] / replicas, gradients)) for i in range(STEPS)]
     of_gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     of_cells = cells.of_layout(placed.layout, replicas=replicas)
@@ -140,7 +140,7 @@ def spread(pipeline, optimizers, params, gradients, replicas):
 
 
 def padding_is_zero(sharded):
-    """Whether nothing but leaves was ever written: slots' fillings and vocabularies' paddings are 0 still."""
+    """Return whether only leaves have been written, so that fillings of slots and padding of shards are still 0."""
     total = sum(float(jnp.abs(a).sum()) for a in jax.tree.leaves(sharded))
     whole = sum(float(jnp.abs(a).sum()) for a in jax.tree.leaves(packing.unshard_tree(sharded)))
     return abs(total - whole) <= 1e-5 * total
@@ -156,7 +156,7 @@ def check(pipeline, whole, optimizers):
     for name, (params, state, sharded) in spread(pipeline, optimizers, whole, gradients, replicas).items():
         expected, expected_state = plain(optimizers[name], whole, gradients)
         assert largest_relative_error(params, expected) <= 1e-6, name
-        # norms are added up in another order; a half is one rounding off where its float32 was at the edge
+        # norms are summed in another order; a half differs by one rounding if its float32 was near a tie
         assert state_error(state, expected_state) <= (1e-2 if name == "half momentum" else 2e-6), name
         assert padding_is_zero(sharded), name
 
@@ -208,7 +208,7 @@ def test_a_leaf_that_all_ipus_hold_counts_once_when_replicas_cut_it():
 
 @pytest.mark.parametrize(("replicas", "ipus"), [(1, 2), (2, 1)])
 def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
-    """257 + 261 is 518, and 520 as a bfloat16; of two parts that are rounded first it would be 516."""
+    """257 + 261 is 518, which is 520 in bfloat16; if both parts were rounded first, it would be 516."""
     stages = [Stage(lambda p, x, mb: mb, params="head", ipu=ALL_IPUS)]
     pipeline = Pipeline(stages, mesh=make_mesh(replicas, ipus), specs={"head": P("ipu")})
     whole = {"head": jnp.zeros(522)}
@@ -219,7 +219,7 @@ def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
     assert set(found["head"].tolist()) == {STEPS * 520.0}
 
 
-# what is read of an optimizer
+# the analysis of an optimizer
 
 
 def update_of(optimizer, model="a concurrent head, split unevenly", replicas=1):

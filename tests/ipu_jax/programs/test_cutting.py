@@ -1,4 +1,4 @@
-"""B and W together are the whole backward: the same gradients, the products of the weights in W, and none twice."""
+"""Test that B and W together are the whole backward pass: equal gradients, weight products in W, and none twice."""
 
 import functools
 from typing import Any
@@ -42,7 +42,7 @@ def remat_scanned(p, x, mb):
 
 
 def with_outputs(p, x, mb):
-    """What the scan stacks is used as well, and a weight that every iteration reads."""
+    """Use what the scan stacks as well, and a weight that every iteration reads."""
     last, every = lax.scan(lambda h, wb: (layer(h, wb) @ p["w"][0], h.sum(1)), x, p)
     return last * every.sum()
 
@@ -97,7 +97,7 @@ def test_b_and_w_give_what_the_vjp_gives(fn, recompute):
 
 
 def products(jaxpr: Any, times: int = 1) -> int:
-    """How many matrix products a program runs, those of a scan as often as it turns."""
+    """Return how many matrix products a program runs; those in a scan count once per iteration."""
     count = 0
     for eqn in jaxpr.eqns:
         count += times * (eqn.primitive.name == "dot_general")
@@ -136,7 +136,7 @@ ALONE = {
 
 @pytest.mark.parametrize(("fn", "recompute"), ALONE.values(), ids=ALONE)
 def test_what_is_computed_of_weights_and_micro_batch_alone_is_computed_in_b_and_w_and_not_cut(fn, recompute):
-    """dx and dw need it both; of dy alone W has no other way to know."""
+    """Both dx and dw need it, and W cannot compute it from dy alone."""
     given = MicrobatchInputs(jax.ShapeDtypeStruct((ROWS, D), "float32"), (None,))
     assert [made.shape for made in cut(fn, recompute, given)[0].weight_residuals] == [(ROWS, D)]
 

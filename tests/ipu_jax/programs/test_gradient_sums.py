@@ -1,7 +1,7 @@
-"""Gradients added in place: equal to `jax.vjp` of the plain function, whatever gives them, and each to its own leaf.
+"""Test gradients that are added in place against `jax.vjp` of the plain function, each to its own leaf.
 
-The trees have leaves of equal shapes beside each other, so that a gradient in the wrong place changes a number and not
-a shape.
+The trees have neighbouring leaves of equal shapes, so that a gradient in the wrong place changes numbers and not
+shapes.
 """
 
 import jax
@@ -105,7 +105,7 @@ def counted(p, x):
 
 
 def beyond_the_end(p, x):
-    # not `dynamic_index_in_dim`: it is a jit, whose gradient is added whole
+    # not `dynamic_index_in_dim`, which is a jit, whose gradient would be added as a whole
     def step(i, h):
         return jnp.tanh(h @ lax.dynamic_slice(p["b"], (i + 2, 0, 0), (1, D, D))[0])
 
@@ -135,7 +135,7 @@ FUNCTIONS = {
 
 
 def traced_backward(fn, params, x, dy):
-    """A closed jaxpr of (params, x, dy) to dx and the gradient of each leaf."""
+    """Return a closed jaxpr from (params, x, dy) to dx and the gradient of each leaf."""
 
     def backward(params, x, dy):
         dparams, dx = jax.vjp(fn, params, x)[1](dy)
@@ -144,11 +144,11 @@ def traced_backward(fn, params, x, dy):
     return laid_open(jax.make_jaxpr(backward)(params, x, dy))
 
 
-BEFORE = 0.5  # what the accumulators hold
+BEFORE = 0.5  # the initial values of the accumulators
 
 
 def added_and_expected(fn, flat):
-    """dx and the gradients of `fn`, by accumulators of these flat shapes or the leaves' own, and by `jax.vjp`."""
+    """Return dx and the gradients of `fn` by accumulators of these flat shapes or the leaves' own, and by `jax.vjp`."""
     dy = jnp.asarray(np.random.default_rng(2).normal(size=jax.eval_shape(fn, PARAMS, X).shape), "float32")
     traced = traced_backward(fn, PARAMS, X, dy)
     leaves = jax.tree.leaves(PARAMS)
@@ -205,7 +205,7 @@ def test_gradients_of_half_types_add_up_in_float32():
 
 
 def made(jaxpr):
-    """The shapes and dtypes of all that a program computes."""
+    """Return the shapes and dtypes of all values that a program computes."""
     for eqn in jaxpr.eqns:
         yield from ((v.aval.shape, v.aval.dtype.name) for v in eqn.outvars)
         for inner in core.jaxprs_in_params(eqn.params):

@@ -1,7 +1,7 @@
-"""The two halves of a stage: equal to `jax.vjp` of the plain function, and what they leave between them.
+"""Test the two halves of a stage against `jax.vjp` of the plain function, and what is stashed between them.
 
-No weight has a dim of ROWS; whatever comes of a micro-batch has one. So a stashed weight, or a copy of one, shows by
-its shape.
+Everything that depends on a micro-batch has a dim of ROWS, and no weight has one. So a stashed weight, or a copy of
+one, can be found by its shape.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ GIVEN = MicrobatchInputs(MICROBATCH, (None,))
 
 
 class _Both:
-    """F and B of one stage as plain functions of its own weights and x."""
+    """Return F and B of one stage as plain functions of its own weights and x."""
 
     def __init__(self, fn, params, x, last):
         self.treedef = jax.tree.structure(params)
@@ -154,7 +154,7 @@ FUNCTIONS = {
 
 
 def as_plain_vjp(fn, params, x, dy):
-    """`(y, dparams, floats of dx)` by `jax.vjp` of the function itself."""
+    """Return `(y, dparams, floats of dx)` by `jax.vjp` of the function itself."""
 
     def floats_only(params, x_floats):
         y = fn(params, join_x(x_floats, x_others), MICROBATCH)
@@ -198,7 +198,7 @@ def test_the_halves_of_a_stage_in_bfloat16_are_the_vjp(fn):
         return (y, dparams, dx), as_plain_vjp(fn, params, X, dy)
 
     found, expected = run(params)
-    # the same operations in the same precision; XLA may fuse them otherwise, hence one rounding of 2^-8
+    # the same operations in the same precision, but XLA may fuse them in another way: one rounding of 2^-8
     assert largest_relative_error(found, expected) <= 2**-8
     assert found[1]["w"].dtype == F32
 
@@ -269,7 +269,7 @@ def test_a_value_that_is_a_residual_twice_is_stashed_once():
     assert stashed(lambda p, x, mb: (x @ p["w"], x @ (2 * p["w"]))) == [("float32", (ROWS, D))]
 
 
-# A loop and a cond hand out as residuals what they read of the weights inside.
+# A loop and a cond return as residuals the weights that they read inside.
 MAKE_COPIES = ("a fori_loop over layers", "a branch that the batch takes")
 
 

@@ -1,4 +1,4 @@
-"""Like stages share one program, and stages that only look alike do not: each computes its own."""
+"""Test that like stages share one program, and that stages which only look alike do not: each computes its own."""
 
 import functools
 
@@ -63,7 +63,7 @@ def exported(fn):
 
 
 def with_rule(scale):
-    """A custom rule: its backward, which the forward does not show, differs."""
+    """Return a stage with a custom rule: its backward pass differs, which the forward pass does not show."""
 
     @jax.custom_vjp
     def product(x, p):
@@ -180,8 +180,8 @@ def test_a_pipeline_of_unlike_stages_runs_each_ones_own(pair, schedule):
 
 @pytest.mark.parametrize("crowded", [False, True])
 def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(crowded):
-    """An earlier stage of IPU 1 may hold a leaf of the shape of its later one's, which then lies in another slot."""
-    # messages unlike those around the like stages, which so may share their registers
+    """An earlier stage of IPU 1 may have a leaf with the shape of its later stage's, which is then in another slot."""
+    # other messages than those around the like stages, so that these may share their registers
     stages = [
         Stage(lambda p, x, mb: {"h": jnp.tanh(mb @ p)}, params="w0", ipu=0),
         Stage(lambda p, x, mb: {"h": x["h"] @ p if crowded else x["h"]}, params="another" if crowded else None, ipu=1),

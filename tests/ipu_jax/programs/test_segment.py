@@ -1,4 +1,4 @@
-"""Segments: stages joined, and what passes along between them: skips, state, aux and keys."""
+"""Test segments: joined stages, and the skips, state, aux and keys that pass between them."""
 
 import jax
 import jax.numpy as jnp

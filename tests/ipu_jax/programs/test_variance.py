@@ -1,4 +1,4 @@
-"""What may differ between IPUs, found in traced programs; and what is refused for it."""
+"""Test which values of traced programs may differ between IPUs, and the errors for them."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ M, ROWS, D, V = 2, 3, 4, 7
 
 
 def of_two(fn):
-    """Whether each output of `fn(shard, alike)` may differ."""
+    """Return, for each output of `fn(shard, alike)`, whether it may differ between IPUs."""
     shape = jax.ShapeDtypeStruct((4,), "float32")
     found = []
 
@@ -196,7 +196,7 @@ def test_a_concurrent_stages_y_must_be_alike():
 
 
 def waiting_in_scan(w, x, mb):
-    """The predicate is the shard's, inside a scan."""
+    """Branch on a value of the shard, inside a scan."""
 
     def step(c, _):
         return lax.cond(w.sum() > 0, lambda: lax.psum(c, "ipu"), lambda: c), None
@@ -226,7 +226,7 @@ def test_a_collective_in_a_branch_decided_by_an_ipus_own_is_refused(head, option
 
 @pytest.mark.parametrize("ipu", [1, ALL_IPUS])
 def test_a_collective_over_replicas_in_a_branch_decided_by_the_data_is_refused(ipu):
-    """The replicas see other data: one would wait for ever."""
+    """The replicas have other data, so one would wait for ever."""
 
     def mean(w, x, mb):
         return lax.cond(x.sum() > 0, lambda: lax.pmean(x.mean(), "replica"), lambda: x.mean())
@@ -259,7 +259,7 @@ OF_A_REPLICA = {
 @pytest.mark.parametrize("call", ["value_and_grad", "loss"])
 @pytest.mark.parametrize("decides", OF_A_REPLICA.values(), ids=OF_A_REPLICA)
 def test_whatever_is_a_replicas_own_may_decide_no_collective_over_replicas(decides, call):
-    """Without a stage before it the micro-batch comes first among what is not a weight, with one x does."""
+    """After the weights comes the micro-batch if there is no stage before it, else x."""
     is_first = decides is not OF_A_REPLICA["x"]
 
     def mean(w, x, mb, *, state, key):
@@ -295,7 +295,7 @@ def test_a_collective_over_replicas_in_a_branch_decided_by_weights_or_by_a_sum_i
 
 
 def greedy(w, x, mb):
-    """A loop of as many turns as the data say, and a host callback: neither has a derivative."""
+    """Run a loop whose length depends on the data, and a host callback: neither has a derivative."""
     steps = lax.while_loop(lambda c: c[1].sum() < 40, lambda c: (c[0] + 1, c[1] * 2 + 1), (0, jnp.abs(x)))[0]
     seen = jax.pure_callback(lambda a: np.asarray(a.mean(), "float32"), jax.ShapeDtypeStruct((), "float32"), x)
     return (x @ w).mean() + seen, {"steps": steps}

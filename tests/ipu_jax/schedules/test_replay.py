@@ -1,7 +1,7 @@
-"""The validator: whatever it lets through survives an independent replay, and what it refuses it refuses by name.
+"""Test the validator: what it accepts can be replayed independently, and what it refuses is named in the error.
 
-`replay` is another reading of the clock: it moves tagged messages through bounded queues as an engine would, and looks
-at what each task finds there.
+`replay` implements the clock independently: it moves tagged messages through bounded queues as an engine would, and
+checks what each task finds there.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
 
 
 def replay(schedule: Schedule) -> None:
-    """Runs a schedule with micro-batch numbers for arrays; asserts that each task finds its own."""
+    """Run a schedule with micro-batch numbers in place of arrays, and assert that each task finds its own."""
     places, last = schedule.placement, len(schedule.placement) - 1
     stages = range(last + 1)
     last_local = max((s for s in stages if places[s] is not None), default=-1)
@@ -97,7 +97,7 @@ def replay(schedule: Schedule) -> None:
 
 @st.composite
 def schedules(draw, names=SCHEDULES, most_ipus: int = 6, most_micro_batches: int = 10) -> Schedule:
-    """A schedule of some family, with concurrent stages anywhere."""
+    """Draw a schedule of some family, with concurrent stages anywhere."""
     name = draw(st.sampled_from(names))
     ipus, m_count = draw(st.integers(1, most_ipus)), draw(st.integers(1, most_micro_batches))
     line = list(make_schedule(name, ipus=ipus, micro_batches=1, rounds=draw(st.integers(1, 3))).placement)
@@ -124,7 +124,7 @@ def test_every_schedule_prints_and_parses_back(schedule):
 
 
 def attempt(schedule: Schedule, **tables) -> tuple[Schedule | None, str]:
-    """The schedule with other tables, or why it is refused."""
+    """Return the schedule with other tables, or the error."""
     try:
         return dataclasses.replace(schedule, name="mutant", **tables), ""
     except ValueError as error:
@@ -134,7 +134,7 @@ def attempt(schedule: Schedule, **tables) -> tuple[Schedule | None, str]:
 @settings(deadline=None, max_examples=1000, derandomize=True)
 @given(schedule=schedules(most_ipus=3, most_micro_batches=4), data=st.data())
 def test_what_the_validator_lets_through_replays(schedule, data):
-    """Cells of a table with room between its ticks moved: refused, or still right."""
+    """Move cells of a table with room between its ticks: it must be refused, or be still right."""
     tables = _with_cells_moved(schedule, _with_idle_ticks(schedule, data), data)
     mutant, refusal = attempt(schedule, **tables)
     if mutant is not None:
@@ -144,7 +144,7 @@ def test_what_the_validator_lets_through_replays(schedule, data):
 
 
 def _with_cells_moved(schedule: Schedule, tables: dict, data) -> dict:
-    """One or two times, one micro-batch's F, B or W of a segment moved a little, or swapped with another one's."""
+    """Move one micro-batch's F, B or W of a segment a little, or swap it with another one's, once or twice."""
     rows = {kind: [list(row) for row in table] for kind, table in tables.items()}
     micro_batches = st.integers(0, schedule.micro_batches - 1)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -152,7 +152,7 @@ def _with_cells_moved(schedule: Schedule, tables: dict, data) -> dict:
         m, other = data.draw(micro_batches), data.draw(micro_batches)
         by = data.draw(st.sampled_from([-3, -2, -1, 1, 2, 3, 9]))
         kinds = [kind]
-        if schedule.placement[segment[0]] is None:  # a head does F and B in one tick, and B stands for W
+        if schedule.placement[segment[0]] is None:  # a head does F and B in one tick, and B includes W
             at_the_end = all(ipu is None for ipu in schedule.placement[segment[0] :])
             kinds = list(rows) if at_the_end else [k for k in rows if (k == "forward") == (kind == "forward")]
         some = segment[: data.draw(st.sampled_from([len(segment), len(segment), 1]))]
@@ -201,7 +201,7 @@ def test_micro_batches_may_run_in_another_order_where_the_slots_allow_it(schedul
 
 
 def rows(*lines: str) -> tuple[tuple[int, ...], ...]:
-    """`rows("01", "13")` is `((0, 1), (1, 3))`: a line a stage, a digit a micro-batch."""
+    """Return `((0, 1), (1, 3))` for `rows("01", "13")`: a line for each stage, a digit for each micro-batch."""
     return tuple(tuple(map(int, line)) for line in lines)
 
 

@@ -1,7 +1,7 @@
-"""Schedules: their pictures, their closed formulas, and what a wrong table is told.
+"""Test schedules: their pictures, their closed formulas, and the errors for wrong tables.
 
-`replay` is an independent reading of the clock: it moves messages through registers as an engine would and looks at
-what each task finds there. Whatever the validator lets through must survive it.
+`replay` implements the clock independently: it moves messages through registers as an engine would and checks what each
+task finds there. Every schedule that the validator accepts must pass it.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from ipu_jax.schedules._validate import validate
 
 
 def table(*rows: str) -> tuple[tuple[int, ...], ...]:
-    """`table("01", "13")` is `((0, 1), (1, 3))`: a row a stage, a digit a micro-batch."""
+    """Return `((0, 1), (1, 3))` for `table("01", "13")`: a row for each stage, a digit for each micro-batch."""
     return tuple(tuple(map(int, row)) for row in rows)
 
 
 def replay(schedule: Schedule) -> None:
-    """Runs the schedule's tables with (stage, micro-batch) tags for arrays; asserts that each task reads its own."""
+    """Run the schedule's tables with (stage, micro-batch) tags for arrays, and assert that each task reads its own."""
     places, stages = schedule.placement, range(len(schedule.placement))
     last_local = max((s for s in stages if places[s] is not None), default=-1)
     messages: dict[str, dict[int, int]] = {"y": {}, "y received": {}, "dx": {}, "dx received": {}}
@@ -359,7 +359,7 @@ def test_a_message_overwritten_earlier_in_the_tick_of_its_use_is_refused(placeme
 
 @st.composite
 def tables_near_a_schedule(draw):
-    """The tables of a schedule, stretched: each task may come late, and micro-batches further apart."""
+    """Return the tables of a schedule, stretched: tasks may come later, and micro-batches further apart."""
     placement = draw(st.lists(st.none() | st.integers(0, 1), min_size=1, max_size=4).map(tuple))
     m_count, apart = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     one = make_schedule("grouped", placement=placement, ipus=2, micro_batches=1)

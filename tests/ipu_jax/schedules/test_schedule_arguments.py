@@ -1,4 +1,4 @@
-"""What schedules, the simulator, `balance_layers` and `measure_costs` take and refuse, in words."""
+"""Test the arguments of schedules, the simulator, `balance_layers` and `measure_costs`, and their errors."""
 
 import itertools
 import math

@@ -1,7 +1,7 @@
-"""Lock-step runs added up with a pencil; zbv where an IPU holds more stages than another; schedules out of order.
+"""Test lock-step runs summed by hand; zbv with more stages on one IPU than on another; schedules out of order.
 
-Nothing here trusts the simulator, the families or the validator: the tables are drawn, the sums written out, and what
-`check` asks of a table is said in a few lines of its own.
+Nothing here depends on the simulator, the families or the validator: the tables are drawn, the sums written out, and
+the rules of a table are in a few independent lines.
 """
 
 import re
@@ -21,11 +21,11 @@ def bubbles_hold_nan(monkeypatch):
     monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
-# lock-step: the sum over the phases of what the busiest IPU takes in each
+# lock-step: the sum over phases of the time of the busiest IPU in each
 
 TWO = {"placement": (0, 1), "forward": [5, 3], "backward": [4, 2], "weight": [1.5, 0.5]}
 CONCURRENT = {
-    # of a concurrent stage each of the two IPUs bears half: F is 1 and 2, B 3 and 4
+    # each of the two IPUs does half of a concurrent stage: F is 1 and 2, B 3 and 4
     "placement": (None, 0, 1, None),
     "forward": [2, 5, 3, 4],
     "backward": [6, 4, 2, 8],
@@ -33,7 +33,7 @@ CONCURRENT = {
 }
 FOUR = {"forward": [5, 3, 1, 2], "backward": [4, 2, 3, 6], "weight": [1, 0.5, 2, 1]}
 
-# name -> what it costs, its rows of the picture, and per phase that anybody works in, in order, what that phase takes
+# name -> its costs, its rows of the picture, and the times of the phases in which any IPU works, in order
 BY_HAND = {
     "sequential": (TWO, "0F0 | . | 0B0 | 0F1 | . | 0B1", ". | 1F0 1B0 | . | . | 1F1 1B1 | .", [5, 3, 2, 4] * 2),
     "grouped": (
@@ -112,11 +112,11 @@ def test_lock_step_makespans_by_hand(case):
     assert run.bubble == pytest.approx(1 - sum(busy) / (2 * sum(phases)))
 
 
-# zbv where IPUs hold unlike numbers of stages
+# zbv with different numbers of stages on the IPUs
 
 
 def check(placement: tuple[int | None, ...], m_count: int) -> None:
-    """A table of B and W is right: each thing is there when it is used, an IPU does one segment's task a tick."""
+    """Check a table of B and W: everything exists when it is used, and an IPU does one segment's task per tick."""
     schedule = make_schedule("zbv", placement=placement, micro_batches=m_count)
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     assert weight is not None

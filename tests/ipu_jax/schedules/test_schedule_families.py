@@ -1,4 +1,4 @@
-"""The schedules that have names: their figures, their closed forms, and what each of them keeps."""
+"""Test the schedules that have names: their figures, their closed forms, and how many micro-batches each keeps."""
 
 import pytest
 from hypothesis import given, settings
@@ -77,7 +77,7 @@ def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, co
 def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(sizes, rounds):
     s_count, m_count = sizes
     run = make_schedule("looped", ipus=s_count, micro_batches=m_count, rounds=rounds).simulate()
-    # with fewer micro-batches than IPUs a round comes back before the IPU has filled the time
+    # with fewer micro-batches than IPUs, an IPU is idle until a round comes back
     waits = max(0, s_count - m_count) * (1 - 1 / rounds) * 3 if s_count > 1 else 0
     assert run.makespan == pytest.approx(3 * m_count + 3 * (s_count - 1) / rounds + waits)
     if m_count >= s_count:
@@ -253,7 +253,7 @@ def test_transfer_delays_what_crosses():
     assert make_schedule("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate(transfer=0.5).makespan == (
         make_schedule("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate().makespan + 4 * 0.5
     )
-    # on one IPU a concurrent stage has no other to hear from
+    # on one IPU a concurrent stage has no other IPU to wait for
     alone = make_schedule("1f1b", placement=(None, 0, None), ipus=1, micro_batches=1)
     assert alone.simulate(transfer=0.5).makespan == 9
 
@@ -262,7 +262,7 @@ def test_w_takes_its_part_of_the_backward():
     schedule = make_schedule("zb-h1", ipus=4, micro_batches=8)
     assert schedule.simulate(weight=0).makespan == pytest.approx(33)
     assert schedule.simulate(1, 2, weight=1).makespan == 27
-    # W is no part of a schedule without it
+    # W is not part of a schedule without it
     assert make_schedule("1f1b", ipus=4, micro_batches=8).simulate(weight=0.3).makespan == 33
 
 

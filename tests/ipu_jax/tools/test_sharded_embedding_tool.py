@@ -1,4 +1,4 @@
-"""The command line tool: what it prints, its exit codes, and that it does notice an op that is wrong."""
+"""Test the command line tool: what it prints, its exit codes, and that it notices an op that is wrong."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def test_the_sizes_of_the_original_match(capsys):
 
 
 def test_the_unsharded_program_is_right():
-    """One token: the loss by hand, and the gradient by finite differences in its steepest direction."""
+    """Test one token: the loss by hand, and the gradient by finite differences in its steepest direction."""
     table = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], np.float32)
     inputs = Inputs(table, np.array([0], np.int32), np.array([1], np.int32))
     logits = np.array([1.0, 0.0, 1.0])  # row 0 with each row

@@ -1,4 +1,4 @@
-"""The command line tool: what it prints, its exit codes, and that it does notice an op that is wrong."""
+"""Test the command line tool: what it prints, its exit codes, and that it notices an op that is wrong."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Replicas: R of batch B equal one of R x B, pmap equals the mesh, and what is asked for wrongly is refused."""
+"""Test replicas: R of them with batch B equal one with R x B, pmap equals the mesh, and bad arguments are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def problem(*lead: int, dtype: str = "float32"):
 
 
 def twin(params, batch, reduction: str):
-    """The whole batch at once, on one device."""
+    """Compute the whole batch at once, on one device."""
     lead = batch["y"].ndim - 1
     count = int(np.prod(batch["y"].shape[:lead]))
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[lead + 1 :]), batch)
@@ -82,7 +82,7 @@ def test_replicas_of_several_ipus_equal_one_with_the_whole_batch():
 
 @pytest.mark.parametrize("m", [1, 261])
 def test_losses_and_gradients_in_half_are_added_up_in_float32(m):
-    """In bfloat16, which has 8 bits, 256 + 1 is 256; and what 2 replicas rounded first would make 4 less."""
+    """In bfloat16, which has 8 bits, 256 + 1 is 256; if 2 replicas rounded first, their sum would be smaller by 4."""
     ones = np.ones((2, m, 1), np.float32)
     ones[0, 257:] = 0  # 257 on one replica, 261 on the other
     model = replicate(lambda w, mb: jnp.sum(w * mb), replication_factor=2, gradient_accumulation=m, reduction="sum")

@@ -1,4 +1,4 @@
-"""A training step equals plain optax on one device, whatever the replicas, the accumulation and where weights lie."""
+"""Test that a training step equals plain optax on one device, for all replicas, accumulation and placements."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def problem(*lead: int, dtype: str = "float32"):
 
 
 def plain(optimizer, params, batches, reduction="mean"):
-    """Whole batches on one device: params, optax state, losses."""
+    """Train with whole batches on one device, and return params, optax state and losses."""
     lead = batches["y"].ndim - 2
     count = int(np.prod(batches["y"].shape[1 : lead + 1])) if reduction == "sum" else 1
     rows = jax.tree.map(lambda leaf: leaf.reshape(STEPS, -1, *leaf.shape[lead + 2 :]), batches)
@@ -133,7 +133,7 @@ def test_the_optimizer_state_falls_by_the_replicas():
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
 @pytest.mark.parametrize("shapes", [((0,), (3, 2), (), (2, 0)), ((0, 4), (0,), (0,), (0,))])
 def test_leaves_without_elements_are_updated_like_any(kind, shapes):
-    """The first of all, in between, or all of them; each a leaf of its own dtype's bucket, split or whole."""
+    """The first leaf of all, one in between, or all of them; each in the bucket of its dtype, split or whole."""
     names = ("a", "b", "c", "d")
     params = {name: np.full(shape, 2, np.float32) for name, shape in zip(names, shapes, strict=True)}
     scaled = lambda leaf, mb: jnp.sum(leaf**2) * jnp.mean(mb)  # noqa: E731
@@ -226,7 +226,7 @@ def test_state_of_stages_keys_and_aux_go_through():
 
 
 def test_integer_state_is_replica_0s_on_every_replica():
-    """Also what no result shows: the numbers that the other replicas go on with."""
+    """Test also what no result shows: the numbers with which the other replicas continue."""
     stage = Stage(lambda w, x, mb, *, state: Outputs(w * jnp.sum(mb), state=state + mb[0]), params="w", state="s")
     step = make_train_step(replicate(Pipeline([stage]), replication_factor=2), optax.sgd(0.1))
     state = step.init({"w": jnp.ones(())}, stages={"s": jnp.int32(1)})
@@ -237,7 +237,7 @@ def test_integer_state_is_replica_0s_on_every_replica():
 
 
 def test_frozen_weights_stay_and_are_not_decayed():
-    """`fixed` shares a slot with a weight of another IPU that is trained, `table` is no float."""
+    """`fixed` shares a slot with a trained weight of another IPU, and `table` is not floating."""
     first = lambda p, x, mb: p["table"][mb] * p["w"] + p["fixed"]  # noqa: E731
     last = lambda p, x, mb: jnp.mean((x * p["u"] + p["v"]) ** 2)  # noqa: E731
     frozen = {"first": {"fixed": True, "table": True, "w": False}}
@@ -258,7 +258,7 @@ def test_frozen_weights_stay_and_are_not_decayed():
 
 
 def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
-    """It keeps what is frozen, how state is split, its schedule, its reduction, and how much memory an IPU has."""
+    """It keeps what is frozen, how state is split, the schedule, the reduction and the memory of an IPU."""
 
     def first(w, x, mb):
         return mb * w["fixed"] * w["scale"]
@@ -343,7 +343,7 @@ def test_a_mean_is_over_all_tokens_of_all_micro_batches_and_replicas(kind, reduc
     np.testing.assert_allclose(outputs.loss, loss, rtol=1e-6)
     found = step.whole(state)["params"]
     assert largest_relative_error(found["p"] if kind == "pipeline" else found, expected) <= 1e-6
-    # no token at all: nothing to learn, and nothing that is not a number
+    # without any token nothing is learned, and nothing is NaN
     before = jax.tree.map(np.asarray, state.params)
     state, outputs = step(state, batch | {"mask": np.zeros_like(batch["mask"])})
     assert float(outputs.loss) == 0

@@ -1,4 +1,4 @@
-"""Halves: what is computed, summed and held in which dtype; rounding that is right on average; loss scaling."""
+"""Test half types: the dtypes of operations, sums and weights; rounding that is right on average; loss scaling."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_what_is_computed_and_held_in_which_dtype(kind, precision, half):
     batch = {"x": jnp.ones((1, 3, 4)), "n": jnp.ones((1, 3), jnp.int32)}
     step = make_train_step(model, optax.adam(0.1), TrainOptions(precision=precision, half=half))
     state = step.init(params if kind == "function" else {"p": params})
-    # no need to compile it: the trace says it
+    # it need not be compiled, since the trace shows it
     shapes, _ = jax.eval_shape(step._program, state, batch)
     computed, held = (("float32" if part == "32" else half) for part in precision.split("."))
     assert found == {"w": computed, "x": computed, "n": "int32"}
@@ -67,7 +67,7 @@ def test_what_is_computed_and_held_in_which_dtype(kind, precision, half):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("precision", ["16.32", "16.16"])
 def test_compute_in_half_with_sums_in_float32(precision, half):
-    """Each micro-batch's gradient is a half; their sum is of float32s, so that small ones are not lost."""
+    """Each micro-batch's gradient is a half, but their sum is in float32, so small ones are not lost."""
     m = 1024
     x = np.full((m, 1, 1), 2.0**-7, np.float32)
     x[0] = 8.0
@@ -108,7 +108,7 @@ def test_rounding_is_right_on_average(half):
     gap = np.where(nearest < x, up - nearest, nearest - down)
     # a mean of 4000 numbers that are each less than a gap off: five standard deviations are 0.04 of a gap
     assert np.all(np.abs(np.asarray(rounded).mean(0) - x) <= 0.04 * gap)
-    # only ever one of the two neighbours
+    # always one of the two neighbours
     assert np.all(np.abs(np.asarray(rounded) - x) < gap)
     assert np.any(np.asarray(rounded) != nearest)
 
@@ -156,7 +156,7 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
         whole = jnp.ones(n)
         state = step.init(whole if kind == "function" else {"p": whole}, key=jax.random.key(0) if stochastic else None)
         state, _ = step(state, np.full((steps, 2, 1, 1, 1), -update / 2, np.float32))
-        # who holds the same must stay alike, although each rounds at random
+        # copies on several IPUs must stay equal, although each IPU rounds at random
         for leaf in jax.tree.leaves(state.params):
             blocks = [
                 np.asarray(s.data) for s in leaf.addressable_shards if s.index == leaf.addressable_shards[0].index
@@ -169,7 +169,7 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
     # a walk of 200 steps with a deviation of a quarter of a gap each, over 512 weights: 5 sigma are 0.006
     assert abs(found[True].mean() - (1 + steps * update)) <= 0.006
     assert len(np.unique(found[True])) > 5
-    first, second = np.split(found[True], 2)  # of replicas' chunks and of IPUs' shards, each with numbers of its own
+    first, second = np.split(found[True], 2)  # replicas' chunks and IPUs' shards have random numbers of their own
     assert not np.array_equal(first, second)
 
 
@@ -179,7 +179,7 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_sums_over_replicas_are_of_float32(kind, shard_optimizer):
-    """A replica's 1 + 2^-8 is no bfloat16: were it rounded before it is sent, the other's -1 would leave nothing."""
+    """A replica's 1 + 2^-8 is not a bfloat16: if it were rounded before it is sent, its sum with -1 would be 0."""
     loss_fn = lambda w, mb: jnp.sum(w * mb)  # noqa: E731
     model = loss_fn
     if kind == "pipeline":
@@ -202,7 +202,7 @@ def test_sums_over_replicas_are_of_float32(kind, shard_optimizer):
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
 @pytest.mark.parametrize("precision", ["16.32", "16.16"])
 def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, precision):
-    """What is computed of them here is float32, so that a twin that rounds by hand is as near as float32 is."""
+    """The computation here is in float32, so a twin that rounds by hand differs by float32 rounding only."""
     rng, seen = np.random.default_rng(0), []
     params = {"a": rng.normal(size=(5, 7)).astype(np.float32), "b": rng.normal(size=7).astype(np.float32)}
     rows = rng.normal(size=(2, 2, 3, 5)).astype(np.float32)
@@ -285,7 +285,7 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
     whole_state = step.whole(state)
     assert int(whole_state["optimizer"][0].count) == 5
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(whole_state["params"]))
-    # as if the bad batch had never been, and nothing had been scaled
+    # as without the bad batch and without scaling
     without = TrainOptions(replication_factor=2, device_iterations=5)
     plain = make_train_step(model, optax.adam(0.1), without)
     expected, _ = plain(
@@ -297,7 +297,7 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_a_gradient_that_is_infinite_on_one_ipu_of_one_replica_skips_the_whole_update(bad, shard_optimizer):
-    """And with it the stages' new state: what a bad forward made of it would stay for ever."""
+    """The stages' new state is dropped too, since the result of a bad forward pass would stay for ever."""
 
     def root(p, x, mb, *, state):
         # at w = 1 its slope is infinite where the shift is -1; its value is 0, and so all else is finite
@@ -341,7 +341,7 @@ def test_a_gradient_that_is_infinite_on_one_ipu_of_one_replica_skips_the_whole_u
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, np.asarray(leaf)[shard.index])
 
-    # the next one is made, from where all stood before
+    # the next update is made, from the state before the bad one
     state, outputs = step(state, {"x": x, "shift": np.zeros_like(shift)})
     assert int(outputs.updated) == 1
 

@@ -1,4 +1,4 @@
-"""A training step goes on from what was saved, on other IPUs and replicas as well, as if it had never stopped."""
+"""Test that training continues from what was saved as if it had not stopped, also on other IPUs and replicas."""
 
 import pickle
 from typing import Any
@@ -33,7 +33,7 @@ def step_of(replicas, optimizer, **options):
 
 
 def batch_for(replicas, seed):
-    """(updates, [replicas,] 1 micro-batch, rows of a replica, features): the same rows for any number of replicas."""
+    """Return (updates, [replicas,] 1 micro-batch, rows of a replica, features): the same rows for any replicas."""
     rows = np.random.default_rng(seed).normal(size=(UPDATES, replicas, 1, ROWS // replicas, FEATURES))
     return jnp.asarray(rows if replicas > 1 else rows[:, 0], jnp.float32)
 
@@ -116,7 +116,7 @@ def pipeline_weights() -> tuple[Any, Any]:
 
 
 def dense_update(at: Any, rows: np.ndarray, key: Any, number: int) -> tuple[Any, Any, Any]:
-    """Whole weights, optax's state and the stages' after one more update; rows are (replicas, M, rows, features)."""
+    """Return whole weights, optax's state and the stages' after one more update of (replicas, M, rows, features)."""
     params, optimizer_state, stages = at
     replicas, m = rows.shape[:2]
     of_update = jax.random.fold_in(key, number)
@@ -147,7 +147,7 @@ def dense_update(at: Any, rows: np.ndarray, key: Any, number: int) -> tuple[Any,
     ],
 )
 def test_a_pipeline_goes_on_where_it_stopped(before, after):
-    """On other IPUs and replicas: weights, moments, the stages' state, and the key that the next masks come from."""
+    """Test weights, moments, the stages' state, and the key of the next masks, on other IPUs and replicas."""
     with quick_compiles():
         first, second = (
             pipeline_step(r, n, shard_optimizer=s, loss_scale=DynamicScale(initial=4.0, growth_interval=1))

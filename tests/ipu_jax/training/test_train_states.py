@@ -1,4 +1,4 @@
-"""What a step asks of the state it is given: alive, its own optimizer's, for weights that lie as they do."""
+"""Test what a step requires of its state: live buffers, its own optimizer's structure, and weights placed as now."""
 
 import copy
 import pickle
@@ -101,7 +101,7 @@ def test_a_state_that_is_not_donated_may_be_used_again(kind):
 
 
 def test_whole_hands_out_copies():
-    """Of everything: also the key and the scale, and a key in the optimizer's own state."""
+    """It copies everything, also the key and the scale, and a key in the optimizer's own state."""
     optimizer = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(0.1))
     options = TrainOptions(replication_factor=2, loss_scale=DynamicScale())
     step = make_train_step(
@@ -157,7 +157,7 @@ def test_optimizers_with_like_arrays_are_told_apart():
 
 
 def test_a_state_that_lies_otherwise_is_refused():
-    """Sharded over the replicas, or not; on one step, or on one made alike."""
+    """Test state that is sharded over the replicas or not, on the same step or on one made in the same way."""
     sharded, whole = step_of("pipeline", shard_optimizer=True), step_of("pipeline")
     for step, others in ((sharded, whole), (whole, sharded)):
         state = others.init(WEIGHTS)
@@ -178,7 +178,7 @@ def test_a_state_that_lies_otherwise_is_refused():
     ids=["shapes", "dtypes"],
 )
 def test_an_init_with_other_weights_leaves_older_states_valid(kind, other):
-    """And is not mistaken for the older ones."""
+    """It is not mistaken for the older ones."""
     step = step_of(kind)
     older, newer = step.init(WEIGHTS), step.init(other)
     whole = step.whole(older)
@@ -233,7 +233,7 @@ def test_what_init_is_given_must_fit_the_model():
 
 
 def test_unfreezing_begins_the_optimizer_anew():
-    """The weights go on; moments of weights that were frozen do not exist, so the state is refused as it is."""
+    """Weights can be reused, but moments of weights that were frozen don't exist, so the state is refused."""
     first = make_train_step(pipeline_of(frozen={"a": True}), optax.adam(0.1))
     second = make_train_step(pipeline_of(), optax.adam(0.1))
     state, _ = first(first.init(WEIGHTS), ROWS)
@@ -259,7 +259,7 @@ def test_unfreezing_begins_the_optimizer_anew():
 
 
 def test_calls_in_flight_are_counted_and_waited_for(monkeypatch):
-    """Every way to dispatch a program shows its window each call, and that waits for all but the last four."""
+    """Every way to dispatch a program adds each call to its window, which waits for all but the last four calls."""
     waits = []
     wait = InFlight._wait_for_oldest
     monkeypatch.setattr(InFlight, "_wait_for_oldest", lambda window: (waits.append(window), wait(window)))

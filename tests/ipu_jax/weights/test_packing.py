@@ -1,4 +1,4 @@
-"""Packing: what is put on the IPUs comes back as it was, and each IPU holds its own bytes and no others."""
+"""Test packing: what is put on the IPUs comes back unchanged, and each IPU holds its own bytes and no others."""
 
 import math
 import re
@@ -20,7 +20,7 @@ F32, BF16, F16 = "float32", "bfloat16", "float16"
 
 
 def arrays(shapes, dtype=F32, seed=0):
-    """A tree of random arrays; `shapes` is a tree of shapes, or of `(dtype, shape)`."""
+    """Return a tree of random arrays; `shapes` is a tree of shapes, or of `(dtype, shape)`."""
     rng = np.random.default_rng(seed)
 
     def one(shape):
@@ -42,7 +42,7 @@ def assert_same(found, expected):
 
 
 def bytes_per_device(sharded) -> list[int]:
-    """What each device holds, by its addressable shards, in the order of the devices."""
+    """Return what each device holds, by its addressable shards, in the order of the devices."""
     held = Counter()
     for array in jax.tree.leaves(sharded):
         for shard in array.addressable_shards:
@@ -138,7 +138,7 @@ def test_the_params_of_a_linen_module_come_back():
 
 
 def aligned(shape):
-    """Ones that begin at a multiple of 64 bytes, where the CPU backend would take the memory as it is."""
+    """Return ones that begin at a multiple of 64 bytes, whose memory the CPU backend would use without a copy."""
     size = 4 * math.prod(shape)
     room = np.empty(size + 64, np.uint8)
     start = -room.ctypes.data % 64

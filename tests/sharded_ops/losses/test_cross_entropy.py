@@ -1,4 +1,4 @@
-"""The split cross-entropy against a dense twin: every option, labels, what must not leak, what is refused."""
+"""Test the split cross-entropy against a dense twin: options, labels, padding that must not leak, and errors."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ from support.harness import (
 from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, dense_loss, sharded_cross_entropy
 
 WEIGHTED = {"ignore_index": 2, "weighted": True, "reduction": "mean"}
-# What is asked of one compiled program. `soft` and `weighted` say which operands an entry uses.
+# The options of each result of one compiled program. `soft` and `weighted` say which operands an entry uses.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"label_smoothing": 0.1, "z_loss": 0.01} | WEIGHTED,
     {"soft_cap": 3.0, "temperature": 0.7, "out_of_range": "clip", "weighted": True},
@@ -41,7 +41,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def _options_of_one_program(logits, soft, weights, labels, *, size):
-    """(options, N..): the loss of each entry, and for two of them the log-sum-exp as well."""
+    """Return (options, N..): the loss of each entry, and for two of them the log-sum-exp as well."""
     rows = []
     for options in OPTIONS:
         options = dict(options)
@@ -198,11 +198,11 @@ def test_no_tokens_at_all(reduction, want):
 
 
 def test_labels_of_every_dtype_and_what_stands_outside():
-    """Each is a constant of one program: numpy's int64 holds labels that jax's int32 would cut off."""
+    """Labels are constants of one program, since numpy's int64 holds labels that jax's int32 would truncate."""
     cases: Any = (
         (np.array([0, 3, -1, 6], np.int8), {}, [0, 3, None, 6]),
         (np.array([0, 3, 255, 6], np.uint8), {"ignore_index": 255, "out_of_range": "nan"}, [0, 3, None, 6]),
-        # -100 is no uint8: no label is ignored, and 156 is not -100 wrapped around
+        # -100 is not a uint8, so no label is ignored: 156 must not be taken for -100 wrapped around
         (np.array([0, 3, 156, 6], np.uint8), {"ignore_index": -100, "out_of_range": "clip"}, [0, 3, 6, 6]),
         (np.array([0, 2**32 + 3, -(2**40), 6]), {}, [0, None, None, 6]),
         (np.array([0, 2**32 + 3, -(2**40), 6]), {"out_of_range": "clip"}, [0, 6, 0, 6]),
@@ -236,7 +236,7 @@ def test_a_label_that_must_not_be_is_nan_in_the_loss_and_in_its_own_row_only():
     np.testing.assert_array_equal(dlogits[3], 0)
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(

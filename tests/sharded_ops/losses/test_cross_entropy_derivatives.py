@@ -1,4 +1,4 @@
-"""Derivatives of the split cross-entropy: of every order and mode, and in the company of other transforms."""
+"""Test derivatives of the split cross-entropy, of every order and mode, and combined with other transforms."""
 
 import functools
 from typing import Any
@@ -25,7 +25,7 @@ DERIVED: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 4.
 
 
 def _derivatives(loss, args, directions, total=lambda x: x):
-    """Forward mode, reverse mode, and each of the second derivatives along the directions, of the sum of the losses."""
+    """Return derivatives of the sum of losses: forward mode, reverse mode, and second ones along directions."""
 
     def inner(grads):
         return sum(total(jnp.vdot(g, d)) for g, d in zip(grads, directions, strict=True))
@@ -81,18 +81,18 @@ def test_derivatives_of_every_order_and_mode(mode):
             return hard + _dense_soft(logits, soft, weights)
 
         want = jax.jit(lambda *args: _derivatives(dense, args, directions))(*args)
-        # wanted and found have tuples of tuples of the same structure
+        # wanted and found are tuples of tuples of the same structure
         for found, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def _dense_soft(logits, soft, weights):
-    """Soft targets have a mass other than 1, which smoothing leaves as it is and spreads besides."""
+    """Return the dense loss of soft targets, which need not add up to 1, also under label smoothing."""
     return dense_loss(logits, soft, weights, weighted=True, soft=True, **DERIVED)
 
 
 def test_gradients_are_those_of_finite_differences():
-    """The twin has derivatives by the same rules of jax; differences have none."""
+    """Finite differences use no derivative rule, while the twin's derivatives come from jax's rules too."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(1)
         labels = np.array([5, 0, 3])
@@ -147,7 +147,7 @@ def test_the_cross_entropy_may_stand_in_other_transforms(wrapped, mode):
 
 @pytest.mark.parametrize(("n", "size"), SPLITS)
 def test_columns_made_of_what_all_ipus_hold_have_right_gradients(n, size):
-    """What all IPUs hold alike gets the sum of its gradients from the columns of each, to which it was cast."""
+    """A value that is the same on all IPUs gets the sum of the gradients from the columns of each IPU."""
     bias, labels, ct = np.float32(3), np.zeros(2, np.int32), np.ones(2, np.float32)
     losses, (dbias,) = sharded_vjp(
         _equal_logits,
@@ -161,11 +161,11 @@ def test_columns_made_of_what_all_ipus_hold_have_right_gradients(n, size):
         size=size,
     )
     np.testing.assert_allclose(losses, np.log(size), rtol=1e-6)
-    # Raising all logits alike changes nothing: the parts of the gradient add up to zero over the IPUs.
+    # Adding the same to all logits changes nothing, so the parts of the gradient add up to zero over the IPUs.
     assert_close(dbias, np.float32(0), 1, ROUNDINGS)
 
 
 def _equal_logits(bias, labels, *, local, size):
-    """Every column has the one logit `bias`, which all IPUs hold."""
+    """Return the loss of logits that are all `bias`, a value that is the same on all IPUs."""
     columns = lax.pcast(jnp.broadcast_to(bias, (2, local)), "ipu", to="varying")
     return log_softmax_cross_entropy(columns, labels, size=size)

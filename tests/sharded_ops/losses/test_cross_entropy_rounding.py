@@ -1,4 +1,4 @@
-"""The split cross-entropy is as exact as the dense program, also for extreme logits."""
+"""Test that the split cross-entropy is as exact as the dense program, also for extreme logits."""
 
 import functools
 
@@ -22,7 +22,7 @@ WIDE = 61  # columns, on 3 IPUs: 21, 21 and 19
 
 
 def _kinds(seeds_of=range(4), tokens=32):
-    """Logits of many sorts, by name: (name, logits, labels)."""
+    """Yield logits of many kinds: (name, logits, labels)."""
     for seed in seeds_of:
         rng = np.random.default_rng(seed)
         x = rng.standard_normal((tokens, WIDE)).astype(np.float32)
@@ -57,7 +57,7 @@ def _stacked(kinds):
 
 
 def _errors(got, want, dense):
-    """How far each is from what is wanted, over all, and one rounding of the largest number."""
+    """Return the largest errors of both results, and one rounding of the largest number."""
     finite = np.isfinite(want)
     np.testing.assert_array_equal(np.isfinite(got), finite)
     of = lambda x: np.abs(x[finite] - want[finite]).max(initial=0)  # noqa: E731
@@ -66,9 +66,9 @@ def _errors(got, want, dense):
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-4}])
 def test_it_rounds_no_more_than_twice_what_the_dense_program_does(options):
-    """Or by one rounding of the largest number for each term of the loss, where the dense program has luck.
+    """A larger error is accepted up to one rounding of the largest number per term of the loss.
 
-    Its error may be 0, and is less than a rounding where all columns are alike.
+    The dense program's error may happen to be 0, and is less than one rounding if all columns are equal.
     """
     names, logits, labels = _stacked(_kinds())
     ct = np.ones(len(labels), np.float32)
@@ -87,7 +87,7 @@ def test_it_rounds_no_more_than_twice_what_the_dense_program_does(options):
             (dlogits[:, :WIDE], float64[1][0], float32[1][0]),
         ):
             if options and name == "only some columns":
-                continue  # Smoothing asks for a column that cannot be: a loss of inf.
+                continue  # Smoothing gives weight to a column of probability 0, so the loss is inf.
             error, of_dense, rounding = _errors(got[of], wanted[of], twin[of])
             assert error <= max(2 * of_dense, (1 + len(options)) * rounding), (
                 f"{name}: {error}, dense {of_dense}, rounding {rounding}"
@@ -101,7 +101,7 @@ def _dense_of_labels(logits, labels, **options):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_where_logits_and_losses_are_large_nothing_is_lost_of_the_gradient(n, smoothing):
-    """Three floats hold the label's logit, the largest and the log-sum-exp from it: the dense program knows no more."""
+    """The three floats are the label's logit, the largest logit and the log-sum-exp relative to it."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, WIDE))
     logits = np.concatenate([x * 30, x * 300, x + 1e4, rng.choice([-1e4, 1e4, 0, 1], (64, WIDE))]).astype(np.float32)
@@ -119,12 +119,12 @@ EXTREMES = [
     ([1e4, -1e4, 0, 1, 2, 3, 4], 0),
     ([1e4, -1e4, 0, 1, 2, 3, 1e4], 1),
     ([-1e4] * 7, 6),
-    ([-np.inf] * 3 + [0, 1, 2, 3], 4),  # IPU 0 has nothing
-    ([0, 1, 2, 3, 4, 5, -np.inf], 5),  # IPU 2 has nothing
-    ([0, 1, 2, -np.inf, -np.inf, -np.inf, -np.inf], 0),  # only IPU 0 has something
-    ([0, 1, 2, -np.inf, 4, 5, 6], 3),  # the label itself is impossible: a loss of inf, and a gradient
+    ([-np.inf] * 3 + [0, 1, 2, 3], 4),  # all logits on IPU 0 are -inf
+    ([0, 1, 2, 3, 4, 5, -np.inf], 5),  # all logits on IPU 2 are -inf
+    ([0, 1, 2, -np.inf, -np.inf, -np.inf, -np.inf], 0),  # only IPU 0 has a finite logit
+    ([0, 1, 2, -np.inf, 4, 5, 6], 3),  # the label's logit is -inf: the loss is inf, and there is a gradient
     ([-5, -4, -3, -np.inf, -4, -5, -6], 3),  # and its shard's log-sum-exp is below 0
-    ([0, 1, 2, 3, 4, 5, -np.inf], 6),  # and so is its whole shard
+    ([0, 1, 2, 3, 4, 5, -np.inf], 6),  # and its whole shard is -inf
     ([1e38, -1e38, 0, 0, 0, 0, 0], 0),
     ([1010, 1000, 1000, 1000, 1000, 1000, 1000], 0),  # a confident prediction, whose loss is 3e-4
 ]
@@ -151,7 +151,7 @@ def test_what_is_not_a_number_is_not_hidden():
 
 
 def test_the_loss_is_float32_or_float64_whatever_the_options_are():
-    """numpy's numbers have a dtype of their own, and Python's are float64 under x64: neither may spread."""
+    """Options may not widen the result, though numpy's numbers have a dtype, and Python's are float64 under x64."""
     options = {"label_smoothing": np.float64(0.1), "z_loss": 0.1, "soft_cap": np.float64(3), "temperature": 2.0}
     with jax.enable_x64(True):
         for dtype, wanted in ((jnp.float32, jnp.float32), (jnp.bfloat16, jnp.float32), (jnp.float64, jnp.float64)):

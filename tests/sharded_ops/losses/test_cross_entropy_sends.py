@@ -1,4 +1,4 @@
-"""What the split cross-entropy sends and keeps, and how it goes with replicas and other ops."""
+"""Test what the split cross-entropy sends and keeps, and its use with replicas and other ops."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, embedding, log_softmax, log_softmax_cross_entropy, matmul, take_last
+from sharded_ops import Split, embedding, log_softmax, log_softmax_cross_entropy, matmul, take_along_last_dim
 from support.harness import (
     assert_close,
     collectives,
@@ -85,11 +85,11 @@ def test_the_backward_pass_keeps_the_logits_as_they_came_and_else_numbers_of_tok
     assert sum(leaf.dtype == jnp.float32 for leaf in kept if leaf.size == tokens) <= 3
 
 
-# In company
+# With replicas and other ops
 
 
 def _language_model(table, w, ids, labels, *, size):
-    """A tied-size embedding, a projection and the loss, all sharded over "ipu": the mean loss of the tokens."""
+    """Return the mean loss of the tokens, from an embedding, a projection and the loss, all sharded over "ipu"."""
     x = jnp.tanh(embedding(table, ids, size=size))
     losses = log_softmax_cross_entropy(matmul(x, w, size=size), labels, size=size)
     return losses.mean()
@@ -120,9 +120,9 @@ def test_with_replicas_on_another_axis_gradients_are_those_of_the_whole_batch(ty
     assert_close(unpadded(split, got[1][1], 1), want[1][1], 1, ROUNDINGS)
 
 
-def test_log_softmax_and_take_last_make_the_same_loss():
+def test_log_softmax_and_take_along_last_dim_make_the_same_loss():
     def apart(logits, labels):
-        return -take_last(log_softmax(logits, size=7), labels, size=7)
+        return -take_along_last_dim(log_softmax(logits, size=7), labels, size=7)
 
     split = Split(7, 3)
     logits, labels = normal(0, (TOKENS, 7)), np.array([0, 2, 3, 6, 7, -1], np.int32)

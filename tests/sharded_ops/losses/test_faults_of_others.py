@@ -1,6 +1,6 @@
-"""Faults that other libraries' split or fused cross-entropies had, each told in a test that finds it.
+"""Test for faults that split or fused cross-entropies of other libraries had, one test for each.
 
-The numbers name issues (#) and pull requests (PR) of the projects, where the faults were reported or mended.
+The numbers are those of issues (#) and pull requests (PR) in which the faults were reported or fixed.
 """
 
 import functools
@@ -19,7 +19,7 @@ COLUMNS, ROWS = P(None, "ipu"), P("ipu")
 
 
 def _loss_and_gradient(n, size, logits, labels, ct, *, fill=np.nan, mode="untyped-outside", **options):
-    """Of `log_softmax_cross_entropy` on n IPUs; the padding of the gradient is checked and cut off."""
+    """Run `log_softmax_cross_entropy` on n IPUs; the padding of the gradient is checked and removed."""
     split = Split(size, n)
     op = functools.partial(log_softmax_cross_entropy, size=size, **options)
     shards = [padded(split, logits, 1, fill)]
@@ -43,7 +43,7 @@ def _assert_same(got, want):
 
 def test_label_smoothing_is_over_the_whole_vocabulary_and_the_same_on_all_ipus():
     """Megatron-LM #737, #7464, and row 1 of #7452: smoothing divided by the shard's vocabulary, and averaged the log-
-    probabilities of the shard alone, so that each rank had another loss, and the loss changed with the split."""
+    probabilities of the shard only. So each rank had another loss, and the loss depended on the split."""
     logits, labels = normal(0, (6, 8)), np.arange(6, dtype=np.int32)
 
     def from_each(logits, labels):
@@ -65,8 +65,9 @@ def test_smoothed_losses_of_large_logits_are_finite():
 
 
 def test_a_vocabulary_that_does_not_divide_trains_as_on_one_ipu():
-    """Megatron-LM #1754: with a vocabulary that two ranks could not halve, losses went apart over 2000 steps, to half
-    as much again. Here 50 steps of descent on 13 columns give the dense program's losses, on 2 and on 4 IPUs."""
+    """Megatron-LM #1754: with a vocabulary that two ranks could not halve, losses drifted apart, up to half as
+    much again, in 2000 steps.
+    Here 50 steps of descent on 13 columns give the dense program's losses, on 2 and on 4 IPUs."""
     x, labels = normal(0, (12, 5)), np.arange(12, dtype=np.int32) + 1
     first = normal(1, (13, 5))
 
@@ -87,8 +88,8 @@ def test_a_vocabulary_that_does_not_divide_trains_as_on_one_ipu():
 
 
 def test_gathered_logits_are_refused():
-    """Megatron-LM #7452, row 2: whole logits on every rank, where a shard was meant, counted each column as often as
-    there were ranks: a loss too large by log(ranks), and wrong gradients."""
+    """Megatron-LM #7452, row 2: whole logits on every rank in place of a shard counted each column once per rank. The
+    loss was too large by log(ranks), and gradients were wrong."""
     message = (
         "logits_shard has shape (3, 8) on each IPU, with 8 rows in dim -1, but size=8 over the 2 IPUs of axis 'ipu' "
         "takes 4: pad the whole array with Split(size=8, parts=2).pad(array, -1) and shard it with "
@@ -101,8 +102,8 @@ def test_gathered_logits_are_refused():
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 5.0}])
 def test_padded_columns_are_not_in_the_denominator(options):
-    """Vocabularies padded to a multiple (as by Megatron-LM's --make-vocab-size-divisible-by) have columns of padding in
-    the softmax like real ones, and in the smoothing: the loss depends on the padding, and gives it gradients."""
+    """If a vocabulary is padded to a multiple (as by Megatron-LM's --make-vocab-size-divisible-by), columns of padding
+    enter softmax and smoothing like real ones: the loss depends on the padding, and gives it gradients."""
     logits, labels, ct = normal(0, (4, 5)), np.array([0, 4, 3, 2], np.int32), np.ones(4, np.float32)
     want = _dense(logits, labels, ct, **options)
     for fill in (0, 50):

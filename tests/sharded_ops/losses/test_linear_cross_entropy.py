@@ -1,4 +1,4 @@
-"""The fused projection and cross-entropy against the dense matmul and loss: every option, both ways, every chunk."""
+"""Test the fused projection and cross-entropy against the dense matmul and loss: options, both ways, all chunks."""
 
 import functools
 from typing import Any
@@ -35,7 +35,7 @@ ROWS = P("ipu")
 OF_OPERANDS = (P(), ROWS, P())
 
 EVERYTHING = {"label_smoothing": 0.3, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 2.0, "ignore_index": 2}
-# What is asked of one compiled program, with the chunks of each. 7 tokens and 1 to 5 rows: some divide, some don't.
+# The options and chunks of each result of one compiled program. Not all chunks divide 7 tokens and 1 to 5 rows.
 OPTIONS: tuple[dict[str, Any], ...] = (
     EVERYTHING | {"weighted": True, "reduction": "mean", "token_chunk": 3, "column_chunk": 2},
     {"soft_cap": 3.0, "out_of_range": "clip", "weighted": True},
@@ -102,7 +102,7 @@ def test_every_option_both_ways(mode, n, size, dtype, shape, seed, data):
     largest = 1 + max(np.abs(want).max(), logit.max()) * max(1.0, weights.max())
     assert_close(loss, want, largest, 10 * FEATURES)
     assert_close(dweights, want_dweights, largest * (1 + np.abs(ct).sum()), 10 * FEATURES)
-    # Slopes, of which a token's add up to a few times its cotangent, are rounded to the dtype; then the sums are.
+    # Each token's dlogits, which add up to a few times its cotangent, are rounded to the dtype; then the sums are.
     slope = 2 * (1 + np.abs(ct).sum()) * max(1.0, weights.max())
     roundings = 10 if dtype == jnp.float32 else 2
     assert_close(dhidden, want_dhidden, slope * np.abs(table.astype(np.float32)).max(), roundings)
@@ -160,7 +160,7 @@ def _dense_sum(hidden, table, labels):
 def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
     """The dense program is `hidden @ table.T` and the plain loss in float32, with logits up to 60 and losses up to 100.
 
-    Both are measured by float64, over seeds. Large logits with large losses are another matter: see test_cross_entropy.
+    Both are compared with float64, over seeds. For large logits with large losses see test_cross_entropy_rounding.
     """
     size, tokens, features = 61, 48, 16
     labels = np.arange(tokens, dtype=np.int32) % (size + 1) - 1
@@ -195,7 +195,7 @@ def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
         assert error <= max(2 * of_dense, rounding)
 
 
-# What it costs
+# Cost
 
 
 @pytest.mark.parametrize(("typed", "smoothing"), [(True, 0.1), (False, 0.0)])
@@ -221,7 +221,7 @@ def test_it_sends_one_gather_and_one_reduction_of_dx(typed, smoothing):
 
 
 def _big(gradients, dtype=jnp.float32, tokens=1024, features=768, size=32000):
-    """The program of 2 IPUs, and what to compile it for."""
+    """Return the program of 2 IPUs, and the arguments to compile it for."""
     op = functools.partial(linear_cross_entropy, size=size, reduction="mean", gradients=gradients)
     sharded = on_ipus(op, 2, (P(), ROWS, P()), P())
     shapes = (((tokens, features), dtype), ((size, features), dtype), ((tokens,), jnp.int32))
@@ -247,7 +247,7 @@ def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries():
 
 @pytest.mark.parametrize(("gradients", "matmuls"), [("backward", 4), ("forward", 3)])
 def test_it_makes_as_many_matmuls_as_it_says(gradients, matmuls):
-    # So many features that the matmuls are nearly all of the operations.
+    # There are so many features that nearly all operations are matmuls.
     tokens, features, size = 256, 8192, 1024
     sharded, arguments = _big(gradients, tokens=tokens, features=features, size=size)
     one = 2 * tokens * features * size // 2
@@ -255,7 +255,7 @@ def test_it_makes_as_many_matmuls_as_it_says(gradients, matmuls):
     assert round(flops_of(jax.value_and_grad(sharded, (0, 1)), *arguments) / one, 1) == matmuls
 
 
-# In company
+# With other transforms
 
 
 @pytest.mark.parametrize("gradients", ["backward", "forward"])
@@ -325,7 +325,7 @@ def test_it_is_the_loss_of_the_logits_it_does_not_make():
     np.testing.assert_allclose(fused, apart, rtol=2e-6)
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(

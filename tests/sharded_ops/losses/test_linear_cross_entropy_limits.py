@@ -1,4 +1,4 @@
-"""The fused projection and cross-entropy at its limits: float16's range, tokens that hold NaN, second derivatives."""
+"""Test the fused projection and cross-entropy at its limits: float16's range, NaN in tokens, second derivatives."""
 
 import functools
 from typing import Any
@@ -17,11 +17,11 @@ from support.losses import dense_loss
 ROWS = P("ipu")
 
 
-# float16, whose least number is 6e-8 and whose largest 65504
+# float16: its least number is 6e-8 and its largest 65504
 
 
 def _gradients_by_hand(hidden, table, labels, factors):
-    """Of the sum of losses times factors, in float64."""
+    """Return the gradients of the sum of (loss times factor), in float64."""
     hidden, table = hidden.astype(np.float64), table.astype(np.float64)
     logits = hidden @ table.T
     p = np.exp(logits - logits.max(-1, keepdims=True))
@@ -31,7 +31,7 @@ def _gradients_by_hand(hidden, table, labels, factors):
 
 
 def _half_gradients(total, hidden, table, labels, dtype, typed):
-    """The gradients, on 2 IPUs, of what `total` makes of the loss, to which it gives the options."""
+    """Return the gradients, on 2 IPUs, of `total` of the loss with these options."""
     split = Split(len(table), 2)
 
     def each_ipu(hidden, table):
@@ -55,7 +55,7 @@ def _assert_rows_close(got, want, roundings, dtype):
     [(jnp.float16, "forward", True), (jnp.float16, "backward", False), (jnp.bfloat16, "forward", False)],
 )
 def test_a_loss_scale_saves_every_row_of_the_gradients(dtype, gradients, typed):
-    """Slopes of 1/V, of a mean over N: 2e-7 for a row that is no label's, which float16 rounds by a fifth."""
+    """For a mean over N, dlogits of a row that is not a label's are 1/(V N): 2e-7, which float16 rounds by a fifth."""
     tokens, size, scale = 512, 8001, 2.0**15
     hidden, table = normal(0, (tokens, 4), dtype), (normal(1, (size, 4)) * 0.1).astype(dtype)
     labels = np.arange(tokens, dtype=np.int32) % 7
@@ -65,7 +65,7 @@ def test_a_loss_scale_saves_every_row_of_the_gradients(dtype, gradients, typed):
 
     got = _half_gradients(total, hidden, table, labels, dtype, typed)
     want = _gradients_by_hand(hidden, table, labels, np.full(tokens, scale / tokens))
-    # Slopes are rounded and then their sums; where rows of `hidden` cancel, a sum is less than its addends.
+    # The dlogits are rounded and then their sums; if rows of `hidden` cancel, a sum is smaller than its addends.
     for found, wanted in zip(got, want, strict=True):
         _assert_rows_close(found, wanted, 4, dtype)
 
@@ -83,7 +83,7 @@ def test_a_sum_that_float16_cannot_hold_may_be_divided_afterwards():
 
 
 def test_slopes_that_float16_cannot_hold_are_scaled_down():
-    """A weight of 1e7: the slopes overflow, and the gradients, of small operands, don't."""
+    """With a weight of 1e7 the dlogits overflow, but the gradients don't, because the operands are small."""
     hidden, table = (normal(0, (6, 3)) * 1e-3).astype(np.float16), (normal(1, (5, 3)) * 1e-3).astype(np.float16)
     labels, weights = np.arange(6, dtype=np.int32) % 5, np.full(6, 1e7, np.float32)
     for gradients in ("forward", "backward"):
@@ -99,13 +99,13 @@ def test_slopes_that_float16_cannot_hold_are_scaled_down():
             _assert_rows_close(found, wanted, 4, jnp.float16)
 
 
-# What is not read
+# Tokens that are not read
 
 
 @pytest.mark.parametrize("gradients", ["forward", "backward"])
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}], ids=["", "all"])
 def test_a_token_that_does_not_count_is_not_read(gradients, options):
-    """Whatever stands in its row and its weight, loss and gradients are the same to the last bit."""
+    """Whatever its row and its weight contain, loss and gradients are the same to the last bit."""
     labels = np.array([3, -1, 9, 0, 2, 6], np.int32)
     unread = np.array([False, True, True, False, True, False])
     hidden, split, table = normal(0, (6, 4)), Split(7, 3), normal(1, (7, 4))
@@ -131,7 +131,7 @@ EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 4.0, "temperatu
 
 
 def _along(loss, directions, split_dot=jnp.vdot):
-    """The derivative of a squared loss's gradient along the directions: by reverse mode twice, and forward over it."""
+    """Return the derivative of a squared loss's gradient along `directions`: reverse and forward over reverse mode."""
 
     def gradient(*args):
         return jax.grad(lambda *args: (loss(*args) ** 2).sum(), (0, 1, 2))(*args)

@@ -1,4 +1,4 @@
-"""What the losses refuse of each option, and what they take for a number: one table for both."""
+"""Test the values of each option that the losses refuse, and those that they accept, with one table for both."""
 
 import functools
 from typing import Any

@@ -1,7 +1,7 @@
-"""The losses on a mesh of two axes, with the tokens really split over the one and the columns over the other.
+"""Test the losses on a mesh of two axes, with the tokens split over one axis and the columns over the other.
 
-Each group of IPUs along "data" has its own tokens, and so its own sum or mean; a table's gradient adds up over groups.
-The oracle is formulas in NumPy's float64, with derivatives worked out by hand.
+Each group of IPUs along "data" has its own tokens, and so its own sum or mean; a table's gradient is summed over
+groups. The expected results are formulas in NumPy's float64, with derivatives worked out by hand.
 """
 
 import functools
@@ -31,7 +31,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"reduction": "none", "soft": True, "weighted": True},
     {"reduction": "mean", "soft": True, "weighted": True} | SMOOTHED,
 )
-# What each entry's result is multiplied with in the total that is differentiated, and each group's, or token's.
+# The factors of each entry's result in the total that is differentiated, and of each group's, or token's.
 OF_ENTRY = np.array([0.7, -0.4, 1.3, 0.9, -1.1, 0.6, 1.7])
 
 
@@ -40,7 +40,7 @@ def _entries(fused):
 
 
 def _operands(dtype, size):
-    """Global arrays, and labels of which group 0 has some that don't count: groups of unlike counts and weights."""
+    """Return global arrays. Some labels of group 0 don't count, so the groups differ in counts and weights."""
     labels = np.arange(TOKENS, dtype=np.int32) * 3 % size
     labels[[1, 3]] = [-1, 2]
     return {
@@ -55,7 +55,7 @@ def _operands(dtype, size):
 
 
 def _by_hand(operands, size, fused):
-    """Each entry's result of each group, (groups, entries), and the gradients of the total."""
+    """Return each entry's result for each group, (groups, entries), and the gradients of the total."""
     wide = {name: x if x.dtype == np.int32 else x.astype(np.float64) for name, x in operands.items()}
     x = wide["hidden"] @ wide["table"].T if fused else wide["logits"]
     top = x.max(-1, keepdims=True)
@@ -97,7 +97,7 @@ def _by_hand(operands, size, fused):
 
 
 def _results(operands, size, fused):
-    """This device's: one number for each entry, (1, entries)."""
+    """Return one number for each entry, (1, entries), from this device."""
     results = []
     for k in _entries(fused):
         options = dict(OPTIONS[k])
@@ -152,7 +152,7 @@ def _program(fused, typed, inside, ipus, size):
 
         gradients, found = jax.grad(total, has_aux=True)({name: operands[name] for name in differentiated})
         if not typed:
-            # Each device holds its part of the gradient of what others hold as well.
+            # Each device holds its part of the gradient of an array that other devices hold too.
             missing = {"hidden": "ipu", "table": "data", "weights": "ipu"}
             gradients = {k: lax.psum(g, missing[k]) if k in missing else g for k, g in gradients.items()}
         return gradients, found
@@ -180,14 +180,14 @@ def _cases():
 @pytest.mark.parametrize("fused", [False, True], ids=["logits", "linear"])
 @pytest.mark.parametrize(("typed", "inside", "ipus", "dtype"), list(_cases()))
 def test_values_and_gradients_are_those_worked_out_by_hand(fused, typed, inside, ipus, dtype):
-    size = 11  # on 2 and on 4 IPUs the last holds less
+    size = 11  # on 2 and on 4 IPUs the last shard has padding
     operands, split = _operands(dtype, size), Split(size, ipus)
     shards = {k: padded(split, x, SPLIT_DIMS[k]) if k in SPLIT_DIMS else x for k, x in operands.items()}
     gradients, found = _program(fused, typed, inside, ipus, size)(shards)
     want, want_gradients = _by_hand(operands, size, fused)
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
     assert set(gradients) == set(want_gradients)
-    # In half types each of the entries' slopes, products and their sum are rounded.
+    # In half types, dlogits, products and their sum are each rounded, for each of the entries.
     allowed = 5e-6 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
     for name, wanted in want_gradients.items():
         assert gradients[name].dtype == operands[name].dtype
@@ -197,7 +197,7 @@ def test_values_and_gradients_are_those_worked_out_by_hand(fused, typed, inside,
         assert error <= (5e-6 if name == "weights" else allowed), f"{name}: {error}"
 
 
-# What varies over fewer axes than the rest
+# Operands that vary over fewer axes than the others
 
 
 def _over_data(op, in_specs):
@@ -207,7 +207,7 @@ def _over_data(op, in_specs):
 
 @pytest.mark.parametrize("spec", [P(), P(None, "ipu"), P("data")], ids=str)
 def test_soft_targets_may_vary_over_fewer_axes_than_the_logits(spec):
-    """Each target is used by every device that its spec does not tell apart, and gets the sum of their gradients."""
+    """Devices that have the same target by its spec all use it, and it gets the sum of their gradients."""
     logits = normal(0, (4, 6))
     rows, columns = 2 if "data" not in spec else 4, 6 if "ipu" in spec else 3
     soft = np.abs(normal(1, (rows, columns)))
@@ -231,7 +231,7 @@ def test_soft_targets_may_vary_over_fewer_axes_than_the_logits(spec):
 @pytest.mark.parametrize("gradients", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["hidden", "labels", "weights"])
 def test_one_operand_alone_may_vary_over_the_data_axis(name, gradients):
-    """The others are the same tokens for both groups, and get the sum of their gradients."""
+    """The other operands are the same for both groups, and get the sum of the groups' gradients."""
     operands = {
         "hidden": normal(0, (4, 3)),
         "labels": np.array([0, 5, 3, 1], np.int32),
@@ -264,7 +264,7 @@ def test_one_operand_alone_may_vary_over_the_data_axis(name, gradients):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-# What by its types cannot be meant
+# Errors by the operands' types
 
 
 def _refused(op, in_specs, message, *args):

@@ -1,0 +1,116 @@
+"""Check and apply the options that both cross-entropies take: terms of the loss, labels, weights and reduction.
+
+Dims: N tokens (any number of leading dims).
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from sharded_ops._arguments import array_like, one_of, real_number, whole_number
+from sharded_ops._split import as_int32
+from sharded_ops.losses._statistics import Terms
+
+OutOfRange = Literal["ignore", "nan", "clip"]
+Reduction = Literal["none", "mean", "sum"]
+
+
+def checked_terms(terms: Terms) -> Terms:
+    """Return the terms with their numbers as Python floats.
+
+    Raises:
+        ValueError: a number is outside its range; names the option, its value and the rule.
+    """
+    cap = terms.soft_cap
+    return dataclasses.replace(
+        terms,
+        label_smoothing=real_number("label_smoothing", terms.label_smoothing, at_least=0, at_most=1),
+        z_loss=real_number("z_loss", terms.z_loss, at_least=0),
+        soft_cap=None if cap is None else real_number("soft_cap", cap, above=0, instead="None for no cap"),
+        temperature=real_number("temperature", terms.temperature, above=0),
+    )
+
+
+def checked_options(out_of_range: Any, reduction: Any) -> None:
+    """Raise for an unknown value of `out_of_range` or `reduction`.
+
+    Raises:
+        ValueError: names the option, its value and the choices.
+    """
+    one_of("out_of_range", out_of_range, ("ignore", "nan", "clip"))
+    one_of("reduction", reduction, ("none", "mean", "sum"))
+
+
+def checked_weights(weights: ArrayLike) -> jax.Array:
+    """Return the weights as a jax array of real numbers or bools.
+
+    Raises:
+        ValueError: the weights are not an array, or have another dtype.
+    """
+    own = array_like("weights", weights)
+    if not any(jnp.issubdtype(own.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise ValueError(f"weights has dtype {own.dtype}, but must be real numbers: give floats")
+    return jnp.asarray(own)
+
+
+def checked_labels(
+    labels: ArrayLike, size: int, ignore_index: int | None, out_of_range: OutOfRange
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the labels as int32, with -1 for each that does not count.
+
+    Returns:
+        The labels; and which of them are out of range, if `out_of_range` is "nan", else None.
+
+    Raises:
+        ValueError: the labels are not integers, or `ignore_index` is not an integer.
+    """
+    if ignore_index is not None:
+        ignore_index = whole_number("ignore_index", ignore_index, instead="None if all labels count")
+    inside_N = as_int32("labels", labels, size)
+    own = labels if isinstance(labels, jax.Array) else np.asarray(labels)
+    ignored_N = jnp.zeros(own.shape, bool)
+    limits = jnp.iinfo(own.dtype)
+    if ignore_index is not None and limits.min <= ignore_index <= limits.max:
+        ignored_N = own == own.dtype.type(ignore_index)
+    if out_of_range == "clip":
+        inside_N = jnp.where(own < 0, 0, jnp.where(inside_N < 0, size - 1, inside_N))
+    targets_N = jnp.where(ignored_N, -1, inside_N)
+    return targets_N, (targets_N < 0) & ~ignored_N if out_of_range == "nan" else None
+
+
+def reduce_losses(
+    loss_N: jax.Array,
+    counted_N: jax.Array | None,
+    faulty_N: jax.Array | None,
+    weights: ArrayLike | None,
+    reduction: Reduction,
+) -> jax.Array:
+    """Return the tokens' losses, weighted and reduced. Sends nothing.
+
+    Args:
+        loss_N: the loss of each token, 0 for tokens that don't count.
+        counted_N: which tokens count; None if all of them do.
+        faulty_N: the tokens whose loss and gradient are to be NaN; None if there are none.
+        weights: of each token; None for 1.
+        reduction: "none", "mean" or "sum".
+    """
+    weights_N = None if weights is None else jnp.asarray(weights).astype(loss_N.dtype)
+    if weights_N is not None:
+        # The weight of a token that doesn't count may be NaN, and must not be read.
+        weights_N = weights_N if counted_N is None else jnp.where(counted_N, weights_N, 0)
+        loss_N = loss_N * weights_N
+    if faulty_N is not None:
+        # Multiplying by NaN, rather than putting NaN in, makes the gradient NaN as well.
+        loss_N = loss_N * jnp.where(faulty_N, jnp.nan, 1)
+    if reduction == "none":
+        return loss_N
+    if reduction == "sum":
+        return loss_N.sum()
+    if weights_N is None:
+        weights_N = jnp.ones_like(loss_N) if counted_N is None else counted_N.astype(loss_N.dtype)
+    count = weights_N.sum()
+    return jnp.where(count == 0, loss_N.sum() * 0, loss_N.sum() / jnp.where(count == 0, 1, count))
