@@ -1,16 +1,22 @@
 """Reading an optimizer: what of its update runs where the weights lie, and what every IPU must know.
 
-optax is shown the logical tree, once, and what it does is traced. Each value of the trace is either *like* a leaf (of
-its shape, computed from it element by element: it lies where the leaf lies, cut and padded as the leaf is), or known
-to *every* IPU. Between the two stand *summaries*: what reads a leaf as a whole and gives less, such as a norm.
+The optimizer's update is traced once, on the logical tree. Each value of the trace is of one of four kinds:
 
-    g, m  like w        m' = b1 * m + (1 - b1) * g                  elementwise: on the owner, on its shard or chunk
-    s     of every IPU  s  = sum(m' * m')                           summary of w: partial sums, one all_gather
-    t     of every IPU  t  = min(1, c / sqrt(s + s2 + ...))         on every IPU alike
-    u     like w        u  = t * m'                                 elementwise again, one level later
+    like a leaf    of the leaf's shape, computed from it element by element: held where the leaf is, cut and padded as it
+    owned          depends on one leaf, which one IPU has whole: computed by that IPU alone, in any shape
+    summary        a reduction of a leaf that is split over the IPUs, or cut over the replicas: of partial results
+    everywhere     everything else: computed by every IPU
 
-A level ends with one all_gather of all the summaries that are known by then: sgd and adam need none, clipping by the
-global norm and lamb one. Nothing is known of any optimizer by name; what cannot be spread is refused by this reading.
+An example, of momentum clipped by its norm (s is a summary, or owned, by where w is):
+
+    g, m           like w        m' = b1 * m + (1 - b1) * g
+    s              one number    s  = sum(m' * m')                  gathered, since other leaves' numbers meet it
+    t              everywhere    t  = min(1, c / sqrt(s + s2 + ...))
+    u              like w        u  = t * m'                        one level later
+
+A level ends with one all_gather of all the numbers that several leaves need by then: sgd, adam, and lamb on whole
+leaves need none, clipping by the global norm one. Nothing is known of any optimizer by name; what cannot be spread is
+refused by this reading.
 """
 
 import dataclasses
@@ -24,6 +30,7 @@ from jax.extend import core
 
 from ipu_jax._jaxprs import laid_open
 from ipu_jax.optimizer.blocks import Cells
+from ipu_jax.weights.packing import Leaf
 
 # fmt: off
 _ELEMENTWISE = frozenset((
@@ -63,6 +70,7 @@ class Reading:
         consts: what the trace closes over.
         state_treedef: the optimizer's state.
         like: variable to leaf; a variable that is not in it is known to every IPU.
+        owned: the variables of `like` that the leaf's owner computes from the whole leaf, in their own shape.
         like_state: number of a leaf of the state to the leaf of the weights that it lies with.
         everywhere: per level, the equations on what every IPU knows.
         summaries: per level, what is gathered at its end.
@@ -74,6 +82,7 @@ class Reading:
     consts: tuple[Any, ...]
     state_treedef: Any
     like: dict[Any, int]
+    owned: frozenset[Any]
     like_state: dict[int, int]
     everywhere: tuple[tuple[Any, ...], ...]
     summaries: tuple[tuple[Summary, ...], ...]
@@ -130,6 +139,8 @@ class _Reader:
         lying = [n for n in range(len(self.gradients)) if not self.is_known(n)]
         self.like.update({self.gradients[n]: n for n in lying} | {self.params[n]: n for n in lying})
         self.like.update({self.state[i]: leaf for i, leaf in self.like_state.items()})
+        shape_of = lambda i: self.cells.leaves[self.like_state[i]].shape  # noqa: E731
+        self.owned = {self.state[i] for i in self.like_state if self.state[i].aval.shape != shape_of(i)}
         self.levels: dict[Any, int] = {}
         self.everywhere: list[list[Any]] = []
         self.summaries: list[list[Summary]] = []
@@ -156,11 +167,16 @@ class _Reader:
         inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         of_leaves = {self.like[v] for v in inputs if v in self.like}
         level = max((self.levels.get(v, 0) for v in inputs), default=0)
-        if len(of_leaves) == 1:
+        if len(of_leaves) == 1 and not self.adds_up(inputs):
             (leaf,) = of_leaves
             if self.is_elementwise(eqn, leaf):
                 self.like[eqn.outvars[0]] = leaf
                 self.levels[eqn.outvars[0]] = level
+                return
+            if self.is_owned(leaf):
+                self.like.update(dict.fromkeys(eqn.outvars, leaf))
+                self.owned.update(eqn.outvars)
+                self.levels.update(dict.fromkeys(eqn.outvars, level))
                 return
             self.check_summary(eqn, leaf)
             self.at(level, self.summaries).append(Summary(eqn, leaf, tuple(eqn.outvars)))
@@ -168,7 +184,7 @@ class _Reader:
             return
         for v in dict.fromkeys(inputs):
             if v in self.like:  # several leaves meet: each must be one number
-                level = max(level, self.publish(eqn, v))
+                level = max(level, self.publish(eqn.primitive.name, v))
         self.at(level, self.everywhere).append(eqn)
         self.levels.update(dict.fromkeys(eqn.outvars, level))
         if eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
@@ -179,19 +195,25 @@ class _Reader:
             lists.append([])
         return lists[level]
 
-    def publish(self, eqn: Any, v: Any) -> int:
+    def publish(self, name: str, v: Any) -> int:
         if v not in self.published:
-            leaf = self.cells.leaves[self.like[v]]
-            if leaf.size > 1:
-                raise ValueError(
-                    f"optimizer: its {eqn.primitive.name} reads all of {leaf.path} together with other leaves, but "
-                    f"they {self.lie(self.like[v])}: use transforms that work leaf by leaf, "
-                    "or that meet in sums and norms"
-                )
+            self.check_published(name, v)
             level = self.levels.get(v, 0)
             self.at(level, self.summaries).append(Summary(None, self.like[v], (v,)))
             self.published[v] = level + 1
         return self.published[v]
+
+    def check_published(self, name: str, v: Any) -> None:
+        """Raise `ValueError` unless a value of one leaf is small, so that every IPU can be told it."""
+        leaf = self.cells.leaves[self.like[v]]
+        if v.aval.size > 1 and not (v in self.owned and _is_small(v, leaf)):
+            raise ValueError(
+                f"optimizer: its {name} reads all of {leaf.path} together with other leaves, but "
+                f"they {self.lie(self.like[v])}: use transforms that work leaf by leaf, "
+                "or that meet in sums and norms"
+            )
+        if v in self.owned and not _is_told(v):
+            raise ValueError(_untold(name, v, leaf))
 
     def lie(self, leaf: int) -> str:
         if self.cells.replicas > 1:
@@ -207,6 +229,17 @@ class _Reader:
         shapes = [v.aval.shape for v in eqn.invars]
         return all(s == shape if is_own else _fits(s, shape) for is_own, s in zip(own, shapes, strict=True))
 
+    def adds_up(self, inputs: list[Any]) -> bool:
+        """Return whether numbers of one owned leaf meet what was computed from other leaves, as in a sum of norms."""
+        own = [v for v in inputs if v in self.like]
+        return all(v in self.owned and v.aval.size == 1 for v in own) and any(
+            self.levels.get(v, 0) > 0 for v in inputs if v not in self.like
+        )
+
+    def is_owned(self, leaf: int) -> bool:
+        """Return whether one IPU has all of the leaf, so that it can compute anything of it alone."""
+        return self.cells.replicas == 1 and self.cells.cells[self.cells.cell_of(leaf)].is_slot
+
     def check_summary(self, eqn: Any, leaf: int) -> None:
         """Raise `ValueError` unless the equation can be computed where the leaf is, and its result is smaller."""
         name, of_leaf = eqn.primitive.name, self.cells.leaves[leaf]
@@ -219,24 +252,21 @@ class _Reader:
                     f"shard_optimizer=True cuts it over {self.cells.replicas} replicas: use an optimizer that is "
                     "elementwise or takes norms of whole leaves (sgd, adam, lamb, clipping), or shard_optimizer=False"
                 )
-        elif cell.split is not None and name not in REDUCTIONS:
+        elif name not in REDUCTIONS:
             raise ValueError(
                 f"optimizer: its {name} needs {of_leaf.path} of shape {of_leaf.shape} in one piece, but dim "
                 f"{cell.split} is split over {self.cells.ipus} IPUs: use an optimizer that is elementwise or reduces "
                 "over dims, or leave the leaf whole (PartitionSpec())"
             )
         for v in eqn.outvars:
-            if math.prod(v.aval.shape) > max(1, of_leaf.size - 1) and len(of_leaf.shape) > 0:
+            if not _is_small(v, of_leaf):
                 raise ValueError(
-                    f"optimizer: its {name} mixes the elements of {of_leaf.path} of shape {of_leaf.shape}, which lies "
-                    "on one IPU: use an optimizer that is elementwise or reduces over dims, or make the stage "
-                    "concurrent with PartitionSpec()"
+                    f"optimizer: its {name} over dims {tuple(eqn.params['axes'])} keeps all elements of {of_leaf.path} of "
+                    f"shape {of_leaf.shape}, but dim {cell.split} is split over {self.cells.ipus} IPUs: use an optimizer "
+                    "that is elementwise or takes norms of whole leaves, or leave the leaf whole (PartitionSpec())"
                 )
-            if not (jnp.issubdtype(v.aval.dtype, jnp.floating) or v.aval.dtype == bool):
-                raise ValueError(
-                    f"optimizer: its {name} makes {v.aval.dtype} of {of_leaf.path}: only floats and bools of a leaf "
-                    "can be told to all IPUs"
-                )
+            if not _is_told(v):
+                raise ValueError(_untold(name, v, of_leaf))
 
     def result(self) -> Reading:
         levels = max(len(self.everywhere), len(self.summaries) + 1)
@@ -247,12 +277,30 @@ class _Reader:
             tuple(self.traced.consts),
             self.treedef,
             self.like,
+            frozenset(self.owned),
             self.like_state,
             tuple(map(tuple, self.everywhere)),
             tuple(map(tuple, self.summaries)),
             self.fills,
             {v: eqn for eqn in self.traced.jaxpr.eqns for v in eqn.outvars},
         )
+
+
+def _is_small(v: Any, leaf: Leaf) -> bool:
+    """Return whether a value has fewer elements than the leaf, or one."""
+    return math.prod(v.aval.shape) <= max(1, leaf.size - 1) or not leaf.shape
+
+
+def _is_told(v: Any) -> bool:
+    """Return whether a value's dtype survives the all_gather, which is one of floats."""
+    return jnp.issubdtype(v.aval.dtype, jnp.floating) or v.aval.dtype == bool
+
+
+def _untold(name: str, v: Any, leaf: Leaf) -> str:
+    return (
+        f"optimizer: its {name} makes {v.aval.dtype} of {leaf.path}: only floats and bools of a leaf "
+        "can be told to all IPUs"
+    )
 
 
 def _fits(small: tuple[int, ...], shape: tuple[int, ...]) -> bool:

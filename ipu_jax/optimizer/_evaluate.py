@@ -20,6 +20,7 @@ class Lookup:
         shape: in which its cell is shown.
         made: the values that are there, as the cell is shown.
         known: gives a variable that every IPU knows.
+        owned: the values that are there in their own shape.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class Lookup:
         shape: tuple[int, ...],
         made: dict[Any, Any],
         known: Callable[[Any], Any],
+        owned: dict[Any, Any],
     ):
         self._reading, self._cells, self._leaf = reading, cells, leaf
         self._shape, self._made, self._known = shape, made, known
+        self._owned = owned
 
     def __call__(self, v: Any) -> Any:
         """Return a value of the leaf's shape, or a number, in the cell's update shape."""
@@ -41,7 +44,9 @@ class Lookup:
             return jnp.full(self._shape, v.val, aval_of(v).dtype)
         if v in made:
             return made[v]
-        if v in reading.like:
+        if v in reading.owned:
+            made[v] = self._cells.localize(self._leaf, self.logical(v))
+        elif v in reading.like:
             eqn = reading.made_by[v]
             (made[v],) = bind(eqn, [self(x) for x in eqn.invars])
         elif v in reading.fills or not aval_of(v).shape:
@@ -56,8 +61,15 @@ class Lookup:
         """Return a value in its own shape, on the owner of a leaf that is not chunked over replicas."""
         if isinstance(v, core.Literal):
             return jnp.asarray(v.val, aval_of(v).dtype)
+        if v in self._reading.owned:
+            if v not in self._owned:
+                eqn = self._reading.made_by[v]
+                self._owned.update(zip(eqn.outvars, bind(eqn, [self.logical(x) for x in eqn.invars]), strict=True))
+            return self._owned[v]
         if v in self._reading.like:
             return self._cells.delocalize(self._leaf, self(v))
+        if v in self._reading.fills:
+            return jnp.broadcast_to(self.logical(self._reading.fills[v]), aval_of(v).shape)
         return self._known(v)
 
 

@@ -11,17 +11,17 @@ import numpy as np
 from jax import lax
 
 from ipu_jax.optimizer._analysis import Summary
-from ipu_jax.optimizer._evaluate import aval_of, bind
+from ipu_jax.optimizer._evaluate import aval_of
 from ipu_jax.optimizer.blocks import Cells
 
 
 def partial_shape(cells: Cells, s: Summary, v: Any) -> tuple[int, ...]:
     """Return the shape of one IPU's part of a summary's output `v`."""
     cell = cells.cells[cells.cell_of(s.leaf)]
-    if s.eqn is None or cells.replicas > 1:
-        return (1,) if s.eqn is None else ()
-    if cell.split is None:
+    if s.eqn is None:
         return aval_of(v).shape
+    if cells.replicas > 1:
+        return ()
     return tuple(size for d, size in enumerate(cell.shape) if d not in s.eqn.params["axes"])
 
 
@@ -36,9 +36,9 @@ def partial(cells: Cells, s: Summary, lookup: Any, valid: Any) -> list[Any]:
     """
     cell = cells.cells[cells.cell_of(s.leaf)]
     if s.eqn is None:
-        return [lookup(s.outputs[0]).reshape(-1)[:1]]
-    if cell.is_slot and cells.replicas == 1:
-        return list(bind(s.eqn, [lookup.logical(v) for v in s.eqn.invars]))
+        (v,) = s.outputs
+        own = cell.is_slot and cells.replicas == 1
+        return [lookup.logical(v) if own else lookup(v).reshape(-1)[:1].reshape(aval_of(v).shape)]
     name, x = s.eqn.primitive.name, lookup(s.eqn.invars[0])
     if valid is not None:
         x = jnp.where(valid, x, _identity(name, x.dtype))
@@ -59,8 +59,6 @@ def whole_of(cells: Cells, s: Summary, v: Any, k: int, found: Any) -> Any:
         found = found[:, :1]
     if cells.replicas > 1 or (cell.split is not None and cell.split in s.eqn.params["axes"]):
         whole = _reduce(name, found, (0, 1))
-    elif cell.split is None:
-        whole = found[0, 0]
     else:  # split over the IPUs by a dim that stays
         left = [d for d in range(len(cell.shape)) if d not in s.eqn.params["axes"]]
         at = left.index(cell.split)

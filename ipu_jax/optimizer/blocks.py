@@ -152,6 +152,10 @@ class Cells:
         shape = self.leaves[leaf].shape
         return value if value.shape == shape else value.reshape(-1)[: math.prod(shape)].reshape(shape)
 
+    def has_leaf(self, k: int) -> Any:
+        """Return whether a leaf is in this IPU's part of a slot."""
+        return jnp.asarray([leaf is not None for leaf in self.cells[k].leaves])[lax.axis_index(IPU_AXIS)]
+
     def valid(self, k: int) -> Any:
         """Return which elements of a cell in its update shape belong to a leaf, or None if all do on every IPU."""
         cell = self.cells[k]

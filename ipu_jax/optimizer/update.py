@@ -59,17 +59,30 @@ class Update:
         self._state, self._value = jaxpr.invars[n : -1 - n], jaxpr.invars[-1]
         self._updates, self._new_state = jaxpr.outvars[:n], jaxpr.outvars[n:]
         self._everywhere = [i for i in range(len(self._state)) if i not in reading.like_state]
-        # per cell the dtypes of its kept arrays, and per leaf which part of the state is which of them
-        self.kept_dtypes: list[list[str]] = [[] for _ in cells.cells]
+        # per cell the dtypes of its kept arrays and, of flat ones, their sizes; and per leaf which part of the state is
+        # which of them
+        self.kept_arrays: list[list[tuple[str, int | None]]] = [[] for _ in cells.cells]
         self._kept_of: list[dict[int, int]] = [{} for _ in range(n)]
         self.kind = str(reading.state_treedef)
         for i, leaf in reading.like_state.items():
-            kept, taken = self.kept_dtypes[cells.cell_of(leaf)], self._kept_of[leaf].values()
-            dtype = str(aval_of(self._state[i]).dtype)
-            place = next((p for p, d in enumerate(kept) if d == dtype and p not in taken), len(kept))
+            kept, taken = self.kept_arrays[cells.cell_of(leaf)], self._kept_of[leaf].values()
+            dtype, is_flat = str(aval_of(self._state[i]).dtype), self._is_flat(i)
+            fits = (p for p, (d, size) in enumerate(kept) if (d, size is not None) == (dtype, is_flat))
+            place = next((p for p in fits if p not in taken), len(kept))
             if place == len(kept):
-                kept.append(dtype)
+                kept.append((dtype, 0 if is_flat else None))
+            if is_flat:
+                kept[place] = (dtype, max(kept[place][1] or 0, aval_of(self._state[i]).size))
             self._kept_of[leaf][i] = place
+
+    def _is_flat(self, i: int) -> bool:
+        """Return whether a leaf's owner keeps this part of the state in its own shape, flattened."""
+        return self._state[i] in self.reading.owned
+
+    def _kept_shapes(self, k: int) -> list[tuple[tuple[int, ...], str]]:
+        """Return the global shapes and dtypes of a cell's kept arrays."""
+        shape = block_shape(self.cells, k)
+        return [(shape if size is None else (*shape[:2], size), dtype) for dtype, size in self.kept_arrays[k]]
 
     # on the host
 
@@ -84,10 +97,13 @@ class Update:
     def spread_state(self, leaves: Sequence[Any]) -> tuple[list[list[np.ndarray]], list[Any]]:
         """Return the same of any state of the optimizer, from its leaves."""
         cells = self.cells
-        like = [[np.zeros(block_shape(cells, k), d) for d in dtypes] for k, dtypes in enumerate(self.kept_dtypes)]
+        like = [[np.zeros(*kept) for kept in self._kept_shapes(k)] for k in range(len(cells.cells))]
         for i, leaf in self.reading.like_state.items():
-            k, place = cells.cell_of(leaf), self._kept_of[leaf][i]
-            for ipu, local in cells.host_blocks(leaf, np.asarray(leaves[i])):
+            k, place, value = cells.cell_of(leaf), self._kept_of[leaf][i], np.asarray(leaves[i])
+            if self._is_flat(i):
+                like[k][place][0, cells.cells[k].leaves.index(leaf), : value.size] = value.reshape(-1)
+                continue
+            for ipu, local in cells.host_blocks(leaf, value):
                 like[k][place][:, ipu] = local
         return like, [jnp.asarray(leaves[i]) for i in self._everywhere]
 
@@ -109,7 +125,7 @@ class Update:
 
     def check(self, kept: Kept) -> None:
         """Raise `ValueError` unless a state is this optimizer's, for weights laid out as these are."""
-        like = [[(block_shape(self.cells, k), dtype) for dtype in dtypes] for k, dtypes in enumerate(self.kept_dtypes)]
+        like = [self._kept_shapes(k) for k in range(len(self.cells.cells))]
         everywhere = [(aval_of(self._state[i]).shape, str(aval_of(self._state[i]).dtype)) for i in self._everywhere]
         found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (kept.like, kept.everywhere))
         if (kept.kind, *found) != (self.kind, like, everywhere):
@@ -124,8 +140,13 @@ class Update:
         for i, value in zip(self._everywhere, everywhere, strict=True):
             leaves[i] = copied(value)
         for i, leaf in self.reading.like_state.items():
-            array = np.asarray(like[self.cells.cell_of(leaf)][self._kept_of[leaf][i]])
-            leaves[i] = jnp.asarray(self.cells.host_leaf(leaf, array))
+            k, aval = self.cells.cell_of(leaf), aval_of(self._state[i])
+            array = np.asarray(like[k][self._kept_of[leaf][i]])
+            if self._is_flat(i):
+                flat = array[0, self.cells.cells[k].leaves.index(leaf), : aval.size]
+                leaves[i] = jnp.array(flat.reshape(aval.shape))
+            else:
+                leaves[i] = jnp.asarray(self.cells.host_leaf(leaf, array))
         return jax.tree.unflatten(self.reading.state_treedef, leaves)
 
     # inside the program
@@ -166,7 +187,9 @@ class Update:
             if valid is not None:
                 # what is no leaf's stays as it was: zeros, or a frozen leaf
                 old = [of_cell[1].astype(found[0].dtype), *map(jnp.zeros_like, found[1:])]
-                found = [jnp.where(valid, n, o) for n, o in zip(found, old, strict=True)]
+                flat = [False, *(size is not None for _, size in self.kept_arrays[k])]
+                valid_of = [self.cells.has_leaf(k) if is_flat else valid for is_flat in flat]
+                found = [jnp.where(v, n, o) for v, n, o in zip(valid_of, found, old, strict=True)]
             results.append(found)
         new = [self._known(self._new_state[i], env) for i in self._everywhere]
         like = [list(of_cell) for _, *of_cell in results]
@@ -181,7 +204,11 @@ class Update:
         wide = jnp.promote_types(weights.dtype, jnp.float32)
         kept = list(arrays[2:])
         for i, place in self._kept_of[leaf].items():
-            kept[place] = lookup(self._new_state[i])
+            if self._is_flat(i):
+                flat = jnp.ravel(lookup.logical(self._new_state[i]))
+                kept[place] = jnp.pad(flat, (0, kept[place].size - flat.size))
+            else:
+                kept[place] = lookup(self._new_state[i])
         return [weights.astype(wide) + update.astype(wide), *kept]
 
     def _on_cell(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: Any) -> list[Any]:
@@ -250,8 +277,14 @@ class Update:
 
     def _lookup(self, leaf: int, arrays: Sequence[Any], known: Any) -> Lookup:
         made = {self._gradients[leaf]: arrays[0], self._params[leaf]: arrays[1]}
-        made.update({self._state[i]: arrays[2 + place] for i, place in self._kept_of[leaf].items()})
-        return Lookup(self.reading, self.cells, leaf, arrays[0].shape, made, known)
+        owned: dict[Any, Any] = {}
+        for i, place in self._kept_of[leaf].items():
+            aval, array = aval_of(self._state[i]), arrays[2 + place]
+            if self._is_flat(i):
+                owned[self._state[i]] = array[: aval.size].reshape(aval.shape)
+            else:
+                made[self._state[i]] = array
+        return Lookup(self.reading, self.cells, leaf, arrays[0].shape, made, known, owned)
 
     # summaries
 
