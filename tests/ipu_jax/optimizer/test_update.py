@@ -3,6 +3,8 @@
 Gradients are drawn, not computed: each model's weights are updated three times, by all optimizers in one program.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.optimizer import blocks as cells
-from ipu_jax.optimizer import zero as rts
-from ipu_jax.optimizer.update import Kept, Update
+from ipu_jax.optimizer import zero
+from ipu_jax.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
+from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.weights import packing
 from support.dense import largest_relative_error
 from support.refusals import refused
@@ -101,28 +103,30 @@ def spread(pipeline, optimizers, params, gradients, replicas):
     # each replica has a part of the gradient, and their sum is the whole
     each = [pipeline.shard(jax.tree.map(lambda g, i=i: g[i] / replicas, gradients)) for i in range(STEPS)]
     of_gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    of_cells = cells.of_layout(placed.layout, replicas=replicas)
-    updates = {name: Update(optimizer, of_cells) for name, optimizer in optimizers.items()}
-    whole = of_cells.logical(jax.tree.leaves(params))
-    states = {name: Kept(*update.init(whole)) for name, update in updates.items()}
-    of_kept = {
-        name: Kept(
-            [[cells.block_spec(of_cells, k) for _ in of_cell] for k, of_cell in enumerate(kept.like)],
-            [P() for _ in kept.everywhere],
+    blocks = blocks_of_layout(placed.layout, replicas=replicas)
+    updates = {name: ShardedUpdate(optimizer, blocks) for name, optimizer in optimizers.items()}
+    whole = blocks.logical_tree(jax.tree.leaves(params))
+    states = {name: update.init(whole) for name, update in updates.items()}
+    specs = {
+        name: dataclasses.replace(
+            state,
+            per_block=[[blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.per_block)],
+            replicated=[P() for _ in state.replicated],
         )
-        for name, kept in states.items()
+        for name, state in states.items()
     }
 
     def one(update, carry, at):
-        (params, kept), (i, sharded) = carry, at
-        shown = [of_cells.cut(k, w) for k, w in enumerate(cells.take(params))]
-        g = cells.take(sharded)
-        g = rts.scatter(of_cells, g) if replicas > 1 else g
-        like = [[a[0, 0] for a in of_cell] for of_cell in kept.like]
-        sums, kept = update(g, Kept(like, kept.everywhere), shown, i)
-        sums = [value.astype(cell.dtype) for value, cell in zip(sums, of_cells.cells, strict=True)]
-        kept = Kept([[a[None, None] for a in of_cell] for of_cell in kept.like], kept.everywhere)
-        return cells.put(params, rts.gather(of_cells, sums) if replicas > 1 else sums), kept
+        (params, state), (i, sharded) = carry, at
+        own = [blocks.replica_chunk(k, w) for k, w in enumerate(to_blocks(params))]
+        g = to_blocks(sharded)
+        g = zero.scatter(blocks, g) if replicas > 1 else g
+        of_ipu = [[a[0, 0] for a in of_block] for of_block in state.per_block]
+        weights, state = update.apply(g, dataclasses.replace(state, per_block=of_ipu), own, i)
+        weights = [w.astype(block.dtype) for w, block in zip(weights, blocks, strict=True)]
+        per_block = [[a[None, None] for a in of_block] for of_block in state.per_block]
+        params = from_blocks(params, zero.gather(blocks, weights) if replicas > 1 else weights)
+        return params, dataclasses.replace(state, per_block=per_block)
 
     def program(params, states, gradients):
         def step(carry, at):
@@ -136,15 +140,20 @@ def spread(pipeline, optimizers, params, gradients, replicas):
     run = jax.shard_map(
         program,
         mesh=pipeline.mesh,
-        in_specs=(of_params, of_kept, stacked),
-        out_specs={name: (of_params, of_kept[name]) for name in updates},
+        in_specs=(of_params, specs, stacked),
+        out_specs={name: (of_params, specs[name]) for name in updates},
         check_vma=False,
     )
     found = jax.jit(run)(placed, states, of_gradients)
-    return {
-        name: (pipeline.unshard(w), updates[name].gather_state(kept.like, kept.everywhere), w)
-        for name, (w, kept) in found.items()
-    }
+    results = {}
+    for name, (weights, state) in found.items():
+        whole = updates[name].whole(state)
+        for array, restored in zip(
+            *map(jax.tree.leaves, (state.per_block, updates[name].restore(whole).per_block)), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(array), restored, err_msg=name)
+        results[name] = (pipeline.unshard(weights), whole, weights)
+    return results
 
 
 def padding_is_zero(sharded):
@@ -263,7 +272,7 @@ def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
 def update_of(optimizer, model="a concurrent head, split unevenly", replicas=1):
     dense, ipus = MODELS[model](), IPUS[model]
     params = dense.pipeline(ipus).shard(dense.params)
-    return Update(optimizer, cells.of_layout(params.layout, replicas=replicas))
+    return ShardedUpdate(optimizer, blocks_of_layout(params.layout, replicas=replicas))
 
 
 @pytest.mark.parametrize(
@@ -273,10 +282,9 @@ def update_of(optimizer, model="a concurrent head, split unevenly", replicas=1):
 def test_only_norms_are_told_to_other_ipus(optimizer, local, split):
     """And a leaf's own norms only where no IPU has all of the leaf."""
     for model, levels in {"unlike local stages": local, "a concurrent head, split unevenly": split}.items():
-        reading = update_of((USUAL | FACTORED)[optimizer], model).reading
-        assert len(reading.everywhere) == levels
-        told = [s for of_level in reading.summaries for s in of_level]
-        assert len(told) == 0 if levels == 1 else len(told) > 0
+        analysis = update_of((USUAL | FACTORED)[optimizer], model).analysis
+        assert len(analysis.replicated) == levels
+        assert any(analysis.reductions) == (levels > 1)
 
 
 @pytest.mark.parametrize(
@@ -286,16 +294,15 @@ def test_only_norms_are_told_to_other_ipus(optimizer, local, split):
 )
 def test_leaves_that_are_treated_alike_share_a_program(optimizer, switches):
     update = update_of(optimizer, "unlike local stages")
-    whole = update.cells.logical([jnp.ones(leaf.shape) for leaf in update.cells.leaves])
-    kept = Kept(*update.init(whole))
+    state = update.init(update.blocks.logical_tree([jnp.ones(leaf.shape) for leaf in update.blocks.leaves]))
 
     def program(g, w):
-        like = [[a[0, 0] for a in of_cell] for of_cell in kept.like]
-        return update(g, Kept(like, kept.everywhere), w, jnp.float32(0))[0]
+        of_ipu = [[a[0, 0] for a in of_block] for of_block in state.per_block]
+        return update.apply(g, dataclasses.replace(state, per_block=of_ipu), w, jnp.float32(0))[0]
 
-    cells_of_ipu = [jnp.ones(cell.shape) for cell in update.cells.cells]
+    arrays = [jnp.ones(block.shape) for block in update.blocks]
     mapped = jax.shard_map(program, mesh=make_mesh(1, 3), in_specs=P(), out_specs=P(), check_vma=False)
-    text = str(jax.make_jaxpr(mapped)(cells_of_ipu, cells_of_ipu))
+    text = str(jax.make_jaxpr(mapped)(arrays, arrays))
     assert (text.count("cond[") > 0) == (switches > 0)
     if switches < 2:
         assert text.count("all_gather[") == 0
@@ -331,7 +338,7 @@ def test_what_cannot_be_split_is_refused():
         "split over 2 IPUs: use an optimizer that is elementwise or takes norms of whole leaves, or leave the leaf "
         "whole (PartitionSpec())"
     ):
-        Update(rows, cells.of_layout(layout, replicas=1))
+        ShardedUpdate(rows, blocks_of_layout(layout, replicas=1))
 
 
 def test_leaves_that_meet_are_refused_unless_in_numbers():
@@ -366,6 +373,6 @@ def test_frozen_leaves_are_masked_and_stay():
     pipeline = Pipeline(
         [Stage(stage, params="a", ipu=1)], mesh=make_mesh(1, 2), frozen={"a": {"w": False, "table": True}}
     )
-    of_cells = cells.of_layout(pipeline.shard(params).layout, replicas=1)
-    assert [leaf.path for leaf in of_cells.leaves] == ["params['a']['w']"]
-    assert of_cells.logical([7]) == {"a": {"w": 7, "table": optax.MaskedNode()}}
+    blocks = blocks_of_layout(pipeline.shard(params).layout, replicas=1)
+    assert [leaf.path for leaf in blocks.leaves] == ["params['a']['w']"]
+    assert blocks.logical_tree([7]) == {"a": {"w": 7, "table": optax.MaskedNode()}}
