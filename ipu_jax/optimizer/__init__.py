@@ -1,1 +1,1 @@
-"""An optax update, run where the weights lie: on packed and split leaves, or on each replica's part of them."""
+"""Run an optax update where the weights are: on packed and split leaves, or on each replica's part of them."""

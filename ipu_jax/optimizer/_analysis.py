@@ -1,16 +1,22 @@
-"""Reading an optimizer: what of its update runs where the weights lie, and what every IPU must know.
+"""Analyse an optimizer: find where each value of its update can be computed, and which values every IPU needs.
 
-optax is shown the logical tree, once, and what it does is traced. Each value of the trace is either *like* a leaf (of
-its shape, computed from it element by element: it lies where the leaf lies, cut and padded as the leaf is), or known
-to *every* IPU. Between the two stand *summaries*: what reads a leaf as a whole and gives less, such as a norm.
+The update is traced once, on the logical tree. Each value of the trace is of one of four kinds:
 
-    g, m  like w        m' = b1 * m + (1 - b1) * g                  elementwise: on the owner, on its shard or chunk
-    s     of every IPU  s  = sum(m' * m')                           summary of w: partial sums, one all_gather
-    t     of every IPU  t  = min(1, c / sqrt(s + s2 + ...))         on every IPU alike
-    u     like w        u  = t * m'                                 elementwise again, one level later
+    elementwise    of a leaf's shape, and computed from it element by element: cut and padded as the leaf is
+    owned          any other value of one leaf that one IPU has whole: computed by that IPU alone, in any shape
+    reduction      of a leaf that is split over the IPUs or cut over the replicas: partial results, one all_gather
+    replicated     everything else: computed by every IPU
 
-A level ends with one all_gather of all the summaries that are known by then: sgd and adam need none, clipping by the
-global norm and lamb one. Nothing is known of any optimizer by name; what cannot be spread is refused by this reading.
+An example is momentum, clipped by the global norm. Its s is owned if one IPU has w whole, and a reduction if not:
+
+    g, m    elementwise    m' = b1 * m + (1 - b1) * g
+    s       one number     s  = sum(m' * m')                      gathered, because it is added to other leaves' numbers
+    t       replicated     t  = min(1, c / sqrt(s + s2 + ...))
+    u       elementwise    u  = t * m'                            one level later
+
+A level ends with one all_gather of all reductions, and of all owned numbers that meet other leaves. sgd and adam need
+no all_gather, lamb needs none for leaves that one IPU has whole, clipping by the global norm needs one. No optimizer is
+known by name: what can't be divided between the IPUs is refused because of what the trace shows.
 """
 
 import dataclasses
@@ -22,8 +28,9 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
-from ipu_jax._jaxprs import laid_open
-from ipu_jax.optimizer.blocks import Cells
+from ipu_jax._jaxprs import laid_open, variables
+from ipu_jax.optimizer.blocks import Blocks
+from ipu_jax.weights.packing import Leaf
 
 # fmt: off
 _ELEMENTWISE = frozenset((
@@ -40,13 +47,14 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """Describe an equation that reads one leaf as a whole, or (`eqn` None) a one-element leaf that others need.
+class LeafReduction:
+    """Describe values of one leaf that are gathered, so that every IPU knows them.
 
     Attributes:
-        eqn: the equation; its inputs are like the leaf, or of every IPU.
-        leaf: which.
-        outputs: the variables that every IPU then knows.
+        eqn: the equation that reduces the leaf, of which each IPU or replica has a part; or None if the leaf's owner
+            has the whole value already.
+        leaf: number of the leaf.
+        outputs: the variables that every IPU knows afterwards.
     """
 
     eqn: Any
@@ -55,51 +63,53 @@ class Summary:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """Hold a traced update, and where each of its values is computed.
+class UpdateAnalysis:
+    """Describe a traced update, and where each of its values is computed.
 
     Attributes:
-        jaxpr: of (gradients, state, params, value) to (updates, new state), leaf by leaf.
-        consts: what the trace closes over.
-        state_treedef: the optimizer's state.
-        like: variable to leaf; a variable that is not in it is known to every IPU.
-        like_state: number of a leaf of the state to the leaf of the weights that it lies with.
-        everywhere: per level, the equations on what every IPU knows.
-        summaries: per level, what is gathered at its end.
-        fills: variables that hold one number in every element, to that number's variable.
-        made_by: a variable's equation.
+        jaxpr: the update, from (gradients, state, params, value) to (updates, new state), leaf by leaf.
+        consts: the arrays that the trace closes over.
+        state_treedef: structure of the optimizer's state.
+        leaf_of: the leaf of each elementwise or owned variable. A variable that is not in it is known to every IPU.
+        owned: the owned variables.
+        leaf_of_state: per number of a leaf of the state, the leaf of the weights that it is kept with.
+        replicated: per level, the equations that every IPU computes.
+        reductions: per level, the values that are gathered at its end.
+        constant_fills: variables in which all elements are one number, and the variable of that number.
+        made_by: the equation that computes each variable.
     """
 
     jaxpr: Any
     consts: tuple[Any, ...]
     state_treedef: Any
-    like: dict[Any, int]
-    like_state: dict[int, int]
-    everywhere: tuple[tuple[Any, ...], ...]
-    summaries: tuple[tuple[Summary, ...], ...]
-    fills: dict[Any, Any]
+    leaf_of: dict[Any, int]
+    owned: frozenset[Any]
+    leaf_of_state: dict[int, int]
+    replicated: tuple[tuple[Any, ...], ...]
+    reductions: tuple[tuple[LeafReduction, ...], ...]
+    constant_fills: dict[Any, Any]
     made_by: dict[Any, Any]
 
 
-def read(optimizer: Any, cells: Cells) -> Reading:
+def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
     """Trace the optimizer's update on the logical tree, and find where each value can be computed.
 
     Args:
         optimizer: an `optax.GradientTransformation`; one that takes extra arguments gets `value=`, the loss.
-        cells: where the weights lie.
+        blocks: where the weights are.
 
     Raises:
-        ValueError: the update reads a leaf in a way that needs all of it in one place, where it is not.
+        ValueError: the update needs a leaf in one piece that is in parts, or it needs leaves of several IPUs at once.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in cells.leaves]
-    weights = cells.logical(leaves)
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in blocks.leaves]
+    weights = blocks.logical_tree(leaves)
     state = jax.eval_shape(optimizer.init, weights)
     treedef = jax.tree.structure(state)
 
     def update(gradients: Any, state: Any, params: Any, value: Any) -> Any:
         updates, new = optimizer.update(gradients, state, params, value=value)
-        if jax.tree.structure(new) != treedef or jax.tree.structure(updates) != cells.treedef:
+        if jax.tree.structure(new) != treedef or jax.tree.structure(updates) != blocks.treedef:
             raise ValueError(
                 "optimizer: its update gives a tree of another structure than it was given: "
                 "an optax.GradientTransformation must keep both"
@@ -108,150 +118,182 @@ def read(optimizer: Any, cells: Cells) -> Reading:
 
     loss = jax.ShapeDtypeStruct((), "float32")
     traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
-    reading = _Reader(traced, len(leaves), treedef, cells)
-    while not reading.settled():
+    analyzer = _Analyzer(traced, len(leaves), treedef, blocks)
+    # a part of the state that is computed from a leaf is kept with it, and then more values are of that leaf
+    while not analyzer.is_settled():
         pass
-    return reading.result()
+    return analyzer.result()
 
 
-class _Reader:
-    """Find where values are computed, repeatedly, until the new state is laid out as the old one."""
+class _Analyzer:
+    """Classify the values of a trace repeatedly, until each part of the new state is kept where the old one is."""
 
-    def __init__(self, traced: Any, leaves: int, treedef: Any, cells: Cells):
-        self.traced, self.cells, self.treedef = traced, cells, treedef
+    def __init__(self, traced: Any, leaves: int, treedef: Any, blocks: Blocks):
+        self.traced, self.blocks, self.treedef = traced, blocks, treedef
         jaxpr = traced.jaxpr
         self.gradients, self.params = jaxpr.invars[:leaves], jaxpr.invars[-1 - leaves : -1]
         self.state, self.new_state = jaxpr.invars[leaves : -1 - leaves], jaxpr.outvars[leaves:]
-        self.like_state: dict[int, int] = {}
+        self.leaf_of_state: dict[int, int] = {}
 
-    def settled(self) -> bool:
-        self.like: dict[Any, int] = {}
-        # what every IPU holds whole, it can compute with as it likes
-        lying = [n for n in range(len(self.gradients)) if not self.is_known(n)]
-        self.like.update({self.gradients[n]: n for n in lying} | {self.params[n]: n for n in lying})
-        self.like.update({self.state[i]: leaf for i, leaf in self.like_state.items()})
-        self.levels: dict[Any, int] = {}
-        self.everywhere: list[list[Any]] = []
-        self.summaries: list[list[Summary]] = []
-        self.published: dict[Any, int] = {}
-        self.fills: dict[Any, Any] = {}
-        for eqn in self.traced.jaxpr.eqns:
-            self.place(eqn)
-        found = {
-            i: self.like[out]
-            for i, out in enumerate(self.new_state)
-            if not isinstance(out, core.Literal) and out in self.like
+    def is_settled(self) -> bool:
+        """Classify all values, and return whether this found no further part of the state that is kept with a leaf."""
+        leaves = self.blocks.leaves
+        # every IPU can compute anything from a leaf that every IPU has whole
+        divided = [n for n in range(len(leaves)) if not self.is_everywhere(n)]
+        self.leaf_of: dict[Any, int] = {self.gradients[n]: n for n in divided} | {self.params[n]: n for n in divided}
+        self.leaf_of.update({self.state[i]: leaf for i, leaf in self.leaf_of_state.items()})
+        self.owned = {
+            self.state[i] for i, leaf in self.leaf_of_state.items() if self.state[i].aval.shape != leaves[leaf].shape
         }
-        grown = self.like_state | found
-        if grown == self.like_state:
+        self.levels: dict[Any, int] = {}
+        self.replicated: list[list[Any]] = []
+        self.reductions: list[list[LeafReduction]] = []
+        self.gathered: dict[Any, int] = {}
+        self.constant_fills: dict[Any, Any] = {}
+        for eqn in self.traced.jaxpr.eqns:
+            self.classify(eqn)
+        of_leaves = {
+            i: self.leaf_of[v]
+            for i, v in enumerate(self.new_state)
+            if not isinstance(v, core.Literal) and v in self.leaf_of
+        }
+        grown = self.leaf_of_state | of_leaves
+        if grown == self.leaf_of_state:
             return True
-        self.like_state = grown
+        self.leaf_of_state = grown
         return False
 
-    def is_known(self, leaf: int) -> bool:
+    def is_everywhere(self, leaf: int) -> bool:
         """Return whether every IPU of every replica updates all of the leaf."""
-        return self.cells.replicas == 1 and self.cells.cells[self.cells.cell_of(leaf)].is_whole
+        return self.blocks.replicas == 1 and self.blocks[self.blocks.block_of(leaf)].is_whole
 
-    def place(self, eqn: Any) -> None:
-        inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
-        of_leaves = {self.like[v] for v in inputs if v in self.like}
+    def classify(self, eqn: Any) -> None:
+        inputs = variables(eqn.invars)
+        of_leaves = {self.leaf_of[v] for v in inputs if v in self.leaf_of}
         level = max((self.levels.get(v, 0) for v in inputs), default=0)
-        if len(of_leaves) == 1:
+        if len(of_leaves) == 1 and not self.adds_up(inputs):
             (leaf,) = of_leaves
-            if self.is_elementwise(eqn, leaf):
-                self.like[eqn.outvars[0]] = leaf
-                self.levels[eqn.outvars[0]] = level
+            is_elementwise = self.is_elementwise(eqn, leaf)
+            if is_elementwise or self.blocks.is_local(leaf):
+                self.leaf_of.update(dict.fromkeys(eqn.outvars, leaf))
+                self.levels.update(dict.fromkeys(eqn.outvars, level))
+                self.owned.update(() if is_elementwise else eqn.outvars)
                 return
-            self.check_summary(eqn, leaf)
-            self.at(level, self.summaries).append(Summary(eqn, leaf, tuple(eqn.outvars)))
+            self.check_reduction(eqn, leaf)
+            self.at(level, self.reductions).append(LeafReduction(eqn, leaf, tuple(eqn.outvars)))
             self.levels.update(dict.fromkeys(eqn.outvars, level + 1))
             return
         for v in dict.fromkeys(inputs):
-            if v in self.like:  # several leaves meet: each must be one number
-                level = max(level, self.publish(eqn, v))
-        self.at(level, self.everywhere).append(eqn)
+            if v in self.leaf_of:  # several leaves meet, which they may only do in small values
+                level = max(level, self.gather_value(eqn, v))
+        self.at(level, self.replicated).append(eqn)
         self.levels.update(dict.fromkeys(eqn.outvars, level))
         if eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-            self.fills[eqn.outvars[0]] = eqn.invars[0]
+            self.constant_fills[eqn.outvars[0]] = eqn.invars[0]
 
     def at(self, level: int, lists: list[list[Any]]) -> list[Any]:
         while len(lists) <= level:
             lists.append([])
         return lists[level]
 
-    def publish(self, eqn: Any, v: Any) -> int:
-        if v not in self.published:
-            leaf = self.cells.leaves[self.like[v]]
-            if leaf.size > 1:
+    def adds_up(self, inputs: list[Any]) -> bool:
+        """Return whether owned numbers of one leaf meet what was computed from other leaves, as in a sum of norms.
+
+        Such a sum has to be replicated. If its owner computed it, each further term would need one more all_gather.
+        """
+        own = [v for v in inputs if v in self.leaf_of]
+        return all(v in self.owned and v.aval.size == 1 for v in own) and any(
+            self.levels.get(v, 0) > 0 for v in inputs if v not in self.leaf_of
+        )
+
+    def gather_value(self, eqn: Any, v: Any) -> int:
+        """Have a value of one leaf gathered, if it isn't yet, and return the level on which every IPU knows it."""
+        if v not in self.gathered:
+            leaf, name = self.blocks.leaves[self.leaf_of[v]], eqn.primitive.name
+            if v.aval.size > 1 and not (v in self.owned and _is_small(v, leaf)):
                 raise ValueError(
-                    f"optimizer: its {eqn.primitive.name} reads all of {leaf.path} together with other leaves, but "
-                    f"they {self.lie(self.like[v])}: use transforms that work leaf by leaf, "
+                    f"optimizer: its {name} reads all of {leaf.path} together with other leaves, but "
+                    f"they {self.why_divided()}: use transforms that work leaf by leaf, "
                     "or that meet in sums and norms"
                 )
+            if v in self.owned:
+                _check_dtype(name, v, leaf)
             level = self.levels.get(v, 0)
-            self.at(level, self.summaries).append(Summary(None, self.like[v], (v,)))
-            self.published[v] = level + 1
-        return self.published[v]
+            self.at(level, self.reductions).append(LeafReduction(None, self.leaf_of[v], (v,)))
+            self.gathered[v] = level + 1
+        return self.gathered[v]
 
-    def lie(self, leaf: int) -> str:
-        if self.cells.replicas > 1:
-            return f"are cut over {self.cells.replicas} replicas (shard_optimizer)"
-        return f"lie apart, on {self.cells.ipus} IPUs"
+    def why_divided(self) -> str:
+        if self.blocks.replicas > 1:
+            return f"are cut over {self.blocks.replicas} replicas (shard_optimizer)"
+        return f"lie apart, on {self.blocks.ipus} IPUs"
 
     def is_elementwise(self, eqn: Any, leaf: int) -> bool:
-        shape = self.cells.leaves[leaf].shape
+        shape = self.blocks.leaves[leaf].shape
         if eqn.primitive.name not in _ELEMENTWISE or [v.aval.shape for v in eqn.outvars] != [shape]:
             return False
-        # a dim of size 1 may be stretched to the leaf's, but not the leaf's own
-        own = [not isinstance(v, core.Literal) and v in self.like for v in eqn.invars]
+        # an input of size 1 may be stretched to the leaf's dim, but a value of the leaf must have its whole shape
+        own = [not isinstance(v, core.Literal) and v in self.leaf_of for v in eqn.invars]
         shapes = [v.aval.shape for v in eqn.invars]
         return all(s == shape if is_own else _fits(s, shape) for is_own, s in zip(own, shapes, strict=True))
 
-    def check_summary(self, eqn: Any, leaf: int) -> None:
-        """Raise `ValueError` unless the equation can be computed where the leaf is, and its result is smaller."""
-        name, of_leaf = eqn.primitive.name, self.cells.leaves[leaf]
-        cell = self.cells.cells[self.cells.cell_of(leaf)]
-        if self.cells.replicas > 1:
+    def check_reduction(self, eqn: Any, leaf: int) -> None:
+        """Raise `ValueError` unless partial results of the equation can be combined, and are smaller than the leaf."""
+        name, of_leaf = eqn.primitive.name, self.blocks.leaves[leaf]
+        split = self.blocks[self.blocks.block_of(leaf)].split
+        if self.blocks.replicas > 1:
             if name not in REDUCTIONS or len(eqn.params["axes"]) != len(of_leaf.shape):
                 dims = f" over dims {tuple(eqn.params['axes'])}" if name in REDUCTIONS else ""
                 raise ValueError(
                     f"optimizer: its {name}{dims} needs {of_leaf.path} of shape {of_leaf.shape} in one piece, but "
-                    f"shard_optimizer=True cuts it over {self.cells.replicas} replicas: use an optimizer that is "
+                    f"shard_optimizer=True cuts it over {self.blocks.replicas} replicas: use an optimizer that is "
                     "elementwise or takes norms of whole leaves (sgd, adam, lamb, clipping), or shard_optimizer=False"
                 )
-        elif cell.split is not None and name not in REDUCTIONS:
+        elif name not in REDUCTIONS:
             raise ValueError(
                 f"optimizer: its {name} needs {of_leaf.path} of shape {of_leaf.shape} in one piece, but dim "
-                f"{cell.split} is split over {self.cells.ipus} IPUs: use an optimizer that is elementwise or reduces "
+                f"{split} is split over {self.blocks.ipus} IPUs: use an optimizer that is elementwise or reduces "
                 "over dims, or leave the leaf whole (PartitionSpec())"
             )
         for v in eqn.outvars:
-            if math.prod(v.aval.shape) > max(1, of_leaf.size - 1) and len(of_leaf.shape) > 0:
+            if not _is_small(v, of_leaf):
                 raise ValueError(
-                    f"optimizer: its {name} mixes the elements of {of_leaf.path} of shape {of_leaf.shape}, which lies "
-                    "on one IPU: use an optimizer that is elementwise or reduces over dims, or make the stage "
-                    "concurrent with PartitionSpec()"
+                    f"optimizer: its {name} over dims {tuple(eqn.params['axes'])} keeps all elements of "
+                    f"{of_leaf.path} of shape {of_leaf.shape}, but dim {split} is split over {self.blocks.ipus} "
+                    "IPUs: use an optimizer that is elementwise or takes norms of whole leaves, or leave the leaf "
+                    "whole (PartitionSpec())"
                 )
-            if not (jnp.issubdtype(v.aval.dtype, jnp.floating) or v.aval.dtype == bool):
-                raise ValueError(
-                    f"optimizer: its {name} makes {v.aval.dtype} of {of_leaf.path}: only floats and bools of a leaf "
-                    "can be told to all IPUs"
-                )
+            _check_dtype(name, v, of_leaf)
 
-    def result(self) -> Reading:
-        levels = max(len(self.everywhere), len(self.summaries) + 1)
-        self.at(levels - 1, self.everywhere)
-        self.at(levels - 1, self.summaries)
-        return Reading(
+    def result(self) -> UpdateAnalysis:
+        levels = max(len(self.replicated), len(self.reductions) + 1)
+        self.at(levels - 1, self.replicated)
+        self.at(levels - 1, self.reductions)
+        return UpdateAnalysis(
             self.traced.jaxpr,
             tuple(self.traced.consts),
             self.treedef,
-            self.like,
-            self.like_state,
-            tuple(map(tuple, self.everywhere)),
-            tuple(map(tuple, self.summaries)),
-            self.fills,
+            self.leaf_of,
+            frozenset(self.owned),
+            self.leaf_of_state,
+            tuple(map(tuple, self.replicated)),
+            tuple(map(tuple, self.reductions)),
+            self.constant_fills,
             {v: eqn for eqn in self.traced.jaxpr.eqns for v in eqn.outvars},
+        )
+
+
+def _is_small(v: Any, leaf: Leaf) -> bool:
+    """Return whether a value has fewer elements than the leaf, or one."""
+    return math.prod(v.aval.shape) <= max(1, leaf.size - 1) or not leaf.shape
+
+
+def _check_dtype(name: str, v: Any, leaf: Leaf) -> None:
+    """Raise `ValueError` unless the value can be gathered: the all_gather is one of floats."""
+    if not (jnp.issubdtype(v.aval.dtype, jnp.floating) or v.aval.dtype == bool):
+        raise ValueError(
+            f"optimizer: its {name} makes {v.aval.dtype} of {leaf.path}: only floats and bools of a leaf "
+            "can be told to all IPUs"
         )
 
 

@@ -1,4 +1,4 @@
-"""Computing one leaf's part of a traced update, as far as it is asked for."""
+"""Compute one leaf's values of a traced update, as far as they are asked for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,67 +6,75 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from ipu_jax.optimizer._analysis import Reading
-from ipu_jax.optimizer.blocks import Cells
+from ipu_jax._jaxprs import bound
+from ipu_jax.optimizer._analysis import UpdateAnalysis
+from ipu_jax.optimizer.blocks import Blocks
 
 
-class Lookup:
-    """Look up the values of a traced update that one leaf's program reads.
+class LeafEvaluator:
+    """Compute the values of a traced update that one leaf's program reads.
 
     Args:
-        reading: of the update.
-        cells: where the weights lie.
-        leaf: the leaf.
-        shape: in which its cell is shown.
-        made: the values that are there, as the cell is shown.
-        known: gives a variable that every IPU knows.
+        analysis: of the update.
+        blocks: where the weights are.
+        leaf: number of the leaf.
+        shape: update shape of the leaf's block.
+        in_block: the values that are known at the start, in the update shape. More are added as they are computed.
+        owned: the values that are known at the start in their own shape. More are added as they are computed.
+        replicated: returns the value of a variable that every IPU knows.
     """
 
     def __init__(
         self,
-        reading: Reading,
-        cells: Cells,
+        analysis: UpdateAnalysis,
+        blocks: Blocks,
         leaf: int,
         shape: tuple[int, ...],
-        made: dict[Any, Any],
-        known: Callable[[Any], Any],
+        *,
+        in_block: dict[Any, Any],
+        owned: dict[Any, Any],
+        replicated: Callable[[Any], Any],
     ):
-        self._reading, self._cells, self._leaf = reading, cells, leaf
-        self._shape, self._made, self._known = shape, made, known
+        self._analysis, self._blocks, self._leaf, self._shape = analysis, blocks, leaf, shape
+        self._in_block, self._owned, self._replicated = in_block, owned, replicated
 
-    def __call__(self, v: Any) -> Any:
-        """Return a value of the leaf's shape, or a number, in the cell's update shape."""
-        reading, made = self._reading, self._made
+    def in_block(self, v: Any) -> Any:
+        """Return a value of the leaf's shape, or a number, in the block's update shape."""
+        analysis, values = self._analysis, self._in_block
         if isinstance(v, core.Literal):
-            return jnp.full(self._shape, v.val, aval_of(v).dtype)
-        if v in made:
-            return made[v]
-        if v in reading.like:
-            eqn = reading.made_by[v]
-            (made[v],) = bind(eqn, [self(x) for x in eqn.invars])
-        elif v in reading.fills or not aval_of(v).shape:
-            # by its number, so that leaves of different shapes in one cell have one program
-            made[v] = jnp.broadcast_to(self.logical(reading.fills.get(v, v)).astype(aval_of(v).dtype), self._shape)
+            return jnp.broadcast_to(_literal(v), self._shape)
+        if v in values:
+            return values[v]
+        if v in analysis.owned:
+            values[v] = self._blocks.local_part(self._leaf, self.logical(v))
+        elif v in analysis.leaf_of:
+            eqn = analysis.made_by[v]
+            (values[v],) = bound(eqn, [self.in_block(x) for x in eqn.invars])
+        elif v in analysis.constant_fills or not v.aval.shape:
+            # made from the number, so that leaves of different shapes in one block have one program
+            number = self.logical(analysis.constant_fills.get(v, v))
+            values[v] = jnp.broadcast_to(number.astype(v.aval.dtype), self._shape)
         else:
-            whole = jnp.broadcast_to(self._known(v), self._cells.leaves[self._leaf].shape)
-            made[v] = self._cells.localize(self._leaf, whole)
-        return made[v]
+            leaf_shaped = jnp.broadcast_to(self._replicated(v), self._blocks.leaves[self._leaf].shape)
+            values[v] = self._blocks.local_part(self._leaf, leaf_shaped)
+        return values[v]
 
     def logical(self, v: Any) -> Any:
-        """Return a value in its own shape, on the owner of a leaf that is not chunked over replicas."""
+        """Return a value in its own shape. Of a leaf's values, only the owner of a local leaf can do this."""
+        analysis = self._analysis
         if isinstance(v, core.Literal):
-            return jnp.asarray(v.val, aval_of(v).dtype)
-        if v in self._reading.like:
-            return self._cells.delocalize(self._leaf, self(v))
-        return self._known(v)
+            return _literal(v)
+        if v in analysis.owned:
+            if v not in self._owned:
+                eqn = analysis.made_by[v]
+                self._owned.update(zip(eqn.outvars, bound(eqn, [self.logical(x) for x in eqn.invars]), strict=True))
+            return self._owned[v]
+        if v in analysis.leaf_of:
+            return self._blocks.logical_leaf(self._leaf, self.in_block(v))
+        if v in analysis.constant_fills:
+            return jnp.broadcast_to(self.logical(analysis.constant_fills[v]), v.aval.shape)
+        return self._replicated(v)
 
 
-def bind(eqn: Any, inputs: list[Any]) -> Any:
-    """Return the results of an equation on other values than those it was traced with."""
-    found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return found if eqn.primitive.multiple_results else [found]
-
-
-def aval_of(v: Any) -> Any:
-    """Return the shape and dtype of a variable."""
-    return v.aval
+def _literal(v: Any) -> Any:
+    return jnp.asarray(v.val, v.aval.dtype)

@@ -1,7 +1,7 @@
-"""Summaries of leaves: what each IPU finds of one, and what they make of it together.
+"""Reduce leaves that are in several parts: each IPU's partial result, and what the partial results are together.
 
-|table|^2    IPU 0: sum of its rows    IPU 1: sum of its rows, padding left out    together: the sum of both
-|mlp/w|^2    IPU 0: the sum            IPU 1: that of another leaf                 together: IPU 0's
+|table|^2    IPU 0: sum over its rows    IPU 1: sum over its rows, without padding    together: the sum of both
+|mlp/w|^2    IPU 0: the sum              IPU 1: that of another leaf                  together: IPU 0's
 """
 
 from typing import Any
@@ -10,62 +10,61 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ipu_jax.optimizer._analysis import Summary
-from ipu_jax.optimizer._evaluate import aval_of, bind
-from ipu_jax.optimizer.blocks import Cells
+from ipu_jax.optimizer._analysis import LeafReduction
+from ipu_jax.optimizer._evaluate import LeafEvaluator
+from ipu_jax.optimizer.blocks import Blocks
 
 
-def partial_shape(cells: Cells, s: Summary, v: Any) -> tuple[int, ...]:
-    """Return the shape of one IPU's part of a summary's output `v`."""
-    cell = cells.cells[cells.cell_of(s.leaf)]
-    if s.eqn is None or cells.replicas > 1:
-        return (1,) if s.eqn is None else ()
-    if cell.split is None:
-        return aval_of(v).shape
-    return tuple(size for d, size in enumerate(cell.shape) if d not in s.eqn.params["axes"])
+def partial_shape(blocks: Blocks, reduction: LeafReduction, v: Any) -> tuple[int, ...]:
+    """Return the shape of one IPU's partial result for the output `v` of a reduction."""
+    if reduction.eqn is None:
+        return v.aval.shape
+    if blocks.replicas > 1:
+        return ()
+    shape = blocks[blocks.block_of(reduction.leaf)].shape
+    return tuple(size for d, size in enumerate(shape) if d not in reduction.eqn.params["axes"])
 
 
-def partial(cells: Cells, s: Summary, lookup: Any, valid: Any) -> list[Any]:
-    """Return one IPU's part of a summary's outputs, from its leaf, shard or chunk. Communicates nothing.
+def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEvaluator, mask: Any) -> Any:
+    """Return one IPU's partial result, from its leaf, shard or chunk. Communicates nothing.
 
     Args:
-        cells: where the weights lie.
-        s: the summary.
-        lookup: gives the values that it reads.
-        valid: `Cells.valid` of the leaf's cell.
+        blocks: where the weights are.
+        reduction: with one output, as every reduction has.
+        evaluator: computes the values that it reads.
+        mask: `Blocks.leaf_mask` of the leaf's block.
     """
-    cell = cells.cells[cells.cell_of(s.leaf)]
-    if s.eqn is None:
-        return [lookup(s.outputs[0]).reshape(-1)[:1]]
-    if cell.is_slot and cells.replicas == 1:
-        return list(bind(s.eqn, [lookup.logical(v) for v in s.eqn.invars]))
-    name, x = s.eqn.primitive.name, lookup(s.eqn.invars[0])
-    if valid is not None:
-        x = jnp.where(valid, x, _identity(name, x.dtype))
-    axes = tuple(range(x.ndim)) if cells.replicas > 1 else tuple(s.eqn.params["axes"])
-    return [_reduce(name, x, axes)]
+    if reduction.eqn is None:
+        (v,) = reduction.outputs
+        if blocks.is_local(reduction.leaf):
+            return evaluator.logical(v)
+        return evaluator.in_block(v).reshape(-1)[:1].reshape(v.aval.shape)  # a leaf of one element
+    name, x = reduction.eqn.primitive.name, evaluator.in_block(reduction.eqn.invars[0])
+    if mask is not None:
+        x = jnp.where(mask, x, _identity(name, x.dtype))
+    axes = tuple(range(x.ndim)) if blocks.replicas > 1 else tuple(reduction.eqn.params["axes"])
+    return _reduce(name, x, axes)
 
 
-def whole_of(cells: Cells, s: Summary, v: Any, k: int, found: Any) -> Any:
-    """Return a summary's output `v` from every IPU's part of it, (replicas, ipus, *partial shape)."""
-    cell, dtype = cells.cells[k], aval_of(v).dtype
-    if s.eqn is None:
-        ipu = cell.leaves.index(s.leaf) if cell.is_slot else 0
-        return found[0, ipu].reshape(aval_of(v).shape).astype(dtype)
-    name = s.eqn.primitive.name
-    if cell.is_slot:
-        found = found[:, cell.leaves.index(s.leaf)][:, None]
-    elif cell.is_whole:
-        found = found[:, :1]
-    if cells.replicas > 1 or (cell.split is not None and cell.split in s.eqn.params["axes"]):
-        whole = _reduce(name, found, (0, 1))
-    elif cell.split is None:
-        whole = found[0, 0]
-    else:  # split over the IPUs by a dim that stays
-        left = [d for d in range(len(cell.shape)) if d not in s.eqn.params["axes"]]
-        at = left.index(cell.split)
-        whole = lax.slice_in_dim(jnp.concatenate(list(found[0]), axis=at), 0, aval_of(v).shape[at], axis=at)
-    return whole.astype(dtype)
+def combined(blocks: Blocks, reduction: LeafReduction, v: Any, partials: Any) -> Any:
+    """Return the output `v` of a reduction from all IPUs' partial results, (replicas, ipus, *partial_shape)."""
+    block, dtype = blocks[blocks.block_of(reduction.leaf)], v.aval.dtype
+    if reduction.eqn is None:
+        ipu = block.leaves.index(reduction.leaf) if block.is_slot else 0
+        return partials[0, ipu].astype(dtype)
+    name, axes = reduction.eqn.primitive.name, reduction.eqn.params["axes"]
+    if block.is_slot:
+        partials = partials[:, block.leaves.index(reduction.leaf)][:, None]
+    elif block.is_whole:  # every IPU has the same
+        partials = partials[:, :1]
+    if blocks.replicas > 1 or block.split in axes:
+        return _reduce(name, partials, (0, 1)).astype(dtype)
+    # the dim that is split over the IPUs is not reduced
+    assert block.split is not None, "check_reduction refuses parts of anything else"
+    kept_dims = [d for d in range(len(block.shape)) if d not in axes]
+    at = kept_dims.index(block.split)
+    padded = jnp.concatenate(list(partials[0]), axis=at)
+    return lax.slice_in_dim(padded, 0, v.aval.shape[at], axis=at).astype(dtype)
 
 
 def size_of(shape: tuple[int, ...]) -> int:
@@ -75,7 +74,8 @@ def size_of(shape: tuple[int, ...]) -> int:
 
 def _reduce(name: str, x: Any, axes: tuple[int, ...]) -> Any:
     if name == "reduce_sum":
-        return jnp.sum(x, axes, dtype=jnp.promote_types(x.dtype, jnp.float32))  # a part of a sum is not rounded to half
+        # a partial sum is not rounded to half
+        return jnp.sum(x, axes, dtype=jnp.promote_types(x.dtype, jnp.float32))
     return jnp.max(x, axes) if name in ("reduce_max", "reduce_or") else jnp.min(x, axes)
 
 

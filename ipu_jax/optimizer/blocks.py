@@ -1,19 +1,19 @@
-"""Where the weights that an optimizer sees lie: the one picture of a pipeline's packed arrays and of plain trees.
+"""Describe where an optimizer's weights are: the same description for a pipeline's packed arrays and for plain trees.
 
-What optax is shown is the *logical* tree, leaf by leaf. What an IPU holds are *cells*: arrays of one shape on every
-IPU, each with at most one logical leaf on an IPU, and zeros where the leaf is smaller.
+optax sees the *logical* tree, leaf by leaf. An IPU holds *blocks*: arrays that have one shape on every IPU. A block
+contains at most one logical leaf on each IPU, and zeros where the leaf is smaller than the block.
 
-    cell 0   a slot       IPU 0: mlp/w, all of it     IPU 1: classifier/w, the first elements
-    cell 1   a slot       IPU 0: mlp/b                IPU 1: nothing
-    cell 2   concurrent   IPU 0: table, rows 0-4      IPU 1: table, rows 5-9 (of 9: the last is padding)
-    cell 3   whole        the same leaf on every IPU
+    block 0   a slot       IPU 0: mlp/w, all of it     IPU 1: classifier/w, in the first elements
+    block 1   a slot       IPU 0: mlp/b                IPU 1: nothing
+    block 2   concurrent   IPU 0: table, rows 0-4      IPU 1: table, rows 5-9 (of 9: the last is padding)
+    block 3   whole        the same leaf on every IPU
 
-Frozen leaves are no logical leaves: optax sees `optax.MaskedNode()` in their place, and never touches them.
+Frozen leaves are not logical leaves: optax sees `optax.MaskedNode()` in their place, and never changes them.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,14 +29,14 @@ from ipu_jax.weights.packing import Sharded
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Block:
     """Describe one array of an IPU.
 
     Attributes:
-        shape, dtype: what an IPU holds.
-        leaves: per IPU, the number of the logical leaf in it, or None. One entry where all hold it (a concurrent leaf).
-        split: of a concurrent leaf, the dim that is split over the IPUs.
-        is_slot: whether IPUs hold different leaves. On a replica of one IPU all cells are whole.
+        shape, dtype: of the array on one IPU.
+        leaves: per IPU, the number of the logical leaf in it, or None. A block of a concurrent leaf has one entry.
+        split: for a concurrent leaf, the dim that is split over the IPUs, or None.
+        is_slot: whether IPUs hold different leaves in it. Where a replica has one IPU, no block is a slot.
     """
 
     shape: tuple[int, ...]
@@ -56,130 +56,163 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cells:
-    """Describe the cells of a set of weights, and which logical leaves are in them.
+class Blocks:
+    """Describe the blocks of a set of weights, and the logical leaves in them. `blocks[k]` is one block.
 
     Attributes:
-        ipus: of a replica.
-        replicas: over how many each cell is cut for the update; 1 where each replica updates all of it.
-        cells: in the order of `take`.
+        ipus: number of IPUs per replica.
+        replicas: number of replicas over which each block is divided for the update; 1 if each replica updates all.
+        blocks: in the order of `to_blocks`.
         leaves: the logical leaves, in the order of the logical tree.
-        treedef: the logical tree.
+        treedef: structure of the logical tree.
     """
 
     ipus: int
     replicas: int
-    cells: tuple[Cell, ...]
+    blocks: tuple[Block, ...]
     leaves: tuple[Leaf, ...]
     treedef: Any
 
-    def cell_of(self, leaf: int) -> int:
-        return next(k for k, cell in enumerate(self.cells) if leaf in cell.leaves)
+    def __getitem__(self, k: int) -> Block:
+        return self.blocks[k]
 
-    def chunk(self, k: int) -> int:
-        """Return how many elements of a cell one replica updates; the last chunk is padded with zeros."""
-        return -(-self.cells[k].size // self.replicas)
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)
 
-    def shown(self, k: int) -> tuple[int, ...]:
-        """Return the shape in which a cell is updated: its own, or a chunk's."""
-        return self.cells[k].shape if self.replicas == 1 else (self.chunk(k),)
+    def __len__(self) -> int:
+        return len(self.blocks)
 
-    def logical(self, values: Sequence[Any]) -> Any:
-        """Return the logical tree of these leaves, frozen ones masked."""
+    def block_of(self, leaf: int) -> int:
+        """Return the number of the block that contains a leaf."""
+        return next(k for k, block in enumerate(self.blocks) if leaf in block.leaves)
+
+    def is_local(self, leaf: int) -> bool:
+        """Return whether one IPU, and no other, has all of the leaf."""
+        return self.replicas == 1 and self.blocks[self.block_of(leaf)].is_slot
+
+    def chunk_size(self, k: int) -> int:
+        """Return how many elements of a block one replica updates; the last chunk is padded with zeros."""
+        return -(-self.blocks[k].size // self.replicas)
+
+    def update_shape(self, k: int) -> tuple[int, ...]:
+        """Return the shape in which a block is updated: its own, or that of a replica's chunk."""
+        return self.blocks[k].shape if self.replicas == 1 else (self.chunk_size(k),)
+
+    def global_shape(self, k: int) -> tuple[int, ...]:
+        """Return the global shape of an array laid out as a block: (replicas, ipus, *update_shape).
+
+        Each of the first two dims is 1 if all replicas, or all IPUs, hold the same.
+        """
+        block = self.blocks[k]
+        return (self.replicas, self.ipus if block.is_slot or block.split is not None else 1, *self.update_shape(k))
+
+    def spec(self, k: int) -> PartitionSpec:
+        """Return the PartitionSpec of an array of `global_shape`."""
+        replicas, ipus = self.global_shape(k)[:2]
+        axes = (REPLICA_AXIS if replicas > 1 else None, IPU_AXIS if ipus > 1 else None)
+        return PartitionSpec(*axes) if any(axes) else WHOLE
+
+    def logical_tree(self, values: Sequence[Any]) -> Any:
+        """Return the logical tree of one value per leaf, with frozen leaves masked."""
         return jax.tree.unflatten(self.treedef, values)
 
     # on the host
 
-    def host_blocks(self, leaf: int, value: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return, for each IPU that holds part of a leaf, that part as (replicas, *shown)."""
-        k = self.cell_of(leaf)
-        cell = self.cells[k]
-        blocks = {cell.leaves.index(leaf) if cell.is_slot else 0: value}
-        if cell.split is not None:
-            size, local = value.shape[cell.split], cell.shape[cell.split]
-            widths = [(0, local * self.ipus - size if d == cell.split else 0) for d in range(value.ndim)]
-            blocks = dict(enumerate(np.split(np.pad(value, widths), self.ipus, cell.split)))
-        found = []
-        for ipu, block in blocks.items():
-            flat = np.zeros(self.replicas * self.chunk(k) if self.replicas > 1 else cell.size, value.dtype)
-            flat[: block.size] = block.reshape(-1)
-            found.append((ipu, flat.reshape(self.replicas, *self.shown(k))))
-        return found
+    def host_parts(self, leaf: int, value: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Return (ipu, part) for each IPU that holds part of a leaf; each part is (replicas, *update_shape)."""
+        k = self.block_of(leaf)
+        block = self.blocks[k]
+        by_ipu = {block.leaves.index(leaf) if block.is_slot else 0: value}
+        if block.split is not None:
+            by_ipu = dict(enumerate(np.split(np.pad(value, self._shard_padding(k, value)), self.ipus, block.split)))
+        parts = []
+        for ipu, part in by_ipu.items():
+            flat = np.zeros(self.replicas * self.chunk_size(k) if self.replicas > 1 else block.size, value.dtype)
+            flat[: part.size] = part.reshape(-1)
+            parts.append((ipu, flat.reshape(self.replicas, *self.update_shape(k))))
+        return parts
 
     def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
-        """Return the leaf from (replicas, ipus, *shown), the inverse of `host_blocks`."""
-        k = self.cell_of(leaf)
-        cell, shape = self.cells[k], self.leaves[leaf].shape
-        of_ipu = lambda ipu: array[:, ipu].reshape(-1)[: cell.size]  # noqa: E731
-        if cell.split is None:
-            return of_ipu(cell.leaves.index(leaf) if cell.is_slot else 0)[: math.prod(shape)].reshape(shape)
-        whole = np.concatenate([of_ipu(ipu).reshape(cell.shape) for ipu in range(self.ipus)], cell.split)
-        return whole[tuple(map(slice, shape))]
+        """Return the leaf from an array of `global_shape`; the inverse of `host_parts`."""
+        k = self.block_of(leaf)
+        block, shape = self.blocks[k], self.leaves[leaf].shape
+        of_ipu = lambda ipu: array[:, ipu].reshape(-1)[: block.size]  # noqa: E731
+        if block.split is None:
+            return of_ipu(block.leaves.index(leaf) if block.is_slot else 0)[: math.prod(shape)].reshape(shape)
+        padded = np.concatenate([of_ipu(ipu).reshape(block.shape) for ipu in range(self.ipus)], block.split)
+        return padded[tuple(map(slice, shape))]
+
+    def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
+        """Return the widths that pad a split leaf until all IPUs' shards have one size."""
+        block = self.blocks[k]
+        missing = lambda d: block.shape[d] * self.ipus - value.shape[d]  # noqa: E731
+        return [(0, missing(d) if d == block.split else 0) for d in range(value.ndim)]
 
     # inside the program
 
-    def cut(self, k: int, whole: Any) -> Any:
-        """Return this replica's chunk of an IPU's cell. Communicates nothing."""
+    def replica_chunk(self, k: int, array: Any) -> Any:
+        """Return this replica's chunk of an IPU's block. Communicates nothing."""
         if self.replicas == 1:
-            return whole
-        return lax.dynamic_index_in_dim(self.rows(k, whole), lax.axis_index(REPLICA_AXIS), keepdims=False)
+            return array
+        return lax.dynamic_index_in_dim(self.to_chunks(k, array), lax.axis_index(REPLICA_AXIS), keepdims=False)
 
-    def rows(self, k: int, whole: Any) -> Any:
-        """Return a cell as (replicas, chunk), padded with zeros."""
-        fill = self.replicas * self.chunk(k) - self.cells[k].size
-        return jnp.pad(whole.reshape(-1), (0, fill)).reshape(self.replicas, -1)
+    def to_chunks(self, k: int, array: Any) -> Any:
+        """Return a block as (replicas, chunk_size), padded with zeros."""
+        missing = self.replicas * self.chunk_size(k) - self.blocks[k].size
+        return jnp.pad(array.reshape(-1), (0, missing)).reshape(self.replicas, -1)
 
-    def unrows(self, k: int, rows: Any) -> Any:
-        """Return a cell from its chunks, the inverse of `rows`."""
-        return rows.reshape(-1)[: self.cells[k].size].reshape(self.cells[k].shape)
+    def from_chunks(self, k: int, chunks: Any) -> Any:
+        """Return a block from its chunks; the inverse of `to_chunks`."""
+        return chunks.reshape(-1)[: self.blocks[k].size].reshape(self.blocks[k].shape)
 
-    def localize(self, leaf: int, value: Any) -> Any:
-        """Return this IPU's part of a replicated array of the leaf's size, in the cell's update shape."""
-        k = self.cell_of(leaf)
-        cell = self.cells[k]
-        if cell.is_slot:
-            if value.shape != cell.shape:
-                flat = jnp.pad(value.reshape(-1), (0, cell.size - value.size))
-                value = flat.reshape(cell.shape)
-        elif cell.split is not None:
-            size, local = value.shape[cell.split], cell.shape[cell.split]
-            widths = [(0, local * self.ipus - size if d == cell.split else 0) for d in range(value.ndim)]
-            start = lax.axis_index(IPU_AXIS) * local
-            value = lax.dynamic_slice_in_dim(jnp.pad(value, widths), start, local, cell.split)
-        return self.cut(k, value)
+    def local_part(self, leaf: int, value: Any) -> Any:
+        """Return this IPU's part of a leaf-shaped array, in the block's update shape. Communicates nothing."""
+        k = self.block_of(leaf)
+        block = self.blocks[k]
+        if block.is_slot:
+            if value.shape != block.shape:
+                value = jnp.pad(value.reshape(-1), (0, block.size - value.size)).reshape(block.shape)
+        elif block.split is not None:
+            local = block.shape[block.split]
+            padded = jnp.pad(value, self._shard_padding(k, value))
+            value = lax.dynamic_slice_in_dim(padded, lax.axis_index(IPU_AXIS) * local, local, block.split)
+        return self.replica_chunk(k, value)
 
-    def delocalize(self, leaf: int, value: Any) -> Any:
-        """Return the logical leaf, on the owner of a slot that is not chunked over replicas."""
+    def logical_leaf(self, leaf: int, array: Any) -> Any:
+        """Return a local leaf in its own shape, from its owner's block."""
         shape = self.leaves[leaf].shape
-        return value if value.shape == shape else value.reshape(-1)[: math.prod(shape)].reshape(shape)
+        return array if array.shape == shape else array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
-    def valid(self, k: int) -> Any:
-        """Return which elements of a cell in its update shape belong to a leaf, or None if all do on every IPU."""
-        cell = self.cells[k]
-        sizes = [0 if leaf is None else self.leaves[leaf].size for leaf in cell.leaves]
-        if cell.split is not None:
-            size, local = self.leaves[cell.leaves[0] or 0].shape[cell.split], cell.shape[cell.split]
-            filled = size < local * self.ipus
+    def has_leaf(self, k: int) -> Any:
+        """Return whether this IPU has a leaf in a slot."""
+        return jnp.asarray([leaf is not None for leaf in self.blocks[k].leaves])[lax.axis_index(IPU_AXIS)]
+
+    def leaf_mask(self, k: int) -> Any:
+        """Return which elements of a block, in its update shape, belong to a leaf; None if all do on every IPU."""
+        block = self.blocks[k]
+        sizes = [0 if leaf is None else self.leaves[leaf].size for leaf in block.leaves]
+        if block.split is not None:
+            size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
+            is_padded = size < local * self.ipus
         else:
-            size, local, filled = 0, 1, any(size < cell.size for size in sizes)
-        cut_filled = self.replicas * self.chunk(k) > cell.size
-        if not filled and not cut_filled:
+            size, local, is_padded = 0, 1, any(size < block.size for size in sizes)
+        if not is_padded and self.replicas * self.chunk_size(k) == block.size:
             return None
-        position = jnp.arange(math.prod(self.shown(k)), dtype=jnp.int32).reshape(self.shown(k))
+        shape = self.update_shape(k)
+        position = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
         if self.replicas > 1:
-            position += lax.axis_index(REPLICA_AXIS) * self.chunk(k)
-        if cell.is_slot:
-            of_ipu = jnp.asarray(sizes, jnp.int32)[lax.axis_index(IPU_AXIS)]
-            return position < of_ipu
-        found = position < cell.size
-        if cell.split is not None:
-            stride = math.prod(cell.shape[cell.split + 1 :])
-            found &= lax.axis_index(IPU_AXIS) * local + position // stride % local < size
-        return found
+            position += lax.axis_index(REPLICA_AXIS) * self.chunk_size(k)
+        if block.is_slot:
+            return position < jnp.asarray(sizes, jnp.int32)[lax.axis_index(IPU_AXIS)]
+        mask = position < block.size
+        if block.split is not None:
+            stride = math.prod(block.shape[block.split + 1 :])
+            mask &= lax.axis_index(IPU_AXIS) * local + position // stride % local < size
+        return mask
 
 
-def of_layout(layout: PackedLayout, *, replicas: int) -> Cells:
-    """Return the cells of a pipeline's weights."""
+def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
+    """Return the blocks of a pipeline's weights."""
     tree: dict[str, Any] = {}
     leaves: list[tuple[Any, Leaf]] = []
     for group in layout.groups:
@@ -190,7 +223,7 @@ def of_layout(layout: PackedLayout, *, replicas: int) -> Cells:
     for name, i in named:
         leaves.append(((name, i), layout.group(name).leaves[i]))
     at = {key: number for number, (key, _) in enumerate(leaves)}
-    cells = []
+    blocks = []
     for k, slot in enumerate(layout.slots):
         owned: list[int | None] = [None] * layout.ipus
         for group in layout.groups:
@@ -198,29 +231,29 @@ def of_layout(layout: PackedLayout, *, replicas: int) -> Cells:
                 if group.ipu is not None and leaf.slot == k and not leaf.frozen:
                     owned[group.ipu] = at[group.name, i]
         if any(number is not None for number in owned):
-            cells.append(Cell(slot.shape, slot.dtype, tuple(owned), is_slot=layout.ipus > 1))
+            blocks.append(Block(slot.shape, slot.dtype, tuple(owned), is_slot=layout.ipus > 1))
     for group in layout.groups:
         for i, leaf in enumerate(group.leaves):
             if group.ipu is None and not leaf.frozen:
                 dims = [d for d, axis in enumerate(leaf.spec) if axis is not None]
                 split = dims[0] if dims and layout.ipus > 1 else None
-                cells.append(Cell(local_shape(leaf, layout.ipus), leaf.dtype, (at[group.name, i],), split))
-    return Cells(layout.ipus, replicas, tuple(cells), tuple(leaf for _, leaf in leaves), treedef)
+                blocks.append(Block(local_shape(leaf, layout.ipus), leaf.dtype, (at[group.name, i],), split))
+    return Blocks(layout.ipus, replicas, tuple(blocks), tuple(leaf for _, leaf in leaves), treedef)
 
 
-def of_tree(params: Any, *, replicas: int) -> Cells:
-    """Return the cells of a plain tree that every replica of one IPU holds whole."""
+def blocks_of_tree(params: Any, *, replicas: int) -> Blocks:
+    """Return the blocks of a plain tree, which every replica of one IPU holds whole."""
     paths, treedef = jax.tree.flatten_with_path(params)
     leaves = tuple(
         Leaf(f"params{jax.tree_util.keystr(path)}", tuple(leaf.shape), np.dtype(leaf.dtype).name)
         for path, leaf in paths
     )
-    cells = tuple(Cell(leaf.shape, leaf.dtype, (i,)) for i, leaf in enumerate(leaves))
-    return Cells(1, replicas, cells, leaves, treedef)
+    blocks = tuple(Block(leaf.shape, leaf.dtype, (i,)) for i, leaf in enumerate(leaves))
+    return Blocks(1, replicas, blocks, leaves, treedef)
 
 
-def take(params: Any) -> list[Any]:
-    """Return the arrays of this IPU's weights that are cells, in their order. To be called inside the program."""
+def to_blocks(params: Any) -> list[Any]:
+    """Return this IPU's weights, or gradients of them, as one array per block. To be called inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
     layout = params.layout
@@ -234,8 +267,8 @@ def take(params: Any) -> list[Any]:
     ]
 
 
-def put(params: Any, arrays: Sequence[Any]) -> Any:
-    """Return the weights with these arrays in place of those of `take`. To be called inside the program."""
+def from_blocks(params: Any, arrays: Sequence[Any]) -> Any:
+    """Return the weights with these arrays in place of those of `to_blocks`. To be called inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)
     layout, following = params.layout, iter(arrays)
@@ -250,16 +283,3 @@ def put(params: Any, arrays: Sequence[Any]) -> Any:
         if group.ipu is None
     }
     return Sharded(slots, {**params.concurrent, **concurrent}, layout)
-
-
-def block_shape(cells: Cells, k: int) -> tuple[int, ...]:
-    """Return the global shape of an array laid out as a cell: (replicas, ipus, *shown), 1 where all hold the same."""
-    cell = cells.cells[k]
-    return (cells.replicas, cells.ipus if cell.is_slot or cell.split is not None else 1, *cells.shown(k))
-
-
-def block_spec(cells: Cells, k: int) -> PartitionSpec:
-    """Return the PartitionSpec of such an array."""
-    of_replica, of_ipu = block_shape(cells, k)[:2]
-    axes = (REPLICA_AXIS if of_replica > 1 else None, IPU_AXIS if of_ipu > 1 else None)
-    return PartitionSpec(*axes) if any(axes) else WHOLE

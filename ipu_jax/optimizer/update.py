@@ -1,12 +1,12 @@
-"""An optimizer's update, run where the weights are: every IPU updates its own leaves, shards and replica chunks.
+"""Run an optimizer's update where the weights are: each IPU updates its own leaves, shards and replica chunks.
 
-`_analysis.read` decides what runs where; this module runs it, inside the mapped program. IPUs that hold different
-leaves in one cell run one program for it if the optimizer treats those leaves alike, which the traced programs show;
-otherwise a `switch` chooses among the different programs. There is no collective inside it.
+`_analysis.analyze_update` finds what is computed where; this module computes it, inside the mapped program. IPUs that
+hold different leaves in one block run one program for it if the optimizer does the same to these leaves, which a
+comparison of the traced programs shows. Otherwise a `switch` chooses among the programs. No collective is inside it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,286 +16,337 @@ import optax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax._jaxprs import bound
 from ipu_jax._keys import is_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.optimizer._analysis import Summary, read
-from ipu_jax.optimizer._evaluate import Lookup, aval_of, bind
-from ipu_jax.optimizer._reductions import partial, partial_shape, size_of, whole_of
-from ipu_jax.optimizer.blocks import Cells, block_shape
+from ipu_jax.optimizer._analysis import LeafReduction, analyze_update
+from ipu_jax.optimizer._evaluate import LeafEvaluator
+from ipu_jax.optimizer._reductions import combined, partial_result, partial_shape, size_of
+from ipu_jax.optimizer.blocks import Blocks
+
+# (leaf, the block's arrays, evaluator) -> arrays, of the same shapes for each leaf of a block
+_LeafProgram = Callable[[int, Sequence[Any], LeafEvaluator], list[Any]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class OptimizerState:
     """Hold an optimizer's state, as it is laid out on the IPUs.
 
     Attributes:
-        like: per cell, the arrays that lie as it does: adam's two moments, say.
-        everywhere: what all IPUs hold alike: step counts, and whatever is not shaped as a leaf.
-        kind: static; the structure of the state as optax knows it, by which another optimizer's is told.
+        per_block: per block, the arrays that are kept with it, such as adam's two moments. An array is laid out as its
+            block is, or contains in flat form what a leaf's owner keeps in another shape than the leaf's.
+        replicated: what all IPUs hold: step counts, schedules, keys, norms of everything.
+        kind: static; the structure of the state as optax knows it, by which another optimizer's state is recognised.
     """
 
-    like: list[list[Any]]
-    everywhere: list[Any]
+    per_block: list[list[Any]]
+    replicated: list[Any]
     kind: str = dataclasses.field(default="", metadata={"static": True})
 
 
-class Update:
-    """Run one optimizer's update for weights in given cells.
+class ShardedUpdate:
+    """Run one optimizer's update for weights in given blocks.
+
+    `init` and `restore` make the state, `apply` updates weights and state inside the mapped program, `whole` returns
+    the state as optax knows it.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
-        cells: where the weights lie.
+        blocks: where the weights are.
+
+    Attributes:
+        analysis: what of the update is computed where.
 
     Raises:
-        ValueError: the optimizer needs what lies apart in one piece; it names the leaf and the operation.
+        ValueError: the optimizer needs in one piece what is in parts; the message names the leaf and the operation.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, cells: Cells):
-        self.optimizer, self.cells = optimizer, cells
-        self.reading = reading = read(optimizer, cells)
-        n, jaxpr = len(cells.leaves), reading.jaxpr
+    def __init__(self, optimizer: optax.GradientTransformation, blocks: Blocks):
+        self.optimizer, self.blocks = optimizer, blocks
+        self.analysis = analysis = analyze_update(optimizer, blocks)
+        n, jaxpr = len(blocks.leaves), analysis.jaxpr
         self._gradients, self._params = jaxpr.invars[:n], jaxpr.invars[-1 - n : -1]
-        self._state, self._value = jaxpr.invars[n : -1 - n], jaxpr.invars[-1]
+        self._state, self._loss = jaxpr.invars[n : -1 - n], jaxpr.invars[-1]
         self._updates, self._new_state = jaxpr.outvars[:n], jaxpr.outvars[n:]
-        self._everywhere = [i for i in range(len(self._state)) if i not in reading.like_state]
-        # per cell the dtypes of its kept arrays, and per leaf which part of the state is which of them
-        self.kept_dtypes: list[list[str]] = [[] for _ in cells.cells]
-        self._kept_of: list[dict[int, int]] = [{} for _ in range(n)]
-        self.kind = str(reading.state_treedef)
-        for i, leaf in reading.like_state.items():
-            kept, taken = self.kept_dtypes[cells.cell_of(leaf)], self._kept_of[leaf].values()
-            dtype = str(aval_of(self._state[i]).dtype)
-            place = next((p for p, d in enumerate(kept) if d == dtype and p not in taken), len(kept))
-            if place == len(kept):
-                kept.append(dtype)
-            self._kept_of[leaf][i] = place
+        self._replicated = [i for i in range(len(self._state)) if i not in analysis.leaf_of_state]
+        self._kind = str(analysis.state_treedef)
+        # per block, its state arrays: dtype, and the size of a flat one; per leaf, the array of each part of its state
+        self._arrays: list[list[tuple[str, int | None]]] = [[] for _ in blocks]
+        self._array_of: list[dict[int, int]] = [{} for _ in range(n)]
+        for i, leaf in analysis.leaf_of_state.items():
+            self._assign_array(i, leaf)
+
+    def _assign_array(self, i: int, leaf: int) -> None:
+        """Choose the array that part `i` of the state is in: one that is free for this leaf, or a new one."""
+        arrays, taken = self._arrays[self.blocks.block_of(leaf)], self._array_of[leaf].values()
+        dtype, is_flat = str(self._state[i].aval.dtype), self._is_flat(i)
+        fitting = [p for p, (d, size) in enumerate(arrays) if (d, size is not None) == (dtype, is_flat)]
+        place = next((p for p in fitting if p not in taken), len(arrays))
+        if place == len(arrays):
+            arrays.append((dtype, 0 if is_flat else None))
+        if is_flat:
+            arrays[place] = (dtype, max(arrays[place][1] or 0, self._state[i].aval.size))
+        self._array_of[leaf][i] = place
+
+    def _is_flat(self, i: int) -> bool:
+        """Return whether a leaf's owner keeps part `i` of the state in its own shape, in a flat array."""
+        return self._state[i] in self.analysis.owned
 
     # on the host
 
-    def init(self, params: Any) -> tuple[list[list[np.ndarray]], list[Any]]:
-        """Return the optimizer's first state: per cell its arrays as (replicas, ipus, *shown), and what is replicated.
+    def init(self, params: Any) -> OptimizerState:
+        """Return the optimizer's first state, in host arrays of the global shapes (replicas, ipus, *update_shape).
 
         Args:
             params: the logical tree, whole.
         """
-        return self.spread_state(jax.tree.leaves(jax.jit(self.optimizer.init)(params)))
+        return self._divided(jax.tree.leaves(jax.jit(self.optimizer.init)(params)))
 
-    def spread_state(self, leaves: Sequence[Any]) -> tuple[list[list[np.ndarray]], list[Any]]:
-        """Return the same of any state of the optimizer, from its leaves."""
-        cells = self.cells
-        like = [[np.zeros(block_shape(cells, k), d) for d in dtypes] for k, dtypes in enumerate(self.kept_dtypes)]
-        for i, leaf in self.reading.like_state.items():
-            k, place = cells.cell_of(leaf), self._kept_of[leaf][i]
-            for ipu, local in cells.host_blocks(leaf, np.asarray(leaves[i])):
-                like[k][place][:, ipu] = local
-        return like, [jnp.asarray(leaves[i]) for i in self._everywhere]
-
-    def checked_leaves(self, state: Any) -> list[Any]:
-        """Return the leaves of a whole state of the optimizer.
+    def restore(self, state: Any) -> OptimizerState:
+        """Return a state as optax knows it, such as `whole` returned, laid out as `init` lays out the first one.
 
         Raises:
-            ValueError: it is another optimizer's, or of other weights.
+            ValueError: the state is another optimizer's, or of other weights.
         """
-        expected = [(aval_of(v).shape, aval_of(v).dtype.name) for v in self._state]
+        expected = [(v.aval.shape, v.aval.dtype.name) for v in self._state]
         leaves, treedef = jax.tree.flatten(state)
         found = [(np.shape(leaf), jnp.asarray(leaf).dtype.name) for leaf in leaves]
-        if treedef != self.reading.state_treedef or found != expected:
+        if treedef != self.analysis.state_treedef or found != expected:
             raise ValueError(
                 f"the saved optimizer state has leaves {found} in {treedef}, but this optimizer's state for these "
-                f"weights has {expected} in {self.reading.state_treedef}: give the one it was saved with"
+                f"weights has {expected} in {self.analysis.state_treedef}: give the one it was saved with"
             )
-        return leaves
+        return self._divided(leaves)
 
-    def check(self, kept: Kept) -> None:
+    def _divided(self, leaves: Sequence[Any]) -> OptimizerState:
+        per_block = [
+            [np.zeros(shape, dtype) for shape, dtype in self._global_shapes(k)] for k in range(len(self.blocks))
+        ]
+        for i, leaf in self.analysis.leaf_of_state.items():
+            k, value = self.blocks.block_of(leaf), np.asarray(leaves[i])
+            array = per_block[k][self._array_of[leaf][i]]
+            if self._is_flat(i):
+                array[0, self.blocks[k].leaves.index(leaf), : value.size] = value.reshape(-1)
+                continue
+            for ipu, part in self.blocks.host_parts(leaf, value):
+                array[:, ipu] = part
+        return OptimizerState(per_block, [jnp.asarray(leaves[i]) for i in self._replicated], self._kind)
+
+    def _global_shapes(self, k: int) -> list[tuple[tuple[int, ...], str]]:
+        """Return the global shapes and the dtypes of a block's state arrays."""
+        shape = self.blocks.global_shape(k)
+        return [(shape if size is None else (*shape[:2], size), dtype) for dtype, size in self._arrays[k]]
+
+    def check(self, state: OptimizerState) -> None:
         """Raise `ValueError` unless a state is this optimizer's, for weights laid out as these are."""
-        like = [[(block_shape(self.cells, k), dtype) for dtype in dtypes] for k, dtypes in enumerate(self.kept_dtypes)]
-        everywhere = [(aval_of(self._state[i]).shape, str(aval_of(self._state[i]).dtype)) for i in self._everywhere]
-        found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (kept.like, kept.everywhere))
-        if (kept.kind, *found) != (self.kind, like, everywhere):
+        per_block = [self._global_shapes(k) for k in range(len(self.blocks))]
+        replicated = [(self._state[i].aval.shape, str(self._state[i].aval.dtype)) for i in self._replicated]
+        found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (state.per_block, state.replicated))
+        if (state.kind, *found) != (self._kind, per_block, replicated):
             raise ValueError(
                 "state.optimizer is another optimizer's, or of weights that lie otherwise: use the step that made it, "
                 "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
             )
 
-    def gather_state(self, like: Sequence[Sequence[Any]], everywhere: Sequence[Any]) -> Any:
-        """Return the optimizer's own state, whole, as optax knows it: the inverse of `init`."""
+    def whole(self, state: OptimizerState) -> Any:
+        """Return the optimizer's own state, whole, as optax knows it, in copies: the inverse of `init`."""
         leaves: list[Any] = [None] * len(self._state)
-        for i, value in zip(self._everywhere, everywhere, strict=True):
+        for i, value in zip(self._replicated, state.replicated, strict=True):
             leaves[i] = copied(value)
-        for i, leaf in self.reading.like_state.items():
-            array = np.asarray(like[self.cells.cell_of(leaf)][self._kept_of[leaf][i]])
-            leaves[i] = jnp.asarray(self.cells.host_leaf(leaf, array))
-        return jax.tree.unflatten(self.reading.state_treedef, leaves)
+        for i, leaf in self.analysis.leaf_of_state.items():
+            k, aval = self.blocks.block_of(leaf), self._state[i].aval
+            array = np.asarray(state.per_block[k][self._array_of[leaf][i]])
+            if self._is_flat(i):
+                flat = array[0, self.blocks[k].leaves.index(leaf), : aval.size]
+                leaves[i] = jnp.array(flat.reshape(aval.shape))
+            else:
+                leaves[i] = jnp.asarray(self.blocks.host_leaf(leaf, array))
+        return jax.tree.unflatten(self.analysis.state_treedef, leaves)
 
     # inside the program
 
-    def __call__(
-        self, gradients: Sequence[Any], kept: Kept, params: Sequence[Any], value: Any
-    ) -> tuple[list[Any], Kept]:
+    def apply(
+        self, gradients: Sequence[Any], state: OptimizerState, params: Sequence[Any], loss: Any
+    ) -> tuple[list[Any], OptimizerState]:
         """Return the weights after an update, unrounded, and the optimizer's new state.
 
-        Communicates one all_gather of a few floats for each level of norms that the optimizer takes.
+        Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
+        parts of one leaf.
 
         Args:
-            gradients: per cell, as it is shown (`Cells.shown`); reduced over the replicas.
-            kept: the state; its arrays are as the cells are shown.
-            params: per cell, as it is shown.
-            value: the loss, for optimizers that ask for it.
+            gradients: per block, in its update shape, and already reduced over the replicas.
+            state: its arrays are this IPU's, without the dims of replicas and IPUs.
+            params: per block, in its update shape.
+            loss: for optimizers that ask for `value=`.
 
         Returns:
-            Per cell the weights plus their updates, in float32 where they are narrower, and the new state.
+            Per block the weights plus their updates, in float32 where they are narrower, and the new state.
         """
-        reading, jaxpr = self.reading, self.reading.jaxpr
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, reading.consts, strict=True))
-        env[self._value] = value
-        env.update({self._state[i]: v for i, v in zip(self._everywhere, kept.everywhere, strict=True)})
-        for n in range(len(self.cells.leaves)):
-            if self._gradients[n] not in reading.like:
-                k = self.cells.cell_of(n)
-                env[self._gradients[n]], env[self._params[n]] = gradients[k], params[k]
-        arrays = [[g, p, *(of_cell)] for g, p, of_cell in zip(gradients, params, kept.like, strict=True)]
-        for level, eqns in enumerate(reading.everywhere):
+        analysis, jaxpr = self.analysis, self.analysis.jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
+        env[self._loss] = loss
+        env.update({self._state[i]: v for i, v in zip(self._replicated, state.replicated, strict=True)})
+        for leaf in range(len(self.blocks.leaves)):
+            if self._gradients[leaf] not in analysis.leaf_of:
+                k = self.blocks.block_of(leaf)
+                env[self._gradients[leaf]], env[self._params[leaf]] = gradients[k], params[k]
+        arrays = [[g, p, *of_block] for g, p, of_block in zip(gradients, params, state.per_block, strict=True)]
+        for level, eqns in enumerate(analysis.replicated):
             for eqn in eqns:
-                env.update(zip(eqn.outvars, bind(eqn, [self._known(v, env) for v in eqn.invars]), strict=True))
-            if reading.summaries[level]:
-                env.update(self._gather(reading.summaries[level], arrays, env))
-        results = []
-        for k, of_cell in enumerate(arrays):
-            found, valid = self._on_cell(k, of_cell, env, self._last), self.cells.valid(k)
-            if valid is not None:
-                # what is no leaf's stays as it was: zeros, or a frozen leaf
-                old = [of_cell[1].astype(found[0].dtype), *map(jnp.zeros_like, found[1:])]
-                found = [jnp.where(valid, n, o) for n, o in zip(found, old, strict=True)]
-            results.append(found)
-        new = [self._known(self._new_state[i], env) for i in self._everywhere]
-        like = [list(of_cell) for _, *of_cell in results]
-        return [sums for sums, *_ in results], dataclasses.replace(kept, like=like, everywhere=new)
+                env.update(zip(eqn.outvars, bound(eqn, [_value_of(v, env) for v in eqn.invars]), strict=True))
+            if analysis.reductions[level]:
+                env.update(self._gather(analysis.reductions[level], arrays, env))
+        results = [self._new_arrays(k, of_block, env) for k, of_block in enumerate(arrays)]
+        replicated = [_value_of(self._new_state[i], env) for i in self._replicated]
+        new = dataclasses.replace(state, per_block=[of_block[1:] for of_block in results], replicated=replicated)
+        return [weights for weights, *_ in results], new
 
-    def _known(self, v: Any, env: dict[Any, Any]) -> Any:
-        return jnp.asarray(v.val, aval_of(v).dtype) if isinstance(v, core.Literal) else env[v]
+    def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
+        """Return a block's weights plus their update, and its new state arrays."""
+        new, mask = self._on_block(k, arrays, env, self._updated_leaf), self.blocks.leaf_mask(k)
+        if mask is None:
+            return new
+        # elements that belong to no leaf keep their values: zeros, or a frozen leaf
+        old = [arrays[1].astype(new[0].dtype), *map(jnp.zeros_like, new[1:])]
+        flat = [False, *(size is not None for _, size in self._arrays[k])]
+        masks = [self.blocks.has_leaf(k) if is_flat else mask for is_flat in flat]
+        return [jnp.where(m, n, o) for m, n, o in zip(masks, new, old, strict=True)]
 
-    def _last(self, leaf: int, arrays: Sequence[Any], lookup: Any) -> list[Any]:
-        """Return a leaf's weights plus their update, and the new state arrays of its cell."""
-        update, weights = lookup(self._updates[leaf]), arrays[1]
+    def _updated_leaf(self, leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator) -> list[Any]:
+        """Return a leaf's weights plus their update, and the new state arrays of its block."""
+        update, weights, state = evaluator.in_block(self._updates[leaf]), arrays[1], list(arrays[2:])
         wide = jnp.promote_types(weights.dtype, jnp.float32)
-        kept = list(arrays[2:])
-        for i, place in self._kept_of[leaf].items():
-            kept[place] = lookup(self._new_state[i])
-        return [weights.astype(wide) + update.astype(wide), *kept]
+        for i, place in self._array_of[leaf].items():
+            if self._is_flat(i):
+                flat = jnp.ravel(evaluator.logical(self._new_state[i]))
+                state[place] = jnp.pad(flat, (0, state[place].size - flat.size))
+            else:
+                state[place] = evaluator.in_block(self._new_state[i])
+        return [weights.astype(wide) + update.astype(wide), *state]
 
-    def _on_cell(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: Any) -> list[Any]:
-        """Run `of_leaf` for the leaf that this IPU holds in a cell.
+    def _on_block(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: _LeafProgram) -> list[Any]:
+        """Run `of_leaf` for the leaf that this IPU has in a block.
 
         Args:
-            k: the cell.
-            arrays: gradient, weights and kept arrays of the cell, as it is shown.
-            env: what every IPU knows.
-            of_leaf: `(leaf, arrays, lookup) -> list of arrays`, of the same shapes for each leaf of the cell.
+            k: number of the block.
+            arrays: gradient, weights and state arrays of the block, in its update shape.
+            env: the values that every IPU knows.
+            of_leaf: what to run.
         """
-        leaves = self.cells.cells[k].leaves
-        owners = [n for n in leaves if n is not None]
-        programs, wanted = [], []
-        for leaf in owners:
-            needs = self._needs(leaf, of_leaf, arrays, env)
-            wanted.append(needs)
-            programs.append(self._program(leaf, of_leaf, needs))
-        texts = (
-            [
-                str(jax.make_jaxpr(program)(arrays, [env[v] for v in needs]))
-                for program, needs in zip(programs, wanted, strict=True)
+        by_ipu = self.blocks[k].leaves
+        leaves = [leaf for leaf in by_ipu if leaf is not None]
+        reads = [self._replicated_reads(leaf, of_leaf, arrays, env) for leaf in leaves]
+        programs = [self._program(leaf, of_leaf, variables) for leaf, variables in zip(leaves, reads, strict=True)]
+        if self._have_one_program(programs, reads, arrays, env):
+            values = [
+                env[variables[0]] if len(set(variables)) == 1 else _select_own(by_ipu, [env[v] for v in variables])
+                for variables in zip(*reads, strict=True)
             ]
-            if len(owners) > 1
-            else [""]
-        )
-        alike = len(set(texts)) == 1 and all(
-            len({id(v) for v in vs}) == 1 or env[vs[0]].size == 1 for vs in zip(*wanted, strict=True)
-        )
-        if alike:
-            known = [
-                env[vs[0]] if len({id(v) for v in vs}) == 1 else self._mine(leaves, [env[v] for v in vs])
-                for vs in zip(*wanted, strict=True)
-            ]
-            return programs[0](arrays, known)
-        table = jnp.asarray([owners.index(n) if n is not None else 0 for n in leaves], jnp.int32)
+            return programs[0](arrays, values)
         branches = [
-            lambda arrays, run=program, needs=needs: run(arrays, [env[v] for v in needs])
-            for program, needs in zip(programs, wanted, strict=True)
+            lambda arrays, run=program, variables=variables: run(arrays, [env[v] for v in variables])
+            for program, variables in zip(programs, reads, strict=True)
         ]
-        return lax.switch(table[lax.axis_index(IPU_AXIS)], branches, arrays)
+        branch_of_ipu = jnp.asarray([0 if leaf is None else leaves.index(leaf) for leaf in by_ipu], jnp.int32)
+        return lax.switch(branch_of_ipu[lax.axis_index(IPU_AXIS)], branches, arrays)
 
-    def _mine(self, leaves: Sequence[int | None], values: list[Any]) -> Any:
-        """Return this IPU's number, given one number per owner of the cell."""
-        following = iter(values)
-        by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
-        return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
+    def _have_one_program(self, programs: list[Any], reads: list[list[Any]], arrays: list[Any], env: Any) -> bool:
+        """Return whether leaves' programs are the same, apart from the replicated numbers that each reads."""
+        if len(programs) == 1:
+            return True
+        traced = [jax.make_jaxpr(p)(arrays, [env[v] for v in vs]) for p, vs in zip(programs, reads, strict=True)]
+        return len({str(jaxpr) for jaxpr in traced}) == 1 and all(
+            len(set(variables)) == 1 or env[variables[0]].size == 1 for variables in zip(*reads, strict=True)
+        )
 
-    def _needs(self, leaf: int, of_leaf: Any, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
+    def _replicated_reads(self, leaf: int, of_leaf: _LeafProgram, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
         """Return the replicated variables that a leaf's program reads, in the order in which it reads them."""
-        found: dict[Any, None] = {}
+        reads: dict[Any, None] = {}
 
-        def known(v: Any) -> Any:
-            found.setdefault(v)
+        def replicated(v: Any) -> Any:
+            reads.setdefault(v)
             return env[v]
 
-        jax.eval_shape(lambda arrays: of_leaf(leaf, arrays, self._lookup(leaf, arrays, known)), arrays)
-        return list(found)
+        jax.eval_shape(lambda arrays: of_leaf(leaf, arrays, self._evaluator(leaf, arrays, replicated)), arrays)
+        return list(reads)
 
-    def _program(self, leaf: int, of_leaf: Any, needs: list[Any]) -> Any:
+    def _program(self, leaf: int, of_leaf: _LeafProgram, reads: list[Any]) -> Any:
+        """Return `of_leaf` for one leaf, as a function of the block's arrays and of the replicated values it reads."""
+
         def run(arrays: list[Any], values: list[Any]) -> list[Any]:
-            known = dict(zip(needs, values, strict=True))
-            return of_leaf(leaf, arrays, self._lookup(leaf, arrays, known.__getitem__))
+            replicated = dict(zip(reads, values, strict=True))
+            return of_leaf(leaf, arrays, self._evaluator(leaf, arrays, replicated.__getitem__))
 
         return run
 
-    def _lookup(self, leaf: int, arrays: Sequence[Any], known: Any) -> Lookup:
-        made = {self._gradients[leaf]: arrays[0], self._params[leaf]: arrays[1]}
-        made.update({self._state[i]: arrays[2 + place] for i, place in self._kept_of[leaf].items()})
-        return Lookup(self.reading, self.cells, leaf, arrays[0].shape, made, known)
+    def _evaluator(self, leaf: int, arrays: Sequence[Any], replicated: Callable[[Any], Any]) -> LeafEvaluator:
+        in_block = {self._gradients[leaf]: arrays[0], self._params[leaf]: arrays[1]}
+        owned: dict[Any, Any] = {}
+        for i, place in self._array_of[leaf].items():
+            v, array = self._state[i], arrays[2 + place]
+            if self._is_flat(i):
+                owned[v] = array[: v.aval.size].reshape(v.aval.shape)
+            else:
+                in_block[v] = array
+        shape = arrays[0].shape
+        return LeafEvaluator(
+            self.analysis, self.blocks, leaf, shape, in_block=in_block, owned=owned, replicated=replicated
+        )
 
-    # summaries
-
-    def _gather(self, summaries: Sequence[Summary], arrays: list[list[Any]], env: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the results of these equations on every IPU: one all_gather per mapped axis."""
-        cells, vectors, parts = self.cells, [], []
-        offset = 0
-        wide = jnp.result_type(jnp.float32, *(aval_of(v).dtype for s in summaries for v in s.outputs))
-        for k in range(len(cells.cells)):
-            mine = {n: [s for s in summaries if s.leaf == n] for n in cells.cells[k].leaves if n is not None}
-            if not any(mine.values()):
-                continue
-            shapes = {
-                n: [partial_shape(cells, s, v) for s in of_leaf for v in s.outputs] for n, of_leaf in mine.items()
-            }
-            length = max(sum(map(size_of, of_leaf)) for of_leaf in shapes.values())
-            valid = cells.valid(k)
-
-            def of_leaf(n: int, arrays: Any, lookup: Any, mine: Any = mine, length: int = length, valid: Any = valid):
-                found = [jnp.ravel(x).astype(wide) for s in mine[n] for x in partial(cells, s, lookup, valid)]
-                flat = jnp.concatenate([*found, jnp.zeros(0, wide)])
-                return [jnp.pad(flat, (0, length - flat.size))]
-
-            (vector,) = self._on_cell(k, arrays[k], env, of_leaf)
-            vectors.append(vector)
-            for n, of_leaf_n in mine.items():
-                at, following = offset, iter(shapes[n])
-                for s in of_leaf_n:
-                    for v in s.outputs:
-                        shape = next(following)
-                        parts.append((s, v, k, n, at, shape))
-                        at += size_of(shape)
+    def _gather(self, reductions: Sequence[LeafReduction], arrays: list[list[Any]], env: Any) -> dict[Any, Any]:
+        """Return the results of these reductions, which every IPU gets by one all_gather per mapped axis."""
+        blocks, vectors, offset = self.blocks, [], 0
+        parts: list[tuple[LeafReduction, Any, int, tuple[int, ...]]] = []  # and where in the vector, and its shape
+        wide = jnp.result_type(jnp.float32, *(v.aval.dtype for r in reductions for v in r.outputs))
+        for k in range(len(blocks)):
+            of_block = {n: [r for r in reductions if r.leaf == n] for n in blocks[k].leaves if n is not None}
+            ends = [offset]
+            for of_leaf in of_block.values():
+                at = offset
+                for reduction in of_leaf:
+                    (v,) = reduction.outputs
+                    parts.append((reduction, v, at, partial_shape(blocks, reduction, v)))
+                    at += size_of(parts[-1][-1])
+                ends.append(at)
+            length = max(ends) - offset  # a block has one vector length on all IPUs
+            if any(of_block.values()):
+                run = self._partial_results(of_block, length, wide, blocks.leaf_mask(k))
+                vectors += self._on_block(k, arrays[k], env, run)
             offset += length
         vector = jnp.concatenate(vectors)
-        by_ipu = lax.all_gather(vector, IPU_AXIS) if cells.ipus > 1 else vector[None]
-        everyone = lax.all_gather(by_ipu, REPLICA_AXIS) if cells.replicas > 1 else by_ipu[None]
+        by_ipu = lax.all_gather(vector, IPU_AXIS) if blocks.ipus > 1 else vector[None]
+        everyone = lax.all_gather(by_ipu, REPLICA_AXIS) if blocks.replicas > 1 else by_ipu[None]
         return {
-            v: whole_of(cells, s, v, k, everyone[:, :, at : at + size_of(shape)].reshape(*everyone.shape[:2], *shape))
-            for s, v, k, _, at, shape in parts
+            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*everyone.shape[:2], *shape))
+            for r, v, at, shape in parts
         }
+
+    def _partial_results(self, of_block: dict[int, list[LeafReduction]], length: int, dtype: Any, mask: Any) -> Any:
+        """Return the program of a leaf that packs its partial results in a vector of this length."""
+
+        def run(leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator) -> list[Any]:
+            results = [partial_result(self.blocks, r, evaluator, mask) for r in of_block[leaf]]
+            vector = jnp.concatenate([*(jnp.ravel(x).astype(dtype) for x in results), jnp.zeros(0, dtype)])
+            return [jnp.pad(vector, (0, length - vector.size))]
+
+        return run
+
+
+def _value_of(v: Any, env: dict[Any, Any]) -> Any:
+    aval: Any = v.aval
+    return jnp.asarray(v.val, aval.dtype) if isinstance(v, core.Literal) else env[v]
+
+
+def _select_own(leaves: Sequence[int | None], values: list[Any]) -> Any:
+    """Return this IPU's number, from one number for each IPU that has a leaf in the block."""
+    following = iter(values)
+    by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
+    return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
 
 
 def copied(value: Any) -> Any:
-    """Return numbers, or keys, that all devices hold alike, as an array of its own on the default device."""
+    """Return numbers or keys that all devices hold, as a new array on the default device."""
     if is_key(value):
         return jax.random.wrap_key_data(copied(jax.random.key_data(value)), impl=jax.random.key_impl(value))
     return jnp.array(np.asarray(value))

@@ -1,12 +1,12 @@
-"""Replicated tensor sharding: each replica updates its own part of the weights, and keeps that part's state alone.
+"""Replicated tensor sharding (ZeRO-1): each replica updates one part of the weights, and keeps only that part's state.
 
-    gradients     replica 0: a a a b b     replica 1: a a a b b     each its own sums
-    psum_scatter  replica 0: A A b'        replica 1: A - B         sums of both, each replica a part of each array
-    update        replica 0: its part      replica 1: its part      the optimizer's state is a part, too
+    gradients     replica 0: a a a b b     replica 1: a a a b b     each replica has its own sums
+    psum_scatter  replica 0: A A b'        replica 1: A - B         each replica has the total of a part of each array
+    update        replica 0: its part      replica 1: its part      the optimizer's state is divided, too
     all_gather    every replica: all weights
 
-An all-reduce is such a reduce-scatter and an all-gather in one, so nothing more is sent, while the update's work and
-the state's bytes fall by the number of replicas. Small arrays travel together, in buckets.
+An all-reduce consists of such a reduce-scatter and an all-gather, so nothing more is sent, while the update's work and
+the bytes of the state are divided by the number of replicas. Small arrays are sent together, in buckets.
 
 Source: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054: optimizer state partitioning, P_os.
 """
@@ -18,57 +18,58 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.devices import REPLICA_AXIS
-from ipu_jax.optimizer.blocks import Cells
+from ipu_jax.optimizer.blocks import Blocks
 
 BUCKET_BYTES: Final = 2**22
-"""Arrays of so many bytes travel alone, smaller ones together in buckets of up to so many: a bucket is one more copy,
-which costs a large array more than a collective of its own does."""
+"""Arrays of at least this many bytes are sent alone, smaller ones together in buckets of at most this many: a bucket
+needs one more copy, which costs a large array more than a collective of its own does."""
 
 
-def buckets(cells: Cells, dtypes: Sequence[Any]) -> list[list[int]]:
-    """Return which cells are sent together: small ones of one dtype."""
-    found: list[list[int]] = []
+def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
+    """Return which blocks are sent together: small ones of one dtype."""
+    filled_buckets: list[list[int]] = []
     open_: dict[Any, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
     for k, dtype in enumerate(map(jnp.dtype, dtypes)):
-        size = cells.chunk(k) * cells.replicas * dtype.itemsize
+        size = blocks.chunk_size(k) * blocks.replicas * dtype.itemsize
         if size >= BUCKET_BYTES:
-            found.append([k])
+            filled_buckets.append([k])
             continue
         bucket, filled = open_.get(dtype, (None, 0))
         if bucket is None or filled + size > BUCKET_BYTES:
             bucket, filled = [], 0
-            found.append(bucket)
+            filled_buckets.append(bucket)
         bucket.append(k)
         open_[dtype] = (bucket, filled + size)
-    return found
+    return filled_buckets
 
 
-def scatter(cells: Cells, gradients: Sequence[Any]) -> list[Any]:
-    """Return this replica's chunk of each cell's sum over the replicas, as `Cells.shown`.
+def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
+    """Return this replica's chunk of each block's sum over the replicas, in `Blocks.update_shape`.
 
-    Communicates one psum_scatter over "replica" a bucket; each replica sends and gets (R-1)/R of its bytes.
+    Communicates one psum_scatter over "replica" per bucket; each replica sends and gets (R-1)/R of its bytes.
     """
-    chunks: list[Any] = [None] * len(cells.cells)
-    for bucket in buckets(cells, [g.dtype for g in gradients]):
-        rows = jnp.concatenate([cells.rows(k, gradients[k]) for k in bucket], axis=1)
-        mine = lax.psum_scatter(rows, REPLICA_AXIS, scatter_dimension=0)
+    chunks: list[Any] = [None] * len(blocks)
+    for bucket in buckets(blocks, [g.dtype for g in gradients]):
+        by_replica = jnp.concatenate([blocks.to_chunks(k, gradients[k]) for k in bucket], axis=1)
+        own = lax.psum_scatter(by_replica, REPLICA_AXIS, scatter_dimension=0)
         start = 0
         for k in bucket:
-            chunks[k] = lax.slice_in_dim(mine, start, start + cells.chunk(k))
-            start += cells.chunk(k)
+            chunks[k] = lax.slice_in_dim(own, start, start + blocks.chunk_size(k))
+            start += blocks.chunk_size(k)
     return chunks
 
 
-def gather(cells: Cells, chunks: Sequence[Any]) -> list[Any]:
-    """Return each cell whole, from every replica's chunk of it: the inverse of `scatter`.
+def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:
+    """Return each block whole, from every replica's chunk of it: the inverse of `scatter`.
 
-    Communicates one all_gather over "replica" a bucket.
+    Communicates one all_gather over "replica" per bucket.
     """
-    whole: list[Any] = [None] * len(cells.cells)
-    for bucket in buckets(cells, [chunk.dtype for chunk in chunks]):
-        rows = lax.all_gather(jnp.concatenate([chunks[k] for k in bucket]), REPLICA_AXIS)
+    arrays: list[Any] = [None] * len(blocks)
+    for bucket in buckets(blocks, [chunk.dtype for chunk in chunks]):
+        by_replica = lax.all_gather(jnp.concatenate([chunks[k] for k in bucket]), REPLICA_AXIS)
         start = 0
         for k in bucket:
-            whole[k] = cells.unrows(k, lax.slice_in_dim(rows, start, start + cells.chunk(k), axis=1))
-            start += cells.chunk(k)
-    return whole
+            size = blocks.chunk_size(k)
+            arrays[k] = blocks.from_chunks(k, lax.slice_in_dim(by_replica, start, start + size, axis=1))
+            start += size
+    return arrays

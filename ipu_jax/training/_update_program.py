@@ -1,4 +1,4 @@
-"""The program of a training step on one IPU: a weight update, and many of them in one call.
+"""Run a training step on one IPU: one weight update, or many of them in one call.
 
 gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
                                 (or a part each)                              (gathered)
@@ -14,8 +14,9 @@ from jax import lax
 
 from ipu_jax._collectives import state_over_replicas
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.optimizer import blocks, zero
-from ipu_jax.optimizer.update import Kept, Update
+from ipu_jax.optimizer import zero
+from ipu_jax.optimizer.blocks import from_blocks, to_blocks
+from ipu_jax.optimizer.update import OptimizerState, ShardedUpdate
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._accumulate import accumulate_gradients
@@ -28,19 +29,19 @@ from ipu_jax.weights.packing import Sharded
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state that an update changes, on the IPUs. A pytree.
+    """Hold the state that an update changes, on the IPUs. A pytree.
 
     Attributes:
         params: the weights, as `Pipeline.shard` or `Replicas.shard` places them.
-        optimizer: the optimizer's state; `TrainStep.whole` gives it as optax knows it.
+        optimizer: the optimizer's state; `TrainStep.whole` returns it as optax knows it.
         stages: the state of a pipeline's stages, or None.
         scale: the dynamic loss scale, or None.
-        step: int32, how many updates were tried.
-        key: the typed key that every update's own is folded from, or None.
+        step: int32, the number of updates that were tried.
+        key: the typed key from which each update's own key is folded, or None.
     """
 
     params: Any
-    optimizer: Kept
+    optimizer: OptimizerState
     stages: Sharded | None
     scale: Scale | None
     step: Any
@@ -50,11 +51,11 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutputs:
-    """Hold the outputs of a call. Of several updates, every leaf has a leading dim of updates.
+    """Hold the outputs of a call. If they are of several updates, every leaf has a leading dim of updates.
 
     Attributes:
         loss: over all micro-batches and replicas, unscaled.
-        aux: what the model returned beside it, leaves (M, ...) or (replicas, M, ...); None if nothing.
+        aux: what the model returned beside the loss, leaves (M, ...) or (replicas, M, ...); None if nothing.
         updated: under a `DynamicScale`, int32: 1 where the update was made, 0 where it was skipped; else None.
     """
 
@@ -64,16 +65,16 @@ class StepOutputs:
 
 
 class Iteration:
-    """The program of every IPU in a call of a `TrainStep`, inside the mapped program.
+    """Run a call of a `TrainStep` on one IPU, inside the mapped program.
 
     Args:
-        model: on all its replicas.
-        options: of the step.
-        update: the optimizer's, for the model's weights.
+        model: with all its replicas.
+        options: those of the step.
+        update: the optimizer's update for the model's weights.
         random: whether the model takes a key.
     """
 
-    def __init__(self, model: Pipeline | Replicas, options: TrainOptions, update: Update, *, random: bool):
+    def __init__(self, model: Pipeline | Replicas, options: TrainOptions, update: ShardedUpdate, *, random: bool):
         self.model, self.options, self.update, self.random = model, options, update, random
 
     def run(self, state: TrainState, batch: Any, *, stacked: bool) -> tuple[TrainState, StepOutputs]:
@@ -82,7 +83,7 @@ class Iteration:
         Args:
             state: this IPU's blocks.
             batch: leaves ([device_iterations,] 1, M, ...), this replica's.
-            stacked: whether outputs get a leading dim of updates.
+            stacked: whether outputs have a leading dim of updates.
         """
         options = self.options
         if options.device_iterations == 1:
@@ -92,16 +93,16 @@ class Iteration:
             return lax.scan(self.one, state, batch)
 
         def keep_last(carry: Any, batch: Any) -> tuple[Any, None]:
-            state, told = carry
+            state, summed = carry
             state, outputs = self.one(state, batch)
             if options.outputs == "sum":
-                outputs = jax.tree.map(jnp.add, told, outputs)
+                outputs = jax.tree.map(jnp.add, summed, outputs)
             return (state, outputs), None
 
         def every(state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
             return lax.scan(keep_last, (state, blank), batch)[0]
 
-        # outputs that nobody asked for are never stacked
+        # outputs that were not asked for are never stacked
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         blank = jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), jax.eval_shape(self.one, state, first)[1])
         if not stacked:
@@ -112,34 +113,34 @@ class Iteration:
     def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         """Run one update; batch leaves are (M, ...)."""
         options, model, update = self.options, self.model, self.update
-        cells, scale = update.cells, current_scale(options, state.scale)
+        blocks, scale = update.blocks, current_scale(options, state.scale)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         loss_cotangent = scale if options.weighted or model.options.reduction == "sum" else scale / self._count
         loss, aux, gradients, stages = self._gradients(state, batch, key if self.random else None, loss_cotangent)
         loss, divisor = self._global_loss(loss, aux, scale)
 
-        if cells.replicas > 1:
-            gradients = zero.scatter(cells, gradients)
+        if blocks.replicas > 1:
+            gradients = zero.scatter(blocks, gradients)
         elif model.replicas > 1:
             gradients = lax.psum(gradients, REPLICA_AXIS)
         dynamic = isinstance(options.loss_scale, DynamicScale)
         finite = self._all_finite(gradients) if dynamic else None
         if divisor is not None:
             gradients = [g.astype(jnp.float32) / divisor for g in gradients]
-        gradients = [g.astype(cell.dtype) for g, cell in zip(gradients, cells.cells, strict=True)]
+        gradients = [g.astype(block.dtype) for g, block in zip(gradients, blocks, strict=True)]
 
-        held = blocks.take(state.params)
-        shown = [cells.cut(k, weights) for k, weights in enumerate(held)]
-        like = [[array[0, 0] for array in of_cell] for of_cell in state.optimizer.like]
-        sums, kept = update(gradients, dataclasses.replace(state.optimizer, like=like), shown, loss)
-        weights = [self._rounded(k, value, key) for k, value in enumerate(sums)]
-        if cells.replicas > 1:
-            weights = zero.gather(cells, weights)
+        params = [blocks.replica_chunk(k, array) for k, array in enumerate(to_blocks(state.params))]
+        of_ipu = [[array[0, 0] for array in of_block] for of_block in state.optimizer.per_block]
+        unrounded, optimizer = update.apply(
+            gradients, dataclasses.replace(state.optimizer, per_block=of_ipu), params, loss
+        )
+        weights = [self._rounded(k, value, key) for k, value in enumerate(unrounded)]
+        if blocks.replicas > 1:
+            weights = zero.gather(blocks, weights)
+        per_block = [[array[None, None] for array in of_block] for of_block in optimizer.per_block]
         new = TrainState(
-            params=blocks.put(state.params, weights),
-            optimizer=dataclasses.replace(
-                kept, like=[[array[None, None] for array in of_cell] for of_cell in kept.like]
-            ),
+            params=from_blocks(state.params, weights),
+            optimizer=dataclasses.replace(optimizer, per_block=per_block),
             stages=stages,
             scale=state.scale,
             step=state.step,
@@ -147,13 +148,13 @@ class Iteration:
         )
         if finite is not None:
             new = self._unless_bad(finite, new, state)
-        told = StepOutputs(
+        outputs = StepOutputs(
             loss, jax.tree.map(lambda leaf: leaf[None], aux), None if finite is None else finite.astype(jnp.int32)
         )
-        return dataclasses.replace(new, step=state.step + 1), told
+        return dataclasses.replace(new, step=state.step + 1), outputs
 
     def _unless_bad(self, finite: Any, new: TrainState, old: TrainState) -> TrainState:
-        """Return the new state if the gradients are finite, else the old one, with the loss scale that follows."""
+        """Return the new state if the gradients are finite, else the old one; each with the next loss scale."""
         assert isinstance(self.options.loss_scale, DynamicScale), "there is no other reason to look"
         assert old.scale is not None, "init makes it"
         keyless = [dataclasses.replace(state, key=None, scale=None) for state in (new, old)]
@@ -168,7 +169,7 @@ class Iteration:
     def _gradients(
         self, state: TrainState, batch: Any, key: Any, loss_cotangent: Any
     ) -> tuple[Any, Any, list[Any], Any]:
-        """Return this replica's mean loss, aux, gradient sums by cell, and the stages' new state over all replicas."""
+        """Return this replica's mean loss, aux and gradient sums per block, and the stages' state over all replicas."""
         model = self.model
         if not isinstance(model, Pipeline):
             loss, aux, sums = accumulate_gradients(
@@ -180,10 +181,10 @@ class Iteration:
         stages = state.stages and result.state
         if model.replicas > 1:
             stages = state_over_replicas(stages)
-        return result.loss, value[1] if isinstance(value, tuple) else None, blocks.take(result.gradients), stages
+        return result.loss, value[1] if isinstance(value, tuple) else None, to_blocks(result.gradients), stages
 
     def _global_loss(self, loss: Any, aux: Any, scale: Any) -> tuple[Any, Any]:
-        """Return the loss over all replicas, and the divisor of the gradients, None for 1."""
+        """Return the loss over all replicas, and the number to divide the gradients by, or None for 1."""
         options = self.options
         static = None if isinstance(scale, float | int) and scale == 1 else scale
         if not options.weighted:
@@ -198,26 +199,26 @@ class Iteration:
         total, count = lax.psum(here, REPLICA_AXIS) if self.model.replicas > 1 else here
         if self.model.options.reduction == "sum":
             return total, static
-        # without a count there is no loss and no gradient: 0 by 1, not 0 by 0
+        # if the count is 0, loss and gradients are 0: 0 divided by infinity, not by 0
         count = jnp.where(count > 0, count, jnp.inf)
         return total / count, count * scale
 
     def _all_finite(self, gradients: list[Any]) -> Any:
         """Return whether all gradients of all IPUs are finite. Communicates one pmin of a number."""
-        # where all is frozen there are none, and nothing is bad
+        # where everything is frozen there are no gradients, and the answer is True
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
         axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
         return lax.pmin(found, axes) > 0
 
     def _rounded(self, k: int, value: Any, key: Any) -> Any:
-        """Return a cell's new weights in its own dtype."""
-        cells, cell = self.update.cells, self.update.cells.cells[k]
-        if not self.options.stochastic_rounding or cell.dtype not in ("bfloat16", "float16"):
-            return value.astype(cell.dtype)
-        # no replica has this number, so the model's keys are others
+        """Return a block's new weights in its own dtype."""
+        blocks, block = self.update.blocks, self.update.blocks[k]
+        if not self.options.stochastic_rounding or block.dtype not in ("bfloat16", "float16"):
+            return value.astype(block.dtype)
+        # the model folds in the replica's number, and no replica has this one, so its keys differ from these
         key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(2**32 - 1)), k)
-        if not cell.is_whole:  # who holds the same must round it the same
+        if not block.is_whole:  # IPUs that hold the same weights must round them the same
             key = jax.random.fold_in(key, lax.axis_index(IPU_AXIS))
-        if cells.replicas > 1:
+        if blocks.replicas > 1:
             key = jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS))
-        return stochastic_round(value, cell.dtype, key)
+        return stochastic_round(value, block.dtype, key)

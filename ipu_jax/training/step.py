@@ -1,9 +1,9 @@
-"""One weight update, as one program: accumulate, reduce over replicas, update; and many of them in one call.
+"""Make a training step: accumulate gradients, reduce them over replicas and update the weights, in one program.
 
 step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
 state = step.init(params)
 for batch in batches:                     # leaves (10, M, micro-batch, ...)
-    state, outputs = step(state, batch)   # the old state is gone: its buffers are the new one's (donate=False keeps it)
+    state, outputs = step(state, batch)   # the old state's buffers are reused for the new one (donate=False keeps it)
 
 gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
                                 (or a part each)                              (gathered)
@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax._keys import is_key, is_one_key
 from ipu_jax.devices import REPLICA_AXIS, InFlight
-from ipu_jax.optimizer import blocks
-from ipu_jax.optimizer.update import Kept, Update, copied
+from ipu_jax.optimizer.blocks import blocks_of_layout, blocks_of_tree
+from ipu_jax.optimizer.update import ShardedUpdate, copied
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._loss_scale import initial_scale
@@ -45,12 +45,12 @@ def make_train_step(
 
     Args:
         model: a `Pipeline`, `Replicas`, or a loss function as `Replicas` takes it.
-        optimizer: sees the logical weights, leaf by leaf, wherever they lie: `{group: pytree}` of a pipeline, with
+        optimizer: sees the logical weights, leaf by leaf, wherever they are: `{group: pytree}` for a pipeline, with
             `optax.MaskedNode()` for frozen leaves.
-        options: how.
+        options: how the step runs; `TrainOptions()` if None.
 
     Raises:
-        ValueError: the options don't go with the model.
+        ValueError: the options contradict the model's, or an argument is of the wrong type.
 
     >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
@@ -62,11 +62,13 @@ def make_train_step(
 
 
 class TrainStep:
-    """Made by `make_train_step`. `step.init(params)`, then `state, outputs = step(state, batch)` again and again.
+    """Update a model's weights: `state = step.init(params)`, then `state, outputs = step(state, batch)` repeatedly.
+
+    `make_train_step` makes it.
 
     Attributes:
-        model: the `Pipeline` or `Replicas` that runs. `step.model.loss(state.params, batch)` evaluates.
-        options: as given.
+        model: the `Pipeline` or `Replicas` that runs. `step.model.loss(state.params, batch)` evaluates it.
+        options: as they were given.
     """
 
     def __init__(self, model: Any, optimizer: optax.GradientTransformation, options: TrainOptions):
@@ -83,7 +85,7 @@ class TrainStep:
         self._optimizer = optimizer if clip is None else optax.chain(_clip(clip), optimizer)
         self._held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
         self._window = InFlight()
-        self._updates: dict[Any, Update] = {}  # by where weights lie
+        self._updates: dict[Any, ShardedUpdate] = {}  # by where the weights are
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
 
     # state
@@ -93,12 +95,12 @@ class TrainStep:
 
         Args:
             params: `{group: pytree}` for a pipeline, any pytree of floating arrays for a function. They are copied.
-            stages: `{group: pytree}`, where a pipeline's stages hold state, and None where they don't.
-            key: a typed key, where the model is random or rounding is.
+            stages: `{group: pytree}` if a pipeline's stages hold state, else None.
+            key: a typed key if the model or the rounding is random, else None.
 
         Raises:
-            ValueError: weights that don't fit the model, a key or stages' state missing or superfluous, or an
-                optimizer that needs in one piece what lies apart; before anything is compiled.
+            ValueError: the weights don't fit the model, a key or the stages' state is missing or superfluous, or the
+                optimizer needs in one piece what is in parts. Nothing has been compiled by then.
         """
         if isinstance(params, Sharded):
             raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
@@ -106,13 +108,15 @@ class TrainStep:
         return self._placed(params, stages, key, None)
 
     def restore(self, whole: dict[str, Any]) -> TrainState:
-        """Go on from what `whole` returned, of this step or of one for other IPUs, replicas or stage placements.
+        """Return the state to continue with from what `whole` returned.
+
+        It may be from this step, or from a step for other IPUs, replicas or stage placements.
 
         Args:
-            whole: as `whole` gave it, its arrays jax's or numpy's.
+            whole: as `whole` returned it, with jax's or numpy's arrays.
 
         Raises:
-            ValueError: as `init`, or an optimizer's state that is another optimizer's.
+            ValueError: as in `init`, or the optimizer's state is another optimizer's.
         """
         missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
         if missing:
@@ -127,8 +131,9 @@ class TrainStep:
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key"}`.
 
-        Each whole, and as its owner knows it: weights and stages' state by group, optax its own state. `restore` takes
-        it. None where there is none. All are copies, which later calls leave alone.
+        Every value is whole, in its owner's form: weights and the stages' state by group, the optimizer's state as
+        optax made it. What the step doesn't have is None. All are copies, which later calls don't change. `restore`
+        takes the result.
 
         Raises:
             ValueError: the state is not of this step, or was given to a call before.
@@ -136,7 +141,7 @@ class TrainStep:
         update = self._checked_update(state)
         return {
             "params": self.model.unshard(state.params),
-            "optimizer": update.gather_state(state.optimizer.like, state.optimizer.everywhere),
+            "optimizer": update.whole(state.optimizer),
             "stages": self.model.unshard(state.stages)
             if isinstance(self.model, Pipeline) and state.stages is not None
             else None,
@@ -146,7 +151,7 @@ class TrainStep:
         }
 
     def _placed(self, params: Any, stages: Any, key: Any, optimizer_state: Any) -> TrainState:
-        """Return the state that starts with these weights; `optimizer_state` is whole, or None for its first."""
+        """Return the state that starts with these weights; `optimizer_state` is whole, or None for the first one."""
         if self.options.precision != "32.32":
             params = cast_floats(params, self._held)
         of_stages = self._placed_stages(stages)
@@ -163,19 +168,21 @@ class TrainStep:
             whole = jax.tree.leaves(params)
             placed = jax.tree.map(lambda leaf: self._place(leaf), params)
         update = self._update_for(placed)
-        cells = update.cells
         if optimizer_state is None:
-            like, everywhere = update.init(cells.logical([jnp.asarray(value) for value in whole]))
+            state = update.init(update.blocks.logical_tree([jnp.asarray(value) for value in whole]))
         else:
-            like, everywhere = update.spread_state(update.checked_leaves(optimizer_state))
-        kept = Kept(
-            [[self._place(a, blocks.block_spec(cells, k)) for a in of_cell] for k, of_cell in enumerate(like)],
-            [self._place(a) for a in everywhere],
-            update.kind,
+            state = update.restore(optimizer_state)
+        optimizer = dataclasses.replace(
+            state,
+            per_block=[
+                [self._place(array, update.blocks.spec(k)) for array in of_block]
+                for k, of_block in enumerate(state.per_block)
+            ],
+            replicated=[self._place(array) for array in state.replicated],
         )
         return TrainState(
             params=placed,
-            optimizer=kept,
+            optimizer=optimizer,
             stages=of_stages,
             scale=jax.tree.map(lambda a: self._place(a), initial_scale(self.options)),
             step=self._place(np.int32(0)),
@@ -190,19 +197,23 @@ class TrainStep:
             raise ValueError("stages were given, but the model holds no state: leave them out")
         return None if stages is None else self.model.shard_state(stages)
 
-    def _update_for(self, params: Any) -> Update:
+    def _update_for(self, params: Any) -> ShardedUpdate:
         """Return the optimizer's update for weights laid out as these are; it is traced once per layout."""
         is_sharded = isinstance(params, Sharded)
         leaves, treedef = jax.tree.flatten(params)
         where = params.layout if is_sharded else (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
         if where not in self._updates:
-            cut = self.model.replicas if self.options.shard_optimizer else 1
-            of = blocks.of_layout(params.layout, replicas=cut) if is_sharded else blocks.of_tree(params, replicas=cut)
-            self._updates[where] = Update(self._optimizer, of)
+            replicas = self.model.replicas if self.options.shard_optimizer else 1
+            blocks = (
+                blocks_of_layout(params.layout, replicas=replicas)
+                if is_sharded
+                else blocks_of_tree(params, replicas=replicas)
+            )
+            self._updates[where] = ShardedUpdate(self._optimizer, blocks)
         return self._updates[where]
 
-    def _checked_update(self, state: Any) -> Update:
-        """Return a state's update; raise `ValueError` unless the state is of a step like this, and unused."""
+    def _checked_update(self, state: Any) -> ShardedUpdate:
+        """Return a state's update; raise `ValueError` if the state is another step's or an earlier call used it up."""
         if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != self._is_pipeline:
             raise ValueError("state is not of this step: make it with step.init(params)")
         check_alive(
@@ -231,7 +242,7 @@ class TrainStep:
     def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         if is_key(value):
             return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-        whole = np.asarray(value)  # copied block by block: the step's buffers are its own, and may be donated
+        whole = np.asarray(value)  # each device gets a copy: the step's buffers are its own, and may be donated
         sharding = NamedSharding(self.model.mesh, spec)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
@@ -249,20 +260,21 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         """Make `device_iterations` weight updates.
 
-        Communicates what the model does; and an update one psum of all gradients over the replicas, or, with
-        `shard_optimizer`, a psum_scatter of gradients and an all_gather of weights a bucket.
+        Communicates what the model communicates, and per update one psum of all gradients over the replicas; or, with
+        `shard_optimizer`, one psum_scatter of gradients and one all_gather of weights per bucket.
 
         Args:
-            state: from `init` or the call before. Its buffers are reused, and it holds nothing afterwards, unless the
-                options say `donate=False`.
-            batch: leaves (device_iterations, replicas, M, micro-batch, ...), without each of the first two that is 1.
+            state: from `init` or the previous call. Its buffers are reused, and it can't be used afterwards, unless
+                the options say `donate=False`.
+            batch: leaves (device_iterations, replicas, M, micro-batch, ...), without those of the first two dims that
+                are 1.
 
         Returns:
             The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.
 
         Raises:
-            ValueError: the batch does not fit, or the state is not of this step or was given to a call before; before
-                anything is compiled.
+            ValueError: the batch does not fit, or the state is not of this step or was given to an earlier call.
+                Nothing has been compiled by then.
         """
         self._check_batch(state, batch)
         state, outputs = self._program(state, batch)
@@ -270,7 +282,7 @@ class TrainStep:
         return state, outputs
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """Return the program of a call, lowered and not run: `.compile()` gives its memory and its HLO."""
+        """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""
         self._check_batch(state, batch)
         return self._program.lower(state, batch)
 
@@ -294,7 +306,7 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         several, alone = self.options.device_iterations > 1, self.model.replicas == 1
-        if alone:  # an axis of one replica is an axis, too
+        if alone:  # the mapped program has a replica axis even for one replica
             batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, int(several)), batch)
         of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
         stacked = several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
@@ -323,12 +335,12 @@ class TrainStep:
     def _specs(self, state: TrainState) -> TrainState:
         everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
         layout_specs = lambda tree: packing.specs_of(tree.layout) if isinstance(tree, Sharded) else everywhere(tree)  # noqa: E731
-        cells = self._update_for(state.params).cells
-        like = [[blocks.block_spec(cells, k) for _ in of_cell] for k, of_cell in enumerate(state.optimizer.like)]
+        blocks = self._update_for(state.params).blocks
+        per_block = [[blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.optimizer.per_block)]
         return TrainState(
             params=layout_specs(state.params),
             optimizer=dataclasses.replace(
-                state.optimizer, like=like, everywhere=everywhere(state.optimizer.everywhere)
+                state.optimizer, per_block=per_block, replicated=everywhere(state.optimizer.replicated)
             ),
             stages=layout_specs(state.stages),
             scale=everywhere(state.scale),
@@ -338,7 +350,7 @@ class TrainStep:
 
 
 def _clip(largest: float) -> optax.GradientTransformation:
-    """Scale gradients down to a global norm of `largest`; optax's own squares halves in half."""
+    """Scale gradients down to a global norm of `largest`. Unlike optax's own, this squares half types in float32."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(updates)]

@@ -116,10 +116,10 @@ def test_the_optimizer_state_falls_by_the_replicas():
     for shard_optimizer in (False, True):
         options = TrainOptions(replication_factor=4, shard_optimizer=shard_optimizer)
         step = make_train_step(lambda p, mb: p["w"].sum(), optax.adam(1e-2), options)
-        like = step.init(params).optimizer.like
+        per_block = step.init(params).optimizer.per_block
         held[shard_optimizer] = sum(
             shard.data.nbytes
-            for array in jax.tree.leaves(like)
+            for array in jax.tree.leaves(per_block)
             for shard in array.addressable_shards
             if shard.device == jax.devices()[0]
         )
