@@ -9,28 +9,60 @@ Four stages on four IPUs, eight micro-batches, schedule "1f1b" (a cell is stage,
     IPU 3                 3F0  3B0  3F1  3B1  3F2  3B2  3F3  3B3  3F4
 
 "sequential" and "grouped" repeat the ticks of one micro-batch under the two-phase clock, and "interleaved" does so
-under the one-phase clock. The other schedules are built in two steps. First, the *rule* of the family chooses which of
-the ready tasks an IPU does next, and a simulated run with this rule gives the order of each IPU's tasks; in that run F,
-B and W of a stage take 1 each, or F takes 1 and B takes 2 if there is no W. Second, each task gets the earliest tick
-that the order and the clock allow. So any number of micro-batches will do, and any placement that the family can serve.
+under the one-phase clock. The order of the others comes from a simulated run in which the *rule* of the family chooses
+what each IPU does next (`_rules`), or, for "dualpipev", from a list (`_dualpipev`). Each task then gets the earliest
+tick that the order and the clock allow. So any number of micro-batches will do, and any placement that the family can
+serve.
 
 Concurrent stages run in the ticks of a local segment beside them: those before a local stage run their F in the tick of
 that stage's F and their B in the tick of its B, and the loss head runs in the tick of the last local F. None of this
 delays a local task.
 
 Sources: Huang et al. 2019, arXiv:1811.06965 (gpipe); Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (1f1b, and
-looped: "interleaved stages" there); Qi et al. 2023, arXiv:2401.10241 (zb-h1); Qi et al. 2024, arXiv:2405.15362 (zbv);
-Graphcore, "Multi-IPU Programming Overview" (sequential: "sharded execution"; grouped and interleaved pipelines).
+looped: "interleaved stages" there); Lamy-Poirier 2022, arXiv:2211.05953 (looped-bfs); Qi et al. 2023, arXiv:2401.10241
+(zb-h1, and looped-zb: the same idea over rounds); Qi et al. 2024, arXiv:2405.15362 (zbv, and zb-wave: the same over any
+number of sweeps); DeepSeek-AI 2024, arXiv:2412.19437 (dualpipev); Graphcore, "Multi-IPU Programming Overview"
+(sequential: "sharded execution"; grouped and interleaved pipelines).
 """
 
-import dataclasses
-import heapq
-from collections.abc import Callable
+from ipu_jax._checks import check_choice
+from ipu_jax.schedules._dualpipev import dualpipev_rule
+from ipu_jax.schedules._rules import RULES, Line, Local, Rule, StuckError, earliest_end, earliest_ticks, run, wave_rules
+from ipu_jax.schedules._timetable import Kind, Placement, Rows, Timetable
 
-from ipu_jax.schedules._timetable import Kind, Placement, Rows, Timetable, segments_of
+SCHEDULES = (
+    "sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "looped-bfs", "looped-zb", "zb-h1", "zbv",
+    "zb-wave", "dualpipev",
+)  # fmt: skip
+ALIASES = {
+    "interleaved1f1b": "looped",
+    "loopedbfs": "looped-bfs",
+    "interleavedzerobubble": "looped-zb",
+    "zbvzerobubble": "zbv",
+    "std1f1b": "1f1b",
+    "eager1f1b": "grouped",
+}
+"""Names of the same schedules elsewhere, in lower case: those of torch.distributed.pipelining, with or without
+"Schedule" before them, and those of JaxPP. "gpipe", "1f1b" and "dualpipev" have the same name everywhere."""
 
-SCHEDULES = ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "zb-h1", "zbv")
-Local = tuple[int, Kind, int]  # a task of a local segment: the segment's place in the line, kind, micro-batch
+_SPLIT = ("looped-zb", "zb-h1", "zbv", "zb-wave", "dualpipev")
+_LOOPED = ("looped", "looped-bfs", "looped-zb")
+_FOLDED = ("zbv", "dualpipev")
+
+
+def canonical_name(name: str) -> str:
+    """Return the name of `SCHEDULES` for a name in any case, of ours or of `ALIASES`.
+
+    Raises:
+        ValueError: the name is unknown; the message suggests the nearest.
+
+    >>> canonical_name("ScheduleZBVZeroBubble"), canonical_name("1F1B")
+    ('zbv', '1f1b')
+    """
+    lower = name.lower().removeprefix("schedule") if isinstance(name, str) else name
+    known = ALIASES.get(lower, lower) if isinstance(lower, str) else lower
+    check_choice("schedule", known if known in SCHEDULES else name, SCHEDULES)
+    return known
 
 
 def default_placement(name: str, ipus: int, rounds: int) -> Placement:
@@ -38,9 +70,14 @@ def default_placement(name: str, ipus: int, rounds: int) -> Placement:
 
     >>> default_placement("zbv", 3, 2), default_placement("looped", 2, 2)
     ((0, 1, 2, 2, 1, 0), (0, 1, 0, 1))
+    >>> default_placement("zb-wave", 3, 3)
+    (0, 1, 2, 2, 1, 0, 0, 1, 2)
     """
     line = tuple(range(ipus))
-    return line + line[::-1] if name == "zbv" else line * rounds if name == "looped" else line
+    if name in _LOOPED:
+        return line * rounds
+    sweeps = 2 if name in _FOLDED else rounds if name == "zb-wave" else 1
+    return tuple(ipu for sweep in range(sweeps) for ipu in (line[::-1] if sweep % 2 else line))
 
 
 def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) -> Timetable:
@@ -54,14 +91,33 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
         period = 1 if name == "grouped" else 1 + backward[0]
         repeat = lambda row: tuple(tuple(tick + period * m for m in range(micro_batches)) for tick in row)  # noqa: E731
         return Timetable(name, placement, ipus, repeat(forward), repeat(backward))
-    line = _Line(placement, micro_batches, name in ("zb-h1", "zbv"))
-    if name == "looped":
-        _check_looped(line)
-    if name == "zbv":
-        _check_folded(line)
-    ticks = _interleaved(line) if name == "interleaved" else _earliest_ticks(_run(line, _RULES[name]), line)
+    line = Line(placement, micro_batches, name in _SPLIT)
+    _check_places(name, line)
+    if name == "interleaved":
+        ticks = _interleaved(line)
+    elif name == "zb-wave":
+        ticks = earliest_ticks(_shortest(line), line)
+    else:
+        rule: Rule = dualpipev_rule(line) if name == "dualpipev" else RULES[name]
+        ticks = earliest_ticks(run(line, rule)[0], line)
     weight = _rows(line, ticks, "W") if "W" in line.kinds else None
     return Timetable(name, placement, ipus, _rows(line, ticks, "F"), _rows(line, ticks, "B"), weight, "one-phase")
+
+
+def _shortest(line: Line) -> list[Local]:
+    """Return the order of the shortest run among those of `wave_rules`."""
+    best: tuple[list[Local], int] | None = None
+    for rule in wave_rules():
+        try:
+            found = run(line, rule)
+        except StuckError:
+            continue
+        if best is None or found[1] < best[1]:
+            best = found
+        if not line.on or best[1] == earliest_end(line):
+            break
+    assert best is not None, "the first of the rules never gets stuck"
+    return best[0]
 
 
 def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
@@ -82,206 +138,42 @@ def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
     return forward, backward
 
 
-class _Line:
-    """The local segments in order: micro-batches pass along them forward, then backward.
-
-    Attributes:
-        places: per local segment, its IPU.
-        lengths: per local segment, the number of its stages.
-        on: per IPU, the numbers of its local segments.
-        kinds: F and B, and W if the schedule has it.
-    """
-
-    def __init__(self, placement: Placement, micro_batches: int, split: bool):
-        self.placement, self.micro_batches = placement, micro_batches
-        self.segments = segments_of(placement)
-        local = [stages for stages in self.segments if placement[stages[0]] is not None]
-        self.places = [ipu for stages in local if (ipu := placement[stages[0]]) is not None]
-        self.lengths = [len(stages) for stages in local]
-        self.on = {
-            ipu: [i for i, place in enumerate(self.places) if place == ipu] for ipu in dict.fromkeys(self.places)
-        }
-        self.kinds: tuple[Kind, ...] = ("F", "B", "W") if split and local else ("F", "B")
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def cost(self, i: int, kind: Kind) -> int:
-        return self.lengths[i] * (2 if kind == "B" and "W" not in self.kinds else 1)
-
-    def inputs(self, task: Local) -> list[Local]:
-        i, kind, m = task
-        if kind == "F":
-            return [(i - 1, "F", m)] if i > 0 else []
-        return [(i, "B", m)] if kind == "W" else [(i + 1, "B", m) if i + 1 < len(self) else (i, "F", m)]
-
-
 # the simulated run, in which rules choose what each IPU does next
 
 
-@dataclasses.dataclass
-class _Progress:
-    """The progress of a run. Every segment does its micro-batches in order, so counts describe it fully."""
-
-    line: _Line
-    begun: dict[tuple[int, Kind], int]
-
-    def between(self, i: int, first: Kind, last: Kind) -> int:
-        """Return how many micro-batches of segment i have begun `first` but not `last`."""
-        return self.begun[i, first] - self.begun[i, last]
-
-
-Rule = Callable[[_Progress, int, list[Local]], Local | None]
-
-
-def _run(line: _Line, rule: Rule) -> list[Local]:
-    """Return all tasks in the order in which they start when each IPU follows the rule."""
-    progress = _Progress(line, {(i, kind): 0 for i in range(len(line)) for kind in line.kinds})
-    ended: set[Local] = set()
-    running: list[tuple[int, Local]] = []
-    idle, now, order = set(line.on), 0, []
-    total = len(progress.begun) * line.micro_batches
-    while len(order) < total:
-        for ipu in sorted(idle):
-            waiting: list[Local] = [(i, kind, progress.begun[i, kind]) for i in line.on[ipu] for kind in line.kinds]
-            ready = [task for task in waiting if task[2] < line.micro_batches and ended.issuperset(line.inputs(task))]
-            task = rule(progress, ipu, ready)
-            if task is not None:
-                i, kind, _ = task
-                progress.begun[i, kind] += 1
-                heapq.heappush(running, (now + line.cost(i, kind), task))
-                idle.discard(ipu)
-                order.append(task)
-        assert running or len(order) == total, "no IPU has anything to do: the rule holds back what others wait for"
-        now = running[0][0] if running else now
-        while running and running[0][0] == now:
-            _, task = heapq.heappop(running)
-            ended.add(task)
-            idle.add(line.places[task[0]])
-    return order
-
-
-def _of_kind(ready: list[Local], kind: Kind) -> list[Local]:
-    return [task for task in ready if task[1] == kind]
-
-
-def _oldest(tasks: list[Local]) -> Local | None:
-    """Return the task of the oldest micro-batch, of the latest stage if there are several: it frees the most."""
-    return min(tasks, key=lambda task: (task[2], -task[0]), default=None)
-
-
-def _gpipe(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """Choose F until all are done, then B."""
-    line = progress.line
-    if any(progress.begun[i, "F"] < line.micro_batches for i in line.on[ipu]):
-        return min(_of_kind(ready, "F"), default=None)
-    return _oldest(_of_kind(ready, "B"))
-
-
-def _one_f_one_b(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """Choose B if one is ready, else F while fewer micro-batches are between F and B than segments are left to pass."""
-    go = [t for t in _of_kind(ready, "F") if progress.between(t[0], "F", "B") < len(progress.line) - t[0]]
-    return _oldest(_of_kind(ready, "B")) or max(go, default=None)
-
-
-def _looped(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """Choose as 1F1B does, over rounds: a group of micro-batches goes through all rounds before a newer group.
-
-    Narayanan et al. take groups of S micro-batches and need M to be a multiple of S. Here the groups are as even as
-    possible, and not smaller than S unless M is. Then no IPU ever waits for a round to come back, whatever M is.
-    """
-    line = progress.line
-    mine, ipus, rank = line.on[ipu], len(line.on), list(line.on).index(ipu)
-    groups = max(1, line.micro_batches // ipus)
-    group = -(-line.micro_batches // groups)
-
-    def in_turn(kind: Kind) -> Local | None:
-        left: list[Local] = [(i, kind, m) for i in mine if (m := progress.begun[i, kind]) < line.micro_batches]
-        turn = min(
-            left, key=lambda t: (t[2] * groups // line.micro_batches, t[0] if kind == "F" else -t[0]), default=None
-        )
-        return turn if turn in ready else None
-
-    in_flight = sum(progress.between(i, "F", "B") for i in mine)
-    more = in_flight < 2 * (ipus - rank - 1) + (len(mine) - 1) * group + 1
-    return (in_turn("F") if more else None) or in_turn("B")
-
-
-def _zb_h1(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """Choose F and B as 1F1B does, and W if neither is ready or if W makes room for F.
-
-    Each stage keeps at most S micro-batches from F until W, as many as 1F1B keeps on its fullest IPU.
-    """
-    line = progress.line
-    due = [t for t in _of_kind(ready, "F") if progress.between(t[0], "F", "B") < len(line) - t[0]]
-    fits = [t for t in due if progress.between(t[0], "F", "W") < len(line)]
-    make_room = _oldest(_of_kind(ready, "W")) if due else None
-    return max(fits, default=None) or make_room or _oldest(_of_kind(ready, "B")) or _oldest(_of_kind(ready, "W"))
-
-
-def _zbv(progress: _Progress, ipu: int, ready: list[Local]) -> Local | None:
-    """Choose B, else F on the way back, else F on the way there, else W.
-
-    An IPU holds at most S micro-batches of its share of the model.
-    """
-    line = progress.line
-    mine = line.on[ipu]
-    share = sum(line.lengths[i] for i in mine)
-    room = len(line.on) * share - sum(line.lengths[i] * progress.between(i, "F", "W") for i in mine)
-
-    def needs(i: int) -> int:
-        # an F on the way there leaves room for the way back, so that the oldest micro-batch can always go on
-        return sum(line.lengths[j] for j in mine if j >= i)
-
-    fits = [t for t in _of_kind(ready, "F") if needs(t[0]) <= room]
-    return _oldest(_of_kind(ready, "B")) or max(fits, default=None) or _oldest(_of_kind(ready, "W"))
-
-
-_RULES: dict[str, Rule] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-    "looped": _looped,
-    "zb-h1": _zb_h1,
-    "zbv": _zbv,
-}
-
-
-# the placements that a family can serve
-
-
-def _check_looped(line: _Line) -> None:
-    ipus = list(line.on)
-    if line.places != ipus * (len(line) // max(1, len(ipus))):
+def _check_places(name: str, line: Line) -> None:
+    there, places = list(line.on), line.places
+    if name in _LOOPED and places != there * (len(line) // max(1, len(there))):
         raise ValueError(
-            f"schedule 'looped' cannot serve the local stages on {line.places}: it needs them on the same IPUs in the "
+            f"schedule {name!r} cannot serve the local stages on {places}: it needs them on the same IPUs in the "
             "same order round after round, as in [0, 1, 0, 1]; '1f1b' serves any placement"
         )
-
-
-def _check_folded(line: _Line) -> None:
-    there = list(line.on)
-    if line.places not in (there + there[::-1], there + there[-2::-1]):
+    if name in _FOLDED and places not in (there + there[::-1], there + there[-2::-1]):
         raise ValueError(
-            f"schedule 'zbv' cannot serve the local stages on {line.places}: it needs them folded, there and back over "
+            f"schedule {name!r} cannot serve the local stages on {places}: it needs them folded, there and back over "
             "the same IPUs, as in [0, 1, 1, 0]; 'zb-h1' serves any placement"
         )
+    if name == "zb-wave" and not _are_sweeps(there, places):
+        raise ValueError(
+            f"schedule 'zb-wave' cannot serve the local stages on {places}: it needs them in sweeps, there and back "
+            "over the same IPUs, as in [0, 1, 1, 0, 0, 1]; 'zb-h1' serves any placement"
+        )
+
+
+def _are_sweeps(line: list[int], places: list[int]) -> bool:
+    """Return whether local segments go there and back along a line; at a turn, two segments may be one."""
+    if not places:
+        return True
+    return places[: len(line)] == line and (
+        _are_sweeps(line[::-1], places[len(line) :])
+        or (len(line) > 1 and len(places) > len(line) and _are_sweeps(line[::-1], places[len(line) - 1 :]))
+    )
 
 
 # ticks
 
 
-def _earliest_ticks(order: list[Local], line: _Line) -> dict[Local, int]:
-    """Return, per task, the earliest tick in which its IPU is free and its inputs have arrived."""
-    ticks: dict[Local, int] = {}
-    free = dict.fromkeys(line.on, 0)
-    for task in order:
-        ipu = line.places[task[0]]
-        ticks[task] = max([free[ipu], *(ticks[source] + 1 for source in line.inputs(task))])
-        free[ipu] = ticks[task] + 1
-    return ticks
-
-
-def _interleaved(line: _Line) -> dict[Local, int]:
+def _interleaved(line: Line) -> dict[Local, int]:
     """Return the ticks of one micro-batch, repeated for all micro-batches.
 
     With one stage on each of S IPUs, F(s, m) = s + 2m and B(s, m) = 2S-1-s + 2m. An IPU with k segments has 2k tasks
@@ -302,7 +194,7 @@ def _interleaved(line: _Line) -> dict[Local, int]:
     return {(i, kind, m): tick + period * m for (i, kind), tick in first.items() for m in range(line.micro_batches)}
 
 
-def _rows(line: _Line, ticks: dict[Local, int], kind: Kind) -> Rows:
+def _rows(line: Line, ticks: dict[Local, int], kind: Kind) -> Rows:
     """Return the table of one kind of task; concurrent segments get the ticks of a local one beside them."""
     rows: list[tuple[int, ...]] = []
     done = 0  # local segments met so far

@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-from ipu_jax._checks import as_int, check_choice, check_count
-from ipu_jax.schedules._families import SCHEDULES, default_placement, timetable
+from ipu_jax._checks import as_int, check_count
+from ipu_jax.schedules._families import canonical_name, default_placement, timetable
 from ipu_jax.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.schedules._text import draw, parse
 from ipu_jax.schedules._timetable import (
@@ -269,38 +269,48 @@ def make_schedule(
     | "interleaved" | in a tick an IPU does F or B; no message ever waits | S-s |
     | "gpipe" | all F, then all B | M |
     | "1f1b" | B as soon as it can be, F as early as the stash allows | S-s |
-    | "looped" | 1f1b over several rounds of stages, device mapping [0, 1, 0, 1] | of the order of S |
+    | "looped" | 1f1b over several rounds of stages: [0, 1, 0, 1] | of the order of S |
+    | "looped-bfs" | rounds; all F round after round, then all B | M |
+    | "looped-zb" | looped with B split, W where there were bubbles | of the order of S |
     | "zb-h1" | 1f1b with B split, W where there were bubbles | S |
     | "zbv" | B split, stages folded back: [0, 1, 1, 0] | S micro-batches of an IPU's share |
+    | "zb-wave" | zbv over any number of sweeps: [0, 1, 1, 0, 0, 1] | S micro-batches of an IPU's share |
+    | "dualpipev" | B split, folded, F of one stage beside B of the other | S+1 micro-batches of an IPU's share |
 
-    `_simulate` lists the bubbles and `_families` the sources. "looped" and "zbv" are worthwhile if an IPU's share of
-    the model can be cut into equal stages.
+    `_simulate` lists the bubbles and `_families` the sources. Schedules with several stages per IPU ("looped" to
+    "looped-zb", "zbv" to "dualpipev") are worthwhile if an IPU's share of the model can be divided into equal stages.
+
+    Names are not case-sensitive, and names of other libraries are understood: those of torch.distributed.pipelining
+    ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", also as
+    "ScheduleGPipe" and so on) and of JaxPP ("Std1F1B", "Eager1F1B").
 
     Args:
         name: one of the above.
         micro_batches: M, at least 1.
-        ipus: IPUs of a replica. Without `placement` each of them has one local stage, or several under "looped" and
-            "zbv".
+        ipus: IPUs of a replica. Without `placement` each of them has one local stage, or as many as the schedule needs:
+            two under "zbv" and "dualpipev", `rounds` under "zb-wave" and the looped ones.
         placement: per stage its IPU, or None for a concurrent stage; concurrent stages may be anywhere.
-        rounds: how many stages "looped" puts on each IPU if `placement` is not given.
+        rounds: how many stages "zb-wave" and the looped ones put on each IPU if `placement` is not given.
 
     Returns:
         A validated `Schedule`.
 
     Raises:
         ValueError: the name is unknown (the message suggests the nearest), a count is not an integer of at least 1,
-            there are no stages, a stage is on an IPU that does not exist, or "looped" or "zbv" cannot serve the
-            placement.
+            there are no stages, a stage is on an IPU that does not exist, or the schedule cannot serve the placement.
 
     >>> make_schedule("sequential", ipus=4, micro_batches=8).bubble()
     0.75
     >>> names = "1f1b", "looped", "zb-h1", "zbv"
     >>> {name: round(make_schedule(name, ipus=4, micro_batches=8).bubble(), 3) for name in names}
     {'1f1b': 0.273, 'looped': 0.158, 'zb-h1': 0.111, 'zbv': 0.059}
-    >>> make_schedule("looped", ipus=2, micro_batches=3).placement
-    (0, 1, 0, 1)
+    >>> [round(make_schedule("zb-wave", ipus=4, micro_batches=8, rounds=r).bubble(), 3) for r in (2, 4, 8)]
+    [0.059, 0.03, 0.015]
+    >>> schedule = make_schedule("Interleaved1F1B", ipus=2, micro_batches=3)
+    >>> schedule.name, schedule.placement
+    ('looped', (0, 1, 0, 1))
     """
-    check_choice("schedule", name, SCHEDULES)
+    name = canonical_name(name)
     micro_batches, rounds = check_count("micro_batches", micro_batches), check_count("rounds", rounds)
     ipus = None if ipus is None else check_count("ipus", ipus)
     if placement is None:

@@ -15,9 +15,16 @@ are the times of one IPU's whole share of the model for one micro-batch; if a sc
     looped         makespan (M+(S-1)/R) (F+B), R rounds      bubble (S-1) / (R M + S-1)    Narayanan et al. 2021, 2.2
     zb-h1          makespan M (F+B+W) + (S-1) (F+B-W)        for M >= S                    Qi et al. 2023, table 2
     zbv            makespan M (F+B+W) + (S-1) F/2, or a little more: F = B = W, M >= S     Qi et al. 2024, section 4
+    zb-wave        makespan M (F+B+W) + (S-1) F/R for even R; F = B = W, M >= S            the bound of any order
+    looped-zb      the same for any R                                                      the bound of any order
+    looped-bfs     as looped, where M >= S                                                 Lamy-Poirier 2022, 4.2
+    dualpipev      makespan M (F+B+W) + (S-1) F/2, or a little more: F = B = W, M >= 2S    DeepSeek-AI 2024, 3.2.1
 
-Huang: arXiv:1811.06965. Narayanan: arXiv:2104.04473. Qi: arXiv:2401.10241 and arXiv:2405.15362. Graphcore: "Multi-IPU
-Programming Overview", pipelined execution.
+No order can be shorter than M (F+B+W) + (S-1) F/R, with R stages on each of S IPUs: the last IPU waits for S-1 F of a
+stage, and then has all its own work to do.
+
+Huang: arXiv:1811.06965. Narayanan: arXiv:2104.04473. Lamy-Poirier: arXiv:2211.05953. Qi: arXiv:2401.10241 and
+arXiv:2405.15362. DeepSeek-AI: arXiv:2412.19437. Graphcore: "Multi-IPU Programming Overview", pipelined execution.
 """
 
 import dataclasses

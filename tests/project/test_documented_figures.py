@@ -10,9 +10,9 @@ import pytest
 
 import cross_entropy
 from cross_entropy import BACKWARD, FORWARD, SPLIT, XLA
-from ipu_jax.schedules import SCHEDULES, make_schedule
+from ipu_jax.schedules import make_schedule
 from memory import arguments, pipeline_of
-from schedules import BUBBLES, MICRO_BATCHES, D, predicted
+from schedules import BUBBLES, MEASURED, MICRO_BATCHES, WAVES, D, predicted
 from support import documents
 
 BENCHMARKS = documents.figures(documents.ROOT / "benchmarks/README.md")
@@ -25,8 +25,10 @@ def test_the_bubbles_of_the_benchmark_are_those_of_the_papers():
         "gpipe": (s - 1) / (m + s - 1),
         "1f1b": (s - 1) / (m + s - 1),
         "looped": (s - 1) / (r * m + s - 1),
+        "looped-bfs": (s - 1) / (r * m + s - 1),
+        "looped-zb": (s - 1) / r / (3 * m + (s - 1) / r),
         "zb-h1": (s - 1) / (3 * m + s - 1),
-        "zbv": (s - 1) / 2 / (3 * m + (s - 1) / 2),
+        **dict.fromkeys(("zbv", "zb-wave", "dualpipev"), (s - 1) / 2 / (3 * m + (s - 1) / 2)),
     }
     assert by_hand.keys() == BUBBLES.keys()
     for name, bubble in by_hand.items():
@@ -36,7 +38,16 @@ def test_the_bubbles_of_the_benchmark_are_those_of_the_papers():
         assert found == pytest.approx(shown, abs=5e-4)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("rounds", WAVES)
+def test_the_bubbles_of_waves_are_those_of_their_formula(rounds):
+    s, m = 4, 8
+    shown = BENCHMARKS[f"bubble of zb-wave, {rounds} stages per IPU, 4 IPUs, M=8"]
+    assert shown == pytest.approx((s - 1) / (s - 1 + 3 * rounds * m), abs=5e-4)
+    found = make_schedule("zb-wave", ipus=s, micro_batches=m, rounds=rounds).simulate(forward=1, backward=2).bubble
+    assert found == pytest.approx(shown, abs=5e-4)
+
+
+@pytest.mark.parametrize("name", MEASURED)
 def test_the_predicted_step_times_are_those_of_the_tables(name):
     placement = make_schedule(name, ipus=2, micro_batches=1).placement
     schedule = make_schedule(name, placement=(*placement, placement[-1]), micro_batches=MICRO_BATCHES)

@@ -87,9 +87,9 @@ def draw_schedule(dice: Dice, places: tuple[int | None, ...]) -> str:
     runs = [p for i, p in enumerate(places) if p is not None and (i == 0 or places[i - 1] != p)]
     ipus = list(dict.fromkeys(runs))
     if runs and runs == ipus * (len(runs) // len(ipus)):
-        names["looped"] = 2
+        names |= {"looped": 2, "looped-bfs": 1, "looped-zb": 2}
     if runs in (ipus + ipus[::-1], ipus + ipus[-2::-1]):
-        names["zbv"] = 3
+        names |= {"zbv": 3, "zb-wave": 2, "dualpipev": 2}
     return dice.weighted(names)
 
 

@@ -34,7 +34,7 @@ def compiled_step(pipeline, params, batch):
 
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("ipus", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("gpipe", "looped-bfs")])
 def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
     flat = [compiled_bytes(report_of(schedule, ipus, m)) for m in settled(schedule, ipus)]
     assert len(flat) >= 2

@@ -23,11 +23,41 @@ def refused(call: Any, message: str) -> None:
         call()
 
 
+TORCH = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "looped",
+    "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "looped-zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+JAXPP = {"GPipe": "gpipe", "Std1F1B": "1f1b", "Eager1F1B": "grouped", "Interleaved1F1B": "looped"}
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        *TORCH.items(),
+        *((f"Schedule{name}", ours) for name, ours in TORCH.items()),
+        *JAXPP.items(),
+        ("ZB-H1", "zb-h1"),
+        ("Grouped", "grouped"),
+    ],
+)
+def test_a_schedules_name_elsewhere_means_ours(name, ours):
+    expected = make_schedule(ours, ipus=2, micro_batches=3)
+    for spelled in (name, name.lower(), name.upper()):
+        assert make_schedule(spelled, ipus=2, micro_batches=3) == expected
+    stages = [Stage(lambda p, x, mb: mb.mean(), ipu=0)]
+    assert Pipeline(stages, gradient_accumulation=3, schedule=name).schedule.name == ours
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("1F1B", "1f1b"), ("GPipe", "gpipe"), ("ZB-H1", "zb-h1"), ("ZBV", "zbv"), ("Interleave", "interleaved")],
+    [("1F1C", "1f1b"), ("GPype", "gpipe"), ("ZB-H2", "zb-h1"), ("ZBW", "zbv"), ("Interleave", "interleaved")],
 )
-def test_a_schedules_name_in_other_letters_is_told_the_right_one(name, nearest):
+def test_a_misspelled_name_is_told_the_right_one(name, nearest):
     message = f"schedule={name!r} is unknown: did you mean {nearest!r}? Choose one of {CHOICES}"
     refused(lambda: make_schedule(name, ipus=2, micro_batches=2), message)
     refused(lambda: Pipeline([Stage(lambda p, x, mb: x)], schedule=name), message)

@@ -11,6 +11,7 @@ KINDS: tuple[Kind, ...] = ("F", "B")
 
 ONE_PHASE = tuple(name for name in SCHEDULES if name not in ("sequential", "grouped"))
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 10))
+FOLDED = ("zbv", "zb-wave", "dualpipev")  # two stages of an IPU are one segment where the line turns
 COSTS = st.sampled_from([{}, {"forward": 1, "backward": 1}, {"forward": 3, "backward": 0.5}, {"backward": 2.5}])
 
 # figures
@@ -22,8 +23,12 @@ AT_4_IPUS_AND_8_MICRO_BATCHES = {
     "gpipe": (33, 3 / 11, (8, 8, 8, 8)),
     "1f1b": (33, 3 / 11, (4, 3, 2, 1)),
     "looped": (28.5, 3 / 19, (11, 9, 7, 5)),  # of stages half as big
+    "looped-bfs": (28.5, 3 / 19, (16, 16, 16, 16)),
+    "looped-zb": (25.5, 1 / 17, (11, 11, 11, 11)),
     "zb-h1": (27, 1 / 9, (4, 4, 4, 4)),
     "zbv": (25.5, 1 / 17, (8, 8, 8, 8)),  # of stages half as big
+    "zb-wave": (25.5, 1 / 17, (8, 8, 8, 8)),
+    "dualpipev": (25.5, 1 / 17, (9, 9, 9, 10)),
 }
 
 
@@ -103,6 +108,82 @@ def test_zbv_leaves_little_more_than_the_way_to_the_fold(sizes):
         assert run.makespan <= least + 1
 
 
+def bound(s_count: int, m_count: int, rounds: int) -> float:
+    """Return the shortest makespan that any order can have if F = B = W = 1 for an IPU's share of the model."""
+    return 3 * m_count + (s_count - 1) / rounds
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(sizes=SIZES, rounds=st.integers(1, 6))
+def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):
+    s_count, m_count = sizes
+    run = make_schedule("zb-wave", ipus=s_count, micro_batches=m_count, rounds=rounds).simulate(forward=1, backward=2)
+    least = bound(s_count, m_count, rounds)
+    assert run.makespan >= least - 1e-9
+    # 1F1B's fullest IPU keeps min(M, S) micro-batches, here of each of its stages
+    assert max(run.peak_stash) <= rounds * min(m_count, s_count)
+    if m_count >= s_count and rounds % 2 == 0:
+        assert run.makespan == pytest.approx(least)
+    elif m_count >= s_count:
+        assert run.makespan <= least + 4 / rounds + 1e-9
+
+
+@pytest.mark.parametrize(("rounds", "bubble"), [(4, 0.030), (8, 0.015)])
+def test_waves_are_below_zbv(rounds, bubble):
+    run = make_schedule("zb-wave", ipus=4, micro_batches=8, rounds=rounds).simulate(forward=1, backward=2)
+    assert run.bubble == pytest.approx(3 / (3 + 24 * rounds))
+    assert run.bubble == pytest.approx(bubble, abs=5e-4)
+    assert run.peak_stash == (4 * rounds,) * 4
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES)
+def test_a_wave_of_two_sweeps_is_never_longer_than_zbv(sizes):
+    wave, zbv = (make_schedule(name, ipus=sizes[0], micro_batches=sizes[1]) for name in ("zb-wave", "zbv"))
+    assert wave.placement == zbv.placement
+    assert wave.simulate().makespan <= zbv.simulate().makespan + 1e-9
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES, rounds=st.integers(1, 4))
+def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds):
+    s_count, m_count = sizes
+    runs = {
+        name: make_schedule(name, ipus=s_count, micro_batches=m_count, rounds=rounds).simulate(forward=1, backward=2)
+        for name in ("looped", "looped-zb")
+    }
+    assert max(runs["looped-zb"].peak_stash) <= max(runs["looped"].peak_stash)
+    if m_count >= s_count and rounds > 1:
+        assert runs["looped-zb"].makespan == pytest.approx(bound(s_count, m_count, rounds))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES, rounds=st.integers(1, 4))
+def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
+    s_count, m_count = sizes
+    schedule = make_schedule("looped-bfs", ipus=s_count, micro_batches=m_count, rounds=rounds)
+    looped = make_schedule("looped", ipus=s_count, micro_batches=m_count, rounds=rounds)
+    assert schedule.simulate().makespan == pytest.approx(looped.simulate().makespan)
+    assert [schedule.stash_depth(s) for s in range(len(schedule.placement))] == [m_count] * len(schedule.placement)
+    for ipu in range(s_count):
+        order = [task for task in schedule.order(ipu) if task.stage % s_count == ipu]
+        half = len(order) // 2
+        assert [task.kind for task in order] == ["F"] * half + ["B"] * half
+        forward = [(task.stage, task.microbatch) for task in order[:half]]
+        assert forward == sorted(forward) or s_count == 1
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(sizes=SIZES)
+def test_dualpipev_is_near_the_bound_and_keeps_a_micro_batch_more_than_1f1b(sizes):
+    s_count, m_count = sizes
+    run = make_schedule("dualpipev", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
+    assert run.makespan >= bound(s_count, m_count, 2) - 1e-9
+    assert max(run.peak_stash) <= 2 * min(m_count, s_count + 1)
+    if m_count >= 2 * s_count:
+        assert run.makespan <= bound(s_count, m_count, 2) + 0.5
+
+
 @settings(deadline=None, max_examples=80, derandomize=True)
 @given(sizes=SIZES)
 def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
@@ -145,7 +226,7 @@ def test_what_each_family_stashes(sizes):
     assert max(peak) <= 2 * min(m_count, s_count)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "1f1b", "looped", "zb-h1", "zbv"])
+@pytest.mark.parametrize("name", ["interleaved", "1f1b", "looped", "looped-zb", "zb-h1", "zbv", "zb-wave", "dualpipev"])
 def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
     def kept(m_count: int) -> tuple:
         schedule = make_schedule(name, ipus=3, micro_batches=m_count)
@@ -207,7 +288,9 @@ def test_phases_order_and_ticks_under_the_one_phase_clock():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_neighbours_on_one_ipu_share_their_ticks(name):
-    placement = {"looped": (0, 0, 1, 0, 0, 1), "zbv": (0, 0, 1, 1, 1, 0, 0)}.get(name, (0, 0, 1, 1, 1))
+    looped, folded = (0, 0, 1, 0, 0, 1), (0, 0, 1, 1, 1, 0, 0)
+    places = dict.fromkeys(("looped", "looped-bfs", "looped-zb"), looped) | dict.fromkeys(("zbv", "dualpipev"), folded)
+    placement = places.get(name, (0, 0, 1, 1, 1))
     schedule = make_schedule(name, placement=placement, micro_batches=3)
     assert schedule.forward[0] == schedule.forward[1]
     assert schedule.backward[0] == schedule.backward[1]
@@ -277,7 +360,7 @@ def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
-@given(sizes=SIZES.filter(lambda sizes: sizes[0] > 1), name=st.sampled_from([n for n in ONE_PHASE if n != "zbv"]))
+@given(sizes=SIZES.filter(lambda sizes: sizes[0] > 1), name=st.sampled_from([n for n in ONE_PHASE if n not in FOLDED]))
 def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
     schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
     assert len(schedule.segments) == len(schedule.placement)
@@ -319,6 +402,13 @@ def test_placements_that_zbv_serves(placement):
     assert make_schedule("zbv", placement=placement, micro_batches=5).weight is not None
 
 
+@pytest.mark.parametrize(
+    "placement", [(0, 1, 1, 0, 0, 1), (2, 0, 1, 1, 0, None, 2, 2, 0, 1), (0, 1), (0, 0, 0), (0, 1, None, 1, 0, 0, 1)]
+)
+def test_placements_that_waves_serve(placement):
+    assert make_schedule("zb-wave", placement=placement, micro_batches=5).weight is not None
+
+
 @pytest.mark.parametrize("placement", [(0, 1, None, 0, 1), (1, 0, 1, 0, 1, 0), (0, 0), (0, 1, 2)])
 def test_placements_that_looped_serves(placement):
     assert make_schedule("looped", placement=placement, micro_batches=5).micro_batches == 5
@@ -338,9 +428,19 @@ def test_placements_that_looped_serves(placement):
             "order round after round, as in [0, 1, 0, 1]; '1f1b' serves any placement",
         ),
         (
+            {"name": "dualpipev", "placement": (0, 1, 2)},
+            "schedule 'dualpipev' cannot serve the local stages on [0, 1, 2]: it needs them folded, there and back "
+            "over the same IPUs, as in [0, 1, 1, 0]; 'zb-h1' serves any placement",
+        ),
+        (
+            {"name": "zb-wave", "placement": (0, 1, 2, 0, 1, 2), "ipus": 3},
+            "schedule 'zb-wave' cannot serve the local stages on [0, 1, 2, 0, 1, 2]: it needs them in sweeps, there "
+            "and back over the same IPUs, as in [0, 1, 1, 0, 0, 1]; 'zb-h1' serves any placement",
+        ),
+        (
             {"name": "zb-h2"},
             "schedule='zb-h2' is unknown: did you mean 'zb-h1'? Choose one of 'sequential', 'grouped', 'interleaved', "
-            "'gpipe', '1f1b', 'looped', 'zb-h1', 'zbv'",
+            "'gpipe', '1f1b', 'looped', 'looped-bfs', 'looped-zb', 'zb-h1', 'zbv', 'zb-wave', 'dualpipev'",
         ),
         ({"name": "looped", "rounds": 0}, "rounds=0 is not a count: give an int of at least 1"),
         ({"name": "zbv", "ipus": None}, "give ipus=, placement=, or both"),
