@@ -11,10 +11,10 @@ from typing import Any, Final, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from ipu_jax import SCHEDULES, Reduction
+from ipu_jax import SCHEDULES, Half, Precision, Reduction
 from mnist_example.batches import Batches
 from mnist_example.checks import check_choice
-from mnist_example.model import HALVES, MODES, PRECISIONS, Mode
+from mnist_example.model import MODES, Mode
 from mnist_example.network import MLP_UPDATES, RESNET_UPDATES, network_of
 from mnist_example.network import NAMES as MODELS
 from mnist_example.optimizers import NAMES as OPTIMIZERS
@@ -26,6 +26,8 @@ PICTURE: Final = Path("mnist-losses.png")
 
 _FLOAT32: Final = np.finfo(np.float32)
 _REDUCTIONS: Final[tuple[Reduction, ...]] = get_args(Reduction)
+_PRECISIONS: Final[tuple[Precision, ...]] = ("16.16", "16.32", "32.32")
+_HALVES: Final[tuple[Half, ...]] = get_args(Half)
 _MOST_EPOCHS: Final = 1_000_000
 _MOST_WORKERS: Final = 1024
 
@@ -191,15 +193,15 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     add(
         "--precision",
-        type=_one_of("precision", PRECISIONS),
+        type=_one_of("precision", _PRECISIONS),
         default="32.32",
-        metavar=braces(PRECISIONS),
+        metavar=braces(_PRECISIONS),
         help="bits of the operations, and of the stored weights (default: %(default)s)",
     )
     add(
         "--half",
-        type=_one_of("half", HALVES),
-        metavar=braces(HALVES),
+        type=_one_of("half", _HALVES),
+        metavar=braces(_HALVES),
         help="the 16 of --precision; under float16 the loss is scaled, and an update that overflows is skipped "
         "(default: bfloat16)",
     )

@@ -8,12 +8,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from jax.typing import DTypeLike
-
-from ipu_jax import Half, Pipeline, Reduction
+from ipu_jax import Pipeline, Reduction
 from mnist_example import model, resnet
 from mnist_example.checks import check_choice
-from mnist_example.model import Mode, Precision
+from mnist_example.model import Mode
 
 
 class _MakePipeline(Protocol):
@@ -25,13 +23,11 @@ class _MakePipeline(Protocol):
         gradient_accumulation: int = ...,
         schedule: str = ...,
         reduction: Reduction = ...,
-        precision: Precision = ...,
-        half: Half = ...,
     ) -> Pipeline: ...
 
 
 class _InitParams(Protocol):
-    def __call__(self, seed: int, dtype: DTypeLike = ...) -> dict[str, Any]: ...
+    def __call__(self, seed: int) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Network:
     Attributes:
         title: the name of its pipeline in the output.
         make_pipeline: a function like `mnist_example.model.make_pipeline`.
-        init_params: returns random weights for `Pipeline.shard`, from a seed and the dtype in which they are stored.
+        init_params: returns random float32 weights for `Pipeline.shard`, from a seed.
         init_state: returns the stages' state before training, for `Pipeline.shard_state`; empty if there is none.
         updates: the defaults of an update.
         check_ipus: raises a ValueError for a number of IPUs that a mode cannot use.

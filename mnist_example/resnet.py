@@ -37,19 +37,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from ipu_jax import Half, LayerPlacement, Outputs, Pipeline, Reduction, Stage, balance_layers, flops_of, make_mesh
+from ipu_jax import LayerPlacement, Outputs, Pipeline, Reduction, Stage, balance_layers, flops_of, make_mesh
 from mnist_example.checks import check_choice, check_count
 from mnist_example.convolution import conv_general_dilated
 from mnist_example.model import (
     CLASSES,
     MODES,
     Mode,
-    Precision,
     classifier_params,
     head_stages,
-    operations_dtype,
     scaled_images,
 )
 
@@ -72,7 +69,6 @@ class _ConvNorm(nn.Module):
     features: int
     kernel: int
     strides: int
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -82,13 +78,10 @@ class _ConvNorm(nn.Module):
             self.strides,
             padding=self.kernel // 2,
             use_bias=False,
-            dtype=self.dtype,
             conv_general_dilated=conv_general_dilated,
             name="conv",
         )
-        norm = nn.BatchNorm(
-            use_running_average=not train, momentum=_MOMENTUM, epsilon=_EPSILON, dtype=self.dtype, name="norm"
-        )
+        norm = nn.BatchNorm(use_running_average=not train, momentum=_MOMENTUM, epsilon=_EPSILON, name="norm")
         return norm(conv(x))
 
 
@@ -96,11 +89,10 @@ class _Stem(nn.Module):
     """The first convolution, batch norm, relu and max pool: (B, H, W) to (B, H/4, W/4, features)."""
 
     features: int
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        y = nn.relu(_ConvNorm(self.features, 7, 2, self.dtype, name="first")(x[..., None], train))
+        y = nn.relu(_ConvNorm(self.features, 7, 2, name="first")(x[..., None], train))
         return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType] (Flax's mistake)
 
 
@@ -111,17 +103,16 @@ class _Block(nn.Module):
     """
 
     shapes: tuple[tuple[int, int, int], ...]
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         y = x
         for number, (features, kernel, strides) in enumerate(self.shapes):
             y = nn.relu(y) if number else y
-            y = _ConvNorm(features, kernel, strides, self.dtype, name=f"conv{number}")(y, train)
+            y = _ConvNorm(features, kernel, strides, name=f"conv{number}")(y, train)
         if x.shape != y.shape:
             strides = math.prod(strides for _, _, strides in self.shapes)
-            x = _ConvNorm(y.shape[-1], 1, strides, self.dtype, name="shortcut")(x, train)
+            x = _ConvNorm(y.shape[-1], 1, strides, name="shortcut")(x, train)
         return nn.relu(x + y)
 
 
@@ -146,25 +137,31 @@ class Layer:
         """
         return dict(self.module.init(key, jnp.zeros((1, *self.inputs)), train=False))
 
-    def train(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Outputs:
+    def train(self, params: Any, x: jax.Array | None, microbatch: Any, *, state: Any) -> Outputs:
         """Apply the layer in training, as `Stage.fn`: normalise by the micro-batch, and move the running averages."""
         variables = {"params": params, "batch_stats": state}
+        x = _input(params, x, microbatch)
         y, changed = self.module.apply(variables, x, train=True, mutable=["batch_stats"])
         return Outputs(y, state=changed["batch_stats"])
 
-    def evaluate(self, params: Any, x: jax.Array, microbatch: Any, *, state: Any) -> Any:
+    def evaluate(self, params: Any, x: jax.Array | None, microbatch: Any, *, state: Any) -> Any:
         """Apply the layer in evaluation, as `Stage.evaluate`: normalise by the running averages."""
+        x = _input(params, x, microbatch)
         return self.module.apply({"params": params, "batch_stats": state}, x, train=False)
 
 
+def _input(params: Any, x: jax.Array | None, microbatch: dict[str, jax.Array]) -> jax.Array:
+    """Return what a layer reads: for the first one, the images in the dtype of its weights."""
+    return scaled_images(microbatch["images"], jax.tree.leaves(params)[0].dtype) if x is None else x
+
+
 @functools.cache
-def layers_of(depth: Depth, *, width: int = WIDTH, dtype: DTypeLike = jnp.float32) -> tuple[Layer, ...]:
+def layers_of(depth: Depth, *, width: int = WIDTH) -> tuple[Layer, ...]:
     """Return the stem and the blocks, in order. The head is not included.
 
     Args:
         depth: 18 or 50.
         width: channels of the stem, and of the first blocks' 3x3; the published networks have 64.
-        dtype: of the operations.
 
     Raises:
         ValueError: another depth, or a width below 1.
@@ -175,7 +172,7 @@ def layers_of(depth: Depth, *, width: int = WIDTH, dtype: DTypeLike = jnp.float3
     if depth not in DEPTHS:
         raise ValueError(f"depth={depth!r} is unknown: choose one of {', '.join(map(str, DEPTHS))}")
     check_count("width", width)
-    layers = [Layer("stem", _Stem(width, dtype), (SIDE, SIDE))]
+    layers = [Layer("stem", _Stem(width), (SIDE, SIDE))]
     for group, count in enumerate(_BLOCKS[depth]):
         features = width * 2**group
         for place in range(count):
@@ -184,7 +181,7 @@ def layers_of(depth: Depth, *, width: int = WIDTH, dtype: DTypeLike = jnp.float3
                 shapes = ((features, 3, strides), (features, 3, 1))
             else:
                 shapes = ((features, 1, 1), (features, 3, strides), (4 * features, 1, 1))
-            layers.append(Layer(f"block{len(layers)}", _Block(shapes, dtype), _output(layers[-1])))
+            layers.append(Layer(f"block{len(layers)}", _Block(shapes), _output(layers[-1])))
     return tuple(layers)
 
 
@@ -195,16 +192,14 @@ def _output(layer: Layer) -> tuple[int, ...]:
     return shape.shape[1:]
 
 
-def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, width: int = WIDTH) -> dict[str, Any]:
-    """Return random whole weights for `Pipeline.shard`, the same for both modes and any number of IPUs.
+def init_params(depth: Depth, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
+    """Return random whole weights for `Pipeline.shard`, float32, the same for both modes and any number of IPUs.
 
     The initialisation is He's normal for kernels, LeCun's normal for the classifier, 1 for scales and 0 for biases.
-    Weights are drawn in float32 and rounded to `dtype`, so that all precisions start from the same weights.
 
     Args:
         depth, width: as `layers_of` takes them.
         seed: the same seed gives the same weights.
-        dtype: of the leaves; `weights_dtype(precision)`.
 
     Returns:
         `{"stem": {...}, "block1": {...}, ..., "classifier": {"w": (D, classes), "b": (classes,)}}`; a convolution's
@@ -217,14 +212,14 @@ def init_params(depth: Depth, seed: int, dtype: DTypeLike = jnp.float32, *, widt
         kind = path[-1].key
         if kind == "kernel":
             deviation = math.sqrt(2 / math.prod(shape.shape[:-1]))
-            return jnp.asarray(deviation * random.standard_normal(shape.shape, np.float32), dtype)
-        return jnp.full(shape.shape, {"scale": 1, "bias": 0}[kind], dtype)
+            return jnp.asarray(deviation * random.standard_normal(shape.shape, np.float32))
+        return jnp.full(shape.shape, {"scale": 1, "bias": 0}[kind], jnp.float32)
 
     shapes = jax.eval_shape(lambda key: {layer.name: layer.init(key)["params"] for layer in layers}, jax.random.key(0))
     features = _output(layers[-1])[-1]
     return {
         **jax.tree.map_with_path(drawn, shapes),
-        "classifier": classifier_params(jax.random.key(seed), features, dtype),
+        "classifier": classifier_params(jax.random.key(seed), features),
     }
 
 
@@ -263,14 +258,12 @@ def make_pipeline(
     gradient_accumulation: int = 84,
     schedule: str = "grouped",
     reduction: Reduction = "sum",
-    precision: Precision = "32.32",
-    half: Half = "bfloat16",
     width: int = WIDTH,
 ) -> Pipeline:
     """Return the network as a pipeline on one replica, over the first `ipus` devices.
 
-    Micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`. A micro-batch must have at least 2
-    images; the images may have any numbers of rows and columns.
+    Precision, micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`. A micro-batch must have at
+    least 2 images; the images may have any numbers of rows and columns.
 
     Args:
         depth, width: as `layers_of` takes them.
@@ -279,19 +272,16 @@ def make_pipeline(
         gradient_accumulation: M, the micro-batches of one weight update.
         schedule: a name of `ipu_jax.SCHEDULES`.
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
-        precision: "32.32", "16.32" or "16.16"; give `shard` weights of `weights_dtype(precision, half)`.
-        half: "bfloat16", or "float16", whose small gradients need a loss scale.
 
     Raises:
         ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
     """
     check_ipus(depth, mode, ipus)
-    dtype = operations_dtype(precision, half)
     mesh = make_mesh(1, ipus)
-    layers = layers_of(depth, width=width, dtype=dtype)
+    layers = layers_of(depth, width=width)
     last = ipus - 1
-    head, specs = head_stages(mode, dtype, ipu=last)
-    stages = [Stage(functools.partial(_pixels, dtype), ipu=0, name="pixels")]
+    head, specs = head_stages(mode, ipu=last)
+    stages = []
     for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True):
         stages.append(Stage(layer.train, params=layer.name, ipu=ipu, state=layer.name, evaluate=layer.evaluate))
     stages.append(Stage(_pool, ipu=last, name="pool"))
@@ -323,10 +313,6 @@ def _cost(layer: Layer) -> int:
     variables = jax.eval_shape(layer.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((1, *layer.inputs), jnp.float32)
     return flops_of(lambda variables, x: layer.module.apply(variables, x, train=False), variables, x)
-
-
-def _pixels(dtype: DTypeLike, params: None, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:
-    return scaled_images(microbatch["images"], dtype)
 
 
 def _pool(params: None, x_BHWC: jax.Array, microbatch: Any) -> jax.Array:

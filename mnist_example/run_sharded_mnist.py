@@ -27,7 +27,7 @@ from mnist_example.comparison import compare
 from mnist_example.data import MNIST, load_mnist, synthetic_mnist
 from mnist_example.executable_cache import ExecutableCache
 from mnist_example.flags import PICTURE, check_flags, feed_options, ipus_of, make_parser, parse, updates_of
-from mnist_example.model import Mode, weights_dtype
+from mnist_example.model import Mode
 from mnist_example.network import network_of
 from mnist_example.train import Call, DivergedError, Trainer
 
@@ -98,6 +98,8 @@ def _make_trainers(args: argparse.Namespace, data: MNIST) -> dict[Mode, Trainer]
             learning_rate=args.learning_rate,
             optimizer=args.optimizer,
             shard_optimizer=args.shard_optimizer,
+            precision=args.precision,
+            half=args.half or "bfloat16",
             loss_scale=DynamicScale() if args.half == "float16" else 1.0,
             **feed_options(args, batches),
         )
@@ -112,8 +114,6 @@ def _make_pipeline(args: argparse.Namespace, mode: Mode, ipus: int) -> Pipeline:
         gradient_accumulation=args.gradient_accumulation_count,
         schedule=args.pipeline_schedule,
         reduction=args.reduction,
-        precision=args.precision,
-        half=args.half or "bfloat16",
     )
     return pipeline if args.replicas == 1 else replicate(pipeline, replication_factor=args.replicas)
 
@@ -133,8 +133,7 @@ def _train(
     )
     shows_progress = sys.stdout.isatty() and not args.no_progress
     with Console().status("Compiling") if shows_progress else contextlib.nullcontext():
-        dtype = weights_dtype(args.precision, args.half or "bfloat16")
-        state = trainer.init(network.init_params(args.seed, dtype), network.init_state())
+        state = trainer.init(network.init_params(args.seed), network.init_state())
         seconds = trainer.compile(state)
     _say(f"Compiled in {seconds:.1f} s" + (f"; {cache}" if cache else ""))
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_jax import REPLICA_AXIS, DynamicScale, Pipeline, TrainOptions, TrainState, make_train_step
+from ipu_jax import REPLICA_AXIS, DynamicScale, Half, Pipeline, Precision, TrainOptions, TrainState, make_train_step
 from mnist_example.batches import Batches, make_feed
 from mnist_example.checks import check_count
 from mnist_example.optimizers import make_optimizer
@@ -71,10 +71,11 @@ class Trainer:
             replicas, so with twice as many of these, plain SGD needs half the learning rate.
         optimizer: a name in `mnist_example.optimizers.NAMES`.
         shard_optimizer: let each replica keep and update its part of the optimizer's state.
-        loss_scale: as for `ipu_jax.TrainOptions`.
+        precision, half, loss_scale: as for `ipu_jax.TrainOptions`.
         repeat_count, eight_bit_io, num_workers: as for `make_feed`.
 
     Attributes:
+        pipeline: the model as it runs, in its precision.
         feed: the feed of its batches; close it if there are workers.
 
     Raises:
@@ -90,6 +91,8 @@ class Trainer:
         learning_rate: float,
         optimizer: str = "sgd",
         shard_optimizer: bool = False,
+        precision: Precision = "32.32",
+        half: Half = "bfloat16",
         loss_scale: float | DynamicScale = 1.0,
         repeat_count: int = 100,
         eight_bit_io: bool = True,
@@ -107,12 +110,12 @@ class Trainer:
                 f"batches of replicas={batches.replicas} don't fit a pipeline of {pipeline.replicas}: "
                 "make both with the same"
             )
-        self.pipeline, self.batches, self.learning_rate = pipeline, batches, learning_rate
+        self.batches, self.learning_rate = batches, learning_rate
         self.updates_per_call = min(check_count("repeat_count", repeat_count), batches.updates_per_epoch)
-        # the options leave out precision, since the network has its own, and device iterations, of which a step always
-        # makes the same number
-        options = TrainOptions(shard_optimizer=shard_optimizer, loss_scale=loss_scale)
+        # not device_iterations: a step makes always the same number of them, and the last call of an epoch makes fewer
+        options = TrainOptions(precision=precision, half=half, shard_optimizer=shard_optimizer, loss_scale=loss_scale)
         self.step = make_train_step(pipeline, make_optimizer(optimizer, learning_rate), options)
+        self.pipeline: Pipeline = self.step.model
         self.feed = make_feed(
             batches, pipeline.mesh, repeat_count=repeat_count, eight_bit_io=eight_bit_io, num_workers=num_workers
         )

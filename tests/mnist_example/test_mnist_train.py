@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from ipu_jax import DynamicScale, replicate
 from mnist_example.batches import Batches
 from mnist_example.data import load_mnist
-from mnist_example.model import Mode, init_params, make_pipeline, weights_dtype
+from mnist_example.model import Mode, init_params, make_pipeline
 from mnist_example.train import Call, DivergedError, Trainer
 
 UPDATES = 50
@@ -202,9 +203,10 @@ def test_an_optimizers_state_may_be_shared_by_the_replicas(batches):
 
 
 def test_in_float16_an_update_that_overflows_is_skipped_and_training_goes_on(batches):
-    pipeline = make_pipeline("concurrent", gradient_accumulation=M, precision="16.32", half="float16")
+    pipeline = make_pipeline("concurrent", gradient_accumulation=M)
     scale = DynamicScale(initial=2.0**20)  # the first gradients overflow
-    trainer = Trainer(pipeline, batches, learning_rate=0.01, loss_scale=scale, repeat_count=5)
+    precision: Any = {"precision": "16.32", "half": "float16"}
+    trainer = Trainer(pipeline, batches, learning_rate=0.01, loss_scale=scale, repeat_count=5, **precision)
     told: list[Call] = []
     state = trainer.run_epoch(trainer.init(init_params(0)), 0, updates=12, on_call=told.append)
     losses = losses_of(told)
@@ -272,8 +274,8 @@ def half_logits(params, images, half):
 
 
 def make_half_trainer(batches, mode, precision, half):
-    pipeline = make_pipeline(mode, gradient_accumulation=batches.gradient_accumulation, precision=precision, half=half)
-    return Trainer(pipeline, batches, learning_rate=0.01)
+    pipeline = make_pipeline(mode, gradient_accumulation=batches.gradient_accumulation)
+    return Trainer(pipeline, batches, learning_rate=0.01, precision=precision, half=half)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def make_half_trainer(batches, mode, precision, half):
 )
 def test_evaluation_computes_in_the_half_that_training_does(mode, precision, half, digits, batches):
     trainer = make_half_trainer(batches, mode, precision, half)
-    params = init_params(3, weights_dtype(precision, half))
+    params = init_params(3)
     logits = half_logits(params, digits.test_images[:200], half)
     first, second = jnp.sort(logits, axis=-1)[:, :-3:-1].T
     clear = np.flatnonzero(first - second > 0.05 * jnp.abs(logits).max())  # however sums are rounded

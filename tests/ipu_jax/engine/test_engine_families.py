@@ -49,9 +49,11 @@ def assert_equals_the_unsharded_program(
     concurrent_head: bool,
     recompute: Any = "none",
     replicas: int = 1,
+    rounds: int = 2,
 ):
     """Return a chain of unlike layers under the family's own placement, with or without a concurrent head after it."""
-    placement = [ipu for ipu in make_schedule(name, micro_batches=1, ipus=ipus).placement if ipu is not None]
+    own = make_schedule(name, micro_batches=1, ipus=ipus, rounds=rounds).placement
+    placement = [ipu for ipu in own if ipu is not None]
     widths = [12, *(16 + i % 3 for i in range(len(placement)))]
     stages = [Stage(layer, params=f"layer{i}", ipu=ipu, recompute=recompute) for i, ipu in enumerate(placement)]
     params = {f"layer{i}": weights(widths[i], widths[i + 1], i) for i in range(len(placement))}
@@ -67,7 +69,7 @@ def assert_equals_the_unsharded_program(
         stages.append(Stage(whole, params="last", ipu=placement[-1], recompute=recompute))
         params["last"] = {"layer": params.pop(last), "head": params.pop("head")}
         specs = {}
-        schedule = make_schedule(name, micro_batches=micro_batches, ipus=ipus)
+        schedule = make_schedule(name, micro_batches=micro_batches, ipus=ipus, rounds=rounds)
     pipeline = Pipeline(
         stages,
         mesh=make_mesh(replicas, ipus),
@@ -98,6 +100,14 @@ def test_every_family_equals_the_unsharded_program(name, concurrent_head):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_family_on_4_ipus(name, micro_batches):
     assert_equals_the_unsharded_program(name, 4, micro_batches, concurrent_head=micro_batches == 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ipus", "micro_batches", "rounds"),
+    [("zb-wave", 3, 4, 4), ("looped-zb", 2, 3, 3), pytest.param("zb-wave", 2, 5, 5, marks=pytest.mark.slow)],
+)
+def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
+    assert_equals_the_unsharded_program(name, ipus, micro_batches, concurrent_head=ipus == 3, rounds=rounds)
 
 
 @pytest.mark.parametrize("recompute", ["all", jax.checkpoint_policies.dots_saveable], ids=["all", "dots"])
