@@ -30,3 +30,13 @@ def renamed_method(owner: str, old: str, new: str) -> Callable[..., Any]:
 
     call_new.__name__ = old
     return call_new
+
+
+def renamed_attribute(owner: str, old: str, new: str) -> property:
+    """Return a property that reads the attribute `new` of the same object, with a `DeprecationWarning`."""
+
+    def read_new(self: Any) -> Any:
+        warnings.warn(f"{owner}.{old} is called {owner}.{new} now", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(read_new)

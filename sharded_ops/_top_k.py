@@ -160,7 +160,7 @@ def _with_derivative_jvp(split: Split, axis: str, primals: Any, tangents: Any) -
     x_NV, values_NK, columns_NK = primals
     rows_NK = local_rows(columns_NK, split, axis)
     dvalues_NK = jnp.take_along_axis(tangents[0], rows_NK, axis=-1, mode="fill", fill_value=0)
-    # `values_NK` itself would lose second derivatives, for which this rule's result is differentiated.
+    # Not `values_NK` itself: a second derivative differentiates this result, which must depend on `x_NV`.
     return _with_derivative(x_NV, values_NK, columns_NK, split, axis), reduce_to_all(dvalues_NK, axis)
 
 

@@ -107,8 +107,8 @@ def wide_accumulator_bytes(layout: PackedLayout) -> int:
     return sum(math.prod(s) * _sum_dtype(dtype).itemsize for s, dtype in summed if _sum_dtype(dtype) != np.dtype(dtype))
 
 
-def register_bytes(plan: Plan, micro_batches: int) -> int:
-    """Return the bytes of loss, aux, and each register's y and dx, twice if sent: once as made, once as received."""
+def channel_bytes(plan: Plan, micro_batches: int) -> int:
+    """Return the bytes of loss, of aux, and of each channel's y and dx, counted twice if received on another IPU."""
     total = bytes_of(plan.programs[-1].y) + micro_batches * sum(bytes_of(program.aux) for program in plan.programs)
     for channel in plan.channels:
         size = bytes_of(channel.message) + bytes_of(split_floats(channel.message)[0])

@@ -210,7 +210,10 @@ def _partition(
 def _best(
     layers: int, runs: int, value: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Return the smallest joined value of the runs, and their ends. Exact: the best of a prefix serves every end."""
+    """Return the smallest joined value of the runs, and their ends.
+
+    It is exact, by dynamic programming: a best placement of all layers contains a best one of the first layers.
+    """
     best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * layers
     for run in range(runs):
         before = best

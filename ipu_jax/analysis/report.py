@@ -8,7 +8,7 @@ The program is SPMD: what its scan carries is as large on every IPU as on the on
 bytes are the same in each row, and are predicted from the largest values:
 
     temporary  =  stash       as the schedule says: for each segment, its depth x the bytes that a micro-batch stashes
-               +  registers   the messages between neighbours, y and dx, as made and as received; loss and aux
+               +  channels    the messages between neighbours, y and dx, as made and as received; loss and aux
                +  working set what F or B of one segment keeps alive at once for one micro-batch
                +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); those of
                               the weight's own dtype are the gradients that the step returns, and are counted there
@@ -24,9 +24,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax._deprecated import renamed_attribute
 from ipu_jax.analysis._account import (
+    channel_bytes,
     idle_shares,
-    register_bytes,
     segment_costs,
     sent_bytes,
     stash_buffer_bytes,
@@ -84,7 +85,7 @@ class PipelineReport:
         schedule: the schedule's name.
         micro_batches: M.
         ipus: per IPU of a replica, its part.
-        stash, registers, working_set, sums: the predicted bytes, the same on every IPU; the module's docstring
+        stash, channels, working_set, sums: the predicted bytes, the same on every IPU; the module's docstring
             explains them.
         temporary: the compiled program's temporary bytes per IPU, as XLA reports them; None if it was not compiled.
     """
@@ -93,15 +94,17 @@ class PipelineReport:
     micro_batches: int
     ipus: tuple[IpuReport, ...]
     stash: int
-    registers: int
+    channels: int
     working_set: int
     sums: int
     temporary: int | None = None
 
+    registers = renamed_attribute("PipelineReport", "registers", "channels")
+
     @property
     def predicted_temporary(self) -> int:
         """Return the predicted temporary bytes per IPU."""
-        return self.stash + self.registers + self.working_set + self.sums
+        return self.stash + self.channels + self.working_set + self.sums
 
     def bytes_by_kind(self, ipu: int) -> dict[str, int]:
         """Return the bytes that an IPU holds at once, by kind. Temporary bytes are predicted if not compiled."""
@@ -134,7 +137,7 @@ class PipelineReport:
             )
             for row in rows
         ]
-        parts = f"stash {in_units(self.stash, 'B')}, registers {in_units(self.registers, 'B')}, working set "
+        parts = f"stash {in_units(self.stash, 'B')}, channels {in_units(self.channels, 'B')}, working set "
         parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
         footer = (
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
@@ -208,7 +211,7 @@ def make_report(
         micro_batches=m,
         ipus=ipus,
         stash=stash_buffer_bytes(plan),
-        registers=register_bytes(plan, m),
+        channels=channel_bytes(plan, m),
         working_set=max(cost.working_set for cost in costs),
         sums=wide_accumulator_bytes(layout),
         temporary=None if program is None else _temporary(program, mesh, params, batch, state, key),

@@ -80,7 +80,8 @@ class Prefetcher(Generic[_Item, _Result]):
             threading.Thread(target=_work, args=(self._shared, k), name=f"feed worker {k}", daemon=True)
             for k in range(workers)
         ]
-        # without `close`, workers end when this is collected, or at the interpreter's exit, which jax would not survive
+        # workers that nobody closes end when this object is collected or the interpreter exits: jax crashes if threads
+        # still use it then
         self._ended = weakref.finalize(self, _stop, self._shared, self._threads)
         for thread in self._threads:
             thread.start()
@@ -116,7 +117,7 @@ class Prefetcher(Generic[_Item, _Result]):
             try:
                 raise error
             finally:
-                del error  # its traceback refers to this frame, which must not refer back to it
+                del error  # its traceback refers to this frame: if the frame kept it, they would be a cycle
         return result  # pyright: ignore[reportReturnType] (without an error there is a result)
 
     def close(self) -> None:

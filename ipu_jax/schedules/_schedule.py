@@ -108,7 +108,7 @@ class Schedule(Timetable):
         return overlap(cut_spans(self, stage))
 
     def inbox_depth(self, boundary: int, kind: Kind) -> int:
-        """Return the largest number of messages that wait at once between two stages; 1 if a register is enough.
+        """Return the largest number of messages that wait at once between two stages; 1 if no queue is needed.
 
         A message waits from the end of the phase in which it was made until the task that uses it. The message of
         micro-batch m uses slot m modulo depth.

@@ -143,7 +143,7 @@ def moment(table: Timetable, task: Task) -> Moment:
 
 
 def sent(table: Timetable, task: Task) -> Moment:
-    """Return from when on the next segment can use the result of a task: the end of the task's phase."""
+    """Return the moment from which the next segment can use a task's result: the end of the task's phase."""
     tick, phase_number, _ = moment(table, task)
     return tick, phase_number, _END
 

@@ -1,4 +1,4 @@
-"""Scale the loss, so that gradients are not too small for float16, and divide them again in float32.
+"""Scale the loss so that gradients are not too small for float16; the scaled gradients are divided in float32.
 
     dynamic    scale 32768 ... 1000 good steps ... 65536 -> inf: skip this update, 32768 -> ...
 

@@ -85,7 +85,7 @@ class TrainStep:
         self._optimizer = optimizer if clip is None else optax.chain(_clip(clip), optimizer)
         self._held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
         self._window = InFlight()
-        self._updates: dict[Any, ShardedUpdate] = {}  # by where the weights are
+        self._updates: dict[Any, ShardedUpdate] = {}  # by the layout of the weights
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
 
     # state

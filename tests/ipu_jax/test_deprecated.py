@@ -1,5 +1,6 @@
 """Old public names: each is the object of the new name, and warns with it."""
 
+import numpy as np
 import pytest
 
 import ipu_jax
@@ -21,6 +22,13 @@ def test_an_old_method_is_the_new_one_and_says_so():
     with pytest.warns(DeprecationWarning, match=r"\APipeline.rebuilt is called Pipeline.replace now\Z") as warned:
         assert pipeline.rebuilt(stages=pipeline.stages).stages == pipeline.stages
     assert warned[0].filename == __file__
+
+
+def test_an_old_attribute_is_the_new_one_and_says_so():
+    pipeline = ipu_jax.Pipeline([ipu_jax.Stage(lambda w, x, mb: (w * mb).sum(), params="w")])
+    report = pipeline.report(pipeline.shard({"w": np.float32(1)}), np.ones((1, 2), np.float32))
+    with pytest.warns(DeprecationWarning, match=r"\APipelineReport.registers is called PipelineReport.channels now\Z"):
+        assert report.registers == report.channels > 0
 
 
 def test_an_unknown_name_is_unknown():

@@ -46,7 +46,7 @@ def test_every_figure_by_hand():
     assert first.batch == last.batch == 4 * MICRO_BATCHES * ROWS * 8
     assert (first.stash, last.stash) == (0, message), "the first stage reads the batch, the last stashes its input"
     assert found.stash == message
-    assert found.registers == 4 * message + 4, "y and dx, made and received, and the loss"
+    assert found.channels == 4 * message + 4, "y and dx, made and received, and the loss"
     products = [2 * ROWS * 8 * 16, 2 * ROWS * 16 * 32]
     assert first.flops == MICRO_BATCHES * 2 * products[0], "F and W"
     assert last.flops == MICRO_BATCHES * (3 * products[1] + ROWS * 32), "F, B, W and the sum"

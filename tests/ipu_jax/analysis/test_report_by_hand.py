@@ -95,12 +95,12 @@ def test_every_field_by_hand(schedule, depths):
     # the buffers of the scan: each kind is as long as on the IPU that needs the most of it
     assert found.stash == max(d * x for d, x in zip(depths, inputs, strict=True)) + max(cuts)
     # y and dx of each boundary; between the IPUs as made and as received; the loss; M aux
-    assert found.registers == FLOAT * (2 * N * D + 2 * 2 * N * E + 2 * N * G) + FLOAT + M * FLOAT * (1 + N + 1)
+    assert found.channels == FLOAT * (2 * N * D + 2 * 2 * N * E + 2 * N * G) + FLOAT + M * FLOAT * (1 + N + 1)
     assert found.sums == 0
     if not split:  # B of a layer: its input out of the stash, copied for the product, and its weights' gradient
         assert (one.working_set, two.working_set) == (FLOAT * (N * D + D * E), FLOAT * (N * E + E * G))
     assert found.working_set == max(one.working_set, two.working_set)
-    assert found.predicted_temporary == found.stash + found.registers + found.working_set
+    assert found.predicted_temporary == found.stash + found.channels + found.working_set
     own = (FIRST, SECOND)
     for part, layer in zip((one, two), own, strict=True):
         assert part.flops == M * (sum(EMBED.values()) + sum(layer.values()) + sum(HEAD.values()))
