@@ -150,7 +150,7 @@ def classifier_params(key: jax.Array, features: int) -> dict[str, jax.Array]:
 
 
 def _layer(key: jax.Array, init: jax.nn.initializers.Initializer, rows: int, columns: int) -> dict[str, jax.Array]:
-    return {"w": init(key, (rows, columns), jnp.float32), "b": jnp.zeros(columns)}
+    return {"w": init(key, (rows, columns), jnp.float32), "b": jnp.zeros(columns, jnp.float32)}
 
 
 def scaled_images(images: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -286,7 +286,7 @@ def refused(argv, capsys):
             [*SYNTHETIC, "--pipeline-schedule", "groupd"],
             "argument --pipeline-schedule: schedule='groupd' is unknown: did you mean 'grouped'? "
             "Choose one of 'sequential', 'grouped', 'interleaved', 'gpipe', "
-            "'1f1b', 'looped', 'zb-h1', 'zbv'",
+            "'1f1b', 'looped', 'looped-bfs', 'looped-zb', 'zb-h1', 'zbv', 'zb-wave', 'dualpipev'",
         ),
         (
             [*SYNTHETIC, "--reduction", "max"],
