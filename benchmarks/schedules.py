@@ -19,6 +19,8 @@
    time and CPU work are compared with those of the unsharded program on both cores, and step time also with what
    `simulate(lockstep=True)` predicts.
 
+All of it runs with one core's worth per virtual IPU (`configure(cores="one per IPU")`), so that bubbles take time.
+
 Dims: N rows of a micro-batch, D features, V classes.
 
     python benchmarks/schedules.py [--check]
@@ -204,7 +206,7 @@ def schedule_figures(figures: Figures) -> None:
 
 def main() -> int:
     figures = Figures("schedules: a concurrent head's worth, the bubbles, and every schedule measured")
-    configure(IPUS)
+    configure(IPUS, cores="one per IPU")  # otherwise an IPU that works uses the cores of one that waits
     bubble_figures(figures)
     for vocabulary in (8192, 16384):
         head_figures(figures, vocabulary)

@@ -10,7 +10,7 @@ ones. The program is the same. They form one mesh, with a row per replica:
                     | IPU0 | IPU1 |   replica 1
                     +------+------+
 
-    configure(4)              # before anything else touches jax
+    configure(4)              # before anything else touches jax; also gives XLA the threads that 4 IPUs need
     mesh = make_mesh(2, 2)
     window = InFlight()       # so that a loop that never waits cannot queue steps without bound
 
@@ -22,13 +22,16 @@ import contextlib
 import enum
 import os
 import re
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any, Final, Literal, get_args
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
-from ipu_jax._checks import check_count
+from ipu_jax._checks import check_choice, check_count
+
+Cores = Literal["shared", "one per IPU"]
 
 REPLICA_AXIS: Final = "replica"
 IPU_AXIS: Final = "ipu"
@@ -47,31 +50,41 @@ ALL_IPUS: Final = AllIpus.ALL_IPUS
 """The place of a concurrent stage: every IPU of its replica."""
 
 
-def configure(num_ipus: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
+def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
     """Give this process at least `num_ipus` virtual IPUs, and start the jax backend.
 
     On CPU that many host devices are made, which only works before the backend starts: call this first (but after
     `jax.distributed.initialize`, if several processes work together). A larger count that was set before, by an earlier
     call or `JAX_NUM_CPU_DEVICES`, is kept. On GPU and TPU the existing devices are used.
 
+    On CPU this also sizes XLA's thread pool. XLA makes a thread per core, and an IPU that waits in an exchange blocks
+    one, so that on two cores the IPU that works would run on one (docs/design/threads.md). A size that the user set by
+    the environment variable `PJRT_NPROC` is kept.
+
     Args:
         num_ipus: how many IPUs the program needs in this process, at least 1.
+        cores: how virtual IPUs use a CPU's cores. "shared": an IPU that works may use all cores, and one that waits
+            uses none, so that a program is as fast as it can be. "one per IPU": each IPU has one core's worth, as far
+            as there are cores, so that bubbles take time as they do on real devices: use it to compare schedules.
 
     Returns:
         The first `num_ipus` devices of this process.
 
     Raises:
-        ValueError: `num_ipus` is not a positive int, or there are fewer devices and more cannot be made.
+        ValueError: `num_ipus` is not a positive int, `cores` is unknown, or there are fewer devices and more cannot be
+            made.
 
     >>> len(configure(4))
     4
     """
     num_ipus = check_count("num_ipus", num_ipus)
+    check_choice("cores", cores, get_args(Cores))
     # This has no effect on GPU and TPU, so the platform need not be known yet. jax raises if the backend is running
     # already and the count would change; there may be enough devices nonetheless.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", max(num_ipus, _cpu_devices_asked_for()))
-    devices = jax.local_devices()
+    with _thread_pool(_threads(max(num_ipus, _cpu_devices_asked_for()), cores)):
+        devices = jax.local_devices()
     if len(devices) >= num_ipus:
         return devices[:num_ipus]
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
@@ -176,6 +189,26 @@ class InFlight:
             if live:
                 live[0].block_until_ready()
                 return
+
+
+def _threads(ipus: int, cores: Cores) -> int:
+    """Return the size of XLA's thread pool for virtual IPUs on a CPU."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ipus if cores == "one per IPU" else available + ipus
+
+
+@contextlib.contextmanager
+def _thread_pool(threads: int) -> Iterator[None]:
+    """Let a CPU backend that starts inside have a pool of so many threads, unless the user has set another size."""
+    if "PJRT_NPROC" in os.environ:
+        yield
+        return
+    os.environ["PJRT_NPROC"] = str(threads)
+    try:
+        yield
+    finally:
+        # XLA reads it only when the backend starts; a process that this one starts has its own number of IPUs
+        del os.environ["PJRT_NPROC"]
 
 
 def _cpu_devices_asked_for() -> int:

@@ -19,7 +19,9 @@ from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight,
 
 
 def in_a_fresh_process(code: str, **environment: str) -> str:
-    env = {key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    env = {
+        key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "PJRT_NPROC")
+    }
     done = subprocess.run(
         [sys.executable, "-c", f"from ipu_jax.devices import configure, make_mesh\nimport jax\n{code}"],
         env=env | environment,
@@ -29,6 +31,35 @@ def in_a_fresh_process(code: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+POOL = """
+import os
+names = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+print(names.count("tf_XLAEigen"), os.environ.get("PJRT_NPROC"))
+"""
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("call", "environment", "threads"),
+    [
+        ("configure(3)", {}, CORES + 3),
+        ("configure(3, cores='one per IPU')", {}, 3),
+        ("configure(2)", {"JAX_NUM_CPU_DEVICES": "5"}, CORES + 5),
+        ("configure(2, cores='one per IPU')", {"PJRT_NPROC": "7"}, 7),
+        ("jax.devices(); configure(1)", {}, CORES),
+    ],
+    ids=["shared", "one per IPU", "more IPUs than asked for", "a size that the user set", "a backend that runs"],
+)
+def test_the_thread_pool_is_as_large_as_the_ipus_need(call, environment, threads):
+    left = environment.get("PJRT_NPROC")  # nothing is left for processes that this one starts
+    assert in_a_fresh_process(f"{call}\n{POOL}", **environment) == f"{threads} {left}"
+
+
+def test_an_unknown_use_of_cores_is_refused():
+    with pytest.raises(ValueError, match=r"^cores='shard' is unknown: did you mean 'shared'\?"):
+        configure(1, cores="shard")  # pyright: ignore[reportArgumentType] (on purpose)
 
 
 def test_all_ipus_is_one_object_with_a_plain_repr():
