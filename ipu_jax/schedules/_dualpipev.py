@@ -17,7 +17,7 @@ With fewer than 2S micro-batches, the order is that of 2S without the tasks of t
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, and `dualpipev.py` of its DualPipe repository.
 """
 
-from ipu_jax.schedules._rules import Line, Local, Progress, Rule
+from ipu_jax.schedules._rules import Line, Local, Rule, follow
 from ipu_jax.schedules._timetable import Kind
 
 Chunk = tuple[int, Kind, int]  # 0 on the way there, 1 on the way back; kind; micro-batch
@@ -25,16 +25,8 @@ Chunk = tuple[int, Kind, int]  # 0 on the way there, 1 on the way back; kind; mi
 
 def dualpipev_rule(line: Line) -> Rule:
     """Return the rule that follows DualPipeV's order on a folded line."""
-    ipus = list(line.on)
-    orders = {
-        ipu: _segments(line.on[ipu], _order(len(ipus), rank, line.micro_batches)) for rank, ipu in enumerate(ipus)
-    }
-
-    def rule(progress: Progress, ipu: int, ready: list[Local]) -> Local | None:
-        done = sum(progress.begun[i, kind] for i in line.on[ipu] for kind in line.kinds)
-        return next((task for task in orders[ipu][done : done + 1] if task in ready), None)
-
-    return rule
+    ranks = list(enumerate(line.on))
+    return follow({ipu: _segments(line.on[ipu], _order(len(ranks), rank, line.micro_batches)) for rank, ipu in ranks})
 
 
 def _segments(mine: list[int], order: list[Chunk]) -> list[Local]:

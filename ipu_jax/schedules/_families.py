@@ -100,8 +100,8 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
     else:
         rule: Rule = dualpipev_rule(line) if name == "dualpipev" else RULES[name]
         ticks = earliest_ticks(run(line, rule)[0], line)
-    weight = _rows(line, ticks, "W") if "W" in line.kinds else None
-    return Timetable(name, placement, ipus, _rows(line, ticks, "F"), _rows(line, ticks, "B"), weight, "one-phase")
+    weight = rows_of(line, ticks, "W") if "W" in line.kinds else None
+    return Timetable(name, placement, ipus, rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight, "one-phase")
 
 
 def _shortest(line: Line) -> list[Local]:
@@ -194,7 +194,7 @@ def _interleaved(line: Line) -> dict[Local, int]:
     return {(i, kind, m): tick + period * m for (i, kind), tick in first.items() for m in range(line.micro_batches)}
 
 
-def _rows(line: Line, ticks: dict[Local, int], kind: Kind) -> Rows:
+def rows_of(line: Line, ticks: dict[Local, int], kind: Kind) -> Rows:
     """Return the table of one kind of task; concurrent segments get the ticks of a local one beside them."""
     rows: list[tuple[int, ...]] = []
     done = 0  # local segments met so far

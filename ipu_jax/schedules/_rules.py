@@ -106,6 +106,16 @@ def run(line: Line, rule: Rule) -> tuple[list[Local], int]:
     return order, max((end for end, _ in running), default=0)
 
 
+def follow(orders: dict[int, list[Local]]) -> Rule:
+    """Return the rule by which each IPU does its tasks in a given order."""
+
+    def rule(progress: Progress, ipu: int, ready: list[Local]) -> Local | None:
+        done = sum(progress.begun[i, kind] for i in progress.line.on[ipu] for kind in progress.line.kinds)
+        return next((task for task in orders[ipu][done : done + 1] if task in ready), None)
+
+    return rule
+
+
 def earliest_end(line: Line) -> int:
     """Return a time before which no run can end: every IPU first waits for an F, and then has its own work to do."""
     return max(

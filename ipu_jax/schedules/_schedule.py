@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from ipu_jax._checks import as_int, check_count
-from ipu_jax.schedules._families import canonical_name, default_placement, timetable
+from ipu_jax.schedules._families import canonical_name, default_placement, rows_of, timetable
 from ipu_jax.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.schedules._text import draw, parse
 from ipu_jax.schedules._timetable import (
@@ -42,6 +42,7 @@ from ipu_jax.schedules._timetable import (
     tasks_of,
     tick_of,
 )
+from ipu_jax.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.schedules._validate import validate
 
 
@@ -210,6 +211,40 @@ IPUs takes until the next tick: move it to tick 3 or later
         if not isinstance(text, str):
             raise ValueError(f"text={text!r} is no text: give what str(schedule) gives, or a grid of your own")
         return cls(**vars(parse(text)))
+
+    @classmethod
+    def from_torch_csv(cls, text: str, name: str = "custom") -> "Schedule":
+        """Return the schedule that a CSV of `torch.distributed.pipelining` describes, in its "compute_only" format.
+
+        Each IPU does the tasks of its row in that order, each in the earliest tick in which its inputs have arrived.
+        Neighbouring stages in one row run as one.
+
+        Raises:
+            ValueError: a cell is not an action, a stage is in no row or in two, a task is missing or there twice, or
+                the rows wait for each other for ever.
+
+        >>> schedule = Schedule.from_torch_csv("0F0,0F1,,0B0,,0B1\\n,1F0,1B0,1F1,1B1")
+        >>> schedule.placement, schedule.backward
+        ((0, 1), ((3, 5), (2, 4)))
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r} is not a text: give the contents of a CSV file")
+        line, ticks = from_torch_csv(text, name)
+        weight = rows_of(line, ticks, "W") if "W" in line.kinds else None
+        tables = rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight
+        return cls(name, line.placement, 1 + max(line.on), *tables, "one-phase")
+
+    def to_torch_csv(self) -> str:
+        """Return the schedule as a CSV that `torch.distributed.pipelining` loads as "compute_only", a row per IPU.
+
+        Raises:
+            ValueError: the schedule has a concurrent stage, which torch does not know.
+
+        >>> print(make_schedule("zb-h1", ipus=2, micro_batches=1).to_torch_csv(), end="")
+        0F0,0I0,0W0
+        1F0,1I0,1W0
+        """
+        return to_torch_csv(self)
 
     def to_text(self) -> str:
         """Return the picture: one row per IPU, one column per tick. `from_text` reads it back."""

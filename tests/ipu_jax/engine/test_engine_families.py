@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh, verify
 from ipu_jax.engine import _hooks
 from ipu_jax.schedules import SCHEDULES, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
@@ -114,6 +114,17 @@ def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
 @pytest.mark.parametrize("name", ["grouped", "zb-h1"])
 def test_recompute_changes_no_number(name, recompute):
     assert_equals_the_unsharded_program(name, 2, 3, concurrent_head=False, recompute=recompute)
+
+
+def test_a_backward_in_reverse_from_torchs_csv():
+    schedule = Schedule.from_torch_csv("0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0")
+    stages = [
+        Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="first", ipu=0),
+        Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="last", ipu=1),
+    ]
+    pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=3)
+    params = pipeline.shard({"first": weights(3, 5, 0)["w"], "last": weights(5, 2, 1)["w"]})
+    verify(pipeline, params, np.random.default_rng(2).normal(size=(3, 4, 3)).astype(np.float32))
 
 
 def test_replicas_of_a_zero_bubble_pipeline():
