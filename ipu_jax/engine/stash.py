@@ -103,7 +103,7 @@ def _rings_of(plan: Plan) -> Iterator[tuple[Key, dict[int | None, int], list[Any
             depths = {segments[i].place: schedule.stash_depth(segments[i].first) for i in members}
             yield ("stash", c), depths, program.stash
         if plan.is_split(first):
-            depths = {segments[i].place: schedule.cut_depth(segments[i].first) for i in members}
+            depths = {segments[i].place: schedule.weight_residual_depth(segments[i].first) for i in members}
             yield ("weight", c), depths, program.weight_residuals
         if first > 0 and any(plan.queue(i - 1, "F") > 1 for i in members):
             depths = {plan.waits_at(i, "x"): plan.queue(i - 1, "F") for i in members}

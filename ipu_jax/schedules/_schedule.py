@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from ipu_jax._checks import as_int, check_count
+from ipu_jax._deprecated import renamed_method
 from ipu_jax.schedules._families import canonical_name, default_placement, rows_of, timetable
 from ipu_jax.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.schedules._text import draw, parse
@@ -32,7 +33,6 @@ from ipu_jax.schedules._timetable import (
     Rows,
     Task,
     Timetable,
-    cut_spans,
     inbox_spans,
     overlap,
     phase,
@@ -41,6 +41,7 @@ from ipu_jax.schedules._timetable import (
     tables_of,
     tasks_of,
     tick_of,
+    weight_residual_spans,
 )
 from ipu_jax.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.schedules._validate import validate
@@ -104,9 +105,11 @@ class Schedule(Timetable):
         """
         return overlap(stash_spans(self, stage))
 
-    def cut_depth(self, stage: int) -> int:
+    def weight_residual_depth(self, stage: int) -> int:
         """Return the largest number of micro-batches that a stage holds at once between B and W; 0 if it has no W."""
-        return overlap(cut_spans(self, stage))
+        return overlap(weight_residual_spans(self, stage))
+
+    cut_depth = renamed_method("Schedule", "cut_depth", "weight_residual_depth")
 
     def inbox_depth(self, boundary: int, kind: Kind) -> int:
         """Return the largest number of messages that wait at once between two stages; 1 if no queue is needed.

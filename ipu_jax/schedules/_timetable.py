@@ -172,7 +172,7 @@ def stash_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
     return _spans(table, stage, "F", last_use(table, stage))
 
 
-def cut_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
+def weight_residual_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
     """Return, per micro-batch, the span in which the stage holds what its B left for its W; no spans if it has no W."""
     return _spans(table, stage, "B", "W") if last_use(table, stage) == "W" else []
 

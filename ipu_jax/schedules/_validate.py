@@ -21,7 +21,6 @@ from ipu_jax.schedules._timetable import (
     Moment,
     Task,
     Timetable,
-    cut_spans,
     inbox_spans,
     last_use,
     moment,
@@ -33,6 +32,7 @@ from ipu_jax.schedules._timetable import (
     tables_of,
     tasks_of,
     tick_of,
+    weight_residual_spans,
 )
 
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
@@ -208,7 +208,13 @@ def _check_slots(table: Timetable, stage: int) -> None:
         table, stash_spans(table, stage), "stash", lambda m: Task(stage, "F", m), lambda m: Task(stage, last, m)
     )
     if last == "W":
-        _check_ring(table, cut_spans(table, stage), "cut", lambda m: Task(stage, "B", m), lambda m: Task(stage, "W", m))
+        _check_ring(
+            table,
+            weight_residual_spans(table, stage),
+            "cut",
+            lambda m: Task(stage, "B", m),
+            lambda m: Task(stage, "W", m),
+        )
 
 
 def _check_ring(

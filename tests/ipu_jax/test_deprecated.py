@@ -24,6 +24,13 @@ def test_an_old_method_is_the_new_one_and_says_so():
     assert warned[0].filename == __file__
 
 
+def test_an_old_method_of_a_schedule_is_the_new_one_and_says_so():
+    schedule = ipu_jax.make_schedule("zb-h1", ipus=2, micro_batches=3)
+    new = r"\ASchedule.cut_depth is called Schedule.weight_residual_depth now\Z"
+    with pytest.warns(DeprecationWarning, match=new):
+        assert schedule.cut_depth(0) == schedule.weight_residual_depth(0)
+
+
 def test_an_old_attribute_is_the_new_one_and_says_so():
     pipeline = ipu_jax.Pipeline([ipu_jax.Stage(lambda w, x, mb: (w * mb).sum(), params="w")])
     report = pipeline.report(pipeline.shard({"w": np.float32(1)}), np.ones((1, 2), np.float32))

@@ -23,7 +23,7 @@ def replay(schedule: Schedule) -> None:
     where = {"F": schedule.forward, "B": schedule.backward, "W": schedule.weight}
     queues: dict[tuple[str, int], deque] = {(kind, s): deque() for s in stages for kind in "FB"}
     stash = [[None] * schedule.stash_depth(s) for s in stages]
-    cuts = [[None] * schedule.cut_depth(s) for s in stages]
+    cuts = [[None] * schedule.weight_residual_depth(s) for s in stages]
     made: dict[tuple[str, int], int] = {}
     sending: list[tuple[str, int, int]] = []
     done = 0

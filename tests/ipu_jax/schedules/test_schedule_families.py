@@ -234,7 +234,7 @@ def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
         boundaries: list[tuple[int, Kind]] = [(b, kind) for b in stages[:-1] for kind in KINDS]
         return (
             [schedule.stash_depth(s) for s in stages],
-            [schedule.cut_depth(s) for s in stages],
+            [schedule.weight_residual_depth(s) for s in stages],
             [schedule.inbox_depth(*boundary) for boundary in boundaries],
         )
 
@@ -261,9 +261,9 @@ def test_a_depth_counts_a_message_until_the_tick_of_its_use():
 
 def test_what_lies_between_b_and_w():
     schedule = Schedule.from_text("IPU 0  0F0  0B0  0F1  0B1  0W0  0W1  0F2  0B2  0W2")
-    assert (schedule.stash_depth(0), schedule.cut_depth(0)) == (2, 2)
-    assert make_schedule("1f1b", ipus=2, micro_batches=4).cut_depth(0) == 0
-    assert make_schedule("zb-h1", placement=(0, 1, None), micro_batches=4).cut_depth(2) == 0
+    assert (schedule.stash_depth(0), schedule.weight_residual_depth(0)) == (2, 2)
+    assert make_schedule("1f1b", ipus=2, micro_batches=4).weight_residual_depth(0) == 0
+    assert make_schedule("zb-h1", placement=(0, 1, None), micro_batches=4).weight_residual_depth(2) == 0
 
 
 # queries
