@@ -60,7 +60,7 @@ class MNIST:
     test_images: npt.NDArray[np.uint8]
     test_labels: npt.NDArray[np.uint8]
     source: str
-    """Where the digits came from, as text for the user."""
+    """The origin of the digits, as text for the user."""
 
 
 def load_mnist(

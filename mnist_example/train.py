@@ -55,7 +55,7 @@ class Call:
 
 
 class _CallResults(NamedTuple):
-    """What a call returns besides the state: losses float32 (updates_per_call,), skipped int32 ()."""
+    """The results of a call besides the state: losses float32 (updates_per_call,), skipped int32 ()."""
 
     losses: Any
     skipped: Any

@@ -33,7 +33,7 @@ _FIELDS = ("shape", "dtype", "dim")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the leaves of a tree are split over the IPUs of one mesh axis, for any number of IPUs.
+    """Describe how the leaves of a tree are split over a mesh axis, for any number of IPUs on it.
 
     A leaf is named by its path, the keys that lead to it with "/" between them: {"head": {"w": w}} has the leaf
     "head/w". Make a layout with `Layout.of`, and the layout of an optimizer's state with `of_state` of the parameters'

@@ -36,7 +36,7 @@ _SUMMARY_FLOATS = 3  # floats per token in the `shard_summary` for labels
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How many tokens and how many of the shard's columns a tile has; the last tiles may have fewer."""
+    """The size of a tile: tokens, and columns of the shard. The last tiles may have fewer of either."""
 
     tokens: int
     columns: int

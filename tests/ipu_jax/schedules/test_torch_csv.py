@@ -54,6 +54,8 @@ def test_neighbouring_stages_of_a_row_run_as_one():
     assert schedule.forward == ((0,), (1,), (1,), (2,))
     assert schedule.backward == ((5,), (4,), (4,), (3,))
     assert schedule.weight == ((7,), (5,), (5,), (6,))
+    waits = Schedule.from_torch_csv("0F0,1F0,0F1,1F1,1I0,0I0,1W0,1I1,0I1,0W0,1W1,0W1")
+    assert (waits.forward, waits.backward, waits.weight) == (((0, 1),) * 2, ((2, 3),) * 2, ((4, 5),) * 2)
 
 
 @pytest.mark.parametrize(
