@@ -12,7 +12,7 @@ from ipu_jax.data.source import normalise
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
 from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
+from ipu_jax.schedules import SCHEDULES, FoundSchedule, Schedule, StageCosts, Task, find_schedule, make_schedule
 from ipu_jax.stage import Outputs, Stage
 from ipu_jax.training.replicas import Replicas, replicate
 from ipu_jax.training.step import StepOutputs, TrainState, TrainStep, make_train_step
@@ -29,6 +29,7 @@ __all__ = [
     "Feed",
     "FeedBatch",
     "FeedTimeoutError",
+    "FoundSchedule",
     "Half",
     "InFlight",
     "LayerPlacement",
@@ -43,6 +44,7 @@ __all__ = [
     "Schedule",
     "Sharded",
     "Stage",
+    "StageCosts",
     "StepOutputs",
     "Task",
     "TrainOptions",
@@ -53,6 +55,7 @@ __all__ = [
     "__version__",
     "balance_layers",
     "configure",
+    "find_schedule",
     "flops_of",
     "make_mesh",
     "make_schedule",

@@ -34,6 +34,8 @@ SCHEDULES = (
     "sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "looped-bfs", "looped-zb", "zb-h1", "zbv",
     "zb-wave", "dualpipev",
 )  # fmt: skip
+AUTO = "auto"
+"""The name under which `find_schedule` searches the schedule. It is no family."""
 ALIASES = {
     "interleaved1f1b": "looped",
     "loopedbfs": "looped-bfs",
@@ -51,7 +53,7 @@ _FOLDED = ("zbv", "dualpipev")
 
 
 def canonical_name(name: str) -> str:
-    """Return the name of `SCHEDULES` for a name in any case, of ours or of `ALIASES`.
+    """Return the name of `SCHEDULES`, or "auto", for a name in any case, of ours or of `ALIASES`.
 
     Raises:
         ValueError: the name is unknown; the message suggests the nearest.
@@ -61,7 +63,8 @@ def canonical_name(name: str) -> str:
     """
     lower = name.lower().removeprefix("schedule") if isinstance(name, str) else name
     known = ALIASES.get(lower, lower) if isinstance(lower, str) else lower
-    check_choice("schedule", known if known in SCHEDULES else name, SCHEDULES)
+    names = (*SCHEDULES, AUTO)
+    check_choice("schedule", known if known in names else name, names)
     return known
 
 

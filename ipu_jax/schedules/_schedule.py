@@ -13,8 +13,8 @@ says what phases a tick has (see `_timetable`). If a schedule has W, the backwar
 of a stage's input, for which another IPU waits, and W the gradients of its weights, for which nobody waits. So W fills
 ticks in which an IPU would otherwise be idle.
 
-`make_schedule` returns the named schedules (`_families`). A table of your own runs as well if it passes `_validate`.
-`Schedule.from_text` reads what a schedule prints, or a grid that you drew.
+`make_schedule` (`_make`) returns the named schedules (`_families`). A table of your own runs as well if it passes
+`_validate`. `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from typing import Any
 
 from ipu_jax._checks import as_int, check_count
 from ipu_jax._deprecated import renamed_method
-from ipu_jax.schedules._families import canonical_name, default_placement, rows_of, timetable
+from ipu_jax.schedules._families import rows_of
 from ipu_jax.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.schedules._text import draw, parse
 from ipu_jax.schedules._timetable import (
@@ -57,6 +57,7 @@ class Schedule(Timetable):
     Raises:
         ValueError: for the first violation; the message names the task, and says how to mend it.
 
+    >>> from ipu_jax.schedules import make_schedule
     >>> schedule = make_schedule("grouped", ipus=2, micro_batches=3)
     >>> print(schedule)
     grouped: 2 stages on 2 IPUs, 3 micro-batches, 5 ticks, bubble 25.0%
@@ -68,7 +69,7 @@ class Schedule(Timetable):
     """
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", _placement_of(self.placement))
+        object.__setattr__(self, "placement", placement_of(self.placement))
         object.__setattr__(self, "ipus", check_count("ipus", self.ipus))
         for name in ("forward", "backward", "weight"):
             rows = getattr(self, name)
@@ -167,6 +168,7 @@ class Schedule(Timetable):
             ValueError: a cost is not a finite number of at least 0, there are not as many costs as stages, or `weight`
                 is above `backward`.
 
+        >>> from ipu_jax.schedules import make_schedule
         >>> zbv = make_schedule("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
         >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
         (25.5, 0.0588, (8, 8, 8, 8))
@@ -243,6 +245,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         Raises:
             ValueError: the schedule has a concurrent stage, which torch does not know.
 
+        >>> from ipu_jax.schedules import make_schedule
         >>> print(make_schedule("zb-h1", ipus=2, micro_batches=1).to_torch_csv(), end="")
         0F0,0I0,0W0
         1F0,1I0,1W0
@@ -257,7 +260,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         return self.to_text()
 
 
-def _placement_of(placement: Any) -> Placement:
+def placement_of(placement: Any) -> Placement:
     if isinstance(placement, str) or not isinstance(placement, Iterable):
         raise ValueError(
             f"placement={placement!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)"
@@ -286,78 +289,3 @@ def _rows_of(schedule: str, name: str, rows: Any) -> Rows:
 
 
 _LETTERS: dict[str, Kind] = {"forward": "F", "backward": "B", "weight": "W"}
-
-
-def make_schedule(
-    name: str,
-    *,
-    micro_batches: int,
-    ipus: int | None = None,
-    placement: Placement | None = None,
-    rounds: int = 2,
-) -> Schedule:
-    """Return the schedule called `name`.
-
-    M may be any number: below, equal to or above the number of stages, and it need not be a multiple of it.
-
-    | name | what it does | stage s of S keeps at most |
-    |---|---|---|
-    | "sequential" | one stage at a time, the others idle (model sharding) | 1 |
-    | "grouped" | in a tick all IPUs do F, then all do B | 2(S-1-s)+1 |
-    | "interleaved" | in a tick an IPU does F or B; no message ever waits | S-s |
-    | "gpipe" | all F, then all B | M |
-    | "1f1b" | B as soon as it can be, F as early as the stash allows | S-s |
-    | "looped" | 1f1b over several rounds of stages: [0, 1, 0, 1] | of the order of S |
-    | "looped-bfs" | rounds; all F round after round, then all B | M |
-    | "looped-zb" | looped with B split, W where there were bubbles | of the order of S |
-    | "zb-h1" | 1f1b with B split, W where there were bubbles | S |
-    | "zbv" | B split, stages folded back: [0, 1, 1, 0] | S micro-batches of an IPU's share |
-    | "zb-wave" | zbv over any number of sweeps: [0, 1, 1, 0, 0, 1] | S micro-batches of an IPU's share |
-    | "dualpipev" | B split, folded, F of one stage beside B of the other | S+1 micro-batches of an IPU's share |
-
-    `_simulate` lists the bubbles and `_families` the sources. Schedules with several stages per IPU ("looped" to
-    "looped-zb", "zbv" to "dualpipev") are worthwhile if an IPU's share of the model can be divided into equal stages.
-
-    Names are not case-sensitive, and names of other libraries are understood: those of torch.distributed.pipelining
-    ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", also as
-    "ScheduleGPipe" and so on) and of JaxPP ("Std1F1B", "Eager1F1B").
-
-    Args:
-        name: one of the above.
-        micro_batches: M, at least 1.
-        ipus: IPUs of a replica. Without `placement` each of them has one local stage, or as many as the schedule needs:
-            two under "zbv" and "dualpipev", `rounds` under "zb-wave" and the looped ones.
-        placement: per stage its IPU, or None for a concurrent stage; concurrent stages may be anywhere.
-        rounds: how many stages "zb-wave" and the looped ones put on each IPU if `placement` is not given.
-
-    Returns:
-        A validated `Schedule`.
-
-    Raises:
-        ValueError: the name is unknown (the message suggests the nearest), a count is not an integer of at least 1,
-            there are no stages, a stage is on an IPU that does not exist, or the schedule cannot serve the placement.
-
-    >>> make_schedule("sequential", ipus=4, micro_batches=8).bubble()
-    0.75
-    >>> names = "1f1b", "looped", "zb-h1", "zbv"
-    >>> {name: round(make_schedule(name, ipus=4, micro_batches=8).bubble(), 3) for name in names}
-    {'1f1b': 0.273, 'looped': 0.158, 'zb-h1': 0.111, 'zbv': 0.059}
-    >>> [round(make_schedule("zb-wave", ipus=4, micro_batches=8, rounds=r).bubble(), 3) for r in (2, 4, 8)]
-    [0.059, 0.03, 0.015]
-    >>> schedule = make_schedule("Interleaved1F1B", ipus=2, micro_batches=3)
-    >>> schedule.name, schedule.placement
-    ('looped', (0, 1, 0, 1))
-    """
-    name = canonical_name(name)
-    micro_batches, rounds = check_count("micro_batches", micro_batches), check_count("rounds", rounds)
-    ipus = None if ipus is None else check_count("ipus", ipus)
-    if placement is None:
-        if ipus is None:
-            raise ValueError("give ipus=, placement=, or both")
-        placement = default_placement(name, ipus, rounds)
-    placement = _placement_of(placement)
-    if not placement:
-        raise ValueError("placement=() has no stages: give at least one")
-    if ipus is None:
-        ipus = 1 + max((ipu for ipu in placement if ipu is not None), default=0)
-    return Schedule(**vars(timetable(name, placement, ipus, micro_batches)))

@@ -106,7 +106,7 @@ def test_an_accumulation_that_is_no_count(value):
     ],
 )
 def test_an_unknown_schedule(name, hint):
-    with refused(f"schedule={name!r} is unknown: {hint}Choose one of {', '.join(map(repr, SCHEDULES))}"):
+    with refused(f"schedule={name!r} is unknown: {hint}Choose one of {', '.join(map(repr, (*SCHEDULES, 'auto')))}"):
         two_stages(schedule=name)
 
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
 from ipu_jax.schedules._validate import validate
 
+NAMES = ", ".join(map(repr, (*SCHEDULES, "auto")))
+
 
 def table(*rows: str) -> tuple[tuple[int, ...], ...]:
     """Return `((0, 1), (1, 3))` for `table("01", "13")`: a row for each stage, a digit for each micro-batch."""
@@ -406,9 +408,9 @@ def test_a_stretched_schedule_is_accepted_where_micro_batches_dont_meet(tables, 
     [
         (
             {"name": "groupd"},
-            f"schedule='groupd' is unknown: did you mean 'grouped'? Choose one of {', '.join(map(repr, SCHEDULES))}",
+            f"schedule='groupd' is unknown: did you mean 'grouped'? Choose one of {NAMES}",
         ),
-        ({"name": "?"}, f"schedule='?' is unknown: Choose one of {', '.join(map(repr, SCHEDULES))}"),
+        ({"name": "?"}, f"schedule='?' is unknown: Choose one of {NAMES}"),
         ({"micro_batches": 0}, "micro_batches=0 is not a count: give an int of at least 1"),
         ({"micro_batches": 2.5}, "micro_batches=2.5 is not a count: give an int of at least 1"),
         ({"ipus": 0}, "ipus=0 is not a count: give an int of at least 1"),

@@ -14,7 +14,7 @@ from ipu_jax.analysis.balance import balance_layers, measure_costs
 from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
 from support.harness import exactly
 
-CHOICES = ", ".join(map(repr, SCHEDULES))
+CHOICES = ", ".join(map(repr, (*SCHEDULES, "auto")))
 ROWS = (((0, 1), (1, 2)), ((2, 3), (1, 2)))  # of two stages on two IPUs, two micro-batches, two-phase
 
 

@@ -440,7 +440,7 @@ def test_placements_that_looped_serves(placement):
         (
             {"name": "zb-h2"},
             "schedule='zb-h2' is unknown: did you mean 'zb-h1'? Choose one of 'sequential', 'grouped', 'interleaved', "
-            "'gpipe', '1f1b', 'looped', 'looped-bfs', 'looped-zb', 'zb-h1', 'zbv', 'zb-wave', 'dualpipev'",
+            "'gpipe', '1f1b', 'looped', 'looped-bfs', 'looped-zb', 'zb-h1', 'zbv', 'zb-wave', 'dualpipev', 'auto'",
         ),
         ({"name": "looped", "rounds": 0}, "rounds=0 is not a count: give an int of at least 1"),
         ({"name": "zbv", "ipus": None}, "give ipus=, placement=, or both"),

@@ -1,0 +1,190 @@
+"""Improve a table of ticks in which all IPUs wait for each other at the end of each tick, by simulated annealing.
+
+A tick then lasts as long as its longest task, and the step takes the sum over all ticks. So what matters is which tasks
+share a tick, rather than when an IPU is idle. A move takes one task to another tick of its IPU, or swaps it with the
+task there, if the inputs of both, and the micro-batches that a segment may hold, allow it. Only two ticks change, so
+that a move costs no more than a look at the tasks of two ticks.
+
+Concurrent stages take the same time in any table, since all IPUs run them together in phases of their own.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+
+from ipu_jax.schedules._costs import Work
+from ipu_jax.schedules._rules import Local
+from ipu_jax.schedules._timetable import Kind
+
+Ticks = dict[Local, int]
+
+
+def spread(classes: Iterable[tuple[tuple[int, ...], Local]], work: Work) -> Ticks:
+    """Return ticks in which an IPU does one task each, for tasks in classes of tasks that run side by side.
+
+    Classes follow one another in the order of their keys. An IPU with several tasks in one class does them in their
+    order in consecutive ticks.
+    """
+    ticks: Ticks = {}
+    begin = 0
+    for _, members in itertools.groupby(sorted(classes), key=lambda member: member[0]):
+        used: dict[int, int] = {}
+        for _, task in members:
+            ipu = work.line.places[task[0]]
+            ticks[task] = begin + used.get(ipu, 0)
+            used[ipu] = used.get(ipu, 0) + 1
+        begin += max(used.values())
+    return ticks
+
+
+def lockstep_cost(ticks: Ticks, work: Work) -> float:
+    """Return the sum over all ticks of their longest tasks: the makespan without transfers and concurrent stages."""
+    costs = {"F": work.forward, "B": work.backward, "W": work.weight}
+    longest: dict[int, float] = {}
+    for (i, kind, _), tick in ticks.items():
+        longest[tick] = max(longest.get(tick, 0.0), costs[kind][i])
+    total = 0.0
+    for tick in sorted(longest):
+        total += longest[tick]
+    return total
+
+
+def depths_of(ticks: Ticks, work: Work) -> tuple[list[int], list[int]]:
+    """Return, per segment, how many micro-batches it holds from F until its last use, and from B until W (or 0)."""
+    return (
+        [_depth(ticks, work, i, "F", "W" if work.split else "B") for i in range(len(work.line))],
+        [_depth(ticks, work, i, "B", "W") if work.split else 0 for i in range(len(work.line))],
+    )
+
+
+def _depth(ticks: Ticks, work: Work, i: int, first: Kind, last: Kind) -> int:
+    count = work.line.micro_batches
+    ends = [ticks[i, last, m] for m in range(count)]
+    depth = done = 0
+    for m in range(count):
+        while ends[done] < ticks[i, first, m]:
+            done += 1
+        depth = max(depth, m + 1 - done)
+    return depth
+
+
+def anneal(
+    ticks: Ticks,
+    work: Work,
+    depths: Sequence[int],
+    residual_depths: Sequence[int],
+    *,
+    steps: int,
+    heat: float,
+    rng: random.Random,
+) -> Ticks:
+    """Return the best table found in `steps` moves from a table.
+
+    Args:
+        ticks: the tick of each task. Every segment does its micro-batches in order.
+        work: the costs of the tasks.
+        depths, residual_depths: per segment, the micro-batches that it may hold, at least as many as it does now.
+        steps: the number of moves to try.
+        heat: how much worse a move may make the table at first, as a share of a task's mean cost. It falls to 0.
+        rng: the only source of chance. Only `random` is called, which gives the same numbers in every Python.
+    """
+    return _Table(ticks, work, depths, residual_depths).anneal(steps, heat, rng)
+
+
+class _Table:
+    """Tasks are numbered, and so are IPUs; `cells[tick][ipu]` is a task's number or -1, and `lengths` its cost."""
+
+    def __init__(self, ticks: Ticks, work: Work, depths: Sequence[int], residual_depths: Sequence[int]):
+        line = work.line
+        self.tasks = sorted(ticks)
+        number = {task: x for x, task in enumerate(self.tasks)}
+        ipus = {ipu: k for k, ipu in enumerate(line.on)}
+        costs = {"F": work.forward, "B": work.backward, "W": work.weight}
+        self.ipu = [ipus[line.places[i]] for i, _, _ in self.tasks]
+        self.cost = [costs[kind][i] for i, kind, _ in self.tasks]
+        # every other tick is empty, to make room for groups of tasks that no tick has yet
+        self.at = [2 * ticks[task] for task in self.tasks]
+        self.count = 2 + max(self.at)
+        self.cells = [[-1] * len(ipus) for _ in range(self.count)]
+        self.lengths = [[0.0] * len(ipus) for _ in range(self.count)]
+        for x, tick in enumerate(self.at):
+            assert self.cells[tick][self.ipu[x]] < 0, f"{self.tasks[x]} has a tick of its own on its IPU"
+            self.cells[tick][self.ipu[x]] = x
+            self.lengths[tick][self.ipu[x]] = self.cost[x]
+        self.before: list[list[int]] = [[] for _ in self.tasks]
+        self.after: list[list[int]] = [[] for _ in self.tasks]
+        last: Kind = "W" if work.split else "B"
+        for x, (i, kind, m) in enumerate(self.tasks):
+            needs = line.inputs((i, kind, m))
+            if m > 0:
+                needs.append((i, kind, m - 1))
+            if kind == "F" and m >= depths[i]:
+                needs.append((i, last, m - depths[i]))
+            if kind == "B" and work.split and m >= residual_depths[i]:
+                needs.append((i, "W", m - residual_depths[i]))
+            for need in needs:
+                self.before[x].append(number[need])
+                self.after[number[need]].append(x)
+                assert self.at[number[need]] < self.at[x], f"{need} is before {self.tasks[x]}"
+
+    def anneal(self, steps: int, heat: float, rng: random.Random) -> Ticks:
+        at, ipu, cost, cells, lengths = self.at, self.ipu, self.cost, self.cells, self.lengths
+        longest = [max(row) for row in lengths]
+        mean = sum_in_order(cost) / len(cost)
+        reach = 4 * len(cells[0]) + 4
+        dice = rng.random
+        for step in range(steps):
+            # the threshold is the product of the heat left and of chance: no exp, whose last digit may differ
+            left = 1.0 - step / steps
+            x = int(dice() * len(at))
+            t, k = at[x], ipu[x]
+            low, high = t - reach, t + reach
+            low = max(low, 0)
+            high = min(high, self.count - 1)
+            for y in self.before[x]:
+                if at[y] >= low:
+                    low = at[y] + 1
+            for y in self.after[x]:
+                if at[y] <= high:
+                    high = at[y] - 1
+            if low >= high:
+                continue
+            u = low + int(dice() * (high - low + 1))
+            if u == t:
+                continue
+            other = cells[u][k]
+            if other >= 0 and not self._may_move(other, t, x):
+                continue
+            row_t, row_u = lengths[t], lengths[u]
+            mine, its = cost[x], cost[other] if other >= 0 else 0.0
+            row_t[k], row_u[k] = its, mine
+            new_t, new_u = max(row_t), max(row_u)
+            change = new_t + new_u - longest[t] - longest[u]
+            if change > 1e-12 and change > heat * mean * left * left * dice():
+                row_t[k], row_u[k] = mine, its
+                continue
+            cells[t][k], cells[u][k] = other, x
+            at[x] = u
+            if other >= 0:
+                at[other] = t
+            longest[t], longest[u] = new_t, new_u
+        return self._ticks(at)
+
+    def _may_move(self, x: int, tick: int, partner: int) -> bool:
+        at = self.at
+        return all(y != partner and at[y] < tick for y in self.before[x]) and all(
+            y != partner and at[y] > tick for y in self.after[x]
+        )
+
+    def _ticks(self, at: Sequence[int]) -> Ticks:
+        """Return the ticks of all tasks, without the empty ones."""
+        kept = {tick: n for n, tick in enumerate(sorted(set(at)))}
+        return {task: kept[tick] for task, tick in zip(self.tasks, at, strict=True)}
+
+
+def sum_in_order(numbers: Sequence[float]) -> float:
+    """Return a sum that every version of Python rounds alike: `sum` does not."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total

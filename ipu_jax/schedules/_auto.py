@@ -1,0 +1,313 @@
+"""Search the schedule that takes the least time at given costs of stages, and within a limit of bytes.
+
+The candidates are all families that can serve the placement, and tables that are made for these costs:
+
+    free running   the orders of the list scheduler (`_list_scheduler`) under the policies of `_policies`, with B split
+                   from W and without
+    lockstep       tables of families and of the list scheduler, improved by annealing (`_annealing`)
+
+`Schedule.simulate` judges each of them. So no family that fits is better than the one that is found.
+
+Source: Qi et al. 2023, arXiv:2401.10241, section 5.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+from ipu_jax._checks import as_int, check_bool, check_cost, check_count
+from ipu_jax.schedules._annealing import Ticks, anneal, depths_of, lockstep_cost, spread
+from ipu_jax.schedules._costs import StageCosts, Work, lower_bound
+from ipu_jax.schedules._families import SCHEDULES, rows_of, timetable
+from ipu_jax.schedules._list_scheduler import FIRSTS, Policy, earliest_ticks, list_schedule
+from ipu_jax.schedules._policies import ROUNDING, allot, fits, search, wanted
+from ipu_jax.schedules._rules import Local
+from ipu_jax.schedules._schedule import Schedule, placement_of
+from ipu_jax.schedules._timetable import Placement
+
+_TASKS = 600_000  # that the list scheduler may place, in about two seconds, for each of the two in the next line
+_TRIES = 200  # policies, and variations of the best one
+_ROUNDS = ((10, 5), (50, 2), (150, 1))  # of annealing: moves per task, and how many tables are improved
+_MOVES = 400  # of annealing, at least, per move per task of a round
+_HEAT = 0.1  # 0.02 to 0.3 are as good; from 1 on the table that a search starts from is lost
+_KEPT = 2  # tables of which `Schedule.simulate` chooses
+
+Limits = tuple[float, ...]
+Depths = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A schedule that a search considered.
+
+    Attributes:
+        name: the family's name, or "auto" for the best table made for these costs.
+        makespan, bubble: as in `Simulation`.
+        stash_bytes: per IPU, the bytes of its stages' stash and weight residuals.
+        fits: whether these are within the limit.
+        schedule: the schedule itself.
+    """
+
+    name: str
+    makespan: float
+    bubble: float
+    stash_bytes: tuple[float, ...]
+    fits: bool
+    schedule: Schedule = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundSchedule:
+    """The result of `find_schedule`. Prints as a table of what was chosen and what the others would cost.
+
+    Attributes:
+        schedule: the schedule chosen. Its name is a family's, or "auto" if the table was made for these costs.
+        makespan: its time per step, in the unit of the costs.
+        bound: a time that no schedule of this placement can be below.
+        candidates: all that were considered, the best first; those that do not fit at the end.
+        stash_limit: per IPU, the bytes that it may hold, or None.
+        lockstep: whether IPUs wait for each other at the end of each phase.
+    """
+
+    schedule: Schedule
+    makespan: float
+    bound: float
+    candidates: tuple[Candidate, ...]
+    stash_limit: tuple[float, ...] | None
+    lockstep: bool
+
+    def __str__(self) -> str:
+        clock = "lockstep" if self.lockstep else "free running"
+        ratio = f"{self.makespan / self.bound:.3f} x the lower bound {self.bound:.6g}" if self.bound else "no work"
+        lines = [("schedule", "makespan", "/ chosen", "bubble", "bytes per IPU", "")]
+        for candidate in self.candidates:
+            over = f"{candidate.makespan / self.makespan:.3f}" if self.makespan else "1.000"
+            least = f"{max(candidate.stash_bytes):.6g}"
+            note = "<- chosen" if candidate.schedule is self.schedule else self._excess(candidate)
+            lines.append((candidate.name, f"{candidate.makespan:.6g}", over, f"{candidate.bubble:.1%}", least, note))
+        widths = [max(len(line[column]) for line in lines) for column in range(6)]
+        rows = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return "\n".join([f"{self.schedule.name}: makespan {self.makespan:.6g} ({clock}), {ratio}", *rows])
+
+    def _excess(self, candidate: Candidate) -> str:
+        """Return by how much a candidate does not fit, at the IPU that lacks the most."""
+        if candidate.fits or self.stash_limit is None:
+            return ""
+        held = candidate.stash_bytes
+        ipu = max(range(len(held)), key=lambda k: held[k] - self.stash_limit[k])  # pyright: ignore[reportOptionalSubscript]
+        return f"does not fit: IPU {ipu} needs {held[ipu]:.6g}, the limit is {self.stash_limit[ipu]:.6g}"
+
+
+def find_schedule(
+    costs: StageCosts,
+    *,
+    placement: Placement,
+    micro_batches: int,
+    ipus: int | None = None,
+    transfer: float = 0.0,
+    lockstep: bool = False,
+    stash_limit: Any = None,
+    seed: int = 0,
+) -> FoundSchedule:
+    """Search the schedule that takes the least time at these costs.
+
+    The placement stays as it is. The same arguments give the same schedule in every process and every Python. Of
+    schedules that take the same time (within 1e-9) the one whose fullest IPU holds the fewest bytes is chosen, and of
+    those a family rather than a table of its own.
+
+    Args:
+        costs: the costs of the stages, and their bytes if `stash_limit` is given.
+        placement: per stage its IPU, or None for a concurrent stage.
+        micro_batches: M, at least 1.
+        ipus: IPUs of a replica. Default: those that the placement names.
+        transfer: the time that a message takes, as in `Schedule.simulate`.
+        lockstep: whether IPUs wait for each other at the end of each phase, as the engine's do, or run freely.
+        stash_limit: the bytes that the stash and the weight residuals of an IPU's stages may take: a number, or one per
+            IPU. They are the sum over its stages of the largest number of micro-batches that the stage holds at once,
+            times its bytes; the engine keeps a ring of that size. Messages that wait are not counted.
+        seed: of the search. Another one may find a table a little better or worse.
+
+    Returns:
+        A `FoundSchedule`: the schedule, its makespan, a lower bound, and all candidates.
+
+    Raises:
+        ValueError: an argument is outside its rule, there are not as many costs as stages, or no schedule fits.
+
+    >>> costs = StageCosts([1, 1, 1, 2], [1, 1, 1, 2], [1, 1, 1, 2], stash=[1, 1, 1, 2])
+    >>> found = find_schedule(costs, placement=(0, 1, 2, 3), micro_batches=8, stash_limit=4)
+    >>> found.schedule.name, found.makespan, found.bound
+    ('auto', 51.0, 51.0)
+    >>> print(found)
+    auto: makespan 51 (free running), 1.000 x the lower bound 51
+    schedule     makespan  / chosen  bubble  bytes per IPU
+    auto         51        1.000     41.2%   4              <- chosen
+    interleaved  57        1.118     47.4%   4
+    1f1b         57        1.118     47.4%   4
+    sequential   120       2.353     75.0%   2
+    zb-h1        51        1.000     41.2%   8              does not fit: IPU 3 needs 8, the limit is 4
+    ...
+    """
+    if not isinstance(costs, StageCosts):
+        raise ValueError(f"costs={costs!r} are no costs: give StageCosts(forward=, backward=, weight=)")
+    placement, micro_batches = placement_of(placement), check_count("micro_batches", micro_batches)
+    if len(costs) != len(placement):
+        raise ValueError(f"costs are of {len(costs)} stages, and placement has {len(placement)}: give costs per stage")
+    ipus = 1 + max((k for k in placement if k is not None), default=0) if ipus is None else check_count("ipus", ipus)
+    transfer, lockstep = check_cost("transfer", transfer), check_bool("lockstep", lockstep)
+    if as_int(seed) is None:
+        raise ValueError(f"seed={seed!r} is not a seed: give an int")
+    limits = _limits(stash_limit, ipus)
+    judge = _Judge(costs, transfer, lockstep, limits)
+    families = [judge(schedule) for schedule in _families(placement, ipus, micro_batches)]
+    if not any(candidate.fits for candidate in families):
+        _refuse(stash_limit, families)
+    works = [Work(costs, placement, micro_batches, ipus, split=split) for split in (True, False)]
+    made: list[Candidate] = []
+    for work in works:
+        best = _ranked([*families, *made])[0].makespan
+        if not len(work.line) or (not work.split and lower_bound(work, transfer) >= best):
+            continue  # concurrent stages take the same time in any order, and B that is not split takes too long
+        rng = random.Random(int(seed))
+        if lockstep:
+            tables = _lockstep_tables(work, limits, families, rng)
+        else:
+            tables = _free_tables(work, limits, transfer, rng)
+        made += [judge(_schedule_of(work, ticks)) for ticks in tables]
+    candidates = _ranked([*families, *_ranked(made)[:1]])
+    return FoundSchedule(
+        schedule=candidates[0].schedule,
+        makespan=candidates[0].makespan,
+        bound=min(lower_bound(work, transfer) for work in works),
+        candidates=tuple(candidates),
+        stash_limit=None if stash_limit is None else limits,
+        lockstep=lockstep,
+    )
+
+
+def _limits(stash_limit: Any, ipus: int) -> tuple[float, ...]:
+    if stash_limit is None:
+        return (math.inf,) * ipus
+    if not isinstance(stash_limit, Iterable) or isinstance(stash_limit, (str, bytes)):
+        return (check_cost("stash_limit", stash_limit, "size"),) * ipus
+    limits = tuple(check_cost(f"stash_limit[{k}]", limit, "size") for k, limit in enumerate(stash_limit))
+    if len(limits) != ipus:
+        raise ValueError(f"stash_limit has {len(limits)} sizes for {ipus} IPUs: give a number, or one for each IPU")
+    return limits
+
+
+def _refuse(stash_limit: Any, families: list[Candidate]) -> NoReturn:
+    least = families[0].stash_bytes  # "sequential" holds one micro-batch per stage, and no schedule holds less
+    raise ValueError(
+        f"stash_limit={stash_limit!r} is too low for any schedule: 'sequential', which holds the least, holds "
+        f"{', '.join(f'{held:.6g}' for held in least)} bytes on IPUs 0 to {len(least) - 1}: give at least that, or "
+        "place fewer stages on the fullest IPU"
+    )
+
+
+def _ranked(candidates: list[Candidate]) -> list[Candidate]:
+    """Return candidates, the best first: those that fit, and of equal ones that which holds the fewest bytes."""
+    best = min((candidate.makespan for candidate in candidates if candidate.fits), default=0.0)
+
+    def rank(candidate: Candidate) -> tuple[Any, ...]:
+        equal = candidate.makespan <= best * (1 + ROUNDING)
+        held = max(candidate.stash_bytes), math.fsum(candidate.stash_bytes)
+        return not candidate.fits, best if equal else candidate.makespan, *held, candidate.name == "auto"
+
+    return sorted(candidates, key=rank)
+
+
+class _Judge:
+    """Simulates schedules, and says whether they fit."""
+
+    def __init__(self, costs: StageCosts, transfer: float, lockstep: bool, limits: tuple[float, ...]):
+        self._costs, self._transfer, self._lockstep, self._limits = costs, transfer, lockstep, limits
+
+    def __call__(self, schedule: Schedule) -> Candidate:
+        run = self._costs.simulate(schedule, self._transfer, lockstep=self._lockstep)
+        held = self._costs.stash_bytes(schedule)
+        return Candidate(schedule.name, run.makespan, run.bubble, held, fits(held, self._limits), schedule)
+
+
+def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[Schedule]:
+    """Yield the schedule of every family that can serve the placement. The first two can serve any."""
+    for name in SCHEDULES:
+        try:
+            table = timetable(name, placement, ipus, micro_batches)
+        except ValueError:
+            continue
+        yield Schedule(**vars(table))
+
+
+def _schedule_of(work: Work, ticks: Ticks) -> Schedule:
+    line = work.line
+    weight = rows_of(line, ticks, "W") if work.split else None
+    tables = rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight
+    return Schedule("auto", line.placement, work.ipus, *tables, "one-phase")
+
+
+def _free_tables(work: Work, limits: Limits, transfer: float, rng: random.Random) -> list[Ticks]:
+    """Return the tables of the list scheduler's best runs.
+
+    Some orders that take no notice of concurrent stages are tried as well: they can be better with them, too.
+    """
+    ways = [work]
+    if work.has_head or any(work.joint):
+        ways.append(work.without_concurrent())
+    tries = max(10, min(_TRIES, _TASKS // work.tasks) // len(ways))
+    tables: list[Ticks] = []
+    for way in ways:
+        runs = search(way, limits, transfer, lower_bound(way, transfer), tries=tries, rng=rng)
+        tables += [earliest_ticks(run.order, way) for run in runs[:_KEPT]]
+    return tables
+
+
+def _lockstep_tables(work: Work, limits: Limits, families: list[Candidate], rng: random.Random) -> list[Ticks]:
+    """Return the best tables that annealing finds: a little from many seeds, then more from the best of them."""
+    work = work.without_concurrent()
+    seeds: list[tuple[float, Ticks, Depths]] = []
+    for ticks in _seeds(work, limits, families):
+        depths = allot(work, [work.line.micro_batches] * len(work.line), limits, least=depths_of(ticks, work))
+        if depths is not None:
+            seeds.append((lockstep_cost(ticks, work), ticks, depths))
+    for moves, kept in _ROUNDS:
+        seeds.sort(key=lambda seed: seed[0])  # stable, and so the same everywhere
+        better: list[tuple[float, Ticks, Depths]] = []
+        for _, ticks, depths in seeds[:kept]:
+            ticks = anneal(ticks, work, *depths, steps=moves * max(_MOVES, work.tasks), heat=_HEAT, rng=rng)
+            better.append((lockstep_cost(ticks, work), ticks, depths))
+        seeds = [*better, *seeds]
+    seeds.sort(key=lambda seed: seed[0])
+    return [ticks for _, ticks, _ in seeds[:_KEPT]]
+
+
+def _seeds(work: Work, limits: Limits, families: list[Candidate]) -> Iterator[Ticks]:
+    """Yield tables to improve: of the families, and of the list scheduler at equal costs and at the real ones."""
+    for family in families:
+        if family.schedule.weight is None or work.split:
+            yield spread(_classes(family.schedule, work), work)
+    equal = work.with_equal_costs()
+    for scale in (1.0, 1.6, math.inf):
+        depths = allot(work, wanted(work, scale), limits)
+        if depths is not None:
+            for first, costs in itertools.product(FIRSTS, (equal, work)):
+                order, _ = list_schedule(costs, Policy((first,) * len(work.line), *depths), 0.0)
+                yield earliest_ticks(order, work)
+
+
+def _classes(schedule: Schedule, work: Work) -> Iterator[tuple[tuple[int, ...], Local]]:
+    """Yield the tasks of a schedule, each with the tick, and the turn within the tick, in which it runs.
+
+    A W that the schedule has not comes right after its B.
+    """
+    two_phase = schedule.clock == "two-phase"
+    local = [stages[0] for stages in schedule.segments if schedule.placement[stages[0]] is not None]
+    for i, stage in enumerate(local):
+        for m in range(schedule.micro_batches):
+            back = schedule.backward[stage][m]
+            yield (schedule.forward[stage][m], 0, i if two_phase else 0), (i, "F", m)
+            yield (back, 1, -i if two_phase else 0) if two_phase else (back, 0, 0), (i, "B", m)
+            if work.split:
+                yield (back, 2, 0) if schedule.weight is None else (schedule.weight[stage][m], 0, 0), (i, "W", m)
