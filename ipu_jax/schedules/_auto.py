@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from ipu_jax._checks import as_int, check_bool, check_cost, check_count
@@ -30,9 +30,10 @@ from ipu_jax.schedules._timetable import Placement
 
 _TASKS = 600_000  # that the list scheduler may place, in about two seconds, for each of the two in the next line
 _TRIES = 200  # policies, and variations of the best one
-_ROUNDS = ((10, 5), (50, 2), (150, 1))  # of annealing: moves per task, and how many tables are improved
+# Rounds of annealing: moves per task, how many of the best tables are improved, and the heat. Tables of few tasks need
+# a hot round to find the optimum; those of many are lost by it, but a round never replaces the tables that it is given.
+_ROUNDS = ((10, 5, 0.1), (40, 2, 0.1), (40, 1, 1.0), (40, 1, 0.3), (120, 1, 0.1))
 _MOVES = 400  # of annealing, at least, per move per task of a round
-_HEAT = 0.1  # 0.02 to 0.3 are as good; from 1 on the table that a search starts from is lost
 _KEPT = 2  # tables of which `Schedule.simulate` chooses
 
 Limits = tuple[float, ...]
@@ -94,11 +95,11 @@ class FoundSchedule:
 
     def _excess(self, candidate: Candidate) -> str:
         """Return by how much a candidate does not fit, at the IPU that lacks the most."""
-        if candidate.fits or self.stash_limit is None:
+        held, limits = candidate.stash_bytes, self.stash_limit
+        if candidate.fits or limits is None:
             return ""
-        held = candidate.stash_bytes
-        ipu = max(range(len(held)), key=lambda k: held[k] - self.stash_limit[k])  # pyright: ignore[reportOptionalSubscript]
-        return f"does not fit: IPU {ipu} needs {held[ipu]:.6g}, the limit is {self.stash_limit[ipu]:.6g}"
+        ipu = max(range(len(held)), key=lambda k: held[k] - limits[k])
+        return f"does not fit: IPU {ipu} needs {held[ipu]:.6g}, the limit is {limits[ipu]:.6g}"
 
 
 def find_schedule(
@@ -109,7 +110,7 @@ def find_schedule(
     ipus: int | None = None,
     transfer: float = 0.0,
     lockstep: bool = False,
-    stash_limit: Any = None,
+    stash_limit: float | Sequence[float] | None = None,
     seed: int = 0,
 ) -> FoundSchedule:
     """Search the schedule that takes the least time at these costs.
@@ -175,7 +176,7 @@ def find_schedule(
             tables = _lockstep_tables(work, limits, families, rng)
         else:
             tables = _free_tables(work, limits, transfer, rng)
-        made += [judge(_schedule_of(work, ticks)) for ticks in tables]
+        made += [judge(schedule_of(work, ticks)) for ticks in tables]
     candidates = _ranked([*families, *_ranked(made)[:1]])
     return FoundSchedule(
         schedule=candidates[0].schedule,
@@ -241,7 +242,7 @@ def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[S
         yield Schedule(**vars(table))
 
 
-def _schedule_of(work: Work, ticks: Ticks) -> Schedule:
+def schedule_of(work: Work, ticks: Ticks) -> Schedule:
     line = work.line
     weight = rows_of(line, ticks, "W") if work.split else None
     tables = rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight
@@ -272,11 +273,11 @@ def _lockstep_tables(work: Work, limits: Limits, families: list[Candidate], rng:
         depths = allot(work, [work.line.micro_batches] * len(work.line), limits, least=depths_of(ticks, work))
         if depths is not None:
             seeds.append((lockstep_cost(ticks, work), ticks, depths))
-    for moves, kept in _ROUNDS:
+    for moves, kept, heat in _ROUNDS:
         seeds.sort(key=lambda seed: seed[0])  # stable, and so the same everywhere
         better: list[tuple[float, Ticks, Depths]] = []
         for _, ticks, depths in seeds[:kept]:
-            ticks = anneal(ticks, work, *depths, steps=moves * max(_MOVES, work.tasks), heat=_HEAT, rng=rng)
+            ticks = anneal(ticks, work, *depths, steps=moves * max(_MOVES, work.tasks), heat=heat, rng=rng)
             better.append((lockstep_cost(ticks, work), ticks, depths))
         seeds = [*better, *seeds]
     seeds.sort(key=lambda seed: seed[0])

@@ -1,5 +1,6 @@
 """Test that every schedule family, run by the engine, gives the unsharded program's loss and gradients."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh, verify
 from ipu_jax.engine import _hooks
-from ipu_jax.schedules import SCHEDULES, make_schedule
+from ipu_jax.schedules import SCHEDULES, StageCosts, find_schedule, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 CLASSES = 7
@@ -114,6 +115,29 @@ def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
 @pytest.mark.parametrize("name", ["grouped", "zb-h1"])
 def test_recompute_changes_no_number(name, recompute):
     assert_equals_the_unsharded_program(name, 2, 3, concurrent_head=False, recompute=recompute)
+
+
+@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
+def test_a_table_made_for_the_costs_of_unlike_stages(lockstep):
+    """Four layers there and back over two IPUs, and a concurrent head: the first layer costs 14 times the third."""
+    placement, widths = (0, 1, 1, 0, None), (12, 35, 5, 6, 35)
+    forward = [rows * columns for rows, columns in itertools.pairwise(widths)] + [widths[-1] * CLASSES]
+    costs = StageCosts(forward, forward, forward, stash=[*widths[:-1], 0])
+    found = find_schedule(costs, placement=placement, micro_batches=5, stash_limit=70, lockstep=lockstep)
+    assert found.schedule.name == "auto"
+    assert found.schedule.weight is not None
+    stages = [Stage(layer, params=f"layer{i}", ipu=ipu) for i, ipu in enumerate(placement[:-1])]
+    stages.append(Stage(head, params="head", ipu=ALL_IPUS, reference=dense_head))
+    params = {f"layer{i}": weights(*size, i) for i, size in enumerate(itertools.pairwise(widths))}
+    params["head"] = weights(widths[-1], CLASSES, 99)
+    specs = {"head": {"w": PartitionSpec(None, "ipu"), "b": PartitionSpec("ipu")}}
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), schedule=found.schedule, gradient_accumulation=5, specs=specs)
+    rng = np.random.default_rng(5)
+    batch = {
+        "x": rng.normal(size=(5, 5, 12)).astype(np.float32),
+        "y": rng.integers(0, CLASSES, (5, 5)).astype(np.int32),
+    }
+    verify(pipeline, pipeline.shard(params), batch)
 
 
 def test_a_backward_in_reverse_from_torchs_csv():
