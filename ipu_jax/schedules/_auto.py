@@ -30,9 +30,12 @@ from ipu_jax.schedules._timetable import Placement
 
 _TASKS = 600_000  # that the list scheduler may place, in about two seconds, for each of the two in the next line
 _TRIES = 200  # policies, and variations of the best one
-# Rounds of annealing: moves per task, how many of the best tables are improved, and the heat. Tables of few tasks need
-# a hot round to find the optimum; those of many are lost by it, but a round never replaces the tables that it is given.
-_ROUNDS = ((10, 5, 0.1), (40, 2, 0.1), (40, 1, 1.0), (40, 1, 0.3), (120, 1, 0.1))
+# Rounds of annealing: moves per task, how many of the best tables are improved, the heat, and when to give up: if the
+# best table is this many times as long as the best schedule so far. A round keeps the tables that it is given, too.
+_ROUNDS = ((10, 5, 0.1, 1.3), (40, 2, 0.1, 1.1), (120, 1, 0.1, 1.05))
+# Tables of few tasks need hot rounds to find the optimum, and tables of many lose their form in them.
+_HOT_ROUNDS = (*_ROUNDS[:2], (40, 1, 1.0, 1.1), (40, 1, 0.3, 1.1), *_ROUNDS[2:])
+_FEW = 1000
 _MOVES = 400  # of annealing, at least, per move per task of a round
 _KEPT = 2  # tables of which `Schedule.simulate` chooses
 
@@ -173,7 +176,7 @@ def find_schedule(
             continue  # concurrent stages take the same time in any order, and B that is not split takes too long
         rng = random.Random(int(seed))
         if lockstep:
-            tables = _lockstep_tables(work, limits, families, rng)
+            tables = _lockstep_tables(work, limits, families, best, rng)
         else:
             tables = _free_tables(work, limits, transfer, rng)
         made += [judge(schedule_of(work, ticks)) for ticks in tables]
@@ -265,22 +268,28 @@ def _free_tables(work: Work, limits: Limits, transfer: float, rng: random.Random
     return tables
 
 
-def _lockstep_tables(work: Work, limits: Limits, families: list[Candidate], rng: random.Random) -> list[Ticks]:
-    """Return the best tables that annealing finds: a little from many seeds, then more from the best of them."""
+def _lockstep_tables(
+    work: Work, limits: Limits, families: list[Candidate], best: float, rng: random.Random
+) -> list[Ticks]:
+    """Return the best tables that annealing finds: a little from many seeds, then more from the best of them.
+
+    There are none if `best`, a makespan found before, is out of reach.
+    """
     work = work.without_concurrent()
     seeds: list[tuple[float, Ticks, Depths]] = []
     for ticks in _seeds(work, limits, families):
         depths = allot(work, [work.line.micro_batches] * len(work.line), limits, least=depths_of(ticks, work))
         if depths is not None:
             seeds.append((lockstep_cost(ticks, work), ticks, depths))
-    for moves, kept, heat in _ROUNDS:
-        seeds.sort(key=lambda seed: seed[0])  # stable, and so the same everywhere
+    seeds.sort(key=lambda seed: seed[0])
+    for moves, kept, heat, hopeless in _HOT_ROUNDS if work.tasks <= _FEW else _ROUNDS:
+        if not seeds or seeds[0][0] > hopeless * best:
+            return []
         better: list[tuple[float, Ticks, Depths]] = []
         for _, ticks, depths in seeds[:kept]:
             ticks = anneal(ticks, work, *depths, steps=moves * max(_MOVES, work.tasks), heat=heat, rng=rng)
             better.append((lockstep_cost(ticks, work), ticks, depths))
-        seeds = [*better, *seeds]
-    seeds.sort(key=lambda seed: seed[0])
+        seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # stable, and so the same everywhere
     return [ticks for _, ticks, _ in seeds[:_KEPT]]
 
 
