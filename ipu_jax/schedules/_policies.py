@@ -172,7 +172,7 @@ def _varied(run: Run, limits: Limits, rng: random.Random) -> Policy | None:
         return dataclasses.replace(policy, first=tuple(first if i in mine else policy.first[i] for i in range(n)))
     if what < 0.5:
         patience = dice() if work.split else 0.0
-        return dataclasses.replace(policy, patience=patience, eager=dice() if work.joint or work.has_head else 1.0)
+        return dataclasses.replace(policy, patience=patience, eager=dice())  # without concurrent stages all are eager
     depths = list(policy.depths)
     for _ in range(1 + int(2 * dice())):
         i = int(dice() * n)
