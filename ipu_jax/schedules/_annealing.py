@@ -9,6 +9,7 @@ Concurrent stages take the same time in any table, since all IPUs run them toget
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Sequence
 
@@ -19,17 +20,19 @@ from ipu_jax.schedules._timetable import Kind
 Ticks = dict[Local, int]
 
 
-def spread(classes: Iterable[tuple[tuple[int, ...], Local]], work: Work) -> Ticks:
-    """Return ticks in which an IPU does one task each, for tasks in classes of tasks that run side by side.
+def spread(tasks: Iterable[tuple[tuple[int, int], int, Local]], work: Work) -> Ticks:
+    """Return ticks in which an IPU does one task each, for tasks of which some run side by side.
 
-    Classes follow one another in the order of their keys. An IPU with several tasks in one class does them in their
-    order in consecutive ticks.
+    Args:
+        tasks: each with the tick and the phase in which it runs, and its turn within the phase. An IPU with several
+            tasks in one phase does them in the order of their turns in consecutive ticks.
+        work: the segments and their IPUs.
     """
     ticks: Ticks = {}
     begin = 0
-    for _, members in itertools.groupby(sorted(classes), key=lambda member: member[0]):
+    for _, members in itertools.groupby(sorted(tasks), key=lambda member: member[0]):
         used: dict[int, int] = {}
-        for _, task in members:
+        for _, _, task in members:
             ipu = work.line.places[task[0]]
             ticks[task] = begin + used.get(ipu, 0)
             used[ipu] = used.get(ipu, 0) + 1
@@ -43,10 +46,7 @@ def lockstep_cost(ticks: Ticks, work: Work) -> float:
     longest: dict[int, float] = {}
     for (i, kind, _), tick in ticks.items():
         longest[tick] = max(longest.get(tick, 0.0), costs[kind][i])
-    total = 0.0
-    for tick in sorted(longest):
-        total += longest[tick]
-    return total
+    return math.fsum(longest.values())
 
 
 def depths_of(ticks: Ticks, work: Work) -> tuple[list[int], list[int]]:
@@ -78,7 +78,7 @@ def anneal(
     heat: float,
     rng: random.Random,
 ) -> Ticks:
-    """Return the best table found in `steps` moves from a table.
+    """Return the table that `steps` moves lead to, which is not always better than the one that they start from.
 
     Args:
         ticks: the tick of each task. Every segment does its micro-batches in order.
@@ -130,17 +130,15 @@ class _Table:
     def anneal(self, steps: int, heat: float, rng: random.Random) -> Ticks:
         at, ipu, cost, cells, lengths = self.at, self.ipu, self.cost, self.cells, self.lengths
         longest = [max(row) for row in lengths]
-        mean = sum_in_order(cost) / len(cost)
-        reach = 4 * len(cells[0]) + 4
+        mean = math.fsum(cost) / len(cost)
+        reach = 4 * len(cells[0]) + 4  # ticks that a move may go; a few are as good as many
         dice = rng.random
         for step in range(steps):
             # the threshold is the product of the heat left and of chance: no exp, whose last digit may differ
             left = 1.0 - step / steps
             x = int(dice() * len(at))
             t, k = at[x], ipu[x]
-            low, high = t - reach, t + reach
-            low = max(low, 0)
-            high = min(high, self.count - 1)
+            low, high = max(t - reach, 0), min(t + reach, self.count - 1)
             for y in self.before[x]:
                 if at[y] >= low:
                     low = at[y] + 1
@@ -171,6 +169,7 @@ class _Table:
         return self._ticks(at)
 
     def _may_move(self, x: int, tick: int, partner: int) -> bool:
+        """Return whether a task may go to the tick of its partner, which leaves it, and does not depend on it."""
         at = self.at
         return all(y != partner and at[y] < tick for y in self.before[x]) and all(
             y != partner and at[y] > tick for y in self.after[x]
@@ -180,11 +179,3 @@ class _Table:
         """Return the ticks of all tasks, without the empty ones."""
         kept = {tick: n for n, tick in enumerate(sorted(set(at)))}
         return {task: kept[tick] for task, tick in zip(self.tasks, at, strict=True)}
-
-
-def sum_in_order(numbers: Sequence[float]) -> float:
-    """Return a sum that every version of Python rounds alike: `sum` does not."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total

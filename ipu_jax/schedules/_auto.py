@@ -28,15 +28,15 @@ from ipu_jax.schedules._rules import Local
 from ipu_jax.schedules._schedule import Schedule, placement_of
 from ipu_jax.schedules._timetable import Placement
 
-_TASKS = 600_000  # that the list scheduler may place, in about two seconds, for each of the two in the next line
-_TRIES = 200  # policies, and variations of the best one
+_TRIES = 200  # at most: the policies that are tried, and the variations of the best one
+_TASKS = 600_000  # that the list scheduler may place for each of the two, which takes about two seconds
 # Rounds of annealing: moves per task, how many of the best tables are improved, the heat, and when to give up: if the
 # best table is this many times as long as the best schedule so far. A round keeps the tables that it is given, too.
 _ROUNDS = ((10, 5, 0.1, 1.3), (40, 2, 0.1, 1.1), (120, 1, 0.1, 1.05))
 # Tables of few tasks need hot rounds to find the optimum, and tables of many lose their form in them.
 _HOT_ROUNDS = (*_ROUNDS[:2], (40, 1, 1.0, 1.1), (40, 1, 0.3, 1.1), *_ROUNDS[2:])
-_FEW = 1000
-_MOVES = 400  # of annealing, at least, per move per task of a round
+_FEW = 1000  # tasks
+_LEAST = 400  # tables of fewer tasks get as many moves as tables of so many
 _KEPT = 2  # tables of which `Schedule.simulate` chooses
 
 Limits = tuple[float, ...]
@@ -246,6 +246,7 @@ def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[S
 
 
 def schedule_of(work: Work, ticks: Ticks) -> Schedule:
+    """Return the schedule "auto" in which each local task has its tick."""
     line = work.line
     weight = rows_of(line, ticks, "W") if work.split else None
     tables = rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight
@@ -287,7 +288,7 @@ def _lockstep_tables(
             return []
         better: list[tuple[float, Ticks, Depths]] = []
         for _, ticks, depths in seeds[:kept]:
-            ticks = anneal(ticks, work, *depths, steps=moves * max(_MOVES, work.tasks), heat=heat, rng=rng)
+            ticks = anneal(ticks, work, *depths, steps=moves * max(_LEAST, work.tasks), heat=heat, rng=rng)
             better.append((lockstep_cost(ticks, work), ticks, depths))
         seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # stable, and so the same everywhere
     return [ticks for _, ticks, _ in seeds[:_KEPT]]
@@ -297,7 +298,7 @@ def _seeds(work: Work, limits: Limits, families: list[Candidate]) -> Iterator[Ti
     """Yield tables to improve: of the families, and of the list scheduler at equal costs and at the real ones."""
     for family in families:
         if family.schedule.weight is None or work.split:
-            yield spread(_classes(family.schedule, work), work)
+            yield spread(_phased(family.schedule, work), work)
     equal = work.with_equal_costs()
     for scale in (1.0, 1.6, math.inf):
         depths = allot(work, wanted(work, scale), limits)
@@ -307,17 +308,18 @@ def _seeds(work: Work, limits: Limits, families: list[Candidate]) -> Iterator[Ti
                 yield earliest_ticks(order, work)
 
 
-def _classes(schedule: Schedule, work: Work) -> Iterator[tuple[tuple[int, ...], Local]]:
-    """Yield the tasks of a schedule, each with the tick, and the turn within the tick, in which it runs.
+def _phased(schedule: Schedule, work: Work) -> Iterator[tuple[tuple[int, int], int, Local]]:
+    """Yield the local tasks of a schedule, each with its tick and phase, and its turn within the phase.
 
-    A W that the schedule has not comes right after its B.
+    If only the work has W, it comes right after B.
     """
     two_phase = schedule.clock == "two-phase"
     local = [stages[0] for stages in schedule.segments if schedule.placement[stages[0]] is not None]
     for i, stage in enumerate(local):
         for m in range(schedule.micro_batches):
             back = schedule.backward[stage][m]
-            yield (schedule.forward[stage][m], 0, i if two_phase else 0), (i, "F", m)
-            yield (back, 1, -i if two_phase else 0) if two_phase else (back, 0, 0), (i, "B", m)
+            yield (schedule.forward[stage][m], 0), i, (i, "F", m)
+            yield (back, 1 if two_phase else 0), -i, (i, "B", m)
             if work.split:
-                yield (back, 2, 0) if schedule.weight is None else (schedule.weight[stage][m], 0, 0), (i, "W", m)
+                weight = (back, 2) if schedule.weight is None else (schedule.weight[stage][m], 0)
+                yield weight, -i, (i, "W", m)

@@ -191,9 +191,9 @@ class _Run:
 
     def _next_events(self) -> list[int]:
         """Go to the time of the next events, and return the IPUs that may have something to do after them."""
-        self.now = self.events[0][0]
+        self.now = max(self.now, self.events[0][0])  # messages may arrive while concurrent stages run
         awake: set[int] = set()
-        while self.events and self.events[0][0] == self.now:
+        while self.events and self.events[0][0] <= self.now:
             _, _, i, kind, is_task = heapq.heappop(self.events)
             if not is_task:
                 (self.can_f if kind == "F" else self.can_b)[i] += 1
