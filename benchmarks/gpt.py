@@ -14,8 +14,9 @@ Positions and the last norm are concurrent too, and whole on every IPU. So the p
 those in the middle of a longer pipeline, which are alike, share one compiled body. *basic* cannot tie the weights: a
 group of weights is on one IPU, so the projection has a table of its own.
 
-Each mode is compared with its own unsharded program (a jitted scan over micro-batches of the same functions on whole
-weights), in CPU work and in temporary bytes per IPU.
+Each pipeline is compared with its own unsharded program (a jitted scan over micro-batches of the same functions on
+whole weights), in CPU work and in temporary bytes per IPU: at three sizes, with the layers of a stage in a scan and one
+after the other, under "grouped" and "zb-h1". No option is set.
 
 Dims: V vocabulary, B sequences of a micro-batch, T and S tokens of a sequence (S those attended to), D features,
 N heads, K features of a head, F hidden features of the MLP, L layers of a stage.
@@ -35,7 +36,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Figures, side_by_side
+from figures import Figures, side_by_side, temporary_bytes
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
@@ -103,6 +104,13 @@ def blocks(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
     return lax.scan(lambda x_BTD, layer: (block(layer, x_BTD), None), x_BTD, p)[0]
 
 
+def blocks_unrolled(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    """Apply L blocks one after the other, without a loop."""
+    for i in range(p["mlp"]["up"].shape[0]):
+        x_BTD = block(jax.tree.map(lambda w_L, i=i: w_L[i], p), x_BTD)
+    return x_BTD
+
+
 def norm(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
     return layer_norm(p, x_BTD)
 
@@ -122,7 +130,8 @@ def make_pipeline(
     ipus: int,
     *,
     mode: Mode = "concurrent",
-    recompute: Any = "none",
+    recompute: Any = "auto",
+    layers: Callable[..., jax.Array] = blocks,
     **options: Any,
 ) -> Pipeline:
     """Return the GPT as a pipeline on `ipus` IPUs, with the same number of blocks on each.
@@ -134,13 +143,14 @@ def make_pipeline(
         ipus: IPUs of the replica.
         mode: where embedding and projection are; see the top of this file.
         recompute: of the stages of blocks, as for `Stage`.
+        layers: `blocks` or `blocks_unrolled`.
         options: of `Pipeline`.
     """
     if sizes.layers % ipus:
         raise ValueError(f"layers={sizes.layers} don't divide by ipus={ipus}: give a multiple")
     middle = [
         Stage(add_positions, params="positions", ipu=0 if mode == "basic" else ALL_IPUS),
-        *(Stage(blocks, params=f"blocks{i}", ipu=i, recompute=recompute) for i in range(ipus)),
+        *(Stage(layers, params=f"blocks{i}", ipu=i, recompute=recompute) for i in range(ipus)),
         Stage(norm, params="norm", ipu=ipus - 1 if mode == "basic" else ALL_IPUS),
     ]
     if mode == "basic":
@@ -195,13 +205,20 @@ def random_batch(sizes: Sizes, micro_batches: int, sequences: int, seed: int = 1
 # the figures
 
 
-def unsharded(params: Any, batch: Any) -> Any:
+SIZES = {
+    "4 layers x 256": Sizes(vocabulary=4095, length=64, features=256, heads=4, layers=4),
+    "6 layers x 192": Sizes(vocabulary=3001, length=96, features=192, heads=4, layers=6),
+    "8 layers x 512": Sizes(vocabulary=8192, length=128, features=512, heads=8, layers=8),
+}
+
+
+def unsharded(params: Any, batch: Any, layers: Callable[..., jax.Array] = blocks) -> Any:
     """Return loss and summed gradients, computed on one device by a scan over micro-batches."""
 
     def loss_of(params: Any, microbatch: Any) -> Any:
         x_BTD = add_positions(params["positions"], embed_whole(params["table"], None, microbatch), microbatch)
         for name in sorted(name for name in params if name.startswith("blocks")):
-            x_BTD = blocks(params[name], x_BTD, microbatch)
+            x_BTD = layers(params[name], x_BTD, microbatch)
         projection = params.get("projection", params["table"])
         return loss_whole(projection, norm(params["norm"], x_BTD, microbatch), microbatch)
 
@@ -211,29 +228,35 @@ def unsharded(params: Any, batch: Any) -> Any:
     return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)[0]
 
 
-def measure(figures: Figures, sizes: Sizes, mode: Mode, most_cpu: float | None, most_bytes: float | None) -> None:
-    ipus, micro_batches = 2, 8
-    pipeline = make_pipeline(sizes, ipus, mode=mode, gradient_accumulation=micro_batches)
+def measure(figures: Figures, size: str, mode: Mode, layers: Callable[..., jax.Array], *schedules: str) -> None:
+    """Measure a model under some schedules beside its unsharded program."""
+    sizes, ipus, micro_batches = SIZES[size], 2, 8
     whole = init_params(sizes, ipus, mode=mode)
     batch = random_batch(sizes, micro_batches, sequences=4)
-    params = pipeline.shard(whole)
-    spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
-    pipelined = jax.jit(pipeline.value_and_grad).lower(params, spread).compile()
-    dense = jax.jit(unsharded).lower(whole, batch).compile()
-    cost, dense_cost = side_by_side(partial(pipelined, params, spread), partial(dense, whole, batch), rounds=5)
-    figures.add(f"CPU work / unsharded, {mode}", cost.cpu / dense_cost.cpu, most_cpu)
-    figures.add(f"step time / unsharded on both cores, {mode}", cost.wall / dense_cost.wall)
-    bytes_of: Callable[[Any], int] = lambda program: program.memory_analysis().temp_size_in_bytes  # noqa: E731
-    figures.add(f"temporary bytes an IPU / unsharded, {mode}", bytes_of(pipelined) / bytes_of(dense), most_bytes)
-    figures.add(f"temporary bytes an IPU, {mode}, MB", bytes_of(pipelined) / 1e6)
+    dense = jax.jit(partial(unsharded, layers=layers)).lower(whole, batch).compile()
+    name = f"{size}, {'unrolled' if layers is blocks_unrolled else 'scan'}, {mode}"
+    for schedule in schedules:
+        pipeline = make_pipeline(
+            sizes, ipus, mode=mode, layers=layers, schedule=schedule, gradient_accumulation=micro_batches
+        )
+        params = pipeline.shard(whole)
+        spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+        pipelined = jax.jit(pipeline.value_and_grad).lower(params, spread).compile()
+        cost, dense_cost = side_by_side(partial(pipelined, params, spread), partial(dense, whole, batch), rounds=5)
+        most_cpu, most_bytes = (1.03, 0.80) if schedule == "grouped" else (1.05, None)
+        figures.add(f"CPU work / unsharded, {name}, {schedule}", cost.cpu / dense_cost.cpu, most_cpu)
+        figures.add(f"step time / unsharded on both cores, {name}, {schedule}", cost.wall / dense_cost.wall)
+        ratio = temporary_bytes(pipelined) / temporary_bytes(dense)
+        figures.add(f"temporary bytes an IPU / unsharded, {name}, {schedule}", ratio, most_bytes)
 
 
 def main() -> int:
     figures = Figures("GPT: a tied, vocabulary-split table and pipelined blocks against the unsharded program")
     configure(2)
-    sizes = Sizes(vocabulary=4095, length=64, features=256, heads=4, layers=4)
-    measure(figures, sizes, "concurrent", None, None)
-    measure(figures, sizes, "basic", None, None)
+    for size in SIZES:
+        for layers in (blocks, blocks_unrolled):
+            measure(figures, size, "concurrent", layers, "grouped", "zb-h1")
+    measure(figures, "4 layers x 256", "basic", blocks, "grouped")
     return figures.status()
 
 

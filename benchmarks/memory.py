@@ -9,7 +9,7 @@ schedule below. Nothing is run. docs/memory.md contains the table that this prin
 
 import functools
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,16 @@ def layers_and_loss(weights: Any, x: Any, microbatch: Any) -> Any:
     return jnp.mean((layers(weights, x, microbatch) - microbatch["y"]) ** 2)
 
 
-def pipeline_of(schedule: str, ipus: int, micro_batches: int, **options: Any) -> Pipeline:
+def pipeline_of(
+    schedule: str, ipus: int, micro_batches: int, *, recompute: Literal["auto", "none", "all"] = "auto"
+) -> Pipeline:
     """Return a pipeline with one stage of three layers on each IPU, or with two stages on each for "looped"."""
     count = 2 * ipus if schedule == "looped" else ipus
     stages = [
-        Stage(layers_and_loss if i == count - 1 else layers, params=f"stage{i}", ipu=i % ipus) for i in range(count)
+        Stage(layers_and_loss if i == count - 1 else layers, params=f"stage{i}", ipu=i % ipus, recompute=recompute)
+        for i in range(count)
     ]
-    return Pipeline(stages, schedule=schedule, gradient_accumulation=micro_batches, **options)
+    return Pipeline(stages, schedule=schedule, gradient_accumulation=micro_batches)
 
 
 def arguments(pipeline: Pipeline, width: int = WIDTH, rows: int = ROWS) -> tuple[Any, Any]:
@@ -52,9 +55,11 @@ def arguments(pipeline: Pipeline, width: int = WIDTH, rows: int = ROWS) -> tuple
 
 
 @functools.cache
-def report_of(schedule: str, ipus: int, micro_batches: int) -> PipelineReport:
+def report_of(
+    schedule: str, ipus: int, micro_batches: int, *, recompute: Literal["auto", "none", "all"] = "auto"
+) -> PipelineReport:
     """Return the compiled report of the benchmark's model."""
-    pipeline = pipeline_of(schedule, ipus, micro_batches)
+    pipeline = pipeline_of(schedule, ipus, micro_batches, recompute=recompute)
     return pipeline.report(*arguments(pipeline))
 
 

@@ -47,11 +47,21 @@ def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
     """Return the same program with these calls inlined."""
 
     def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        return evaluated(closed_of(eqn.params["jaxpr"]), inputs, rule) if eqn.primitive.name in calls else None
+        if eqn.primitive.name not in calls:
+            return None
+        body = eqn.params["call_jaxpr" if eqn.primitive.name == "custom_jvp_call" else "jaxpr"]
+        return evaluated(closed_of(body), inputs, rule)
 
     if not any(eqn.primitive.name in calls for eqn in closed.jaxpr.eqns):
         return closed
     return jax.make_jaxpr(lambda *args: evaluated(closed, args, rule))(*closed.in_avals)
+
+
+def part_of(closed: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """Return some equations of a closed jaxpr as a closed jaxpr from `invars` to `outvars`."""
+    changed = {"invars": list(invars), "eqns": list(eqns), "outvars": list(outvars)}
+    jaxpr = closed.jaxpr.replace(**changed, debug_info=closed.jaxpr.debug_info.with_unknown_names())
+    return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
@@ -77,6 +87,32 @@ def needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
             equations.append(eqn)
             wanted.update(variables(eqn.invars))
     return equations[::-1]
+
+
+def postponed(closed: Any, on: Sequence[Any]) -> Any:
+    """Return the same program, in which equations that do not depend on `on` run only before one that needs them."""
+    jaxpr = closed.jaxpr
+    dependent = depending(jaxpr.eqns, on)
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    ordered: dict[int, Any] = {}
+
+    def run(eqn: Any) -> None:
+        waiting = [eqn]
+        while waiting:
+            before = [made_by[v] for v in variables(waiting[-1].invars) if v in made_by]
+            before = [e for e in before if id(e) not in ordered]
+            if before:
+                waiting += before
+            else:
+                ordered.setdefault(id(waiting[-1]), waiting.pop())
+
+    for eqn in jaxpr.eqns:
+        if eqn.effects or dependent.intersection(variables(eqn.invars)):
+            run(eqn)
+    for var in variables(jaxpr.outvars):
+        if var in made_by:
+            run(made_by[var])
+    return part_of(closed, jaxpr.invars, list(ordered.values()), jaxpr.outvars)
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:

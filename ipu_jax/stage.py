@@ -73,8 +73,10 @@ class Stage:
         reference: an independent dense function of the same signature, which `verify` runs on the whole weights in
             place of `fn`.
         name: its name in error messages. Default: the group's name.
-        recompute: what B computes again instead of reading it from the stash: "none"; "all" (only the stage's input is
-            stashed, and B runs F once more); or a policy of `jax.checkpoint_policies`, which says what is stashed.
+        recompute: what B computes again instead of reading it from the stash: "auto" (whatever is cheaper to compute
+            again than to stash, such as gelu, norms and softmax, but no product with weights); "none"; "all" (only the
+            stage's input is stashed, and B runs F once more); or a policy of `jax.checkpoint_policies`, which says what
+            is stashed.
         state: the name of a state group of this stage only: arrays of any dtype that each F reads as `state=` and
             replaces, for one micro-batch after the other, in order. No gradient flows through it. At the end of the
             step its floats are averaged over the replicas; other dtypes keep the value of replica 0.
@@ -96,7 +98,7 @@ class Stage:
     ipu: int | AllIpus = 0
     reference: Callable[..., Any] | None = None
     name: str = ""
-    recompute: Literal["none", "all"] | Callable[..., Any] = "none"
+    recompute: Literal["auto", "none", "all"] | Callable[..., Any] = "auto"
     state: str | None = None
     random: bool = False
     takes: tuple[str, ...] = ()
@@ -116,7 +118,7 @@ class Stage:
             raise ValueError(f"takes={self.takes!r} is no tuple of names: give takes=('name',)")
         object.__setattr__(self, "takes", tuple(self.takes))
         if not callable(self.recompute):
-            check_choice("recompute", self.recompute, ("none", "all"))
+            check_choice("recompute", self.recompute, ("auto", "none", "all"))
         if not self.name:
             object.__setattr__(self, "name", self.params or getattr(self.fn, "__name__", "stage"))
 
@@ -126,12 +128,12 @@ class Stage:
         return None if isinstance(self.ipu, AllIpus) else self.ipu
 
     def function(self, role: "Role") -> Callable[..., Any]:
-        """Return the function that runs in that role. In training it includes the stage's `recompute` policy."""
+        """Return the function that runs in that role, in training with its `recompute` policy, unless it is "auto"."""
         if role == "evaluation":
             return self.evaluate or self.fn
         if role == "reference":
             return self.reference or self.fn
-        if self.recompute == "none":
+        if self.recompute in ("auto", "none"):
             return self.fn
         # prevent_cse is not needed: F and B are in separate loops, and XLA does not merge expressions across them
         return jax.checkpoint(self.fn, policy=self.recompute if callable(self.recompute) else None, prevent_cse=False)

@@ -17,7 +17,8 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ipu_jax._jaxprs import CHECKPOINTS, JITS, depending, evaluated, laid_open, needed, scan_parts
+from ipu_jax._jaxprs import CHECKPOINTS, JITS, depending, evaluated, laid_open, needed, part_of, scan_parts, variables
+from ipu_jax.programs._keeping import bytes_of, cheapest_to_keep
 
 # B computes a checkpoint's body again, and W finds the values among the weight residuals
 _INLINED = (*CHECKPOINTS, *JITS)
@@ -41,27 +42,34 @@ def split_backward(traced: Any, num_dx: int, reusable: int, num_dy: int) -> tupl
     varying = depending(jaxpr.eqns, jaxpr.invars[reusable:])
     eqns_of_b = needed(jaxpr.eqns, jaxpr.outvars[:num_dx])
     shared = {id(eqn) for eqn in eqns_of_b if varying.intersection(eqn.outvars)}
-    eqns_of_w = needed([eqn for eqn in jaxpr.eqns if id(eqn) not in shared], jaxpr.outvars[num_dx:])
-    available = {var for eqn in jaxpr.eqns if id(eqn) in shared for var in eqn.outvars} | set(dy_vars)
-    weight_residuals = _used(eqns_of_w, jaxpr.outvars[num_dx:], available)
-    b = _part(traced, jaxpr.invars, eqns_of_b, [*jaxpr.outvars[:num_dx], *weight_residuals])
-    w = _part(
+    weight_residuals, eqns_of_w = _cheapest(jaxpr.eqns, shared, jaxpr.outvars[num_dx:], dy_vars)
+    b = part_of(traced, jaxpr.invars, eqns_of_b, [*jaxpr.outvars[:num_dx], *weight_residuals])
+    w = part_of(
         traced, [*jaxpr.invars[: len(jaxpr.invars) - num_dy], *weight_residuals], eqns_of_w, jaxpr.outvars[num_dx:]
     )
     return b, w, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in weight_residuals]
 
 
-def _used(eqns: list[Any], outvars: Sequence[Any], available: set[Any]) -> list[Any]:
-    """Return the variables of `available` that the equations or the outputs read, each once, in order."""
-    used = [v for eqn in eqns for v in eqn.invars] + list(outvars)
-    return list(dict.fromkeys(v for v in used if not isinstance(v, core.Literal) and v in available))
+def _cheapest(
+    eqns: Sequence[Any], of_b: set[int], outvars: Sequence[Any], inputs_of_b: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return the weight residuals, and W's equations: those that B has not, and those that W computes again.
 
-
-def _part(closed: Any, invars: list[Any], eqns: list[Any], outvars: list[Any]) -> Any:
-    debug = closed.jaxpr.debug_info.with_unknown_names()
-    return core.ClosedJaxpr(
-        closed.jaxpr.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=debug), closed.consts
-    )
+    Args:
+        eqns: of the whole backward.
+        of_b: the ids of those that B runs.
+        outvars: of W.
+        inputs_of_b: inputs that B has and W has not.
+    """
+    eqns_of_b = [eqn for eqn in eqns if id(eqn) in of_b]
+    own = needed([eqn for eqn in eqns if id(eqn) not in of_b], list(outvars))
+    available = {var for eqn in eqns_of_b for var in eqn.outvars} | set(inputs_of_b)
+    wanted = [
+        v for v in dict.fromkeys(variables([v for eqn in own for v in eqn.invars] + list(outvars))) if v in available
+    ]
+    _, kept = cheapest_to_keep(eqns_of_b, {var: bytes_of(var) for var in inputs_of_b}, wanted)
+    in_order = [v for v in [*inputs_of_b, *(v for eqn in eqns_of_b for v in eqn.outvars)] if v in kept]
+    return in_order, needed([eqn for eqn in eqns if not kept.intersection(eqn.outvars)], list(outvars))
 
 
 def _with_split_scans(closed: Any, num_dx: int) -> Any:
@@ -104,13 +112,11 @@ def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> 
         first = more
     ids = {id(eqn) for eqn in of_first}
     rest = pick(jaxpr.outvars, False)
-    of_rest = needed([eqn for eqn in jaxpr.eqns if id(eqn) not in ids], rest)
-    available = {var for eqn in of_first for var in eqn.outvars} | set(pick(carry_vars, True))
-    weight_residuals = _used(of_rest, rest, available)
-    one = _part(
+    weight_residuals, of_rest = _cheapest(jaxpr.eqns, ids, rest, pick(carry_vars, True))
+    one = part_of(
         body, [*const_vars, *pick(carry_vars, True), *x_vars], of_first, [*pick(jaxpr.outvars, True), *weight_residuals]
     )
-    two = _part(body, [*const_vars, *pick(carry_vars, False), *x_vars, *weight_residuals], of_rest, rest)
+    two = part_of(body, [*const_vars, *pick(carry_vars, False), *x_vars, *weight_residuals], of_rest, rest)
 
     def scan(part: Any, carry: list[Any], xs: list[Any]) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:

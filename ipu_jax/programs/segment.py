@@ -6,12 +6,13 @@ A skip that a stage sends travels in the message, from stage to stage, up to the
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ipu_jax.programs.recompute import Origin, recomputing
 from ipu_jax.schedules import Schedule
 from ipu_jax.stage import Outputs, Role, Stage, naming
 
@@ -47,12 +48,14 @@ class Segment:
         first: the number of its first stage.
         onward: per stage, the names of the skips that later stages take.
         role: "training" or "evaluation".
+        stashes: whether F and B are separate tasks, so that what B reads of F is stashed.
     """
 
     stages: tuple[Stage, ...]
     first: int
     onward: tuple[frozenset[str], ...]
     role: Role = "training"
+    stashes: bool = True
 
     @property
     def place(self) -> int | None:
@@ -70,6 +73,12 @@ class Segment:
     def name(self) -> str:
         return " + ".join(stage.name for stage in self.stages)
 
+    def _function(self, stage: Stage) -> Callable[..., Any]:
+        fn = stage.function(self.role)
+        if self.role == "training" and stage.recompute == "auto" and self.stashes:
+            return recomputing(fn, (Origin.WEIGHTS, Origin.COMPUTED, Origin.GIVEN))
+        return fn
+
     def __call__(
         self, params: Mapping[str, Any], x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
     ) -> tuple[Message, dict[str, Any], dict[str, Any]]:
@@ -85,7 +94,7 @@ class Segment:
                     extra["state"] = new_state[stage.state]
                 if stage.takes:
                     extra["skips"] = {name: _taken(name, stage, x) for name in stage.takes}
-                out = stage.function(self.role)(weights, x.y, inputs.microbatch, **extra)
+                out = self._function(stage)(weights, x.y, inputs.microbatch, **extra)
                 out = out if isinstance(out, Outputs) else Outputs(out)
                 if stage.state is not None and self.role != "evaluation":
                     new_state[stage.state] = _checked_state(stage, out.state, extra["state"])
@@ -168,7 +177,8 @@ def segments_of(stages: tuple[Stage, ...], schedule: Schedule, role: Role = "tra
             joined = found[-1]
             found[-1] = dataclasses.replace(joined, stages=(*joined.stages, stage), onward=(*joined.onward, onward))
         else:
-            found.append(Segment((stage,), number, (onward,), role))
+            stashes = schedule.phase(number, "F") != "head"  # whose B follows its F in the same task
+            found.append(Segment((stage,), number, (onward,), role, stashes))
     return tuple(found)
 
 

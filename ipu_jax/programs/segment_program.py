@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ipu_jax._jaxprs import depending, laid_open, needed
+from ipu_jax._jaxprs import depending, laid_open, needed, part_of, postponed, variables
 from ipu_jax._keys import is_key
 from ipu_jax.programs._agreement import differing_outputs, refuse_differing
 from ipu_jax.programs._backward_split import split_backward
@@ -226,6 +226,12 @@ def trace_segment(
 
     with naming(segment.name, segment.first):
         traced_backward = laid_open(jax.make_jaxpr(backward)(params, inputs, stash_types, dy))
+    # what B computes again is needed late, and would take memory until then
+    traced_backward = postponed(
+        traced_backward, traced_backward.jaxpr.invars[len(traced_backward.in_avals) - len(dy) :]
+    )
+    traced_backward, read = _without_unread(traced_backward, num_params + num_inputs, len(stashed))
+    stashed, stash_types = ([of[k] for k in read] for of in (stashed, stash_types))
     of_stash = [differs[count + i] for i in stashed]
     of_inputs = [*jax.tree.leaves((shards[0], shared_args[1])), *of_stash, *[False] * len(dy)]
     differing_outputs(segment, traced_backward.jaxpr, of_inputs, num_params)
@@ -324,6 +330,18 @@ def _sources(
                 stashed.append(i)
             found.append(("stash", slots[var]))
     return tuple(found), derived, stashed
+
+
+def _without_unread(traced: Any, first: int, count: int) -> tuple[Any, list[int]]:
+    """Return a program without those of `count` inputs from `first` on that it does not read, and which it reads.
+
+    F of a stage keeps values for the derivative of its aux as well, which B does not compute.
+    """
+    jaxpr = traced.jaxpr
+    used = set(variables([v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)))
+    read = [k for k in range(count) if jaxpr.invars[first + k] in used]
+    invars = [*jaxpr.invars[:first], *(jaxpr.invars[first + k] for k in read), *jaxpr.invars[first + count :]]
+    return part_of(traced, invars, jaxpr.eqns, jaxpr.outvars), read
 
 
 def _reduced_to(traced: Any, outvars: list[Any], num_inputs: int) -> Any:

@@ -107,7 +107,7 @@ def assert_equals_the_dense_gpt(ipus: int, micro_batches: int, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "schedule", "recompute"), [(1, "grouped", "none"), (3, "1f1b", "all"), (3, "zb-h1", "none")]
+    ("micro_batches", "schedule", "recompute"), [(1, "grouped", "auto"), (3, "1f1b", "all"), (3, "zb-h1", "auto")]
 )
 def test_a_tied_gpt_on_2_ipus(schedule, micro_batches, recompute):
     assert_equals_the_dense_gpt(
@@ -127,10 +127,12 @@ def test_a_tied_gpt_on_2_ipus(schedule, micro_batches, recompute):
         (1, 3, "grouped", "none"),
         (1, 1, "zb-h1", "all"),
         (2, 1, "1f1b", "none"),
+        (2, 5, "1f1b", "auto"),
         (2, 3, "sequential", "all"),
         (4, 3, "1f1b", "all"),
         (4, 3, "sequential", "none"),
         (4, 6, "zb-h1", "none"),
+        (4, 6, "zb-h1", "auto"),
         (4, 6, "grouped", "all"),
     ],
 )

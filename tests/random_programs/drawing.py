@@ -62,7 +62,9 @@ def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Mo
             )
         if tied and i in (0, len(places) - 1):
             blocks = ()
-        pieces.append(Piece(place, blocks, width=width, recompute=dice.weighted({"none": 4, "all": 1, "dots": 1})))
+        pieces.append(
+            Piece(place, blocks, width=width, recompute=dice.weighted({"auto": 3, "none": 1, "all": 1, "dots": 1}))
+        )
     pieces = _widened(dice, pieces)
     pieces[0] = dataclasses.replace(pieces[0], first=_first(dice, pieces[0], tied))
     pieces[-1] = dataclasses.replace(pieces[-1], loss=_loss(dice, pieces[-1], tied, mix))

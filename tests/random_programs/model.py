@@ -80,7 +80,7 @@ class Piece:
     takes: tuple[str, ...] = ()
     aux: bool = False
     wraps: bool = False  # whether it returns a tree rather than an array
-    recompute: str = "none"
+    recompute: str = "auto"
     width: int = 0  # the width of the array that it returns
 
 

@@ -169,8 +169,14 @@ def test_a_stage_that_scans_its_layers_keeps_no_copy_of_the_weights_a_tick():
 
 @pytest.mark.parametrize(
     ("unlike", "options"),
-    [(False, {}), (True, {}), (False, {"schedule": "zb-h1"}), (False, {"recompute": "all"})],
-    ids=["like stages", "unlike stages", "zb-h1", "recompute"],
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"schedule": "zb-h1"}),
+        (False, {"recompute": "all"}),
+        (False, {"recompute": "none"}),
+    ],
+    ids=["like stages", "unlike stages", "zb-h1", "recompute all", "recompute none"],
 )
 def test_a_scan_over_layers_never_stacks_their_gradients(unlike, options):
     """Besides the accumulators, which are outputs, a step takes less than half of the bytes of an IPU's weights."""
@@ -183,7 +189,7 @@ def test_a_scan_over_layers_never_stacks_their_gradients(unlike, options):
     def last(w, x, mb):
         return jnp.mean((x @ w) ** 2) if unlike else jnp.mean(blocks(w, x, mb) ** 2)
 
-    schedule, how = options.get("schedule", "grouped"), {"recompute": options.get("recompute", "none")}
+    schedule, how = options.get("schedule", "grouped"), {"recompute": options.get("recompute", "auto")}
     stages = [Stage(blocks, params="first", ipu=0, **how), Stage(last, params="last", ipu=1, **how)]
     stack = {"a": np.zeros((layers, d, d), np.float32), "b": np.zeros((layers, d, d), np.float32)}
     pipeline = Pipeline(stages, gradient_accumulation=4, schedule=schedule)

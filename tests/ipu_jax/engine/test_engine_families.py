@@ -48,7 +48,7 @@ def assert_equals_the_unsharded_program(
     micro_batches: int,
     *,
     concurrent_head: bool,
-    recompute: Any = "none",
+    recompute: Any = "auto",
     replicas: int = 1,
     rounds: int = 2,
 ):
@@ -111,7 +111,9 @@ def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
     assert_equals_the_unsharded_program(name, ipus, micro_batches, concurrent_head=ipus == 3, rounds=rounds)
 
 
-@pytest.mark.parametrize("recompute", ["all", jax.checkpoint_policies.dots_saveable], ids=["all", "dots"])
+@pytest.mark.parametrize(
+    "recompute", ["none", "all", jax.checkpoint_policies.dots_saveable], ids=["none", "all", "dots"]
+)
 @pytest.mark.parametrize("name", ["grouped", "zb-h1"])
 def test_recompute_changes_no_number(name, recompute):
     assert_equals_the_unsharded_program(name, 2, 3, concurrent_head=False, recompute=recompute)
@@ -178,7 +180,7 @@ def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places,
 
 def test_recompute_all_shrinks_the_temporary_memory():
     def temporary_bytes(recompute: Any) -> int:
-        deep = lambda p, x, mb: jax.nn.tanh(jax.nn.tanh(mb @ p) @ p)  # noqa: E731
+        deep = lambda p, x, mb: jax.nn.tanh(jax.nn.tanh(jax.nn.tanh(jax.nn.tanh(mb @ p) @ p) @ p) @ p)  # noqa: E731
         loss = lambda p, x, mb: jnp.mean((x @ p) ** 2)  # noqa: E731
         stages = [Stage(deep, params="a", ipu=0, recompute=recompute), Stage(loss, params="b", ipu=1)]
         pipeline = Pipeline(stages, gradient_accumulation=4, schedule="gpipe")

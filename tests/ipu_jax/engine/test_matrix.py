@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "micro_batches": ("below", "equal", "above"),
     "like": (True, False),
     "concurrent": ("none", "start", "middle", "end", "both", "tied"),
-    "recompute": ("none", "all", "dots"),
+    "recompute": ("auto", "none", "all", "dots"),
     "replicas": (1, 2),
     "reduction": ("mean", "sum"),
 }

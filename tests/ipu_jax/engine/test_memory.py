@@ -53,14 +53,22 @@ def test_gpipe_keeps_every_micro_batch(ipus):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_temporary_bytes_are_what_the_report_predicts(schedule, ipus, micro_batches):
     found = report_of(schedule, ipus, micro_batches)
-    assert found.stash > 0.4 * found.predicted_temporary, "the stash is what this model needs most for"
+    assert found.stash > 0.35 * found.predicted_temporary, "the stash is a large part of what this model needs"
     assert found.predicted_temporary / NEAR <= compiled_bytes(found) <= found.predicted_temporary * NEAR
 
 
 @pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
 def test_the_stash_is_depth_times_residuals(schedule, depths):
-    """By hand: each of 3 layers keeps tanh and 1 - tanh; the last stage also its input and the difference from y."""
+    """By hand: each of 3 layers keeps tanh, from which B computes 1 - tanh**2; the last stage also keeps its input."""
     first, last = (part.stash for part in report_of(schedule, 2, 8).ipus)
+    assert first == depths[0] * LAYERS * MESSAGE
+    assert last == depths[1] * (LAYERS + 1) * MESSAGE
+
+
+@pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
+def test_without_recompute_the_stash_holds_what_jax_keeps(schedule, depths):
+    """By hand: each of 3 layers keeps tanh and 1 - tanh; the last stage also its input and the difference from y."""
+    first, last = (part.stash for part in report_of(schedule, 2, 8, recompute="none").ipus)
     a_layer = 2 * LAYERS * MESSAGE
     # jax 0.12 finds that the tanh of the first stage's last layer is its result, and keeps one value less there
     assert first in (depths[0] * a_layer, depths[0] * (a_layer - MESSAGE))
@@ -68,11 +76,7 @@ def test_the_stash_is_depth_times_residuals(schedule, depths):
 
 
 def test_recompute_takes_the_stash_away():
-    kept = report_of("1f1b", 2, 8)
-    pipeline = pipeline_of("1f1b", 2, 8)
-    stages = [type(stage)(stage.fn, params=stage.params, ipu=stage.ipu, recompute="all") for stage in pipeline.stages]
-    again = type(pipeline)(stages, schedule="1f1b", gradient_accumulation=8)
-    found = again.report(*arguments(again))
+    kept, found = (report_of("1f1b", 2, 8, recompute=recompute) for recompute in ("none", "all"))
     assert [part.stash for part in found.ipus] == [0, MESSAGE], "the first stage reads its input from the batch"
     assert compiled_bytes(found) < 0.6 * compiled_bytes(kept)
     # the working set is the largest part here, and the report has only an upper bound of it

@@ -49,7 +49,7 @@ def norm_layer_in_evaluation(p, x, mb, *, state):
 class NormModel:
     """Return a pipeline with normalised layers at `places`, and then the loss, on the last IPU or on all."""
 
-    def __init__(self, places: tuple[int | None, ...], micro_batches: int, replicas: int = 1, recompute: Any = "none"):
+    def __init__(self, places: tuple[int | None, ...], micro_batches: int, replicas: int = 1, recompute: Any = "auto"):
         self.replicas, self.micro_batches = replicas, micro_batches
         norm = functools.partial(Stage, norm_layer, evaluate=norm_layer_in_evaluation, recompute=recompute)
         self.names = [f"layer{i}" for i in range(len(places) - 1)]

@@ -287,21 +287,19 @@ def test_no_weight_and_nothing_that_comes_of_weights_alone_is_stashed(fn, shapes
     assert all(ROWS in shape for _, shape in stashed(fn, shapes) if shape)
 
 
-KEPT = "what a scan or a loop makes of weights alone counts as varying: recompute= is the way out"
-
-
 @pytest.mark.parametrize(
     ("fn", "shapes"),
     [
         (jax.jit(half_mlp), W),
         (jax.jit(lambda p, x, mb: x @ jax.nn.softmax(p["w"])), W),
-        pytest.param(half_layers, STACK, marks=pytest.mark.xfail(strict=True, reason=KEPT)),
-        pytest.param(loop_layers, STACK, marks=pytest.mark.xfail(strict=True, reason=KEPT)),
+        (half_layers, STACK),
+        (loop_layers, STACK),
     ],
     ids=["jit", "jit of a softmax", "scan", "fori_loop"],
 )
 def test_no_copy_of_a_weight_that_is_made_inside_a_jit_or_a_loop_is_stashed(fn, shapes):
-    assert all(ROWS in shape for _, shape in stashed(fn, shapes) if shape)
+    # fori_loop keeps the numbers of its iterations, too
+    assert all(ROWS in shape for dtype, shape in stashed(fn, shapes) if shape and dtype != "int32")
 
 
 def primitives_of(jaxpr) -> Counter:
