@@ -12,21 +12,25 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
+from ipu_jax._checks import check_count
 from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
+from ipu_jax.analysis.schedule_choice import ScheduleChoice, StepShapes
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.engine import scan as engine
-from ipu_jax.engine.plan import Plan, make_plan
+from ipu_jax.engine.on_mesh import run_on_mesh
+from ipu_jax.engine.plan import Plan
 from ipu_jax.options import PipelineOptions, Reduction
-from ipu_jax.programs.segment import segments_of
-from ipu_jax.schedules import Schedule, make_schedule
+from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts, make_schedule
 from ipu_jax.stage import Stage
 from ipu_jax.weights import packing
 from ipu_jax.weights.arguments import (
@@ -55,7 +59,9 @@ class Pipeline:
         stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
         mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
             name.
-        schedule: a name of `ipu_jax.schedules.SCHEDULES` or a `Schedule` for this placement and M.
+        schedule: a name of `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
+            step, report or `choose_schedule` finds the one that takes the least time at the stages' FLOPs, and within
+            `ipu_memory` if that is given. It stays, for steps of other shapes, too.
         gradient_accumulation: M, the micro-batches of one weight update. It may be smaller than the number of stages.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
@@ -110,13 +116,9 @@ class Pipeline:
             self._state_owners, by_group("state_specs", state_specs), "state_specs"
         )
         self._frozen = frozen_for(self._owners, by_group("frozen", frozen))
-        self.schedule = self._schedule(schedule, placement)
-        for stage, forward in zip(self.stages, self.schedule.forward, strict=True):
-            if stage.state is not None and list(forward) != sorted(forward):
-                raise ValueError(
-                    f"schedule {self.schedule.name!r} runs F of stage {stage.name!r} out of the micro-batches' order, "
-                    "but its state is updated in order: run them in order, or hold no state in it"
-                )
+        self._choice = ScheduleChoice(
+            schedule, self.stages, ipus=self.ipus, micro_batches=gradient_accumulation, ipu_memory=ipu_memory
+        )
         # evaluation has no B to interleave with F, so its schedule fills the pipeline as fast as possible
         self._forward_schedule = make_schedule(
             "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
@@ -127,17 +129,10 @@ class Pipeline:
         self._value_and_grad = jax.jit(lambda *args: self._run(*args, backward=True))
         self._loss = jax.jit(lambda *args: self._run(*args, backward=False)[0])
 
-    def _schedule(self, schedule: str | Schedule, placement: tuple[int | None, ...]) -> Schedule:
-        m = self.options.gradient_accumulation
-        if not isinstance(schedule, Schedule):
-            return make_schedule(schedule, micro_batches=m, ipus=self.ipus, placement=placement)
-        if (schedule.placement, schedule.ipus, schedule.micro_batches) != (placement, self.ipus, m):
-            raise ValueError(
-                f"schedule {schedule.name!r} places {schedule.placement} on {schedule.ipus} IPUs with "
-                f"{schedule.micro_batches} micro-batches, but the stages stand on {placement}, the mesh has "
-                f"{self.ipus} IPUs and gradient_accumulation={m}: make the schedule for these"
-            )
-        return schedule
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule. Under "auto" this raises a `ValueError` before one has been found."""
+        return self._choice.schedule
 
     def shard(self, params: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of weights}` on the IPUs.
@@ -250,6 +245,66 @@ class Pipeline:
         plan = self.plan_step(params_as_frozen, batch, state, key)
         return make_report(plan, params_as_frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
 
+    def choose_schedule(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        costs: StageCosts | None = None,
+    ) -> FoundSchedule:
+        """Find the schedule of a pipeline with schedule="auto" now, not in its first step. Print what it returns.
+
+        Args:
+            params, batch, state, key: as `report` takes them.
+            costs: of the stages, such as `stage_costs` returns. Default: their FLOPs. If they have no bytes of the
+                stash, these are counted.
+
+        Returns:
+            What `find_schedule` returns; if a schedule was found before, that result again.
+
+        Raises:
+            ValueError: the schedule was given or found before `costs` were, `value_and_grad` would refuse the
+                arguments, or no schedule fits in `ipu_memory`.
+        """
+        self._choice.check_choosable(costs)
+        self.check(params, batch, state, key)
+        choose = lambda *shapes: self._choice.choose(StepShapes(*shapes), costs)  # noqa: E731
+        return self._traced(choose, self.apply_frozen(params), batch, state, key)
+
+    def stage_costs(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        measured: bool = False,
+        repeats: int = 5,
+    ) -> StageCosts:
+        """Return what F, B and W of each stage cost for one micro-batch, and the bytes that they stash.
+
+        Costs are FLOPs, or if `measured` the median seconds of F, B, W and the whole backward pass, each run alone on
+        the IPUs of its stage. Gradients are not accumulated then, and the time to start a program is included. Stages
+        that run as one segment have even parts of its cost.
+
+        Args:
+            params, batch, state, key: as `report` takes them. Only their shapes are used.
+            measured: whether to measure. Then nothing may be traced by `jax.jit`.
+            repeats: runs of each program, after one that compiles it; fewer if they take more than 10 seconds.
+
+        Raises:
+            ValueError: as in `value_and_grad`, or an argument is a tracer when costs are to be measured.
+        """
+        self.check(params, batch, state, key)
+        repeats = check_count("repeats", repeats)
+        if measured and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch, state, key))):
+            raise ValueError("measured=True runs programs, but the arguments are tracers: call it outside of jax.jit")
+        trace = lambda *shapes: StepShapes(*shapes).trace(self.stages)  # noqa: E731
+        traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
+        return traced.measured(self.mesh, repeats) if measured else traced.counted()
+
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
         result = program(*args)
         self._window.admit(result)  # otherwise a loop that never waits would exhaust the threads of the CPU backend
@@ -266,37 +321,15 @@ class Pipeline:
 
     def _run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, *, backward: bool) -> Any:
         options = self.options
-        loss_cotangent = 1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas)
-        batch_spec = PartitionSpec() if self.replicas == 1 else PartitionSpec(REPLICA_AXIS)
-        state = state or packing.empty_sharded(self.ipus)
-        params_specs, state_specs = packing.specs_of(params.layout), packing.specs_of(state.layout)
-
-        def program(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
-            if self.replicas > 1:
-                batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            result = self.run_on_ipu(
-                params,
-                batch,
-                state,
-                key,
-                loss_cotangent=loss_cotangent,
-                reduce_over_replicas=self.replicas > 1,
-                backward=backward,
-            )
-            aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if self.replicas > 1 else result.aux
-            gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
-            return result.loss, aux, gradients, result.state
-
-        out_specs = (PartitionSpec(), batch_spec, params_specs if backward else PartitionSpec(), state_specs)
-        mapped = jax.shard_map(
-            program,
-            mesh=self.mesh,
-            in_specs=(params_specs, batch_spec, state_specs, PartitionSpec()),
-            out_specs=out_specs,
-            check_vma=False,
+        program = functools.partial(
+            self.run_on_ipu,
+            loss_cotangent=1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas),
+            reduce_over_replicas=self.replicas > 1,
+            backward=backward,
         )
-        loss, aux, gradients, new_state = mapped(params, batch, state, key)
-        return self.loss_with_aux(loss, aux), gradients, new_state
+        state = state or packing.empty_sharded(self.ipus)
+        loss, aux, *rest = run_on_mesh(program, self.mesh, params, batch, state, key, backward=backward)
+        return self.loss_with_aux(loss, aux), *rest
 
     def run_on_ipu(
         self,
@@ -338,7 +371,7 @@ class Pipeline:
         return Pipeline(
             self.stages if stages is None else stages,
             mesh=self.mesh if mesh is None else mesh,
-            schedule=self.schedule,
+            schedule=self._choice.schedule_or_name,
             gradient_accumulation=self.options.gradient_accumulation,
             reduction=self.options.reduction,
             specs=self._specs,
@@ -356,18 +389,20 @@ class Pipeline:
 
     def _plan(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, backward: bool) -> Plan:
         """Return the plan for such weights, state and batch (leaves (M, ...)). Call it inside the `shard_map`."""
-        schedule = self.schedule if backward else self._forward_schedule
-        segments = segments_of(self.stages, schedule, "training" if backward else "evaluation")
-        microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
-        key_shape = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
-        return make_plan(segments, schedule, params, state, microbatch, key=key_shape)
+        shapes = StepShapes(params, state, batch, key)
+        schedule = self._choice.for_step(shapes) if backward else self._forward_schedule
+        return shapes.plan(self.stages, schedule, training=backward)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
         """Return the plan of a step with such arguments, arrays or shapes. It traces the stages and runs nothing."""
+        return self._traced(lambda *shapes: self._plan(*shapes, backward=True), params, batch, state, key)
+
+    def _traced(self, fn: Callable[..., Any], params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
+        """Return `fn(weights' layout, state's layout, a replica's batch, key)`, called as inside the `shard_map`."""
         num_leading = 0 if self.replicas == 1 else 1
         replica_batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_leading:], leaf.dtype), batch)
         layouts = params.layout, (state or packing.empty_sharded(self.ipus)).layout
-        return traced_on(self.mesh, lambda: self._plan(*layouts, replica_batch, key, backward=True))
+        return traced_on(self.mesh, lambda: fn(*layouts, replica_batch, key))
 
     def frozen_mask(self, params: Mapping[str, Any]) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""

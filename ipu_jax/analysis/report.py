@@ -39,6 +39,7 @@ from ipu_jax.analysis.cost import bytes_of
 from ipu_jax.devices import REPLICA_AXIS
 from ipu_jax.engine.plan import Plan
 from ipu_jax.weights import packing
+from ipu_jax.weights.packed_layout import PackedLayout
 from ipu_jax.weights.packing import Sharded
 
 
@@ -183,18 +184,35 @@ def make_report(
         ValueError: `ipu_memory` is not above 0.
     """
     check_ipu_memory(ipu_memory)
-    layout, schedule, m = params.layout, plan.schedule, plan.schedule.micro_batches
+    empty_state = packing.empty_sharded(params.layout.ipus).layout
+    batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
+    report = count_report(plan, params.layout, empty_state if state is None else state.layout, batch_bytes)
+    if program is not None:
+        report = dataclasses.replace(report, temporary=_temporary(program, mesh, params, batch, state, key))
+    if ipu_memory is not None:
+        warn_where_too_large(report, ipu_memory, stacklevel=4)
+    return report
+
+
+def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_bytes: int) -> PipelineReport:
+    """Return the report of a step with predicted temporary bytes.
+
+    Args:
+        plan: the plan of the step.
+        layout, state: the layouts of weights and state.
+        batch_bytes: the bytes of one replica's batch.
+    """
+    m = plan.schedule.micro_batches
     costs = segment_costs(plan, layout)
     idle = idle_shares(plan, costs, layout.ipus)
     weights = [weight_bytes(layout, k) for k in range(layout.ipus)]
     segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
-    batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
     ipus = tuple(
         IpuReport(
             ipu=k,
             weights=weights[k].own,
             padding=weights[k].allocated - weights[k].own,
-            state=0 if state is None else weight_bytes(state.layout, k).allocated,
+            state=weight_bytes(state, k).allocated,
             batch=batch_bytes,
             stash=stash_bytes(plan, k),
             gradients=weights[k].allocated,
@@ -206,19 +224,15 @@ def make_report(
         )
         for k in range(layout.ipus)
     )
-    report = PipelineReport(
-        schedule=schedule.name,
+    return PipelineReport(
+        schedule=plan.schedule.name,
         micro_batches=m,
         ipus=ipus,
         stash=stash_buffer_bytes(plan),
         channels=channel_bytes(plan, m),
         working_set=max(cost.working_set for cost in costs),
         sums=wide_accumulator_bytes(layout),
-        temporary=None if program is None else _temporary(program, mesh, params, batch, state, key),
     )
-    if ipu_memory is not None:
-        warn_where_too_large(report, ipu_memory, stacklevel=4)
-    return report
 
 
 def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> int | None:

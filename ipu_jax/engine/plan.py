@@ -107,6 +107,23 @@ def make_plan(
         microbatch: the shapes of one micro-batch.
         key: the shape of a random key, or None.
     """
+    split = [schedule.weight is not None and segment.place is not None for segment in segments]
+    programs = trace_programs(segments, split, params, state, microbatch, key)
+    channels, channel_of = _channels(segments, [program.y for program in programs])
+    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of)
+    plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
+    return dataclasses.replace(plan, tables={kind: _table(plan, kind) for kind in TABLES})
+
+
+def trace_programs(
+    segments: Sequence[Segment],
+    split: Sequence[bool],
+    params: PackedLayout,
+    state: PackedLayout,
+    microbatch: Any,
+    key: Any,
+) -> tuple[SegmentProgram, ...]:
+    """Trace every segment; `split` says of each whether to split its backward. Other arguments as for `make_plan`."""
     weights, states = local_shapes(params), local_shapes(state)
     programs: list[SegmentProgram] = []
     x: Any = NO_MESSAGE
@@ -120,15 +137,11 @@ def make_plan(
             {name: states[name] for name in segment.state_groups},
         )
         last = i == len(segments) - 1
-        split = schedule.weight is not None and segment.place is not None
         trained = [not is_frozen for name in sorted(frozen) for is_frozen in frozen[name]]
         shards = _shards(params, segment.groups), _shards(state, segment.state_groups)
-        programs.append(trace_segment(segment, *args, last=last, split=split, trained=trained, shards=shards))
+        programs.append(trace_segment(segment, *args, last=last, split=split[i], trained=trained, shards=shards))
         x = programs[-1].y
-    channels, channel_of = _channels(segments, [program.y for program in programs])
-    plan = Plan(segments, tuple(programs), schedule, params.ipus, channels, channel_of)
-    plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
-    return dataclasses.replace(plan, tables={kind: _table(plan, kind) for kind in TABLES})
+    return tuple(programs)
 
 
 def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:

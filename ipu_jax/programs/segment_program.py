@@ -88,6 +88,11 @@ class SegmentProgram:
         )
         return {"F": self._forward, **backward}
 
+    @property
+    def unsplit(self) -> "SegmentProgram":
+        """Return the program whose B is the whole backward pass."""
+        return dataclasses.replace(self, weight_residuals=[], _split_backward=None)
+
     def forward(
         self, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
