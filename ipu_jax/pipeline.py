@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from ipu_jax._checks import check_count
 from ipu_jax._deprecated import renamed_method
@@ -33,22 +33,9 @@ from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts, make_schedule
 from ipu_jax.stage import Stage
 from ipu_jax.weights import packing
-from ipu_jax.weights.arguments import (
-    by_group,
-    check_alive,
-    check_batch,
-    check_key,
-    check_mesh,
-    check_places,
-    check_sharded,
-    check_state,
-    checked_stages,
-    frozen_for,
-    owners_of,
-    specs_for,
-    state_owners_of,
-)
-from ipu_jax.weights.packed_layout import PackedLayout, plan_layout, with_frozen
+from ipu_jax.weights.arguments import check_alive, check_batch, check_key, check_mesh, check_places, checked_stages
+from ipu_jax.weights.groups import Groups
+from ipu_jax.weights.packed_layout import PackedLayout
 from ipu_jax.weights.packing import Sharded
 
 
@@ -108,14 +95,7 @@ class Pipeline:
         check_mesh(self.mesh)
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         check_places(self.stages, self.ipus)
-        self._owners = owners_of(self.stages)
-        self._state_owners = state_owners_of(self.stages)
-        self._specs = specs_for(self._owners, by_group("specs", specs), "specs")
-        unsplit_state = {name: PartitionSpec() for name, place in self._state_owners.items() if place is None}
-        self._state_specs = unsplit_state | specs_for(
-            self._state_owners, by_group("state_specs", state_specs), "state_specs"
-        )
-        self._frozen = frozen_for(self._owners, by_group("frozen", frozen))
+        self._groups = Groups(self.stages, self.ipus, specs=specs, state_specs=state_specs, frozen=frozen)
         self._choice = ScheduleChoice(
             schedule, self.stages, ipus=self.ipus, micro_batches=gradient_accumulation, ipu_memory=ipu_memory
         )
@@ -150,8 +130,7 @@ class Pipeline:
         Raises:
             ValueError: a group is missing or unknown, a leaf is not a floating array, or a spec does not fit.
         """
-        layout = plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
-        return packing.shard_tree(params, layout, self.mesh)
+        return packing.shard_tree(params, self._groups.layout(params), self.mesh)
 
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves may have any dtype.
@@ -159,8 +138,7 @@ class Pipeline:
         Raises:
             ValueError: a group is missing or unknown, a leaf is not an array, or a spec does not fit.
         """
-        layout = plan_layout(state, self._state_owners, self._state_specs, self.ipus, what="state")
-        return packing.shard_tree(state, layout, self.mesh)
+        return packing.shard_tree(state, self._groups.state_layout(state), self.mesh)
 
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
         """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`."""
@@ -197,7 +175,7 @@ class Pipeline:
         arguments = self.apply_frozen(params), batch, state, key
         self._memory.check(*arguments[:3], lambda: make_report(self.plan_step(*arguments), *arguments, mesh=self.mesh))
         result = self._bounded(self._value_and_grad, params, batch, state, key)
-        return result if self._state_owners else result[:2]
+        return result if self._groups.state_owners else result[:2]
 
     def loss(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
         """Return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, without gradients or stash.
@@ -311,10 +289,7 @@ class Pipeline:
         return result
 
     def _check(self, params: Any, batch: Any, state: Any, key: Any, *, needs_key: bool) -> None:
-        check_sharded("params", params, self._owners, self._specs, self.ipus)
-        self.apply_frozen(params)  # raises what is wrong with `frozen`
-        check_alive("params", params)
-        check_state(state, self._state_owners, self._state_specs, self.ipus)
+        self._groups.check(params, state)
         check_key(key, self.stages, needed=needs_key)
         check_batch(batch, self.replicas, self.options.gradient_accumulation)
         check_alive("batch", batch)
@@ -363,8 +338,7 @@ class Pipeline:
         Raises:
             ValueError: this pipeline's `frozen` does not fit the weights, or a leaf that it trains is not floating.
         """
-        layout = with_frozen(params.layout, self._frozen)
-        return params if layout == params.layout else dataclasses.replace(params, layout=layout)
+        return self._groups.apply_frozen(params)
 
     def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
         """Return the same pipeline with other stages (of the same places and groups) or on another mesh."""
@@ -374,9 +348,9 @@ class Pipeline:
             schedule=self._choice.schedule_or_name,
             gradient_accumulation=self.options.gradient_accumulation,
             reduction=self.options.reduction,
-            specs=self._specs,
-            state_specs={name: self._state_specs[name] for name, ipu in self._state_owners.items() if ipu is None},
-            frozen=self._frozen,
+            specs=self._groups.specs,
+            state_specs=self._groups.state_specs,
+            frozen=self._groups.frozen,
             ipu_memory=self._memory.ipu_memory,
         )
 
@@ -406,7 +380,7 @@ class Pipeline:
 
     def frozen_mask(self, params: Mapping[str, Any]) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""
-        layout = plan_layout(params, self._owners, self._specs, self.ipus, frozen=self._frozen)
+        layout = self._groups.layout(params)
         return [leaf.frozen for name in sorted(params) for leaf in layout.group(name).leaves]
 
     def loss_with_aux(self, loss: Any, aux: dict[str, Any]) -> Any:
