@@ -17,20 +17,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
-from ipu_jax._checks import check_count
 from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.analysis.schedule_choice import ScheduleChoice, StepShapes
+from ipu_jax.analysis.stage_costs import check_measurable
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.engine import scan as engine
 from ipu_jax.engine.on_mesh import run_on_mesh
 from ipu_jax.engine.plan import Plan
 from ipu_jax.options import PipelineOptions, Reduction
-from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts, make_schedule
+from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.stage import Stage
 from ipu_jax.weights import packing
 from ipu_jax.weights.arguments import check_alive, check_batch, check_key, check_mesh, check_places, checked_stages
@@ -98,10 +97,6 @@ class Pipeline:
         self._groups = Groups(self.stages, self.ipus, specs=specs, state_specs=state_specs, frozen=frozen)
         self._choice = ScheduleChoice(
             schedule, self.stages, ipus=self.ipus, micro_batches=gradient_accumulation, ipu_memory=ipu_memory
-        )
-        # evaluation has no B to interleave with F, so its schedule fills the pipeline as fast as possible
-        self._forward_schedule = make_schedule(
-            "grouped", micro_batches=gradient_accumulation, ipus=self.ipus, placement=placement
         )
         self._window = InFlight()
         self._memory = MemoryGuard(ipu_memory)
@@ -236,11 +231,10 @@ class Pipeline:
 
         Args:
             params, batch, state, key: as `report` takes them.
-            costs: of the stages, such as `stage_costs` returns. Default: their FLOPs. If they have no bytes of the
-                stash, these are counted.
+            costs: such as `stage_costs` returns. Default: FLOPs. If they have no bytes, the stash's are counted.
 
         Returns:
-            What `find_schedule` returns; if a schedule was found before, that result again.
+            The result of `find_schedule`; if a schedule was found before, that result again.
 
         Raises:
             ValueError: the schedule was given or found before `costs` were, `value_and_grad` would refuse the
@@ -276,9 +270,7 @@ class Pipeline:
             ValueError: as in `value_and_grad`, or an argument is a tracer when costs are to be measured.
         """
         self.check(params, batch, state, key)
-        repeats = check_count("repeats", repeats)
-        if measured and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch, state, key))):
-            raise ValueError("measured=True runs programs, but the arguments are tracers: call it outside of jax.jit")
+        check_measurable((params, batch, state, key), measured, repeats)
         trace = lambda *shapes: StepShapes(*shapes).trace(self.stages)  # noqa: E731
         traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
         return traced.measured(self.mesh, repeats) if measured else traced.counted()
@@ -363,9 +355,7 @@ class Pipeline:
 
     def _plan(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, backward: bool) -> Plan:
         """Return the plan for such weights, state and batch (leaves (M, ...)). Call it inside the `shard_map`."""
-        shapes = StepShapes(params, state, batch, key)
-        schedule = self._choice.for_step(shapes) if backward else self._forward_schedule
-        return shapes.plan(self.stages, schedule, training=backward)
+        return self._choice.plan(StepShapes(params, state, batch, key), training=backward)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
         """Return the plan of a step with such arguments, arrays or shapes. It traces the stages and runs nothing."""

@@ -56,7 +56,7 @@ class ScheduleChoice:
     """The schedule of a pipeline.
 
     Args:
-        given: a `Schedule` for the stages, or a name. "auto" is for a schedule that `choose` finds.
+        given: a `Schedule` for the stages, or a name; "auto" stands for the schedule that `choose` finds.
         stages: the model.
         ipus: IPUs of a replica.
         micro_batches: M.
@@ -84,9 +84,11 @@ class ScheduleChoice:
         if isinstance(given, Schedule):
             self._schedule = self._fitting(given)
         elif not self._is_auto:
-            self._schedule = make_schedule(given, micro_batches=micro_batches, ipus=ipus, placement=self._placement)
+            self._schedule = self._named(given)
         if self._schedule is not None:
             self._check_order(self._schedule)
+        # evaluation has no B to interleave with F, so its schedule fills the pipeline as fast as possible
+        self._evaluation = self._named("grouped")
 
     @property
     def schedule(self) -> Schedule:
@@ -107,9 +109,12 @@ class ScheduleChoice:
         """Return the schedule, or "auto" if none has been chosen yet: what another pipeline takes."""
         return "auto" if self._schedule is None else self._schedule
 
-    def for_step(self, shapes: StepShapes) -> Schedule:
-        """Return the schedule; find it for these shapes if none has been chosen yet."""
-        return self.schedule if self._schedule is not None else self.choose(shapes).schedule
+    def plan(self, shapes: StepShapes, *, training: bool) -> Plan:
+        """Return the plan of a step. In training, find the schedule for these shapes if none has been chosen yet."""
+        schedule = self._evaluation
+        if training:
+            schedule = self.choose(shapes).schedule if self._schedule is None else self._schedule
+        return shapes.plan(self._stages, schedule, training=training)
 
     def check_choosable(self, costs: StageCosts | None) -> None:
         """Raise `ValueError` if the schedule was given, or is chosen already and `costs` ask for another one."""
@@ -164,9 +169,7 @@ class ScheduleChoice:
         """
         memory = self._ipu_memory
         assert memory is not None, "the caller checked it"
-        least = make_schedule(
-            "sequential", micro_batches=self._micro_batches, ipus=self._ipus, placement=self._placement
-        )
+        least = self._named("sequential")
         smallest = shapes.report(self._stages, least)
         if _largest(smallest) > memory:
             worst = max(range(self._ipus), key=smallest.total)
@@ -192,6 +195,9 @@ class ScheduleChoice:
         )
         best = next(fitting)  # "sequential" fits
         return dataclasses.replace(found, schedule=best.schedule, makespan=best.makespan)
+
+    def _named(self, name: str) -> Schedule:
+        return make_schedule(name, micro_batches=self._micro_batches, ipus=self._ipus, placement=self._placement)
 
     def _fitting(self, schedule: Schedule) -> Schedule:
         m = self._micro_batches

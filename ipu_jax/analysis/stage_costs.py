@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax._checks import check_count
 from ipu_jax._keys import is_key
 from ipu_jax.analysis.cost import bytes_of, jaxpr_flops
 from ipu_jax.devices import IPU_AXIS
@@ -97,6 +99,13 @@ class TracedStages:
             rows += [(*(task * sharers / count for task in cost), *sizes)] * count
         forward, backward, weight, whole, stash, residuals = map(list, zip(*rows, strict=True))
         return StageCosts(forward, backward, weight, whole, stash=stash, weight_residuals=residuals)
+
+
+def check_measurable(arguments: Any, measured: bool, repeats: int) -> None:
+    """Raise `ValueError` if `repeats` is not a count, or if costs are to be measured while arguments are traced."""
+    check_count("repeats", repeats)
+    if measured and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
+        raise ValueError("measured=True runs programs, but the arguments are tracers: call it outside of jax.jit")
 
 
 def _costs_the_same(one: Segment, of_one: SegmentProgram, other: Segment, of_other: SegmentProgram) -> bool:
