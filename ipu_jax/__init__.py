@@ -12,7 +12,16 @@ from ipu_jax.data.source import normalise
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
 from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.schedules import SCHEDULES, FoundSchedule, Schedule, StageCosts, Task, find_schedule, make_schedule
+from ipu_jax.schedules import (
+    SCHEDULES,
+    FoundSchedule,
+    Schedule,
+    StageCosts,
+    Task,
+    canonical_name,
+    find_schedule,
+    make_schedule,
+)
 from ipu_jax.stage import Outputs, Stage
 from ipu_jax.training.replicas import Replicas, replicate
 from ipu_jax.training.step import StepOutputs, TrainState, TrainStep, make_train_step
@@ -54,6 +63,7 @@ __all__ = [
     "VerificationReport",
     "__version__",
     "balance_layers",
+    "canonical_name",
     "configure",
     "find_schedule",
     "flops_of",

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from ipu_jax import SCHEDULES, Half, Precision, Reduction
+from ipu_jax import SCHEDULES, Half, Precision, Reduction, canonical_name
 from mnist_example.batches import Batches
 from mnist_example.checks import check_choice
 from mnist_example.model import MODES, Mode
@@ -78,16 +78,21 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
-    """Return an argparse type for one of `choices`, in upper or lower case (TensorFlow for the IPU wrote "Grouped")."""
+def _checked(check: Callable[[str], str]) -> Callable[[str], str]:
+    """Return an argparse type for texts that `check` does not refuse by a ValueError, whose message is shown."""
 
     def of_text(text: str) -> str:
         try:
-            return check_choice(name, text.lower(), choices)
+            return check(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return of_text
+
+
+def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
+    """Return an argparse type for one of `choices`, in upper or lower case (TensorFlow for the IPU wrote "Grouped")."""
+    return _checked(lambda text: check_choice(name, text.lower(), choices))
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -210,10 +215,11 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add = running.add_argument
     add(
         "--pipeline-schedule",
-        type=_one_of("schedule", SCHEDULES),
+        type=_checked(canonical_name),
         default="grouped",
-        metavar=braces(SCHEDULES),
-        help="grouped: IPUs work on different micro-batches at once. sequential: one IPU works at a time "
+        metavar=braces((*SCHEDULES, "auto")),
+        help="grouped: IPUs work on different micro-batches at once. sequential: one IPU works at a time. auto: the "
+        "one that takes the least time at the stages' FLOPs. Names of PyTorch and JaxPP are understood, too "
         "(default: %(default)s)",
     )
     add(

@@ -100,7 +100,7 @@ def make_pipeline(
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of the replica; basic mode takes 2, concurrent mode 1 to 10.
         gradient_accumulation: M, the micro-batches of one weight update.
-        schedule: a name of `ipu_jax.SCHEDULES`.
+        schedule: a name of `ipu_jax.SCHEDULES`, or "auto".
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
 
     Raises:

@@ -270,7 +270,7 @@ def make_pipeline(
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of the replica, from 1 to the number of layers.
         gradient_accumulation: M, the micro-batches of one weight update.
-        schedule: a name of `ipu_jax.SCHEDULES`.
+        schedule: a name of `ipu_jax.SCHEDULES`, or "auto".
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
 
     Raises:

@@ -127,7 +127,7 @@ def _train(
     total = updates_of(args, batches)
     replicas, of_each = (f", {pipeline.replicas} replicas", " on each") if pipeline.replicas > 1 else ("", "")
     _say(
-        f"{mode} {network.title} on {pipeline.ipus} IPUs{replicas}, {pipeline.schedule.name}; {data.source}: "
+        f"{mode} {network.title} on {pipeline.ipus} IPUs{replicas}, {args.pipeline_schedule}; {data.source}: "
         f"{per_epoch} updates an epoch, each of {args.gradient_accumulation_count} micro-batches of "
         f"{args.batch_size}{of_each}"
     )
@@ -135,7 +135,8 @@ def _train(
     with Console().status("Compiling") if shows_progress else contextlib.nullcontext():
         state = trainer.init(network.init_params(args.seed), network.init_state())
         seconds = trainer.compile(state)
-    _say(f"Compiled in {seconds:.1f} s" + (f"; {cache}" if cache else ""))
+    found = f"; schedule auto chose {_name_of(pipeline)}" if args.pipeline_schedule == "auto" else ""
+    _say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
 
     losses: list[_Losses] = []
     skipped: list[int] = []
@@ -167,6 +168,12 @@ def _train(
     if cache:
         _say(f"With evaluation, {cache}")
     return np.concatenate(losses)
+
+
+def _name_of(pipeline: Pipeline) -> str:
+    """Return the name of the schedule that was found."""
+    name = pipeline.schedule.name
+    return "a table of its own" if name == "auto" else name
 
 
 def _say(line: str) -> None:

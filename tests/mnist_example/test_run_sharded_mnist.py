@@ -82,6 +82,7 @@ def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digit
     [
         (["--pipeline-mode", "basic"], "basic pipeline on 2 IPUs, grouped"),
         (["--pipeline-mode", "basic", "--pipeline-schedule", "Sequential"], "basic pipeline on 2 IPUs, sequential"),
+        (["--pipeline-mode", "basic", "--pipeline-schedule", "Schedule1F1B"], "basic pipeline on 2 IPUs, 1f1b"),
         ([*CONCURRENT, "--ipus", "4"], "concurrent pipeline on 4 IPUs, grouped"),
         ([*CONCURRENT, "--precision", "16.32", "--reduction", "mean", "--no-shuffle"], "concurrent pipeline on 2 IPUs"),
     ],
@@ -287,7 +288,7 @@ def refused(argv, capsys):
             [*SYNTHETIC, "--pipeline-schedule", "groupd"],
             "argument --pipeline-schedule: schedule='groupd' is unknown: did you mean 'grouped'? "
             "Choose one of 'sequential', 'grouped', 'interleaved', 'gpipe', "
-            "'1f1b', 'looped', 'looped-bfs', 'looped-zb', 'zb-h1', 'zbv', 'zb-wave', 'dualpipev'",
+            "'1f1b', 'looped', 'looped-bfs', 'looped-zb', 'zb-h1', 'zbv', 'zb-wave', 'dualpipev', 'auto'",
         ),
         (
             [*SYNTHETIC, "--reduction", "max"],
