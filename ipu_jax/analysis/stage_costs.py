@@ -146,9 +146,12 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
 
 def _argument(aval: Any, random: np.random.Generator) -> Any:
     if is_key(aval):
-        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=jax.random.key_impl(aval))))
-        zeros = jnp.zeros((*aval.shape, *data.shape), data.dtype)
-        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(aval))
+        impls: list[Any] = []
+        data = jax.eval_shape(
+            lambda key: (impls.append(jax.random.key_impl(key)), jax.random.key_data(key))[1],
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype),
+        )
+        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=impls[0])
     if jnp.issubdtype(aval.dtype, jnp.inexact):
         return random.uniform(0.5, 1.0, aval.shape).astype(aval.dtype)
     return np.zeros(aval.shape, aval.dtype)

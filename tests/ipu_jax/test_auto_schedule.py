@@ -1,0 +1,362 @@
+"""Test Pipeline(schedule="auto"): the costs it counts, that it finds one schedule and keeps it, and its results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ipu_jax import (
+    ALL_IPUS,
+    Outputs,
+    Pipeline,
+    Stage,
+    StageCosts,
+    TrainOptions,
+    find_schedule,
+    make_mesh,
+    make_schedule,
+    make_train_step,
+    verify,
+)
+from support.dense import chain, largest_relative_error
+from support.refusals import refused
+
+N, K, D, E, V = 3, 6, 8, 10, 9  # V columns on 2 IPUs: 5 on each, one of them padding
+M = 6
+FLOAT = 4  # bytes
+NOT_CHOSEN = (
+    "schedule='auto' is chosen from the shapes of the first step: call pipeline.choose_schedule(params, batch) first"
+)
+
+
+def unlike_stages(**options):
+    """Return a pipeline of unlike stages, its weights and batch: two stages of one segment, a reshape, a head."""
+    stages = [
+        Stage(lambda w, x, mb: mb @ w, params="first", ipu=0),
+        Stage(lambda w, x, mb: x @ w, params="second", ipu=0),
+        Stage(lambda w, x, mb: x.reshape(N, E, 1), name="reshape", ipu=1),
+        Stage(lambda w, x, mb: lax.psum((x[..., 0] @ w).sum(), "ipu"), params="head", ipu=ALL_IPUS),
+    ]
+    columns = {"head": PartitionSpec(None, "ipu")}
+    pipeline = Pipeline(
+        stages, mesh=make_mesh(1, 2), specs=columns, gradient_accumulation=M, **{"schedule": "auto", **options}
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"first": (K, D), "second": (D, E), "head": (E, V)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return pipeline, pipeline.shard(params), rng.normal(size=(M, N, K)).astype(np.float32)
+
+
+# By hand, for one micro-batch. 2 FLOPs for each multiply-add, 1 for each number summed. The batch needs no gradient, so
+# the first segment has nothing to do for it in B: its W computes the gradients of both layers' weights, and on the way
+# that of the second layer's input. From B to W it keeps the cotangent of its result.
+FIRST, SECOND = 2 * N * K * D, 2 * N * D * E
+HEAD = 2 * N * E * 5  # on each IPU
+RESHAPE = FLOAT * N * E  # no FLOPs: the bytes of its result
+SEGMENT = (FIRST + 2 * SECOND) / 2
+BY_HAND = StageCosts(
+    forward=[(FIRST + SECOND) / 2, (FIRST + SECOND) / 2, RESHAPE, 2 * (HEAD + N * 5)],
+    backward=[0, 0, RESHAPE, 2 * 2 * HEAD],
+    weight=[SEGMENT, SEGMENT, 0, 0],
+    whole_backward=[SEGMENT, SEGMENT, RESHAPE, 2 * 2 * HEAD],
+    stash=[FLOAT * N * D / 2, FLOAT * N * D / 2, 0, 0],  # the second layer's input
+    weight_residuals=[FLOAT * N * E / 2, FLOAT * N * E / 2, 0, 0],
+)
+
+
+# costs
+
+
+@pytest.mark.parametrize("schedule", ["auto", "grouped", "zb-h1"])
+def test_counted_costs_are_those_by_hand(schedule):
+    pipeline, params, batch = unlike_stages(schedule=schedule)
+    assert pipeline.stage_costs(params, batch) == BY_HAND
+    assert pipeline.stage_costs(params, jax.ShapeDtypeStruct(batch.shape, batch.dtype)) == BY_HAND
+
+
+def test_the_search_gets_the_costs_by_hand_and_lockstep():
+    pipeline, params, batch = unlike_stages()
+    found = pipeline.choose_schedule(params, batch)
+    assert found == find_schedule(BY_HAND, placement=(0, 0, 1, None), micro_batches=M, ipus=2, lockstep=True)
+    assert pipeline.schedule is found.schedule
+
+
+def test_a_report_says_the_name_and_how_idle_the_schedule_found_leaves_the_ipus():
+    pipeline, params, batch = unlike_stages()
+    report = pipeline.report(params, batch, compile=False)
+    schedule = pipeline.choose_schedule(params, batch).schedule
+    assert report.schedule == schedule.name
+    # a report counts no time for the reshape
+    forward, whole = ((*row[:2], 0, row[3]) for row in (BY_HAND.forward, BY_HAND.whole_backward))
+    run = schedule.simulate(forward, whole, BY_HAND.weight, lockstep=True)
+    assert schedule.weight is None
+    assert [part.idle for part in report.ipus] == pytest.approx([1 - busy / run.makespan for busy in run.busy])
+
+
+def test_a_stage_without_flops_and_without_bytes_costs_one():
+    stages = [
+        Stage(lambda w, x, mb: {}, name="nothing", ipu=0),
+        Stage(lambda w, x, mb: (mb @ w).sum(), params="w", ipu=1),
+    ]
+    pipeline = Pipeline(stages, schedule="auto")
+    costs = pipeline.stage_costs(pipeline.shard({"w": np.ones((K, 1), np.float32)}), np.ones((1, N, K), np.float32))
+    assert (costs.forward[0], costs.backward[0], costs.weight[0], costs.whole_backward) == (1, 1, 0, (1, 2 * N * K))
+
+
+def test_measured_costs_are_seconds_of_every_task_and_the_same_bytes():
+    pipeline, params, batch = unlike_stages()
+    costs = pipeline.stage_costs(params, batch, measured=True, repeats=2)
+    assert (costs.stash, costs.weight_residuals) == (BY_HAND.stash, BY_HAND.weight_residuals)
+    for field in ("forward", "backward", "weight", "whole_backward"):
+        measured, counted = getattr(costs, field), getattr(BY_HAND, field)
+        assert [seconds > 0 for seconds in measured] == [flops > 0 for flops in counted]
+        assert all(seconds < 10 for seconds in measured)
+    found = pipeline.choose_schedule(params, batch, costs=costs)
+    assert found == find_schedule(costs, placement=(0, 0, 1, None), micro_batches=M, ipus=2, lockstep=True)
+
+
+def test_measured_costs_grow_with_the_work():
+    def layers(count):
+        return lambda w, x, mb: lax.fori_loop(0, count, lambda _, y: jnp.tanh(y @ w), mb if x is None else x)
+
+    stages = [
+        Stage(layers(1), params="a", ipu=0),
+        Stage(layers(50), params="b", ipu=1),
+        Stage(lambda w, x, mb: jnp.mean(x), name="loss", ipu=1),
+    ]
+    pipeline = Pipeline(stages)
+    params = pipeline.shard({name: np.eye(200, dtype=np.float32) for name in "ab"})
+    costs = pipeline.stage_costs(params, np.ones((1, 200, 200), np.float32), measured=True)
+    assert costs.forward[1] > 3 * costs.forward[0]  # half of a segment with 50 times the work
+
+
+def test_keys_and_state_are_arguments_of_measured_programs():
+    pipeline, params, batch, state, key = random_and_counting()
+    costs = pipeline.stage_costs(params, batch, state, key, measured=True, repeats=1)
+    assert all(seconds > 0 for seconds in costs.forward)
+
+
+def random_and_counting():
+    def first(w, x, mb, *, state, key):
+        return Outputs((mb @ w) * jax.random.normal(key, (N, D)), state={"seen": state["seen"] + 1})
+
+    stages = [
+        Stage(first, params="first", state="s", random=True, ipu=0),
+        Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="second", ipu=1),
+    ]
+    pipeline = Pipeline(stages, schedule="auto", gradient_accumulation=M)
+    params = pipeline.shard({"first": np.ones((K, D), np.float32), "second": np.ones((D, E), np.float32)})
+    state = pipeline.shard_state({"s": {"seen": np.int32(0)}})
+    return pipeline, params, np.ones((M, N, K), np.float32), state, jax.random.key(0)
+
+
+# the choice
+
+
+def test_the_same_shapes_give_the_same_schedule():
+    found = []
+    for _ in range(2):
+        pipeline, params, batch = unlike_stages()
+        found.append(pipeline.choose_schedule(params, batch))
+    assert found[0] == found[1]
+    assert str(found[0]) == str(found[1])
+
+
+@pytest.mark.parametrize("name", ["auto", "Auto", "AUTO"])
+def test_the_first_step_chooses_and_other_shapes_keep_it(name):
+    pipeline, params, batch = unlike_stages(schedule=name)
+    pipeline.loss(params, batch)  # which needs no schedule
+    with refused(NOT_CHOSEN):
+        _ = pipeline.schedule
+    pipeline.value_and_grad(params, batch)
+    schedule = pipeline.schedule
+    first = pipeline.choose_schedule(params, batch)
+    narrow = np.concatenate([batch] * 3, axis=1)[:, ::3]
+    pipeline.value_and_grad(params, narrow)
+    assert pipeline.schedule is schedule is first.schedule
+    assert pipeline.choose_schedule(params, narrow) is first
+
+
+def test_verify_and_a_copy_of_the_pipeline_choose_too():
+    pipeline, params, batch = unlike_stages()
+    with refused(NOT_CHOSEN):
+        _ = pipeline.replace().schedule
+    verify(pipeline, params, batch)
+    assert pipeline.replace().schedule is pipeline.schedule
+
+
+def test_a_stage_with_state_and_a_random_one():
+    pipeline, params, batch, state, key = random_and_counting()
+    verify(pipeline, params, batch, state, key)
+    found = pipeline.choose_schedule(params, batch, state, key)
+    assert [list(row) for row in found.schedule.forward] == [sorted(row) for row in found.schedule.forward]
+
+
+def test_costs_without_bytes_get_the_counted_ones():
+    pipeline, params, batch = unlike_stages()
+    given = StageCosts([1, 1, 5, 1], [1, 1, 5, 1], [1, 1, 0, 0])
+    found = pipeline.choose_schedule(params, batch, costs=given)
+    assert found.candidates[0].stash_bytes == pytest.approx(BY_HAND.stash_bytes(found.schedule))
+    assert found.makespan == given.simulate(found.schedule, lockstep=True).makespan
+
+
+# what it computes
+
+
+@pytest.mark.parametrize(
+    ("places", "ipus"),
+    [((0, 1), 2), ((0, 1, None), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3, None), 4), ((None, 0, 1, 1, None), 2)],
+)
+def test_loss_and_gradients_are_the_dense_twins(places, ipus):
+    model = chain(places, M, like=False)
+    pipeline = model.pipeline(ipus, schedule="auto")
+    params = pipeline.shard(model.params)
+    loss, gradients = pipeline.value_and_grad(params, model.batch)
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
+
+
+def test_a_table_of_its_own_runs():
+    model = chain((0, 1, 2, 3, None), M, like=False)
+    pipeline = model.pipeline(4, schedule="auto")
+    params = pipeline.shard(model.params)
+    # stages so unlike that no family is the best
+    costs = StageCosts([2, 1, 1, 3, 1], [1, 1, 3, 2, 1], [1, 3, 1, 1, 0])
+    assert pipeline.choose_schedule(params, model.batch, costs=costs).schedule.name == "auto"
+    loss, gradients = pipeline.value_and_grad(params, model.batch)
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
+
+
+def test_inside_the_users_own_jit():
+    model = chain((0, 1, None), M, like=False)
+    pipeline, twin = model.pipeline(2, schedule="auto"), model.pipeline(2, schedule="auto")
+    params = pipeline.shard(model.params)
+    loss, gradients = jax.jit(pipeline.value_and_grad)(params, model.batch)
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
+    assert twin.choose_schedule(params, model.batch).schedule == pipeline.schedule
+
+
+@pytest.mark.parametrize("precision", ["32.32", "16.32"])
+def test_a_training_step_with_replicas(precision):
+    model = chain((0, 1, None), M, replicas=2, like=False)
+    losses = []
+    for schedule in ("auto", "grouped"):
+        options = TrainOptions(precision=precision)
+        step = make_train_step(model.pipeline(2, schedule=schedule), optax.sgd(0.1), options)
+        state = step.init(model.params)
+        for _ in range(2):
+            state, outputs = step(state, model.batch)
+        losses.append(float(outputs.loss))
+        if schedule == "auto":
+            assert step.model.schedule.micro_batches == M
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "32.32" else 1e-2)
+
+
+# memory
+
+
+def totals(pipeline, params, batch):
+    report = pipeline.report(params, batch, compile=False)
+    return [report.total(part.ipu) for part in report.ipus]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+def test_what_is_found_fits_in_the_memory_of_an_ipu(share, recwarn):
+    model = chain((0, 1, 2, 3), 8, like=False)
+    least, free = (model.pipeline(4, schedule=schedule) for schedule in ("sequential", "auto"))
+    params = free.shard(model.params)
+    low, high = (max(totals(pipeline, params, model.batch)) for pipeline in (least, free))
+    assert low < high
+    limit = low + share * (high - low)
+    pipeline = model.pipeline(4, schedule="auto", ipu_memory=limit)
+    loss, gradients = pipeline.value_and_grad(params, model.batch)
+    assert max(totals(pipeline, params, model.batch)) <= limit
+    assert not [warning for warning in recwarn if "ipu_memory" in str(warning.message)]
+    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
+
+
+def test_memory_for_all_changes_nothing():
+    pipeline, params, batch = unlike_stages(ipu_memory=1e9)
+    free, _, _ = unlike_stages()
+    assert pipeline.choose_schedule(params, batch).schedule == free.choose_schedule(params, batch).schedule
+
+
+@pytest.mark.parametrize("call", ["choose_schedule", "value_and_grad", "report"])
+def test_memory_for_no_schedule(call):
+    least, params, batch = unlike_stages(schedule="sequential")
+    report = least.report(params, batch, compile=False)
+    needed = [report.total(0), report.total(1)]
+    pipeline, _, _ = unlike_stages(ipu_memory=max(needed) - 1)
+    ipu = needed.index(max(needed))
+    in_words = lambda size: f"{size / 1000:.1f} kB" if size >= 1000 else f"{size} B"  # noqa: E731
+    parts = ", ".join(f"{kind} {in_words(size)}" for kind, size in report.bytes_by_kind(ipu).items())
+    with refused(
+        f"ipu_memory={max(needed) - 1:g} is too low for any schedule: under 'sequential', which stashes the least, IPU "
+        f"{ipu} needs {max(needed)} bytes ({parts}): give at least that, or use recompute='all' on its stages, more "
+        "IPUs, or a smaller micro-batch"
+    ):
+        getattr(pipeline, call)(params, batch)
+    with refused(NOT_CHOSEN):
+        _ = pipeline.schedule
+
+
+# errors
+
+
+def test_a_schedule_that_was_given_is_not_chosen():
+    pipeline, params, batch = unlike_stages(schedule="1F1B")
+    with refused("the schedule is '1f1b', which was given: make the Pipeline with schedule='auto' to choose one"):
+        pipeline.choose_schedule(params, batch)
+
+
+def test_costs_come_too_late():
+    pipeline, params, batch = unlike_stages()
+    name = pipeline.choose_schedule(params, batch).schedule.name
+    with refused(
+        f"the schedule was chosen already, {name!r}: call choose_schedule with costs before the first step, or make "
+        "another Pipeline"
+    ):
+        pipeline.choose_schedule(params, batch, costs=BY_HAND)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (StageCosts([1], [1], [1]), "costs are of 1 stages, and placement has 4: give costs per stage"),
+        (3, "costs=3 are no costs: give StageCosts(forward=, backward=, weight=)"),
+    ],
+)
+def test_costs_of_other_stages(costs, message):
+    pipeline, params, batch = unlike_stages()
+    with refused(message):
+        pipeline.choose_schedule(params, batch, costs=costs)
+
+
+def test_nothing_is_measured_under_jit():
+    pipeline, params, batch = unlike_stages()
+    with refused("measured=True runs programs, but the arguments are tracers: call it outside of jax.jit"):
+        jax.jit(lambda batch: pipeline.stage_costs(params, batch, measured=True))(batch)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_repeats_are_a_count(measured):
+    pipeline, params, batch = unlike_stages()
+    with refused("repeats=0 is not a count: give an int of at least 1"):
+        pipeline.stage_costs(params, batch, measured=measured, repeats=0)
+
+
+@pytest.mark.parametrize("call", ["choose_schedule", "stage_costs"])
+def test_arguments_that_do_not_fit(call):
+    pipeline, params, batch = unlike_stages()
+    with refused(f"batch has shape (5, {N}, {K}): its leading dims must be (gradient_accumulation, ...) = ({M}, ...)"):
+        getattr(pipeline, call)(params, batch[:5])
+
+
+def test_a_schedule_of_find_schedule_can_be_given():
+    pipeline, params, batch = unlike_stages()
+    found = pipeline.choose_schedule(params, batch)
+    again, _, _ = unlike_stages(schedule=found.schedule)
+    assert again.schedule is found.schedule
+    assert make_schedule("grouped", placement=(0, 0, 1, None), micro_batches=M, ipus=2) != found.schedule
