@@ -231,7 +231,8 @@ class Pipeline:
 
         Args:
             params, batch, state, key: as `report` takes them.
-            costs: such as `stage_costs` returns. Default: FLOPs. If they have no bytes, the stash's are counted.
+            costs: such as `stage_costs` returns, the same in every process. Default: FLOPs. If they have no bytes, the
+                stash's are counted.
 
         Returns:
             The result of `find_schedule`; if a schedule was found before, that result again.

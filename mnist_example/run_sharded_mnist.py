@@ -135,7 +135,7 @@ def _train(
     with Console().status("Compiling") if shows_progress else contextlib.nullcontext():
         state = trainer.init(network.init_params(args.seed), network.init_state())
         seconds = trainer.compile(state)
-    found = f"; schedule auto chose {_name_of(pipeline)}" if args.pipeline_schedule == "auto" else ""
+    found = f"; schedule auto chose {_found_name(pipeline)}" if args.pipeline_schedule == "auto" else ""
     _say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
 
     losses: list[_Losses] = []
@@ -170,7 +170,7 @@ def _train(
     return np.concatenate(losses)
 
 
-def _name_of(pipeline: Pipeline) -> str:
+def _found_name(pipeline: Pipeline) -> str:
     """Return the name of the schedule that was found."""
     name = pipeline.schedule.name
     return "a table of its own" if name == "auto" else name

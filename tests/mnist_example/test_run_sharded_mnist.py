@@ -77,6 +77,18 @@ def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digit
     )
 
 
+def test_the_schedule_that_was_found_is_named(few_digits, capsys):
+    assert main(["--pipeline-mode", "basic", "--pipeline-schedule", "Auto", *TINY, "--run-single-step"]) == 0
+    assert_lines(
+        capsys.readouterr().out,
+        "basic pipeline on 2 IPUs, auto.*",
+        rf"{COMPILED}; schedule auto chose (a table of its own|[a-z0-9-]+)",
+        r"Epoch 0\.2, Mean loss: 2\.\d{3}",
+        rf"Epoch 0\.2, Test accuracy: {ACCURACY}",
+        final(20),
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "header"),
     [
