@@ -276,9 +276,16 @@ def _pulled_back(vjp: Callable[..., Any], cotangents: list[Any]) -> list[Any]:
         env[var] = jnp.zeros(ct.shape, ct.dtype) if zero else ct
     for eqn in jaxpr.eqns:
         of_cotangents = linear.intersection(variables(eqn.invars))
+        others = (
+            [v for v in eqn.invars if isinstance(v, core.Literal) or v not in zeros]
+            if eqn.primitive.name == "add_any"
+            else []
+        )
         if of_cotangents and of_cotangents <= zeros:
             zeros.update(eqn.outvars)
             env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in eqn.outvars)
+        elif len(others) == 1:
+            env[eqn.outvars[0]] = value_of(others[0], env)
         else:
             env.update(zip(eqn.outvars, bound(eqn, [value_of(v, env) for v in eqn.invars]), strict=True))
     return [None if v in zeros else value_of(v, env) for v in jaxpr.outvars]

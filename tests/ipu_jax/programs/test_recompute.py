@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def nested(p, x, mb):
     return lax.scan(lambda x, pair: (scanned(pair, x, mb), None), x, pairs)[0]
 
 
-def traced(fn, params, recompute="auto", x=X, **more):
+def traced(fn, params, recompute: Any = "auto", x=X, **more):
     stage = Stage(fn, params="g", recompute=recompute, **more)
     segment = Segment((stage,), 0, (frozenset(),))
     return trace_segment(segment, {"g": params}, Message(x), GIVEN, {}, last=False)
