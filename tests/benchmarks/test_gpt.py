@@ -106,6 +106,7 @@ def assert_equals_the_dense_gpt(ipus: int, micro_batches: int, **options: Any) -
     assert largest_relative_error(found, expected(micro_batches, "float32")) < 50 * np.finfo(np.float32).eps
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("micro_batches", "schedule", "recompute"), [(1, "grouped", "auto"), (3, "1f1b", "all"), (3, "zb-h1", "auto")]
 )

@@ -15,6 +15,7 @@ def mean_squared_error(y: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.mean((y - target) ** 2)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("variation", [{}, {"checkpoint": True}, {"skip_idle": True}])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (4, 3)])
 def test_it_equals_the_unsharded_program(stages, micro_batches, variation):

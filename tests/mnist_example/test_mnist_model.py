@@ -87,6 +87,7 @@ def test_loss_and_correct_are_the_dense_programs(mode, ipus, params, batch):
     np.testing.assert_array_equal(aux["correct"], (predictions == batch["labels"]).sum(-1))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("mode", "ipus", "schedule"),
     [("basic", 2, "grouped"), ("concurrent", 2, "grouped"), ("concurrent", 4, "grouped"), ("basic", 2, "sequential")],
@@ -172,6 +173,7 @@ def test_images_may_be_bytes_or_floats(params, batch):
 # precisions
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
 def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
     exact = dense_loss(params, batch)

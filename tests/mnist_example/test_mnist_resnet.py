@@ -195,6 +195,7 @@ def test_weights_start_as_he_and_lecun_say():
 # the layers
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["stem", "block3"])
 def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, train, params, state):

@@ -89,6 +89,7 @@ def test_the_schedule_that_was_found_is_named(few_digits, capsys):
     )
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("flags", "header"),
     [

@@ -106,6 +106,7 @@ def _each_form(name, plain, scattered):
     return pytest.mark.parametrize(("mode", "n", "size", "dtype", name), params)
 
 
+@pytest.mark.slow(one_in=3)
 @_each_form("scattered", False, True)
 @examples
 @given(seed=seeds)
@@ -136,6 +137,7 @@ def test_columns_with_bias(mode, n, size, dtype, scattered, seed):
     _assert_like_dense(got, x, w, ct, n, bias=bias, dense=_dense_with_bias)
 
 
+@pytest.mark.slow(one_in=3)
 @_each_form("reduction", "sum", "scatter")
 @examples
 @given(seed=seeds)

@@ -179,6 +179,7 @@ def rich_stage(i: int, width: int):
     return fn
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("places", [(0, 1, 0), (0, _, 1), (_, 0, _)])
 def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
     rng = np.random.default_rng(0)
@@ -345,6 +346,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("places", "forward", "backward"), OWN.values(), ids=OWN)
 def test_a_schedule_of_the_users_own_is_run_as_it_says(places, forward, backward):
     ipus = max(2, 1 + max(place for place in places if place is not None))

@@ -111,6 +111,7 @@ def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
     assert_equals_the_unsharded_program(name, ipus, micro_batches, concurrent_head=ipus == 3, rounds=rounds)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "recompute", ["none", "all", jax.checkpoint_policies.dots_saveable], ids=["none", "all", "dots"]
 )

@@ -173,6 +173,7 @@ FREEZES = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("before", "after"), [("a", "nothing"), ("nothing", "a"), ("everything", "part of a and the head")]
 )

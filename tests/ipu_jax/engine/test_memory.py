@@ -94,6 +94,7 @@ def heavy_weights(request):
     return pipeline, params, batch, compiled_step(pipeline, params, batch)
 
 
+@pytest.mark.slow(one_in=3)
 def test_no_weights_are_stashed(heavy_weights):
     pipeline, params, batch, step = heavy_weights
     leaf, message = 4 * WIDE * WIDE, 4 * 2 * WIDE

@@ -130,6 +130,7 @@ def assert_state_loss_and_gradients_equal_the_twins(model: NormModel, pipeline: 
     assert float(pipeline.loss(params, model.batch, state)) == float(evaluated)  # it changes nothing
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("schedule", ["sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1"])
 def test_running_statistics_are_updated_once_a_micro_batch_in_order(schedule):
     model = NormModel((0, 1, 1), 3)

@@ -178,6 +178,7 @@ def check(pipeline, whole, optimizers, tolerance=1e-6):
         assert padding_is_zero(sharded), name
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("model", "replicas", "optimizers"),
     [

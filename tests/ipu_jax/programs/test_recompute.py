@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
-from ipu_jax import Outputs, Stage
+from ipu_jax import ALL_IPUS, Outputs, Stage
+from ipu_jax._jaxprs import traced_on
 from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment
 from ipu_jax.programs.segment_program import trace_segment
 from support.inputs import normal
@@ -63,10 +65,10 @@ def nested(p, x, mb):
     return lax.scan(lambda x, pair: (scanned(pair, x, mb), None), x, pairs)[0]
 
 
-def traced(fn, params, recompute: Any = "auto", x=X, **more):
-    stage = Stage(fn, params="g", recompute=recompute, **more)
+def traced(fn, params, recompute: Any = "auto", x=X, *, ipu: Any = 0, split=False):
+    stage = Stage(fn, params="g", recompute=recompute, ipu=ipu)
     segment = Segment((stage,), 0, (frozenset(),))
-    return trace_segment(segment, {"g": params}, Message(x), GIVEN, {}, last=False)
+    return trace_segment(segment, {"g": params}, Message(x), GIVEN, {}, last=False, split=split)
 
 
 def gradients(fn, params, recompute="auto", x=X):
@@ -183,6 +185,35 @@ def test_functions_with_their_own_derivative_keep_it_and_run_once():
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * float(abs(other).max()))
     assert primitives_of(traced(fn, params).jaxprs["B"].jaxpr)["cos"] == 0
+
+
+def test_collectives_run_once():
+    """A concurrent stage reduces its product, as a row-parallel layer does; B does so for its own gradient alone."""
+
+    def rows(p, x, mb):
+        return jax.nn.gelu(lax.psum(norm(x) @ p, "ipu")) * lax.pmax(lax.stop_gradient(x.max()), "ipu")
+
+    def collectives(recompute):
+        mesh = AbstractMesh((1, 2), ("replica", "ipu"))
+        program = traced_on(mesh, lambda: traced(rows, normal((FEATURES, FEATURES)), recompute, ipu=ALL_IPUS))
+        counts = primitives_of(program.jaxprs["B"].jaxpr)
+        return {name: counts[name] for name in counts if name.startswith(("psum", "pmax"))}
+
+    assert collectives("auto") == collectives("none") != collectives("all")
+
+
+def test_w_computes_again_what_is_cheap():
+    """By hand: of an MLP F keeps x and the first product, and B keeps for W the gradients of both products alone."""
+
+    def mlp(p, x, mb):
+        return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    program = traced(mlp, normal({"up": BLOCK["up"], "down": BLOCK["down"]}), split=True)
+    up, down = (BATCH, TOKENS, HIDDEN), (BATCH, TOKENS, FEATURES)
+    assert sorted(s.shape for s in program.stash) == [down, up]
+    assert sorted(s.shape for s in program.weight_residuals) == [down, up]
+    assert primitives_of(program.jaxprs["W"].jaxpr)["dot_general"] == 2
+    assert primitives_of(program.jaxprs["B"].jaxpr)["dot_general"] == 2
 
 
 def test_what_a_stage_asks_for_is_what_it_gets():

@@ -25,6 +25,7 @@ from ipu_jax.tools.sharded_embedding_tool import (
 SMALL = ["--vocab-size", "10", "--feature-size", "8", "--sequence-length", "6"]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "argv",
     [["--ipus", "1"], ["--ipus", "2"], ["--ipus", "3"], ["--ipus", "8"], ["--ipus", "4", "--fp16"], ["--bf16"]],

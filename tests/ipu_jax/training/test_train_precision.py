@@ -121,6 +121,7 @@ def test_what_is_exact_infinite_or_no_number_stays(half):
         np.testing.assert_array_equal(stochastic_round(x, half, jax.random.key(seed)).astype(jnp.float32), x)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("kind", "shard_optimizer"),
     [("function", False), ("function", True), ("pipeline", True), ("whole", False), ("whole", True), ("split", True)],
@@ -294,6 +295,7 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
     assert largest_relative_error(whole_state["params"], plain.whole(expected)["params"]) <= 1e-6
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_a_gradient_that_is_infinite_on_one_ipu_of_one_replica_skips_the_whole_update(bad, shard_optimizer):

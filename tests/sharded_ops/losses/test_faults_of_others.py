@@ -132,6 +132,7 @@ def test_a_label_out_of_range_takes_no_other_shards_logit():
     np.testing.assert_allclose(loss[-1:], _dense(hidden[-1:] @ table.T, labels[-1:], ct[-1:])[0], rtol=2e-6)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("mode", ["typed-inside", "untyped-inside"])
 @pytest.mark.parametrize("gradients", ["backward", "forward"])
 def test_the_gradient_of_the_hidden_states_is_whole_on_every_ipu(mode, gradients):
