@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from ipu_jax import ALL_IPUS, Outputs, Stage
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax._jaxprs import traced_on
 from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment
 from ipu_jax.programs.segment_program import trace_segment
@@ -228,3 +228,18 @@ def test_results_that_are_not_arrays_are_handed_on():
     segment = Segment((stage,), 0, (frozenset(),))
     message, _, _ = segment({"g": jnp.ones(3)}, Message(X), GIVEN, {})
     assert message.y == "text"
+
+
+def test_a_concurrent_head_computes_nothing_again():
+    """Its B follows its F in one task, so nothing is stashed, and all values are there."""
+
+    def loss(p, x, mb):
+        return lax.psum(jnp.tanh(jax.nn.gelu(x @ p)).mean(), "ipu")
+
+    stages = [Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="body"), Stage(loss, params="head", ipu=ALL_IPUS)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs={"head": PartitionSpec(None, "ipu")})
+    params = pipeline.shard(normal({"body": (FEATURES, FEATURES), "head": (FEATURES, HIDDEN)}))
+    body, head = pipeline.plan_step(params, X[None]).programs
+    assert primitives_of(head.jaxprs["B"].jaxpr)["tanh"] == 0
+    assert primitives_of(head.jaxprs["F"].jaxpr)["tanh"] == 2
+    assert [s.shape for s in body.stash] == [X.shape], "the tanh, from which the first stage's B computes its square"
