@@ -22,7 +22,7 @@ from support.inputs import normal
 
 BATCH, TOKENS, FEATURES, HEADS, HIDDEN, LAYERS = 2, 48, 24, 3, 72, 4
 X = np.asarray(np.random.default_rng(0).normal(size=(BATCH, TOKENS, FEATURES)), np.float32)
-GIVEN = MicrobatchInputs({"key": jax.random.key(3)}, (None,))
+GIVEN = MicrobatchInputs({"key": jax.random.key(3), "x": X}, (None,))
 
 
 def norm(x):
@@ -144,6 +144,10 @@ def test_a_dropout_mask_is_kept_as_bools_and_no_random_bits_are_drawn_again():
     program = traced(dropout, normal((FEATURES, FEATURES)))
     assert ("bool", X.shape) in [(s.dtype.name, s.shape) for s in program.stash]
     assert primitives_of(program.jaxprs["B"].jaxpr)["random_bits"] == 0
+
+
+def test_what_follows_from_the_micro_batch_by_cheap_operations_is_not_kept():
+    assert traced(lambda p, x, mb: jnp.sin(mb["x"]) @ p, normal((FEATURES, FEATURES))).stash == []
 
 
 def test_an_aux_costs_nothing_in_b():
