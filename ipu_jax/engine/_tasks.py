@@ -17,7 +17,7 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.engine import _hooks
 from ipu_jax.engine._carry import Arguments, Carry
 from ipu_jax.engine._guard import Fence, guard
-from ipu_jax.engine.plan import Plan
+from ipu_jax.engine.plan import Exchange, Plan
 from ipu_jax.engine.stash import Key, Stash
 from ipu_jax.programs.gradient_sums import Sum
 from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
@@ -283,6 +283,19 @@ class Tasks:
 
         return self.guarded(active, body, carry, ["stash"])
 
+    def exchange(self, kind: Exchange, k: int, rows: Rows, carry: Carry) -> Carry:
+        """Send a channel's messages ("y"), or their gradients back ("dx"), if any IPU sends one in this tick."""
+        pairs, sent, received = self.plan.channels[k].pairs, carry.y[k], carry.y_received
+        if kind == "dx":
+            pairs, sent, received = [(b, a) for a, b in pairs], carry.dx[k], carry.dx_received
+
+        def body(fence: Fence, _: Any) -> Any:
+            return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), fence(sent))
+
+        guards_run, arrived = guard(carry.guards_run, rows[kind][k], body, received[k])
+        changed = {f"{kind}_received": _replaced(received, k, arrived)}
+        return dataclasses.replace(carry, **changed, guards_run=guards_run)
+
     def guarded(
         self,
         active: Any,
@@ -302,18 +315,8 @@ class Tasks:
             aux_of: the segment whose aux it changes.
         """
         part = carry.part(names, aux_of=aux_of)
-        ran, part = guard(after_guards(carry, active) >= 0, body, part)
-        return dataclasses.replace(carry.with_part(part), guards_run=carry.guards_run + ran)
-
-
-def after_guards(carry: Carry, value: Any) -> Any:
-    """Return `value` in such a way that XLA cannot compute with it before all guards so far have run.
-
-    It is made to depend on the number of guards that were active. Otherwise XLA may order an exchange, which waits for
-    all IPUs, before the tasks of some of them: F of IPU 0, the exchange of its y, F of IPU 1. Each IPU would then wait
-    for the other's task before it begins its own.
-    """
-    return jax.tree.map(lambda leaf: jnp.where(carry.guards_run < 0, jnp.zeros_like(leaf), leaf), value)
+        guards_run, part = guard(carry.guards_run, active >= 0, body, part)
+        return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
 
 
 def _unpacked(slots: Sequence[Any], concurrent: dict[str, Any], group: Group) -> Any:

@@ -24,6 +24,8 @@ from ipu_jax.weights.packed_layout import PackedLayout, local_shapes
 
 Table = Literal["F", "B", "W", "x", "dy"]
 TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
+Exchange = Literal["y", "dx"]
+EXCHANGES: tuple[Exchange, ...] = ("y", "dx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Plan:
         classes: per segment class, the numbers of its segments; the first one's program is the one that runs.
         tables: per table (ticks, classes, ipus) micro-batches, -1 where idle. "F", "B" and "W" are tasks ("W" is idle
             everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
+        exchanges: for messages ("y") and their gradients ("dx"), (ticks, channels) bool: whether any IPU sends one.
     """
 
     segments: tuple[Segment, ...]
@@ -63,6 +66,7 @@ class Plan:
     channel_of: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...] = ()
     tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
+    exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -112,7 +116,11 @@ def make_plan(
     channels, channel_of = _channels(segments, [program.y for program in programs])
     plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of)
     plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
-    return dataclasses.replace(plan, tables={kind: _table(plan, kind) for kind in TABLES})
+    return dataclasses.replace(
+        plan,
+        tables={kind: _table(plan, kind) for kind in TABLES},
+        exchanges={kind: _exchanges(plan, kind) for kind in EXCHANGES},
+    )
 
 
 def trace_programs(
@@ -226,4 +234,16 @@ def _table(plan: Plan, kind: Table) -> np.ndarray:
                 continue
             for microbatch, tick in enumerate(rows[segments[sender].first]):
                 table[tick, c, slice(None) if place is None else place] = microbatch
+    return table
+
+
+def _exchanges(plan: Plan, kind: Exchange) -> np.ndarray:
+    """Return in which ticks each channel carries a message ("y") or a gradient ("dx") between IPUs."""
+    schedule, segments = plan.schedule, plan.segments
+    table = np.zeros((schedule.ticks, len(plan.channels)), bool)
+    for boundary, k in enumerate(plan.channel_of):
+        if plan.channels[k].pairs:
+            upstream, downstream = segments[boundary].first, segments[boundary + 1].first
+            ticks = schedule.forward[upstream] if kind == "y" else schedule.backward[downstream]
+            table[list(ticks), k] = True
     return table

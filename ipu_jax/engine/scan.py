@@ -11,7 +11,7 @@ A tick goes through the phases of the schedule's clock, in the order of `PHASES`
 
 Under the one-phase clock F, B and W run in one phase, before the head. IPUs wait for each other only in exchanges and
 in concurrent stages. An IPU uses in the next tick what it receives in this one, so one exchange at the end of the tick
-serves all phases, and every task of the tick runs before it (`after_guards`).
+serves all phases, and every task of the tick runs before it (`_guard`). Where no IPU sends, there is no exchange.
 
 Gradients are computed inside the scan, by `jax.vjp` of each segment. Nothing differentiates through the scan, so memory
 does not grow with the number of micro-batches. Each conditional task is a `guard`.
@@ -33,8 +33,8 @@ from ipu_jax._collectives import broadcast, state_over_replicas
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.engine import _hooks
 from ipu_jax.engine._carry import Arguments, Carry, first_carry
-from ipu_jax.engine._tasks import Rows, Tasks, after_guards
-from ipu_jax.engine.plan import TABLES, Plan
+from ipu_jax.engine._tasks import Rows, Tasks
+from ipu_jax.engine.plan import EXCHANGES, TABLES, Exchange, Plan
 from ipu_jax.programs.segment import merged_aux
 from ipu_jax.schedules import PHASES
 from ipu_jax.weights.packing import Sharded
@@ -93,6 +93,7 @@ class _Program:
     def run(self, reduce_over_replicas: bool) -> Result:
         ticks = self.plan.schedule.ticks if self.args.backward else self.plan.schedule.forward_ticks
         rows: Rows = {kind: jnp.asarray(self.plan.tables[kind][:ticks])[:, :, self.tasks.ipu] for kind in TABLES}
+        rows |= {kind: jnp.asarray(self.plan.exchanges[kind][:ticks]) for kind in EXCHANGES}
         if _hooks.WATCH is not None:
             rows["tick"] = jnp.arange(ticks)
         carry, _ = lax.scan(self.tick, first_carry(self.plan, self.args, self.tasks.stash), rows)
@@ -176,13 +177,13 @@ class _Program:
 
     def exit_phase(self, carry: Carry, rows: Rows) -> Carry:
         """Exchange the messages of all phases before, and run B of the concurrent stages of `entry`."""
-        carry = dataclasses.replace(carry, y_received=self.exchanged(carry.y, carry, back=False))
+        carry = self.exchange("y", rows, carry)
         for c in self.downstream(self.local):
             if c in self.local:
                 carry = self.tasks.enqueue("x", c, rows, carry)
         if not self.args.backward:
             return carry
-        carry = dataclasses.replace(carry, dx_received=self.exchanged(carry.dx, carry, back=True))
+        carry = self.exchange("dx", rows, carry)
         for c in self.upstream(self.local):
             carry = self.tasks.enqueue("dy", c, rows, carry)
         for c in reversed(self.entry):
@@ -191,14 +192,12 @@ class _Program:
                 carry = self.tasks.enqueue("dy", receiver, rows, carry)
         return carry
 
-    def exchanged(self, sent: Sequence[Any], carry: Carry, *, back: bool) -> list[Any]:
-        """Return, per channel, what this IPU receives in its ppermute; None for a channel that does not cross IPUs."""
-        received: list[Any] = []
-        for channel, message in zip(self.plan.channels, sent, strict=True):
-            pairs = [(b, a) for a, b in channel.pairs] if back else list(channel.pairs)
-            permute = lambda leaf, pairs=pairs: lax.ppermute(leaf, IPU_AXIS, pairs)  # noqa: E731
-            received.append(jax.tree.map(permute, after_guards(carry, message)) if pairs else None)
-        return received
+    def exchange(self, kind: Exchange, rows: Rows, carry: Carry) -> Carry:
+        """Run the ppermute of each channel that crosses IPUs and on which any IPU sends in this tick."""
+        for k, channel in enumerate(self.plan.channels):
+            if channel.pairs:
+                carry = self.tasks.exchange(kind, k, rows, carry)
+        return carry
 
     def enqueue_for_concurrent(self, carry: Carry, rows: Rows) -> Carry:
         """Enqueue the messages from local classes to concurrent ones, which need no exchange."""

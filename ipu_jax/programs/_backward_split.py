@@ -4,10 +4,12 @@
     B        dz = dy * (1 - h * h);   dx = dz @ w.T                       weight residuals: dz
     W                                                  dw = x.T @ dz
 
-B has the equations that dx needs, W the others. The values of B that W reads are the *weight residuals*, which B
-stores. Source: Qi et al. 2023, arXiv:2401.10241, section 2, where each layer is split by hand. A scan over layers is
-one equation that computes both gradients. It is first replaced by two scans; the first stacks the weight residuals of
-its body, layer by layer, and the second reads them.
+B has the equations that dx needs, W the others. A first stage has no dx. Its W has the last operation of each weight's
+gradient (a product, a reduction, a scatter), and B has what leads there from dy, so that B and W cost there what they
+cost on other IPUs. The values of B that W reads are the *weight residuals*, which B stores. Source: Qi et al. 2023,
+arXiv:2401.10241, section 2, where each layer is split by hand. A scan over layers is one equation that computes both
+gradients. It is first replaced by two scans; the first stacks the weight residuals of its body, layer by layer, and the
+second reads them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax._jaxprs import CHECKPOINTS, JITS, depending, evaluated, laid_open, needed, part_of, scan_parts, variables
-from ipu_jax.programs._keeping import bytes_of, cheapest_to_keep
+from ipu_jax.programs._keeping import MOVES, bytes_of, cheapest_to_keep
 
 # B computes a checkpoint's body again, and W finds the values among the weight residuals
 _INLINED = (*CHECKPOINTS, *JITS)
@@ -30,20 +32,21 @@ def split_backward(traced: Any, num_dx: int, reusable: int, num_dy: int) -> tupl
     Args:
         traced: the whole backward, a closed jaxpr of inputs (..., dy) and outputs (dx, dparams).
         num_dx, num_dy: how many of them are dx, and dy.
-        again: how many of the first inputs both may read. What depends on these alone is computed in both, not kept.
+        reusable: how many of the first inputs both may read. What depends on these alone is computed in both, not kept.
 
     Returns:
         B, a closed jaxpr from the same inputs to (dx, weight residuals); W, one from the inputs without dy, and the
         weight residuals, to dparams; and the weight residuals' shapes.
     """
-    traced = _with_split_scans(traced, num_dx)
+    traced = _with_split_scans(traced, num_dx, num_dy)
     jaxpr = traced.jaxpr
     dy_vars = jaxpr.invars[len(jaxpr.invars) - num_dy :]
     varying = depending(jaxpr.eqns, jaxpr.invars[reusable:])
-    eqns_of_b = needed(jaxpr.eqns, jaxpr.outvars[:num_dx])
+    eqns_of_b = needed(jaxpr.eqns, _results_of_b(jaxpr, num_dx, num_dy))
     shared = {id(eqn) for eqn in eqns_of_b if varying.intersection(eqn.outvars)}
     weight_residuals, eqns_of_w = _cheapest(jaxpr.eqns, shared, jaxpr.outvars[num_dx:], dy_vars)
-    b = part_of(traced, jaxpr.invars, eqns_of_b, [*jaxpr.outvars[:num_dx], *weight_residuals])
+    outputs = [*jaxpr.outvars[:num_dx], *weight_residuals]
+    b = part_of(traced, jaxpr.invars, needed(eqns_of_b, outputs), outputs)
     w = part_of(
         traced, [*jaxpr.invars[: len(jaxpr.invars) - num_dy], *weight_residuals], eqns_of_w, jaxpr.outvars[num_dx:]
     )
@@ -72,18 +75,61 @@ def _cheapest(
     return in_order, needed([eqn for eqn in eqns if not kept.intersection(eqn.outvars)], list(outvars))
 
 
-def _with_split_scans(closed: Any, num_dx: int) -> Any:
-    """Return the same program, with two scans for each one that computes both values that dx needs and others."""
+def _results_of_b(jaxpr: Any, num_dx: int, num_dy: int) -> list[Any]:
+    """Return dx; of a first stage, the values that depend on dy and from which W's operations compute the gradients."""
+    if num_dx:
+        return list(jaxpr.outvars[:num_dx])
+    of_dy = depending(jaxpr.eqns, jaxpr.invars[len(jaxpr.invars) - num_dy :])
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    found: dict[Any, None] = {}
+    waiting, seen = variables(jaxpr.outvars), set()
+    while waiting:
+        eqn = made_by.get(waiting.pop())
+        if eqn is None or id(eqn) in seen:
+            continue
+        seen.add(id(eqn))
+        inputs = [var for var in variables(eqn.invars) if var in of_dy]
+        if eqn.primitive.name in MOVES or eqn.primitive.name == "add_any":
+            waiting += inputs
+        else:
+            found.update(dict.fromkeys(inputs))
+    return list(found)
+
+
+def _with_split_scans(closed: Any, num_dx: int, num_dy: int) -> Any:
+    """Return the same program, with two scans for each one that computes both values that B's results need and others.
+
+    Where B is the way from dy to the weights' gradients, a scan over layers is split even if nothing reads the gradient
+    that it carries out.
+    """
     closed = laid_open(closed, _INLINED)
-    read = _read(needed(closed.jaxpr.eqns, closed.jaxpr.outvars[:num_dx]), closed.jaxpr.outvars[:num_dx])
+    results = _results_of_b(closed.jaxpr, num_dx, num_dy)
+    read = _read(needed(closed.jaxpr.eqns, results), results)
 
     def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        if eqn.primitive.name != "scan":
+            return None
         first = [v in read for v in eqn.outvars]
-        return _two_scans(eqn.params, inputs, first) if eqn.primitive.name == "scan" and len({*first}) == 2 else None
+        if not num_dx and not all(first):
+            carried = _handed_on(eqn.params)
+            first = [is_read or k in carried for k, is_read in enumerate(first)]
+        return _two_scans(eqn.params, inputs, first) if len({*first}) == 2 else None
 
     if not any(eqn.primitive.name == "scan" for eqn in closed.jaxpr.eqns):
         return closed
     return jax.make_jaxpr(lambda *args: evaluated(closed, args, rule))(*closed.in_avals)
+
+
+def _handed_on(params: dict[str, Any]) -> set[int]:
+    """Return the positions of a scan's carry from which its other outputs are computed: not those of mere sums."""
+    jaxpr, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_parts(params)
+    carry_vars = jaxpr.invars[num_consts:][:num_carry]
+    found: set[int] = set()
+    for k, var in enumerate(carry_vars):
+        dependent = depending(jaxpr.eqns, [var])
+        if any(out in dependent for position, out in enumerate(jaxpr.outvars) if position != k):
+            found.add(k)
+    return found
 
 
 def _read(eqns: list[Any], outvars: Sequence[Any]) -> set[Any]:

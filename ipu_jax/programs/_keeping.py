@@ -22,7 +22,7 @@ _FLOPS_PER_BYTE = 16
 _FLOPS_PER_BYTE_OF_BATCHED_PRODUCTS = 64
 _FLOPS_OF_FUNCTIONS = 16  # per element
 
-_MOVES = """
+MOVES = """
     reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice concatenate pad rev copy iota name split
     convert_element_type reduce_precision bitcast_convert_type stop_gradient select_n clamp random_wrap random_unwrap
 """.split()  # noqa: SIM905
@@ -111,7 +111,7 @@ def work(eqn: Any) -> float:
         contracted = eqn.params["dimension_numbers"][0][0]
         flops = 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return flops / _FLOPS_PER_BYTE_OF_BATCHED_PRODUCTS
-    if name in _MOVES:
+    if name in MOVES:
         return 0.0
     if name in _SIMPLE:
         return elements / _FLOPS_PER_BYTE

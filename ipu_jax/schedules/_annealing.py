@@ -1,9 +1,11 @@
-"""Improve a table of ticks in which all IPUs wait for each other at the end of each tick, by simulated annealing.
+"""Improve a table of ticks in which all IPUs wait for each other wherever one sends, by simulated annealing.
 
-A tick then lasts as long as its longest task, and the step takes the sum over all ticks. So what matters is which tasks
-share a tick, rather than when an IPU is idle. A move takes one task to another tick of its IPU, or swaps it with the
-task there, if the inputs of both, and the micro-batches that a segment may hold, allow it. Only two ticks change, so
-that a move costs no more than a look at the tasks of two ticks.
+The ticks from one exchange to the next then last as long as the IPU needs that has the most to do in them, and the step
+takes the sum. So what matters is which tasks run between the same two exchanges, rather than when an IPU is idle. A
+move takes one task to another tick of its IPU, or swaps it with the task there, if the inputs of both, and the
+micro-batches that a segment may hold, allow it. Only the ticks between the exchanges around these two ticks change, so
+a move looks at these alone. In a long table of many IPUs nearly every tick has an exchange. It is faster to take each
+for one that has, which gives a makespan that is no shorter than the true one.
 
 Concurrent stages take the same time in any table, since all IPUs run them together in phases of their own.
 """
@@ -41,12 +43,39 @@ def spread(tasks: Iterable[tuple[tuple[int, int], int, Local]], work: Work) -> T
 
 
 def lockstep_cost(ticks: Ticks, work: Work) -> float:
-    """Return the sum over all ticks of their longest tasks: the makespan without transfers and concurrent stages."""
+    """Return the makespan without transfers and concurrent stages."""
     costs = {"F": work.forward, "B": work.backward, "W": work.weight}
-    longest: dict[int, float] = {}
-    for (i, kind, _), tick in ticks.items():
-        longest[tick] = max(longest.get(tick, 0.0), costs[kind][i])
-    return math.fsum(longest.values())
+    line = work.line
+    ipus = {ipu: k for k, ipu in enumerate(line.on)}
+    count = 1 + max(ticks.values())
+    lengths = [[0.0] * len(ipus) for _ in range(count)]
+    sends = [0] * count
+    for task, tick in ticks.items():
+        i, kind, _ = task
+        lengths[tick][ipus[line.places[i]]] += costs[kind][i]
+        sends[tick] += _sends(task, work)
+    return _cost(lengths, sends, 0, count - 1)
+
+
+def _sends(task: Local, work: Work) -> bool:
+    """Return whether the result of a task goes to another IPU."""
+    i, kind, _ = task
+    line = work.line
+    if kind == "W":
+        return False
+    k = i + 1 if kind == "F" else i - 1
+    return 0 <= k < len(line) and line.places[k] != line.places[i]
+
+
+def _cost(lengths: Sequence[Sequence[float]], sends: Sequence[int], first: int, last: int) -> float:
+    """Return how long the ticks from `first` to `last` take; an exchange is at the end of each tick that sends."""
+    total, begin = 0.0, first
+    for tick in range(first, last + 1):
+        if sends[tick] or tick == last:
+            rows = lengths[begin : tick + 1]
+            total += max(rows[0]) if len(rows) == 1 else max(map(sum, zip(*rows, strict=True)))
+            begin = tick + 1
+    return total
 
 
 def depths_of(ticks: Ticks, work: Work) -> tuple[list[int], list[int]]:
@@ -77,6 +106,7 @@ def anneal(
     steps: int,
     heat: float,
     rng: random.Random,
+    exact: bool = True,
 ) -> Ticks:
     """Return the table that `steps` moves lead to, which is not always better than the one that they start from.
 
@@ -87,14 +117,18 @@ def anneal(
         steps: the number of moves to try.
         heat: how much worse a move may make the table at first, as a share of a task's mean cost. It falls to 0.
         rng: the only source of chance. Only `random` is called, which gives the same numbers in every Python.
+        exact: whether to look where exchanges are; otherwise each tick counts as one that has an exchange.
     """
-    return _Table(ticks, work, depths, residual_depths).anneal(steps, heat, rng)
+    return _Table(ticks, work, depths, residual_depths, exact).anneal(steps, heat, rng)
 
 
 class _Table:
-    """Tasks are numbered, and so are IPUs; `cells[tick][ipu]` is a task's number or -1, and `lengths` its cost."""
+    """Tasks are numbered, and so are IPUs; `cells[tick][ipu]` is a task's number or -1, and `lengths` its cost.
 
-    def __init__(self, ticks: Ticks, work: Work, depths: Sequence[int], residual_depths: Sequence[int]):
+    `sends[tick]` is the number of tasks in a tick whose results go to another IPU.
+    """
+
+    def __init__(self, ticks: Ticks, work: Work, depths: Sequence[int], residual_depths: Sequence[int], exact: bool):
         line = work.line
         self.tasks = sorted(ticks)
         number = {task: x for x, task in enumerate(self.tasks)}
@@ -107,10 +141,14 @@ class _Table:
         self.count = 2 + max(self.at)
         self.cells = [[-1] * len(ipus) for _ in range(self.count)]
         self.lengths = [[0.0] * len(ipus) for _ in range(self.count)]
+        self.exact = exact
+        self.is_sent = [int(_sends(task, work)) for task in self.tasks]
+        self.sends = [0] * self.count
         for x, tick in enumerate(self.at):
             assert self.cells[tick][self.ipu[x]] < 0, f"{self.tasks[x]} has a tick of its own on its IPU"
             self.cells[tick][self.ipu[x]] = x
             self.lengths[tick][self.ipu[x]] = self.cost[x]
+            self.sends[tick] += self.is_sent[x]
         self.before: list[list[int]] = [[] for _ in self.tasks]
         self.after: list[list[int]] = [[] for _ in self.tasks]
         last: Kind = "W" if work.split else "B"
@@ -128,8 +166,8 @@ class _Table:
                 assert self.at[number[need]] < self.at[x], f"{need} is before {self.tasks[x]}"
 
     def anneal(self, steps: int, heat: float, rng: random.Random) -> Ticks:
-        at, ipu, cost, cells, lengths = self.at, self.ipu, self.cost, self.cells, self.lengths
-        longest = [max(row) for row in lengths]
+        at, ipu, cost, cells, lengths, sends = self.at, self.ipu, self.cost, self.cells, self.lengths, self.sends
+        exact, is_sent = self.exact, self.is_sent
         mean = math.fsum(cost) / len(cost)
         reach = 4 * len(cells[0]) + 4  # ticks that a move may go; a few are as good as many
         dice = rng.random
@@ -153,20 +191,37 @@ class _Table:
             other = cells[u][k]
             if other >= 0 and not self._may_move(other, t, x):
                 continue
-            row_t, row_u = lengths[t], lengths[u]
+            old = self._around(t, u) if exact else max(lengths[t]) + max(lengths[u])
             mine, its = cost[x], cost[other] if other >= 0 else 0.0
-            row_t[k], row_u[k] = its, mine
-            new_t, new_u = max(row_t), max(row_u)
-            change = new_t + new_u - longest[t] - longest[u]
-            if change > 1e-12 and change > heat * mean * left * left * dice():
-                row_t[k], row_u[k] = mine, its
+            change = is_sent[x] - (is_sent[other] if other >= 0 else 0)
+            lengths[t][k], lengths[u][k] = its, mine
+            sends[t] -= change
+            sends[u] += change
+            longer = (self._around(t, u) if exact else max(lengths[t]) + max(lengths[u])) - old
+            if longer > 1e-12 and longer > heat * mean * left * left * dice():
+                lengths[t][k], lengths[u][k] = mine, its
+                sends[t] += change
+                sends[u] -= change
                 continue
             cells[t][k], cells[u][k] = other, x
             at[x] = u
             if other >= 0:
                 at[other] = t
-            longest[t], longest[u] = new_t, new_u
         return self._ticks(at)
+
+    def _around(self, t: int, u: int) -> float:
+        """Return how long the ticks take that a move between two ticks may change: from exchange to exchange."""
+        total, done, sends = 0.0, -1, self.sends
+        for tick in (t, u) if t < u else (u, t):
+            if tick <= done:
+                continue
+            first = last = tick
+            while first > 0 and (not sends[first - 1] or first - 1 in (t, u)):
+                first -= 1
+            while last < self.count - 1 and (last in (t, u) or not sends[last]):
+                last += 1
+            total, done = total + _cost(self.lengths, sends, first, last), last
+        return total
 
     def _may_move(self, x: int, tick: int, partner: int) -> bool:
         """Return whether a task may go to the tick of its partner, which leaves it, and does not depend on it."""

@@ -175,10 +175,11 @@ def find_schedule(
         if not len(work.line) or (not work.split and lower_bound(work, transfer) >= best):
             continue  # concurrent stages take the same time in any order, and B that is not split takes too long
         rng = random.Random(int(seed))
+        tables: list[Ticks] = []
+        if not lockstep or work.tasks <= _FEW:
+            tables += _free_tables(work, limits, transfer, rng)
         if lockstep:
-            tables = _lockstep_tables(work, limits, families, best, rng)
-        else:
-            tables = _free_tables(work, limits, transfer, rng)
+            tables += _lockstep_tables(work, limits, families, best, rng)
         made += [judge(schedule_of(work, ticks)) for ticks in tables]
     candidates = _ranked([*families, *_ranked(made)[:1]])
     return FoundSchedule(
@@ -288,7 +289,8 @@ def _lockstep_tables(
             return []
         better: list[tuple[float, Ticks, Depths]] = []
         for _, ticks, depths in seeds[:kept]:
-            ticks = anneal(ticks, work, *depths, steps=moves * max(_LEAST, work.tasks), heat=heat, rng=rng)
+            steps, exact = moves * max(_LEAST, work.tasks), work.tasks <= _FEW
+            ticks = anneal(ticks, work, *depths, steps=steps, heat=heat, rng=rng, exact=exact)
             better.append((lockstep_cost(ticks, work), ticks, depths))
         seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # stable, and so the same everywhere
     return [ticks for _, ticks, _ in seeds[:_KEPT]]

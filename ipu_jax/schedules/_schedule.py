@@ -159,7 +159,7 @@ class Schedule(Timetable):
             backward: likewise, the cost of the whole backward pass.
             weight: likewise, W's part of `backward`, if the schedule has W. Default: half of `backward`.
             transfer: the time that a message takes from one IPU to another, or to all of them.
-            lockstep: whether all IPUs also wait for each other at the end of each phase.
+            lockstep: whether all IPUs also wait for each other at the end of each tick in which one sends to another.
 
         Returns:
             A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `_simulate` lists the closed forms.
@@ -178,8 +178,9 @@ class Schedule(Timetable):
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """Return the idle share of the IPUs' time if F of each stage costs `forward` and B costs `backward`.
 
-        The cost of a concurrent stage is divided among the IPUs. Under the two-phase clock a phase lasts as long as its
-        busiest IPU. For S local stages on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives 1-1/S.
+        The cost of a concurrent stage is divided among the IPUs. Under the two-phase clock IPUs wait for each other
+        where one sends to another. For S local stages on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives
+        1-1/S.
         """
         stages = len(self.placement)
         return self.simulate([forward] * stages, [backward] * stages, lockstep=self.clock == "two-phase").bubble

@@ -1,8 +1,8 @@
 """Simulate a timetable whose tasks take time: makespan, bubble and peak stash.
 
 Each IPU runs its own tasks in the table's order, each as soon as the IPU is free and its inputs have arrived. The ticks
-themselves do not matter, except under `lockstep`: then all IPUs wait for each other at the end of each phase, as they
-do in the collectives of the engine.
+themselves do not matter, except under `lockstep`: then all IPUs wait for each other at the end of each tick in which
+one IPU sends to another, as they do in the collectives of the engine.
 
 The tests hold this simulator to published closed forms, for S local stages on S IPUs and M micro-batches. F, B and W
 are the times of one IPU's whole share of the model for one micro-batch; if a schedule has W, B does not include it:
@@ -28,6 +28,7 @@ arXiv:2405.15362. DeepSeek-AI: arXiv:2412.19437. Graphcore: "Multi-IPU Programmi
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -71,12 +72,12 @@ def simulate(
     busy = [0.0] * table.ipus
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
-    before: tuple[int, int] | None = None
+    exchanges = sorted(_exchanges(table), reverse=True) if lockstep else []
     # in the order of the clock a task comes after its inputs, and after the earlier tasks of its IPU
     for task in tasks_of(table):
-        tick, phase, _ = moment(table, task)
-        if lockstep and before != (tick, phase):
-            free, before = [max(free)] * table.ipus, (tick, phase)
+        while exchanges and exchanges[-1] < moment(table, task)[0]:
+            exchanges.pop()
+            free = [max(free)] * table.ipus
         here = table.placement[task.stage]
         who = range(table.ipus) if here is None else (here,)
         start = max(free[k] for k in who)
@@ -98,6 +99,15 @@ def simulate(
         start_times=MappingProxyType(starts),
         end_times=MappingProxyType(ends),
     )
+
+
+def _exchanges(table: Timetable) -> set[int]:
+    """Return the ticks in which an IPU sends to another: a local stage, to a local stage elsewhere."""
+    found: set[int] = set()
+    for stage, (here, there) in enumerate(itertools.pairwise(table.placement)):
+        if None not in (here, there) and here != there:
+            found.update(table.forward[stage], table.backward[stage + 1])
+    return found
 
 
 def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | None) -> dict[str, list[float]]:

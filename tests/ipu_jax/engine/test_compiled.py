@@ -23,16 +23,28 @@ def computations(hlo: str) -> dict[str, list[str]]:
     return found
 
 
+def exchanges(hlo: str) -> list[str]:
+    """Return the names of the computations that contain an exchange."""
+    return [name for name, body in computations(hlo).items() if any(" collective-permute" in line for line in body)]
+
+
+def body_of(line: str) -> str | None:
+    """Return the name of a while's body, or None for an instruction that is not a while."""
+    found = re.search(r" while\(.*body=%?([\w.\-]+)", line)
+    return found[1] if found else None
+
+
 def tick_of(hlo: str) -> list[str]:
-    """Return the computation of a tick, which every IPU runs in every tick: the one that contains the exchanges."""
-    (tick,) = [body for body in computations(hlo).values() if any("collective-permute" in line for line in body)]
+    """Return the computation of a tick, which every IPU runs in every tick: the one that has the exchanges' guards."""
+    inner = exchanges(hlo)
+    (tick,) = [body for body in computations(hlo).values() if any(body_of(line) in inner for line in body)]
     return tick
 
 
-def whiles_and_exchanges(hlo: str) -> list[str]:
-    """Return the guards and the exchanges of a tick, in the order in which every IPU runs them."""
-    found = (re.search(r" (while|collective-permute(?:-start)?)\(", line) for line in tick_of(hlo))
-    return ["task" if kind[1] == "while" else "exchange" for kind in found if kind]
+def tasks_and_exchanges(hlo: str) -> list[str]:
+    """Return the guards of a tick, in the order in which every IPU runs them."""
+    bodies = [body for line in tick_of(hlo) if (body := body_of(line))]
+    return ["exchange" if body in exchanges(hlo) else "task" for body in bodies]
 
 
 def text_of(program: Any) -> str:
@@ -52,7 +64,7 @@ def test_no_matmul_of_a_stage_runs_outside_its_guard():
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "sequential", "zb-h1"])
 def test_no_exchange_stands_before_a_task_of_its_tick(schedule):
     """Otherwise an IPU would wait in the exchange for its neighbour's task, before it begins its own."""
-    order = whiles_and_exchanges(text_of(compiled(4, schedule)))
+    order = tasks_and_exchanges(text_of(compiled(4, schedule)))
     assert order[-2:] == ["exchange", "exchange"]
     assert order.count("exchange") == 2
     assert order.count("task") >= 4
@@ -79,9 +91,16 @@ def test_no_backward_of_a_last_stage_is_lifted_out_of_its_guard(loss, schedule):
     arithmetic = r"= \S*\[13(,\d+)*\]\S* (fusion|dot|scatter|reduce|custom-call)\("
     hlo = text_of(jax.jit(pipeline.value_and_grad).lower(params, batch).compile())
     assert re.search(arithmetic, hlo)
-    # the select is the exchange's own, on the message: it lets the exchange wait for the tasks
-    outside = [line for line in tick_of(hlo) if re.search(arithmetic, line) and "jit(_where)/select_n" not in line]
+    outside = [line for line in tick_of(hlo) if re.search(arithmetic, line)]
     assert not outside, outside
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "1f1b", "sequential", "zb-h1"])
+def test_no_exchange_runs_outside_its_guard(schedule):
+    """Otherwise all IPUs would wait for each other in every tick, also where none of them sends."""
+    hlo = text_of(compiled(4, schedule))
+    assert exchanges(hlo)
+    assert not [line for line in tick_of(hlo) if " collective-permute" in line]
 
 
 # memory, messages and copies

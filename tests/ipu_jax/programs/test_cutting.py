@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax import Stage
-from ipu_jax.programs.segment import Message, MicrobatchInputs, whole
+from ipu_jax.programs.segment import NO_MESSAGE, Message, MicrobatchInputs, whole
 from ipu_jax.programs.segment_program import SegmentProgram, trace_segment
 from support.dense import largest_relative_error
 from support.sums import empty_sums
@@ -145,3 +145,82 @@ def test_a_policy_decides_what_b_finds():
     kept = functools.partial(cut, scanned)
     saving = kept(jax.checkpoint_policies.everything_saveable)[0]
     assert products(saving.jaxprs["B"].jaxpr) < products(kept("all")[0].jaxprs["B"].jaxpr)
+
+
+# a first stage, which has no dx
+
+
+def embedded(fn):
+    """Return a first stage: rows of a table, a bias, and then `fn`."""
+    return lambda p, _, mb: fn(p["layers"], p["table"][mb] + p["bias"], mb)
+
+
+IDS = np.array([3, 0, 3, 1, 6], np.int32)
+
+
+def first_stage(fn: Any, recompute: Any = "none") -> tuple[SegmentProgram, dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    shapes = {"layers": {"w": (LAYERS, D, D), "b": (LAYERS, D)}, "table": (7, D), "bias": (D,)}
+    params = jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape) / 3, "float32"), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
+    segment = whole((Stage(fn, params="g", recompute=recompute),), "training")
+    given = MicrobatchInputs(IDS, (None,))
+    return trace_segment(segment, {"g": params}, NO_MESSAGE, given, {}, last=False, split=True), params
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_b_and_w_of_a_first_stage_give_what_the_vjp_gives(fn, recompute):
+    programs, params = first_stage(embedded(fn), recompute)
+    given = MicrobatchInputs(IDS, (None,))
+
+    @jax.jit
+    def run(params, dy):
+        _, _, _, stash = programs.forward({"g": params}, NO_MESSAGE, given, {})
+        dx, kept = programs.backward_input({"g": params}, given, stash, [dy])
+        assert dx == []
+        totals = programs.backward_weight({"g": params}, given, stash, kept, empty_sums(params), jnp.int32(0))
+        return jax.tree.unflatten(jax.tree.structure(params), totals)
+
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D)), "float32")
+    (expected,) = jax.vjp(lambda p: embedded(fn)(p, None, IDS), params)[1](dy)
+    assert largest_relative_error(run(params, dy), expected) < 2e-6
+
+
+@pytest.mark.parametrize("fn", [one_by_one, scanned, jax.jit(scanned), backwards], ids=lambda fn: fn.__name__)
+def test_w_of_a_first_stage_has_the_last_operations_of_the_gradients_alone(fn):
+    """The rows of a table need the gradient of all layers' inputs, which is three products, all of them in B."""
+    programs = first_stage(embedded(fn))[0].jaxprs
+    assert {kind: products(program.jaxpr) for kind, program in programs.items()} == {"F": 3, "B": 3, "W": 3}
+    names = {kind: [eqn.primitive.name for eqn in program.jaxpr.eqns] for kind, program in programs.items()}
+    assert ("scatter-add" in names["W"], "scatter-add" in names["B"]) == (True, False)
+
+
+def of_numbers(p, _, mb):
+    x = jnp.cos(mb[:, None] * jnp.arange(D))
+    for i in range(LAYERS):
+        x = jnp.tanh(x @ p["layers"]["w"][i])
+    return x
+
+
+def of_numbers_scanned(p, _, mb):
+    start = jnp.cos(mb[:, None] * jnp.arange(D))
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), start, p["layers"]["w"])[0]
+
+
+def test_b_of_a_first_stage_goes_on_to_the_first_weights_only():
+    """Nothing needs the gradient of the first layer's input. In a scan, each iteration is the same program."""
+    for fn, of_b in ((of_numbers, LAYERS - 1), (of_numbers_scanned, LAYERS)):
+        programs = first_stage(fn)[0].jaxprs
+        assert {kind: products(program.jaxpr) for kind, program in programs.items()} == {"F": 3, "B": of_b, "W": 3}
+
+
+def test_a_first_stage_keeps_a_gradient_per_layer_from_b_to_w():
+    scan, alone = (first_stage(fn)[0].weight_residuals for fn in (of_numbers_scanned, of_numbers))
+    assert [kept.shape for kept in scan] == [(LAYERS, ROWS, D)]
+    assert [kept.shape for kept in alone] == [(ROWS, D)] * LAYERS
+    assert sorted(kept.shape for kept in first_stage(embedded(scanned))[0].weight_residuals) == [
+        (LAYERS, ROWS, D),
+        (ROWS, D),
+    ]

@@ -1,4 +1,4 @@
-"""Test lock-step runs summed by hand; zbv with more stages on one IPU than on another; schedules out of order.
+"""Test runs in lockstep summed by hand; zbv with more stages on one IPU than on another; schedules out of order.
 
 Nothing here depends on the simulator, the families or the validator: the tables are drawn, the sums written out, and
 the rules of a table are in a few independent lines.
@@ -21,7 +21,8 @@ def bubbles_hold_nan(monkeypatch):
     monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
-# lock-step: the sum over phases of the time of the busiest IPU in each
+# lockstep: the IPUs wait for each other where a message crosses, and in concurrent stages; between two such moments
+# each does its own tasks
 
 TWO = {"placement": (0, 1), "forward": [5, 3], "backward": [4, 2], "weight": [1.5, 0.5]}
 CONCURRENT = {
@@ -33,38 +34,43 @@ CONCURRENT = {
 }
 FOUR = {"forward": [5, 3, 1, 2], "backward": [4, 2, 3, 6], "weight": [1, 0.5, 2, 1]}
 
-# name -> its costs, its rows of the picture, and the times of the phases in which any IPU works, in order
+# name -> its costs, its rows of the picture, and the times from one such moment to the next, in order
 BY_HAND = {
-    "sequential": (TWO, "0F0 | . | 0B0 | 0F1 | . | 0B1", ". | 1F0 1B0 | . | . | 1F1 1B1 | .", [5, 3, 2, 4] * 2),
+    "sequential": (
+        TWO,
+        "0F0 | . | 0B0 | 0F1 | . | 0B1",
+        ". | 1F0 1B0 | . | . | 1F1 1B1 | .",
+        [5, 3 + 2, 4 + 5, 3 + 2, 4],
+    ),
     "grouped": (
         TWO,
         "0F0 | 0F1 | 0B0 | 0B1",
         ". | 1F0 1B0 | 1F1 1B1 | .",
-        [5, max(5, 3), 2, 3, max(4, 2), 4],
+        [5, max(5, 3 + 2), max(4, 3 + 2), 4],
     ),
     "interleaved": (
         {**TWO, "forward": [6, 3]},
         "0F0 | . | 0F1 | 0B0 | . | 0B1",
         ". | 1F0 | 1B0 | 1F1 | 1B1 | .",
-        [6, 3, max(6, 2), max(4, 3), 2, 4],
+        [6, max(6, 3 + 2), max(4, 3 + 2), 4],
     ),
     "gpipe": (
         TWO,
         "0F0 | 0F1 | . | . | 0B0 | 0B1",
         ". | 1F0 | 1F1 | 1B0 | 1B1 | .",
-        [5, max(5, 3), 3, 2, max(4, 2), 4],
+        [5, max(5, 3), 3 + 2, max(4, 2), 4],
     ),
     "1f1b": (
         TWO,
         "0F0 | 0F1 | . | 0B0 | . | 0B1",
         ". | 1F0 | 1B0 | 1F1 | 1B1 | .",
-        [5, max(5, 3), 2, max(4, 3), 2, 4],
+        [5, max(5, 3), 2, max(4, 3 + 2), 4],
     ),
     "zb-h1": (
         TWO,  # B without W is 2.5 and 1.5
         "0F0 | 0F1 | . | 0B0 | 0W0 | 0B1 | 0W1",
         ". | 1F0 | 1B0 | 1F1 | 1B1 | 1W0 | 1W1",
-        [5, max(5, 3), 1.5, max(2.5, 3), max(1.5, 1.5), max(2.5, 0.5), max(1.5, 0.5)],
+        [5, max(5, 3), 1.5, max(2.5 + 1.5, 3 + 1.5), max(2.5 + 1.5, 0.5 + 0.5)],
     ),
     "looped": (
         {**FOUR, "placement": (0, 1, 0, 1)},
@@ -76,7 +82,7 @@ BY_HAND = {
         {**FOUR, "placement": (0, 1, 1, 0)},  # B without W is 3, 1.5, 1 and 5; stages 1 and 2 run as one
         "0F0 | 0F1 | 3F0 | 3B0 | 3F1 | 3B1 | 0B0 | 3W0 | 0B1 | 0W0 | 3W1 | 0W1",
         ". | 1F0 2F0 | 1F1 2F1 | . | 2B0 1B0 | . | 2B1 1B1 | 2W0 1W0 | 2W1 1W1 | . | . | .",
-        [5, max(5, 4), max(2, 4), 5, max(2, 2.5), 5, max(3, 2.5), max(1, 2.5), max(3, 2.5), 1, 1, 1],
+        [5, max(5, 4), max(2, 4), 5, max(2, 2.5), 5, max(3, 2.5), max(1 + 3 + 1 + 1 + 1, 2.5 + 2.5)],
     ),
     "grouped, concurrent ends": (
         CONCURRENT,
@@ -94,22 +100,22 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_lock_step_makespans_by_hand(case):
-    costs, first, second, phases = BY_HAND[case]
+def test_makespans_in_lockstep_by_hand(case):
+    costs, first, second, times = BY_HAND[case]
     name = case.split(",")[0]
     schedule = make_schedule(name, placement=costs["placement"], micro_batches=2)
     of = ", one-phase clock" if name not in ("sequential", "grouped") else ""
     drawn = Schedule.from_text(f"{name}: 2 stages on 2 IPUs, as drawn{of}\nIPU 0 | {first}\nIPU 1 | {second}")
     assert drawn == schedule
     run = schedule.simulate(costs["forward"], costs["backward"], costs["weight"], lockstep=True)
-    assert run.makespan == pytest.approx(sum(phases))
+    assert run.makespan == pytest.approx(sum(times))
     shares = [
         (f + b) * (1 if ipu is not None else 0.5)
         for f, b, ipu in zip(costs["forward"], costs["backward"], costs["placement"], strict=True)
     ]
     busy = [2 * sum(s for s, ipu in zip(shares, costs["placement"], strict=True) if ipu in (None, k)) for k in range(2)]
     assert run.busy == pytest.approx(tuple(busy))
-    assert run.bubble == pytest.approx(1 - sum(busy) / (2 * sum(phases)))
+    assert run.bubble == pytest.approx(1 - sum(busy) / (2 * sum(times)))
 
 
 # zbv with different numbers of stages on the IPUs
