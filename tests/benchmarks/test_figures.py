@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from figures import Cost, Figures, largest_relative_difference, least, side_by_side
+from figures import Cost, Costs, Figures, largest_relative_difference, least, side_by_side
 
 
 def test_a_figure_above_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
@@ -68,7 +68,42 @@ def test_side_by_side_runs_each_call_in_every_round():
 
     costs = side_by_side(lambda: call(0), lambda: call(1), rounds=3)
     assert counts == [5, 5]
+    assert [len(cost.calls) for cost in costs] == [3, 3]
     assert all(0 <= cost.wall < 1 for cost in costs)
+
+
+def test_a_call_s_rounds_are_its_own_and_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.process_time", lambda: 2 * clock[0])
+    seconds = {"a": iter([100.0, 1.0, 2.0]), "b": iter([200.0, 10.0, 30.0])}
+
+    def run(name: str) -> None:
+        clock[0] += next(seconds[name])
+
+    costs = side_by_side(lambda: run("a"), lambda: run("b"), rounds=2, warm_up=1)
+    assert [cost.calls for cost in costs] == [[Cost(1, 2), Cost(2, 4)], [Cost(10, 20), Cost(30, 60)]]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios():
+    ours = Costs([Cost(1, 9), Cost(80, 8), Cost(3, 1)])
+    theirs = Costs([Cost(2, 3), Cost(100, 2), Cost(1, 2)])
+    assert ours / theirs == Cost(0.8, 3)  # of 0.5, 0.8, 3 and of 3, 4, 0.5; of the medians 1.5 and 4
+    assert (ours.wall, ours.cpu) == (3, 8)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        _ = ours / Costs(theirs.calls[:2])
+
+
+def test_a_spread_is_the_median_over_the_least(capsys: pytest.CaptureFixture[str]):
+    figures = Figures("", ["--check"])
+    figures.add_spread("steady", Costs([Cost(10, 1), Cost(100, 2), Cost(11, 3)]))
+    assert figures.status() == 0
+    figures.add_spread("other", Costs([Cost(10, 1), Cost(12, 2), Cost(100, 3)]))
+    assert figures.status() == 1
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "median / least step time, steady",
+        "median / least step time, other",
+    ]
 
 
 def test_the_difference_is_relative_to_the_leaf():
