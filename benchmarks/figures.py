@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
 import jax
@@ -60,6 +60,42 @@ class Costs:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step with its arguments on the devices, ready to be called.
+
+    Attributes:
+        compiled: the step.
+        arguments: of the step.
+        comparable: brings what the step returns into the form in which results of programs are compared.
+    """
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+    comparable: Callable[[Any], Any] = lambda result: result
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+    @property
+    def result(self) -> Any:
+        """Run the step, and return its result in the form to compare."""
+        return self.comparable(self())
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that the step needs on each device besides its arguments and results."""
+        return temporary_bytes(self.compiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The largest CPU work and temporary bytes of a program over those of the unsharded one; None for no bound."""
+
+    cpu: float | None = None
+    bytes: float | None = None
+
+
 class Figures:
     """Collects figures, prints each when it is added, and returns the exit status.
 
@@ -95,6 +131,42 @@ class Figures:
     def add_spread(self, name: str, costs: Costs) -> None:
         """Print how steady a program's step time was: the median of its calls over the least."""
         self.add(f"median / least step time, {name}", costs.spread, STEADY)
+
+    def add_beside_unsharded(
+        self,
+        name: str,
+        unsharded: Program,
+        programs: Mapping[str, Program],
+        bounds: Mapping[str, Bounds],
+        *,
+        most_difference: float,
+        rounds: int,
+    ) -> None:
+        """Run programs and the unsharded one in turn, and print their differences, costs and bytes beside its own.
+
+        Args:
+            name: of what the programs compute.
+            unsharded: the program on one device.
+            programs: by name, the programs to compare with it.
+            bounds: for some of the programs.
+            most_difference: the bound for the largest relative difference of loss and gradients.
+            rounds: as for `side_by_side`. The run whose results are compared is the warm-up.
+        """
+        expected = unsharded.result
+        for kind, program in programs.items():
+            difference = largest_relative_difference(program.result, expected)
+            self.add(
+                f"loss and gradients / unsharded, {name}, {kind}, relative difference", difference, most_difference
+            )
+        dense, *costs = side_by_side(unsharded, *programs.values(), rounds=rounds, warm_up=0)
+        self.add_spread(f"{name}, unsharded", dense)
+        for (kind, program), cost in zip(programs.items(), costs, strict=True):
+            bound, ratio = bounds.get(kind, Bounds()), cost / dense
+            self.add(f"CPU work / unsharded, {name}, {kind}", ratio.cpu, bound.cpu)
+            self.add(f"step time / unsharded on both cores, {name}, {kind}", ratio.wall)
+            bytes_ = program.bytes / unsharded.bytes
+            self.add(f"temporary bytes an IPU / unsharded, {name}, {kind}", bytes_, bound.bytes)
+            self.add_spread(f"{name}, {kind}", cost)
 
     def status(self) -> int:
         """Return the exit status: 1 if `--check` was given and a figure is outside its bounds, else 0."""

@@ -9,7 +9,6 @@ It has the same weights and images, and loss and gradients are compared first. `
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Cost, Costs, Figures, cost_of, largest_relative_difference, side_by_side, temporary_bytes
+from figures import Cost, Costs, Figures, Program, cost_of, largest_relative_difference, side_by_side
 from ipu_jax import Pipeline, Stage, configure, make_mesh
 from mnist_example.model import init_params, make_pipeline
 from pipeline import STAGES, batch_of, layers, model
@@ -123,22 +122,6 @@ def mean_squared_error(_: None, y: Any, microbatch: Any) -> Any:
     return jnp.mean((y - microbatch["y"]) ** 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled step and its arguments on the devices; `gradients` brings its gradients into the weights' layout."""
-
-    compiled: Any
-    arguments: tuple[Any, ...]
-    gradients: Callable[[Any], Any]
-
-    def __call__(self) -> Any:
-        return self.compiled(*self.arguments)
-
-    @property
-    def bytes(self) -> int:
-        return temporary_bytes(self.compiled)
-
-
 def programs(run_layers: Callable[[Any, Any, Any], Any], weights: dict[str, Any], m: int) -> dict[str, Program]:
     """Return our step and its rivals' by name, for weights `{"first": ..., "second": ...}` that `run_layers` takes."""
 
@@ -150,15 +133,16 @@ def programs(run_layers: Callable[[Any, Any, Any], Any], weights: dict[str, Any]
     batch = jax.device_put(batch_of(m), NamedSharding(pipeline.mesh, PartitionSpec()))
     arguments = (pipeline.shard(weights), batch)
     step = jax.jit(pipeline.value_and_grad)
-    found = {OURS: Program(step.lower(*arguments).compile(), arguments, pipeline.unshard)}
+    whole = lambda result: (result[0], pipeline.unshard(result[1]))  # noqa: E731
+    found = {OURS: Program(step.lower(*arguments).compile(), arguments, whole)}
 
     mesh = make_mesh(1, STAGES)
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), weights["first"], weights["second"])
     arguments = (jax.device_put(stacked, NamedSharding(mesh, PartitionSpec("ipu"))), None, batch)
 
-    def unstacked(gradients: Any) -> Any:
-        of_stages, _ = gradients
-        return {name: jax.tree.map(lambda g, i=i: g[i], of_stages) for i, name in enumerate(("first", "second"))}
+    def unstacked(result: Any) -> Any:
+        loss, (of_stages, _) = result
+        return loss, {name: jax.tree.map(lambda g, i=i: g[i], of_stages) for i, name in enumerate(("first", "second"))}
 
     for name, variation in VARIATIONS.items():
         step = value_and_grad(lambda w, x: run_layers(w, x, None), mean_squared_error, mesh, m, **variation)
@@ -177,7 +161,7 @@ def idiom_figures(figures: Figures) -> None:
     for kind, (run_layers, weights) in models().items():
         print(f"{kind}:", flush=True)
         compiled = {m: programs(run_layers, weights, m) for m in COUNTS}
-        results = {name: (program()[0], program.gradients(program()[1])) for name, program in compiled[16].items()}
+        results = {name: program.result for name, program in compiled[16].items()}
         costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
         for name in (OURS, *VARIATIONS):
             megabytes = ", ".join(f"{compiled[m][name].bytes / 1e6:.1f}" for m in COUNTS)
