@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from figures import Cost, Costs, Figures, largest_relative_difference, least, side_by_side
+from figures import Bounds, Cost, Costs, Figures, Program, largest_relative_difference, least, side_by_side
 
 
 def test_a_figure_above_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
@@ -104,6 +104,53 @@ def test_a_spread_is_the_median_over_the_least(capsys: pytest.CaptureFixture[str
         "median / least step time, steady",
         "median / least step time, other",
     ]
+
+
+class Step:
+    """A stand-in for a compiled step: it adds `error`, and takes `seconds` on a clock of the test's."""
+
+    def __init__(self, clock: list[float], seconds: float, temporary: int, error: float = 0.0):
+        self.clock, self.seconds, self.error = clock, seconds, error
+        self.temp_size_in_bytes = temporary
+
+    def memory_analysis(self) -> "Step":
+        return self
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        self.clock[0] += self.seconds
+        return x + self.error
+
+
+def test_programs_stand_beside_the_unsharded_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.process_time", lambda: 2 * clock[0])
+    figures = Figures("", ["--check"])
+    figures.add_beside_unsharded(
+        "model",
+        Program(Step(clock, 10, temporary=100), (np.array(4.0),)),
+        {
+            "ours": Program(Step(clock, 11, temporary=50), (np.array(2.0),), comparable=lambda result: 2 * result),
+            "wrong": Program(Step(clock, 5, temporary=200, error=1.0), (np.array(4.0),)),
+        },
+        {"ours": Bounds(cpu=1.05, bytes=0.8)},
+        most_difference=0.1,
+        rounds=3,
+    )
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "loss and gradients / unsharded, model, ours, relative difference 0 <= 0.1",
+        "loss and gradients / unsharded, model, wrong, relative difference 0.25 <= 0.1 FALLS SHORT",
+        "median / least step time, model, unsharded 1 <= 1.1",
+        "CPU work / unsharded, model, ours 1.1 <= 1.05 FALLS SHORT",
+        "step time / unsharded on both cores, model, ours 1.1",
+        "temporary bytes an IPU / unsharded, model, ours 0.5 <= 0.8",
+        "median / least step time, model, ours 1 <= 1.1",
+        "CPU work / unsharded, model, wrong 0.5",
+        "step time / unsharded on both cores, model, wrong 0.5",
+        "temporary bytes an IPU / unsharded, model, wrong 2",
+        "median / least step time, model, wrong 1 <= 1.1",
+    ]
+    assert figures.status() == 1
 
 
 def test_the_difference_is_relative_to_the_leaf():
