@@ -77,7 +77,6 @@ class Program:
     def __call__(self) -> Any:
         return self.compiled(*self.arguments)
 
-    @property
     def result(self) -> Any:
         """Run the step, and return its result in the form to compare."""
         return self.comparable(self())
@@ -152,9 +151,9 @@ class Figures:
             most_difference: the bound for the largest relative difference of loss and gradients.
             rounds: as for `side_by_side`. The run whose results are compared is the warm-up.
         """
-        expected = unsharded.result
+        expected = unsharded.result()
         for kind, program in programs.items():
-            difference = largest_relative_difference(program.result, expected)
+            difference = largest_relative_difference(program.result(), expected)
             self.add(
                 f"loss and gradients / unsharded, {name}, {kind}, relative difference", difference, most_difference
             )

@@ -10,9 +10,9 @@ MNIST example, with its convolutions, which are matrix products on a CPU.
 *The transformer* is U-shaped (Bao et al. 2022, arXiv:2209.12152): each encoder's result also goes to the decoder
 opposite, which joins it with its input by a matrix. So a message from IPU 0 to IPU 1 is four activations.
 
-    IPU 0: tokens -> encoder 0 -> encoder 1 -> encoder 2 \\
-                         |            |            |      |
-    IPU 1: loss <-- decoder 0 <- decoder 1 <- decoder 2 <-/
+    IPU 0: tokens -> encoder 0 -> encoder 1 -> encoder 2 -> middle
+                         |            |            |          |
+    IPU 1: loss <--- decoder 0 <- decoder 1 <- decoder 2 <----+
 
 Each pipeline is compared with its unsharded program (a jitted scan over micro-batches of the same functions) in
 results, CPU work and temporary bytes per IPU, under "grouped" and "zb-h1". No option is set.
@@ -118,9 +118,13 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
 
 
 def encode(p: Any, x_BTD: jax.Array | None, microbatch: Any, *, name: str) -> Outputs:
-    """Apply a block, the first encoder to embedded tokens, and return the result as a skip too."""
+    """Apply a block (in the first encoder to the embedded tokens), and return the result as a skip too."""
     y_BTD = block(p["block"], p["table"][microbatch["tokens"]] + p["positions"] if x_BTD is None else x_BTD)
     return Outputs(y_BTD, skips={name: y_BTD})
+
+
+def bend(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    return block(p, x_BTD)
 
 
 def decode(p: Any, x_BTD: jax.Array, microbatch: Any, *, skips: Any) -> jax.Array:
@@ -137,23 +141,27 @@ def u_transformer(sizes: Sizes | None = None, *, sequences: int = 4, micro_batch
     """Return the transformer, with random tokens (M, B, T) and those that follow them.
 
     Args:
-        sizes: of the model; half of its layers are encoders.
+        sizes: of the model; the layer in the middle is neither an encoder nor a decoder.
         sequences: of a micro-batch.
         micro_batches: M.
     """
-    sizes = sizes or Sizes(vocabulary=2048, length=96, features=256, heads=4, layers=6)
+    sizes = sizes or Sizes(vocabulary=2048, length=96, features=256, heads=4, layers=7)
     drawn = init_params(sizes, sizes.layers, mode="basic")  # one block in each group, stacked: (1, ...)
     blocks = [jax.tree.map(lambda w: w[0], drawn[f"blocks{i}"]) for i in range(sizes.layers)]
     depth, width = sizes.layers // 2, sizes.features
-    names = [f"encoder{i}" for i in range(depth)] + [f"decoder{i}" for i in reversed(range(depth))]
-    params = {name: {"block": p} for name, p in zip(names, blocks, strict=True)}
+    encoders, decoders = ([f"{kind}{i}" for i in range(depth)] for kind in ("encoder", "decoder"))
+    params: dict[str, Any] = {name: {"block": blocks.pop()} for name in (*encoders, *decoders)}
+    params["middle"] = blocks.pop()
     params["encoder0"] |= {"table": drawn["table"], "positions": drawn["positions"]}
     for i, key in enumerate(jax.random.split(jax.random.key(2), depth)):
         params[f"decoder{i}"] |= {"join": jax.random.normal(key, (2 * width, width)) / (2 * width) ** 0.5}
     params["prediction"] = {"norm": drawn["norm"], "projection": drawn["projection"]}
-    encoders = [Stage(partial(encode, name=f"level{i}"), params=f"encoder{i}", ipu=0) for i in range(depth)]
-    decoders = [Stage(decode, params=f"decoder{i}", ipu=1, takes=(f"level{i}",)) for i in reversed(range(depth))]
-    stages = [*encoders, *decoders, Stage(predict, params="prediction", ipu=1)]
+    stages = [
+        *(Stage(partial(encode, name=f"level{i}"), params=name, ipu=0) for i, name in enumerate(encoders)),
+        Stage(bend, params="middle", ipu=0),
+        *(Stage(decode, params=f"decoder{i}", ipu=1, takes=(f"level{i}",)) for i in reversed(range(depth))),
+        Stage(predict, params="prediction", ipu=1),
+    ]
     return Model(stages, params, random_batch(sizes, micro_batches, sequences))
 
 

@@ -161,7 +161,7 @@ def idiom_figures(figures: Figures) -> None:
     for kind, (run_layers, weights) in models().items():
         print(f"{kind}:", flush=True)
         compiled = {m: programs(run_layers, weights, m) for m in COUNTS}
-        results = {name: program.result for name, program in compiled[16].items()}
+        results = {name: program.result() for name, program in compiled[16].items()}
         costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
         for name in (OURS, *VARIATIONS):
             megabytes = ", ".join(f"{compiled[m][name].bytes / 1e6:.1f}" for m in COUNTS)

@@ -14,7 +14,8 @@ padded array, and only the loss, a scalar, leaves the loop and is reduced. What 
 such as an embedding or a loss head, is computed by all of them and masked. There are two usual variations: `checkpoint`
 saves memory, and `skip_idle` saves the work of the bubbles and of what is masked. Alone, the latter costs much memory:
 because of the `cond`, JAX no longer sees that the weights are the same in every tick, and keeps a copy of them for each
-tick. With both, it keeps the inputs of a tick's work only.
+tick. With both, it keeps of a tick only
+what the neighbour sent.
 """
 
 from collections.abc import Callable
@@ -61,9 +62,11 @@ def value_and_grad(
     def choose(predicate: Any, yes: Callable[[], jax.Array], no: Callable[[], jax.Array]) -> jax.Array:
         return lax.cond(predicate, yes, no) if skip_idle else jnp.where(predicate, yes(), no())
 
-    def work(weights: Any, shared: Any, inbox: jax.Array, microbatch: Any, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def work(weights: Any, shared: Any, batch: Any, inbox: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what this device computes in a tick: the activation to send, and the loss of the last stage."""
         me = lax.axis_index("ipu")
+        at = jnp.clip(t - me, 0, micro_batches - 1)
+        microbatch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), batch)
         x = choose(me == 0, lambda: first(shared, microbatch), lambda: inbox)
         if skip_idle:
             active = (t >= me) & (t < me + micro_batches)
@@ -87,9 +90,7 @@ def value_and_grad(
 
         def tick(carry: Any, t: Any) -> Any:
             inbox, total = carry
-            at = jnp.clip(t - lax.axis_index("ipu"), 0, micro_batches - 1)
-            microbatch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), batch)
-            y, lost = run(mine, shared, inbox, microbatch, t)
+            y, lost = run(mine, shared, batch, inbox, t)
             return (lax.ppermute(y, "ipu", [(i, i + 1) for i in range(stages - 1)]), total + lost), None
 
         activation = jax.eval_shape(first, shared, jax.tree.map(lambda leaf: leaf[0], batch))
