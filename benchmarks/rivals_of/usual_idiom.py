@@ -14,8 +14,7 @@ padded array, and only the loss, a scalar, leaves the loop and is reduced. What 
 such as an embedding or a loss head, is computed by all of them and masked. There are two usual variations: `checkpoint`
 saves memory, and `skip_idle` saves the work of the bubbles and of what is masked. Alone, the latter costs much memory:
 because of the `cond`, JAX no longer sees that the weights are the same in every tick, and keeps a copy of them for each
-tick. With both, it keeps of a tick only
-what the neighbour sent.
+tick. With `checkpoint` it keeps only what the neighbour sent.
 """
 
 from collections.abc import Callable
