@@ -74,10 +74,12 @@ def main() -> int:
                     rounds=10,
                 )
             where = f"{mode}, micro-batch {rows}, M={count}"
-            figures.add(f"step time / data on the IPUs, prefetch, {where}", fed.wall / on_ipus.wall, MOST)
-            figures.add(f"step time / data on the IPUs, no prefetch, {where}", waited.wall / on_ipus.wall)
-            figures.add(f"CPU work / data on the IPUs, prefetch, {where}", fed.cpu / on_ipus.cpu)
-            figures.add(f"feed alone / step time, {where}", alone.wall / on_ipus.wall)
+            figures.add(f"step time / data on the IPUs, prefetch, {where}", (fed / on_ipus).wall, MOST)
+            figures.add(f"step time / data on the IPUs, no prefetch, {where}", (waited / on_ipus).wall)
+            figures.add(f"CPU work / data on the IPUs, prefetch, {where}", (fed / on_ipus).cpu)
+            figures.add(f"feed alone / step time, {where}", (alone / on_ipus).wall)
+            for name, costs in (("data on the IPUs", on_ipus), ("prefetch", fed), ("no prefetch", waited)):
+                figures.add_spread(f"{name}, {where}", costs)
     figures.add(
         "bytes of images that cross / as floats, --eight-bit-io",
         crossing(data, eight_bit_io=True) / crossing(data, eight_bit_io=False),

@@ -7,21 +7,92 @@ that are outside their bounds.
 
 import argparse
 import dataclasses
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Self
 
 import jax
 import numpy as np
 
+STEADY: Final = 1.10
+"""The bound for the median step time over the least: above it, other load on the machine blurs the ratios."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds that one call took: on the clock, and as CPU time summed over all threads."""
+    """Seconds that one call took: on the clock, and as CPU time summed over all threads. Or ratios of both."""
 
     wall: float
     cpu: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the calls of one program cost, in order.
+
+    `ours / theirs` is the median over the rounds of the ratios of two calls in the same round, for each kind of time:
+    a machine that is slow for some seconds slows both calls of a round.
+    """
+
+    calls: Sequence[Cost]
+
+    @property
+    def wall(self) -> float:
+        """Return the median of the seconds on the clock."""
+        return statistics.median(cost.wall for cost in self.calls)
+
+    @property
+    def cpu(self) -> float:
+        """Return the median of the seconds of CPU time."""
+        return statistics.median(cost.cpu for cost in self.calls)
+
+    @property
+    def spread(self) -> float:
+        """Return the median of the seconds on the clock over the least, which is 1 on a machine without other load."""
+        return self.wall / min(cost.wall for cost in self.calls)
+
+    def __truediv__(self, other: Self) -> Cost:
+        return Cost(
+            median_ratio([cost.wall for cost in self.calls], [cost.wall for cost in other.calls]),
+            median_ratio([cost.cpu for cost in self.calls], [cost.cpu for cost in other.calls]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step with its arguments on the devices, ready to be called.
+
+    Attributes:
+        compiled: the step.
+        arguments: of the step.
+        comparable: brings what the step returns into the form in which results of programs are compared.
+    """
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+    comparable: Callable[[Any], Any] = lambda result: result
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+    def result(self) -> Any:
+        """Run the step, and return its result in the form to compare."""
+        return self.comparable(self())
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that the step needs on each device besides its arguments and results."""
+        return temporary_bytes(self.compiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The largest CPU work and temporary bytes of a program over those of the unsharded one; None for no bound."""
+
+    cpu: float | None = None
+    bytes: float | None = None
 
 
 class Figures:
@@ -56,12 +127,57 @@ class Figures:
         if not inside:
             self._short.append(name)
 
+    def add_spread(self, name: str, costs: Costs) -> None:
+        """Print how steady a program's step time was: the median of its calls over the least."""
+        self.add(f"median / least step time, {name}", costs.spread, STEADY)
+
+    def add_beside_unsharded(
+        self,
+        name: str,
+        unsharded: Program,
+        programs: Mapping[str, Program],
+        bounds: Mapping[str, Bounds],
+        *,
+        most_difference: float,
+        rounds: int,
+    ) -> None:
+        """Run programs and the unsharded one in turn, and print their differences, costs and bytes beside its own.
+
+        Args:
+            name: of what the programs compute.
+            unsharded: the program on one device.
+            programs: by name, the programs to compare with it.
+            bounds: for some of the programs.
+            most_difference: the bound for the largest relative difference of loss and gradients.
+            rounds: as for `side_by_side`. The run whose results are compared is the warm-up.
+        """
+        expected = unsharded.result()
+        for kind, program in programs.items():
+            difference = largest_relative_difference(program.result(), expected)
+            self.add(
+                f"loss and gradients / unsharded, {name}, {kind}, relative difference", difference, most_difference
+            )
+        dense, *costs = side_by_side(unsharded, *programs.values(), rounds=rounds, warm_up=0)
+        self.add_spread(f"{name}, unsharded", dense)
+        for (kind, program), cost in zip(programs.items(), costs, strict=True):
+            bound, ratio = bounds.get(kind, Bounds()), cost / dense
+            self.add(f"CPU work / unsharded, {name}, {kind}", ratio.cpu, bound.cpu)
+            self.add(f"step time / unsharded on both cores, {name}, {kind}", ratio.wall)
+            bytes_ = program.bytes / unsharded.bytes
+            self.add(f"temporary bytes an IPU / unsharded, {name}, {kind}", bytes_, bound.bytes)
+            self.add_spread(f"{name}, {kind}", cost)
+
     def status(self) -> int:
         """Return the exit status: 1 if `--check` was given and a figure is outside its bounds, else 0."""
         if self._check and self._short:
             print("falls short: " + "; ".join(self._short), file=sys.stderr)
             return 1
         return 0
+
+
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median over the rounds of the ratio of two measurements in the same round."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def cost_of(call: Callable[[], Any]) -> Cost:
@@ -77,13 +193,13 @@ def least(costs: Iterable[Cost]) -> Cost:
     return Cost(min(cost.wall for cost in costs), min(cost.cpu for cost in costs))
 
 
-def side_by_side(*calls: Callable[[], Any], rounds: int = 8) -> list[Cost]:
-    """Run the calls in turn for `rounds` rounds, after two rounds of warm-up, and return the least cost of each call.
+def side_by_side(*calls: Callable[[], Any], rounds: int = 8, warm_up: int = 2) -> list[Costs]:
+    """Run the calls in turn for `rounds` rounds, after `warm_up` rounds that don't count, and return each call's costs.
 
     They run in turn, so that other load on the machine affects all of them.
     """
-    found = [[cost_of(call) for call in calls] for _ in range(rounds + 2)]
-    return [least(costs) for costs in zip(*found[2:], strict=True)]
+    found = [[cost_of(call) for call in calls] for _ in range(warm_up + rounds)]
+    return [Costs(list(costs)) for costs in zip(*found[warm_up:], strict=True)]
 
 
 def temporary_bytes(compiled: Any) -> int:

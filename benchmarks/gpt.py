@@ -18,12 +18,17 @@ Each pipeline is compared with its own unsharded program (a jitted scan over mic
 whole weights), in CPU work and in temporary bytes per IPU: at three sizes, with the layers of a stage in a scan and one
 after the other, under "grouped" and "zb-h1". No option is set.
 
+At one size *basic* is measured too, and beside it the same model as a pipeline that is differentiated from outside
+(`rivals_of/usual_idiom.py`) with `jax.checkpoint` around the work of each tick. The tables, positions and last norm of
+that pipeline are on every device.
+
 Dims: V vocabulary, B sequences of a micro-batch, T and S tokens of a sequence (S those attended to), D features,
 N heads, K features of a head, F hidden features of the MLP, L layers of a stage.
 
-    python benchmarks/gpt.py [--check]
+    python benchmarks/gpt.py [--check] [--only SIZE]
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -34,10 +39,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from figures import Figures, side_by_side, temporary_bytes
+from figures import Bounds, Figures, Program
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
+from rivals_of import usual_idiom
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
 Mode = Literal["concurrent", "basic"]
@@ -202,6 +208,58 @@ def random_batch(sizes: Sizes, micro_batches: int, sequences: int, seed: int = 1
     return {"tokens": text[..., :-1], "targets": text[..., 1:]}
 
 
+# the programs
+
+
+def unsharded(params: Any, batch: Any, layers: Callable[..., jax.Array] = blocks) -> Any:
+    """Return mean loss and gradients, computed on one device by a scan over micro-batches."""
+
+    def loss_of(params: Any, microbatch: Any) -> Any:
+        x_BTD = _embedded(params, microbatch)
+        for name in sorted(name for name in params if name.startswith("blocks")):
+            x_BTD = layers(params[name], x_BTD, microbatch)
+        return _projected_loss(params, x_BTD, microbatch)
+
+    def add(sums: Any, microbatch: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
+
+    sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)
+    return jax.tree.map(lambda total: total / len(batch["tokens"]), sums)
+
+
+def _embedded(params: Any, microbatch: Any) -> jax.Array:
+    return add_positions(params["positions"], embed_whole(params["table"], None, microbatch), microbatch)
+
+
+def _projected_loss(params: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    projection = params.get("projection", params["table"])
+    return loss_whole(projection, norm(params["norm"], x_BTD, microbatch), microbatch)
+
+
+def in_the_usual_idiom(
+    mesh: Mesh, micro_batches: int, layers: Callable[..., jax.Array] = blocks, **variation: Any
+) -> Any:
+    """Return the GPT as the usual JAX pipeline: a jitted function as `usual_idiom.value_and_grad` returns it.
+
+    Its first two arguments are those that `for_the_usual_idiom` returns.
+    """
+    stage = lambda p, x_BTD: layers(p, x_BTD, None)  # noqa: E731
+    return usual_idiom.value_and_grad(stage, _projected_loss, mesh, micro_batches, first=_embedded, **variation)
+
+
+def for_the_usual_idiom(params: Any) -> tuple[Any, Any]:
+    """Return weights as the usual pipeline takes them: stacked blocks (stages, L, ...), and what every device holds."""
+    names = sorted(name for name in params if name.startswith("blocks"))
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *(params[name] for name in names))
+    return stacked, {name: group for name, group in params.items() if name not in names}
+
+
+def from_the_usual_idiom(stacked: Any, shared: Any) -> dict[str, Any]:
+    """Return gradients in the layout of `init_params`, from those that the usual pipeline returns."""
+    stages = jax.tree.leaves(stacked)[0].shape[0]
+    return shared | {f"blocks{i}": jax.tree.map(lambda g, i=i: g[i], stacked) for i in range(stages)}
+
+
 # the figures
 
 
@@ -210,53 +268,59 @@ SIZES = {
     "6 layers x 192": Sizes(vocabulary=3001, length=96, features=192, heads=4, layers=6),
     "8 layers x 512": Sizes(vocabulary=8192, length=128, features=512, heads=8, layers=8),
 }
+BASIC = "6 layers x 192"
+ROUNDS = {"8 layers x 512": 3}  # a step takes six to nine seconds
+IPUS, MICRO_BATCHES, SEQUENCES = 2, 8, 4
+BOUNDS = {"grouped": Bounds(cpu=1.03, bytes=0.80), "zb-h1": Bounds(cpu=1.05)}
+IDIOMS: dict[str, dict[str, Any]] = {
+    "usual idiom with jax.checkpoint": {"checkpoint": True},
+    "usual idiom with jax.checkpoint, no idle work": {"checkpoint": True, "skip_idle": True},
+}
 
 
-def unsharded(params: Any, batch: Any, layers: Callable[..., jax.Array] = blocks) -> Any:
-    """Return loss and summed gradients, computed on one device by a scan over micro-batches."""
-
-    def loss_of(params: Any, microbatch: Any) -> Any:
-        x_BTD = add_positions(params["positions"], embed_whole(params["table"], None, microbatch), microbatch)
-        for name in sorted(name for name in params if name.startswith("blocks")):
-            x_BTD = layers(params[name], x_BTD, microbatch)
-        projection = params.get("projection", params["table"])
-        return loss_whole(projection, norm(params["norm"], x_BTD, microbatch), microbatch)
-
-    def add(sums: Any, microbatch: Any) -> Any:
-        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
-
-    return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)[0]
-
-
-def measure(figures: Figures, size: str, mode: Mode, layers: Callable[..., jax.Array], *schedules: str) -> None:
-    """Measure a model under some schedules beside its unsharded program."""
-    sizes, ipus, micro_batches = SIZES[size], 2, 8
-    whole = init_params(sizes, ipus, mode=mode)
-    batch = random_batch(sizes, micro_batches, sequences=4)
-    dense = jax.jit(partial(unsharded, layers=layers)).lower(whole, batch).compile()
-    name = f"{size}, {'unrolled' if layers is blocks_unrolled else 'scan'}, {mode}"
-    for schedule in schedules:
+def measure(figures: Figures, size: str, mode: Mode, layers: Callable[..., jax.Array]) -> None:
+    """Measure a model under both schedules, and in "basic" mode in the usual idiom, beside its unsharded program."""
+    sizes, mesh = SIZES[size], make_mesh(1, IPUS)
+    whole = init_params(sizes, IPUS, mode=mode)
+    batch = random_batch(sizes, MICRO_BATCHES, SEQUENCES)
+    spread = jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
+    programs = {}
+    for schedule in BOUNDS:
         pipeline = make_pipeline(
-            sizes, ipus, mode=mode, layers=layers, schedule=schedule, gradient_accumulation=micro_batches
+            sizes, IPUS, mode=mode, layers=layers, schedule=schedule, gradient_accumulation=MICRO_BATCHES
         )
-        params = pipeline.shard(whole)
-        spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
-        pipelined = jax.jit(pipeline.value_and_grad).lower(params, spread).compile()
-        cost, dense_cost = side_by_side(partial(pipelined, params, spread), partial(dense, whole, batch), rounds=5)
-        most_cpu, most_bytes = (1.03, 0.80) if schedule == "grouped" else (1.05, None)
-        figures.add(f"CPU work / unsharded, {name}, {schedule}", cost.cpu / dense_cost.cpu, most_cpu)
-        figures.add(f"step time / unsharded on both cores, {name}, {schedule}", cost.wall / dense_cost.wall)
-        ratio = temporary_bytes(pipelined) / temporary_bytes(dense)
-        figures.add(f"temporary bytes an IPU / unsharded, {name}, {schedule}", ratio, most_bytes)
+        arguments = (pipeline.shard(whole), spread)
+        step = jax.jit(pipeline.value_and_grad).lower(*arguments).compile()
+        programs[schedule] = Program(step, arguments, lambda found, of=pipeline: (found[0], of.unshard(found[1])))
+    if mode == "basic":
+        stacked, shared = for_the_usual_idiom(whole)
+        stacked = jax.device_put(stacked, NamedSharding(mesh, PartitionSpec("ipu")))
+        arguments = (stacked, jax.device_put(shared, spread["tokens"].sharding), spread)
+        for idiom, variation in IDIOMS.items():
+            step = in_the_usual_idiom(mesh, MICRO_BATCHES, layers, **variation).lower(*arguments).compile()
+            programs[idiom] = Program(step, arguments, lambda found: (found[0], from_the_usual_idiom(*found[1])))
+    dense = jax.jit(partial(unsharded, layers=layers)).lower(whole, batch).compile()
+    figures.add_beside_unsharded(
+        f"{size}, {'unrolled' if layers is blocks_unrolled else 'scan'}, {mode}",
+        Program(dense, (whole, batch)),
+        programs,
+        BOUNDS,
+        most_difference=1e-5,
+        rounds=ROUNDS.get(size, 5),
+    )
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(SIZES), help="measure this size alone")
 
 
 def main() -> int:
-    figures = Figures("GPT: a tied, vocabulary-split table and pipelined blocks against the unsharded program")
-    configure(2)
-    for size in SIZES:
+    figures = Figures("GPT: pipelined blocks between vocabulary-split tables, and its unsharded program", flags=flags)
+    configure(IPUS)
+    for size in SIZES if figures.args.only is None else [figures.args.only]:
         for layers in (blocks, blocks_unrolled):
-            measure(figures, size, "concurrent", layers, "grouped", "zb-h1")
-    measure(figures, "4 layers x 256", "basic", blocks, "grouped")
+            for mode in ("concurrent", "basic") if size == BASIC else ("concurrent",):
+                measure(figures, size, mode, layers)
     return figures.status()
 
 

@@ -61,8 +61,10 @@ def main() -> int:
         dense, *pipelined = side_by_side(*calls)
         for mode, cost in zip(MODES, pipelined, strict=True):
             where = f"{mode}, micro-batch {rows}, M={count}"
-            figures.add(f"images/s / unsharded on both cores, {where}", dense.wall / cost.wall)
-            figures.add(f"CPU work / unsharded, {where}", cost.cpu / dense.cpu, most_cpu)
+            figures.add(f"images/s / unsharded on both cores, {where}", (dense / cost).wall)
+            figures.add(f"CPU work / unsharded, {where}", (cost / dense).cpu, most_cpu)
+            figures.add_spread(where, cost)
+        figures.add_spread(f"unsharded, micro-batch {rows}, M={count}", dense)
     return figures.status()
 
 

@@ -9,9 +9,7 @@ It has the same weights and images, and loss and gradients are compared first. `
 """
 
 import argparse
-import dataclasses
 import importlib.util
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Cost, Figures, cost_of, largest_relative_difference, least, side_by_side, temporary_bytes
+from figures import Cost, Costs, Figures, Program, cost_of, largest_relative_difference, side_by_side
 from ipu_jax import Pipeline, Stage, configure, make_mesh
 from mnist_example.model import init_params, make_pipeline
 from pipeline import STAGES, batch_of, layers, model
@@ -41,7 +39,7 @@ PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # M, and the number of rounds: few,
 COUNTS = (4, 8, 16, 32, 64)  # M for the memory figures
 
 OURS, IDIOM, SKIPS = "ipu_jax", "usual idiom", "usual idiom that skips bubbles"
-VARIATIONS: dict[str, dict[str, bool]] = {
+VARIATIONS: dict[str, dict[str, Any]] = {
     IDIOM: {},
     SKIPS: {"skip_idle": True},
     "usual idiom with jax.checkpoint": {"checkpoint": True},
@@ -100,16 +98,15 @@ def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], ba
         ours += [cost_of(step) for _ in range(STEPS)]
         for schedule, threads in variants:
             theirs[schedule, threads] += rival.step_costs(batch, schedule, threads=threads, steps=STEPS)
-    mine, my_median = least(ours), statistics.median(cost.wall for cost in ours)
+    mine = Costs(ours)
+    figures.add_spread(f"ours, {where}", mine)
     for schedule in torch_pipeline.SCHEDULES:
-        # medians, since our step has two likely times; torch with the number of threads that is better for it
-        medians = {threads: statistics.median(cost.wall for cost in theirs[schedule, threads]) for threads in THREADS}
-        best = min(medians, key=lambda threads: medians[threads])
-        figures.add(f"step time / torch {schedule}'s, {where}, threads={best}", my_median / medians[best], 0.90)
-        for threads in THREADS:
-            of_torch = least(theirs[schedule, threads])
-            figures.add(f"  the least times', threads={threads}", mine.wall / of_torch.wall)
-        figures.add("  CPU work / torch's, threads=1", mine.cpu / least(theirs[schedule, 1]).cpu)
+        of_torch = {threads: Costs(theirs[schedule, threads]) for threads in THREADS}
+        best = min(THREADS, key=lambda threads: of_torch[threads].wall)
+        figures.add(f"step time / torch {schedule}'s, {where}, threads={best}", (mine / of_torch[best]).wall, 0.90)
+        figures.add("  CPU work / torch's, threads=1", (mine / of_torch[1]).cpu)
+        for threads, costs in of_torch.items():
+            figures.add_spread(f"torch {schedule}, {where}, threads={threads}", costs)
 
 
 # the usual JAX pipeline
@@ -121,45 +118,31 @@ def scanned_layers(weights: Any, x: Any, microbatch: Any) -> Any:
     return lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, weights)[0]
 
 
-def mean_squared_error(y: Any, target: Any) -> Any:
-    return jnp.mean((y - target) ** 2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled step and its arguments on the devices; `gradients` brings its gradients into the weights' layout."""
-
-    compiled: Any
-    arguments: tuple[Any, ...]
-    gradients: Callable[[Any], Any]
-
-    def __call__(self) -> Any:
-        return self.compiled(*self.arguments)
-
-    @property
-    def bytes(self) -> int:
-        return temporary_bytes(self.compiled)
+def mean_squared_error(_: None, y: Any, microbatch: Any) -> Any:
+    return jnp.mean((y - microbatch["y"]) ** 2)
 
 
 def programs(run_layers: Callable[[Any, Any, Any], Any], weights: dict[str, Any], m: int) -> dict[str, Program]:
     """Return our step and its rivals' by name, for weights `{"first": ..., "second": ...}` that `run_layers` takes."""
 
     def with_loss(weights: Any, x: Any, microbatch: Any) -> Any:
-        return mean_squared_error(run_layers(weights, x, microbatch), microbatch["y"])
+        return mean_squared_error(None, run_layers(weights, x, microbatch), microbatch)
 
     stages = [Stage(run_layers, params="first", ipu=0), Stage(with_loss, params="second", ipu=1)]
     pipeline = Pipeline(stages, gradient_accumulation=m)
     batch = jax.device_put(batch_of(m), NamedSharding(pipeline.mesh, PartitionSpec()))
     arguments = (pipeline.shard(weights), batch)
     step = jax.jit(pipeline.value_and_grad)
-    found = {OURS: Program(step.lower(*arguments).compile(), arguments, pipeline.unshard)}
+    whole = lambda result: (result[0], pipeline.unshard(result[1]))  # noqa: E731
+    found = {OURS: Program(step.lower(*arguments).compile(), arguments, whole)}
 
     mesh = make_mesh(1, STAGES)
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), weights["first"], weights["second"])
-    arguments = (jax.device_put(stacked, NamedSharding(mesh, PartitionSpec("ipu"))), batch)
+    arguments = (jax.device_put(stacked, NamedSharding(mesh, PartitionSpec("ipu"))), None, batch)
 
-    def unstacked(gradients: Any) -> Any:
-        return {name: jax.tree.map(lambda g, i=i: g[i], gradients) for i, name in enumerate(("first", "second"))}
+    def unstacked(result: Any) -> Any:
+        loss, (of_stages, _) = result
+        return loss, {name: jax.tree.map(lambda g, i=i: g[i], of_stages) for i, name in enumerate(("first", "second"))}
 
     for name, variation in VARIATIONS.items():
         step = value_and_grad(lambda w, x: run_layers(w, x, None), mean_squared_error, mesh, m, **variation)
@@ -178,18 +161,21 @@ def idiom_figures(figures: Figures) -> None:
     for kind, (run_layers, weights) in models().items():
         print(f"{kind}:", flush=True)
         compiled = {m: programs(run_layers, weights, m) for m in COUNTS}
-        results = {name: (program()[0], program.gradients(program()[1])) for name, program in compiled[16].items()}
+        results = {name: program.result() for name, program in compiled[16].items()}
         costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
         for name in (OURS, *VARIATIONS):
             megabytes = ", ".join(f"{compiled[m][name].bytes / 1e6:.1f}" for m in COUNTS)
             print(f"  {name}: {megabytes} MB of temporaries an IPU at M={', '.join(map(str, COUNTS))}")
+        for name, cost in costs.items():
+            figures.add_spread(f"{name}, {kind}, M=16", cost)
         ours = costs.pop(OURS)
         for name, cost in costs.items():
             bounded = name == IDIOM  # the variations have no bounds; they are printed to show why IDIOM was chosen
             difference = largest_relative_difference(results[OURS], results[name])
             figures.add(f"  loss and gradients / {name}, relative difference", difference, 1e-5)
-            figures.add(f"  step time / {name}, M=16", ours.wall / cost.wall, most_time[kind] if bounded else None)
-            figures.add(f"  CPU work / {name}, M=16", ours.cpu / cost.cpu)
+            ratio = ours / cost
+            figures.add(f"  step time / {name}, M=16", ratio.wall, most_time[kind] if bounded else None)
+            figures.add(f"  CPU work / {name}, M=16", ratio.cpu)
             fewer = compiled[64][OURS].bytes / compiled[64][name].bytes
             figures.add(f"  temporary bytes / {name}, M=64", fewer, 1 / 6 if bounded else None)
 
@@ -212,9 +198,9 @@ def plot(path: str) -> None:
                 megabytes[name].append(compiled[name].bytes / 1e6)
             if m not in PLOT_TIMED:
                 continue
-            rounds = [[cost_of(compiled[name]) for name in names] for _ in range(PLOT_ROUNDS)]
-            for name, costs in zip(names, zip(*rounds, strict=True), strict=True):
-                seconds[name].append(least(costs).wall)
+            costs = side_by_side(*(compiled[name] for name in names), rounds=PLOT_ROUNDS, warm_up=0)
+            for name, cost in zip(names, costs, strict=True):
+                seconds[name].append(cost.wall)
         for name, style in zip(names, ("o-", "s--", "^:"), strict=True):
             of_time.plot(PLOT_TIMED, seconds[name], style, label=name)
             of_memory.plot(COUNTS, megabytes[name], style, label=name)

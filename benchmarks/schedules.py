@@ -37,7 +37,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Cost, Figures, side_by_side
+from figures import Figures, side_by_side
 from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, configure, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
 
@@ -156,17 +156,19 @@ def head_figures(figures: Figures, vocabulary: int) -> None:
     one, other, whole = side_by_side(
         step_of(basic, params, batch), step_of(concurrent, params, batch), dense, rounds=ROUNDS
     )
-    speed_up = one.wall / other.wall
+    speed_up = (one / other).wall
     head = vocabulary / D
     promised = predicted(basic.schedule, head) / predicted(concurrent.schedule, head)
     where = f"V={vocabulary}"
     figures.add(f"basic / concurrent step time, {where}", speed_up)
     figures.add(f"basic / concurrent step time as FLOPs predict, {where}", promised)
     figures.add(f"the first over the second, {where}", speed_up / promised, at_least=0.97)
-    figures.add(f"basic / unsharded step time on both cores, {where}", one.wall / whole.wall)
-    figures.add(f"concurrent / unsharded step time on both cores, {where}", other.wall / whole.wall, 1.05)
-    figures.add(f"basic / unsharded CPU work, {where}", one.cpu / whole.cpu)
-    figures.add(f"concurrent / unsharded CPU work, {where}", other.cpu / whole.cpu)
+    figures.add(f"basic / unsharded step time on both cores, {where}", (one / whole).wall)
+    figures.add(f"concurrent / unsharded step time on both cores, {where}", (other / whole).wall, 1.05)
+    figures.add(f"basic / unsharded CPU work, {where}", (one / whole).cpu)
+    figures.add(f"concurrent / unsharded CPU work, {where}", (other / whole).cpu)
+    for name, costs in (("basic", one), ("concurrent", other), ("unsharded", whole)):
+        figures.add_spread(f"{name}, {where}", costs)
 
 
 def bubble_figures(figures: Figures) -> None:
@@ -195,13 +197,14 @@ def schedule_figures(figures: Figures) -> None:
         pipeline = Pipeline(stages, schedule=name, gradient_accumulation=MICRO_BATCHES)
         schedules.append(pipeline.schedule)
         calls.append(step_of(pipeline, body(len(placement)), batch))
-    costs = side_by_side(*calls, rounds=ROUNDS)
-    whole: Cost = costs[0]
-    for name, schedule, cost in zip(MEASURED, schedules, costs[1:], strict=True):
-        figures.add(f"step time / unsharded on both cores, {name}", cost.wall / whole.wall)
+    whole, *costs = side_by_side(*calls, rounds=ROUNDS)
+    figures.add_spread("unsharded", whole)
+    for name, schedule, cost in zip(MEASURED, schedules, costs, strict=True):
+        figures.add(f"step time / unsharded on both cores, {name}", (cost / whole).wall)
         figures.add(f"the same as FLOPs predict, {name}", predicted(schedule))
         bound = 1.03 if name == "grouped" else None
-        figures.add(f"CPU work / unsharded, {name}", cost.cpu / whole.cpu, bound)
+        figures.add(f"CPU work / unsharded, {name}", (cost / whole).cpu, bound)
+        figures.add_spread(name, cost)
 
 
 def main() -> int:

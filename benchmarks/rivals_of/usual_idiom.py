@@ -10,9 +10,11 @@ stacked.
     device 1         .    F0   F1   F2   F3           and masked out of the loss
 
 It is written to be fast. The scan keeps compile time constant, micro-batches are indexed rather than copied into a
-padded array, and only the loss, a scalar, leaves the loop and is reduced. There are two usual variations: `checkpoint`
-saves memory, and `skip_idle` saves the work of the bubbles. The latter costs much memory: because of the `cond`, JAX no
-longer sees that the weights are the same in every tick, and keeps a copy of them for each tick.
+padded array, and only the loss, a scalar, leaves the loop and is reduced. What only the first or the last device needs,
+such as an embedding or a loss head, is computed by all of them and masked. There are two usual variations: `checkpoint`
+saves memory, and `skip_idle` saves the work of the bubbles and of what is masked. Alone, the latter costs much memory:
+because of the `cond`, JAX no longer sees that the weights are the same in every tick, and keeps a copy of them for each
+tick. With `checkpoint` it keeps only what the neighbour sent.
 """
 
 from collections.abc import Callable
@@ -27,60 +29,72 @@ from jax.sharding import Mesh, PartitionSpec
 
 def value_and_grad(
     stage: Callable[[Any, jax.Array], jax.Array],
-    loss: Callable[[jax.Array, jax.Array], jax.Array],
+    loss: Callable[[Any, jax.Array, Any], jax.Array],
     mesh: Mesh,
     micro_batches: int,
     *,
+    first: Callable[[Any, Any], jax.Array] = lambda shared, microbatch: microbatch["x"],
     checkpoint: bool = False,
     skip_idle: bool = False,
 ) -> Any:
-    """Return a jitted function of (weights, batch) for the mean loss over micro-batches and its gradient.
+    """Return a jitted function of (weights, shared, batch) for the mean loss over micro-batches and its gradients.
 
     Each tick sends one ppermute of a micro-batch's activation, and in the backward pass one of its gradient. At the end
-    there is one psum of the loss.
+    there is one psum of the loss, and one of the gradients by `shared`.
 
     Args:
         stage: `stage(weights, x)`; x and the result have the same shape, (micro-batch, ...).
-        loss: `loss(y, target)` of one micro-batch, a scalar.
+        loss: `loss(shared, y, microbatch)` of one micro-batch, a scalar.
         mesh: its axis "ipu" has a device for each stage.
         micro_batches: M.
-        checkpoint: let the backward pass recompute each stage's forward pass, rather than keep its residuals.
-        skip_idle: compute nothing in a bubble (`lax.cond`).
+        first: `first(shared, microbatch)`, the first stage's x.
+        checkpoint: let the backward pass recompute what a device computes in a tick, rather than keep its residuals.
+        skip_idle: compute nothing in a bubble, `first` on the first device only, and `loss` on the last only
+            (`lax.cond`).
 
     Returns:
-        The function. The leaves of weights are (stages, ...), split over "ipu"; the batch is
-        `{"x": (M, micro-batch, ...), "y": (M, micro-batch, ...)}` on every device.
+        The function. The leaves of weights are (stages, ...), split over "ipu"; `shared` is on every device, like the
+        batch, whose leaves are (M, micro-batch, ...). Its result is `(loss, (gradients by weights, by shared))`.
     """
     stages = mesh.shape["ipu"]
-    run_stage = jax.checkpoint(stage) if checkpoint else stage
+
+    def choose(predicate: Any, yes: Callable[[], jax.Array], no: Callable[[], jax.Array]) -> jax.Array:
+        return lax.cond(predicate, yes, no) if skip_idle else jnp.where(predicate, yes(), no())
+
+    def work(weights: Any, shared: Any, batch: Any, inbox: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return what this device computes in a tick: the activation to send, and the loss of the last stage."""
+        me = lax.axis_index("ipu")
+        at = jnp.clip(t - me, 0, micro_batches - 1)
+        microbatch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), batch)
+        x = choose(me == 0, lambda: first(shared, microbatch), lambda: inbox)
+        if skip_idle:
+            active = (t >= me) & (t < me + micro_batches)
+            y = lax.cond(active, lambda: stage(weights, x), lambda: x)
+        else:
+            y = stage(weights, x)
+        counts = (me == stages - 1) & (t >= me)  # the last stage is busy from tick S-1 to the end
+        return y, choose(counts, lambda: loss(shared, y, microbatch), lambda: jnp.zeros(()))
+
+    run = jax.checkpoint(work) if checkpoint else work
 
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(PartitionSpec("ipu"), PartitionSpec()),
+        in_specs=(PartitionSpec("ipu"), PartitionSpec(), PartitionSpec()),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    def forward(weights: Any, batch: Any) -> jax.Array:
-        me = lax.axis_index("ipu")
+    def forward(weights: Any, shared: Any, batch: Any) -> jax.Array:
         mine = jax.tree.map(lambda leaf: leaf[0], weights)
 
         def tick(carry: Any, t: Any) -> Any:
             inbox, total = carry
-            at = jnp.clip(t - me, 0, micro_batches - 1)
-            x, target = (lax.dynamic_index_in_dim(batch[key], at, keepdims=False) for key in ("x", "y"))
-            x = jnp.where(me == 0, x, inbox)
-            if skip_idle:
-                active = (t >= me) & (t < me + micro_batches)
-                y = lax.cond(active, run_stage, lambda weights, x: x, mine, x)
-            else:
-                y = run_stage(mine, x)
-            counts = (me == stages - 1) & (t >= me)  # the last stage is busy from tick S-1 to the end
-            total += jnp.where(counts, loss(y, target), 0.0)
-            return (lax.ppermute(y, "ipu", [(i, i + 1) for i in range(stages - 1)]), total), None
+            y, lost = run(mine, shared, batch, inbox, t)
+            return (lax.ppermute(y, "ipu", [(i, i + 1) for i in range(stages - 1)]), total + lost), None
 
-        start = (jnp.zeros_like(batch["x"][0]), jnp.zeros(()))
+        activation = jax.eval_shape(first, shared, jax.tree.map(lambda leaf: leaf[0], batch))
+        start = (jnp.zeros(activation.shape, activation.dtype), jnp.zeros(()))
         (_, total), _ = lax.scan(tick, start, jnp.arange(micro_batches + stages - 1))
         return lax.psum(total, "ipu") / micro_batches
 
-    return jax.jit(jax.value_and_grad(forward))
+    return jax.jit(jax.value_and_grad(forward, argnums=(0, 1)))

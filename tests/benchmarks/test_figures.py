@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from figures import Cost, Figures, largest_relative_difference, least, side_by_side
+from figures import Bounds, Cost, Costs, Figures, Program, largest_relative_difference, least, side_by_side
 
 
 def test_a_figure_above_its_bound_fails_the_check_by_name(capsys: pytest.CaptureFixture[str]):
@@ -68,7 +68,89 @@ def test_side_by_side_runs_each_call_in_every_round():
 
     costs = side_by_side(lambda: call(0), lambda: call(1), rounds=3)
     assert counts == [5, 5]
+    assert [len(cost.calls) for cost in costs] == [3, 3]
     assert all(0 <= cost.wall < 1 for cost in costs)
+
+
+def test_a_call_s_rounds_are_its_own_and_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.process_time", lambda: 2 * clock[0])
+    seconds = {"a": iter([100.0, 1.0, 2.0]), "b": iter([200.0, 10.0, 30.0])}
+
+    def run(name: str) -> None:
+        clock[0] += next(seconds[name])
+
+    costs = side_by_side(lambda: run("a"), lambda: run("b"), rounds=2, warm_up=1)
+    assert [cost.calls for cost in costs] == [[Cost(1, 2), Cost(2, 4)], [Cost(10, 20), Cost(30, 60)]]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios():
+    ours = Costs([Cost(1, 9), Cost(80, 8), Cost(3, 1)])
+    theirs = Costs([Cost(2, 3), Cost(100, 2), Cost(1, 2)])
+    assert ours / theirs == Cost(0.8, 3)  # of 0.5, 0.8, 3 and of 3, 4, 0.5; of the medians 1.5 and 4
+    assert (ours.wall, ours.cpu) == (3, 8)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        _ = ours / Costs(theirs.calls[:2])
+
+
+def test_a_spread_is_the_median_over_the_least(capsys: pytest.CaptureFixture[str]):
+    figures = Figures("", ["--check"])
+    figures.add_spread("steady", Costs([Cost(10, 1), Cost(100, 2), Cost(11, 3)]))
+    assert figures.status() == 0
+    figures.add_spread("other", Costs([Cost(10, 1), Cost(12, 2), Cost(100, 3)]))
+    assert figures.status() == 1
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "median / least step time, steady",
+        "median / least step time, other",
+    ]
+
+
+class Step:
+    """A stand-in for a compiled step: it adds `error`, and takes `seconds` on a clock of the test's."""
+
+    def __init__(self, clock: list[float], seconds: float, temporary: int, error: float = 0.0):
+        self.clock, self.seconds, self.error = clock, seconds, error
+        self.temp_size_in_bytes = temporary
+
+    def memory_analysis(self) -> "Step":
+        return self
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        self.clock[0] += self.seconds
+        return x + self.error
+
+
+def test_programs_stand_beside_the_unsharded_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.process_time", lambda: 2 * clock[0])
+    figures = Figures("", ["--check"])
+    figures.add_beside_unsharded(
+        "model",
+        Program(Step(clock, 10, temporary=100), (np.array(4.0),)),
+        {
+            "ours": Program(Step(clock, 11, temporary=50), (np.array(2.0),), comparable=lambda result: 2 * result),
+            "wrong": Program(Step(clock, 5, temporary=200, error=1.0), (np.array(4.0),)),
+        },
+        {"ours": Bounds(cpu=1.05, bytes=0.8)},
+        most_difference=0.1,
+        rounds=3,
+    )
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "loss and gradients / unsharded, model, ours, relative difference 0 <= 0.1",
+        "loss and gradients / unsharded, model, wrong, relative difference 0.25 <= 0.1 FALLS SHORT",
+        "median / least step time, model, unsharded 1 <= 1.1",
+        "CPU work / unsharded, model, ours 1.1 <= 1.05 FALLS SHORT",
+        "step time / unsharded on both cores, model, ours 1.1",
+        "temporary bytes an IPU / unsharded, model, ours 0.5 <= 0.8",
+        "median / least step time, model, ours 1 <= 1.1",
+        "CPU work / unsharded, model, wrong 0.5",
+        "step time / unsharded on both cores, model, wrong 0.5",
+        "temporary bytes an IPU / unsharded, model, wrong 2",
+        "median / least step time, model, wrong 1 <= 1.1",
+    ]
+    assert figures.status() == 1
 
 
 def test_the_difference_is_relative_to_the_leaf():

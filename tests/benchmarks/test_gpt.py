@@ -8,8 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt import Sizes, init_params, make_pipeline, random_batch
+from gpt import (
+    Sizes,
+    blocks,
+    blocks_unrolled,
+    for_the_usual_idiom,
+    from_the_usual_idiom,
+    in_the_usual_idiom,
+    init_params,
+    make_pipeline,
+    random_batch,
+    unsharded,
+)
+from ipu_jax import make_mesh
 from ipu_jax.engine import _hooks
+from support import transformer
 from support.dense import largest_relative_error
 
 # 11 divides by neither 2 nor 4 IPUs
@@ -26,33 +39,13 @@ def bubbles_hold_nan(monkeypatch):
 def dense_value_and_grad(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
     """Return one micro-batch's loss without any function of gpt.py: one sequence, head and layer at a time."""
 
-    def normalised(p: Any, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        unit = (wide - wide.mean(1)[:, None]) / jnp.sqrt(wide.var(1)[:, None] + 1e-5)
-        return unit.astype(x.dtype) * p["scale"] + p["bias"]
-
-    def attended(p: Any, x: jax.Array) -> jax.Array:
-        total = jnp.zeros_like(x)
-        for head in range(SIZES.heads):
-            query, key, value = (x @ p["qkv"][:, part, head] for part in range(3))
-            scores = (query @ key.T).astype(jnp.float32) / np.sqrt(key.shape[1])
-            weights = jnp.exp(scores) * np.tri(SIZES.length)
-            total += (weights / weights.sum(1, keepdims=True)).astype(x.dtype) @ value @ p["out"][head]
-        return total
-
-    # the tanh approximation, which `jax.nn.gelu` uses
-    def gelu(x: jax.Array) -> jax.Array:
-        return x * (jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)) + 1) / 2
-
     def of_one(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         x = jax.nn.one_hot(tokens, SIZES.vocabulary, dtype=params["table"].dtype) @ params["table"]
         x += params["positions"]
         for layer in range(SIZES.layers):
-            p = jax.tree.map(lambda w, layer=layer: w[layer], params["blocks"])
-            x += attended(p["attention"], normalised(p["norm1"], x))
-            x += gelu(normalised(p["norm2"], x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
-        logits = (normalised(params["norm"], x) @ params["table"].T).astype(jnp.float32)
-        return (jnp.log(jnp.exp(logits).sum(1)) - logits[jnp.arange(SIZES.length), targets]).mean()
+            x = transformer.block(jax.tree.map(lambda w, layer=layer: w[layer], params["blocks"]), x)
+        logits = (transformer.normalised(params["norm"], x) @ params["table"].T).astype(jnp.float32)
+        return transformer.cross_entropy(logits, targets)
 
     mean_loss = lambda params: jax.vmap(of_one, (None, 0, 0))(params, tokens, targets).mean()  # noqa: E731
     return jax.value_and_grad(mean_loss)(params)
@@ -147,6 +140,21 @@ def test_bfloat16():
     dense_error = largest_relative_error(expected(3, "bfloat16"), exact)
     few = 4 * float(jnp.finfo(jnp.bfloat16).eps)
     assert largest_relative_error(found, exact) < dense_error + few
+
+
+@pytest.mark.slow(one_in=2)
+@pytest.mark.parametrize("layers", [blocks, blocks_unrolled])
+def test_the_programs_beside_it_are_the_same_gpt(layers):
+    """The unsharded program and the usual idiom, with which the pipeline is compared, equal the dense GPT."""
+    micro_batches, params = 3, jax.tree.map(jnp.asarray, weights_of(2))
+    batch = random_batch(SIZES, micro_batches, SEQUENCES)
+    loss, gradients = unsharded(params, batch, layers)
+    exact, tolerance = expected(micro_batches, "float32"), 50 * np.finfo(np.float32).eps
+    assert largest_relative_error((loss, joined(gradients)), exact) < tolerance
+
+    step = in_the_usual_idiom(make_mesh(1, 2), micro_batches, layers, checkpoint=True, skip_idle=True)
+    loss, gradients = step(*for_the_usual_idiom(params), batch)
+    assert largest_relative_error((loss, joined(from_the_usual_idiom(*gradients))), exact) < tolerance
 
 
 def test_layers_that_do_not_divide_are_refused():

@@ -1,0 +1,241 @@
+"""Measure the cost of pipelining a ResNet and an encoder-decoder transformer with skips, on 2 virtual IPUs.
+
+*ResNet-18* as for CIFAR: the stem is one 3x3 convolution without pooling, images are 32x32 with 3 channels. Every
+convolution is followed by batch norm, whose running averages are the stages' state. Blocks are the Flax modules of the
+MNIST example, with its convolutions, which are matrix products on a CPU.
+
+    IPU 0: stem, blocks 1-4 \\
+    IPU 1:                    blocks 5-8, pool, classifier, loss
+
+*The transformer* is U-shaped (Bao et al. 2022, arXiv:2209.12152): each encoder's result also goes to the decoder
+opposite, which joins it with its input by a matrix. So a message from IPU 0 to IPU 1 is four activations.
+
+    IPU 0: tokens -> encoder 0 -> encoder 1 -> encoder 2 -> middle
+                         |            |            |          |
+    IPU 1: loss <--- decoder 0 <- decoder 1 <- decoder 2 <----+
+
+Each pipeline is compared with its unsharded program (a jitted scan over micro-batches of the same functions) in
+results, CPU work and temporary bytes per IPU, under "grouped" and "zb-h1". No option is set.
+
+Dims: B images or sequences of a micro-batch, H and W rows and columns, C channels, T tokens, D features, V vocabulary.
+
+    python benchmarks/models.py [--check] [--only resnet|transformer]
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from figures import Bounds, Figures, Program
+from gpt import Sizes, block, init_params, layer_norm, loss_whole, random_batch
+from ipu_jax import Outputs, Pipeline, Stage, configure
+from mnist_example import resnet
+from mnist_example.convolution import conv_general_dilated
+
+IPUS, MICRO_BATCHES, ROUNDS = 2, 8, 7
+BOUNDS = {"grouped": Bounds(cpu=1.05), "zb-h1": Bounds()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as a pipeline's stages, with what they take.
+
+    Attributes:
+        stages: in order, the loss last.
+        params: whole weights by group.
+        batch: leaves (M, B, ...).
+        state: stages' state by group.
+    """
+
+    stages: Sequence[Stage]
+    params: dict[str, Any]
+    batch: dict[str, jax.Array]
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+# ResNet-18
+
+
+class Stem(nn.Module):
+    """A 3x3 convolution, batch norm and relu: (B, H, W, 3) to (B, H, W, features)."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x_BHWC: jax.Array, train: bool) -> jax.Array:
+        conv = nn.Conv(self.features, (3, 3), padding=1, use_bias=False, conv_general_dilated=conv_general_dilated)
+        return nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(conv(x_BHWC)))
+
+
+def _train_stem(stem: Stem, p: Any, _: None, microbatch: Any, *, state: Any) -> Outputs:
+    variables = {"params": p, "batch_stats": state}
+    y, changed = stem.apply(variables, microbatch["images"], train=True, mutable=["batch_stats"])
+    return Outputs(y, state=changed["batch_stats"])
+
+
+def classify(p: Any, x_BHWC: jax.Array, microbatch: Any) -> jax.Array:
+    logits = x_BHWC.mean((1, 2)) @ p["w"] + p["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean()
+
+
+def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches: int = MICRO_BATCHES) -> Model:
+    """Return the ResNet, random images (M, B, side, side, 3) and their labels.
+
+    Args:
+        width: channels of the stem; the published network has 64.
+        side: rows and columns of an image.
+        images: of a micro-batch.
+        micro_batches: M.
+    """
+    stem, blocks = Stem(width), resnet.layers_of(18, width=width)[1:]
+    drawn = stem.init(jax.random.key(0), jnp.zeros((1, side, side, 3)), train=False)
+    keys = jax.random.split(jax.random.key(1))
+    middle = 1 + len(blocks) // IPUS
+    stages = [
+        Stage(partial(_train_stem, stem), params="stem", state="stem", ipu=0),
+        *(Stage(b.train, params=b.name, state=b.name, ipu=int(i >= middle)) for i, b in enumerate(blocks, 1)),
+        Stage(classify, params="classifier", ipu=IPUS - 1),
+    ]
+    batch = {
+        "images": jax.random.normal(keys[0], (micro_batches, images, side, side, 3)),
+        "labels": jax.random.randint(keys[1], (micro_batches, images), 0, 10),
+    }
+    params = resnet.init_params(18, 0, width=width) | {"stem": drawn["params"]}
+    return Model(stages, params, batch, resnet.init_state(18, width=width) | {"stem": drawn["batch_stats"]})
+
+
+# the U-shaped transformer
+
+
+def encode(p: Any, x_BTD: jax.Array | None, microbatch: Any, *, name: str) -> Outputs:
+    """Apply a block (in the first encoder to the embedded tokens), and return the result as a skip too."""
+    y_BTD = block(p["block"], p["table"][microbatch["tokens"]] + p["positions"] if x_BTD is None else x_BTD)
+    return Outputs(y_BTD, skips={name: y_BTD})
+
+
+def bend(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    return block(p, x_BTD)
+
+
+def decode(p: Any, x_BTD: jax.Array, microbatch: Any, *, skips: Any) -> jax.Array:
+    """Join the input with the opposite encoder's result, and apply a block."""
+    (skip_BTD,) = skips.values()
+    return block(p["block"], jnp.concatenate([x_BTD, skip_BTD], axis=-1) @ p["join"])
+
+
+def predict(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    return loss_whole(p["projection"], layer_norm(p["norm"], x_BTD), microbatch)
+
+
+def u_transformer(sizes: Sizes | None = None, *, sequences: int = 4, micro_batches: int = MICRO_BATCHES) -> Model:
+    """Return the transformer, with random tokens (M, B, T) and those that follow them.
+
+    Args:
+        sizes: of the model; the layer in the middle is neither an encoder nor a decoder.
+        sequences: of a micro-batch.
+        micro_batches: M.
+    """
+    sizes = sizes or Sizes(vocabulary=2048, length=96, features=256, heads=4, layers=7)
+    drawn = init_params(sizes, sizes.layers, mode="basic")  # one block in each group, stacked: (1, ...)
+    blocks = [jax.tree.map(lambda w: w[0], drawn[f"blocks{i}"]) for i in range(sizes.layers)]
+    depth, width = sizes.layers // 2, sizes.features
+    encoders, decoders = ([f"{kind}{i}" for i in range(depth)] for kind in ("encoder", "decoder"))
+    params: dict[str, Any] = {name: {"block": blocks.pop()} for name in (*encoders, *decoders)}
+    params["middle"] = blocks.pop()
+    params["encoder0"] |= {"table": drawn["table"], "positions": drawn["positions"]}
+    for i, key in enumerate(jax.random.split(jax.random.key(2), depth)):
+        params[f"decoder{i}"] |= {"join": jax.random.normal(key, (2 * width, width)) / (2 * width) ** 0.5}
+    params["prediction"] = {"norm": drawn["norm"], "projection": drawn["projection"]}
+    stages = [
+        *(Stage(partial(encode, name=f"level{i}"), params=name, ipu=0) for i, name in enumerate(encoders)),
+        Stage(bend, params="middle", ipu=0),
+        *(Stage(decode, params=f"decoder{i}", ipu=1, takes=(f"level{i}",)) for i in reversed(range(depth))),
+        Stage(predict, params="prediction", ipu=1),
+    ]
+    return Model(stages, params, random_batch(sizes, micro_batches, sequences))
+
+
+# the programs and the figures
+
+
+def unsharded(model: Model) -> Callable[[Any, Any, Any], Any]:
+    """Return a function of (params, batch, state) for mean loss, gradients and new state, on one device.
+
+    It is a scan over micro-batches of the stages' functions, one after the other.
+    """
+
+    def loss_of(params: Any, state: Any, microbatch: Any) -> Any:
+        x, skips, state = None, {}, dict(state)
+        for stage in model.stages:
+            inputs = {} if stage.state is None else {"state": state[stage.state]}
+            if stage.takes:
+                inputs["skips"] = {name: skips[name] for name in stage.takes}
+            x = stage.fn(params[stage.params], x, microbatch, **inputs)
+            if isinstance(x, Outputs):
+                skips |= x.skips
+                if stage.state is not None:
+                    state[stage.state] = x.state
+                x = x.y
+        return x, state
+
+    def step(params: Any, batch: Any, state: Any) -> Any:
+        def add(carry: Any, microbatch: Any) -> Any:
+            sums, state = carry
+            (loss, state), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, state, microbatch)
+            return (jax.tree.map(jnp.add, sums, (loss, gradients)), state), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        (sums, state), _ = lax.scan(add, (zeros, state), batch)
+        loss, gradients = jax.tree.map(lambda total: total / len(jax.tree.leaves(batch)[0]), sums)
+        return loss, gradients, state
+
+    return step
+
+
+def pipelined(model: Model, schedule: str) -> Program:
+    """Return the model's step as a pipeline; its result to compare is that of `unsharded`."""
+    micro_batches = len(jax.tree.leaves(model.batch)[0])
+    pipeline = Pipeline(model.stages, schedule=schedule, gradient_accumulation=micro_batches)
+    spread = jax.device_put(model.batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+    arguments = (pipeline.shard(model.params), spread)
+    if model.state:
+        arguments += (pipeline.shard_state(model.state),)
+    compiled = jax.jit(pipeline.value_and_grad).lower(*arguments).compile()
+    return Program(compiled, arguments, lambda found: (found[0], *map(pipeline.unshard, found[1:])))
+
+
+def measure(figures: Figures, name: str, model: Model) -> None:
+    arguments = (model.params, model.batch, model.state)
+    dense = Program(jax.jit(unsharded(model)).lower(*arguments).compile(), arguments)
+    programs = {schedule: pipelined(model, schedule) for schedule in BOUNDS}
+    figures.add_beside_unsharded(name, dense, programs, BOUNDS, most_difference=1e-4, rounds=ROUNDS)
+
+
+MODELS = {"resnet": ("ResNet-18", resnet18), "transformer": ("U-shaped transformer", u_transformer)}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(MODELS), help="measure this model alone")
+
+
+def main() -> int:
+    figures = Figures("a ResNet and an encoder-decoder transformer with skips as pipelines, and unsharded", flags=flags)
+    configure(IPUS)
+    for key, (name, make) in MODELS.items():
+        if figures.args.only in (None, key):
+            measure(figures, name, make())
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
