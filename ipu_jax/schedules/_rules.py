@@ -99,8 +99,9 @@ def _zbv(progress: Progress) -> Choices:
 
 def wave_rules() -> Iterator[Rule]:
     """Yield the rules that "zb-wave" tries. The first one never gets stuck."""
-    for reserved, first in itertools.product((None, 1, 2), ("B", "F", "half")):
-        yield functools.partial(_folded, reserved, first)
+    for firsts in (("B", "F", "half"), ("room",)):
+        for reserved, first in itertools.product((None, 1, 2), firsts):
+            yield functools.partial(_folded, reserved, first)
 
 
 def _folded(reserved: int | None, first: str, progress: Progress) -> Choices:
@@ -111,7 +112,8 @@ def _folded(reserved: int | None, first: str, progress: Progress) -> Choices:
     Args:
         reserved: how many segments of its IPU an F leaves room for, its own and following ones; None for all of them,
             so that the oldest micro-batch can always go on.
-        first: "B", "F", or "half": F while less than half of the room is between F and B, else B.
+        first: "B", "F", "half": F while less than half of the room is between F and B, else B, or "room": W if that
+            makes room for an F that is ready, else B.
         progress: as for every rule.
     """
     length = progress.length
@@ -125,6 +127,9 @@ def _folded(reserved: int | None, first: str, progress: Progress) -> Choices:
         return first_of(backward, forward, weight)
     if first == "F":
         return first_of(forward, backward, weight)
+    if first == "room":
+        make_room = _if(np.any(progress.ready["F"], axis=0) & (forward == NONE), weight)
+        return first_of(make_room, backward, forward, weight)
     early = np.less(2 * (length * progress.between("F", "B")).sum(axis=0), limit)
     return first_of(_if(early, forward), backward, forward, weight)
 
