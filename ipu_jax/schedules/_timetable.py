@@ -17,8 +17,8 @@ A *segment* is a run of neighbouring stages on one IPU, or of neighbouring concu
 its stages, and they share their ticks.
 
 Neither this module nor those that are built on it import jax: `_validate` (is a timetable right?), `_simulate` (how
-long does it take?), `_text` (its drawing), `_families` (the named schedules), `_schedule` (all of that, in one class)
-and `_auto` (the best schedule at given costs).
+long does it take?), `_text` (its drawing), `_families` (the named schedules, of the rules of `_rules` in the runs of
+`_run`), `_schedule` (all of that, in one class) and `_auto` (the best schedule at given costs).
 """
 
 import dataclasses
