@@ -1,18 +1,20 @@
-"""Say how schedules scale: bubble, messages and stash per IPU for 8 to 1,024 IPUs and up to 4,096 micro-batches.
+"""Say how schedules scale: bubble, bytes sent and stash per IPU for 8 to 1,024 IPUs and up to 4,096 micro-batches.
 
-Tables of that size take minutes to make, so the figures come from closed forms. These hold for S IPUs, where S is a
-power of two of at least 8, and M micro-batches, where M is a multiple of 2 S, with F = B = W = 1 for an IPU's whole
-share of the model and two stages per IPU under the schedules that need several. The script compares each of them with
-the simulated table of `make_schedule` for 8 to 32 IPUs. No closed form gives the bubble of "zbv": the one shown is what
-it is at least.
+The figures come from closed forms. These hold for S IPUs, where S is a power of two of at least 8, and M micro-batches,
+where M is a multiple of 2 S, with F = B = W = 1 for an IPU's whole share of the model and two stages per IPU under the
+schedules that need several. The script compares each of them with the simulated table of `make_schedule` for 8 to 64
+IPUs, with `--full` for 1,024 IPUs as well, and says how long such a table takes. No closed form gives the bubble of
+"zbv": the one shown is what it is at least.
 
 Units: the stash is counted in micro-batches of an IPU's whole share. A message is y or dx of one micro-batch between
 two stages; those that an IPU sends to itself are not counted.
 
-    python benchmarks/scale.py [--check] [--table]
+    python benchmarks/scale.py [--check] [--full] [--table]
 """
 
+import argparse
 import sys
+import time
 from collections.abc import Iterator
 
 from figures import Figures
@@ -25,7 +27,12 @@ SHOWN = (
     *((256, m) for m in (512, 4096)),
     *((1024, m) for m in (2048, 4096)),
 )
-CHECKED = tuple((s, m * s) for s in (8, 16, 32) for m in (2, 4))
+CHECKED = tuple((s, m * s) for s in (8, 16, 32, 64) for m in (2, 4))
+LARGEST = (1024, 2048)
+SECONDS = 60.0  # of CPU time, for the table of the largest size
+
+# one sequence of 8,192 tokens per micro-batch, two bytes per feature
+MODELS = {"Llama 3 8B": 8192 * 4096 * 2, "Llama 3 70B": 8192 * 8192 * 2}
 
 ZBV = 0.03  # the bubble of "zbv" is above its closed form by at most this
 
@@ -78,10 +85,16 @@ def messages_of(schedule: Schedule) -> int:
 
 
 def check_figures(figures: Figures) -> None:
+    sizes = (*CHECKED, LARGEST) if figures.args.full else CHECKED
     for name in SCHEDULES:
         worst = [0.0, 0.0, 0.0]
-        for s, m in CHECKED:
+        seconds = 0.0
+        for s, m in sizes:
+            if name == "sequential" and (s, m) == LARGEST:
+                continue  # four million ticks, one after the other
+            before = time.process_time()
             schedule = make_schedule(name, ipus=s, micro_batches=m)
+            seconds = time.process_time() - before
             run = schedule.simulate(forward=1, backward=2, weight=1)
             share = len(schedule.placement) / s  # stages per IPU
             found = run.bubble, max(run.peak_stash) / share, messages_of(schedule)
@@ -92,6 +105,8 @@ def check_figures(figures: Figures) -> None:
         for what, difference in zip(("bubble", "stash", "messages"), worst, strict=True):
             bound = ZBV if (what, name) == ("bubble", "zbv") else 1e-9
             figures.add(f"{what}, largest difference from the closed form, {name}", difference, bound)
+        if figures.args.full and name != "sequential":
+            figures.add(f"seconds of CPU for 1,024 IPUs x 2,048 micro-batches, {name}", seconds, SECONDS)
 
 
 def table() -> Iterator[str]:
@@ -103,20 +118,25 @@ def table() -> Iterator[str]:
         yield f"| {name} | " + " | ".join(f"{at_least}{bubble(name, s, m):.1%}" for s, m in SHOWN) + " |"
     yield ""
     sizes = (8, 64, 256, 1024)
-    yield "| M=4096 | " + " | ".join(f"stash, S={s}" for s in sizes) + " | messages per IPU and step |"
-    yield "|---" * (2 + len(sizes)) + "|"
+    yield "| M=4096 | " + " | ".join(f"stash, S={s}" for s in sizes) + " |"
+    yield "|---" * (1 + len(sizes)) + "|"
     for name in SCHEDULES:
-        cells = " | ".join(f"{stash(name, s, 4096):g}" for s in sizes)
-        yield f"| {name} | {cells} | {messages(name, 4096)} |"
+        yield f"| {name} | " + " | ".join(f"{stash(name, s, 4096):g}" for s in sizes) + " |"
+    yield ""
+    yield "| sent per IPU and step | messages, M=256 | M=4096 | " + " | ".join(f"{m}, M=4096" for m in MODELS) + " |"
+    yield "|---" * (3 + len(MODELS)) + "|"
+    for name in SCHEDULES:
+        sent = " | ".join(f"{messages(name, 4096) * size / 1e12:.2f} TB" for size in MODELS.values())
+        yield f"| {name} | {messages(name, 256):,} | {messages(name, 4096):,} | {sent} |"
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--table", action="store_true", help="print the tables, and no figures")
+    parser.add_argument("--full", action="store_true", help="make and check tables of 1,024 IPUs as well: minutes")
 
 
 def main() -> int:
-    figures = Figures(
-        "scale: bubble, messages and stash of each schedule for up to 1,024 IPUs",
-        flags=lambda parser: parser.add_argument(
-            "--table", action="store_true", help="print the tables, and no figures"
-        ),
-    )
+    figures = Figures("scale: bubble, messages and stash of each schedule for up to 1,024 IPUs", flags=_flags)
     if figures.args.table:
         print("\n".join(table()))
     else:

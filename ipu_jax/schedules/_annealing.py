@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from ipu_jax.schedules._costs import Work
-from ipu_jax.schedules._rules import Local
+from ipu_jax.schedules._line import Local
 from ipu_jax.schedules._timetable import Kind
 
 Ticks = dict[Local, int]

@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 from ipu_jax._checks import as_int, check_bool, check_cost, check_count
 from ipu_jax.schedules._annealing import Ticks, anneal, depths_of, lockstep_cost, spread
 from ipu_jax.schedules._costs import StageCosts, Work, lower_bound
-from ipu_jax.schedules._families import SCHEDULES, rows_of, timetable
+from ipu_jax.schedules._families import SCHEDULES, timetable
+from ipu_jax.schedules._line import Local, by_kind, rows_of
 from ipu_jax.schedules._list_scheduler import FIRSTS, Policy, earliest_ticks, list_schedule
 from ipu_jax.schedules._policies import ROUNDING, allot, fits, search, wanted
-from ipu_jax.schedules._rules import Local
 from ipu_jax.schedules._schedule import Schedule, placement_of
 from ipu_jax.schedules._timetable import Placement
 
@@ -249,8 +249,7 @@ def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[S
 def schedule_of(work: Work, ticks: Ticks) -> Schedule:
     """Return the schedule "auto" in which each local task has its tick."""
     line = work.line
-    weight = rows_of(line, ticks, "W") if work.split else None
-    tables = rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight
+    tables = rows_of(line, by_kind(line, ticks))
     return Schedule("auto", line.placement, work.ipus, *tables, "one-phase")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ipu_jax._checks import check_cost
-from ipu_jax.schedules._rules import Line
+from ipu_jax.schedules._line import Line
 from ipu_jax.schedules._schedule import Schedule
 from ipu_jax.schedules._simulate import Simulation
 from ipu_jax.schedules._timetable import Placement

@@ -17,51 +17,64 @@ With fewer than 2S micro-batches, the order is that of 2S without the tasks of t
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, and `dualpipev.py` of its DualPipe repository.
 """
 
-from ipu_jax.schedules._rules import Line, Local, Rule, follow
-from ipu_jax.schedules._timetable import Kind
+import numpy as np
 
-Chunk = tuple[int, Kind, int]  # 0 on the way there, 1 on the way back; kind; micro-batch
+from ipu_jax.schedules._line import Line
+from ipu_jax.schedules._run import Ints, Rule, follow
+
+# the number of a kind and chunk (0 on the way there, 1 on the way back), as `Progress` counts two segments of an IPU
+_F0, _F1, _B0, _B1, _W0, _W1 = range(6)
+_Z0, _Z1, _W = range(6, 9)  # B whose W is postponed, and the oldest W that is
 
 
 def dualpipev_rule(line: Line) -> Rule:
     """Return the rule that follows DualPipeV's order on a folded line."""
-    ranks = list(enumerate(line.on))
-    return follow({ipu: _segments(line.on[ipu], _order(len(ranks), rank, line.micro_batches)) for rank, ipu in ranks})
+    rounds = max(map(len, line.on.values()), default=0)
+    orders = [
+        _segments(_order(len(line.on), rank, line.micro_batches), len(mine), rounds)
+        for rank, mine in enumerate(line.on.values())
+    ]
+    return follow(line, orders)
 
 
-def _segments(mine: list[int], order: list[Chunk]) -> list[Local]:
-    """Return the tasks of an IPU's segments. Where a line turns, both chunks may be one segment."""
-    tasks: list[Local] = [(mine[min(chunk, len(mine) - 1)], kind, m) for chunk, kind, m in order]
-    return list(dict.fromkeys(tasks))
+def _segments(order: Ints, count: int, rounds: int) -> Ints:
+    """Return the order of an IPU's segments, of `rounds` per IPU. Where a line turns, the chunks may be one segment."""
+    kinds, chunks = order // 2, order % 2
+    if count == 2:
+        return order
+    # the one segment runs a micro-batch when the first of its two chunks would
+    first = np.zeros(len(order), np.bool_)
+    for kind in range(3):
+        there, back = (np.flatnonzero((kinds == kind) & (chunks == chunk)) for chunk in (0, 1))
+        first[np.minimum(there, back)] = True
+    return kinds[first] * rounds
 
 
-def _order(ipus: int, rank: int, micro_batches: int) -> list[Chunk]:
-    found: list[Chunk] = []
-    begun: dict[tuple[int, Kind], int] = {}
-    postponed: list[Chunk] = []
-
-    def add(chunk: int, kind: Kind) -> Chunk:
-        m = begun.get((chunk, kind), 0)
-        begun[chunk, kind] = m + 1
-        found.append((chunk, kind, m))
-        return chunk, "W", m
-
-    def do(steps: str, zero_bubble: bool = False) -> None:
-        for step in steps.split():
-            if step == "W":
-                found.append(postponed.pop(0))
-            elif step[0] == "F":
-                add(int(step[1]), "F")
-            else:
-                (postponed if step[0] == "Z" or zero_bubble else found).append(add(int(step[1]), "B"))
-
+def _order(ipus: int, rank: int, micro_batches: int) -> Ints:
     before, upto = ipus - rank - 1, rank + 1
-    do("F0 F0 " * before + "F0 F1 " * upto + "Z1 W F1 " * before)
-    do("F0 B1 F1 B0 " * (max(micro_batches, 2 * ipus) - 2 * ipus + upto))
-    do("B1 F1 B0 " * before)
-    last = ("B1 B0 " * upto).split()
-    for k, step in enumerate(last):
-        do(step, zero_bubble=k >= upto)
-    do("W Z0 " * before + "W " * upto)
-    assert not postponed, "as many W were done as postponed"
-    return [task for task in found if task[2] < micro_batches]
+    pairs = max(micro_batches, 2 * ipus) - 2 * ipus + upto
+    last = np.tile([_B1, _B0], upto)
+    last[upto:] += _Z0 - _B0
+    steps = np.concatenate(
+        [
+            np.tile([_F0, _F0], before),
+            np.tile([_F0, _F1], upto),
+            np.tile([_Z1, _W, _F1], before),
+            np.tile([_F0, _B1, _F1, _B0], pairs),
+            np.tile([_B1, _F1, _B0], before),
+            last,
+            np.tile([_W, _Z0], before),
+            np.tile([_W], upto),
+        ]
+    )
+    postponed = steps[(steps == _Z0) | (steps == _Z1)]
+    steps[steps == _W] = postponed - _Z0 + _W0  # first in, first out
+    whole = (steps == _B0) | (steps == _B1)
+    steps = np.repeat(steps, 1 + whole)
+    places = np.flatnonzero(whole) + np.arange(1, 1 + whole.sum())
+    steps[places] += _W0 - _B0
+    steps[(steps == _Z0) | (steps == _Z1)] -= _Z0 - _B0
+    kept = np.ones(len(steps), np.bool_)
+    for number in range(_Z0):
+        kept[np.flatnonzero(steps == number)[micro_batches:]] = False
+    return steps[kept]

@@ -25,10 +25,14 @@ number of sweeps); DeepSeek-AI 2024, arXiv:2412.19437 (dualpipev); Graphcore, "M
 (sequential: "sharded execution"; grouped and interleaved pipelines).
 """
 
+import numpy as np
+
 from ipu_jax._checks import check_choice
 from ipu_jax.schedules._dualpipev import dualpipev_rule
-from ipu_jax.schedules._rules import RULES, Line, Local, Rule, StuckError, earliest_end, earliest_ticks, run, wave_rules
-from ipu_jax.schedules._timetable import Kind, Placement, Rows, Timetable
+from ipu_jax.schedules._line import Line, LineTicks, rows_of
+from ipu_jax.schedules._rules import RULES, wave_rules
+from ipu_jax.schedules._run import Rule, StuckError, run
+from ipu_jax.schedules._timetable import Kind, Placement, Timetable
 
 SCHEDULES = (
     "sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "looped-bfs", "looped-zb", "zb-h1", "zbv",
@@ -99,17 +103,16 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
     if name == "interleaved":
         ticks = _interleaved(line)
     elif name == "zb-wave":
-        ticks = earliest_ticks(_shortest(line), line)
+        ticks = _shortest(line)
     else:
         rule: Rule = dualpipev_rule(line) if name == "dualpipev" else RULES[name]
-        ticks = earliest_ticks(run(line, rule)[0], line)
-    weight = rows_of(line, ticks, "W") if "W" in line.kinds else None
-    return Timetable(name, placement, ipus, rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight, "one-phase")
+        ticks = run(line, rule)[0]
+    return Timetable(name, placement, ipus, *rows_of(line, ticks), "one-phase")
 
 
-def _shortest(line: Line) -> list[Local]:
-    """Return the order of the shortest run among those of `wave_rules`."""
-    best: tuple[list[Local], int] | None = None
+def _shortest(line: Line) -> LineTicks:
+    """Return the ticks of the shortest run among those of `wave_rules`."""
+    best: tuple[LineTicks, int] | None = None
     for rule in wave_rules():
         try:
             found = run(line, rule)
@@ -117,7 +120,7 @@ def _shortest(line: Line) -> list[Local]:
             continue
         if best is None or found[1] < best[1]:
             best = found
-        if not line.on or best[1] == earliest_end(line):
+        if not line.on or best[1] == line.earliest_end():
             break
     assert best is not None, "the first of the rules never gets stuck"
     return best[0]
@@ -176,7 +179,7 @@ def _are_sweeps(line: list[int], places: list[int]) -> bool:
 # ticks
 
 
-def _interleaved(line: Line) -> dict[Local, int]:
+def _interleaved(line: Line) -> LineTicks:
     """Return the ticks of one micro-batch, repeated for all micro-batches.
 
     With one stage on each of S IPUs, F(s, m) = s + 2m and B(s, m) = 2S-1-s + 2m. An IPU with k segments has 2k tasks
@@ -194,21 +197,6 @@ def _interleaved(line: Line) -> dict[Local, int]:
         taken.add((line.places[i], tick % period))
         first[i, kind] = tick
         tick += 1
-    return {(i, kind, m): tick + period * m for (i, kind), tick in first.items() for m in range(line.micro_batches)}
-
-
-def rows_of(line: Line, ticks: dict[Local, int], kind: Kind) -> Rows:
-    """Return the table of one kind of task; concurrent segments get the ticks of a local one beside them."""
-    rows: list[tuple[int, ...]] = []
-    done = 0  # local segments met so far
-    for stages in line.segments:
-        if line.placement[stages[0]] is not None:
-            row = tuple(ticks[done, kind, m] for m in range(line.micro_batches))
-            done += 1
-        elif done < len(line):
-            own_kind: Kind = "F" if kind == "F" else "B"  # a concurrent stage has no W: its row repeats B
-            row = tuple(ticks[done, own_kind, m] for m in range(line.micro_batches))
-        else:  # the head
-            row = tuple(ticks[done - 1, "F", m] if done else m for m in range(line.micro_batches))
-        rows += [row] * len(stages)
-    return tuple(rows)
+    begins: dict[Kind, list[int]] = {kind: [first[i, kind] for i in range(len(line))] for kind in line.kinds}
+    after = period * np.arange(line.micro_batches)
+    return {kind: np.array(ticks, np.int64)[:, None] + after for kind, ticks in begins.items()}

@@ -15,7 +15,7 @@ import math
 from typing import Literal
 
 from ipu_jax.schedules._costs import Work
-from ipu_jax.schedules._rules import Local
+from ipu_jax.schedules._line import Local
 from ipu_jax.schedules._timetable import Kind
 
 First = Literal["B", "F", "half", "room"]

@@ -24,7 +24,7 @@ from typing import Any
 
 from ipu_jax._checks import as_int, check_count
 from ipu_jax._deprecated import renamed_method
-from ipu_jax.schedules._families import rows_of
+from ipu_jax.schedules._moments import Moments
 from ipu_jax.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.schedules._text import draw, parse
 from ipu_jax.schedules._timetable import (
@@ -33,15 +33,11 @@ from ipu_jax.schedules._timetable import (
     Rows,
     Task,
     Timetable,
-    inbox_spans,
-    overlap,
     phase,
     segments_of,
-    stash_spans,
     tables_of,
     tasks_of,
     tick_of,
-    weight_residual_spans,
 )
 from ipu_jax.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.schedules._validate import validate
@@ -83,7 +79,7 @@ class Schedule(Timetable):
 
     @property
     def ticks(self) -> int:
-        return 1 + max(tick for _, rows in tables_of(self) for row in rows for tick in row)
+        return 1 + max(max(map(max, rows)) for _, rows in tables_of(self))
 
     @property
     def forward_ticks(self) -> int:
@@ -104,11 +100,11 @@ class Schedule(Timetable):
 
         The last use is W, or B if the stage has no W. Micro-batch m uses slot m modulo depth.
         """
-        return overlap(stash_spans(self, stage))
+        return Moments(self).stash(stage).depth()
 
     def weight_residual_depth(self, stage: int) -> int:
         """Return the largest number of micro-batches that a stage holds at once between B and W; 0 if it has no W."""
-        return overlap(weight_residual_spans(self, stage))
+        return Moments(self).weight_residuals(stage).depth()
 
     cut_depth = renamed_method("Schedule", "cut_depth", "weight_residual_depth")
 
@@ -122,7 +118,7 @@ class Schedule(Timetable):
             boundary: between stage `boundary` and stage `boundary + 1`.
             kind: "F" for activations, "B" for their gradients.
         """
-        return max(1, overlap(inbox_spans(self, boundary, kind)))
+        return max(1, Moments(self).inbox(boundary, kind).depth())
 
     @cached_property
     def _by_tick(self) -> dict[int, list[Task]]:
@@ -137,7 +133,7 @@ class Schedule(Timetable):
 
     def order(self, ipu: int) -> list[Task]:
         """Return the tasks of an IPU, including concurrent ones, in the order in which it runs them."""
-        return [task for task in tasks_of(self) if self.placement[task.stage] in (None, ipu)]
+        return tasks_of(self, [stage for stage, place in enumerate(self.placement) if place in (None, ipu)])
 
     def simulate(
         self,
@@ -235,10 +231,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         """
         if not isinstance(text, str):
             raise ValueError(f"text={text!r} is not a text: give the contents of a CSV file")
-        line, ticks = from_torch_csv(text, name)
-        weight = rows_of(line, ticks, "W") if "W" in line.kinds else None
-        tables = rows_of(line, ticks, "F"), rows_of(line, ticks, "B"), weight
-        return cls(name, line.placement, 1 + max(line.on), *tables, "one-phase")
+        return cls(**vars(from_torch_csv(text, name)))
 
     def to_torch_csv(self) -> str:
         """Return the schedule as a CSV that `torch.distributed.pipelining` loads as "compute_only", a row per IPU.
@@ -276,17 +269,24 @@ def placement_of(placement: Any) -> Placement:
 
 def _rows_of(schedule: str, name: str, rows: Any) -> Rows:
     is_table = isinstance(rows, Iterable) and not isinstance(rows, str)
-    table = [list(row) if isinstance(row, Iterable) else None for row in rows] if is_table else [None]
-    for stage, row in enumerate(table):
-        if row is None:
-            raise ValueError(
-                f"schedule {schedule!r}: the {name} table is {rows!r}: give per stage a row of ticks, one a micro-batch"
-            )
-        for m, tick in enumerate(row):
-            if as_int(tick) is None:
-                task = Task(stage, _LETTERS[name], m)
-                raise ValueError(f"schedule {schedule!r}: {task} is in tick {tick!r}: give an int of at least 0")
-    return tuple(tuple(map(int, row or ())) for row in table)
+    return tuple(
+        _row_of(schedule, name, rows, *stage_and_row) for stage_and_row in enumerate(rows if is_table else [None])
+    )
+
+
+def _row_of(schedule: str, name: str, rows: Any, stage: int, row: Any) -> tuple[int, ...]:
+    if not isinstance(row, Iterable):
+        raise ValueError(
+            f"schedule {schedule!r}: the {name} table is {rows!r}: give per stage a row of ticks, one a micro-batch"
+        )
+    cells = tuple(row)
+    if set(map(type, cells)) <= {int}:
+        return cells
+    for m, tick in enumerate(cells):
+        if as_int(tick) is None:
+            task = Task(stage, _LETTERS[name], m)
+            raise ValueError(f"schedule {schedule!r}: {task} is in tick {tick!r}: give an int of at least 0")
+    return tuple(map(int, cells))
 
 
 _LETTERS: dict[str, Kind] = {"forward": "F", "backward": "B", "weight": "W"}

@@ -29,12 +29,16 @@ arXiv:2405.15362. DeepSeek-AI: arXiv:2412.19437. Graphcore: "Multi-IPU Programmi
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ipu_jax._checks import check_cost
-from ipu_jax.schedules._timetable import Task, Timetable, last_use, moment, tasks_of
+from ipu_jax.schedules._moments import Moments, Spans
+from ipu_jax.schedules._timetable import Kind, Task, Timetable, last_use, segments_of, tables_of, tasks_of
 from ipu_jax.schedules._validate import sources
 
 Cost = float | Sequence[float]
@@ -62,52 +66,157 @@ class Simulation:
     end_times: Mapping[Task, float]
 
 
+class TaskTimes(Mapping[Task, float]):
+    """A time per task, in the order of the clock. Kept as an array: (kinds, stages, micro-batches)."""
+
+    def __init__(self, table: Timetable, times: NDArray[np.float64]):
+        self._table, self._times = table, times
+        self._number = {kind: k for k, (kind, _) in enumerate(tables_of(table))}
+
+    def __getitem__(self, task: Task) -> float:
+        kinds, stages, count = self._times.shape
+        known = (
+            isinstance(task, Task)
+            and self._number.get(task.kind, kinds) < kinds
+            and 0 <= task.stage < stages
+            and 0 <= task.microbatch < count
+            and (task.kind != "W" or self._table.placement[task.stage] is not None)
+        )
+        if not known:
+            raise KeyError(task)
+        return float(self._times[self._number[task.kind], task.stage, task.microbatch])
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(tasks_of(self._table))
+
+    def __len__(self) -> int:
+        kinds, _, count = self._times.shape
+        joint = self._table.placement.count(None) if "W" in self._number else 0
+        return (kinds * len(self._table.placement) - joint) * count
+
+    def __repr__(self) -> str:
+        return f"TaskTimes of {len(self)} tasks"
+
+
 def simulate(
     table: Timetable, forward: Cost, backward: Cost, weight: Cost | None, transfer: float, *, lockstep: bool
 ) -> Simulation:
     """Simulate a table; `Schedule.simulate` documents the arguments."""
     costs = _costs_of(table, forward, backward, weight)
-    transfer = check_cost("transfer", transfer)
-    free = [0.0] * table.ipus
-    busy = [0.0] * table.ipus
-    starts: dict[Task, float] = {}
-    ends: dict[Task, float] = {}
-    exchanges = sorted(_exchanges(table), reverse=True) if lockstep else []
+    moments = Moments(table)
+    tasks = _Tasks(moments, costs, check_cost("transfer", transfer))
+    count = len(table.forward[0])
+    free, busy = np.zeros(table.ipus), np.zeros(table.ipus)
+    # a row more: of what a task without a second source, or without any, waits for
+    starts, ends = np.zeros((2, (len(tasks.costs) + 1) * count))
+    exchanges = _exchanges(moments) if lockstep else []
     # in the order of the clock a task comes after its inputs, and after the earlier tasks of its IPU
-    for task in tasks_of(table):
-        while exchanges and exchanges[-1] < moment(table, task)[0]:
+    for phase, together in tasks.groups():
+        while exchanges and exchanges[-1] < phase // moments.phases:
             exchanges.pop()
-            free = [max(free)] * table.ipus
-        here = table.placement[task.stage]
-        who = range(table.ipus) if here is None else (here,)
-        start = max(free[k] for k in who)
-        for source in sources(table, task):
-            there = table.placement[source.stage]
-            crosses = there is not None and there != here and table.ipus > 1
-            start = max(start, ends[source] + (transfer if crosses else 0.0))
-        cost = costs[task.kind][task.stage]
-        starts[task], ends[task] = start, start + cost
-        for k in who:
-            free[k] = start + cost
-            busy[k] += cost
-    makespan = max(ends.values())
+            free[:] = free.max()
+        row, m = np.divmod(together, count)
+        who = tasks.ipus[row]
+        is_joint = who[0] < 0
+        start = free.max(keepdims=True) if is_joint else free[who]
+        for source, delay in zip(tasks.sources, tasks.delays, strict=True):
+            start = np.maximum(start, ends[source[row] * count + m] + delay[row])
+        starts[together] = start
+        ends[together] = end = start + tasks.costs[row]
+        if is_joint:
+            free[:] = end
+            busy += tasks.costs[row]
+        else:
+            free[who] = end
+            busy[who] += tasks.costs[row]
+    makespan = float(ends.max())
+    shape = -1, len(table.placement), count
     return Simulation(
         makespan=makespan,
-        bubble=1.0 - sum(busy) / (table.ipus * makespan) if makespan else 0.0,
-        peak_stash=_peak_stash(table),
-        busy=tuple(busy),
-        start_times=MappingProxyType(starts),
-        end_times=MappingProxyType(ends),
+        bubble=1.0 - sum(busy.tolist()) / (table.ipus * makespan) if makespan else 0.0,
+        peak_stash=_peak_stash(moments),
+        busy=tuple(busy.tolist()),
+        start_times=TaskTimes(table, starts[:-count].reshape(shape)),
+        end_times=TaskTimes(table, ends[:-count].reshape(shape)),
     )
 
 
-def _exchanges(table: Timetable) -> set[int]:
-    """Return the ticks in which an IPU sends to another: a local stage, to a local stage elsewhere."""
-    found: set[int] = set()
-    for stage, (here, there) in enumerate(itertools.pairwise(table.placement)):
+def _exchanges(moments: Moments) -> list[int]:
+    """Return the ticks in which a local stage sends to one on another IPU, the last tick first."""
+    found = [np.zeros(0, np.int64)]
+    for stage, (here, there) in enumerate(itertools.pairwise(moments.table.placement)):
         if None not in (here, there) and here != there:
-            found.update(table.forward[stage], table.backward[stage + 1])
-    return found
+            found += [moments.ticks(stage, "F"), moments.ticks(stage + 1, "B")]
+    return np.unique(np.concatenate(found))[::-1].tolist()
+
+
+class _Tasks:
+    """The tasks of a table by row. The row of F, B or W of a stage is the number of the kind x stages + the stage.
+
+    Attributes:
+        ipus: per row, the IPU, or -1 if the stage is concurrent.
+        costs: per row, the cost of a task.
+        sources: per row the row of the task that a task waits for, and that of a second one; the one after the last
+            if there is none.
+        delays: likewise, how long the message takes.
+    """
+
+    def __init__(self, moments: Moments, costs: dict[str, list[float]], transfer: float):
+        table = moments.table
+        self._moments = moments
+        self._kinds: list[Kind] = [kind for kind, _ in tables_of(table)]
+        stages = len(table.placement)
+        rows = len(self._kinds) * stages
+        self.costs = np.array([cost for kind in self._kinds for cost in costs[kind]])
+        self.ipus = np.array([-1 if ipu is None else ipu for ipu in table.placement] * len(self._kinds))
+        self.sources = np.full((2, rows), rows)
+        self.delays = np.zeros((2, rows))
+        for row in range(rows):
+            k, stage = divmod(row, stages)
+            for nth, (source, kind) in enumerate(sources(table, stage, self._kinds[k])):
+                self.sources[nth, row] = self._kinds.index(kind) * stages + source
+                there = table.placement[source]
+                crosses = there is not None and there != table.placement[stage] and table.ipus > 1
+                self.delays[nth, row] = transfer if crosses else 0.0
+
+    def groups(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield tasks that do not wait for each other, group after group, each with the number of its phase.
+
+        A group has at most one task per IPU, or one task of a concurrent stage, which all IPUs run.
+        """
+        table, count = self._moments.table, len(self._moments.table.forward[0])
+        stages, turns = len(table.placement), self._turns()
+        keys = np.empty((len(self._kinds), stages, count), np.int64)
+        for k, kind in enumerate(self._kinds):
+            for stage in range(stages):
+                phase = self._moments.at(stage, kind) // self._moments.turns
+                keys[k, stage] = phase * self._moments.turns + turns[k][stage]
+        in_order = keys.reshape(-1).argsort(kind="stable")
+        if "W" in self._kinds and None in table.placement:
+            row = in_order // count
+            in_order = in_order[(self.ipus[row] >= 0) | (row < 2 * stages)]  # a concurrent stage has no W
+        keys = keys.reshape(-1)[in_order]
+        begins = np.flatnonzero(np.diff(keys, prepend=-1)).tolist()
+        for begin, end in zip(begins, [*begins[1:], len(keys)], strict=True):
+            yield int(keys[begin]) // self._moments.turns, in_order[begin:end]
+
+    def _turns(self) -> list[list[int]]:
+        """Return, per kind and stage, the turn of its task among those of its IPU in a phase."""
+        table = self._moments.table
+        if table.clock == "one-phase":  # an IPU runs one segment
+            together = [
+                list(stages) for stages in segments_of(table.placement) if table.placement[stages[0]] is not None
+            ]
+        else:
+            together = [stages for ipu, stages in self._moments.stages_of.items() if ipu is not None]
+        last = len(table.placement) - 1
+        # concurrent stages have turns of their own, since each of their tasks takes all IPUs
+        forward = list(range(last + 1))
+        backward = [2 * last + 1 - stage for stage in forward]
+        for stages in together:
+            for nth, stage in enumerate(stages):
+                forward[stage], backward[stage] = nth, len(stages) - 1 - nth
+        return [forward, backward, backward][: len(self._kinds)]
 
 
 def _costs_of(table: Timetable, forward: Cost, backward: Cost, weight: Cost | None) -> dict[str, list[float]]:
@@ -136,16 +245,18 @@ def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
         of_stages = [check_cost(f"{name}[{stage}]", value) for stage, value in enumerate(costs)]
     else:
         of_share = check_cost(name, cost)
+        share = Counter(table.placement)
         # a number is the cost of one IPU's whole share of the model, and of a concurrent stage on all IPUs together
-        of_stages = [of_share / (1 if ipu is None else table.placement.count(ipu)) for ipu in table.placement]
+        of_stages = [of_share / (1 if ipu is None else share[ipu]) for ipu in table.placement]
     return [value / (table.ipus if ipu is None else 1) for value, ipu in zip(of_stages, table.placement, strict=True)]
 
 
-def _peak_stash(table: Timetable) -> tuple[int, ...]:
-    stashed, peak = [0] * table.ipus, [0] * table.ipus
-    for task in tasks_of(table):
-        here = table.placement[task.stage]
-        for k in range(table.ipus) if here is None else (here,):
-            stashed[k] += (task.kind == "F") - (task.kind == last_use(table, task.stage))
-            peak[k] = max(peak[k], stashed[k])
-    return tuple(peak)
+def _peak_stash(moments: Moments) -> tuple[int, ...]:
+    table, everywhere = moments.table, moments.stages_of.get(None, [])
+    return tuple(_peak(moments, [*moments.stages_of.get(ipu, []), *everywhere]) for ipu in range(table.ipus))
+
+
+def _peak(moments: Moments, stages: list[int]) -> int:
+    """Return the largest number of pairs of stage and micro-batch that are held at once."""
+    spans = [moments.stash(stage) for stage in stages]
+    return Spans(*map(np.concatenate, zip(*spans, strict=True))).depth() if spans else 0

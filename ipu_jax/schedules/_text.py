@@ -13,15 +13,14 @@ line, they are separated by "|" or by two or more blanks, with "." for a tick in
 
 import re
 
+from ipu_jax.schedules._moments import Moments
 from ipu_jax.schedules._timetable import (
     Kind,
     Placement,
     Rows,
     Task,
     Timetable,
-    overlap,
     segments_of,
-    stash_spans,
     tasks_of,
     tick_of,
 )
@@ -46,7 +45,8 @@ def draw(table: Timetable, bubble: float) -> str:
     starts = ["", *(name if i == 0 or name != phases[i - 1] else "" for i, name in enumerate(phases))]
     lines = [starts, ["tick", *map(str, range(ticks))], *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(1 + ticks)]
-    depths = [overlap(stash_spans(table, s)) for s in range(stages)]
+    moments = Moments(table)
+    depths = [moments.stash(s).depth() for s in range(stages)]
     header = [
         f"{table.name}: {stages} stages on {table.ipus} IPUs, {len(table.forward[0])} micro-batches, "
         f"{ticks} ticks, bubble {bubble:.1%}" + (", one-phase clock" if table.clock == "one-phase" else ""),

@@ -17,14 +17,14 @@ A *segment* is a run of neighbouring stages on one IPU, or of neighbouring concu
 its stages, and they share their ticks.
 
 Neither this module nor those that are built on it import jax: `_validate` (is a timetable right?), `_simulate` (how
-long does it take?), `_text` (its drawing), `_families` (the named schedules), `_schedule` (all of that, in one class)
-and `_auto` (the best schedule at given costs).
+long does it take?), `_text` (its drawing), `_families` (the named schedules, of the rules of `_rules` in the runs of
+`_run`), `_schedule` (all of that, in one class) and `_auto` (the best schedule at given costs).
 """
 
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["F", "B", "W"]
 Clock = Literal["two-phase", "one-phase"]
@@ -117,29 +117,42 @@ def tables_of(table: Timetable) -> Iterator[tuple[Kind, Rows]]:
         yield "W", table.weight
 
 
-def tasks_of(table: Timetable) -> list[Task]:
-    """Return all tasks, in the order of the clock. A concurrent stage has no W: its B is the whole backward pass."""
+def tasks_of(table: Timetable, stages: Iterable[int] | None = None) -> list[Task]:
+    """Return all tasks, or those of some stages, in the order of the clock.
+
+    A concurrent stage has no W: its B is the whole backward pass.
+    """
+    chosen = range(len(table.placement)) if stages is None else sorted(stages)
     tasks = [
         Task(stage, kind, microbatch)
         for kind, rows in tables_of(table)
-        for stage, row in enumerate(rows)
+        for stage in chosen
         if kind != "W" or table.placement[stage] is not None
-        for microbatch in range(len(row))
+        for microbatch in range(len(rows[stage]))
     ]
     return sorted(tasks, key=lambda task: (moment(table, task), task.microbatch))
 
 
+def rows_of_kind(table: Timetable, kind: Kind) -> Rows:
+    rows = table.forward if kind == "F" else table.backward if kind == "B" else table.weight
+    assert rows is not None, "W in a table without W"
+    return rows
+
+
 def tick_of(table: Timetable, task: Task) -> int:
-    rows = table.forward if task.kind == "F" else table.backward if task.kind == "B" else table.weight
-    assert rows is not None, f"{task} in a table without W"
-    return rows[task.stage][task.microbatch]
+    return rows_of_kind(table, task.kind)[task.stage][task.microbatch]
+
+
+def turn(table: Timetable, stage: int, kind: Kind) -> int:
+    """Return the turn of a stage's task within its phase."""
+    # B runs the last stage first: within a segment the gradient passes from stage to stage in one phase
+    return stage if kind == "F" else 2 * len(table.placement) - stage
 
 
 def moment(table: Timetable, task: Task) -> Moment:
     """Return when a task runs and uses its inputs: tick, number of the phase, turn within the phase."""
-    # B runs the last stage first: within a segment the gradient passes from stage to stage in one phase
-    turn = task.stage if task.kind == "F" else 2 * len(table.placement) - task.stage
-    return tick_of(table, task), PHASES[table.clock].index(phase(table, task.stage, task.kind)), turn
+    phase_number = PHASES[table.clock].index(phase(table, task.stage, task.kind))
+    return tick_of(table, task), phase_number, turn(table, task.stage, task.kind)
 
 
 def sent(table: Timetable, task: Task) -> Moment:
@@ -151,48 +164,3 @@ def sent(table: Timetable, task: Task) -> Moment:
 def last_use(table: Timetable, stage: int) -> Kind:
     """Return which kind of task uses a stage's stash last."""
     return "B" if table.weight is None or table.placement[stage] is None else "W"
-
-
-def overlap(spans: Iterable[tuple[Any, Any]]) -> int:
-    """Return the largest number of spans (both ends included) that overlap at one point.
-
-    >>> overlap([(0, 2), (2, 3), (4, 5)])
-    2
-    """
-    ends = sorted(point for start, end in spans for point in ((start, 0), (end, 1)))
-    largest = open_spans = 0
-    for _, is_end in ends:
-        open_spans += -1 if is_end else 1
-        largest = max(largest, open_spans)
-    return largest
-
-
-def stash_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
-    """Return, per micro-batch, the span in which the stage holds what its F stashed."""
-    return _spans(table, stage, "F", last_use(table, stage))
-
-
-def weight_residual_spans(table: Timetable, stage: int) -> list[tuple[Moment, Moment]]:
-    """Return, per micro-batch, the span in which the stage holds what its B left for its W; no spans if it has no W."""
-    return _spans(table, stage, "B", "W") if last_use(table, stage) == "W" else []
-
-
-def inbox_spans(table: Timetable, boundary: int, kind: Kind) -> list[tuple[Moment, Moment]]:
-    """Return, per micro-batch, the span in which a message waits between stage `boundary` and the next one.
-
-    There are no spans if the two stages are in one place, since no message is sent then.
-    """
-    if table.placement[boundary] == table.placement[boundary + 1]:
-        return []
-    source, target = (boundary, boundary + 1) if kind == "F" else (boundary + 1, boundary)
-    return [
-        (sent(table, Task(source, kind, m)), moment(table, Task(target, kind, m)))
-        for m in range(len(table.forward[source]))
-    ]
-
-
-def _spans(table: Timetable, stage: int, first: Kind, last: Kind) -> list[tuple[Moment, Moment]]:
-    return [
-        (moment(table, Task(stage, first, m)), moment(table, Task(stage, last, m)))
-        for m in range(len(table.forward[stage]))
-    ]

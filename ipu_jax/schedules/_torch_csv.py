@@ -13,7 +13,8 @@ import csv
 import io
 import re
 
-from ipu_jax.schedules._rules import Line, Local, earliest_ticks
+from ipu_jax.schedules._line import Line, Local, by_kind, rows_of
+from ipu_jax.schedules._moments import Moments
 from ipu_jax.schedules._timetable import Kind, Placement, Task, Timetable, tables_of, tasks_of
 
 _ACTION = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)(\d*)")
@@ -31,10 +32,11 @@ def to_torch_csv(table: Timetable) -> str:
             f"schedule {table.name!r} has concurrent stages {[s for s, p in enumerate(table.placement) if p is None]}, "
             "which torch's CSV cannot hold: use to_text()"
         )
+    stages_of = Moments(table).stages_of
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for ipu in range(table.ipus):
-        writer.writerow([_action(table, task) for task in tasks_of(table) if table.placement[task.stage] == ipu])
+        writer.writerow([_action(table, task) for task in tasks_of(table, stages_of.get(ipu, []))])
     return text.getvalue()
 
 
@@ -43,8 +45,8 @@ def _action(table: Timetable, task: Task) -> str:
     return f"{task.stage}{'I' if task.kind == 'B' and split else task.kind}{task.microbatch}"
 
 
-def from_torch_csv(text: str, name: str) -> tuple[Line, dict[Local, int]]:
-    """Return the line of local segments that a CSV describes, and the earliest tick of each task.
+def from_torch_csv(text: str, name: str) -> Timetable:
+    """Return the timetable that a CSV describes, in which each task has its earliest tick.
 
     Raises:
         ValueError: a cell is not an action, a stage is missing or in two rows, a task is missing or there twice, or the
@@ -56,7 +58,13 @@ def from_torch_csv(text: str, name: str) -> tuple[Line, dict[Local, int]]:
     line = Line(placement, micro_batches, split)
     orders = {ipu: _order(rows[ipu], line, split) for ipu in line.on}
     _check_complete(rows, placement, micro_batches, split)
-    return line, earliest_ticks(_merged(orders, line, name), line)
+    ticks: dict[Local, int] = {}
+    free = dict.fromkeys(line.on, 0)
+    for task in _merged(orders, line, name):
+        ipu = line.places[task[0]]
+        ticks[task] = max([free[ipu], *(ticks[source] + 1 for source in line.inputs(task))])
+        free[ipu] = ticks[task] + 1
+    return Timetable(name, placement, 1 + max(line.on), *rows_of(line, by_kind(line, ticks)), "one-phase")
 
 
 def _merged(orders: dict[int, list[Local]], line: Line, name: str) -> list[Local]:

@@ -128,6 +128,15 @@ def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):
         assert run.makespan <= least + 4 / rounds + 1e-9
 
 
+@pytest.mark.parametrize("s_count", [2, 3, 4, 5])
+def test_a_wave_of_three_sweeps_is_at_most_an_f_above_the_bound(s_count):
+    for m_count in range(s_count, 3 * s_count + 2):
+        run = make_schedule("zb-wave", ipus=s_count, micro_batches=m_count, rounds=3).simulate(forward=1, backward=2)
+        assert run.makespan <= bound(s_count, m_count, 3) + 1 / 3 + 1e-9
+        if m_count % s_count == 0 and s_count > 2:
+            assert run.makespan == pytest.approx(bound(s_count, m_count, 3))
+
+
 @pytest.mark.parametrize(("rounds", "bubble"), [(4, 0.030), (8, 0.015)])
 def test_waves_are_below_zbv(rounds, bubble):
     run = make_schedule("zb-wave", ipus=4, micro_batches=8, rounds=rounds).simulate(forward=1, backward=2)
