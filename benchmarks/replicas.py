@@ -4,12 +4,14 @@ The MNIST example's network with plain SGD, on two replicas of one virtual IPU e
 has the whole batch on both cores. The gradients of 5.3 million weights are reduced in every step, whatever the size of
 the batch; a small batch shows the cost of that. `sharded` is `shard_optimizer=True`: each replica updates its half of
 the weights. `DDP` is torch's `DistributedDataParallel` with one process per replica, over gloo, with SGD and with the
-same weights and images.
+same weights and images. An overhead is the time of a step on two replicas over that of the same framework's one program
+on both cores; ours is compared with torch's.
 
     python benchmarks/replicas.py [--check]
 """
 
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from figures import Cost, Figures, cost_of, least, side_by_side
+from figures import Cost, Figures, cost_of, side_by_side
 from ipu_jax import TrainOptions, configure, make_train_step
 from mnist_example.model import init_params
 from rivals_of.torch_pipeline import TorchPipeline
@@ -29,11 +31,11 @@ from rivals_of.workers import torch_is_installed
 
 REPLICAS = 2
 RATE = 0.1
-ROUNDS, STEPS = 6, 2
+ROUNDS, STEPS = 12, 5
 THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 TORCH_REPLICA = Path(__file__).with_name("rivals_of") / "torch_replica.py"
-# global batch, bound for the step time over that of the unsharded program
-SIZES = ((256, 1.8), (2048, 1.15))
+# global batch, bound for the step time over that of the unsharded program, bound for our overhead over torch's
+SIZES = ((256, 1.8, 0.90), (2048, 1.15, 1.00))
 KINDS = {"replicated": False, "sharded": True}
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "pred": 1}
@@ -97,10 +99,11 @@ def bytes_on_one_ipu(tree: Any) -> int:
 
 
 def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> None:
-    """Compare our step with a sharded optimizer with DDP's: the least cost of each, over rounds of a few steps."""
+    """Compare our step with a sharded optimizer with DDP's, and both overheads."""
     layers = {**params["mlp"], "classifier": params["classifier"]}
     weights = {f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()}
-    for name, batch in batches.items():
+    for size, _, bound in SIZES:
+        name, batch = str(size), batches[str(size)]
         with TorchPipeline(weights, {name: jax.tree.map(np.asarray, batch)}, program=TORCH_REPLICA) as rival:
             ours = Replicated(params, optax.sgd(RATE), shard_optimizer=True)
             split = jax.tree.map(lambda leaf: leaf[:, None], batch)
@@ -113,11 +116,22 @@ def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> Non
             )
             figures.add(f"loss / DDP's, relative difference, batch {name}", abs(float(found) / float(loss) - 1), 1e-5)
             figures.add(f"an update / DDP's, relative difference, batch {name}", worst, 1e-4)
-            mine, by_threads = _in_turn(partial(ours, split), rival, name)
-            best = min(by_threads, key=lambda threads: by_threads[threads].wall)
-            ratio = mine.wall / by_threads[best].wall
-            figures.add(f"step time / DDP's, sharded, batch {name}, threads={best}", ratio, 0.85)
-            figures.add("  CPU work / DDP's, threads=1", mine.cpu / by_threads[1].cpu)
+            one = Unsharded(params, optax.sgd(RATE))
+            whole = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+            costs = _in_turn(partial(ours, split), partial(one, whole), rival, name)
+            ddp, alone = (min(THREADS, key=lambda t, of=of: _median(costs[of, t])) for of in ("DDP", "torch"))
+            mine = [a.wall / b.wall for a, b in zip(costs["ours"], costs["one"], strict=True)]
+            theirs = [a.wall / b.wall for a, b in zip(costs["DDP", ddp], costs["torch", alone], strict=True)]
+            figures.add(f"overhead, sharded, batch {name}", statistics.median(mine))
+            figures.add(f"overhead, DDP with threads={ddp}, torch with threads={alone}", statistics.median(theirs))
+            ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+            figures.add(f"overhead / torch's overhead, sharded, batch {name}", ratio, bound)
+            of_ddp = list(zip(costs["ours"], costs["DDP", ddp], strict=True))
+            figures.add(
+                f"step time / DDP's, sharded, batch {name}, threads={ddp}",
+                statistics.median(a.wall / b.wall for a, b in of_ddp),
+            )
+            figures.add("  CPU work / DDP's", statistics.median(a.cpu / b.cpu for a, b in of_ddp))
 
 
 def _flat(layers: dict[str, dict[str, Any]]) -> list[tuple[str, str, Any]]:
@@ -134,16 +148,28 @@ def _difference_of_updates(before: Any, theirs: Any, ours: Any) -> float:
     return float(np.linalg.norm(beyond) / np.linalg.norm(ours - before))
 
 
-def _in_turn(step: Callable[[], Any], rival: TorchPipeline, batch: str) -> tuple[Cost, dict[int, Cost]]:
-    ours: list[Cost] = []
-    theirs: dict[int, list[Cost]] = {threads: [] for threads in THREADS}
-    for round_ in range(ROUNDS + 1):
-        if round_ == 1:  # the first was the warm-up
-            ours, theirs = [], {threads: [] for threads in THREADS}
-        ours += [cost_of(step) for _ in range(STEPS)]
-        for threads in THREADS:
-            theirs[threads] += rival.step_costs(batch, "DDP", threads=threads, steps=STEPS)
-    return least(ours), {threads: least(costs) for threads, costs in theirs.items()}
+def _in_turn(
+    ours: Callable[[], Any], one: Callable[[], Any], rival: TorchPipeline, batch: str
+) -> dict[Any, list[Cost]]:
+    """Return each program's cost in each round after a warm-up round: the medians of a few steps."""
+
+    def rounds_of(step: Callable[[], Any]) -> Callable[[], list[Cost]]:
+        return lambda: [cost_of(step) for _ in range(STEPS)]
+
+    programs: dict[Any, Callable[[], list[Cost]]] = {"ours": rounds_of(ours), "one": rounds_of(one)}
+    for threads in THREADS:
+        programs["DDP", threads] = partial(rival.costs, batch=batch, threads=threads, steps=STEPS)
+        programs["torch", threads] = partial(rival.costs, do="alone", batch=batch, threads=threads, steps=STEPS)
+    costs: dict[Any, list[Cost]] = {name: [] for name in programs}
+    for _ in range(ROUNDS + 1):
+        for name, steps in programs.items():
+            found = steps()
+            costs[name].append(Cost(*(statistics.median(getattr(c, kind) for c in found) for kind in ("wall", "cpu"))))
+    return {name: of_rounds[1:] for name, of_rounds in costs.items()}
+
+
+def _median(costs: list[Cost]) -> float:
+    return statistics.median(cost.wall for cost in costs)
 
 
 def main() -> int:
@@ -153,7 +179,7 @@ def main() -> int:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     random = np.random.default_rng(1)
     batches: dict[str, Any] = {}
-    for size, most in SIZES:
+    for size, most, _ in SIZES:
         images = jnp.asarray(random.integers(0, 256, (size, 28, 28), np.uint8))
         labels = jnp.asarray(random.integers(0, 10, size, np.int32))
         whole = {"images": images, "labels": labels}

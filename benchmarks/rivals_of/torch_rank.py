@@ -16,11 +16,15 @@ LIMIT = datetime.timedelta(seconds=60)  # if a peer is gone for so long, this pr
 RANKS = 2
 
 
-def costs_of(step: Callable[[], Any], steps: int) -> dict[str, list[float]]:
-    """Return the answer to "steps": each step's time on the clock and CPU time. All ranks start a step together."""
+def costs_of(step: Callable[[], Any], steps: int, *, alone: bool = False) -> dict[str, list[float]]:
+    """Return the answer to "steps": each step's time on the clock and CPU time.
+
+    All ranks start a step together, unless this one runs `alone`.
+    """
     wall, cpu = [], []
     for _ in range(steps):
-        dist.barrier()
+        if not alone:
+            dist.barrier()
         started, worked = time.perf_counter(), time.process_time()
         step()
         wall.append(time.perf_counter() - started)

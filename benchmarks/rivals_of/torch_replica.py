@@ -4,6 +4,8 @@
 
 Orders and answers are those of `torch_stage.py`. A batch is (replicas, rows, 28, 28), of which each rank uses its own
 part. "result" makes one update, and writes the loss over both replicas and the new weights to FOLDER/result-RANK.npz.
+"alone" instead of "steps" runs steps of the same network without DDP, on the whole batch in rank 0's process; rank 1
+waits, and answers with steps that took no time.
 The program follows torch's own idiom: eager mode, DDP's own buckets, which are reduced while the backward pass runs,
 and plain `optim.SGD`.
 """
@@ -23,30 +25,51 @@ LAYERS = ("hidden", "features", "classifier")
 RATE = 0.1
 
 
+def network_of(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Return the layers with the weights from the folder, by name, and the network that they make."""
+    layers = {name: linear(folder, name) for name in LAYERS}
+    hidden, features, classifier = layers.values()
+    return layers, nn.Sequential(Images(), hidden, nn.ReLU(), features, nn.ReLU(), classifier)
+
+
+def update(model: Any, optimizer: Any, images: Any, labels: Any) -> Any:
+    """Make one update of the model's weights, and return the loss before it."""
+    optimizer.zero_grad(set_to_none=True)
+    loss = nn.functional.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 class Worker:
     """The replica of one rank."""
 
     def __init__(self, rank: int, folder: Path):
         self.rank, self.folder = rank, folder
-        self.layers = {name: linear(folder, name) for name in LAYERS}
-        hidden, features, classifier = self.layers.values()
-        self.model = DistributedDataParallel(
-            nn.Sequential(Images(), hidden, nn.ReLU(), features, nn.ReLU(), classifier), gradient_as_bucket_view=True
-        )
+        self.layers, network = network_of(folder)
+        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        _, self.alone = network_of(folder)
+        self.optimizer_alone = torch.optim.SGD(self.alone.parameters(), lr=RATE)
 
     def batch(self, name: str) -> tuple[Any, Any]:
         with np.load(self.folder / f"batch-{name}.npz") as data:
             return torch.from_numpy(data["images"][self.rank]), torch.from_numpy(data["labels"][self.rank]).long()
 
+    def whole_batch(self, name: str) -> tuple[Any, Any]:
+        with np.load(self.folder / f"batch-{name}.npz") as data:
+            images, labels = (torch.from_numpy(data[k]).flatten(0, 1) for k in ("images", "labels"))
+        return images, labels.long()
+
     def step(self, images: Any, labels: Any) -> Any:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        return update(self.model, self.optimizer, images, labels)
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        if order["do"] == "alone":
+            if self.rank:
+                return dict.fromkeys(("wall", "cpu"), [0.0] * order["steps"])
+            whole = self.whole_batch(order["batch"])
+            return costs_of(lambda: update(self.alone, self.optimizer_alone, *whole), order["steps"], alone=True)
         fed = self.batch(order["batch"])
         if order["do"] == "result":
             loss = self.step(*fed)

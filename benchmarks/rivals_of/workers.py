@@ -92,12 +92,12 @@ class Workers:
         deadline = time.monotonic() + self._limit
         return [json.loads(self._answer(rank, deadline, line)) for rank in range(self._count)]
 
-    def costs(self, **order: Any) -> list[Cost]:
+    def costs(self, *, do: str = "steps", **order: Any) -> list[Cost]:
         """Return the cost of each step: CPU time summed over all processes, and rank 0's time on the clock.
 
         Rank 0 starts a step and ends it.
         """
-        answers = self.order(do="steps", **order)
+        answers = self.order(do=do, **order)
         cpu = zip(*(answer["cpu"] for answer in answers), strict=True)
         return [Cost(wall, sum(parts)) for wall, parts in zip(answers[0]["wall"], cpu, strict=True)]
 

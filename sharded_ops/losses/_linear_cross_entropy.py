@@ -11,8 +11,8 @@
     gradients="forward", the default for a loss that is a sum or a mean
         forward    for each chunk of tokens: logits of all       1
                    columns of the shard, statistics, all-gather,
-                   loss; and for each tile of them dlogits,
-                   parts of both gradients                       2
+                   loss, dlogits, and the gradient of hidden;    1
+                   for each tile of them a part of the table's   1
         backward   both gradients times the loss's cotangent     0
 
 A tile is `token_chunk` tokens by `column_chunk` columns of the shard; the last ones may be smaller.
@@ -45,9 +45,13 @@ from sharded_ops.losses._statistics import Terms
 from sharded_ops.losses._tiled import Chunks, sum_of_losses, token_losses
 
 # How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
-# (8 MiB). Smaller numbers make matmuls slow, and larger ones make them no faster on a CPU. If `hidden` is large, these
-# may be larger too, since they then hardly add to the memory in use.
+# (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, these may be larger too, since they then hardly add
+# to the memory in use.
 _TILE, _CHUNK = 1 << 19, 1 << 21
+
+# With gradients="forward": tokens at which a chunk's matmuls are fast on a CPU, the least number of chunks for which
+# they are chosen whatever memory they take, and how much of the table's gradient is added at once (4 MiB of float32).
+_TOKENS, _MANY_CHUNKS, _TABLE_TILE = 256, 16, 1 << 20
 
 
 def linear_cross_entropy(
@@ -97,11 +101,12 @@ def linear_cross_entropy(
             `hidden`, the table and a few floats per token.
         token_chunk: tokens per tile. With gradients="forward", the logits of so many tokens and all the shard's columns
             exist at once. The default is at most 1024 with gradients="backward". With "forward" it is at most what
-            makes 2**21 logits at once (8 MiB), or N * D logits if that is more; this limit is never below 64 tokens.
+            makes 2**21 logits at once (8 MiB), or N * D logits if that is more; this limit is never below 64 tokens,
+            nor below a 16th of the tokens, up to 256.
         column_chunk: columns per tile. With gradients="backward" the default is at most what makes 2**19 logits in a
             tile (2 MiB), or N * D / 4 logits if that is more; this limit is never below 64 columns. With "forward" it
-            is at most 128, or a 128th of the shard's columns if that is more. Both defaults are lowered so that chunks
-            divide evenly, unless that would at least double the number of chunks.
+            is at most 2**20 / D (4 MiB of the table's gradient), and never below 128 columns. Both defaults are lowered
+            so that chunks divide evenly, unless that would at least double the number of chunks.
 
     Returns:
         The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs.
@@ -176,7 +181,8 @@ def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, colu
     )
     if way == "forward":
         at_once = max(_CHUNK, tokens * features) // local
-        tokens_of_tile, columns_of_tile = max(64, at_once), max(128, local // 128)
+        tokens_of_tile = max(64, at_once, min(_TOKENS, tokens // _MANY_CHUNKS))
+        columns_of_tile = max(128, _TABLE_TILE // max(features, 1))
     else:
         tokens_of_tile = 1024
         columns_of_tile = max(64, max(_TILE, tokens * features // 4) // min(tokens_of_tile, max(tokens, 1)))

@@ -104,9 +104,10 @@ def _token_losses_backward(
             dlogits_NC = _raw_dlogits(
                 _logits(chunk_ND, tile_CD), labels_N, chunk_row, factors_N, shard_start(terms) + column, terms
             )
-            chunk_part_ND, tile_part_CD = _products(dlogits_NC, chunk_ND, tile_CD)
-            dchunk_ND = cut(dhidden_ND) + chunk_part_ND
-            return lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0), dtile_CD + tile_part_CD
+            dlogits_NC, scale = _in_range(dlogits_NC, tile_CD.dtype)
+            dchunk_ND = cut(dhidden_ND) + _matmul(dlogits_NC, tile_CD) / scale
+            dtile_CD = dtile_CD + _matmul(dlogits_NC.T, chunk_ND) / scale
+            return lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0), dtile_CD
 
         dtile_CD = as_varying(jnp.zeros(tile_CD.shape, dhidden_ND.dtype), axes)
         dhidden_ND, dtile_CD = _for_chunks(targets_N.size, chunks.tokens, add_tokens, (dhidden_ND, dtile_CD))
@@ -156,23 +157,30 @@ def _sum_forward(
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         chunk_ND, labels_N, chunk_factors_N = map(cut, (hidden_ND, targets_N, factors_N))
         chunk_ND = _counted_tokens(chunk_ND, labels_N)
-        x_NV = _logits(chunk_ND, table_VD)
-        shard = statistics(softmax_logits(x_NV, first, terms), labels_N, first, terms)
+        logits_NV, pull = jax.vjp(lambda x_NV: softmax_logits(x_NV, first, terms), _logits(chunk_ND, table_VD))
+        shard = statistics(logits_NV, labels_N, first, terms)
         row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
         chunk_loss_N = as_varying(jnp.where(labels_N >= 0, row.loss_N, 0), varying_axes(loss_N))
 
+        (dlogits_NV,) = pull(loss_dlogits(logits_NV, labels_N, row, first, terms) * chunk_factors_N[:, None])
+        dlogits_NV, scale = _in_range(dlogits_NV, table_VD.dtype)
+        # One matmul with the whole table, unless rows of padding must be replaced, which would be a copy of it.
+        dchunk_ND = (
+            as_varying(jnp.zeros(chunk_ND.shape, wide), axes)
+            if terms.split.padding
+            else _matmul(dlogits_NV, table_VD) / scale
+        )
+
         def add_columns(column: Any, columns: int, carry: Any) -> Any:
             dchunk_ND, dtable_VD = carry
-            x_NC = lax.dynamic_slice_in_dim(x_NV, column, columns, axis=1)
-            tile_CD = _table_rows(table_VD, column, columns, terms)
-            dlogits_NC = _raw_dlogits(x_NC, labels_N, row, chunk_factors_N, first + column, terms)
-            chunk_part_ND, tile_part_CD = _products(dlogits_NC, chunk_ND, tile_CD)
-            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns) + tile_part_CD
-            dtable_VD = lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
-            return dchunk_ND + chunk_part_ND, dtable_VD
+            dlogits_NC = lax.dynamic_slice_in_dim(dlogits_NV, column, columns, axis=1)
+            if terms.split.padding:
+                dchunk_ND += _matmul(dlogits_NC, _table_rows(table_VD, column, columns, terms)) / scale
+            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns) + _matmul(dlogits_NC.T, chunk_ND) / scale
+            return dchunk_ND, lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
 
-        zeros_ND = as_varying(jnp.zeros(chunk_ND.shape, wide), axes)
-        dchunk_ND, dtable_VD = _for_chunks(table_VD.shape[0], chunks.columns, add_columns, (zeros_ND, dtable_VD))
+        carry = (dchunk_ND, dtable_VD)
+        dchunk_ND, dtable_VD = _for_chunks(table_VD.shape[0], chunks.columns, add_columns, carry)
         return put(loss_N, chunk_loss_N), put(dhidden_ND, dchunk_ND.astype(dhidden_ND.dtype)), dtable_VD
 
     # The gradients that are kept are still to be multiplied by the loss's cotangent, such as a loss scale. So the dtype
@@ -235,22 +243,18 @@ def _logits(hidden_ND: jax.Array, tile_CD: jax.Array) -> jax.Array:
     return lax.dot_general(hidden_ND, tile_CD, (((1,), (1,)), ((), ())), preferred_element_type=wide)
 
 
-def _products(dlogits_NC: jax.Array, chunk_ND: jax.Array, tile_CD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a tile's parts of the gradients of tokens and of table rows, (N, D) and (C, D).
+def _in_range(dlogits: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | float]:
+    """Return dlogits times a scale, in `dtype`, and the scale by which products with them are to be divided.
 
-    They are in float32, or float64 for float64. The matmuls take operands in the dtype of `tile_CD`. In float16 dlogits
-    as small as 1/V times a weight of 1/N would be rounded to 0. So they are first scaled up as far as float16 allows,
-    and the products are divided by that scale.
+    In float16 dlogits as small as 1/V times a weight of 1/N would be rounded to 0. So they are first scaled up as far
+    as float16 allows. The scale is 1 for other dtypes.
     """
-    dtype = tile_CD.dtype
     if not _is_narrow(dtype):
-        dlogits_NC = dlogits_NC.astype(dtype)
-        return _matmul(dlogits_NC, tile_CD), _matmul(dlogits_NC.T, chunk_ND)
-    largest = jnp.where(jnp.isfinite(dlogits_NC), jnp.abs(dlogits_NC), 0).max(initial=0)
+        return dlogits.astype(dtype), 1.0
+    largest = jnp.where(jnp.isfinite(dlogits), jnp.abs(dlogits), 0).max(initial=0)
     # The 1e-30 keeps the scale finite where all dlogits are 0.
     scale = lax.stop_gradient(float(jnp.finfo(dtype).max) / 4 / jnp.maximum(largest, 1e-30))
-    dlogits_NC = (dlogits_NC * scale).astype(dtype)
-    return _matmul(dlogits_NC, tile_CD) / scale, _matmul(dlogits_NC.T, chunk_ND) / scale
+    return (dlogits * scale).astype(dtype), scale
 
 
 def _is_narrow(dtype: jnp.dtype) -> bool:

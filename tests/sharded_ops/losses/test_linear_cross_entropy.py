@@ -224,7 +224,7 @@ def _big(gradients, dtype=jnp.float32, tokens=1024, features=768, size=32000):
     """Return the program of 2 IPUs, and the arguments to compile it for."""
     op = functools.partial(linear_cross_entropy, size=size, reduction="mean", gradients=gradients)
     sharded = on_ipus(op, 2, (P(), ROWS, P()), P())
-    shapes = (((tokens, features), dtype), ((size, features), dtype), ((tokens,), jnp.int32))
+    shapes = (((tokens, features), dtype), ((size + size % 2, features), dtype), ((tokens,), jnp.int32))
     return sharded, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
 
@@ -234,15 +234,33 @@ def _temporaries(program, arguments):
     return analysis.temp_size_in_bytes
 
 
-def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries():
-    def unsharded(hidden, table, labels):
-        return optax.softmax_cross_entropy_with_integer_labels(hidden @ table.T, labels).mean()
+@pytest.mark.parametrize(("tokens", "size", "more"), [(1024, 32000, 0), (1024, 31999, 128 * 16000), (4096, 65536, 0)])
+def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries(tokens, size, more):
+    """With padding it needs a chunk of logits more, those whose padding is masked."""
 
-    _, arguments = _big("backward")
-    most = _temporaries(jax.value_and_grad(unsharded, (0, 1)), arguments) / 20
+    def unsharded(hidden, table, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ table[:size].T, labels).mean()
+
     for gradients in ("backward", "forward"):
-        needed = _temporaries(jax.value_and_grad(_big(gradients)[0], (0, 1)), arguments)
+        sharded, arguments = _big(gradients, tokens=tokens, size=size)
+        needed = _temporaries(jax.value_and_grad(sharded, (0, 1)), arguments)
+        most = _temporaries(jax.value_and_grad(unsharded, (0, 1)), arguments) / 20 + 4 * more
         assert needed <= most, f"gradients={gradients!r} needs {needed} bytes, {most} are allowed"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "chunk"),
+    [
+        (1024, 32000, 128),  # 2**21 logits of 16000 columns are of 131 tokens
+        (2048, 65536, 128),  # of 32768 columns of 64, but a 16th of the tokens are 128
+        (4096, 65536, 256),
+        (8192, 65536, 256),
+    ],
+)
+def test_a_chunk_has_as_many_tokens_as_it_says(tokens, size, chunk):
+    sharded, arguments = _big("forward", tokens=tokens, size=size, features=8)
+    of_chunk = ("all-gather", 2 * 3 * 4 * chunk)
+    assert of_chunk in collectives(jax.value_and_grad(sharded, (0, 1)), *arguments)
 
 
 @pytest.mark.parametrize(("gradients", "matmuls"), [("backward", 4), ("forward", 3)])
