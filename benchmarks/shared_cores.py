@@ -32,11 +32,11 @@ def main() -> int:
     dense, steps = equal_stages(MEASURED, rows=64, options={})
     whole, *costs = side_by_side(dense, *(step for _, step in steps.values()), rounds=20)
     for name, cost in zip(steps, costs, strict=True):
-        figures.add(f"step time / unsharded, {name}", (cost / whole).wall, MOST_TIME[name])
-        figures.add(f"CPU work / unsharded, {name}", (cost / whole).cpu, MOST_WORK)
-    figures.add_spread("unsharded", whole)
+        figures.add(f"step time / unsharded, shared cores, {name}", (cost / whole).wall, MOST_TIME[name])
+        figures.add(f"CPU work / unsharded, shared cores, {name}", (cost / whole).cpu, MOST_WORK)
+    figures.add_spread("unsharded, shared cores", whole)
     for name, cost in zip(steps, costs, strict=True):
-        figures.add_spread(name, cost)
+        figures.add_spread(f"{name}, shared cores", cost)
     return figures.status()
 
 
