@@ -219,11 +219,11 @@ def test_loss_and_gradients_are_the_dense_twins(places, ipus):
 
 
 def test_a_table_of_its_own_runs():
-    model = chain((0, 1, 2, 3, None), M, like=False)
-    pipeline = model.pipeline(4, schedule="auto")
+    model = chain((0, 1, 0, 1, None), M, like=False)
+    pipeline = model.pipeline(2, schedule="auto")
     params = pipeline.shard(model.params)
     # stages so unlike that no family is the best
-    costs = StageCosts([2, 1, 1, 3, 1], [1, 1, 3, 2, 1], [1, 3, 1, 1, 0])
+    costs = StageCosts([7, 9, 3, 8, 6], [3, 2, 8, 5, 9], [9, 9, 6, 2, 0])
     assert pipeline.choose_schedule(params, model.batch, costs=costs).schedule.name == "auto"
     loss, gradients = pipeline.value_and_grad(params, model.batch)
     assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
