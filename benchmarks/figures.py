@@ -30,7 +30,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the calls of one program cost, in order.
+    """Hold the costs of the calls of one program, in order.
 
     `ours / theirs` is the median over the rounds of the ratios of two calls in the same round, for each kind of time:
     a machine that is slow for some seconds slows both calls of a round.

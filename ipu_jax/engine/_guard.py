@@ -23,8 +23,7 @@ class Fence:
     XLA may compute a value that does not depend on the iteration before the loop, whether the guard is active or not.
 
     Attributes:
-        i: the loop's counter. XLA drops a barrier of which it knows that no operand but the tree is used, but not one
-            on the counter itself; so an exchange stays in its guard.
+        i: the loop's counter. Tied to `zero` instead, an exchange was moved out of its guard by XLA.
         zero: always 0, which XLA does not know.
     """
 

@@ -28,7 +28,7 @@ from ipu_jax.programs._keeping import bytes_of, cheapest_to_keep
 
 
 class Origin(enum.Enum):
-    """Where a value comes from: it depends on weights alone, it is an input that B gets again, or neither."""
+    """Classify a value: it depends on weights alone, it is an input that B gets again, or neither."""
 
     WEIGHTS = enum.auto()
     GIVEN = enum.auto()
@@ -247,7 +247,7 @@ class _Derivative:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kept", "inputs"], meta_fields=["derivative"])
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What the derivative of a part reads: the values that were kept, and inputs."""
+    """Hold what the derivative of a part reads: the values that were kept, and inputs."""
 
     kept: list[Any]
     inputs: list[Any]

@@ -73,7 +73,7 @@ def _cost(lengths: Sequence[Sequence[float]], sends: Sequence[int], first: int, 
     for tick in range(first, last + 1):
         if sends[tick] or tick == last:
             rows = lengths[begin : tick + 1]
-            total += max(rows[0]) if len(rows) == 1 else max(map(sum, zip(*rows, strict=True)))
+            total += max(rows[0]) if len(rows) == 1 else max(map(math.fsum, zip(*rows, strict=True)))
             begin = tick + 1
     return total
 

@@ -19,7 +19,7 @@ _SIZES = ("stash", "weight_residuals")
 
 @dataclasses.dataclass(frozen=True)
 class StageCosts:
-    """What each stage costs for one micro-batch, in any unit of time, and what it holds, in bytes.
+    """Hold the costs of each stage for one micro-batch, in any unit of time, and the bytes that it keeps.
 
     F, B and W of a concurrent stage are those of the whole stage, which the IPUs divide evenly. It has no W of its own:
     its backward pass always costs `whole_backward`. Its bytes are those that each IPU holds.

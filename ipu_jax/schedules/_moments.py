@@ -12,7 +12,7 @@ Ints = NDArray[np.int64]
 
 
 class Spans(NamedTuple):
-    """What is held from one moment to another (both included), per micro-batch: (micro-batches,) each."""
+    """Hold the first and the last moment of a span per micro-batch: (micro-batches,) each."""
 
     starts: Ints
     ends: Ints
