@@ -205,9 +205,9 @@ def plot(path: str) -> None:
             of_time.plot(PLOT_TIMED, seconds[name], style, label=name)
             of_memory.plot(COUNTS, megabytes[name], style, label=name)
         of_time.set(title=f"step time, {kind}", ylabel="seconds", xticks=PLOT_TIMED)
-        of_memory.set(title=f"temporary memory, {kind}", ylabel="MB an IPU", xticks=COUNTS)
+        of_memory.set(title=f"temporary memory, {kind}", ylabel="MB per IPU", xticks=COUNTS)
         for axes in (of_time, of_memory):
-            axes.set(xlabel="M, micro-batches a step", ylim=(0, None))
+            axes.set(xlabel="M, micro-batches per step", ylim=(0, None))
             axes.grid(alpha=0.3)
             axes.legend(loc="upper left")
     figure.savefig(path, dpi=110)
