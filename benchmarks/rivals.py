@@ -165,7 +165,7 @@ def idiom_figures(figures: Figures) -> None:
         costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
         for name in (OURS, *VARIATIONS):
             megabytes = ", ".join(f"{compiled[m][name].bytes / 1e6:.1f}" for m in COUNTS)
-            print(f"  {name}: {megabytes} MB of temporaries an IPU at M={', '.join(map(str, COUNTS))}")
+            print(f"  {name}: {megabytes} MB of temporaries per IPU at M={', '.join(map(str, COUNTS))}")
         for name, cost in costs.items():
             figures.add_spread(f"{name}, {kind}, M=16", cost)
         ours = costs.pop(OURS)
