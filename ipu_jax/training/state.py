@@ -98,7 +98,7 @@ def _weights(params: Any) -> int:
 
 
 def _bytes(tree: Any) -> str:
-    return in_units(sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if not is_key(leaf)), "B")
+    return in_units(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if not is_key(leaf)), "B")
 
 
 def _tree(tree: Any) -> str:

@@ -315,5 +315,7 @@ class TrainStep:
         """Return the weights with their averages in place of those that are trained."""
         blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
         program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
+        if not self._is_pipeline and blocks.replicas == 1:  # every replica has everything, and pmap maps nothing
+            return program(params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
         return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)

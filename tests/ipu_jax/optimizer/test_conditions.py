@@ -23,26 +23,21 @@ def multi_steps(optimizer, **options):
     return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
-SKIPPING = {
+OPTIMIZERS = {
     "if finite": optax.apply_if_finite(optax.adamw(1e-2), 5),
     "if finite, clipped and noisy": optax.apply_if_finite(
         optax.chain(optax.clip_by_global_norm(0.5), optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)), 5
     ),
     "if finite, twice": optax.apply_if_finite(optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 5), 5),
+    "if finite, muon": optax.apply_if_finite(optax.contrib.muon(0.1), 5),
+    "if finite, adafactor": optax.apply_if_finite(optax.adafactor(1e-2, min_dim_size_to_factor=4), 5),
+    "steps": multi_steps(optax.lamb(1e-2)),
     "steps without NaN": multi_steps(optax.adam(1e-2), should_skip_update_fn=optax.transforms.skip_not_finite),
     "steps of a sum, small": multi_steps(optax.sgd(0.1), use_grad_mean=False, should_skip_update_fn=TOO_LARGE),
-}
-FINITE = {
-    "if finite": SKIPPING["if finite"],
-    "steps": multi_steps(optax.lamb(1e-2)),
     "every other": optax.transforms.conditionally_transform(optax.adam(1e-2), EVERY_OTHER),
     "masked every other": optax.transforms.conditionally_mask(optax.adam(1e-2), EVERY_OTHER),
     "novograd": optax.novograd(1e-2),
     "mechanize": optax.contrib.mechanize(optax.sgd(0.1)),
-}
-OF_WHOLE_LEAVES = {
-    "if finite, muon": optax.apply_if_finite(optax.contrib.muon(0.1), 5),
-    "if finite, adafactor": optax.apply_if_finite(optax.adafactor(1e-2, min_dim_size_to_factor=4), 5),
 }
 
 
@@ -59,28 +54,30 @@ def one_is_nan(params):
     return jax.tree.unflatten(treedef, leaves)
 
 
-@pytest.mark.parametrize(
-    ("model", "replicas", "optimizers"),
-    [
-        ("unlike local stages", 1, SKIPPING | OF_WHOLE_LEAVES),
-        ("a concurrent head, split unevenly", 2, SKIPPING),
-        pytest.param("a tied table, split unevenly", 1, SKIPPING, marks=pytest.mark.slow),
-    ],
-)
-def test_an_update_with_a_nan_is_skipped_everywhere(model, replicas, optimizers):
-    check_model(model, replicas, optimizers, one_is_nan)
+LOCAL, SPLIT, TIED = "unlike local stages", "a concurrent head, split unevenly", "a tied table, split unevenly"
+SLOW = [
+    (TIED, 1, ("if finite", "if finite, twice"), one_is_nan),
+    (SPLIT, 1, ("steps without NaN", "steps of a sum, small"), one_is_nan),
+    (SPLIT, 2, ("if finite, clipped and noisy", "steps of a sum, small"), one_is_nan),
+    (LOCAL, 1, ("if finite, muon",), one_is_nan),
+    (LOCAL, 1, ("if finite, adafactor",), one_is_nan),
+    (LOCAL, 1, ("mechanize", "novograd"), gradients_for),
+    (SPLIT, 1, ("steps", "novograd"), gradients_for),
+    (SPLIT, 2, ("every other", "masked every other"), gradients_for),
+    ("like stages stacked", 1, ("every other", "steps"), gradients_for),
+]
 
 
 @pytest.mark.parametrize(
-    ("model", "replicas"),
+    ("model", "replicas", "names", "gradients"),
     [
-        ("a concurrent head, split unevenly", 1),
-        pytest.param("unlike local stages", 2, marks=pytest.mark.slow),
-        pytest.param("like stages stacked", 1, marks=pytest.mark.slow),
+        (LOCAL, 1, ("steps without NaN",), one_is_nan),
+        (SPLIT, 2, ("if finite",), one_is_nan),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_conditions_between_trees_equal_plain_optax(model, replicas):
-    check_model(model, replicas, FINITE)
+def test_conditions_between_trees_equal_plain_optax(model, replicas, names, gradients):
+    check_model(model, replicas, {name: OPTIMIZERS[name] for name in names}, gradients)
 
 
 def test_a_condition_of_one_leaf_stays_one():
@@ -89,9 +86,9 @@ def test_a_condition_of_one_leaf_stays_one():
     def each_leaf(tree, _):
         return jax.tree.map(lambda g: jax.lax.cond(g.sum() > 0, jnp.sort, jnp.negative, g), tree)
 
-    model = "unlike local stages"
-    pipeline = Pipeline(MODELS[model]().stages, mesh=make_mesh(1, IPUS[model]), schedule="sequential")
-    blocks = blocks_of_layout(pipeline.shard(MODELS[model]().params).layout, replicas=1)
+    dense = MODELS[LOCAL]()
+    layout = Pipeline(dense.stages, mesh=make_mesh(1, IPUS[LOCAL])).shard(dense.params).layout
+    blocks = blocks_of_layout(layout, replicas=1)
     conds_of = lambda optimizer: [  # noqa: E731
         eqn for eqn in ShardedUpdate(optimizer, blocks).analysis.jaxpr.eqns if eqn.primitive.name == "cond"
     ]
@@ -107,5 +104,4 @@ def test_whole_numbers_of_leaves_that_lie_apart_are_told_exactly():
         total = sum(jnp.sum(n) % 1001 + jnp.max(n) + jnp.min(n) for n in numbers) % 101
         return jax.tree.map(lambda leaf: jnp.full_like(leaf, total), tree)
 
-    for replicas in (1, 2):
-        check_model("a concurrent head, split unevenly", replicas, {"remainder": optax.stateless(remainder)})
+    check_model(SPLIT, 2, {"remainder": optax.stateless(remainder)})
