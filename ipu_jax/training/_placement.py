@@ -29,7 +29,7 @@ from ipu_jax.weights.packing import Sharded
 
 
 class Placement:
-    """Where the states of one training step lie.
+    """Places the states of one training step, and returns them whole.
 
     Args:
         model: with all its replicas.

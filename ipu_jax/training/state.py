@@ -49,7 +49,7 @@ class TrainState:
     ema: list[Any] | None = None
 
     def __repr__(self) -> str:
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self)):
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self) if _is_concrete(leaf)):
             return "TrainState(used up: a call reused its buffers; go on with the state that it returned)"
         parts = [f"step={_value(self.step)}", f"{_weights(self.params):,} weights in {_bytes(self.params)}"]
         held = {"optimizer state": self.optimizer, "state of stages": self.stages, "average of weights": self.ema}
@@ -94,11 +94,17 @@ def _weights(params: Any) -> int:
     """Return the number of logical weights, frozen ones included."""
     if isinstance(params, Sharded):
         return sum(leaf.size for group in params.layout.groups for leaf in group.leaves)
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    return sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(params))
 
 
 def _bytes(tree: Any) -> str:
-    return in_units(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if not is_key(leaf)), "B")
+    # jax puts other things than arrays in the place of leaves, too
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype") and not is_key(leaf)]
+    return in_units(sum(leaf.size * leaf.dtype.itemsize for leaf in arrays), "B")
+
+
+def _is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _tree(tree: Any) -> str:
@@ -116,10 +122,12 @@ class _Text(str):
 
 
 def _value(leaf: Any) -> str:
-    is_known = not isinstance(leaf, Tracer) and getattr(leaf, "is_fully_addressable", True)
     if not hasattr(leaf, "dtype"):
         return repr(leaf)
-    if leaf.size > 8 or not is_known or isinstance(leaf, jax.ShapeDtypeStruct) or is_key(leaf):
+    is_here = isinstance(leaf, np.ndarray | np.generic) or (
+        _is_concrete(leaf) and (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    )
+    if leaf.size > 8 or not is_here or is_key(leaf):
         return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return np.array2string(np.asarray(leaf, np.float64), separator=", ", formatter={"float_kind": "{:.6g}".format})

@@ -240,7 +240,10 @@ def test_what_prints():
         f"StepOutputs(loss={numbers['loss']}, updated=1, gradient_norm={numbers['gradient_norm']}, "
         f"parameter_norm={numbers['parameter_norm']})"
     )
-    shapes = jax.eval_shape(lambda s: s, state)
+    texts = []
+    shapes = jax.eval_shape(lambda s: (texts.append(repr(s)), s)[1], state)
+    assert texts == [repr(shapes)]
+    assert repr(jax.tree.map(lambda _: P(), state)).startswith("TrainState(step=P")
     assert repr(shapes).startswith("TrainState(step=int32[], 18 weights in 72 B")
     pipeline = chain((0, 1, None), 2, replicas=2, like=False).pipeline(2)
     assert repr(make_train_step(pipeline, optax.sgd(0.1))) == (
