@@ -143,6 +143,9 @@ def test_outputs_are_any_tree_of_any_dtypes_and_some_of_them_split():
 def stateful() -> Pipeline:
     """Two counters change in prediction; a batch norm's state does not, whatever its functions return."""
 
+    def unused(*args, **kwargs):
+        raise AssertionError("predict goes before evaluate, and evaluate before fn")
+
     def counting(w, x, mb, *, state):
         return Outputs((mb + state["sum"]) @ w, state={"sum": state["sum"] + mb.sum()})
 
@@ -157,8 +160,8 @@ def stateful() -> Pipeline:
         return Outputs({"y": x @ w + noise, "seen": state}, state=state + 1)
 
     stages = [
-        Stage(counting, params="a", state="counter", predict=counting),
-        Stage(normed, state="norm", ipu=1, name="norm"),
+        Stage(unused, params="a", state="counter", predict=counting, evaluate=unused),
+        Stage(unused, state="norm", ipu=1, name="norm", evaluate=normed),
         Stage(last, params="b", state="calls", ipu=ALL_IPUS, random=True, predict=drawing),
     ]
     return Pipeline(stages, gradient_accumulation=M, specs={"b": P()})
