@@ -12,6 +12,7 @@ from ipu_jax.data.source import normalise
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
 from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
 from ipu_jax.pipeline import Pipeline
+from ipu_jax.reference import reference_predict, reference_value_and_grad
 from ipu_jax.schedules import (
     SCHEDULES,
     FoundSchedule,
@@ -26,7 +27,7 @@ from ipu_jax.stage import Outputs, Stage
 from ipu_jax.training.replicas import Replicas, replicate
 from ipu_jax.training.state import StepOutputs, TrainState
 from ipu_jax.training.step import TrainStep, make_train_step
-from ipu_jax.verification import VerificationError, VerificationReport, reference_value_and_grad, verify
+from ipu_jax.verification import VerificationError, VerificationReport, verify
 from ipu_jax.weights.packing import Sharded
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "make_train_step",
     "measure_costs",
     "normalise",
+    "reference_predict",
     "reference_value_and_grad",
     "replicate",
     "verify",

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ipu_jax._checks import as_int, check_choice
-from ipu_jax.devices import ALL_IPUS, AllIpus
+from ipu_jax.devices import ALL_IPUS, IPU_AXIS, AllIpus
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +28,9 @@ class Outputs:
     state: Any = None
     skips: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aux: Any = None
+
+
+_WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +91,18 @@ class Stage:
         evaluate: the function that `Pipeline.loss` runs in place of `fn` (without dropout, with batch norm's running
             statistics). It is called like `fn`; a state that it returns is dropped, and `key=` is None if none is
             given.
+        predict: the function that `Pipeline.predict` runs, in place of `evaluate` or `fn`. It is called like `fn`; from
+            the last stage, which must have one, it returns the outputs of one micro-batch, any pytree of arrays, in
+            place of the loss. A state that it returns is what the next micro-batch reads (a cache); without one, the
+            state stays. `key=` is None if none is given.
+        predict_specs: on a concurrent last stage, a `PartitionSpec`, or a pytree of them that is a prefix of the
+            outputs, for the dims of one micro-batch's outputs: an output with "ipu" stays split over the IPUs, such as
+            logits by vocabulary. By default every IPU returns the whole outputs.
 
     Raises:
         ValueError: a function is not callable, `ipu` is neither `ALL_IPUS` nor an int of at least 0, `recompute` is
-            unknown, or `takes` is not a tuple of names.
+            unknown, `takes` is not a tuple of names, or `predict_specs` are not PartitionSpecs over "ipu", or belong to
+            a stage that is local or has no `predict`.
     """
 
     fn: Callable[..., Any]
@@ -103,6 +115,8 @@ class Stage:
     random: bool = False
     takes: tuple[str, ...] = ()
     evaluate: Callable[..., Any] | None = None
+    predict: Callable[..., Any] | None = None
+    predict_specs: Any = _WHOLE
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -112,8 +126,10 @@ class Stage:
             if ipu is None or ipu < 0:
                 raise ValueError(f"ipu={self.ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS")
             object.__setattr__(self, "ipu", ipu)
-        if self.evaluate is not None and not callable(self.evaluate):
-            raise ValueError(f"evaluate={self.evaluate!r} is not callable: give a function called like fn, or None")
+        for name, fn in (("evaluate", self.evaluate), ("predict", self.predict)):
+            if fn is not None and not callable(fn):
+                raise ValueError(f"{name}={fn!r} is not callable: give a function called like fn, or None")
+        self._check_predict_specs()
         if isinstance(self.takes, str) or not all(isinstance(name, str) for name in self.takes):
             raise ValueError(f"takes={self.takes!r} is no tuple of names: give takes=('name',)")
         object.__setattr__(self, "takes", tuple(self.takes))
@@ -122,25 +138,52 @@ class Stage:
         if not self.name:
             object.__setattr__(self, "name", self.params or getattr(self.fn, "__name__", "stage"))
 
+    def _check_predict_specs(self) -> None:
+        specs = jax.tree.leaves(self.predict_specs, is_leaf=lambda leaf: leaf is None)
+        for spec in specs:
+            is_spec = isinstance(spec, PartitionSpec)
+            if not is_spec or set(spec) - {None, IPU_AXIS} or list(spec).count(IPU_AXIS) > 1:
+                raise ValueError(
+                    f"predict_specs holds {spec!r}: give a PartitionSpec with 'ipu' at most once and None elsewhere, "
+                    "or a tree of them"
+                )
+        if any(IPU_AXIS in spec for spec in specs):
+            if self.predict is None:
+                raise ValueError(f"predict_specs={self.predict_specs!r} without predict: give the function as well")
+            if self.place is not None:
+                raise ValueError(
+                    f"predict_specs={self.predict_specs!r} on IPU {self.ipu}: only a concurrent stage (ipu=ALL_IPUS) "
+                    "has outputs that are split over the IPUs"
+                )
+
     @property
     def place(self) -> int | None:
         """Return the IPU, or None for a concurrent stage, as in the placement of a schedule."""
         return None if isinstance(self.ipu, AllIpus) else self.ipu
 
     def function(self, role: "Role") -> Callable[..., Any]:
-        """Return the function that runs in that role, in training with its `recompute` policy, unless it is "auto"."""
+        """Return the function that runs in that role."""
+        if role == "prediction":
+            return self.predict or self.evaluate or self.fn
         if role == "evaluation":
             return self.evaluate or self.fn
-        if role == "reference":
-            return self.reference or self.fn
+        return (self.reference or self.fn) if role == "reference" else self.fn
+
+    def needs_key(self, role: "Role") -> bool:
+        """Return whether the stage cannot run in that role without a random key."""
+        without = {"evaluation": self.evaluate, "prediction": self.predict or self.evaluate}
+        return self.random and without.get(role) is None
+
+    def checkpointed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return one of the stage's functions under its `recompute` policy, if that is neither "auto" nor "none"."""
         if self.recompute in ("auto", "none"):
-            return self.fn
+            return fn
         # prevent_cse is not needed: F and B are in separate loops, and XLA does not merge expressions across them
-        return jax.checkpoint(self.fn, policy=self.recompute if callable(self.recompute) else None, prevent_cse=False)
+        return jax.checkpoint(fn, policy=self.recompute if callable(self.recompute) else None, prevent_cse=False)
 
 
-Role = Literal["training", "evaluation", "reference"]
-"""The purpose for which stages run: the pipeline's step, `Pipeline.loss`, or the unsharded program."""
+Role = Literal["training", "evaluation", "prediction", "reference"]
+"""The purpose for which stages run: a weight update, `Pipeline.loss`, `Pipeline.predict`, or the unsharded update."""
 
 
 @contextlib.contextmanager

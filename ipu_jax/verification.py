@@ -1,12 +1,4 @@
-"""Run a pipeline's stages unsharded, and compare the pipeline with that program.
-
-`reference_value_and_grad` runs the stages one after the other, micro-batch by micro-batch, on whole weights. Each
-micro-batch is differentiated by its own `jax.vjp`, from the same cotangent of the loss as in the pipeline, so that a
-custom rule that depends on the cotangent (clips it, takes its sign) computes the same in both. A stage's `reference`
-function takes the place of its `fn`; a concurrent stage without one runs on a mesh of a single IPU, where its
-collectives do nothing. The replicas run side by side, each on its first IPU, so that a stage can communicate over axis
-"replica" (synchronised batch norm). `verify` makes the comparison.
-"""
+"""Compare a pipeline with the unsharded program of its stages (`reference_value_and_grad`)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,13 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
-from ipu_jax.weights.arguments import check_batch, check_key
+from ipu_jax.reference import unsharded_update
 from ipu_jax.weights.packing import Sharded
 
 
@@ -68,108 +57,6 @@ class VerificationReport:
 
 def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
-
-
-def reference_value_and_grad(
-    pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
-) -> Any:
-    """Return what `Pipeline.value_and_grad` returns, from the unsharded program.
-
-    Args:
-        pipeline: the pipeline with the stages, gradient accumulation, reduction and frozen leaves. Its schedule is
-            ignored.
-        params: `{group: pytree}`, whole weights.
-        batch, key: as `Pipeline.value_and_grad` takes them.
-        state: `{group: pytree}`, whole, if stages have state.
-
-    Returns:
-        `(loss, {group: pytree of gradients})`, with aux and new state as `Pipeline.value_and_grad` returns them. The
-        loss is the mean over micro-batches and replicas. Gradients are reduced as the pipeline's `reduction` says, and
-        accumulated in float32 at least. All of it is on the mesh's first device. Each replica runs on its first IPU;
-        only the stages' own functions communicate, over axis "replica".
-
-    Raises:
-        ValueError: the batch does not fit, or a group of state or a key is missing or superfluous.
-    """
-    return _unsharded(pipeline, params, batch, state, key)
-
-
-def _unsharded(
-    pipeline: Pipeline,
-    params: dict[str, Any],
-    batch: Any,
-    state: dict[str, Any] | None,
-    key: Any,
-    *,
-    fused: bool = True,
-) -> Any:
-    """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
-    stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
-    check_key(key, stages, needed=any(stage.random for stage in stages))
-    check_batch(batch, replicas, m)
-    named, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
-    if named != given:
-        raise ValueError(
-            f"state has the groups {sorted(given)}, the stages name {sorted(named)}: give {{group: pytree}}"
-        )
-    if replicas == 1:
-        batch = jax.tree.map(lambda leaf: leaf[None], batch)
-    model, count = whole(stages, "reference"), m * replicas
-    loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
-    frozen = pipeline.frozen_mask(params)
-    first_ipus = Mesh(pipeline.mesh.devices[:, :1], (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
-    replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    params, state, key = jax.device_put((params, state or {}, key), NamedSharding(first_ipus, replicated))
-    batch = jax.device_put(batch, NamedSharding(first_ipus, per_replica))
-    leaves, treedef = jax.tree.flatten(params)
-
-    def run_replica(leaves: list[Any], batch: Any, state: Any, key: Any) -> Any:
-        learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
-
-        def run_microbatch(carry: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
-            index, microbatch = index_and_microbatch
-            sums, state = carry
-            keys = keys_of(key, lax.axis_index(REPLICA_AXIS), index, range(len(stages)), stages)
-
-            def loss_of(learning: list[Any]) -> tuple[Any, Any]:
-                next_learning = iter(learning)
-                weights = [w if is_frozen else next(next_learning) for w, is_frozen in zip(leaves, frozen, strict=True)]
-                message, new_state, aux = model(
-                    jax.tree.unflatten(treedef, weights), NO_MESSAGE, MicrobatchInputs(microbatch, keys), state
-                )
-                loss, aux = loss_and_aux(message.y, aux, stages[-1])
-                return loss, (new_state, aux)
-
-            loss, vjp, (state, aux) = jax.vjp(loss_of, learning, has_aux=True)
-            (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
-            return ([total + g for total, g in zip(sums, gradients, strict=True)], state), (loss, aux)
-
-        zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]
-        microbatches = jax.tree.map(lambda leaf: leaf[0], batch)
-        (sums, new_state), (losses, aux) = lax.scan(run_microbatch, (zeros, state), (jnp.arange(m), microbatches))
-        return jax.tree.map(lambda leaf: leaf[None], (sums, new_state, losses, aux))
-
-    mapped = jax.shard_map(
-        run_replica,
-        mesh=first_ipus,
-        in_specs=(replicated, per_replica, replicated, replicated),
-        out_specs=per_replica,
-        check_vma=False,
-    )
-    # the leading dim of each result is the replicas
-    options = None if fused else {"xla_allow_excess_precision": False}
-    results = jax.jit(mapped, compiler_options=options)(leaves, batch, state, key)
-    (sums, states, losses, aux), leaves = jax.device_put((results, leaves), pipeline.mesh.devices.flat[0])
-    next_learning = iter(sums)
-    gradients = [
-        jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0).astype(w.dtype)
-        for w, is_frozen in zip(leaves, frozen, strict=True)
-    ]
-    new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
-    loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
-    value = pipeline.loss_with_aux(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
-    result = (value, jax.tree.unflatten(treedef, gradients))
-    return (*result, new_state) if new_state else result
 
 
 def verify(
@@ -220,11 +107,12 @@ def verify(
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
 
     def unsharded(weights: Any, *, fused: bool = True) -> tuple[Any, dict[str, Any]]:
-        return _results(_unsharded(pipeline, weights, batch, whole_state, key, fused=fused))
+        return _results(unsharded_update(pipeline, weights, batch, whole_state, key, fused=fused))
 
-    value, *sharded = pipeline.value_and_grad(params, batch, state, key)
-    loss, actual = _results((value, *map(pipeline.unshard, sharded)))
-    expected_loss, expected = unsharded(weights)
+    with ShortTracebacks():
+        value, *sharded = pipeline.value_and_grad(params, batch, state, key)
+        loss, actual = _results((value, *map(pipeline.unshard, sharded)))
+        expected_loss, expected = unsharded(weights)
     _check_same_shapes(actual["aux"], expected["aux"])
     groups = pipeline.apply_frozen(params).layout.groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]

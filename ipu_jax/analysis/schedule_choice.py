@@ -10,7 +10,7 @@ from ipu_jax.analysis.stage_costs import TracedStages
 from ipu_jax.engine.plan import Plan, make_plan, trace_programs
 from ipu_jax.programs.segment import segments_of
 from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
-from ipu_jax.stage import Stage
+from ipu_jax.stage import Role, Stage
 from ipu_jax.weights.packed_layout import PackedLayout
 
 _ROUNDS = 4  # of searches with less and less room, if what is found does not fit
@@ -30,9 +30,15 @@ class StepShapes:
         self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
         self._key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
 
-    def plan(self, stages: tuple[Stage, ...], schedule: Schedule, *, training: bool = True) -> Plan:
+    @property
+    def micro_batches(self) -> int:
+        return jax.tree.leaves(self.batch)[0].shape[0]
+
+    def plan(
+        self, stages: tuple[Stage, ...], schedule: Schedule, *, role: Role = "training", backward: bool = True
+    ) -> Plan:
         """Return the plan of the step under a schedule."""
-        segments = segments_of(stages, schedule, "training" if training else "evaluation")
+        segments = segments_of(stages, schedule, role, backward=backward)
         return make_plan(segments, schedule, self.params, self.state, self._microbatch, key=self._key)
 
     def report(self, stages: tuple[Stage, ...], schedule: Schedule) -> PipelineReport:
@@ -42,10 +48,11 @@ class StepShapes:
 
     def trace(self, stages: tuple[Stage, ...]) -> TracedStages:
         """Return the traced programs of the stages, whose costs can be counted and measured."""
-        m = jax.tree.leaves(self.batch)[0].shape[0]
         placement = tuple(stage.place for stage in stages)
         # all schedules divide the same stages into the same segments
-        any_schedule = make_schedule("sequential", micro_batches=m, ipus=self.params.ipus, placement=placement)
+        any_schedule = make_schedule(
+            "sequential", micro_batches=self.micro_batches, ipus=self.params.ipus, placement=placement
+        )
         segments = segments_of(stages, any_schedule)
         split = [segment.place is not None for segment in segments]
         programs = trace_programs(segments, split, self.params, self.state, self._microbatch, self._key)
@@ -87,8 +94,6 @@ class ScheduleChoice:
             self._schedule = self._named(given)
         if self._schedule is not None:
             self._check_order(self._schedule)
-        # evaluation has no B to interleave with F, so its schedule fills the pipeline as fast as possible
-        self._evaluation = self._named("grouped")
 
     @property
     def schedule(self) -> Schedule:
@@ -109,12 +114,16 @@ class ScheduleChoice:
         """Return the schedule, or "auto" if none has been chosen yet: what another pipeline takes."""
         return "auto" if self._schedule is None else self._schedule
 
-    def plan(self, shapes: StepShapes, *, training: bool) -> Plan:
+    def plan(self, shapes: StepShapes, *, role: Role, backward: bool) -> Plan:
         """Return the plan of a step. In training, find the schedule for these shapes if none has been chosen yet."""
-        schedule = self._evaluation
-        if training:
-            schedule = self.choose(shapes).schedule if self._schedule is None else self._schedule
-        return shapes.plan(self._stages, schedule, training=training)
+        if not backward:
+            # there is no B to interleave with F, so this schedule, which fills the pipeline at once, is the shortest
+            schedule = self._named("grouped", shapes.micro_batches)
+        elif self._schedule is None:
+            schedule = self.choose(shapes).schedule if role == "training" else self._named("grouped")
+        else:
+            schedule = self._schedule
+        return shapes.plan(self._stages, schedule, role=role, backward=backward)
 
     def check_choosable(self, costs: StageCosts | None) -> None:
         """Raise `ValueError` if the schedule was given, or is chosen already and `costs` ask for another one."""
@@ -196,8 +205,9 @@ class ScheduleChoice:
         best = next(fitting)  # "sequential" fits
         return dataclasses.replace(found, schedule=best.schedule, makespan=best.makespan)
 
-    def _named(self, name: str) -> Schedule:
-        return make_schedule(name, micro_batches=self._micro_batches, ipus=self._ipus, placement=self._placement)
+    def _named(self, name: str, micro_batches: int | None = None) -> Schedule:
+        m = self._micro_batches if micro_batches is None else micro_batches
+        return make_schedule(name, micro_batches=m, ipus=self._ipus, placement=self._placement)
 
     def _fitting(self, schedule: Schedule) -> Schedule:
         m = self._micro_batches

@@ -22,8 +22,7 @@ class Arguments:
         params, state: this IPU's shards; a slot is (1, *slot.shape).
         batch: leaves (M, micro-batch, ...), the same on every IPU of the replica.
         key: a random key, the same on all replicas, or None.
-        loss_cotangent: the cotangent of one micro-batch's loss.
-        backward: whether to compute gradients and change the state; otherwise only F runs.
+        loss_cotangent: the cotangent of one micro-batch's loss; it is not read without a backward.
     """
 
     params: Sharded
@@ -31,7 +30,6 @@ class Arguments:
     batch: Any
     key: Any
     loss_cotangent: Any
-    backward: bool
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +43,8 @@ class Carry:
         guards_run: int32, how many guards were active so far.
         y, dx: per channel, the message and the gradient that this IPU computed last.
         y_received, dx_received: per channel that crosses IPUs, those that it received last; None for other channels.
-        loss: the sum over micro-batches so far.
+        loss: the sum over micro-batches so far; None in prediction.
+        outputs: in prediction, those of every micro-batch, on the IPUs of the last stage.
         aux: per segment, the aux of every micro-batch.
         model_state: the state of the model's stages: `(slots, leaves per concurrent group)`.
         stash: the buffers of `Stash`.
@@ -59,6 +58,7 @@ class Carry:
     dx: Any = None
     dx_received: Any = None
     loss: Any = None
+    outputs: Any = None
     aux: dict[int, Any] = dataclasses.field(default_factory=dict)
     model_state: Any = None
     stash: Any = None
@@ -81,19 +81,18 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
     """Return the carry of the first tick: zero sums, and channels and stash without a message."""
     crossing = [bool(channel.pairs) for channel in plan.channels]
     messages = [jax.tree.map(_idle, channel.message) for channel in plan.channels]
-    count = plan.schedule.micro_batches
+    count, last = plan.schedule.micro_batches, plan.programs[-1].y
+    predicts = plan.role == "prediction"
     carry = Carry(
         guards_run=jnp.int32(0),
         y=messages,
         y_received=[message if crosses else None for message, crosses in zip(messages, crossing, strict=True)],
-        loss=jnp.zeros((), jnp.promote_types(plan.programs[-1].y.dtype, jnp.float32)),
-        aux={
-            i: jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), program.aux)
-            for i, program in enumerate(plan.programs)
-        },
+        loss=None if predicts else jnp.zeros((), jnp.promote_types(last.dtype, jnp.float32)),
+        outputs=_zeros_per_microbatch(count, last) if predicts else None,
+        aux={i: _zeros_per_microbatch(count, program.aux) for i, program in enumerate(plan.programs)},
         model_state=([slot[0] for slot in args.state.slots], args.state.concurrent),
     )
-    if not args.backward:
+    if not plan.backward:
         return carry
     gradients = [[_idle(leaf) for leaf in split_floats(channel.message)[0]] for channel in plan.channels]
     trained = args.params.layout.trainable_slots
@@ -112,6 +111,10 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
             if group.ipu is None
         },
     )
+
+
+def _zeros_per_microbatch(count: int, shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
 
 
 def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -123,14 +123,16 @@ class Tasks:
         """Return the carry with the results of F."""
         i = self.representative(c)
         changed: dict[str, Any] = {}
+        put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)  # noqa: E731
         if i < self.plan.last:
             changed["y"] = _replaced(carry.y, self.plan.channel_of[i], y)
+        elif self.plan.role == "prediction":
+            changed["outputs"] = jax.tree.map(put, carry.outputs, y)
         else:
             changed["loss"] = carry.loss + y.astype(carry.loss.dtype)
         if jax.tree.leaves(aux):
-            put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)  # noqa: E731
             changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], aux)}
-        if self.args.backward and self.state_groups(c):
+        if self.plan.role != "evaluation" and self.state_groups(c):
             slots, concurrent = carry.model_state
             for group in self.state_groups(c):
                 if group.ipu is not None:
@@ -186,7 +188,7 @@ class Tasks:
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
             y, new_state, aux, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
             part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
-            if self.args.backward and ("stash", c) in self.stash:
+            if self.plan.backward and ("stash", c) in self.stash:
                 part = self.write(("stash", c), part, microbatch, stash, fence)
             return part
 
@@ -194,7 +196,8 @@ class Tasks:
 
     def results(self, c: int) -> list[str]:
         """Return the fields of the carry, beside the aux, that F of a class changes."""
-        name = "y" if self.representative(c) < self.plan.last else "loss"
+        of_last = "outputs" if self.plan.role == "prediction" else "loss"
+        name = "y" if self.representative(c) < self.plan.last else of_last
         return [name, "model_state"] if self.state_groups(c) else [name]
 
     def run_backward(self, c: int, rows: Rows, carry: Carry) -> Carry:

@@ -1,4 +1,7 @@
-"""Run one IPU's program on all IPUs and replicas of a mesh, and collect its results."""
+"""Run one IPU's program on all IPUs and replicas of a mesh, and collect its results.
+
+Leaves of the batch and of results per micro-batch are (replicas, M, ...) if there are several replicas, else (M, ...).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +14,11 @@ from ipu_jax.engine.scan import Result
 from ipu_jax.weights import packing
 from ipu_jax.weights.packing import Sharded
 
+Program = Callable[[Sharded, Any, Sharded, Any], Result]
+
 
 def run_on_mesh(
-    program: Callable[[Sharded, Any, Sharded, Any], Result],
+    program: Program,
     mesh: Mesh,
     params: Sharded,
     batch: Any,
@@ -27,27 +32,56 @@ def run_on_mesh(
     Args:
         program: gets one IPU's weights, its replica's batch of leaves (M, ...), its state, and the key.
         mesh: of replicas and IPUs.
-        params, batch, state, key: the whole arguments. Leaves of the batch, and of aux, are (replicas, M, ...) if there
-            are several replicas, else (M, ...).
+        params, batch, state, key: the whole arguments.
         backward: whether there are gradients.
     """
-    replicas = mesh.shape[REPLICA_AXIS]
-    batch_spec = PartitionSpec() if replicas == 1 else PartitionSpec(REPLICA_AXIS)
-    params_specs, state_specs = packing.specs_of(params.layout), packing.specs_of(state.layout)
+    several = mesh.shape[REPLICA_AXIS] > 1
 
-    def on_ipu(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
-        if replicas > 1:
-            batch = jax.tree.map(lambda leaf: leaf[0], batch)
-        result = program(params, batch, state, key)
-        aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if replicas > 1 else result.aux
+    def results(params: Sharded, result: Result) -> Any:
+        aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if several else result.aux
         gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
         return result.loss, aux, gradients, result.state
 
-    mapped = jax.shard_map(
-        on_ipu,
-        mesh=mesh,
-        in_specs=(params_specs, batch_spec, state_specs, PartitionSpec()),
-        out_specs=(PartitionSpec(), batch_spec, params_specs if backward else PartitionSpec(), state_specs),
-        check_vma=False,
+    aux_specs = PartitionSpec(REPLICA_AXIS) if several else PartitionSpec()
+    gradient_specs = packing.specs_of(params.layout) if backward else PartitionSpec()
+    specs = (PartitionSpec(), aux_specs, gradient_specs, packing.specs_of(state.layout))
+    return _mapped(program, mesh, params, state, results, specs)(params, batch, state, key)
+
+
+def predict_on_mesh(
+    program: Program, mesh: Mesh, params: Sharded, batch: Any, state: Sharded, key: Any, *, output_specs: Any
+) -> tuple[Any, Sharded]:
+    """Return the outputs of the last stage and the new state.
+
+    Args:
+        program, mesh, params, batch, state, key: as for `run_on_mesh`. With several replicas, the new state is that of
+            any of them.
+        output_specs: the last stage's `predict_specs`.
+    """
+    several = mesh.shape[REPLICA_AXIS] > 1
+
+    def results(params: Sharded, result: Result) -> Any:
+        outputs = jax.tree.map(lambda leaf: leaf[None], result.outputs) if several else result.outputs
+        return outputs, result.state
+
+    leading = (REPLICA_AXIS, None) if several else (None,)
+    outputs_specs = jax.tree.map(
+        lambda spec: PartitionSpec(*leading, *spec), output_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
-    return mapped(params, batch, state, key)
+    specs = (outputs_specs, packing.specs_of(state.layout))
+    return _mapped(program, mesh, params, state, results, specs)(params, batch, state, key)
+
+
+def _mapped(
+    program: Program, mesh: Mesh, params: Sharded, state: Sharded, results: Callable[..., Any], out_specs: Any
+) -> Callable[..., Any]:
+    several = mesh.shape[REPLICA_AXIS] > 1
+    batch_spec = PartitionSpec(REPLICA_AXIS) if several else PartitionSpec()
+
+    def on_ipu(params: Sharded, batch: Any, state: Sharded, key: Any) -> Any:
+        if several:
+            batch = jax.tree.map(lambda leaf: leaf[0], batch)
+        return results(params, program(params, batch, state, key))
+
+    in_specs = (packing.specs_of(params.layout), batch_spec, packing.specs_of(state.layout), PartitionSpec())
+    return jax.shard_map(on_ipu, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

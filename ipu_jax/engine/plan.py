@@ -20,6 +20,7 @@ from ipu_jax.devices import IPU_AXIS
 from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.schedules import Schedule
+from ipu_jax.stage import Role
 from ipu_jax.weights.packed_layout import PackedLayout, local_shapes
 
 Table = Literal["F", "B", "W", "x", "dy"]
@@ -67,6 +68,15 @@ class Plan:
     classes: tuple[tuple[int, ...], ...] = ()
     tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
     exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def role(self) -> Role:
+        return self.segments[0].role
+
+    @property
+    def backward(self) -> bool:
+        """Return whether the program computes gradients; otherwise only F runs."""
+        return self.segments[0].backward
 
     @property
     def last(self) -> int:

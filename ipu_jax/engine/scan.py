@@ -47,17 +47,20 @@ class Result:
     """Hold the results of a run, on every IPU.
 
     Attributes:
-        loss: mean over micro-batches, and over replicas where it is reduced; the same on all IPUs.
+        loss: mean over micro-batches, and over replicas where it is reduced; the same on all IPUs; None in prediction.
         aux: per stage that returned one, with a leading M; the same on all IPUs of a replica.
         state: laid out as the state that was passed.
         gradients: laid out as the parameters, float32 at least; summed over replicas where they are reduced; None
             without a backward.
+        outputs: in prediction, the outputs of the last stage with a leading M; the same on all IPUs of a replica, but
+            for those that the stage's `predict_specs` split.
     """
 
     loss: Any
     aux: dict[str, Any]
     state: Sharded
     gradients: Sharded | None
+    outputs: Any = None
 
 
 def run(plan: Plan, args: Arguments, *, reduce_over_replicas: bool) -> Result:
@@ -91,29 +94,32 @@ class _Program:
         }
 
     def run(self, reduce_over_replicas: bool) -> Result:
-        ticks = self.plan.schedule.ticks if self.args.backward else self.plan.schedule.forward_ticks
+        ticks = self.plan.schedule.ticks if self.plan.backward else self.plan.schedule.forward_ticks
         rows: Rows = {kind: jnp.asarray(self.plan.tables[kind][:ticks])[:, :, self.tasks.ipu] for kind in TABLES}
         rows |= {kind: jnp.asarray(self.plan.exchanges[kind][:ticks]) for kind in EXCHANGES}
         if _hooks.WATCH is not None:
             rows["tick"] = jnp.arange(ticks)
         carry, _ = lax.scan(self.tick, first_carry(self.plan, self.args, self.tasks.stash), rows)
+        place = self.plan.segments[-1].place
+        if self.plan.role == "prediction":
+            outputs = carry.outputs if place is None else broadcast(place, carry.outputs)
+            return Result(None, {}, self.new_state(carry, reduce_over_replicas=False), None, outputs)
         loss, aux = carry.loss / self.plan.schedule.micro_batches, {}
         for i, segment in enumerate(self.plan.segments):
             own = carry.aux[i]
             aux = merged_aux(aux, own if segment.place is None else broadcast(segment.place, own))
-        place = self.plan.segments[-1].place
         if place is not None:
             loss = broadcast(place, loss)
         if reduce_over_replicas:
             loss = lax.pmean(loss, REPLICA_AXIS)
         state = self.new_state(carry, reduce_over_replicas)
-        gradients = self.gradients(carry, reduce_over_replicas) if self.args.backward else None
+        gradients = self.gradients(carry, reduce_over_replicas) if self.plan.backward else None
         return Result(loss, aux, state, gradients)
 
     def new_state(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
         slots, concurrent = carry.model_state
         state = Sharded([slot[None] for slot in slots], concurrent, self.args.state.layout)
-        return state_over_replicas(state) if reduce_over_replicas and self.args.backward else state
+        return state_over_replicas(state) if reduce_over_replicas and self.plan.role == "training" else state
 
     def gradients(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
         params, concurrent = self.args.params, dict(carry.concurrent_sums)
@@ -158,7 +164,7 @@ class _Program:
     def head_phase(self, carry: Carry, rows: Rows) -> Carry:
         if self.head is None:
             return carry
-        if not self.args.backward:
+        if not self.plan.backward:
             return self.tasks.run_forward(self.head, rows, carry)
         carry = self.tasks.run_head(self.head, rows, carry)
         for c in self.upstream([self.head]):
@@ -166,7 +172,7 @@ class _Program:
         return carry
 
     def backward_phase(self, carry: Carry, rows: Rows) -> Carry:
-        if not self.args.backward:
+        if not self.plan.backward:
             return carry
         for c in reversed(self.local):
             carry = self.tasks.run_backward(c, rows, carry)
@@ -181,7 +187,7 @@ class _Program:
         for c in self.downstream(self.local):
             if c in self.local:
                 carry = self.tasks.enqueue("x", c, rows, carry)
-        if not self.args.backward:
+        if not self.plan.backward:
             return carry
         carry = self.exchange("dx", rows, carry)
         for c in self.upstream(self.local):

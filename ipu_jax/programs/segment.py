@@ -47,8 +47,9 @@ class Segment:
         stages: in order.
         first: the number of its first stage.
         onward: per stage, the names of the skips that later stages take.
-        role: "training" or "evaluation".
+        role: the purpose, which decides which functions run and whether they change the state.
         stashes: whether F and B are separate tasks, so that what B reads of F is stashed.
+        backward: whether there is a B; otherwise nothing is kept or computed again for it.
     """
 
     stages: tuple[Stage, ...]
@@ -56,6 +57,7 @@ class Segment:
     onward: tuple[frozenset[str], ...]
     role: Role = "training"
     stashes: bool = True
+    backward: bool = True
 
     @property
     def place(self) -> int | None:
@@ -80,9 +82,16 @@ class Segment:
 
     def _function(self, stage: Stage) -> Callable[..., Any]:
         fn = stage.function(self.role)
-        if self.role == "training" and stage.recompute == "auto" and self.stashes:
+        if not self.backward:
+            return fn
+        if stage.recompute == "auto" and self.stashes:
             return recomputing(fn, (Origin.WEIGHTS, Origin.COMPUTED, Origin.GIVEN))
-        return fn
+        return stage.checkpointed(fn)
+
+    def _changes_state(self, stage: Stage, out: Outputs) -> bool:
+        if self.role == "prediction":
+            return stage.predict is not None and out.state is not None
+        return self.role != "evaluation"
 
     def __call__(
         self, params: Mapping[str, Any], x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
@@ -101,7 +110,7 @@ class Segment:
                     extra["skips"] = {name: _taken(name, stage, x) for name in stage.takes}
                 out = self._function(stage)(weights, x.y, inputs.microbatch, **extra)
                 out = out if isinstance(out, Outputs) else Outputs(out)
-                if stage.state is not None and self.role != "evaluation":
+                if stage.state is not None and self._changes_state(stage, out):
                     new_state[stage.state] = _checked_state(stage, out.state, extra["state"])
                 if stage.state is None and out.state is not None:
                     raise ValueError(
@@ -164,7 +173,7 @@ def _described(tree: Any) -> str:
 
 def whole(stages: tuple[Stage, ...], role: Role) -> Segment:
     """Return one segment of all stages: the unsharded model."""
-    return Segment(stages, 0, _onward(stages), role)
+    return Segment(stages, 0, _onward(stages), role, backward=role == "training")
 
 
 def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segment, ...]:
@@ -173,7 +182,9 @@ def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segm
     return tuple(Segment((stage,), i, (onward[i],), role) for i, stage in enumerate(stages))
 
 
-def segments_of(stages: tuple[Stage, ...], schedule: Schedule, role: Role = "training") -> tuple[Segment, ...]:
+def segments_of(
+    stages: tuple[Stage, ...], schedule: Schedule, role: Role = "training", *, backward: bool = True
+) -> tuple[Segment, ...]:
     """Return segments of neighbouring stages that are in one place and always run in the same tick."""
     when = list(zip(schedule.forward, schedule.backward, schedule.weight or schedule.backward, strict=True))
     found: list[Segment] = []
@@ -183,7 +194,7 @@ def segments_of(stages: tuple[Stage, ...], schedule: Schedule, role: Role = "tra
             found[-1] = dataclasses.replace(joined, stages=(*joined.stages, stage), onward=(*joined.onward, onward))
         else:
             stashes = schedule.phase(number, "F") != "head"  # whose B follows its F in the same task
-            found.append(Segment((stage,), number, (onward,), role, stashes))
+            found.append(Segment((stage,), number, (onward,), role, stashes, backward))
     return tuple(found)
 
 

@@ -23,12 +23,13 @@ from jax.extend import core
 
 from ipu_jax._jaxprs import laid_open, postponed
 from ipu_jax._keys import is_key
-from ipu_jax.programs._agreement import differing_outputs, refuse_differing
+from ipu_jax.programs._agreement import differing_outputs
 from ipu_jax.programs._backward_split import split_backward
 from ipu_jax.programs._likeness import Signature, signature_of
 from ipu_jax.programs._residuals import choose_residuals, with_outputs, without_unread
+from ipu_jax.programs._results import call_segment, check_results
 from ipu_jax.programs.gradient_sums import Sum, add_gradients
-from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment, loss_and_aux
+from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment
 from ipu_jax.stage import naming
 
 
@@ -54,10 +55,10 @@ def _as_array(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentProgram:
-    """F and B of one segment, traced for arguments of these shapes; for evaluation F alone.
+    """F and B of one segment, traced for arguments of these shapes; F alone if the segment has no backward.
 
     Attributes:
-        y: the message, as a tree of `jax.ShapeDtypeStruct`; on the last segment the loss.
+        y: the message, as a tree of `jax.ShapeDtypeStruct`; on the last segment the loss, in prediction the outputs.
         aux: the aux of each stage, likewise.
         stash: the residuals that F stores for B, per micro-batch, as a list of `jax.ShapeDtypeStruct`.
         weight_residuals: the values that B stores for W, likewise; empty where B is not split.
@@ -78,7 +79,7 @@ class SegmentProgram:
 
     @property
     def jaxprs(self) -> dict[str, Any]:
-        """Return the closed jaxprs of "F", "B" and, where the backward is split, "W"; for evaluation only "F"."""
+        """Return the closed jaxprs of "F", "B" and, where the backward is split, "W"; without a backward only "F"."""
         if self._backward is None:
             return {"F": self._forward}
         backward = (
@@ -163,28 +164,28 @@ def trace_segment(
 ) -> SegmentProgram:
     """Trace a segment for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`).
 
-    Of a segment whose role is evaluation only F is traced, without residuals.
+    Of a segment without a backward only F is traced, without residuals.
 
     Args:
         segment: what to trace.
         params, x, inputs, state: its arguments.
-        last: whether it returns the loss.
+        last: whether it returns the loss, or in prediction the outputs.
         split: whether to split the backward into B and W.
         trained: per leaf of params, whether it gets a gradient; by default all do.
         shards: trees of bool for `(params, state)`: whether a leaf is sharded over the IPUs; by default none is.
 
     Raises:
         ValueError: the last segment does not return a scalar loss; a collective over "ipu" would wait for ever; a
-            result of a concurrent segment may differ between IPUs. Errors that a stage raises get a note with its
-            name.
+            result of a concurrent segment may differ between IPUs, or `predict_specs` do not fit it. Errors that a
+            stage raises get a note with its name.
     """
     num_params = len(jax.tree.leaves(params))
     is_trained = [True] * num_params if trained is None else list(trained)
     shards = jax.tree.map(lambda _: False, (params, state)) if shards is None else shards
     shared_args = jax.tree.map(lambda _: False, (x, inputs))
     may_differ = jax.tree.leaves((shards[0], *shared_args, shards[1]))
-    if segment.role == "evaluation":
-        return _trace_evaluation(segment, params, x, inputs, state, last, may_differ, shards[1])
+    if not segment.backward:
+        return _trace_forward(segment, params, x, inputs, state, last, may_differ, shards[1])
     captured: dict[str, Any] = {}
 
     def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
@@ -194,7 +195,7 @@ def trace_segment(
         def differentiable(trained_weights: list[Any], x_floats: list[Any]) -> tuple[list[Any], Any]:
             following = iter(trained_weights)
             leaves = [next(following) if t else w for w, t in zip(weights, is_trained, strict=True)]
-            y, new_state, aux = _results(
+            y, new_state, aux = call_segment(
                 segment, jax.tree.unflatten(treedef, leaves), join_x(x_floats, x_others), inputs, state, last
             )
             y_floats, y_others, captured["join_y"] = split_floats(y)
@@ -215,10 +216,9 @@ def trace_segment(
     stashed = residuals.stashed
     forward = with_outputs(traced, [*outvars[:count], *stashed])
     differs = differing_outputs(segment, forward.jaxpr, may_differ, num_params)
-    _refuse_differing_results(segment, jax.tree.unflatten(captured["result"], differs[:count]), last, shards[1])
     stash_types = [_shape_of(var.aval) for var in stashed]
     y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, forward.out_avals[:count])))
-    _refuse_keys(segment, (y, aux))
+    check_results(segment, jax.tree.unflatten(captured["result"], differs[:count]), (y, aux), last, shards[1])
     dy = split_floats(y)[0]
 
     def backward(params: Any, inputs: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
@@ -256,18 +256,7 @@ def trace_segment(
     return dataclasses.replace(unsplit, weight_residuals=weight_residuals, _split_backward=(b, w))
 
 
-def _results(
-    segment: Segment, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any], last: bool
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Call a segment: return its message (of the last segment the loss), its new state and its aux."""
-    message, new_state, aux = segment(params, x, inputs, state)
-    if not last:
-        return message, new_state, aux
-    loss, aux = loss_and_aux(message.y, aux, segment.stages[-1])
-    return loss, new_state, aux
-
-
-def _trace_evaluation(
+def _trace_forward(
     segment: Segment,
     params: Any,
     x: Message,
@@ -280,31 +269,12 @@ def _trace_evaluation(
     captured: dict[str, Any] = {}
 
     def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
-        leaves, captured["result"] = jax.tree.flatten(_results(segment, params, x, inputs, state, last))
+        leaves, captured["result"] = jax.tree.flatten(call_segment(segment, params, x, inputs, state, last))
         return leaves
 
     traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
     differs = differing_outputs(segment, traced.jaxpr, may_differ, len(jax.tree.leaves(params)))
-    _refuse_differing_results(segment, jax.tree.unflatten(captured["result"], differs), last, split_state)
     y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, traced.out_avals)))
-    _refuse_keys(segment, (y, aux))
+    check_results(segment, jax.tree.unflatten(captured["result"], differs), (y, aux), last, split_state)
     signature = signature_of((traced,), captured["result"])
     return SegmentProgram(y, aux, [], [], signature, _forward=traced, _result=captured["result"])
-
-
-def _refuse_differing_results(segment: Segment, differs: Any, last: bool, split_state: Any) -> None:
-    """Raise `ValueError` for a result that may differ between IPUs, unless it is state that is sharded."""
-    y, new_state, aux = differs
-    refuse_differing(segment, "a loss" if last else "a y or a skip", any(jax.tree.leaves(y)))
-    refuse_differing(segment, "an aux", any(jax.tree.leaves(aux)))
-    of_state = zip(jax.tree.leaves(new_state), jax.tree.leaves(split_state), strict=True)
-    refuse_differing(segment, "state that is not split", any(may and not split for may, split in of_state))
-
-
-def _refuse_keys(segment: Segment, results: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(results):
-        if is_key(leaf):
-            raise ValueError(
-                f"stage {segment.name!r} returns a random key, {leaf.dtype}, in its {'aux' if path[0].idx else 'y'}: "
-                "return jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data where it is used"
-            )

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from ipu_jax._keys import is_one_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.stage import Stage
+from ipu_jax.stage import Role, Stage
 from ipu_jax.weights.packed_layout import with_specs
 from ipu_jax.weights.packing import Sharded
 
@@ -136,11 +136,11 @@ def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
     return owners
 
 
-def check_key(key: Any, stages: tuple[Stage, ...], *, needed: bool) -> None:
-    """Raise `ValueError` unless `key` is a typed key if one is needed, and None if no stage takes one."""
-    if key is None and needed:
-        random = next(stage.name for stage in stages if stage.random)
-        raise ValueError(f"stage {random!r} takes a random key: pass key=jax.random.key(...)")
+def check_key(key: Any, stages: tuple[Stage, ...], role: Role) -> None:
+    """Raise `ValueError` unless `key` is a typed key if a stage needs one in this role, and None if none takes one."""
+    needing = [stage.name for stage in stages if stage.needs_key(role)]
+    if key is None and needing:
+        raise ValueError(f"stage {needing[0]!r} takes a random key: pass key=jax.random.key(...)")
     if key is not None and not is_one_key(key):
         raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
     if key is not None and not any(stage.random for stage in stages):
@@ -166,5 +166,49 @@ def check_batch(batch: Any, replicas: int, m: int) -> None:
                 f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule} ...) = "
                 f"({', '.join(map(str, leading))}, ...)"
             )
+    _check_not_empty(batch)
+
+
+def check_predictable(stages: tuple[Stage, ...], replicas: int, return_state: bool) -> None:
+    """Raise `ValueError` unless the stages can predict, and the new state can be returned if it is asked for."""
+    last = stages[-1]
+    if last.predict is None:
+        raise ValueError(
+            f"the last stage, {last.name!r}, cannot predict: give Stage(..., predict=fn), a function called like "
+            "fn that returns the outputs of one micro-batch in place of its loss"
+        )
+    if return_state and all(stage.state is None for stage in stages):
+        raise ValueError("return_state=True, but no stage holds state: name its group, Stage(..., state='name')")
+    if return_state and replicas > 1:
+        raise ValueError(
+            f"return_state=True on {replicas} replicas, whose micro-batches would leave {replicas} different states: "
+            "predict on one, pipeline.replace(mesh=make_mesh(1, ipus))"
+        )
+
+
+def check_prediction_batch(batch: Any, replicas: int) -> None:
+    """Raise `ValueError` unless all leaves of `batch` are (m, ...) for one m of at least 1, or (replicas, m, ...)."""
+    _check_not_empty(batch)
+    leading = 1 if replicas == 1 else 2
+    rule = "(micro-batches, ...)" if replicas == 1 else f"(replicas, micro-batches, ...) = ({replicas}, ...)"
+    first: tuple[int, ...] | None = None
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        shape = getattr(leaf, "shape", None)
+        found = None if shape is None else tuple(shape[:leading])
+        if found is None or len(found) < leading or 0 in found or (replicas > 1 and found[0] != replicas):
+            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule}, with any number "
+                "of micro-batches from 1 on"
+            )
+        first = found if first is None else first
+        if found != first:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {found[-1]} micro-batches and another leaf {first[-1]}: all "
+                f"leaves must have the same leading dims, {rule}"
+            )
+
+
+def _check_not_empty(batch: Any) -> None:
     if not jax.tree.leaves(batch):
         raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")

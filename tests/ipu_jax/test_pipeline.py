@@ -424,6 +424,18 @@ def test_one_program_iscompilations_and_serves_every_call():
     assert len(compilations) == before + 1
 
 
+def test_a_pipeline_prints_as_its_stages():
+    first = Stage(body, params="a", state="seen", random=True, evaluate=body)
+    last = Stage(loss, params="b", ipu=ALL_IPUS, takes=("x", "y"), name="the head", predict=body, reference=body)
+    pipeline = Pipeline([first, Stage(body, ipu=1), last], mesh=make_mesh(2, 2), schedule="auto", specs={"b": P()})
+    assert str(pipeline) == (
+        "Pipeline of 3 stages on 2 replicas x 2 IPUs, schedule 'auto', 1 micro-batch, reduction 'mean'\n"
+        "  0  a         IPU 0     params 'a', state 'seen', random, evaluate\n"
+        "  1  body      IPU 1\n"
+        "  2  the head  all IPUs  params 'b', takes 'x', 'y', predict, reference"
+    )
+
+
 # many steps
 
 

@@ -41,6 +41,37 @@ def test_a_stage_on_what_is_no_ipu_is_refused(ipu):
         Stage(mlp, ipu=ipu)
 
 
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_another_function_that_cannot_be_called_is_refused(name):
+    with pytest.raises(ValueError, match=exactly(f"{name}=3 is not callable: give a function called like fn, or None")):
+        Stage(mlp, **{name: 3})  # pyright: ignore[reportArgumentType]
+
+
+SPLIT = PartitionSpec(None, "ipu")
+NO_SPEC = "give a PartitionSpec with 'ipu' at most once and None elsewhere, or a tree of them"
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "message"),
+    [
+        (None, {}, f"predict_specs holds None: {NO_SPEC}"),
+        ("ipu", {}, f"predict_specs holds 'ipu': {NO_SPEC}"),
+        (PartitionSpec("replica"), {}, f"predict_specs holds {PartitionSpec('replica')}: {NO_SPEC}"),
+        ([PartitionSpec("ipu", "ipu")], {}, f"predict_specs holds {PartitionSpec('ipu', 'ipu')}: {NO_SPEC}"),
+        (SPLIT, {"ipu": ALL_IPUS}, f"predict_specs={SPLIT} without predict: give the function as well"),
+        (
+            {"y": SPLIT},
+            {"ipu": 1, "predict": mlp},
+            f"predict_specs={ {'y': SPLIT} } on IPU 1: only a concurrent stage (ipu=ALL_IPUS) has outputs that are "
+            "split over the IPUs",
+        ),
+    ],
+)
+def test_splits_of_outputs_that_there_cannot_be_are_refused(specs, options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        Stage(mlp, predict_specs=specs, **options)
+
+
 # errors, all of them before anything runs: `jax.eval_shape` only traces
 
 

@@ -18,8 +18,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, VerificationError, make_mesh, reference_value_and_grad, verify
-from ipu_jax import verification as reference
+from ipu_jax import (
+    ALL_IPUS,
+    Outputs,
+    Pipeline,
+    Stage,
+    VerificationError,
+    make_mesh,
+    reference_value_and_grad,
+    verification,
+    verify,
+)
 from ipu_jax.engine import scan as engine
 from support.dense import largest_relative_error
 from support.harness import exactly
@@ -150,7 +159,7 @@ def right() -> Any:
 
 def test_a_report_of_everything(right, monkeypatch):
     model, sharded, _, expected = right
-    monkeypatch.setattr(reference, "reference_value_and_grad", lambda *_: expected)
+    monkeypatch.setattr(verification, "unsharded_update", lambda *_, **__: expected)
     report = verify(model.pipeline, *sharded)
     assert set(report.gradient_errors) == {f"params{at}" for at in ("['a']['w']", "['a']['fixed']", "['b']", "['c']")}
     assert set(report.state_errors) == {"state['seen']['mean']", "state['seen']['count']"}
@@ -248,7 +257,7 @@ def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, message
     found |= {what: change(found[what])}
     result = (found["loss"], found["aux"]), found["gradients"], found["state"]
     monkeypatch.setattr(model.pipeline, "value_and_grad", lambda *_: result)
-    monkeypatch.setattr(reference, "reference_value_and_grad", lambda *_: expected)
+    monkeypatch.setattr(verification, "unsharded_update", lambda *_, **__: expected)
     with pytest.raises(VerificationError, match="^" + message):
         verify(model.pipeline, *sharded)
 

@@ -1,15 +1,4 @@
-"""Run a model as stages over the IPUs of a replica: loss and gradients of one weight update, in one program.
-
-    IPU 0   inputs -> MLP \\  \\-> classifier (columns 0-4) -- softmax CE \\
-    IPU 1                  -> -> classifier (columns 5-9) -- softmax CE  -> loss
-
-    pipeline = Pipeline([Stage(mlp, params="mlp", ipu=0), Stage(head, params="head", ipu=ALL_IPUS)],
-                        specs={"head": PartitionSpec(None, "ipu")}, gradient_accumulation=16)
-    params = pipeline.shard({"mlp": ..., "head": ...})
-    loss, gradients = pipeline.value_and_grad(params, batch)     # gradients are laid out as params
-
-`value_and_grad` may be called as it is, or inside the user's own `jax.jit` with the optimizer's update.
-"""
+"""Place stages on the IPUs of a mesh: weights and state, the program of one IPU, what a step needs and costs."""
 
 import dataclasses
 import functools
@@ -21,6 +10,7 @@ from jax.sharding import Mesh
 
 from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
+from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.analysis.schedule_choice import ScheduleChoice, StepShapes
 from ipu_jax.analysis.stage_costs import check_measurable
@@ -30,49 +20,24 @@ from ipu_jax.engine.on_mesh import run_on_mesh
 from ipu_jax.engine.plan import Plan
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts
-from ipu_jax.stage import Stage
+from ipu_jax.stage import Role, Stage
 from ipu_jax.weights import packing
-from ipu_jax.weights.arguments import check_alive, check_batch, check_key, check_mesh, check_places, checked_stages
+from ipu_jax.weights.arguments import (
+    check_alive,
+    check_batch,
+    check_key,
+    check_mesh,
+    check_places,
+    check_prediction_batch,
+    checked_stages,
+)
 from ipu_jax.weights.groups import Groups
 from ipu_jax.weights.packed_layout import PackedLayout
 from ipu_jax.weights.packing import Sharded
 
 
-class Pipeline:
-    """Runs stages on the IPUs of each replica, under a schedule.
-
-    Args:
-        stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
-        mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
-            name.
-        schedule: a name of `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
-            step, report or `choose_schedule` finds the one that takes the least time at the stages' FLOPs, and within
-            `ipu_memory` if that is given. It stays, for steps of other shapes, too.
-        gradient_accumulation: M, the micro-batches of one weight update. It may be smaller than the number of stages.
-        reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
-            the mean.
-        specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
-            split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops.
-        state_specs: likewise for the state of concurrent stages. By default every IPU holds it whole.
-        frozen: per group, True, or a pytree of bools that is a prefix of the group's own: leaves that get no gradient.
-            No gradient is computed or stored for a frozen leaf, which may have any dtype; its part of the result is
-            zeros. The pipeline that runs decides what is frozen, not the one that sharded the weights. So weights can
-            be unfrozen in stages by passing them to another pipeline.
-        ipu_memory: the bytes that an IPU holds, for example 900e6. The first `value_and_grad` of given shapes warns,
-            before it runs, if they do not suffice.
-
-    Raises:
-        ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, or a name
-            or number is outside its rule. Nothing has been compiled then.
-
-    >>> import jax.numpy as jnp
-    >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
-    >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
-    >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
-    >>> loss, gradients = pipeline.value_and_grad(params, jnp.ones((2, 4, 3)))
-    >>> float(loss), pipeline.unshard(gradients)["w"].tolist()
-    (9.0, [[6.0], [6.0], [6.0]])
-    """
+class PlacedStages:
+    """The abstract base of `Pipeline`: all that needs no run."""
 
     def __init__(
         self,
@@ -100,14 +65,18 @@ class Pipeline:
         )
         self._window = InFlight()
         self._memory = MemoryGuard(ipu_memory)
-        # jitted once each, so that all calls with the same shapes run the same program
-        self._value_and_grad = jax.jit(lambda *args: self._run(*args, backward=True))
-        self._loss = jax.jit(lambda *args: self._run(*args, backward=False)[0])
+        # jitted once, so that all calls with the same shapes run the same program
+        self._value_and_grad = jax.jit(self._update)
 
     @property
     def schedule(self) -> Schedule:
         """Return the schedule. Under "auto" this raises a `ValueError` before one has been found."""
         return self._choice.schedule
+
+    @property
+    def schedule_or_name(self) -> Schedule | str:
+        """Return the schedule, or "auto" if none has been found yet."""
+        return self._choice.schedule_or_name
 
     def shard(self, params: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of weights}` on the IPUs.
@@ -140,48 +109,6 @@ class Pipeline:
         check_alive("sharded", sharded)
         return packing.unshard_tree(sharded)
 
-    def value_and_grad(
-        self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
-    ) -> Any:
-        """Return the loss and the gradients of one weight update.
-
-        Communicates, in each tick: one ppermute of an activation and one of its gradient between neighbours, and for
-        each run of concurrent stages a broadcast of its input and a reduction of its gradient. At the end it
-        communicates the loss, and the gradients over the replicas.
-
-        Args:
-            params: from `shard`.
-            batch: a pytree whose leaves are (M, micro-batch, ...), or (replicas, M, micro-batch, ...) if there are
-                several replicas.
-            state: from `shard_state` or from the step before, if a stage has state.
-            key: a typed key, `jax.random.key(...)`, if a stage is random. Give each step another one.
-
-        Returns:
-            `(loss, gradients)`, or `((loss, aux), gradients)` if a stage returns an aux, followed by the new state if a
-            stage has state. The loss is the mean over micro-batches and replicas. `aux` is the last stage's aux if no
-            other stage returns one, otherwise `{stage name: aux}`; its leaves have leading dims (M,), or (replicas, M).
-            Gradients have the layout and dtypes of `params`; they are accumulated in float32 at least.
-
-        Raises:
-            ValueError: `params` is not from `shard`, the batch does not fit, or state or key is missing or superfluous.
-                It is raised before anything is compiled.
-        """
-        self.check(params, batch, state, key)
-        arguments = self.apply_frozen(params), batch, state, key
-        self._memory.check(*arguments[:3], lambda: make_report(self.plan_step(*arguments), *arguments, mesh=self.mesh))
-        result = self._bounded(self._value_and_grad, params, batch, state, key)
-        return result if self._groups.state_owners else result[:2]
-
-    def loss(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
-        """Return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, without gradients or stash.
-
-        The arguments are those of `value_and_grad`. The state does not change, and no key is needed if all random
-        stages have an `evaluate` function.
-        """
-        needs_key = any(stage.random and stage.evaluate is None for stage in self.stages)
-        self._check(params, batch, state, key, needs_key=needs_key)
-        return self._bounded(self._loss, params, batch, state, key)
-
     def report(
         self,
         params: Sharded,
@@ -205,6 +132,7 @@ class Pipeline:
             ValueError: `value_and_grad` would refuse the arguments, or `ipu_memory` is not above 0.
 
         >>> import jax.numpy as jnp
+        >>> from ipu_jax import Pipeline
         >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
         >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
         >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
@@ -214,9 +142,10 @@ class Pipeline:
         self.check(params, batch, state, key)
         limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
         program = self._value_and_grad if compile else None
-        params_as_frozen = self.apply_frozen(params)
-        plan = self.plan_step(params_as_frozen, batch, state, key)
-        return make_report(plan, params_as_frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
+        frozen = self.apply_frozen(params)
+        with ShortTracebacks():
+            plan = self.plan_step(frozen, batch, state, key)
+            return make_report(plan, frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
 
     def choose_schedule(
         self,
@@ -244,7 +173,8 @@ class Pipeline:
         self._choice.check_choosable(costs)
         self.check(params, batch, state, key)
         choose = lambda *shapes: self._choice.choose(StepShapes(*shapes), costs)  # noqa: E731
-        return self._traced(choose, self.apply_frozen(params), batch, state, key)
+        with ShortTracebacks():
+            return self._traced(choose, self.apply_frozen(params), batch, state, key)
 
     def stage_costs(
         self,
@@ -273,30 +203,48 @@ class Pipeline:
         self.check(params, batch, state, key)
         check_measurable((params, batch, state, key), measured, repeats)
         trace = lambda *shapes: StepShapes(*shapes).trace(self.stages)  # noqa: E731
-        traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
-        return traced.measured(self.mesh, repeats) if measured else traced.counted()
+        with ShortTracebacks():
+            traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
+            return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
         result = program(*args)
         self._window.admit(result)  # otherwise a loop that never waits would exhaust the threads of the CPU backend
         return result
 
-    def _check(self, params: Any, batch: Any, state: Any, key: Any, *, needs_key: bool) -> None:
+    def _check(self, params: Any, batch: Any, state: Any, key: Any, role: Role) -> None:
         self._groups.check(params, state)
-        check_key(key, self.stages, needed=needs_key)
-        check_batch(batch, self.replicas, self.options.gradient_accumulation)
+        check_key(key, self.stages, role)
+        if role == "prediction":
+            check_prediction_batch(batch, self.replicas)
+        else:
+            check_batch(batch, self.replicas, self.options.gradient_accumulation)
         check_alive("batch", batch)
 
-    def _run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, *, backward: bool) -> Any:
-        options = self.options
+    def _run(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None,
+        key: Any,
+        *,
+        role: Role,
+        backward: bool,
+        reduction: Reduction = "mean",
+    ) -> tuple[Any, dict[str, Any], Sharded | None, Sharded]:
+        """Return the loss, the aux by stage, the gradients (None without `backward`) and the new state."""
         program = functools.partial(
             self.run_on_ipu,
-            loss_cotangent=1.0 if options.reduction == "sum" else 1.0 / (options.gradient_accumulation * self.replicas),
+            loss_cotangent=1.0 if reduction == "sum" else 1.0 / (self.options.gradient_accumulation * self.replicas),
             reduce_over_replicas=self.replicas > 1,
+            role=role,
             backward=backward,
         )
         state = state or packing.empty_sharded(self.ipus)
-        loss, aux, *rest = run_on_mesh(program, self.mesh, params, batch, state, key, backward=backward)
+        return run_on_mesh(program, self.mesh, params, batch, state, key, backward=backward)
+
+    def _update(self, *args: Any) -> Any:
+        loss, aux, *rest = self._run(*args, role="training", backward=True, reduction=self.options.reduction)
         return self.loss_with_aux(loss, aux), *rest
 
     def run_on_ipu(
@@ -306,19 +254,28 @@ class Pipeline:
         state: Sharded | None,
         key: Any,
         *,
-        loss_cotangent: Any,
+        loss_cotangent: Any = None,
         reduce_over_replicas: bool = False,
         backward: bool = True,
+        role: Role | None = None,
     ) -> engine.Result:
         """Run one IPU's program, for callers with their own `shard_map`, such as `make_train_step`.
 
         Call it inside a `shard_map` over the pipeline's mesh. Without `reduce_over_replicas` nothing is sent
         between replicas, and loss, gradients and new state are this replica's own. Gradients are float32 at least.
+
+        Args:
+            params, batch, state, key: this IPU's part.
+            loss_cotangent: the cotangent of one micro-batch's loss, if there is a backward.
+            reduce_over_replicas: whether results are those of all replicas.
+            backward: whether to compute gradients.
+            role: which functions of the stages run. Default: "training", without a backward "evaluation".
         """
+        role = role or ("training" if backward else "evaluation")
         state = state or packing.empty_sharded(self.ipus)
         params_as_frozen = self.apply_frozen(params)
-        plan = self._plan(params_as_frozen.layout, state.layout, batch, key, backward=backward)
-        args = engine.Arguments(params_as_frozen, state, batch, key, loss_cotangent=loss_cotangent, backward=backward)
+        plan = self._plan(params_as_frozen.layout, state.layout, batch, key, role=role, backward=backward)
+        args = engine.Arguments(params_as_frozen, state, batch, key, loss_cotangent)
         result = engine.run(plan, args, reduce_over_replicas=reduce_over_replicas)
         if result.gradients is None:
             return result
@@ -333,34 +290,23 @@ class Pipeline:
         """
         return self._groups.apply_frozen(params)
 
-    def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
-        """Return the same pipeline with other stages (of the same places and groups) or on another mesh."""
-        return Pipeline(
-            self.stages if stages is None else stages,
-            mesh=self.mesh if mesh is None else mesh,
-            schedule=self._choice.schedule_or_name,
-            gradient_accumulation=self.options.gradient_accumulation,
-            reduction=self.options.reduction,
-            specs=self._groups.specs,
-            state_specs=self._groups.state_specs,
-            frozen=self._groups.frozen,
-            ipu_memory=self._memory.ipu_memory,
-        )
-
     on_ipu = renamed_method("Pipeline", "on_ipu", "run_on_ipu")
     rebuilt = renamed_method("Pipeline", "rebuilt", "replace")
 
     def check(self, params: Any, batch: Any, state: Any = None, key: Any = None) -> None:
         """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""
-        self._check(params, batch, state, key, needs_key=any(stage.random for stage in self.stages))
+        self._check(params, batch, state, key, "training")
 
-    def _plan(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, backward: bool) -> Plan:
+    def _plan(
+        self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, role: Role, backward: bool
+    ) -> Plan:
         """Return the plan for such weights, state and batch (leaves (M, ...)). Call it inside the `shard_map`."""
-        return self._choice.plan(StepShapes(params, state, batch, key), training=backward)
+        return self._choice.plan(StepShapes(params, state, batch, key), role=role, backward=backward)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
         """Return the plan of a step with such arguments, arrays or shapes. It traces the stages and runs nothing."""
-        return self._traced(lambda *shapes: self._plan(*shapes, backward=True), params, batch, state, key)
+        plan = lambda *shapes: self._plan(*shapes, role="training", backward=True)  # noqa: E731
+        return self._traced(plan, params, batch, state, key)
 
     def _traced(self, fn: Callable[..., Any], params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
         """Return `fn(weights' layout, state's layout, a replica's batch, key)`, called as inside the `shard_map`."""

@@ -1,0 +1,5 @@
+"""The door of the library: stages in, loss, gradients and predictions out."""
+
+from ipu_jax.pipeline._pipeline import Pipeline
+
+__all__ = ["Pipeline"]

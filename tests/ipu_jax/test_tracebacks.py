@@ -1,0 +1,73 @@
+"""Test that a user's exception is not buried below our frames, and that an error of ours keeps them."""
+
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ipu_jax
+from ipu_jax import Pipeline, Stage, verify
+
+OURS = f"{Path(ipu_jax.__file__).parent}/"
+X = np.ones((1, 2, 3), np.float32)
+
+
+class OwnError(Exception):
+    """An exception that only the user's program raises."""
+
+
+def deeper(x):
+    raise OwnError(x.shape)
+
+
+def broken(w, x, mb):
+    return deeper(x)
+
+
+def pipeline_of(last=broken) -> Pipeline:
+    stages = [Stage(lambda w, x, mb: mb @ w, params="w"), Stage(last, name="last", ipu=1, predict=last)]
+    return Pipeline(stages)
+
+
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+METHODS = ("value_and_grad", "loss", "predict", "report", "stage_costs")
+CALLS = {method: lambda pipeline, *args, method=method: getattr(pipeline, method)(*args) for method in METHODS}
+CALLS |= {"verify": verify, "inside jit": lambda pipeline, *args: jax.jit(pipeline.value_and_grad)(*args)}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_one_frame_of_ours_stands_above_the_users(call):
+    pipeline = pipeline_of()
+    params = pipeline.shard({"w": np.ones((3, 3), np.float32)})
+    with pytest.raises(OwnError) as caught:
+        call(pipeline, params, X)
+    frames = frames_of(caught.value)
+    assert sum(frame.filename.startswith(OURS) for frame in frames) == 1
+    assert [frame.name for frame in frames[-2:]] == ["broken", "deeper"]
+    assert "raised in stage 1, 'last'" in caught.value.__notes__
+
+
+def test_the_whole_of_it_is_there_for_who_asks_for_it():
+    pipeline = pipeline_of()
+    params = pipeline.shard({"w": np.ones((3, 3), np.float32)})
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(OwnError) as caught:
+            pipeline.value_and_grad(params, X)
+    finally:
+        jax.config.update("jax_traceback_filtering", "auto")
+    assert sum(frame.filename.startswith(OURS) for frame in frames_of(caught.value)) > 5
+
+
+def test_an_error_of_ours_keeps_its_frames():
+    pipeline = pipeline_of(lambda w, x, mb: jnp.ones(2))
+    params = pipeline.shard({"w": np.ones((3, 3), np.float32)})
+    with pytest.raises(ValueError, match=r"^the last stage, 'last', returns float32\[2\]") as caught:
+        pipeline.value_and_grad(params, X)
+    assert frames_of(caught.value)[-1].name == "loss_and_aux"
