@@ -198,7 +198,11 @@ def _checked_per_token(
     outside = ~((known >= lowest) & (known <= highest))
     if outside.any():
         bounds = (
-            "more than 0, at most 1" if lowest else "from 0 to 1" if highest == 1 else "a finite number, at least 0"
+            "more than 0, at most 1"
+            if lowest
+            else "a number from 0 to 1"
+            if highest == 1
+            else "a finite number, at least 0"
         )
         raise ValueError(f"{name}={shown(np.asarray(value)[outside].flat[0].item())} is out of range: give {bounds}")
     return value

@@ -73,11 +73,9 @@ def test_examples_are_read_in_the_order_of_arrays(source, prefetch, workers):
         expected = list(feed)
     with Feed(source, items="examples", **options, prefetch=prefetch, workers=workers) as feed:
         assert feed.batches_per_epoch == 5
-        found = []
-        for batch in feed:
-            found.append(batch)
-            if len(found) == 3:
-                state = feed.state()
+        found = [next(feed) for _ in range(3)]
+        state = feed.state()
+        found += feed
     for batch, wanted in zip(found, expected, strict=True):
         for leaf, of_arrays in zip(batch.data, wanted.data, strict=True):
             np.testing.assert_array_equal(leaf, of_arrays)

@@ -1,6 +1,7 @@
 """Test what a feed says of a stream that fails, of an item unlike the first one, and of options that cannot be."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ def examples(epoch=0, count=23):
 
 
 def feed_of(source, items, **options):
-    return Feed(source, items=items, mesh=make_mesh(1, 1), **({"micro_batch": 4, "prefetch": 0} | options))
+    given: dict[str, Any] = {"micro_batch": 4, "prefetch": 0} | options
+    return Feed(source, items=items, mesh=make_mesh(1, 1), **given)
 
 
 def real(batch):

@@ -5,6 +5,7 @@ Example k of epoch e holds the number 100 e + k and a vector of it, so every exp
 
 import itertools
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,8 @@ READ = {"examples": examples, "batches": batches}
 
 
 def feed_of(source, items, replicas=1, **options):
-    return Feed(source, items=items, mesh=make_mesh(replicas, 1), **({"micro_batch": 4, "prefetch": 0} | options))
+    given: dict[str, Any] = {"micro_batch": 4, "prefetch": 0} | options
+    return Feed(source, items=items, mesh=make_mesh(replicas, 1), **given)
 
 
 def read(feed):
