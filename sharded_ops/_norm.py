@@ -30,19 +30,26 @@ from sharded_ops._split import Split, check_shard, mask_padding, split_over
 
 
 def rms_norm(
-    x_shard: jax.Array, scale_shard: jax.Array, *, size: int, axis: str = "ipu", epsilon: float = 1e-6
+    x_shard: jax.Array,
+    scale_shard: jax.Array | None,
+    *,
+    size: int,
+    axis: str = "ipu",
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
 ) -> jax.Array:
-    """Return `x / sqrt(mean(x^2) + epsilon) * scale` over a last dim that is split over the IPUs of `axis`.
+    """Return `x / sqrt(mean(x^2) + epsilon) * (scale_offset + scale)`, over a last dim that is split over the IPUs.
 
     Forward: one all-reduce of 1 float per token. Backward: one all-reduce of 1 float per token.
 
     Args:
         x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
             floating dtype; half types are computed in float32 and rounded once.
-        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating.
+        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating. None for no scale.
         size: D, without padding. Padding is neither read nor counted, and its gradient is zero.
         axis: the mesh axis.
         epsilon: added to the mean of squares, at least 0.
+        scale_offset: added to the scale, in float32 at least: 1 for the scales of Gemma, which are trained around 0.
 
     Returns:
         (N.., D) globally, each IPU holds (N.., ceil(D/n)), in the dtype of `x_shard`. Padding comes out as zeros, and
@@ -50,7 +57,8 @@ def rms_norm(
 
     Raises:
         ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
-            `epsilon` is not a number of at least 0, or `axis` is not the enclosing shard_map's.
+            `epsilon` is not a number of at least 0, `scale_offset` is not a number or is given without a scale, or
+            `axis` is not the enclosing shard_map's.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 
@@ -66,21 +74,23 @@ def rms_norm(
     split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
     x_shard = array("x_shard", x_shard)
     x_ND = _masked_columns("x_shard", x_shard, split, axis)
-    scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
+    scale_D = _scale(scale_shard, scale_offset, x_ND, split, axis)
     mean_square_N = reduce_to_all(jnp.square(x_ND).sum(-1), axis) / split.size
-    return _finish(x_ND * lax.rsqrt(mean_square_N + epsilon)[..., None] * scale_D, x_shard, split, axis)
+    y_ND = x_ND * lax.rsqrt(mean_square_N + epsilon)[..., None]
+    return _finish(y_ND if scale_D is None else y_ND * scale_D, x_shard, split, axis)
 
 
 def layer_norm(
     x_shard: jax.Array,
-    scale_shard: jax.Array,
+    scale_shard: jax.Array | None,
     bias_shard: jax.Array | None = None,
     *,
     size: int,
     axis: str = "ipu",
     epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
 ) -> jax.Array:
-    """Return `(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias` over a last dim split over the IPUs of `axis`.
+    """Return `(x - mean(x)) / sqrt(var(x) + epsilon) * (scale_offset + scale) + bias` over a split last dim.
 
     Forward: one all-gather of 2 floats per token. Backward: one all-reduce of 2 floats per token under check_vma=True;
     one reduce-scatter that leaves 2 floats per token on each IPU under check_vma=False.
@@ -91,11 +101,12 @@ def layer_norm(
     Args:
         x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
             floating dtype; half types are computed in float32 and rounded once.
-        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating.
+        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating. None for no scale.
         bias_shard: as `scale_shard`, or None.
         size: D, without padding. Padding is neither read nor counted, and its gradient is zero.
         axis: the mesh axis.
         epsilon: added to the variance, at least 0.
+        scale_offset: added to the scale, in float32 at least, such as 1 for scales that are trained around 0.
 
     Returns:
         (N.., D) globally, each IPU holds (N.., ceil(D/n)), in the dtype of `x_shard`. Padding comes out as zeros, and
@@ -103,7 +114,8 @@ def layer_norm(
 
     Raises:
         ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
-            `epsilon` is not a number of at least 0, or `axis` is not the enclosing shard_map's.
+            `epsilon` is not a number of at least 0, `scale_offset` is not a number or is given without a scale, or
+            `axis` is not the enclosing shard_map's.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
 
@@ -119,9 +131,11 @@ def layer_norm(
     split, epsilon = split_over(size, axis), real_number("epsilon", epsilon, at_least=0)
     x_shard = array("x_shard", x_shard)
     x_ND = _masked_columns("x_shard", x_shard, split, axis)
-    scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
+    scale_D = _scale(scale_shard, scale_offset, x_ND, split, axis)
     mean_N, variance_N = _mean_and_variance(x_ND, split, axis)
-    y_ND = (x_ND - mean_N[..., None]) * lax.rsqrt(variance_N + epsilon)[..., None] * scale_D
+    y_ND = (x_ND - mean_N[..., None]) * lax.rsqrt(variance_N + epsilon)[..., None]
+    if scale_D is not None:
+        y_ND = y_ND * scale_D
     if bias_shard is not None:
         y_ND = y_ND + _per_column("bias_shard", bias_shard, x_ND, split, axis)
     return _finish(y_ND, x_shard, split, axis)
@@ -166,6 +180,17 @@ def _masked_columns(name: str, shard: jax.Array, split: Split, axis: str) -> jax
     check_shard(name, shard, -1, split, axis)
     wide = shard.astype(jnp.promote_types(shard.dtype, jnp.float32))
     return as_varying_over(mask_padding(wide, -1, split, axis, fill=0), axis)
+
+
+def _scale(scale_shard: jax.Array | None, offset: float, x_ND: jax.Array, split: Split, axis: str) -> jax.Array | None:
+    """Return the factor of each column, typed as varying; None without a scale."""
+    offset = real_number("scale_offset", offset)
+    if scale_shard is not None:
+        scale_D = _per_column("scale_shard", scale_shard, x_ND, split, axis)
+        return scale_D + offset if offset else scale_D
+    if offset:
+        raise ValueError(f"scale_offset={offset} is added to a scale, but scale_shard is None: leave it out")
+    return None
 
 
 def _per_column(name: str, shard: jax.Array, x_ND: jax.Array, split: Split, axis: str) -> jax.Array:

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from sharded_ops._arguments import array, array_like, shown, whole_number
 from sharded_ops._collectives import check_same_on_all
+from sharded_ops._nucleus import kept_columns, odds
 from sharded_ops._softmax import check_floating_logits
 from sharded_ops._top_k import sharded_argmax, sharded_top_k, split_of_ordered, widened
 
@@ -34,6 +35,7 @@ def sample(
     temperature: ArrayLike = 1.0,
     top_k: int | None = None,
     top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
 ) -> jax.Array:
     """Draw one column for each token from softmax(logits / temperature), over a last dim that is split over `axis`.
 
@@ -43,9 +45,11 @@ def sample(
     again, or for another batch, use another key; under `jax.vmap` use one key per row.
 
     Without `top_k`, each IPU draws Gumbel noise for each token and each of its own columns; then one all-gather sends 2
-    numbers per token. This computes a hash and two logarithms per token and column, and a hash per column. With
-    `top_k`, one all-gather sends 2 min(top_k, ceil(V/n)) numbers per token; then every IPU makes the same draw among
-    the top_k candidates, and noise is drawn for these only. There is no backward pass: an index has no gradient.
+    numbers per token. This computes a hash and two logarithms per token and column, and a hash per column. `min_p` and
+    `top_p` add one all-reduce of 1 number per token for the largest logit, and `top_p` finds the nucleus without
+    gathering rows: by one all-reduce of 1 number, 8 (16 in float64) of 15, and one all-gather of 2. With `top_k`, one
+    all-gather sends 2 min(top_k, ceil(V/n)) numbers per token; then every IPU makes the same draw among the top_k
+    candidates, and noise is drawn for these only. There is no backward pass: an index has no gradient.
 
     Args:
         key: one typed key, `jax.random.key(seed)`, the same on all IPUs of `axis`. Under check_vma=False this cannot be
@@ -60,17 +64,21 @@ def sample(
         top_k: draw from the top_k largest columns only, as `sharded_ops.top_k` finds them; None: draw from all.
         top_p: a scalar or (N..), more than 0 and at most 1. Draw from the nucleus only: the fewest of the largest
             columns whose probabilities add up to at least top_p (Holtzman et al. 2019, arXiv:1904.09751, section 3.1).
-            It needs `top_k`, and a column's probability is its share among those top_k, after the temperature;
-            `top_k=size` gives the nucleus of the whole row, for which it gathers whole rows.
+            Columns are in the order of `sharded_ops.top_k`. A column's probability is its share after the temperature;
+            with `top_k`, its share among those top_k. Where the sum is within a rounding of top_p, the last column
+            may depend on the number of IPUs.
+        min_p: a scalar or (N..), from 0 to 1. Draw only from columns that are at least min_p times as probable as the
+            most probable one, after the temperature (Nguyen et al. 2024, arXiv:2407.01082). With `top_p`, a column must
+            pass both; the nucleus is that of all columns, as in Hugging Face.
 
     Returns:
         (N..) int32, the same on all IPUs: columns in [0, size).
 
     Raises:
         ValueError: `key` is not one typed key or differs between IPUs; the logits are not floating or their shard does
-            not fit `size` or is the same on all of several IPUs; `temperature` or `top_p` is out of its range, has
-            another shape than () or (N..), or differs between IPUs; `top_k` is not an int from 1 to `size`; `top_p` is
-            given without `top_k`; or `axis` is not the enclosing shard_map's.
+            not fit `size` or is the same on all of several IPUs; `temperature`, `top_p` or `min_p` is out of its range,
+            has another shape than () or (N..), or differs between IPUs; `top_k` is not an int from 1 to `size`; or
+            `axis` is not the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -96,25 +104,28 @@ def sample(
     if top_p is not None:
         # The smallest number above zero makes the interval (0, 1].
         lowest = float(np.nextafter(0, 1))
-        checked_top_p = _checked_per_token("top_p", top_p, tokens, axis, lowest=lowest, highest=1)
-        if top_k is None:
-            raise ValueError(
-                f"top_p={shown(top_p)} needs top_k, as the nucleus is found among gathered candidates: give top_k, at "
-                f"most size={split.size}, which takes the nucleus of the whole row"
-            )
-        top_p = checked_top_p
+        top_p = _checked_per_token("top_p", top_p, tokens, axis, lowest=lowest, highest=1)
+    if min_p is not None:
+        min_p = _checked_per_token("min_p", min_p, tokens, axis, lowest=0, highest=1)
     if _is_zero(temperature):
         return sharded_argmax(logits_NV, split, axis)
     temperature_N1 = _per_token(temperature, dtype)
+    top_p_N1, min_p_N1 = (None if p is None else _per_token(p, dtype) for p in (top_p, min_p))
     if top_k is None:
         columns_V = split.offset(lax.axis_index(axis)) + jnp.arange(split.local, dtype=jnp.int32)
-        noise_NV = _gumbel_of_columns(key, columns_V, tokens, dtype)
-        return sharded_argmax(logits_NV + temperature_N1 * noise_NV, split, axis)
+        drawn_NV = logits_NV + temperature_N1 * _gumbel_of_columns(key, columns_V, tokens, dtype)
+        if top_p_N1 is not None or min_p_N1 is not None:
+            kept_NV = kept_columns(logits_NV, temperature_N1, top_p_N1, min_p_N1, split, axis)
+            drawn_NV = jnp.where(kept_NV, drawn_NV, -jnp.inf)
+        return sharded_argmax(drawn_NV, split, axis)
     logits_NK, columns_NK = sharded_top_k(logits_NV, top_k, split, axis)
     drawn_NK = logits_NK + temperature_N1 * _gumbel(key, logits_NK.shape, dtype)
-    if top_p is not None:
-        nucleus_NK = _nucleus(logits_NK, temperature_N1, _per_token(top_p, dtype))
-        drawn_NK = jnp.where(nucleus_NK, drawn_NK, -jnp.inf)
+    top_N1 = logits_NK[..., :1]
+    p_NK = odds(logits_NK, top_N1, temperature_N1)
+    if top_p_N1 is not None:
+        drawn_NK = jnp.where(_nucleus(p_NK, top_p_N1), drawn_NK, -jnp.inf)
+    if min_p_N1 is not None:
+        drawn_NK = jnp.where((p_NK >= min_p_N1) | jnp.isnan(logits_NK), drawn_NK, -jnp.inf)
     return jnp.take_along_axis(columns_NK, jnp.argmax(drawn_NK, -1, keepdims=True), axis=-1)[..., 0]
 
 
@@ -147,17 +158,13 @@ def _gumbel_of_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     return -jnp.log(-jnp.log1p(-u))
 
 
-def _nucleus(logits_NK: jax.Array, temperature_N1: jax.Array, top_p_N1: jax.Array) -> jax.Array:
+def _nucleus(p_NK: jax.Array, top_p_N1: jax.Array) -> jax.Array:
     """Return which candidates are in the nucleus: those before which the probabilities add up to less than `top_p`.
 
     The candidates are sorted, largest first. The first one is always in the nucleus.
     """
-    top_N1 = logits_NK[..., :1]
-    # Logits equal to the top one are treated apart, as inf - inf is NaN. At temperature 0 the others get 0.
-    below_NK = (logits_NK - top_N1) / jnp.maximum(temperature_N1, jnp.finfo(logits_NK.dtype).tiny)
-    p_NK = jnp.exp(jnp.where(logits_NK == top_N1, 0, below_NK))
     upto_NK = jnp.cumsum(p_NK, -1)
-    before_NK = jnp.concatenate([jnp.zeros_like(top_N1), upto_NK[..., :-1]], -1)
+    before_NK = jnp.concatenate([jnp.zeros_like(upto_NK[..., :1]), upto_NK[..., :-1]], -1)
     # A top_p of 1 keeps every candidate, even if the rounded probabilities of the first few add up to 1.
     return (before_NK < top_p_N1 * upto_NK[..., -1:]) | (top_p_N1 >= 1) | (jnp.arange(p_NK.shape[-1]) == 0)
 
@@ -190,7 +197,13 @@ def _checked_per_token(
     known = np.asarray(value, np.float64)
     outside = ~((known >= lowest) & (known <= highest))
     if outside.any():
-        bounds = "a finite number, at least 0" if lowest == 0 else "more than 0, at most 1"
+        bounds = (
+            "more than 0, at most 1"
+            if lowest
+            else "a number from 0 to 1"
+            if highest == 1
+            else "a finite number, at least 0"
+        )
         raise ValueError(f"{name}={shown(np.asarray(value)[outside].flat[0].item())} is out of range: give {bounds}")
     return value
 

@@ -2,7 +2,8 @@
 
     source --read--> rows of this instance --send--> batch on the mesh --> step
     (arrays,          (Order: shuffled,               (device_put)
-     an indexable)     sliced, resumable)
+     an indexable,     sliced, resumable;
+     a stream)         a stream: rebatched)
     `------------- `workers` threads, at most `prefetch` batches ahead ---'
 
     source = {"images": images, "labels": labels}
@@ -13,49 +14,24 @@
 Bytes are sent as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/feed.md.
 """
 
-import dataclasses
 import math
-import operator
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, SupportsIndex
+from typing import Any, Literal
 
-import jax
-import numpy as np
-import numpy.typing as npt
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from ipu_jax._checks import as_int, check_count
+from ipu_jax._checks import as_int, check_choice, check_count
+from ipu_jax.data.batch import FeedBatch, Sender, replicas_of
+from ipu_jax.data.dims import REMAINDERS, BatchDims
 from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import FeedTimeoutError, Prefetcher
-from ipu_jax.data.source import Source
-from ipu_jax.devices import REPLICA_AXIS
+from ipu_jax.data.reader import IndexedReader, Reader, Run
+from ipu_jax.data.rebatch import StreamReader
+from ipu_jax.data.source import ArraySource, ExampleSource, has_numbers
+from ipu_jax.data.stream import Stream
 
-_STATE: Final = ("epoch", "position", "examples", "seed", "shuffle")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class FeedBatch:
-    """One batch, on the IPUs.
-
-    Attributes:
-        data: a pytree like the source's, with leaves `jax.Array` of shape (device_iterations, replicas, M, micro-batch,
-            ...), where each of the first two dims is left out if it is 1. With one device iteration,
-            `Pipeline.value_and_grad` takes it.
-        epoch: the epoch that the batch belongs to, from 0.
-        examples: the number of its real examples, over all instances.
-        updates: the number of its device iterations that contain a real example. These are the first ones.
-        is_real: bool, which rows of this instance are real examples. Its dims are the leading dims of this instance's
-            part of `data`.
-        nbytes: the bytes of this instance's rows, as they were sent to each IPU of a replica.
-    """
-
-    data: Any
-    epoch: int
-    examples: int
-    updates: int
-    is_real: npt.NDArray[np.bool_]
-    nbytes: int
+__all__ = ["Feed", "FeedBatch"]
 
 
 class Feed:
@@ -69,31 +45,41 @@ class Feed:
     instances, and each instance has equally many of its rows.
 
     Args:
-        source: a pytree of arrays with one example per row, or an indexable: an object with `__len__()` and with a
-            `__getitem__` that returns a pytree of NumPy arrays (n, ...) for an index array (n,). If there are several
-            workers, several threads call it at once.
+        source: where the examples are from; `items` says how it gives them. An array may be NumPy's, jax's, or a tensor
+            of torch or TensorFlow. In examples and batches of `items`, a list of numbers is an array, too.
         mesh: a mesh with an axis "replica", such as `Pipeline.mesh`.
         micro_batch: B, the examples of a micro-batch.
+        items: None for a pytree of arrays with one example per row, or for an indexable: an object with `__len__()` and
+            with a `__getitem__` that returns a pytree of arrays (n, ...) for an index array (n,). "examples" for an
+            object that gives one example at a time: with `__len__()` and a `__getitem__` that takes an int, such as a
+            list of dicts or a dataset of torch or Hugging Face; or, without these, a stream. "batches" for a stream
+            that gives examples in batches of any sizes: a pytree of arrays (n, ...) each. A stream is an iterable such
+            as a `DataLoader` or `tf.data.Dataset`; a function that takes the number of an epoch and returns a fresh
+            iterator of it; or an iterator, which can be read once. Every instance reads the whole stream, and keeps the
+            rows of its own replicas. If there are several workers, several threads call `__getitem__` at once.
         gradient_accumulation: M, the micro-batches of an update on each replica.
         device_iterations: K, the updates of a batch.
         shuffle: whether each epoch has a new order, which depends on the seed. Otherwise it is the source's own order.
+            By default True, except for a stream, which must shuffle by itself.
         seed: the seed of the shuffling, at least 0.
         epochs: iteration ends after this many epochs, including those before `state`; None for never.
         remainder: what is done with the examples at the end of an epoch that do not fill a whole batch. "drop" (the
             default) leaves them out. "updates" leaves out only those that do not fill a whole update, so that a batch
-            may contain fewer than K updates. "pad" fills the batch up with `fill`, and "wrap" with the epoch's first
-            examples again. `FeedBatch` says which rows are real.
+            may contain fewer than K updates. "pad" fills the batch up with `fill`, and "wrap" (not for a stream) with
+            the epoch's first examples again. `FeedBatch` says which rows are real.
         fill: what batches are filled up with under "pad" and "updates": a number, or a pytree of numbers like the
             source, for example a label that is not a class.
         prefetch: how many batches may be ready or being made, beyond those that were returned. With 0 the caller's own
             thread makes each batch when it is asked for.
         workers: the number of threads that make batches, at most `prefetch`. Without prefetch it must be 1, and no
-            thread is started.
+            thread is started. A stream is read by one worker.
         instances: the number of processes that share the replicas.
         instance: the number of this process among them, from 0.
         timeout: seconds to wait for a batch of the workers before an error is raised.
         state: what `state()` returned: the feed continues with the very next batch. The numbers of instances and
-            workers and the dims of the batch may differ from before.
+            workers and the dims of the batch may differ from before. A stream continues by the source's `state_dict`
+            and `load_state_dict`, if it has both; otherwise by reading the examples before the state again, which must
+            then come in the same order as before. This is checked by the last of them.
         last: the deprecated name of `remainder`.
 
     Attributes:
@@ -102,14 +88,23 @@ class Feed:
 
     Raises:
         ValueError: a value is outside its rule, the source cannot be read, there are too few examples, or the state is
-            that of another order of examples.
+            that of another order of examples. While batches are made: an example is not like the first one; the message
+            has its number and the leaf. For an iterator also: it would have to be read again.
 
+    >>> import numpy as np
     >>> from ipu_jax.devices import make_mesh
     >>> source = {"x": np.arange(10, dtype=np.int32)}
     >>> with Feed(source, mesh=make_mesh(2, 1), micro_batch=2, shuffle=False, epochs=1) as feed:
     ...     batch = next(feed)
     ...     batch.data["x"].tolist(), feed.batches_per_epoch, feed.state()["position"]
     ([[[0, 1]], [[2, 3]]], 2, 4)
+
+    A loader's batches of 3 become batches of 4, which is 2 replicas x 2 examples:
+
+    >>> loader = [{"x": [0, 1, 2]}, {"x": [3, 4, 5]}, {"x": [6, 7, 8]}]
+    >>> with Feed(loader, items="batches", mesh=make_mesh(2, 1), micro_batch=2, remainder="pad", fill=-1) as feed:
+    ...     [batch.data["x"].reshape(-1).tolist() for batch in feed.epoch()]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, -1, -1, -1]]
     """
 
     def __init__(
@@ -118,9 +113,10 @@ class Feed:
         *,
         mesh: Mesh,
         micro_batch: int,
+        items: Literal["examples", "batches"] | None = None,
         gradient_accumulation: int = 1,
         device_iterations: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
         epochs: int | None = None,
         remainder: str | None = None,
@@ -130,7 +126,7 @@ class Feed:
         instances: int = 1,
         instance: int = 0,
         timeout: float = 120.0,
-        state: Mapping[str, SupportsIndex] | None = None,
+        state: Mapping[str, Any] | None = None,
         last: str | None = None,
     ):
         if epochs is not None:
@@ -146,64 +142,76 @@ class Feed:
         if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"timeout={timeout} is not a number of seconds: give one such as 120")
         check_count("instances", instances)
-        replicas, mesh_replicas = _replicas(mesh, instances, instance)
-        examples = Source(source)
-        order = EpochOrder(
-            examples.examples,
-            micro_batch,
-            gradient_accumulation=gradient_accumulation,
-            replicas=replicas,
-            iterations=device_iterations,
-            shuffle=shuffle,
-            seed=seed,
-            remainder=_remainder(remainder, last),
-            instances=instances,
-            instance=instance,
-        )
-        # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
-        dims = ((device_iterations, device_iterations, None), (mesh_replicas, replicas // instances, REPLICA_AXIS))
-        leading = [dim for dim in dims if dim[0] > 1]
-        update_dims = (gradient_accumulation, micro_batch)
-        shape, local_shape = (*[dim[0] for dim in leading], *update_dims), (*[dim[1] for dim in leading], *update_dims)
-        sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in leading]))
-        self.like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), examples.like
-        )
-        self._assembler = _Assembler(examples, order, self.like, local_shape, examples.filling(fill))
-        self._order, self._epochs = order, epochs
+        if items is not None:
+            check_choice("items", items, ("examples", "batches"))
+        dims = {
+            "gradient_accumulation": gradient_accumulation,
+            "replicas": replicas_of(mesh, instances, instance),
+            "iterations": device_iterations,
+            "instances": instances,
+            "instance": instance,
+        }
+        rest: dict[str, Any] = {"fill": fill, "epochs": epochs, "state": state}
+        remainder = _remainder(remainder, last)
+        if items is None or (items == "examples" and has_numbers(source) and not isinstance(source, dict)):
+            examples = ArraySource(source) if items is None else ExampleSource(source)
+            order = EpochOrder(
+                examples.examples,
+                micro_batch,
+                shuffle=shuffle is None or shuffle,
+                seed=seed,
+                remainder=remainder,
+                **dims,
+            )
+            self._reader: Reader = IndexedReader(examples, order, Sender(mesh, order.dims, examples.like), **rest)
+        else:
+            _check_stream(source, shuffle, seed, remainder, workers)
+            stream = Stream(source, batched=items == "batches")
+            self._reader = StreamReader(stream, BatchDims(micro_batch, **dims), mesh, remainder=remainder, **rest)
+        self.like, self._position, self._epochs = self._reader.like, self._reader.start, epochs
         self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
-        self._position = order.first(Position(0, 0) if state is None else _position_of(state, order))
-        self._ahead: Prefetcher[Position, FeedBatch] | None = None
+        self._run: Run | None = None
+        self._ahead: Prefetcher[Position, tuple[FeedBatch | None, Position]] | None = None
         self._closed = False
 
     @property
     def batches_per_epoch(self) -> int:
-        """Return the number of batches in a whole epoch."""
-        return self._order.batches_from(0)
+        """Return the number of batches in a whole epoch.
 
-    def state(self) -> dict[str, int]:
-        """Return the feed's position as plain ints: after the last batch that was returned, however many are ready.
-
-        It is the same on every instance.
+        Raises:
+            ValueError: the source is a stream, which does not say so.
         """
-        order = self._order
-        values = (self._position.epoch, self._position.position, order.examples, order.seed, int(order.shuffle))
-        return dict(zip(_STATE, values, strict=True))
+        return self._reader.batches_per_epoch()
+
+    def state(self) -> dict[str, Any]:
+        """Return the feed's position as plain data: after the last batch that was returned, however many are ready.
+
+        These are plain ints, and the same on every instance. For a stream with a `state_dict` of its own, what that
+        returned is "source" among them.
+        """
+        return self._reader.state(self._position)
 
     def seek(self, epoch: int) -> None:
-        """Go to the start of an epoch. If the feed is there already, batches that are ready are kept."""
+        """Go to the start of an epoch. If the feed is there already, batches that are ready are kept.
+
+        Raises:
+            ValueError: `epoch` is not an int of at least 0, or the source is an iterator that cannot be repeated.
+        """
         to = as_int(epoch)
         if to is None or to < 0:
             raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
-        if self._position != Position(to, 0):
+        if (self._position.epoch, self._position.position) != (to, 0):
+            position = self._reader.at_epoch(to)
             self._drop()
-            self._position = Position(to, 0)
+            self._position = position
 
     def epoch(self) -> Iterator[FeedBatch]:
         """Yield the batches that are left of the current epoch."""
         number = self._position.epoch
         while self._position.epoch == number and not self._is_done:
-            yield self._next()
+            batch = self._next()
+            if batch is not None:
+                yield batch
 
     def __iter__(self) -> "Feed":
         return self
@@ -216,9 +224,11 @@ class Feed:
             FeedTimeoutError: the batch did not arrive in time; the message says what the workers do.
             Exception: whatever the source raised. The next call tries the same batch again.
         """
-        if self._is_done:
-            raise StopIteration
-        return self._next()
+        while not self._is_done:
+            batch = self._next()
+            if batch is not None:
+                return batch
+        raise StopIteration
 
     def __enter__(self) -> "Feed":
         return self
@@ -243,23 +253,20 @@ class Feed:
     def _is_done(self) -> bool:
         return self._epochs is not None and self._position.epoch >= self._epochs
 
-    def _next(self) -> FeedBatch:
+    def _next(self) -> FeedBatch | None:
+        """Return the next batch; None if the epoch ended instead."""
         if self._closed:
             raise ValueError("the feed is closed: read inside its `with` block")
         try:
+            if self._run is None:
+                self._run = self._reader.run(self._position)
             if not self.prefetch:
-                batch = self._assembler(self._position)
+                batch, self._position = self._run(self._position)
             else:
                 if self._ahead is None:
-                    self._ahead = Prefetcher(
-                        self._assembler,
-                        _positions(self._order, self._position, self._epochs),
-                        ahead=self.prefetch,
-                        workers=self.workers,
-                        seconds=self._timeout,
-                    )
-                batch = self._ahead.take()
-            self._position = self._order.after(self._position)
+                    positions, options = self._run.positions(), {"workers": self.workers, "seconds": self._timeout}
+                    self._ahead = Prefetcher(self._run, positions, ahead=self.prefetch, **options)
+                batch, self._position = self._ahead.take()
         except FeedTimeoutError:
             raise  # the batch may still arrive: the next call waits for it again
         except BaseException as error:  # Ctrl-C, too, may arrive after a batch is taken and before it is counted
@@ -270,7 +277,7 @@ class Feed:
         return batch
 
     def _drop(self) -> None:
-        ahead, self._ahead = self._ahead, None
+        ahead, self._ahead, self._run = self._ahead, None, None
         if ahead is not None:
             ahead.close()
 
@@ -281,84 +288,17 @@ class Feed:
             error.add_note(f"and a worker is stuck: {stuck}")
 
 
-class _Assembler:
-    """Makes the batch that begins at a position. It has no reference to the feed, which workers must not keep alive."""
-
-    def __init__(self, source: Source, order: EpochOrder, like: Any, lead: tuple[int, ...], fill: Any):
-        self._source, self._order, self._like, self._lead, self._fill = source, order, like, lead, fill
-
-    def __call__(self, position: Position) -> FeedBatch:
-        rows = self._order.rows(position)
-        indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
-        is_whole = self._order.remainder == "wrap" or is_real.all()
-        read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
-        return FeedBatch(
-            jax.tree.map(self._send, self._like, read),
-            position.epoch,
-            rows.examples,
-            rows.updates,
-            is_real.reshape(self._lead),
-            sum(leaf.nbytes for leaf in jax.tree.leaves(read)),
-        )
-
-    def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Any:
-        whole = jax.tree.map(
-            lambda like, fill: np.full((len(indices), *like.shape), fill, like.dtype), self._source.like, self._fill
-        )
-        if is_real.any():
-            read = jax.tree.leaves(self._source.read(indices[is_real]))
-            for filled, real in zip(jax.tree.leaves(whole), read, strict=True):
-                filled[is_real] = real
-        return whole
-
-    def _send(self, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> jax.Array:
-        of_instance = rows.reshape(*self._lead, *rows.shape[1:])
-        return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
-
-
-def _positions(order: EpochOrder, position: Position, epochs: int | None) -> Iterator[Position]:
-    while epochs is None or position.epoch < epochs:
-        yield position
-        position = order.after(position)
-
-
-def _replicas(mesh: Mesh, instances: int, instance: int) -> tuple[int, int]:
-    """Return the number of replicas of all instances, and that of the mesh."""
-    if REPLICA_AXIS not in mesh.axis_names:
-        raise ValueError(
-            f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"
-        )
-    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA_AXIS), 0)
-    owners = [{device.process_index for device in row.flat} for row in rows.reshape(len(rows), -1)]
-    processes = set().union(*owners)
-    if processes == {jax.process_index()}:
-        return len(rows) * instances, len(rows)
-    if len(processes) != instances:
-        raise ValueError(f"mesh lies on {len(processes)} processes, but instances={instances}: give one for each")
-    each = len(rows) // instances
-    if owners[instance * each : (instance + 1) * each] != [{jax.process_index()}] * each or len(rows) % instances:
-        raise ValueError(
-            f"mesh has replicas of the processes {[sorted(of_row) for of_row in owners]}, and instance={instance} is "
-            f"process {jax.process_index()}: give each instance as many replicas, whole ones, in the order of instances"
-        )
-    return len(rows), len(rows)
-
-
-def _position_of(state: Mapping[str, SupportsIndex], order: EpochOrder) -> Position:
-    try:
-        saved = {name: operator.index(value) for name, value in state.items()}
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"state={state!r} is not one: give what state() returned") from error
-    if saved.keys() != set(_STATE) or saved["epoch"] < 0 or not 0 <= saved["position"] <= saved["examples"]:
-        raise ValueError(f"state={saved} is not one: give what state() returned")
-    own = {"examples": order.examples, "seed": order.seed, "shuffle": int(order.shuffle)}
-    for name, value in own.items():
-        if saved[name] != value:
-            raise ValueError(
-                f"state is of {name}={saved[name]}, but the feed has {name}={value}: its order is another one, and "
-                "examples would be lost or read twice"
-            )
-    return Position(saved["epoch"], saved["position"])
+def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, workers: int) -> None:
+    """Raise for options that only examples with numbers can have."""
+    check_choice("remainder", remainder, REMAINDERS)
+    named = f"the source, a {type(source).__name__}, gives one item after the other"
+    if shuffle or seed:
+        option = "shuffle=True" if shuffle else f"seed={seed}"
+        raise ValueError(f"{option}, but {named}: let the source shuffle, or give one with __len__ and __getitem__")
+    if workers > 1:
+        raise ValueError(f"workers={workers}, but {named}: use workers=1, and let the source have workers of its own")
+    if remainder == "wrap":
+        raise ValueError(f"remainder='wrap', but {named}, so the first ones are gone: use 'drop', 'updates' or 'pad'")
 
 
 def _remainder(remainder: str | None, last: str | None) -> str:

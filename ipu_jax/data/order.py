@@ -10,17 +10,13 @@ from it: no example is lost, and none is read twice. This module does not import
 """
 
 import dataclasses
-import math
 import threading
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ipu_jax._checks import as_int, check_choice, check_count
-
-REMAINDERS: Final = ("drop", "updates", "pad", "wrap")
-"""The ways to treat examples at the end of an epoch that do not fill a whole batch: see `EpochOrder`."""
+from ipu_jax.data.dims import REMAINDERS, BatchDims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,47 +100,28 @@ class EpochOrder:
         instance: int = 0,
     ):
         self.examples = check_count("examples", examples)
-        counts = {
-            "micro_batch": micro_batch,
-            "gradient_accumulation": gradient_accumulation,
-            "replicas": replicas,
-            "device_iterations": iterations,
-        }
-        micro_batch, gradient_accumulation, replicas, iterations = (check_count(*count) for count in counts.items())
-        instances = check_count("instances", instances)
-        number, own_seed = as_int(instance), as_int(seed)
-        if number is None or not 0 <= number < instances:
-            raise ValueError(f"instance={instance!r} is none of instances={instances}: give an int from 0 on")
-        if replicas % instances:
-            raise ValueError(
-                f"replicas={replicas} cannot be shared by instances={instances}: use a multiple of {instances}"
-            )
+        self.dims = BatchDims(
+            micro_batch,
+            gradient_accumulation=gradient_accumulation,
+            replicas=replicas,
+            iterations=iterations,
+            instances=instances,
+            instance=instance,
+        )
+        self.per_update, self.per_batch = self.dims.per_update, self.dims.per_batch
+        own_seed = as_int(seed)
         if own_seed is None or own_seed < 0:
             raise ValueError(f"seed={seed!r} is not a seed: give an int of at least 0")
         self.seed, self.shuffle, self.remainder = own_seed, shuffle, check_choice("remainder", remainder, REMAINDERS)
-        self._shape = (iterations, replicas, gradient_accumulation, micro_batch)
-        own = replicas // instances
-        self._own = slice(number * own, (number + 1) * own)
-        self.per_update = replicas * gradient_accumulation * micro_batch
-        self.per_batch = iterations * self.per_update
         if not self.batches_from(0):
-            whole, needed = ("an update", self.per_update) if remainder == "updates" else ("a batch", self.per_batch)
-            product = " x ".join(f"{name}={value}" for name, value in counts.items() if value > 1) or "micro_batch=1"
-            raise ValueError(
-                f"{product} takes {needed} examples for {whole}, but there are {examples}: lower one of them, or fill "
-                "up with remainder='pad' or 'wrap'"
-            )
+            raise self.dims.too_few(examples, remainder, "remainder='pad' or 'wrap'")
         self._lock = threading.Lock()
         self._orders: dict[int, npt.NDArray[np.intp]] = {}
 
     def batches_from(self, position: int) -> int:
         """Return how many batches begin at this position of an epoch or after it."""
-        left = self.examples - position
-        if self.remainder == "drop":
-            return left // self.per_batch
-        if self.remainder == "updates":
-            left -= left % self.per_update
-        return -(-left // self.per_batch)
+        whole, left = divmod(max(self.examples - position, 0), self.per_batch)
+        return whole + (self.dims.kept(left, self.remainder) > 0)
 
     def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
         """Return the order of all examples in an epoch, (examples,), read-only."""
@@ -168,14 +145,13 @@ class EpochOrder:
 
     def rows(self, start: Position) -> Rows:
         """Return this instance's part of the batch that begins at `start`."""
-        order = self.of_epoch(start.epoch)
-        chosen = order[start.position : start.position + self.per_batch]
-        if self.remainder == "updates":
-            chosen = chosen[: len(chosen) - len(chosen) % self.per_update]
-        examples = len(chosen)
-        if examples < self.per_batch:
+        order, per_batch = self.of_epoch(start.epoch), self.per_batch
+        chosen = order[start.position : start.position + per_batch]
+        examples = self.dims.kept(len(chosen), self.remainder)
+        if examples < per_batch:
             # filled up with the epoch's first examples, repeated if they are too few
-            chosen = np.concatenate([chosen, np.resize(order, self.per_batch - examples)])
-        is_real = np.arange(self.per_batch) < examples
-        indices, is_real = chosen.reshape(self._shape)[:, self._own], is_real.reshape(self._shape)[:, self._own]
-        return Rows(indices, is_real, examples, math.ceil(examples / self.per_update))
+            chosen = np.concatenate([chosen[:examples], np.resize(order, per_batch - examples)])
+        is_real = np.arange(per_batch) < examples
+        return Rows(
+            self.dims.of_instance(chosen), self.dims.of_instance(is_real), examples, self.dims.updates(examples)
+        )

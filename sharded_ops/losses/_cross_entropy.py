@@ -23,18 +23,19 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from sharded_ops._arguments import array, array_like, one_axis, shown, whole_number
+from sharded_ops._arguments import array, array_like, one_axis, whole_number
 from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all, gather_to_all
 from sharded_ops._softmax import checked_split
 from sharded_ops._split import check_one_per_row, mask_padding
 from sharded_ops.losses._options import (
     OutOfRange,
     Reduction,
+    check_log_sum_exp,
+    check_soft_targets,
     checked_labels,
     checked_options,
     checked_terms,
@@ -48,6 +49,7 @@ from sharded_ops.losses._statistics import (
     combine_shards,
     is_soft,
     loss_dlogits,
+    loss_dtargets,
     probabilities,
     shard_start,
     shard_summary,
@@ -170,14 +172,13 @@ def log_softmax_cross_entropy(
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
     labels = array_like("labels", labels)
     checked_options(out_of_range, reduction)
-    if not isinstance(return_log_sum_exp, bool | np.bool_):
-        raise ValueError(f"return_log_sum_exp={shown(return_log_sum_exp)} is not a bool: give True or False")
+    check_log_sum_exp(return_log_sum_exp)
     if weights is not None:
         weights = checked_weights(weights)
         check_one_per_row("weights", weights, logits_shard)
         check_same_on_all("weights", weights, axis)
     if jnp.issubdtype(labels.dtype, jnp.floating):
-        _check_soft(labels, logits_shard, ignore_index, out_of_range)
+        check_soft_targets(labels, logits_shard.shape, ignore_index, out_of_range)
         targets = jnp.asarray(labels, jnp.promote_types(logits_shard.dtype, jnp.float32))
         targets = mask_padding(targets, -1, split, axis, fill=0)
         faulty_N = None
@@ -269,20 +270,6 @@ def _log_sum_exp_tangent(
 
 
 def _loss_tangent_by_targets(terms: Terms, x_NV: jax.Array, row: RowStatistics, dtargets_NV: jax.Array) -> jax.Array:
-    logits_NV = softmax_logits(x_NV, shard_start(terms), terms)
-    gaps_NV = (row.base_N[..., None] - logits_NV) + row.rest_N[..., None]
-    gaps_NV = mask_padding(gaps_NV, -1, terms.split, terms.axis, fill=0)
-    return (1 - terms.label_smoothing) * (gaps_NV * dtargets_NV).sum(-1)
-
-
-def _check_soft(targets: ArrayLike, logits_NV: jax.Array, ignore_index: int | None, out_of_range: str) -> None:
-    if np.shape(targets) != logits_NV.shape:
-        raise ValueError(
-            f"labels are floating, so they are soft targets, of shape {np.shape(targets)}; they must have the shape of "
-            f"the logits, {logits_NV.shape} on each IPU: split them as the logits, or give integers for labels"
-        )
-    if ignore_index is not None or out_of_range != "ignore":
-        raise ValueError(
-            f"ignore_index={ignore_index!r} and out_of_range={out_of_range!r} speak of labels, but soft targets were "
-            "given: leave both out, and give a token that does not count a weight of 0"
-        )
+    first = shard_start(terms)
+    logits_NV = softmax_logits(x_NV, first, terms)
+    return (loss_dtargets(logits_NV, row, first, terms) * dtargets_NV).sum(-1)

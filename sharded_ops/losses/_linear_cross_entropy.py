@@ -23,18 +23,20 @@ Hsu et al. 2024, "Liger kernel", arXiv:2410.10989, compute the gradients in the 
 Dims: N tokens, D features, V rows of the table; C columns of a tile; n IPUs.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from sharded_ops._arguments import array, array_like, one_axis, one_of, whole_number
-from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all
-from sharded_ops._split import check_shard, split_over
+from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all, gather_tokens
+from sharded_ops._split import Split, check_shard, mask_padding, split_over
 from sharded_ops.losses._options import (
     OutOfRange,
     Reduction,
+    check_log_sum_exp,
+    check_soft_targets,
     checked_labels,
     checked_options,
     checked_terms,
@@ -42,7 +44,9 @@ from sharded_ops.losses._options import (
     reduce_losses,
 )
 from sharded_ops.losses._statistics import Terms
-from sharded_ops.losses._tiled import Chunks, sum_of_losses, token_losses
+from sharded_ops.losses._sum_of_losses import sum_of_losses
+from sharded_ops.losses._tiles import Chunks
+from sharded_ops.losses._token_losses import token_losses
 
 # How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
 # (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, these may be larger too, since they then hardly add
@@ -54,12 +58,15 @@ _TILE, _CHUNK = 1 << 19, 1 << 21
 _TOKENS, _MANY_CHUNKS, _TABLE_TILE = 256, 16, 1 << 20
 
 
+@overload
 def linear_cross_entropy(
     hidden: jax.Array,
     table: jax.Array,
     labels: ArrayLike,
     *,
     size: int,
+    bias: jax.Array | None = None,
+    tokens: int | None = None,
     axis: str = "ipu",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -69,34 +76,94 @@ def linear_cross_entropy(
     out_of_range: OutOfRange = "ignore",
     weights: ArrayLike | None = None,
     reduction: Reduction = "none",
+    return_log_sum_exp: Literal[False] = False,
     gradients: Literal["backward", "forward"] | None = None,
     token_chunk: int | None = None,
     column_chunk: int | None = None,
-) -> jax.Array:
-    """Return `log_softmax_cross_entropy(hidden @ table.T, labels)`, without storing all the logits at once.
+) -> jax.Array: ...
 
-    Forward: with gradients="backward" one all-gather of 3 floats per token; with gradients="forward" the same number of
-    floats, in one all-gather for each chunk of tokens. Backward, with either: one all-reduce of dx, (N.., D) in the
-    dtype of `hidden`; under check_vma=False it is done where the `shard_map` is differentiated (see the module
-    `_collectives`). Under check_vma=False all IPUs must use the loss in the same way, as `log_softmax_cross_entropy`
-    explains.
+
+@overload
+def linear_cross_entropy(
+    hidden: jax.Array,
+    table: jax.Array,
+    labels: ArrayLike,
+    *,
+    size: int,
+    bias: jax.Array | None = None,
+    tokens: int | None = None,
+    axis: str = "ipu",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int | None = None,
+    out_of_range: OutOfRange = "ignore",
+    weights: ArrayLike | None = None,
+    reduction: Reduction = "none",
+    return_log_sum_exp: Literal[True],
+    gradients: Literal["backward", "forward"] | None = None,
+    token_chunk: int | None = None,
+    column_chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def linear_cross_entropy(
+    hidden: jax.Array,
+    table: jax.Array,
+    labels: ArrayLike,
+    *,
+    size: int,
+    bias: jax.Array | None = None,
+    tokens: int | None = None,
+    axis: str = "ipu",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int | None = None,
+    out_of_range: OutOfRange = "ignore",
+    weights: ArrayLike | None = None,
+    reduction: Reduction = "none",
+    return_log_sum_exp: bool = False,
+    gradients: Literal["backward", "forward"] | None = None,
+    token_chunk: int | None = None,
+    column_chunk: int | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Return `log_softmax_cross_entropy(hidden @ table.T + bias, labels)`, without storing all the logits at once.
+
+    Forward: with gradients="backward" one all-gather of 3 floats per token, or of 4 with soft targets; with
+    gradients="forward" 3 floats per token, in one all-gather for each chunk of tokens. Backward, with either: one
+    all-reduce of dx, (N.., D) in the dtype of `hidden`; under check_vma=False it is done where the `shard_map` is
+    differentiated (see the module `_collectives`). With `tokens`: forward one all-gather of `hidden` before these, and
+    backward one reduce-scatter of dx instead of the all-reduce, which sends half as much. Under check_vma=False all
+    IPUs must use the loss in the same way, as `log_softmax_cross_entropy` explains.
 
     Reverse mode is supported, and forward mode over reverse mode (`jax.hessian`). jax refuses forward mode alone: for
     that, use `matmul` and `log_softmax_cross_entropy`. Second derivatives keep every tile, so they take at least the
     memory of the logits.
 
     Args:
-        hidden: (N.., D), floating, the same on all IPUs. The row of a token that does not count is not read.
+        hidden: (N.., D), floating, the same on all IPUs; with `tokens` (N, .., D) globally, scattered over dim 0. The
+            row of a token that does not count is not read, except for its log-sum-exp.
         table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). In the dtype
             of `hidden`. Half types are multiplied as they are and accumulate in float32. In float16, dlogits are first
             scaled to its range, so that small ones are not rounded to 0 before a loss scale is applied.
-        labels: (N..) of any integer dtype, the same on all IPUs.
+        labels: (N..) of any integer dtype, the same on all IPUs; or soft targets, floating, (N.., V) globally, padded
+            and split in the last dim; each IPU holds (N.., ceil(V/n)). Soft targets have derivatives, too.
         size: V, without padding. Padding is not read, and its gradient is zero.
+        bias: (V,) globally, padded with `Split(size, n).pad(bias, 0)`; each IPU holds (ceil(V/n),). Added to the logits
+            before the soft cap, in float32 at least. Any floating dtype. None for no bias.
+        tokens: N, if `hidden` is scattered over dim 0, as `scatter_tokens` returns it: each IPU holds
+            (ceil(N/n), .., D), whose padding is not read. Labels and weights are still those of all tokens, on all
+            IPUs. None if all IPUs hold all of `hidden`.
         axis: the mesh axis.
         label_smoothing, z_loss, soft_cap, temperature, ignore_index, out_of_range, weights, reduction: as for
             `log_softmax_cross_entropy`.
+        return_log_sum_exp: return the log-sum-exp as well.
         gradients: the pass in which the gradients are computed. "forward" saves one matmul in four; it needs
-            `reduction` "mean" or "sum", and is the default for these. If differentiated, the forward pass then computes
+            `reduction` "mean" or "sum", and is the default for these, but for neither soft targets nor
+            `return_log_sum_exp`, with which it cannot be used. If differentiated, the forward pass then computes
             both gradients, which are kept until the backward pass (those of float16 in float32). "backward" keeps
             `hidden`, the table and a few floats per token.
         token_chunk: tokens per tile. With gradients="forward", the logits of so many tokens and all the shard's columns
@@ -109,13 +176,14 @@ def linear_cross_entropy(
             so that chunks divide evenly, unless that would at least double the number of chunks.
 
     Returns:
-        The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs.
+        The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs. With
+        return_log_sum_exp also the log-sum-exp, (N..) in the same dtype, for tokens that don't count as well.
 
     Raises:
-        ValueError: shapes or dtypes don't go together; the shard does not fit `size`; by their types, `hidden`,
-            `labels` or `weights` differ between the IPUs of `axis`, or the table does not; an option is outside its
-            range; gradients="forward" is given for a loss that is not reduced; or `axis` is not one of the enclosing
-            shard_map's.
+        ValueError: shapes or dtypes don't go together; a shard does not fit `size` or `tokens`; by their types,
+            `hidden` without `tokens`, labels or `weights` differ between the IPUs of `axis`, or a shard does not; an
+            option is outside its range; gradients="forward" is given for a loss that is not reduced, for soft targets
+            or with the log-sum-exp; or `axis` is not one of the enclosing shard_map's.
 
     Example:
         >>> from functools import partial
@@ -128,49 +196,104 @@ def linear_cross_entropy(
     """
     split = split_over(whole_number("size", size, at_least=1), one_axis(axis))
     checked_options(out_of_range, reduction)
-    way = _way(gradients, reduction)
+    check_log_sum_exp(return_log_sum_exp)
+    labels = array_like("labels", labels)
+    is_soft = jnp.issubdtype(labels.dtype, jnp.floating)
+    way = _way(gradients, reduction, is_soft=is_soft, wants_lse=bool(return_log_sum_exp))
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
     hidden, table = array("hidden", hidden), array("table", table)
     _check_operands(hidden, table)
     check_shard("table", table, 0, split, axis)
-    check_same_on_all("hidden", hidden, axis)
-    labels = array_like("labels", labels)
+    if bias is not None:
+        bias = _checked_bias(bias, split, axis)
+    hidden = _on_all(hidden, tokens, axis)
     weights = None if weights is None else checked_weights(weights)
-    for name, per_token in (("labels", labels), ("weights", weights)):
+    for name, per_token in (("labels", None if is_soft else labels), ("weights", weights)):
         if per_token is not None:
             _check_per_token(name, per_token, hidden)
             check_same_on_all(name, per_token, axis)
-    targets, faulty = checked_labels(labels, split.size, ignore_index, out_of_range)
-    shape = targets.shape
-    hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    shape = hidden.shape[:-1]
+    if is_soft:
+        check_soft_targets(labels, (*shape, split.local), ignore_index, out_of_range)
+        check_shard("labels", jnp.asarray(labels), -1, split, axis)
+        targets = mask_padding(jnp.asarray(labels, wide), -1, split, axis, fill=0).reshape(-1, split.local)
+        counted, faulty = None, None
+    else:
+        targets, faulty = checked_labels(labels, split.size, ignore_index, out_of_range)
+        targets, counted = targets.reshape(-1), targets >= 0
+    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
     chunks = _chunks(hidden_ND.shape, split.local, way, token_chunk, column_chunk)
-    axes = axes_of_rule(axis, *(x for x in (hidden, table, targets, weights) if x is not None))
-    # The transpose of as_varying sums the parts of dx.
+    axes = axes_of_rule(axis, *(x for x in (hidden, table, bias, targets, weights) if x is not None))
+    # The transpose of as_varying sums the parts of dx, except where the tokens were gathered: that one scatters them.
     hidden_ND, table_VD = as_varying(hidden_ND, axes), as_varying(table, axes)
-    if way == "backward":
-        loss_N: jax.Array = token_losses(hidden_ND, table_VD, targets_N, terms, chunks)
-        return reduce_losses(loss_N.reshape(shape), targets >= 0, faulty, weights, reduction)
+    bias_V = None if bias is None else as_varying(bias, axes)
 
     def total(losses: jax.Array) -> jax.Array:
-        return reduce_losses(losses, targets >= 0, faulty, weights, reduction)
+        return reduce_losses(losses, counted, faulty, weights, reduction)
+
+    if way == "backward":
+        targets = as_varying(targets, axes) if is_soft else targets
+        outputs: Any = token_losses(hidden_ND, table_VD, bias_V, targets, terms, chunks, bool(return_log_sum_exp))
+        loss, lse_N = total(outputs[0].reshape(shape)), outputs[1]
+        return loss if lse_N is None else (loss, lse_N.reshape(shape))
 
     # The gradient of the total by each token's loss is the factor of that loss. It is computed from this device's own
     # sum: if `ones` varied over fewer axes than the losses do, jax would sum the gradient over the other axes.
-    ones = as_varying(jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32)), axes - {axis})
-    return sum_of_losses(hidden_ND, table_VD, targets_N, jax.grad(total)(ones).reshape(-1), terms, chunks)
+    ones = as_varying(jnp.ones(shape, wide), axes - {axis})
+    factors_N = jax.grad(total)(ones).reshape(-1)
+    return sum_of_losses(hidden_ND, table_VD, bias_V, targets, factors_N, terms, chunks)
 
 
-def _way(gradients: Any, reduction: Reduction) -> Literal["backward", "forward"]:
-    """Return the pass in which the gradients are computed: `gradients` if given, else what suits the reduction."""
+def _way(gradients: Any, reduction: Reduction, *, is_soft: bool, wants_lse: bool) -> Literal["backward", "forward"]:
+    """Return the pass in which the gradients are computed: `gradients` if given, else what suits the other options."""
     if gradients is None:
-        return "backward" if reduction == "none" else "forward"
+        return "backward" if reduction == "none" or is_soft or wants_lse else "forward"
     one_of("gradients", gradients, ("backward", "forward"))
     if gradients == "forward" and reduction == "none":
         raise ValueError(
             "gradients='forward' computes them before each token's cotangent is known, so the loss must be reduced: "
             "use reduction='mean' or 'sum', or gradients='backward'"
         )
+    if gradients == "forward" and wants_lse:
+        raise ValueError(
+            "gradients='forward' computes them before the cotangent of the log-sum-exp is known: use "
+            "gradients='backward' with return_log_sum_exp=True"
+        )
+    if gradients == "forward" and is_soft:
+        raise ValueError(
+            "gradients='forward' would keep the gradients of the soft targets, which are as large as the logits: use "
+            "gradients='backward' with soft targets"
+        )
     return gradients
+
+
+def _on_all(hidden: jax.Array, tokens: int | None, axis: str) -> jax.Array:
+    """Return `hidden` of all tokens, (N.., D), gathered if its tokens are scattered."""
+    if tokens is None:
+        check_same_on_all("hidden", hidden, axis)
+        return hidden
+    split = split_over(
+        whole_number("tokens", tokens, at_least=0, instead="None if all IPUs hold hidden"),
+        axis,
+        option="tokens",
+        at_least=0,
+    )
+    if hidden.ndim < 2:
+        raise ValueError(f"hidden has shape {hidden.shape}, without a dim of tokens that is scattered: give (N, .., D)")
+    check_shard("hidden", hidden, 0, split, axis, option="tokens")
+    return split.unpad(gather_tokens(hidden, axis), 0)
+
+
+def _checked_bias(bias: Any, split: Split, axis: str) -> jax.Array:
+    bias = array("bias", bias)
+    if bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(
+            f"bias has dtype {bias.dtype} and shape {bias.shape} on each IPU, but takes one float for each row of the "
+            "table: give a floating array of 1 dim"
+        )
+    check_shard("bias", bias, 0, split, axis)
+    return bias
 
 
 def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, column_chunk: Any) -> Chunks:

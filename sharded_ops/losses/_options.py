@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from sharded_ops._arguments import array_like, one_of, real_number, whole_number
+from sharded_ops._arguments import array_like, one_of, real_number, shown, whole_number
 from sharded_ops._split import as_int32
 from sharded_ops.losses._statistics import Terms
 
@@ -43,6 +43,34 @@ def checked_options(out_of_range: Any, reduction: Any) -> None:
     """
     one_of("out_of_range", out_of_range, ("ignore", "nan", "clip"))
     one_of("reduction", reduction, ("none", "mean", "sum"))
+
+
+def check_log_sum_exp(return_log_sum_exp: Any) -> None:
+    """Raise for a value of `return_log_sum_exp` that is not a bool.
+
+    Raises:
+        ValueError: names the option and its value.
+    """
+    if not isinstance(return_log_sum_exp, bool | np.bool_):
+        raise ValueError(f"return_log_sum_exp={shown(return_log_sum_exp)} is not a bool: give True or False")
+
+
+def check_soft_targets(targets: ArrayLike, shape: tuple[int, ...], ignore_index: int | None, out_of_range: str) -> None:
+    """Raise for soft targets of another shape than the logits', or with options that speak of labels.
+
+    Raises:
+        ValueError: gives the shape, or the options.
+    """
+    if np.shape(targets) != shape:
+        raise ValueError(
+            f"labels are floating, so they are soft targets, of shape {np.shape(targets)}; they must have the shape of "
+            f"the logits, {shape} on each IPU: split them as the logits, or give integers for labels"
+        )
+    if ignore_index is not None or out_of_range != "ignore":
+        raise ValueError(
+            f"ignore_index={ignore_index!r} and out_of_range={out_of_range!r} speak of labels, but soft targets were "
+            "given: leave both out, and give a token that does not count a weight of 0"
+        )
 
 
 def checked_weights(weights: ArrayLike) -> jax.Array:

@@ -124,22 +124,25 @@ def statistics(logits_NC: jax.Array, targets: jax.Array, first: int | jax.Array,
 
 
 def merge_tiles(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float | jax.Array]) -> Statistics:
-    """Return the statistics of two tiles of the same tokens together. For labels only, not for soft targets.
+    """Return the statistics of two tiles of the same tokens together.
 
     Args:
         a: the statistics of one tile.
         b: the statistics of another tile, which has no column in common with it.
-        masses: for each of the two, the total weight that label smoothing gives to its columns.
+        masses: for each of the two, the total weight that label smoothing gives to its columns. Not used for soft
+            targets, whose statistics have it.
     """
-    assert a.label_logit_N is not None
-    assert b.label_logit_N is not None
     top_N = jnp.maximum(a.top_N, b.top_N)
     shifts = [finite(part.top_N) - finite(top_N) for part in (a, b)]
     log_sum_N = log_sum_exp(jnp.stack([a.log_sum_N + shifts[0], b.log_sum_N + shifts[1]]))
-    gap_N = None
+    label_logit_N = gap_N = mass_N = None
+    if a.label_logit_N is not None and b.label_logit_N is not None:
+        label_logit_N = a.label_logit_N + b.label_logit_N
+    if a.mass_N is not None and b.mass_N is not None:
+        masses, mass_N = (a.mass_N, b.mass_N), a.mass_N + b.mass_N
     if a.gap_N is not None and b.gap_N is not None:
         gap_N = a.gap_N + masses[0] * shifts[0] + b.gap_N + masses[1] * shifts[1]
-    return Statistics(top_N, log_sum_N, a.label_logit_N + b.label_logit_N, gap_N, None)
+    return Statistics(top_N, log_sum_N, label_logit_N, gap_N, mass_N)
 
 
 def shard_summary(shard: Statistics, targets: jax.Array, terms: Terms) -> jax.Array:
@@ -201,6 +204,12 @@ def loss_dlogits(
         p_NC = p_NC * scale_N[..., None]
     dlogits_NC = p_NC - _weights(targets, first, terms, logits_NC.shape[-1])
     return dlogits_NC if unread_N1 is False else jnp.where(unread_N1, 0, dlogits_NC)
+
+
+def loss_dtargets(logits_NC: jax.Array, row: RowStatistics, first: int | jax.Array, terms: Terms) -> jax.Array:
+    """Return the derivative of each token's loss by the soft targets of a tile, (N.., C): 0 for padding."""
+    gaps_NC = (row.base_N[..., None] - logits_NC) + row.rest_N[..., None]
+    return (1 - terms.label_smoothing) * _where_real(gaps_NC, first, terms, 0)
 
 
 def _weights(targets: jax.Array, first: int | jax.Array, terms: Terms, columns: int | None = None) -> jax.Array:

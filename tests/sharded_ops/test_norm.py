@@ -75,6 +75,66 @@ def test_forward_and_backward(mode, n, size, dtype, op, dense, seed):
         assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
 
 
+def _other_scales(x, scale, bias, *, size):
+    op = {"size": size, "epsilon": EPSILON}
+    return jnp.stack(
+        [
+            rms_norm(x, None, **op),
+            rms_norm(x, scale, **op, scale_offset=1.0),
+            layer_norm(x, None, **op),
+            layer_norm(x, None, bias, **op),
+            layer_norm(x, scale, bias, **op, scale_offset=1.0),
+        ]
+    )
+
+
+def _dense_other_scales(x, scale, bias):
+    ones, zeros, wide = jnp.ones_like(scale), jnp.zeros_like(bias), jnp.float32(1) + scale.astype(jnp.float32)
+    return jnp.stack(
+        [
+            _dense_rms(x, ones),
+            _dense_rms(x, wide),
+            _dense_layer(x, ones, zeros),
+            _dense_layer(x, ones, bias),
+            _dense_layer(x, wide, bias),
+        ]
+    )
+
+
+@a_few_cases
+def test_no_scale_and_a_scale_to_which_one_is_added(mode, n, size, dtype):
+    split = Split(size, n)
+    x, scale, bias = normal(0, (3, size), dtype), normal(1, (size,), dtype), normal(2, (size,), dtype)
+    given = [padded(split, x, 1), padded(split, scale, 0), padded(split, bias, 0)]
+    specs, out_spec = (P(None, "ipu"), P("ipu"), P("ipu")), P(None, None, "ipu")
+    for row in range(5):
+        ct = np.zeros((5, 3, size), dtype)
+        ct[row] = normal(3 + row, (3, size), dtype)
+        out, grads = sharded_vjp(
+            _other_scales, mode, n, given, in_specs=specs, out_spec=out_spec, ct=padded(split, ct, 2), size=size
+        )
+        got = (unpadded(split, out, 2), *(unpadded(split, grad, -1) for grad in grads))
+        want_out, want_grads = dense_vjp(_dense_other_scales, [x, scale, bias], ct=ct)
+        for one_got, want in zip(got, (want_out, *want_grads), strict=True):
+            wide = np.asarray(want, np.float32)
+            bound = np.maximum(np.abs(wide), 1e-3) if dtype == jnp.bfloat16 else np.maximum(np.abs(wide).max(), 10)
+            assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
+
+
+@pytest.mark.parametrize("op", [rms_norm, layer_norm])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_offset": 1.0}, "scale_offset=1.0 is added to a scale, but scale_shard is None: leave it out"),
+        ({"scale_offset": True}, "scale_offset=True is not a plain number: give a finite number"),
+    ],
+)
+def test_a_wrong_offset_is_refused(op, options, message):
+    sharded = on_ipus(lambda x: op(x, None, size=4, **options), 2, P("ipu"), P("ipu"))
+    with pytest.raises(ValueError, match=exactly(message)):
+        sharded(jnp.ones(4))
+
+
 @pytest.mark.parametrize("op", [rms_norm, layer_norm])
 def test_a_wide_scale_is_not_rounded_to_a_half_types_x(op):
     split, x = Split(7, 3), normal(0, (20, 7), jnp.bfloat16)

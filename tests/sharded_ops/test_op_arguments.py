@@ -63,13 +63,13 @@ OPS = {
     "rms_norm": (
         rms_norm,
         {"x_shard": (X, OF_COLUMNS), "scale_shard": (SCALE, OF_ROWS)},
-        {"size": 8, "epsilon": 0.5},
+        {"size": 8, "epsilon": 0.5, "scale_offset": 1.0},
         OF_COLUMNS,
     ),
     "layer_norm": (
         layer_norm,
         {"x_shard": (X, OF_COLUMNS), "scale_shard": (SCALE, OF_ROWS), "bias_shard": (SCALE, OF_ROWS)},
-        {"size": 8, "epsilon": 0.5},
+        {"size": 8, "epsilon": 0.5, "scale_offset": 1.0},
         OF_COLUMNS,
     ),
     "softmax": (softmax, {"logits_shard": (X, OF_COLUMNS)}, {"size": 8}, OF_COLUMNS),
@@ -79,7 +79,7 @@ OPS = {
     "sample": (
         functools.partial(sample, KEY),
         {"logits_shard": (X, OF_COLUMNS)},
-        {"size": 8, "temperature": 0.5, "top_k": 3, "top_p": 0.5},
+        {"size": 8, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
         ALL,
     ),
     "to_all": (to_all, {"x": (X, OF_ROWS)}, {"owner": 1}, ALL),
@@ -213,6 +213,16 @@ TEMPERATURE = [
     ("top_p", np.float32(0), "top_p=0.0 is out of range: give more than 0, at most 1"),
     ("top_p", 1.5, "top_p=1.5 is out of range: give more than 0, at most 1"),
     ("top_p", np.nan, "top_p=nan is out of range: give more than 0, at most 1"),
+    ("min_p", [0.5], "min_p=[0.5] is not an array: give a jax or NumPy array, such as jnp.asarray makes"),
+    ("min_p", np.float32(-1), "min_p=-1.0 is out of range: give a number from 0 to 1"),
+    ("min_p", 1.5, "min_p=1.5 is out of range: give a number from 0 to 1"),
+    ("min_p", np.nan, "min_p=nan is out of range: give a number from 0 to 1"),
+]
+OFFSET = [
+    ("scale_offset", None, "scale_offset=None is not a plain number: give a finite number"),
+    ("scale_offset", True, "scale_offset=True is not a plain number: give a finite number"),
+    ("scale_offset", "1", "scale_offset='1' is not a plain number: give a finite number"),
+    ("scale_offset", np.nan, "scale_offset=nan is out of range: give a finite number"),
 ]
 TOKENS = [
     ("tokens", -1, "tokens=-1 is out of range: give an int of at least 0, or None if all IPUs hold x"),
@@ -247,8 +257,8 @@ BAD = {
     "take_along_last_dim": SIZE + NO_SIZE,
     "matmul": SIZE + TOKENS + SPLIT_OF_WEIGHT + REDUCTION,
     "tied_projection": SIZE + NO_SIZE,
-    "rms_norm": SIZE + NO_SIZE + EPSILON,
-    "layer_norm": SIZE + NO_SIZE + EPSILON,
+    "rms_norm": SIZE + NO_SIZE + EPSILON + OFFSET,
+    "layer_norm": SIZE + NO_SIZE + EPSILON + OFFSET,
     "softmax": SIZE + NO_SIZE,
     "log_softmax": SIZE + NO_SIZE,
     "argmax": SIZE + NO_SIZE,
@@ -264,6 +274,8 @@ BAD = {
 }
 # For these arguments None is valid.
 MAY_BE_NONE = {("matmul", "bias"), ("layer_norm", "bias_shard")}
+# For these it is valid too, unless something is added to what is left out.
+MAY_BE_NONE_WITHOUT_OFFSET = {("rms_norm", "scale_shard"), ("layer_norm", "scale_shard")}
 NOT_ARRAYS = (
     (None, "None"),
     ([[1.0, 2.0], [3.0, 4.0]], "[[1.0, 2.0], [3.0, 4.0]]"),
@@ -301,6 +313,9 @@ def test_what_is_no_array_is_told(op):
         for value, shown in NOT_ARRAYS:
             if value is None and (op, name) in MAY_BE_NONE:
                 _traced(op, {name: None})
+                continue
+            if value is None and (op, name) in MAY_BE_NONE_WITHOUT_OFFSET:
+                _traced(op, {name: None, "scale_offset": 0})
                 continue
             message = f"{name}={shown} is not an array: give a jax or NumPy array, such as jnp.asarray makes"
             with pytest.raises(ValueError, match=exactly(message)):

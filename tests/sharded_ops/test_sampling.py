@@ -342,11 +342,6 @@ OUT_OF_RANGE = "is out of range: give"
             lambda x, key: sample(key, x, size=4, top_k=2, top_p=1.5),
             f"top_p=1.5 {OUT_OF_RANGE} more than 0, at most 1",
         ),
-        (
-            lambda x, key: sample(key, x, size=4, top_p=0.5),
-            "top_p=0.5 needs top_k, as the nucleus is found among gathered candidates: give top_k, at most size=4, "
-            "which takes the nucleus of the whole row",
-        ),
     ],
 )
 def test_a_wrong_call_is_refused_when_traced(op, message):

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ipu_jax.data.source import Source, normalise
+from ipu_jax.data.leaves import filling
+from ipu_jax.data.source import ArraySource, normalise
 
 INDICES = np.array([4, 0, 4, 2])
 
@@ -41,7 +42,7 @@ class Squares:
 def test_arrays_of_every_dtype_are_read_as_jax_holds_them(dtype, held):
     array = np.arange(30).reshape(5, 3, 2).astype(dtype)
     array.flags.writeable = False
-    source = Source((array, {"n": array[:, 0, 0]}))
+    source = ArraySource((array, {"n": array[:, 0, 0]}))
     first, second = source.read(INDICES)
     assert (source.examples, first.dtype, second["n"].dtype) == (5, held, held)
     np.testing.assert_array_equal(first, array[INDICES].astype(held))
@@ -51,11 +52,11 @@ def test_arrays_of_every_dtype_are_read_as_jax_holds_them(dtype, held):
 
 
 def test_a_jax_array_is_a_source_too():
-    assert Source(jnp.arange(5) * 2).read(INDICES).tolist() == [8, 0, 8, 4]
+    assert ArraySource(jnp.arange(5) * 2).read(INDICES).tolist() == [8, 0, 8, 4]
 
 
 def test_a_buffer_that_is_used_again_changes_nothing_that_was_read():
-    source = Source(Squares())
+    source = ArraySource(Squares())
     (first,) = source.read(INDICES)
     sent = jax.device_put(first)
     source.read(np.array([1, 1, 1, 1]))
@@ -63,20 +64,24 @@ def test_a_buffer_that_is_used_again_changes_nothing_that_was_read():
 
 
 def test_big_integers_are_refused_when_they_are_read():
-    source = Source({"id": np.array([1, 2**31, -(2**40)])})
+    source = ArraySource({"id": np.array([1, 2**31, -(2**40)])})
     assert source.read(np.array([0]))["id"].tolist() == [1]
     for index, value in ((1, 2147483648), (2, -1099511627776)):
         with pytest.raises(ValueError, match="cannot") as refused:
             source.read(np.array([0, index]))
         assert str(refused.value) == (
-            f"the source holds {value} at source['id'], which int32 cannot: set jax_enable_x64, or give smaller numbers"
+            f"the source has {value} at source['id'], which int32 cannot hold: set jax_enable_x64, or give smaller "
+            "numbers"
         )
 
 
 def test_filling_takes_the_sources_structure():
-    source = Source({"x": np.zeros((2, 3), np.float32), "y": np.zeros(2, np.int32)})
-    assert source.filling(-1) == {"x": -1, "y": -1}
-    assert source.filling({"x": 0.5, "y": 7}) == {"x": 0.5, "y": 7}
+    like = ArraySource({"x": np.zeros((2, 3), np.float32), "y": np.zeros(2, np.int32)}).like
+    assert filling(-1, like) == {"x": -1, "y": -1}
+    assert filling({"x": 0.5, "y": 7}, like) == {"x": 0.5, "y": 7}
+
+
+OR_INT = "give arrays (4, ...), or items='examples' if it returns the one example of an int"
 
 
 class Broken:
@@ -101,23 +106,25 @@ class Broken:
         ),
         (
             lambda indices: [np.zeros((4, 3), np.int32)],
-            "the source gave int32 (3,) at source[0], and float32 (2,) for the first example: give all alike",
+            "the source has int32 (3,) at source[0], and the first example float32 (2,): give all alike",
         ),
         (
             lambda indices: [np.zeros((3, 2))],
-            "the source gave shape (3, 2) at source[0] for 4 examples: give NumPy arrays (4, ...)",
+            f"the source gave shape (3, 2) at source[0] for 4 examples: {OR_INT}",
         ),
-        (lambda indices: [1.0], "the source gave float at source[0] for 4 examples: give NumPy arrays (4, ...)"),
+        (lambda indices: [1.0], f"the source gave float at source[0] for 4 examples: {OR_INT}"),
     ],
 )
 def test_an_indexable_must_stay_alike(then, message):
-    source = Source(Broken(lambda indices: [np.zeros((len(indices), 2))], then))
+    source = ArraySource(Broken(lambda indices: [np.zeros((len(indices), 2))], then))
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
         source.read(INDICES)
     assert str(refused.value) == message
 
 
 MEND = "give arrays with an example a row, or an object with __len__ and __getitem__ of an index array"
+
+STREAM = f"say items='examples' if it has one example after the other, items='batches' if it has batches, or {MEND}"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,8 @@ MEND = "give arrays with an example a row, or an object with __len__ and __getit
         ({"x": [1, 2]}, f"the source has int at source['x'][0]: {MEND}"),
         ("digits", f"the source has str at source: {MEND}"),
         (np.float32(3), f"the source has float32 at source: {MEND}"),
-        (iter([1]), f"the source is a list_iterator, whose examples have no numbers: {MEND}"),
+        (iter([1]), f"the source has list_iterator at source: {STREAM}"),
+        (lambda epoch: iter([1]), f"the source has function at source: {STREAM}"),
         (Broken(lambda indices: {}), f"the source has examples without any array: {MEND}"),
         (
             (np.zeros(3), {"y": np.zeros(4)}),
@@ -142,7 +150,7 @@ MEND = "give arrays with an example a row, or an object with __len__ and __getit
 )
 def test_what_is_no_source_is_refused(source, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
-        Source(source)
+        ArraySource(source)
     assert str(refused.value) == message
 
 
@@ -157,7 +165,7 @@ def test_what_is_no_source_is_refused(source, message):
 )
 def test_what_cannot_fill_up_is_refused(dtype, fill, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
-        Source([np.zeros(3, dtype)]).filling(fill)
+        filling(fill, ArraySource([np.zeros(3, dtype)]).like)
     assert str(refused.value) == message
 
 

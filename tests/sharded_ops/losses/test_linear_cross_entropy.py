@@ -365,10 +365,10 @@ def test_it_is_the_loss_of_the_logits_it_does_not_make():
             "them",
         ),
         (
-            {"labels": np.zeros((3, 4), np.float32)},
+            {"labels": np.zeros((3, 4), np.int32)},
             "labels has shape (3, 4), but hidden of shape (3, 4) takes one for each token: give shape (3,)",
         ),
-        ({"labels": np.zeros(3, np.float32)}, "labels has dtype float32, but indices must be integers: use int32"),
+        ({"labels": np.zeros(3, bool)}, "labels has dtype bool, but indices must be integers: use int32"),
         (
             {"weights": np.ones(4)},
             "weights has shape (4,), but hidden of shape (3, 4) takes one for each token: give shape (3,)",

@@ -20,6 +20,7 @@ ABOVE = "give a finite number above 0"
 LABEL = "give an int, or None if all labels count"
 ONE = "give an int of at least 1"
 CHUNK = f"{ONE}, or leave it out to have it chosen"
+SCATTERED = "give an int of at least 0, or None if all IPUs hold hidden"
 WAY, SUM = "use 'ignore', 'nan' or 'clip'", "use 'none', 'mean' or 'sum'"
 WHERE = "use 'backward' or 'forward'"
 NAME = "is not the name of one mesh axis: give a single name, such as 'ipu'"
@@ -82,13 +83,13 @@ BAD: tuple[tuple[str, Any, str], ...] = (
     ("reduction", ["sum"], f"['sum'] is unknown: {SUM}"),
     ("weights", [1.0, 1.0, 1.0], f"[1.0, 1.0, 1.0] {ARRAY}"),
     ("weights", "all", f"'all' {ARRAY}"),
+    ("return_log_sum_exp", None, "None is not a bool: give True or False"),
+    ("return_log_sum_exp", "yes", "'yes' is not a bool: give True or False"),
+    ("return_log_sum_exp", 1, "1 is not a bool: give True or False"),
     ("labels", None, f"None {ARRAY}"),
     ("labels", [0, 1, 2], f"[0, 1, 2] {ARRAY}"),
 )
 OF_LOGITS = (
-    ("return_log_sum_exp", None, "None is not a bool: give True or False"),
-    ("return_log_sum_exp", "yes", "'yes' is not a bool: give True or False"),
-    ("return_log_sum_exp", 1, "1 is not a bool: give True or False"),
     ("logits_shard", [[0.0, 0.0]], f"[[0.0, 0.0]] {ARRAY}"),
     ("logits_shard", None, f"None {ARRAY}"),
 )
@@ -96,6 +97,10 @@ OF_LINEAR = (
     ("gradients", "both", f"'both' is unknown: {WHERE}"),
     ("gradients", [], f"[] is unknown: {WHERE}"),
     ("gradients", False, f"False is unknown: {WHERE}"),
+    ("bias", [1.0, 1.0], f"[1.0, 1.0] {ARRAY}"),
+    ("tokens", -1, f"-1 {RANGE}: {SCATTERED}"),
+    ("tokens", True, f"True {INT}: {SCATTERED}"),
+    ("tokens", 3.0, f"3.0 {INT}: {SCATTERED}"),
     ("token_chunk", 0, f"0 {RANGE}: {CHUNK}"),
     ("token_chunk", np.int64(-1), f"-1 {RANGE}: {CHUNK}"),
     ("token_chunk", [2], f"[2] {INT}: {CHUNK}"),

@@ -1,0 +1,219 @@
+"""Turn what users hold into NumPy arrays, and check that all examples are alike.
+
+    np.ndarray, jax.Array, tensors of torch and TensorFlow, images of Pillow     an array each
+    Python's and NumPy's numbers, lists of numbers (also nested)                 an array each, in an example only
+    dict, tuple, any other list                                                  a structure of arrays
+
+The libraries are not imported: an array is whatever NumPy can convert.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+class Form:
+    """The structure, shapes and dtypes of all examples, as the first ones have them.
+
+    64-bit numbers are converted to 32-bit ones unless `jax_enable_x64` is set.
+
+    Args:
+        item: one example; or, if `batched`, examples of which every leaf has one per row.
+        batched: whether items have several examples.
+        what: what `item` is, for messages.
+
+    Attributes:
+        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ValueError: the item has no arrays, or one whose dtype is neither a number nor bool.
+
+    >>> form = Form({"x": [1, 2], "label": 3}, batched=False, what="example 0")
+    >>> form.like["x"].shape, [leaf.tolist() for leaf in form.rows({"x": [4, 5], "label": 6}, lambda: "example 1")]
+    ((2,), [[6], [[4, 5]]])
+    """
+
+    def __init__(self, item: Any, *, batched: bool, what: str):
+        self._batched = batched
+        with_paths, self._structure = jax.tree.flatten_with_path(_plain(item), is_leaf=_is_array)
+        if not with_paths:
+            raise ValueError(f"{what} has no arrays: give a dict, a tuple or an array of numbers")
+        self._names = [_name(path) for path, _ in with_paths]
+        likes: list[jax.ShapeDtypeStruct] = []
+        for name, (_, leaf) in zip(self._names, with_paths, strict=True):
+            array = _array_of(leaf, name, what)
+            if batched and not array.ndim:
+                raise ValueError(
+                    f"{what} has one {array.dtype} at {name}, without a dim of examples: give a row per example, or "
+                    "items='examples' if each item is one"
+                )
+            shape = array.shape[1:] if batched else array.shape
+            likes.append(jax.ShapeDtypeStruct(shape, jax_dtype(array.dtype)))
+        self._likes = likes
+        self.like = jax.tree.unflatten(self._structure, likes)
+
+    def rows(self, item: Any, what: Callable[[], str]) -> list[npt.NDArray[Any]]:
+        """Return the leaves of an item, each with one example per row: (n, ...), with n = 1 if not batched.
+
+        They may share memory with the item, and have the dtypes in which it holds them.
+
+        Args:
+            item: like the first one.
+            what: returns what the item is, for messages.
+
+        Raises:
+            ValueError: the item is not like the first one; the message names the leaf.
+        """
+        leaves, structure = jax.tree.flatten(_plain(item), is_leaf=_is_array)
+        if structure != self._structure:
+            raise ValueError(f"{what()} {self._structure_error(item)}: give all alike")
+        rows: list[npt.NDArray[Any]] = []
+        for name, like, leaf in zip(self._names, self._likes, leaves, strict=True):
+            array = _array_of(leaf, name, what)
+            array = array if self._batched and array.ndim else array[None]
+            check_alike(like, array, name, what)
+            rows.append(array)
+        if self._batched and len({len(leaf) for leaf in rows}) > 1:
+            listed = ", ".join(f"{len(leaf)} at {name}" for name, leaf in zip(self._names, rows, strict=True))
+            raise ValueError(
+                f"{what()} has arrays of different lengths, {listed}: give a row of each for every example"
+            )
+        return rows
+
+    def empty(self, count: int) -> list[npt.NDArray[Any]]:
+        """Return new memory for the leaves of `count` examples, (count, ...) each."""
+        return [np.empty((count, *like.shape), like.dtype) for like in self._likes]
+
+    def tree(self, leaves: list[npt.NDArray[Any]]) -> Any:
+        """Return leaves, in the order of `rows`, as the pytree that examples are."""
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _structure_error(self, item: Any) -> str:
+        found = [_name(path) for path, _ in jax.tree.leaves_with_path(_plain(item), is_leaf=_is_array)]
+        missing = [name for name in self._names if name not in found]
+        added = [name for name in found if name not in self._names]
+        if missing:
+            return f"lacks {', '.join(missing)}, which the first example has"
+        if added:
+            return f"has {', '.join(added)}, which the first example lacks"
+        structure = jax.tree.structure(_plain(item), is_leaf=_is_array)
+        return f"has the structure {structure}, and the first example {self._structure}"
+
+
+def on_host(leaf: Any) -> Any:
+    """Return a leaf as a NumPy array if a library's array can be converted, else the leaf itself.
+
+    Raises:
+        ValueError: the library refuses, as torch does for a tensor on a GPU or one with a gradient.
+
+    >>> on_host(jnp.arange(3)).tolist(), on_host("text")
+    ([0, 1, 2], 'text')
+    """
+    if isinstance(leaf, (np.ndarray, *_NUMBERS)):
+        return leaf
+    try:
+        if hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__"):
+            return np.asarray(leaf)
+        return np.asarray(leaf.numpy()) if hasattr(leaf, "numpy") else leaf
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"a {type(leaf).__name__} cannot be read as a NumPy array, convert it first: {error}"
+        ) from error
+
+
+def jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype to which jax converts numbers of this dtype."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype if dtype.isnative else dtype.newbyteorder("=")))
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Return whether IPUs can hold this dtype: numbers and bools."""
+    return jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+
+
+def check_alike(like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any], name: str, what: Callable[[], str]) -> None:
+    """Raise for rows that are not like those of the first example, or have integers that 32 bits cannot hold.
+
+    Args:
+        like: the leaf of the first example.
+        rows: (n, ...).
+        name: of the leaf.
+        what: returns what was read, for messages.
+
+    Raises:
+        ValueError: names what was read, and the leaf.
+    """
+    if (rows.shape[1:], jax_dtype(rows.dtype)) != (like.shape, like.dtype):
+        raise ValueError(
+            f"{what()} has {rows.dtype} {rows.shape[1:]} at {name}, and the first example {like.dtype} {like.shape}: "
+            "give all alike"
+        )
+    if rows.dtype.kind in "iu" and rows.dtype != like.dtype and rows.size:
+        low, high, limits = rows.min(), rows.max(), np.iinfo(like.dtype)
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"{what()} has {low if low < limits.min else high} at {name}, which {like.dtype} cannot hold: set "
+                "jax_enable_x64, or give smaller numbers"
+            )
+
+
+def filling(fill: Any, like: Any) -> Any:
+    """Return `fill`, a number or a pytree of numbers, as a pytree with the structure of `like`.
+
+    Raises:
+        ValueError: `fill` has another structure, or the dtype of an array cannot hold its number.
+    """
+    if jax.tree.structure(fill) != jax.tree.structure(like):
+        if jax.tree.structure(fill) != jax.tree.structure(0):
+            raise ValueError(f"fill={fill!r} is neither a number nor a pytree of numbers as the source's")
+        fill = jax.tree.map(lambda _: fill, like)
+    return jax.tree.map_with_path(_check_fill, like, fill)
+
+
+def _check_fill(path: Any, like: jax.ShapeDtypeStruct, value: Any) -> Any:
+    try:
+        converted = np.asarray(value, like.dtype)
+    except (OverflowError, TypeError, ValueError):
+        converted = None
+    if converted is None or converted.ndim or (like.dtype.kind in "iub" and converted != value):
+        keys = jax.tree_util.keystr(path)
+        raise ValueError(f"fill={value!r} at source{keys} is no {like.dtype}: give a number that it holds")
+    return value
+
+
+def _array_of(leaf: Any, name: str, what: Callable[[], str] | str) -> npt.NDArray[Any]:
+    """Return the leaf as an array of numbers or bools."""
+
+    def error(problem: str) -> ValueError:
+        return ValueError(f"{what if isinstance(what, str) else what()} {problem}")
+
+    try:
+        array = np.asarray(leaf) if isinstance(leaf, (list, *_NUMBERS)) else on_host(leaf)
+    except ValueError as refused:
+        raise error(f"has no array at {name}: {refused}") from refused
+    if not isinstance(array, np.ndarray):
+        kind = type(leaf).__name__
+        raise error(f"has {kind} at {name}: IPUs hold numbers and bools only, so leave it out, or turn it into numbers")
+    if not is_numeric(array.dtype):
+        raise error(f"has {array.dtype} at {name}: IPUs hold numbers and bools only")
+    return array
+
+
+def _is_array(item: Any) -> bool:
+    """Return whether this is a list of numbers, possibly nested, which is an array and not a structure."""
+    return isinstance(item, list) and all(isinstance(value, _NUMBERS) or _is_array(value) for value in item)
+
+
+def _plain(item: Any) -> Any:
+    """Return a dict of any other mapping, such as the `BatchEncoding` of Hugging Face."""
+    return dict(item) if isinstance(item, Mapping) and not isinstance(item, dict) else item
+
+
+def _name(path: Any) -> str:
+    return f"example{jax.tree_util.keystr(path)}"

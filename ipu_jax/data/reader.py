@@ -1,0 +1,162 @@
+"""Read batch after batch from examples that have numbers; and what a feed needs of any reader.
+
+feed --run(position)--> Run: positions() --position--> run(position) --> the batch there, and the next position
+                             `----------- on workers, ahead of the feed ----------'
+"""
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from ipu_jax.data.batch import FeedBatch, Sender
+from ipu_jax.data.leaves import filling
+from ipu_jax.data.order import EpochOrder, Position
+from ipu_jax.data.source import Indexed
+
+_STATE: Final = ("epoch", "position", "examples", "seed", "shuffle")
+
+
+class Run(Protocol):
+    """Makes the batches from one position on. It has no reference to the feed, which workers must not keep alive."""
+
+    def positions(self) -> Iterator[Position]:
+        """Yield where each batch begins, without end if epochs have none."""
+        ...
+
+    def __call__(self, position: Position) -> tuple[FeedBatch | None, Position]:
+        """Return the batch that begins at a position, None if its epoch ends there; and where the next one begins."""
+        ...
+
+
+class Reader(Protocol):
+    """Reads from a source, from any position that it can return to.
+
+    Attributes:
+        like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
+        start: where the feed begins.
+    """
+
+    like: Any
+    start: Position
+
+    def run(self, position: Position) -> Run:
+        """Return what makes the batches from this position on."""
+        ...
+
+    def at_epoch(self, epoch: int) -> Position:
+        """Return the start of an epoch.
+
+        Raises:
+            ValueError: the source cannot return to it.
+        """
+        ...
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """Return the position as plain data, from which another feed continues."""
+        ...
+
+    def batches_per_epoch(self) -> int:
+        """Return the number of batches in a whole epoch."""
+        ...
+
+
+class IndexedReader:
+    """Reads examples by their numbers, in an order that depends on seed and epoch.
+
+    Args:
+        source: of the examples.
+        order: of the examples.
+        sender: of the batches.
+        fill: what batches are filled up with.
+        epochs: after how many epochs positions end; None for never.
+        state: what `state` returned, or None for the first batch of all.
+
+    Raises:
+        ValueError: the state is that of another order, or `fill` does not fit the source.
+    """
+
+    def __init__(
+        self,
+        source: Indexed,
+        order: EpochOrder,
+        sender: Sender,
+        *,
+        fill: Any,
+        epochs: int | None,
+        state: Mapping[str, Any] | None,
+    ):
+        self.like = sender.like
+        self._source, self._order, self._sender, self._epochs = source, order, sender, epochs
+        self._fill = filling(fill, source.like)
+        self.start = order.first(Position(0, 0) if state is None else _position_of(state, order))
+
+    def run(self, position: Position) -> Run:
+        """Return what makes the batches from this position on."""
+        return _IndexedRun(self._source, self._order, self._sender, self._fill, position, self._epochs)
+
+    def at_epoch(self, epoch: int) -> Position:
+        """Return the start of an epoch."""
+        return Position(epoch, 0)
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """Return the position as plain ints, the same on every instance."""
+        order = self._order
+        values = (position.epoch, position.position, order.examples, order.seed, int(order.shuffle))
+        return dict(zip(_STATE, values, strict=True))
+
+    def batches_per_epoch(self) -> int:
+        """Return the number of batches in a whole epoch."""
+        return self._order.batches_from(0)
+
+
+class _IndexedRun:
+    def __init__(
+        self, source: Indexed, order: EpochOrder, sender: Sender, fill: Any, start: Position, epochs: int | None
+    ):
+        self._source, self._order, self._sender, self._fill = source, order, sender, fill
+        self._start, self._epochs = start, epochs
+
+    def positions(self) -> Iterator[Position]:
+        position = self._start
+        while self._epochs is None or position.epoch < self._epochs:
+            yield position
+            position = self._order.after(position)
+
+    def __call__(self, position: Position) -> tuple[FeedBatch | None, Position]:
+        rows = self._order.rows(position)
+        indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
+        is_whole = self._order.remainder == "wrap" or is_real.all()
+        read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
+        batch = self._sender(read, epoch=position.epoch, examples=rows.examples, is_real=is_real)
+        return batch, self._order.after(position)
+
+    def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Any:
+        whole = jax.tree.map(
+            lambda like, fill: np.full((len(indices), *like.shape), fill, like.dtype), self._source.like, self._fill
+        )
+        if is_real.any():
+            read = jax.tree.leaves(self._source.read(indices[is_real]))
+            for filled, real in zip(jax.tree.leaves(whole), read, strict=True):
+                filled[is_real] = real
+        return whole
+
+
+def _position_of(state: Mapping[str, Any], order: EpochOrder) -> Position:
+    try:
+        saved = {name: operator.index(value) for name, value in state.items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"state={state!r} is not one: give what state() returned") from error
+    if saved.keys() != set(_STATE) or saved["epoch"] < 0 or not 0 <= saved["position"] <= saved["examples"]:
+        raise ValueError(f"state={saved} is not one: give what state() returned")
+    own = {"examples": order.examples, "seed": order.seed, "shuffle": int(order.shuffle)}
+    for name, value in own.items():
+        if saved[name] != value:
+            raise ValueError(
+                f"state is of {name}={saved[name]}, but the feed has {name}={value}: its order is another one, and "
+                "examples would be lost or read twice"
+            )
+    return Position(saved["epoch"], saved["position"])

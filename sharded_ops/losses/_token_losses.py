@@ -1,0 +1,186 @@
+"""Compute each token's loss tile by tile, and the gradients in the backward pass: gradients="backward".
+
+Dims: N tokens, D features, V rows of the shard; C columns of a tile, K floats per token.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharded_ops._collectives import as_varying, gather_to_all, is_typed, varying_axes
+from sharded_ops.losses._statistics import (
+    RowStatistics,
+    Statistics,
+    Terms,
+    combine_shards,
+    is_soft,
+    loss_dlogits,
+    loss_dtargets,
+    merge_tiles,
+    probabilities,
+    shard_start,
+    shard_summary,
+    softmax_logits,
+    statistics,
+)
+from sharded_ops.losses._tiles import (
+    Chunks,
+    bias_tile,
+    counted_tokens,
+    for_chunks,
+    in_range,
+    logits,
+    matmul,
+    table_rows,
+)
+
+_FLOATS, _SOFT_FLOATS = 3, 4  # floats per token in the `shard_summary` for labels and for soft targets
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def token_losses(
+    hidden_ND: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    targets: jax.Array,
+    terms: Terms,
+    chunks: Chunks,
+    wants_lse: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return each token's loss, and its log-sum-exp if it is wanted. The backward pass computes the logits again.
+
+    Forward: one all-gather of 3 floats per token, 4 with soft targets. Backward: nothing.
+    """
+    return _forward(hidden_ND, table_VD, bias_V, targets, terms, chunks, wants_lse)[0]
+
+
+def _forward(
+    hidden_ND: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    targets: jax.Array,
+    terms: Terms,
+    chunks: Chunks,
+    wants_lse: bool,
+) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+    axes = varying_axes(hidden_ND)
+    wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
+    soft = is_soft(targets)
+
+    def summarise_tokens(start: Any, tokens: int, summary_KN: jax.Array) -> jax.Array:
+        chunk_ND, of_chunk = (lax.dynamic_slice_in_dim(x, start, tokens) for x in (hidden_ND, targets))
+        chunk_ND = _read_tokens(chunk_ND, of_chunk, wants_lse)
+
+        def merge_tile(column: Any, columns: int, before: Statistics) -> Statistics:
+            tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
+            first = shard_start(terms) + column
+            logits_NC = softmax_logits(logits(chunk_ND, tile_CD, bias_tile(bias_V, column, columns)), first, terms)
+            tile = statistics(logits_NC, _of_columns(of_chunk, column, columns), first, terms)
+            return merge_tiles(before, tile, _tile_smoothing_masses(column, columns, terms))
+
+        zeros_N = as_varying(jnp.zeros(tokens, wide), axes)
+        lowest_N = zeros_N - jnp.inf
+        gap_N = zeros_N if terms.label_smoothing or soft else None
+        no_columns = Statistics(lowest_N, lowest_N, None if soft else zeros_N, gap_N, zeros_N if soft else None)
+        shard = for_chunks(table_VD.shape[0], chunks.columns, merge_tile, no_columns)
+        chunk_summary_KN = shard_summary(shard, of_chunk, terms)
+        return lax.dynamic_update_slice_in_dim(summary_KN, chunk_summary_KN, start, axis=1)
+
+    tokens = hidden_ND.shape[0]
+    summary_KN = as_varying(jnp.zeros((_SOFT_FLOATS if soft else _FLOATS, tokens), wide), axes)
+    summary_KN = for_chunks(tokens, chunks.tokens, summarise_tokens, summary_KN)
+    row = combine_shards(gather_to_all(summary_KN, terms.axis), targets, terms)
+    loss_N = row.loss_N if soft else jnp.where(targets >= 0, row.loss_N, 0)
+    outputs = (loss_N, row.base_N + row.rest_N if wants_lse else None)
+    return outputs, (hidden_ND, table_VD, bias_V, targets, row)
+
+
+def _backward(
+    terms: Terms, chunks: Chunks, wants_lse: bool, residuals: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    hidden_ND, table_VD, bias_V, targets, row = residuals
+    axes = varying_axes(hidden_ND)
+    if not is_typed(terms.axis):
+        cotangents = jax.tree.map(lambda cotangent: cotangent * terms.split.parts, cotangents)
+    wide = cotangents[0].dtype
+
+    def add_columns(column: Any, columns: int, carry: Any) -> Any:
+        dhidden_ND, dtable_VD, dbias_V, dtargets_NV = carry
+        tile_CD, bias_C = table_rows(table_VD, column, columns, terms), bias_tile(bias_V, column, columns)
+        first = shard_start(terms) + column
+
+        def add_tokens(start: Any, tokens: int, carry: Any) -> Any:
+            dhidden_ND, dtile_CD, dbias_C, dtargets_NV = carry
+            cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
+            chunk_ND, of_chunk, of_outputs, chunk_row = jax.tree.map(cut, (hidden_ND, targets, cotangents, row))
+            chunk_ND = _read_tokens(chunk_ND, of_chunk, wants_lse)
+            of_tile = _of_columns(of_chunk, column, columns)
+            raw_NC = logits(chunk_ND, tile_CD, bias_C)
+            logits_NC, pull = jax.vjp(lambda x_NC: softmax_logits(x_NC, first, terms), raw_NC)
+            (dlogits_NC,) = pull(_dlogits(logits_NC, of_tile, chunk_row, of_outputs, first, terms))
+            if dbias_C is not None:
+                dbias_C += dlogits_NC.sum(0)
+            if dtargets_NV is not None:
+                dtile_NC = loss_dtargets(logits_NC, chunk_row, first, terms) * of_outputs[0][:, None]
+                dtargets_NV = lax.dynamic_update_slice(dtargets_NV, dtile_NC, (start, column))
+            dlogits_NC, scale = in_range(dlogits_NC, tile_CD.dtype)
+            dchunk_ND = cut(dhidden_ND) + matmul(dlogits_NC, tile_CD) / scale
+            dtile_CD = dtile_CD + matmul(dlogits_NC.T, chunk_ND) / scale
+            dhidden_ND = lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0)
+            return dhidden_ND, dtile_CD, dbias_C, dtargets_NV
+
+        dtile_CD = as_varying(jnp.zeros(tile_CD.shape, dhidden_ND.dtype), axes)
+        dbias_C = None if dbias_V is None else as_varying(jnp.zeros(columns, wide), axes)
+        carry = (dhidden_ND, dtile_CD, dbias_C, dtargets_NV)
+        dhidden_ND, dtile_CD, dbias_C, dtargets_NV = for_chunks(hidden_ND.shape[0], chunks.tokens, add_tokens, carry)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=column, axis=0)
+        dtable_VD = put(dtable_VD, dtile_CD.astype(dtable_VD.dtype))
+        if dbias_V is not None:
+            dbias_V = put(dbias_V, dbias_C.astype(dbias_V.dtype))
+        return dhidden_ND, dtable_VD, dbias_V, dtargets_NV
+
+    zeros = (
+        as_varying(jnp.zeros(hidden_ND.shape, wide), axes),
+        as_varying(jnp.zeros_like(table_VD), axes),
+        None if bias_V is None else as_varying(jnp.zeros_like(bias_V), axes),
+        as_varying(jnp.zeros_like(targets), axes) if is_soft(targets) else None,
+    )
+    gradients = for_chunks(table_VD.shape[0], chunks.columns, add_columns, zeros)
+    return gradients[0].astype(hidden_ND.dtype), *gradients[1:]
+
+
+token_losses.defvjp(_forward, _backward)
+
+
+def _dlogits(
+    logits_NC: jax.Array, of_tile: jax.Array, row: RowStatistics, of_outputs: Any, first: jax.Array, terms: Terms
+) -> jax.Array:
+    """Return the derivative of sum(loss * its cotangent + log-sum-exp * its cotangent) by the logits of a tile."""
+    dloss_N, dlse_N = of_outputs
+    dlogits_NC = loss_dlogits(logits_NC, of_tile, row, first, terms) * dloss_N[:, None]
+    if dlse_N is None:
+        return dlogits_NC
+    return dlogits_NC + probabilities(logits_NC, row.base_N, row.rest_N) * dlse_N[:, None]
+
+
+def _read_tokens(chunk_ND: jax.Array, of_chunk: jax.Array, wants_lse: bool) -> jax.Array:
+    """Return the tokens that are read: with soft targets, or for the log-sum-exp, all of them."""
+    return chunk_ND if wants_lse or is_soft(of_chunk) else counted_tokens(chunk_ND, of_chunk)
+
+
+def _of_columns(of_chunk: jax.Array, column: Any, columns: int) -> jax.Array:
+    """Return the targets of a tile: the labels as they are, of soft targets the tile's columns."""
+    return lax.dynamic_slice_in_dim(of_chunk, column, columns, axis=1) if is_soft(of_chunk) else of_chunk
+
+
+def _tile_smoothing_masses(column: Any, columns: int, terms: Terms) -> tuple[jax.Array, jax.Array]:
+    """Return the total weight that label smoothing gives to the shard's columns before `column`, and to the tile that
+    starts there.
+    """
+    real = terms.split.size - shard_start(terms)
+    until, beyond = (jnp.clip(real, 0, end) for end in (column, column + columns))
+    weight = terms.label_smoothing / terms.split.size
+    return until * weight, (beyond - until) * weight

@@ -1,0 +1,253 @@
+"""Test the fused loss with a bias, soft targets, scattered tokens and its log-sum-exp, against whole rows of logits."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, linear_cross_entropy
+from support.harness import (
+    assert_close,
+    collectives,
+    dense_vjp,
+    exactly,
+    normal,
+    on_ipus,
+    padded,
+    sharded_vjp,
+    unpadded,
+)
+from support.losses import dense_loss
+
+TOKENS, FEATURES = 7, 4
+ROWS = P("ipu")
+
+EVERYTHING: dict[str, Any] = {"label_smoothing": 0.3, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 2.0}
+# The options of each loss of one compiled program. Not all chunks divide 7 tokens and 1 to 5 rows.
+OF_LABELS: dict[str, Any] = EVERYTHING | {"reduction": "mean", "token_chunk": 3, "column_chunk": 2}
+BACKWARD: dict[str, Any] = {"soft_cap": 4.0, "temperature": 2.0, "token_chunk": 2, "column_chunk": 3}
+
+
+def _case(mode, n, size, dtype, *scattered, slow=False):
+    return pytest.param(mode, n, size, dtype, *scattered, marks=(pytest.mark.slow,) if slow else ())
+
+
+def _of_labels(hidden, table, bias, weights, labels, *, size, tokens=None):
+    """Return the loss by gradients="forward", and loss and log-sum-exp by gradients="backward"."""
+    op = functools.partial(linear_cross_entropy, hidden, table, labels, size=size, bias=bias, tokens=tokens)
+    forward = op(weights=weights, **OF_LABELS)
+    return jnp.stack(
+        [jnp.broadcast_to(forward, weights.shape), *op(weights=weights, return_log_sum_exp=True, **BACKWARD)]
+    )
+
+
+def _of_soft(hidden, table, bias, weights, targets, *, size):
+    op = functools.partial(linear_cross_entropy, hidden, table, targets, size=size, bias=bias, weights=weights)
+    return jnp.stack([*op(return_log_sum_exp=True, **EVERYTHING, token_chunk=3, column_chunk=2)])
+
+
+def _dense_logits(hidden, table, bias):
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    return jnp.matmul(hidden, table.T, preferred_element_type=wide) + bias.astype(wide)
+
+
+def _dense_loss(logits, targets, weights, *, soft=False, **options):
+    others = {k: v for k, v in options.items() if k not in ("token_chunk", "column_chunk")}
+    loss = dense_loss(logits, targets, weights, weighted=True, soft=soft, **others)
+    return jnp.broadcast_to(loss, weights.shape)
+
+
+def _dense_log_sum_exp(logits):
+    return jax.nn.logsumexp(4.0 * jnp.tanh(logits / 4.0) / 2.0, -1)  # both programs have this cap and temperature
+
+
+def _dense_of_labels(hidden, table, bias, weights, labels):
+    logits = _dense_logits(hidden, table, bias)
+    losses = [_dense_loss(logits, labels, weights, **options) for options in (OF_LABELS, BACKWARD)]
+    return jnp.stack([*losses, _dense_log_sum_exp(logits)])
+
+
+def _dense_of_soft(hidden, table, bias, weights, targets):
+    logits = _dense_logits(hidden, table, bias)
+    return jnp.stack([_dense_loss(logits, targets, weights, soft=True, **EVERYTHING), _dense_log_sum_exp(logits)])
+
+
+def _operands(size, dtype):
+    hidden, table = normal(0, (TOKENS, FEATURES), dtype), normal(1, (size, FEATURES), dtype)
+    return hidden, table, normal(2, (size,), dtype), np.abs(normal(3, (TOKENS,))).astype(np.float32)
+
+
+def _cotangents(rows):
+    """Return a cotangent of each row by itself, and one of all rows."""
+    ct = normal(5, (rows, TOKENS))
+    return [*(ct * (np.arange(rows) == row)[:, None] for row in range(rows)), ct]
+
+
+def _compare(got, want, hidden, table, bias, weights, ct, dtype):
+    (rows, (dhidden, dtable, dbias, dweights)), (want_rows, of_want) = got, want
+    want_dhidden, want_dtable, want_dbias, want_dweights = of_want[:4]
+    wide_hidden, wide_table = np.abs(hidden.astype(np.float32)), np.abs(table.astype(np.float32))
+    logit = (wide_hidden @ wide_table.T + np.abs(bias.astype(np.float32))).max()
+    largest = 1 + max(np.abs(want_rows).max(), logit) * max(1.0, weights.max())
+    assert_close(rows, want_rows, largest, 10 * FEATURES)
+    assert_close(dweights, want_dweights, largest * (1 + np.abs(ct).sum()), 10 * FEATURES)
+    # Each token's dlogits, which add up to a few times its cotangent, are rounded to the dtype; then the sums are.
+    slope = 2 * (1 + np.abs(ct).sum()) * max(1.0, weights.max())
+    roundings = 10 if dtype == jnp.float32 else 2
+    assert_close(dhidden, want_dhidden, slope * wide_table.max(), roundings)
+    assert_close(dtable, want_dtable, slope * wide_hidden.max(), roundings)
+    assert_close(dbias, want_dbias, slope, roundings)
+    return largest
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "size", "dtype", "scattered"),
+    [
+        _case("typed-outside", 4, 10, jnp.float32, True),
+        _case("untyped-outside", 8, 5, jnp.float32, False),
+        _case("typed-inside", 2, 7, jnp.bfloat16, False),
+        _case("untyped-inside", 3, 7, jnp.float32, True),
+        _case("typed-outside", 1, 5, jnp.float32, False, slow=True),
+        _case("untyped-outside", 2, 6, jnp.bfloat16, True, slow=True),
+        _case("typed-inside", 8, 5, jnp.float32, True, slow=True),
+        _case("untyped-inside", 4, 10, jnp.bfloat16, False, slow=True),
+    ],
+)
+def test_bias_and_log_sum_exp_both_ways(mode, n, size, dtype, scattered):
+    split, of_tokens = Split(size, n), Split(TOKENS, n)
+    hidden, table, bias, weights = _operands(size, dtype)
+    labels = np.array([0, size - 1, -1, 0, size // 2, size, 0], np.int32)
+    given = [padded(of_tokens, hidden, 0) if scattered else hidden, padded(split, table, 0), padded(split, bias, 0)]
+    specs = (ROWS if scattered else P(), ROWS, ROWS, P())
+    options = {"size": size, "tokens": TOKENS} if scattered else {"size": size}
+    for ct in _cotangents(3):
+        rows, grads = sharded_vjp(_of_labels, mode, n, [*given, weights], [labels], in_specs=specs, ct=ct, **options)
+        dhidden = unpadded(of_tokens, grads[0], 0) if scattered else grads[0]
+        got = (rows, (dhidden, unpadded(split, grads[1], 0), unpadded(split, grads[2], 0), grads[3]))
+        want = dense_vjp(_dense_of_labels, [hidden, table, bias, weights], [labels], ct=ct)
+        _compare(got, want, hidden, table, bias, weights, ct, dtype)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "size", "dtype"),
+    [
+        _case("typed-outside", 4, 10, jnp.float32),
+        _case("untyped-inside", 2, 7, jnp.bfloat16),
+        _case("untyped-outside", 8, 5, jnp.float32, slow=True),
+        _case("typed-inside", 1, 5, jnp.float32, slow=True),
+    ],
+)
+def test_soft_targets_and_their_gradient(mode, n, size, dtype):
+    split = Split(size, n)
+    hidden, table, bias, weights = _operands(size, dtype)
+    targets = np.abs(normal(4, (TOKENS, size), dtype))  # they need not add up to 1
+    targets[1] = 0
+    given = [hidden, padded(split, table, 0), padded(split, bias, 0), weights, padded(split, targets, 1)]
+    specs = (P(), ROWS, ROWS, P(), P(None, "ipu"))
+    for ct in _cotangents(2):
+        rows, grads = sharded_vjp(_of_soft, mode, n, given, in_specs=specs, ct=ct, size=size)
+        got = (rows, (grads[0], unpadded(split, grads[1], 0), unpadded(split, grads[2], 0), grads[3]))
+        want = dense_vjp(_dense_of_soft, [hidden, table, bias, weights, targets], ct=ct)
+        # a token's targets add up to `mass`, by which losses and slopes are larger than those of a label
+        mass = 1 + targets.astype(np.float32).sum(-1).max()
+        largest = _compare(got, want, hidden, table, bias, weights * mass, ct, dtype)
+        dtargets = unpadded(split, grads[4], 1)
+        assert_close(dtargets, want[1][4], largest * (1 + np.abs(ct).max()), 10 if dtype == jnp.float32 else 2)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("gradients", ["backward", "forward"])
+def test_scattered_tokens_send_a_reduce_scatter_and_no_all_reduce(gradients, typed):
+    n, tokens, features = 2, 8, 3
+    hidden, table, labels = jnp.ones((tokens, features)), jnp.ones((6, features)), jnp.arange(tokens)
+    op = functools.partial(
+        linear_cross_entropy, size=6, tokens=tokens, gradients=gradients, reduction="mean", token_chunk=tokens
+    )
+    sharded = on_ipus(op, n, (ROWS, ROWS, P()), P(), typed)
+    gathered = [("all-gather", 4 * tokens * features), ("all-gather", n * 3 * 4 * tokens)]
+    assert collectives(sharded, hidden, table, labels) == sorted(gathered)
+    of_dx = ("reduce-scatter", 4 * tokens * features // n)
+    assert collectives(jax.value_and_grad(sharded, (0, 1)), hidden, table, labels) == [*sorted(gathered), of_dx]
+
+
+def test_rows_that_do_not_count_may_be_nan_unless_their_log_sum_exp_is_wanted():
+    hidden = normal(0, (3, FEATURES))
+    hidden[1] = np.nan
+    table, bias, labels = (
+        padded(Split(5, 2), normal(1, (5, FEATURES)), 0),
+        np.zeros(6, np.float32),
+        np.array([0, -1, 4]),
+    )
+
+    def total(hidden, table, bias, *, wants_lse):
+        out = linear_cross_entropy(hidden, table, labels, size=5, bias=bias, return_log_sum_exp=wants_lse)
+        return out[0].sum() + out[1].sum() if wants_lse else out.sum()
+
+    for wants_lse in (False, True):
+        op = on_ipus(functools.partial(total, wants_lse=wants_lse), 2, (P(), ROWS, ROWS), P())
+        value, grads = jax.value_and_grad(op, (0, 1, 2))(hidden, table, bias)
+        assert np.isnan(value) == wants_lse
+        assert np.isnan(grads[2]).any() == wants_lse
+        assert not np.isnan(np.asarray(grads[0])[[0, 2]]).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"bias": jnp.ones((2, 1))},
+            "bias has dtype float32 and shape (2, 1) on each IPU, but takes one float for each row of the table: give "
+            "a floating array of 1 dim",
+        ),
+        (
+            {"bias": jnp.ones(2, jnp.int32)},
+            "bias has dtype int32 and shape (2,) on each IPU, but takes one float for each row of the table: give "
+            "a floating array of 1 dim",
+        ),
+        (
+            {"gradients": "forward", "reduction": "mean", "return_log_sum_exp": True},
+            "gradients='forward' computes them before the cotangent of the log-sum-exp is known: use "
+            "gradients='backward' with return_log_sum_exp=True",
+        ),
+        (
+            {"gradients": "forward", "reduction": "mean", "labels": np.ones((3, 2), np.float32)},
+            "gradients='forward' would keep the gradients of the soft targets, which are as large as the logits: use "
+            "gradients='backward' with soft targets",
+        ),
+        (
+            {"labels": np.ones((3, 4), np.float32)},
+            "labels are floating, so they are soft targets, of shape (3, 4); they must have the shape of the logits, "
+            "(3, 2) on each IPU: split them as the logits, or give integers for labels",
+        ),
+        (
+            {"labels": np.ones((3, 2), np.float32), "ignore_index": 0},
+            "ignore_index=0 and out_of_range='ignore' speak of labels, but soft targets were given: leave both out, "
+            "and give a token that does not count a weight of 0",
+        ),
+        (
+            {"tokens": 3, "hidden": jnp.ones(4), "labels": np.int32(0)},
+            "hidden has shape (4,), without a dim of tokens that is scattered: give (N, .., D)",
+        ),
+        ({"tokens": 2.0}, "tokens=2.0 is not an int: give an int of at least 0, or None if all IPUs hold hidden"),
+    ],
+)
+def test_a_wrong_call_is_refused_when_traced(options, message):
+    options = {"hidden": jnp.ones((3, 4)), "labels": np.zeros(3, np.int32), "size": 4} | options
+
+    def op(table):
+        return linear_cross_entropy(table=table, **options)
+
+    with pytest.raises(ValueError, match=exactly(message)):
+        on_ipus(op, 2, ROWS, P())(jnp.ones((4, 4)))
+
+
+def test_scattered_hidden_of_another_number_of_tokens_is_refused():
+    def op(hidden, table):
+        return linear_cross_entropy(hidden, table, np.zeros(9, np.int32), size=4, tokens=9)
+
+    with pytest.raises(ValueError, match=r"^hidden has shape \(3, 4\) on each IPU, .* but tokens=9 over the 2 IPUs"):
+        on_ipus(op, 2, (ROWS, ROWS), P())(jnp.ones((6, 4)), jnp.ones((4, 4)))

@@ -1,0 +1,129 @@
+"""Test draws from a nucleus that no IPU holds a whole row of, and from columns that are probable enough.
+
+Which columns may be drawn is worked out by numpy, by sorting whole rows in float64; draws are judged by chi-square.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharded_ops import Split, sample
+from sharded_ops._nucleus import kept_columns
+from support.harness import collectives, normal, on_ipus, padded
+from support.transforms import COLUMNS, INF, NAN
+
+
+def _kept_by_hand(logits, temperatures, top_ps, min_ps):
+    kept = np.zeros(logits.shape, bool)
+    for row, (x, t, top_p, min_p) in enumerate(
+        zip(logits.astype(np.float64), temperatures, top_ps, min_ps, strict=True)
+    ):
+        odds = np.ones(x.size)  # where a column equals the largest one, even if that is infinite
+        below = x < x.max()
+        odds[below] = np.exp((x[below] - x.max()) / max(t, 1e-30))
+        total = 0.0
+        for column in np.lexsort((np.signbit(x), -x)):  # as `top_k`: 0 before -0, and of equal ones the lower column
+            if top_p < 1 and total >= top_p * odds.sum():
+                break
+            kept[row, column] = odds[column] >= min_p
+            total += odds[column]
+    return kept
+
+
+def _kept(logits, temperatures, top_ps, min_ps, *, size):
+    wide = logits.astype(jnp.float32)
+    numbers = (temperatures[:, None], top_ps[:, None], min_ps[:, None])
+    return kept_columns(wide, *numbers, Split(size, jax.lax.axis_size("ipu")), "ipu")
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "typed", "dtype"),
+    [
+        (1, 29, True, jnp.float32),
+        (2, 30, False, jnp.float32),
+        (4, 29, True, jnp.bfloat16),
+        (8, 11, False, jnp.float32),
+    ],
+)
+def test_the_kept_columns_are_those_of_sorted_rows(n, size, typed, dtype):
+    tokens = 400
+    rng = np.random.default_rng(n)
+    logits = (3 * rng.standard_normal((tokens, size))).astype(dtype)
+    logits[::2] = np.round(logits[::2].astype(np.float32)).astype(dtype)  # many ties
+    logits[::5, 3:9] = -INF
+    logits[1::7, 2] = INF
+    logits[3] = 0
+    temperatures = rng.choice(np.array([0, 0.3, 1, 2], np.float32), tokens)
+    # No sum of few equal probabilities is near these.
+    top_ps = rng.choice(np.array([1e-6, 0.113, 0.6137, 0.917, 1], np.float32), tokens)
+    min_ps = rng.choice(np.array([0, 0.017, 0.31, 1], np.float32), tokens)
+    run = on_ipus(functools.partial(_kept, size=size), n, (COLUMNS, P(), P(), P()), COLUMNS, typed)
+    found = np.asarray(run(padded(Split(size, n), logits, 1), temperatures, top_ps, min_ps))[:, :size]
+    wanted = _kept_by_hand(logits.astype(np.float32), temperatures, top_ps, min_ps)
+    np.testing.assert_array_equal(found, wanted)
+    # The rows are of every kind: one column is kept, all are, or only some of those that tie.
+    counts = wanted.sum(-1)
+    is_cut = [bool(set(x[kept]) & set(x[~kept])) for x, kept in zip(logits.astype(np.float32), wanted, strict=True)]
+    assert min((counts == 1).sum(), (counts == size).sum(), sum(is_cut)) > 0
+
+
+LOGITS = np.array([0.3, -1.0, 2.0, -INF, 1.5, 0.0, 1.0, -3.0, 1.9, 1.5], np.float32)
+WAYS = {"nucleus": (0.7, 0.0), "probable": (1.0, 0.25), "both": (0.8, 0.5), "all": (1.0, 0.0)}
+DRAWS = 20_000
+
+
+def test_columns_are_drawn_with_their_probabilities_among_the_kept_ones():
+    rows = np.tile(LOGITS, (DRAWS * len(WAYS), 1))
+    top_ps, min_ps = (np.repeat(np.array([way[k] for way in WAYS.values()], np.float32), DRAWS) for k in (0, 1))
+
+    def each_ipu(key, logits, top_ps, min_ps):
+        draw = functools.partial(sample, key, logits, size=10, temperature=0.8)
+        return draw(top_p=top_ps, min_p=min_ps), draw(top_p=top_ps, min_p=min_ps, top_k=10), draw()
+
+    run = on_ipus(each_ipu, 4, (P(), COLUMNS, P(), P()), P())
+    alone, with_top_k, plain = run(jax.random.key(3), padded(Split(10, 4), rows, 1), top_ps, min_ps)
+    odds = np.exp((LOGITS.astype(np.float64) - LOGITS.max()) / np.float32(0.8))
+    for found in (alone, with_top_k):
+        for (top_p, min_p), drawn in zip(WAYS.values(), np.split(np.asarray(found), len(WAYS)), strict=True):
+            kept = _kept_by_hand(LOGITS[None], [0.8], [top_p], [min_p])[0]
+            expected = np.where(kept, odds, 0) / odds[kept].sum() * DRAWS
+            counts, likely = np.bincount(drawn, minlength=10), expected > 5
+            assert counts[~kept].sum() == 0
+            statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+            assert jax.scipy.stats.chi2.sf(statistic, likely.sum() - 1) > 1e-3
+    # The same noise: what is kept and would have been drawn anyway is drawn.
+    np.testing.assert_array_equal(alone[-DRAWS:], plain[-DRAWS:])
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_nan_infinite_and_cold_rows_are_drawn_as_without_a_nucleus(n):
+    logits = normal(0, (4, 7))
+    logits[0, [2, 5]] = NAN
+    logits[1] = -INF
+    logits[2, 4] = INF
+
+    def each_ipu(key, logits):
+        options = {"size": 7, "temperature": np.array([1, 1, 1, 0], np.float32)}
+        return sample(key, logits, top_p=0.3, **options), sample(key, logits, min_p=0.9, **options)
+
+    run = on_ipus(each_ipu, n, (P(), COLUMNS), P())
+    for found in run(jax.random.key(0), padded(Split(7, n), logits, 1)):
+        assert found.tolist() == [2, 0, 4, logits[3].argmax()]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_it_sends_no_rows(typed):
+    n, tokens, size = 2, 8, 64
+
+    def of(**options):
+        run = on_ipus(functools.partial(sample, size=size, **options), n, (P(), COLUMNS), P(), typed)
+        return collectives(run, jax.random.key(0), jnp.ones((tokens, size)))
+
+    one = 4 * tokens
+    drawn = ("all-gather", n * 2 * one)
+    assert of(min_p=0.1) == [drawn, ("all-reduce", one)]
+    assert of(top_p=0.9) == [drawn, drawn, ("all-reduce", one), ("all-reduce", one), ("all-reduce", 15 * one)]
