@@ -42,7 +42,11 @@ def computing_in(stage: Stage, dtype: Any) -> Stage:
         return lambda p, x, mb, **asked: fn(cast_floats(p, dtype), x, cast_floats(mb, dtype), **asked)
 
     return dataclasses.replace(
-        stage, fn=within(stage.fn), evaluate=within(stage.evaluate), reference=within(stage.reference)
+        stage,
+        fn=within(stage.fn),
+        evaluate=within(stage.evaluate),
+        predict=within(stage.predict),
+        reference=within(stage.reference),
     )
 
 

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from ipu_jax._keys import is_one_key
+from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.data.feed import FeedBatch
 from ipu_jax.devices import REPLICA_AXIS, InFlight
 from ipu_jax.optimizer.update import ShardedUpdate
@@ -214,7 +215,8 @@ class TrainStep:
                 Nothing has been compiled by then.
         """
         batch = self._checked_batch(state, batch)
-        state, outputs = self._program(state, batch)
+        with ShortTracebacks():
+            state, outputs = self._program(state, batch)
         self._window.admit(outputs.loss)
         return state, outputs
 
@@ -254,7 +256,8 @@ class TrainStep:
             if state.ema is None:
                 raise ValueError("ema=True, but no average is kept: make the step with TrainOptions(ema_decay=0.999)")
             params = self._averaged(params, state.ema)
-        return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
+        with ShortTracebacks():
+            return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""

@@ -6,10 +6,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import ipu_jax
-from ipu_jax import Pipeline, Stage, verify
+from ipu_jax import Pipeline, Stage, make_train_step, verify
 
 OURS = f"{Path(ipu_jax.__file__).parent}/"
 X = np.ones((1, 2, 3), np.float32)
@@ -39,6 +40,24 @@ def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
 METHODS = ("value_and_grad", "loss", "predict", "report", "stage_costs")
 CALLS = {method: lambda pipeline, *args, method=method: getattr(pipeline, method)(*args) for method in METHODS}
 CALLS |= {"verify": verify, "inside jit": lambda pipeline, *args: jax.jit(pipeline.value_and_grad)(*args)}
+
+
+def state_of(pipeline, params):
+    step = make_train_step(pipeline, optax.sgd(0.1))
+    return step, step.init(pipeline.unshard(params))
+
+
+def step_of(pipeline, params, batch):
+    step, state = state_of(pipeline, params)
+    step(state, batch)
+
+
+def step_loss_of(pipeline, params, batch):
+    step, state = state_of(pipeline, params)
+    step.loss(state, batch)
+
+
+CALLS |= {"step": step_of, "step.loss": step_loss_of}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -395,3 +395,12 @@ def test_the_scale_stays_within_its_bounds():
 def test_dynamic_scales_that_cannot_be(options, message):
     with refused(message):
         DynamicScale(**options)
+
+
+def test_predictions_are_computed_in_half():
+    stage = Stage(lambda w, x, mb: jnp.mean(mb @ w), params="w", predict=lambda w, x, mb: mb @ w)
+    step = make_train_step(Pipeline([stage]), optax.sgd(0.1), TrainOptions(precision="16.32"))
+    weights, batch = np.full((3, 2), 1 + 2**-10, np.float32), np.ones((1, 4, 3), np.float32)
+    found = step.model.predict(step.init({"w": weights}).params, batch)
+    assert found.dtype == jnp.bfloat16
+    assert found.tolist() == [[[3.0, 3.0]] * 4]  # each weight was rounded to 1
