@@ -1,0 +1,115 @@
+"""Run a command as a process that ends quietly and at once, whatever its user or the reader of its output does.
+
+    the command ends by itself                     its own exit status
+    the reader of a pipe has gone (`| head`)       141, and nothing is printed, as of a program that SIGPIPE ends
+    stdout or stderr cannot be written (full disk) 74, EX_IOERR of sysexits.h, and one line
+    Ctrl-C                                         130, at once, also in the middle of an import or a compilation
+
+What stdout's encoding lacks is printed as an escape, and a stdout or stderr that is closed takes everything.
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, TextIO
+
+CANNOT_WRITE: Final = 74
+_INTERRUPTED: Final = 130
+_READER_HAS_GONE: Final = 141
+_SHOW_CURSOR: Final = b"\x1b[?25h\n"
+
+
+def run(prog: str, main: Callable[[], int]) -> NoReturn:
+    """Run a command, and end the process with its exit status, or one of those above.
+
+    Args:
+        prog: the name of the command.
+        main: the command; it returns its exit status, or exits.
+    """
+    _open_what_is_closed()
+    for stream in (sys.stdout, sys.stderr):
+        # A line is written when it is printed, so nothing is lost at an exit that does not flush.
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    _end_at_ctrl_c()
+    sys.exit(_status(prog, main))
+
+
+def _status(prog: str, main: Callable[[], int]) -> Any:
+    try:
+        try:
+            return main()
+        except SystemExit as stopped:
+            return stopped.code
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        unwritable = [stream for stream in (sys.stdout, sys.stderr) if _fails(stream)]
+        if not unwritable:
+            raise
+        for stream in unwritable:
+            _discard(stream)
+        if error.errno == errno.EPIPE:
+            return _READER_HAS_GONE
+        print(f"{prog}: the output cannot be written ({error.strerror}): write it elsewhere", file=sys.stderr)
+        return CANNOT_WRITE
+
+
+def _fails(stream: TextIO) -> bool:
+    """Return whether a stream still holds something that cannot be written."""
+    try:
+        stream.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what a stream holds, and whatever is printed to it from now on, to nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    stream.flush()
+
+
+def _open_what_is_closed() -> None:
+    """Open stdin, stdout and stderr to nowhere where they are closed, before a file or a socket gets their number."""
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(nowhere)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", encoding="utf-8"))  # noqa: SIM115 (it is never closed)
+
+
+def _end_at_ctrl_c() -> None:
+    """End the process at Ctrl-C, even while it compiles or waits in XLA, where Python runs no handler of its own.
+
+    The system's handler writes to a pipe, and a thread that reads it ends the process. A process that was started to
+    ignore Ctrl-C goes on ignoring it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def watch() -> None:
+        while signal.SIGINT not in os.read(read, 1):
+            pass
+        _end()
+
+    threading.Thread(target=watch, name="ctrl-c", daemon=True).start()
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, lambda *_: _end())  # without a Python handler nothing would be written to the pipe
+
+
+def _end() -> NoReturn:
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, _SHOW_CURSOR)  # a progress bar may have hidden it
+    os._exit(_INTERRUPTED)
