@@ -194,13 +194,14 @@ class InFlight:
 def _local_devices() -> list[Any]:
     try:
         return jax.local_devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
         asked_for = jax.config.values["jax_platforms"]
         if not asked_for:
             raise
-        reason = str(error).splitlines()[0].removesuffix(".")
+        said = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].removesuffix(".")
+        reason = said and f" ({said})"
         raise ValueError(
-            f"JAX_PLATFORMS={asked_for} asks for a platform that does not start on this machine ({reason}): "
+            f"JAX_PLATFORMS={asked_for} asks for a platform that does not start on this machine{reason}: "
             "set JAX_PLATFORMS=cpu for virtual IPUs, or unset it"
         ) from error
 

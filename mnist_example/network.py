@@ -51,7 +51,9 @@ class Updates:
     repeat_count: int
 
 
-MLP_UPDATES: Final = Updates(16, 8, 0.02, repeat_count=10)
+# The original's 8, 84 and 0.01 make the loss jump from 2.4 to 9.8, on scikit-learn's digits to 54. With these it never
+# rises above what it is before training, on MNIST and on the digits.
+MLP_UPDATES: Final = Updates(16, 4, 0.015, repeat_count=5)
 # with 0.01 and the sum of 84 micro-batches, a resnet's loss would jump from 2.8 to 30, and statistics of 8 images are
 # noisy
 RESNET_UPDATES: Final = Updates(32, 2, 0.02, repeat_count=1)

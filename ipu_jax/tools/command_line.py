@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
             args, unknown = self.parse_known_args(self._argv)
         except argparse.ArgumentError as error:
             self.error(self._as_typed(error))
+        unknown = [argument for argument in unknown if argument != "--"]
         if unknown:
             self.error(f"unrecognized arguments: {shown(' '.join(unknown))}: {self._nearest(unknown)}")
         return args

@@ -12,6 +12,7 @@ Nothing here imports jax.
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -25,6 +26,31 @@ _READER_HAS_GONE: Final = 141
 _SHOW_CURSOR: Final = b"\x1b[?25h\n"
 
 
+class _CannotWriteError(OSError):
+    """Raised by a `_Stream`, so that it is told from an error of the program's own files."""
+
+
+class _Stream(io.TextIOWrapper):
+    """stdout or stderr: each line is written when it is printed, so that nothing is lost at an exit without a flush."""
+
+    def __init__(self, number: int, encoding: str):
+        super().__init__(
+            open(number, "wb", closefd=False), encoding=encoding, errors="backslashreplace", line_buffering=True
+        )
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise _CannotWriteError(error.errno, error.strerror) from error
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            raise _CannotWriteError(error.errno, error.strerror) from error
+
+
 def run(prog: str, main: Callable[[], int]) -> NoReturn:
     """Run a command, and end the process with its exit status, or one of those above.
 
@@ -33,9 +59,8 @@ def run(prog: str, main: Callable[[], int]) -> NoReturn:
         main: the command; it returns its exit status, or exits.
     """
     _open_what_is_closed()
-    for stream in (sys.stdout, sys.stderr):
-        # A line is written when it is printed, so nothing is lost at an exit that does not flush.
-        stream.reconfigure(errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, _Stream(number, encoding=getattr(getattr(sys, name), "encoding", "utf-8")))
     _end_at_ctrl_c()
     sys.exit(_status(prog, main))
 
@@ -48,33 +73,25 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
             return stopped.code
         finally:
             sys.stdout.flush()
-    except OSError as error:
-        unwritable = [stream for stream in (sys.stdout, sys.stderr) if _fails(stream)]
-        if not unwritable:
-            raise
-        for stream in unwritable:
-            _discard(stream)
+    except _CannotWriteError as error:
+        for stream in (sys.stdout, sys.stderr):
+            _discard_if_unwritable(stream)
         if error.errno == errno.EPIPE:
             return _READER_HAS_GONE
         print(f"{prog}: the output cannot be written ({error.strerror}): write it elsewhere", file=sys.stderr)
         return CANNOT_WRITE
 
 
-def _fails(stream: TextIO) -> bool:
-    """Return whether a stream still holds something that cannot be written."""
+def _discard_if_unwritable(stream: TextIO) -> None:
+    """Send a stream to nowhere if it cannot be written, so that Python can close it without an error."""
     try:
+        stream.write("")
         stream.flush()
     except OSError:
-        return True
-    return False
-
-
-def _discard(stream: TextIO) -> None:
-    """Send what a stream holds, and whatever is printed to it from now on, to nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-    stream.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        stream.flush()
 
 
 def _open_what_is_closed() -> None:
@@ -82,9 +99,6 @@ def _open_what_is_closed() -> None:
     while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(nowhere)
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w", encoding="utf-8"))  # noqa: SIM115 (it is never closed)
 
 
 def _end_at_ctrl_c() -> None:

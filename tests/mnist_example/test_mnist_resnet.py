@@ -400,7 +400,7 @@ def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ([], (16, 8, 0.02)),
+        ([], (16, 4, 0.015)),
         (["--model", "resnet18"], (32, 2, 0.02)),
         (["--model", "resnet50", "--batch-size", "8", "--learning-rate", "0.01"], (8, 2, 0.01)),
     ],

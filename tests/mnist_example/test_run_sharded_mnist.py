@@ -157,7 +157,7 @@ def test_the_flags_of_the_training_step_reach_it(monkeypatch, few_digits):
     ("flags", "rate"),
     [
         (["--optimizer", "adam"], 0.001),
-        (["--optimizer", "momentum"], 0.002),
+        (["--optimizer", "momentum"], 0.0015),
         (["--optimizer", "momentum", "--model", "resnet18"], 0.002),
         (["--optimizer", "lamb", "--learning-rate", "0.5"], 0.5),
     ],
@@ -227,9 +227,9 @@ def test_help_says_every_default(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for flag, default in [
         ("--batch-size", "16"),
-        ("--repeat-count", "10"),
-        ("--learning-rate", "0.02"),
-        ("--gradient-accumulation-count", "8"),
+        ("--repeat-count", "5"),
+        ("--learning-rate", "0.015"),
+        ("--gradient-accumulation-count", "4"),
         ("--ipus", "2"),
         ("--epochs", "3"),
         ("--reduction", "sum"),
@@ -357,8 +357,8 @@ def refused(argv, capsys):
             "jax, or set JAX_NUM_CPU_DEVICES=9.",
         ),
         (
-            [*SYNTHETIC, "--batch-size", "21"],
-            "--batch-size 21 x --gradient-accumulation-count 8 takes 168 images for an update, but there are 103: "
+            [*SYNTHETIC, "--batch-size", "26"],
+            "--batch-size 26 x --gradient-accumulation-count 4 takes 104 images for an update, but there are 103: "
             "lower one of the two",
         ),
         (
@@ -485,7 +485,7 @@ def test_it_runs_as_a_script_and_makes_its_own_ipus():
     assert (process.returncode, err) == (0, "")
     assert_lines(
         out,
-        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 3750 updates an epoch, each of .*",
+        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 1875 updates an epoch, each of .*",
         COMPILED,
         r"Epoch 0\.0, Mean loss: 2\.\d{3}",
         rf"Epoch 0\.0, Test accuracy: {ACCURACY}",
