@@ -51,8 +51,8 @@ class Updates:
     repeat_count: int
 
 
-# The original's 8, 84 and 0.01 make the loss jump from 2.4 to 9.8, on scikit-learn's digits to 54. With these it never
-# rises above what it is before training, on MNIST and on the digits.
+# The original's 8, 84 and 0.01 make the loss jump from 2.4 to 9.8, on scikit-learn's digits to 54. With these it stays
+# below 2.5 (docs/design/command-lines.md).
 MLP_UPDATES: Final = Updates(16, 4, 0.015, repeat_count=5)
 # with 0.01 and the sum of 84 micro-batches, a resnet's loss would jump from 2.8 to 30, and statistics of 8 images are
 # noisy

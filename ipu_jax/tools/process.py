@@ -34,9 +34,8 @@ class _Stream(io.TextIOWrapper):
     """stdout or stderr: each line is written when it is printed, so that nothing is lost at an exit without a flush."""
 
     def __init__(self, number: int, encoding: str):
-        super().__init__(
-            open(number, "wb", closefd=False), encoding=encoding, errors="backslashreplace", line_buffering=True
-        )
+        bytes_out = io.BufferedWriter(io.FileIO(number, "wb", closefd=False))
+        super().__init__(bytes_out, encoding=encoding, errors="backslashreplace", line_buffering=True)
 
     def write(self, text: str, /) -> int:
         try:

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from ipu_jax import DynamicScale
 from mnist_example import comparison, inputs, training_run
-from mnist_example.data import synthetic_mnist
+from mnist_example.data import load_mnist, synthetic_mnist
 from mnist_example.flags import make_parser, parse
 from mnist_example.run_sharded_mnist import main
 from mnist_example.train import Trainer
@@ -271,6 +272,54 @@ def test_compare_starts_with_the_mode_that_was_asked_for(few_digits, capsys, tmp
     modes = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "pipeline on" in line]
     assert modes == ["concurrent", "basic"]
     assert (tmp_path / "mnist-losses.png").is_file()
+
+
+def test_a_picture_that_fails_leaves_the_figures(few_digits, capsys, tmp_path, monkeypatch):
+    picture = tmp_path / "losses.png"
+    monkeypatch.setattr(
+        training_run, "train", lambda args, mode, *_: np.ones(3) if mode == "basic" else np.full(3, 1.5)
+    )
+    # a file may have as many bytes as the picture needs when it is tried, and fewer afterwards
+    draw = comparison.draw
+
+    def on_a_full_disk(*arguments):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            draw(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(comparison, "draw", on_a_full_disk)
+    assert main(["--compare", "--plot", str(picture), *TINY]) == 74
+    out, err = capsys.readouterr()
+    assert out == "Largest relative difference of the losses: 5.0e-01 over the first 3 updates, 5.0e-01 over all 3\n"
+    assert err == f"run-sharded-mnist: --plot {picture} was not drawn (File too large): the figures are above\n"
+    assert not picture.exists()
+
+
+def test_explain_prints_schedule_and_report_before_training(few_digits, capsys):
+    assert main([*CONCURRENT, *TINY, "--run-single-step", "--explain", "--replicas", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("grouped: 3 stages on 2 IPUs, 5 micro-batches")
+    assert "IPU 0  " in lines[5]
+    (columns,) = (number for number, line in enumerate(lines) if line.startswith("IPU  weights"))
+    assert [line.split()[0] for line in lines[columns + 1 : columns + 3]] == ["0", "1"]
+    (compiled,) = (number for number, line in enumerate(lines) if re.fullmatch(COMPILED, line))
+    assert columns < compiled < len(lines) - 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_defaults_learn_without_a_spike(seed, monkeypatch, tmp_path):
+    """Test on scikit-learn's digits: the original's defaults made the loss jump to 54, and ended with 10%."""
+    digits = load_mnist(cache_dir=tmp_path, mirrors=())
+    monkeypatch.setattr(inputs, "load_mnist", lambda data_dir: digits)
+    losses = []
+    run = training_run.train
+    monkeypatch.setattr(training_run, "train", lambda *args: losses.append(run(*args)) or losses[-1])
+    assert main([*CONCURRENT, "--seed", str(seed)]) == 0
+    assert losses[0].max() < losses[0][0] + 0.2
+    assert losses[0][-10:].mean() < 0.3
 
 
 # what it refuses

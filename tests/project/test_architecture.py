@@ -4,6 +4,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,12 @@ def loaded_by(code: str) -> str:
 import sys
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"jax", "jaxlib", "flax", "optax", "orbax"}}))
 """)
+
+
+def test_an_editable_install_finds_the_packages_and_not_what_lies_beside_them():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert build["dev-mode-exact"] is True
+    assert sorted(build["targets"]["wheel"]["packages"]) == sorted(PACKAGES)
 
 
 def test_no_room_is_named_for_nothing():
