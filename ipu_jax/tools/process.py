@@ -61,7 +61,9 @@ def run(prog: str, main: Callable[[], int]) -> NoReturn:
     for name, number in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, _Stream(number, encoding=getattr(getattr(sys, name), "encoding", "utf-8")))
     _end_at_ctrl_c()
-    sys.exit(_status(prog, main))
+    status = _status(prog, main)
+    _discard_if_unwritable(sys.stderr)  # argparse goes on without an error when it cannot print one
+    sys.exit(status)
 
 
 def _status(prog: str, main: Callable[[], int]) -> Any:

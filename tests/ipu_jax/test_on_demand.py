@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 def imports_for_type_checkers():
     (block,) = (node for node in ast.parse(Path(ipu_jax.__file__).read_text()).body if isinstance(node, ast.If))
-    return {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def test_every_public_name_is_the_one_that_type_checkers_see():

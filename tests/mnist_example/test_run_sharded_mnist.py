@@ -309,7 +309,7 @@ def test_explain_prints_schedule_and_report_before_training(few_digits, capsys):
     assert columns < compiled < len(lines) - 1
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_defaults_learn_without_a_spike(seed, monkeypatch, tmp_path):
     """Test on scikit-learn's digits: the original's defaults made the loss jump to 54, and ended with 10%."""
     digits = load_mnist(cache_dir=tmp_path, mirrors=())
