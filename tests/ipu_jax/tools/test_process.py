@@ -108,9 +108,13 @@ def test_ctrl_c_ends_it_at_once_with_130(doing):
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
+        time.sleep(0.3)  # until it is in the middle of it
         process.send_signal(signal.SIGINT)
         pressed = time.monotonic()
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert (process.returncode, out, err) == (130, "", "")
     assert time.monotonic() - pressed < 5
 
