@@ -3,7 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
+# A text as one word of the shell: folders may have spaces and apostrophes in their names.
+quoted = '$(subst ','\'',$(1))'
+PYTHONS := $(if $(PYTHON),$(call quoted,$(PYTHON)),python3.13 python3.12 python3.11 python3)
 
 # Chosen to pass 97% after two epochs, in both modes, within two minutes on two cores.
 MNIST_FLAGS ?= --batch-size 64 --gradient-accumulation-count 2 --learning-rate 0.2
@@ -25,7 +27,7 @@ else ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
   REMAKE := yes
 else ifdef PYTHON
   SAY_VERSION := -c 'import sys; print(sys.version)'
-  ifneq ($(shell $(BIN)/python $(SAY_VERSION)),$(shell $(PYTHON) $(SAY_VERSION) 2>/dev/null))
+  ifneq ($(shell $(BIN)/python $(SAY_VERSION)),$(shell $(call quoted,$(PYTHON)) $(SAY_VERSION) 2>/dev/null))
     REMAKE := yes
   endif
 endif
@@ -48,11 +50,11 @@ ifdef REMAKE
 	        exec "$$python" -m venv --clear $(VENV); \
 	    fi; \
 	done; \
-	echo "No working Python >= 3.11 with venv among: $(PYTHONS). Name one: make venv PYTHON=/path/to/python" >&2; exit 1
+	echo 'No working Python >= 3.11 with venv among:' $(PYTHONS)'. Name one: make venv PYTHON=/path/to/python' >&2; exit 1
 endif
 	@rm -f $@
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
-	@echo '$(FINGERPRINT)' > $@
+	@printf '%s\n' $(call quoted,$(FINGERPRINT)) > $@
 
 test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctests
 	$(BIN)/ruff check .

@@ -16,9 +16,11 @@ from typing import Any
 
 from figures import Figures, side_by_side
 from ipu_jax import Feed, Pipeline, configure, make_mesh
+from mnist_example.batches import Batches
 from mnist_example.data import MNIST, load_mnist
-from mnist_example.model import MODES, init_params, make_pipeline
-from mnist_example.train import Batches, make_feed
+from mnist_example.feeding import make_feed
+from mnist_example.layouts import MODES
+from mnist_example.model import init_params, make_pipeline
 
 SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.py
 STEPS = 2  # per round, dispatched as in a training loop

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Figures, side_by_side
 from ipu_jax import configure
-from mnist_example.model import MODES, init_params, make_pipeline
+from mnist_example.layouts import MODES
+from mnist_example.model import init_params, make_pipeline
 
 # images of a micro-batch, micro-batches per update, bound for the CPU work over that of the unsharded program
 SIZES = ((64, 16, 1.10), (8, 84, 1.15))

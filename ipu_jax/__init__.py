@@ -1,34 +1,40 @@
 """Multi-IPU programming on any JAX device: pipelines, concurrent stages, and the proof that they equal one device."""
 
-from ipu_jax._deprecated import __getattr__ as __getattr__
+from typing import TYPE_CHECKING
+
+from ipu_jax._on_demand import names_on_demand
 from ipu_jax._version import __version__
-from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
-from ipu_jax.analysis.cost import flops_of
-from ipu_jax.analysis.report import PipelineReport
-from ipu_jax.data.feed import Feed, FeedBatch
-from ipu_jax.data.order import EpochOrder, Position
-from ipu_jax.data.prefetch import FeedTimeoutError
-from ipu_jax.data.source import normalise
-from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
-from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
-from ipu_jax.pipeline import Pipeline
-from ipu_jax.reference import reference_predict, reference_value_and_grad
-from ipu_jax.schedules import (
-    SCHEDULES,
-    FoundSchedule,
-    Schedule,
-    StageCosts,
-    Task,
-    canonical_name,
-    find_schedule,
-    make_schedule,
-)
-from ipu_jax.stage import Outputs, Stage
-from ipu_jax.training.replicas import Replicas, replicate
-from ipu_jax.training.state import StepOutputs, TrainState
-from ipu_jax.training.step import TrainStep, make_train_step
-from ipu_jax.verification import VerificationError, VerificationReport, verify
-from ipu_jax.weights.packing import Sharded
+
+# Type checkers read these imports. When the program runs, a name is imported where it is first asked for: a command
+# line is then checked, and a schedule printed, before jax is there. Importing jax takes a second.
+if TYPE_CHECKING:
+    from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
+    from ipu_jax.analysis.cost import flops_of
+    from ipu_jax.analysis.report import PipelineReport
+    from ipu_jax.data.feed import Feed, FeedBatch
+    from ipu_jax.data.order import EpochOrder, Position
+    from ipu_jax.data.prefetch import FeedTimeoutError
+    from ipu_jax.data.source import normalise
+    from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
+    from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
+    from ipu_jax.pipeline import Pipeline
+    from ipu_jax.reference import reference_predict, reference_value_and_grad
+    from ipu_jax.schedules import (
+        SCHEDULES,
+        FoundSchedule,
+        Schedule,
+        StageCosts,
+        Task,
+        canonical_name,
+        find_schedule,
+        make_schedule,
+    )
+    from ipu_jax.stage import Outputs, Stage
+    from ipu_jax.training.replicas import Replicas, replicate
+    from ipu_jax.training.state import StepOutputs, TrainState
+    from ipu_jax.training.step import TrainStep, make_train_step
+    from ipu_jax.verification import VerificationError, VerificationReport, verify
+    from ipu_jax.weights.packing import Sharded
 
 __all__ = [
     "ALL_IPUS",
@@ -79,3 +85,5 @@ __all__ = [
     "replicate",
     "verify",
 ]
+
+__getattr__, __dir__ = names_on_demand(__name__, __file__)

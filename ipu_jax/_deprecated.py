@@ -12,12 +12,20 @@ _NOW = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Return the object that an old public name of `ipu_jax` means, with a `DeprecationWarning`."""
+def now_called(name: str, *, stacklevel: int) -> Any:
+    """Return the object that an old public name of `ipu_jax` means, with a `DeprecationWarning`.
+
+    Args:
+        name: the name.
+        stacklevel: as for `warnings.warn`: 2 warns of the caller.
+
+    Raises:
+        AttributeError: it is not an old name.
+    """
     if name not in _NOW:
-        raise AttributeError(f"module 'ipu_jax' has no attribute {name!r}")
+        raise AttributeError(f"module 'ipu_jax' has no attribute {name!r}", name=name)
     module, new = _NOW[name]
-    warnings.warn(f"ipu_jax.{name} is called ipu_jax.{new} now", DeprecationWarning, stacklevel=2)
+    warnings.warn(f"ipu_jax.{name} is called ipu_jax.{new} now", DeprecationWarning, stacklevel=stacklevel)
     return getattr(importlib.import_module(module), new)
 
 

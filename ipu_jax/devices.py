@@ -71,8 +71,8 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
         The first `num_ipus` devices of this process.
 
     Raises:
-        ValueError: `num_ipus` is not a positive int, `cores` is unknown, or there are fewer devices and more cannot be
-            made.
+        ValueError: `num_ipus` is not a positive int, `cores` is unknown, there are fewer devices and more cannot be
+            made, or `JAX_PLATFORMS` names a platform that this machine does not have.
 
     >>> len(configure(4))
     4
@@ -84,7 +84,7 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", max(num_ipus, _cpu_devices_asked_for()))
     with _thread_pool(_threads(max(num_ipus, _cpu_devices_asked_for()), cores)):
-        devices = jax.local_devices()
+        devices = _local_devices()
     if len(devices) >= num_ipus:
         return devices[:num_ipus]
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
@@ -191,6 +191,21 @@ class InFlight:
                 return
 
 
+def _local_devices() -> list[Any]:
+    try:
+        return jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
+        asked_for = jax.config.values["jax_platforms"]
+        if not asked_for:
+            raise
+        said = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].removesuffix(".")
+        reason = said and f" ({said})"
+        raise ValueError(
+            f"JAX_PLATFORMS={asked_for} asks for a platform that does not start on this machine{reason}: "
+            "set JAX_PLATFORMS=cpu for virtual IPUs, or unset it"
+        ) from error
+
+
 def _threads(ipus: int, cores: Cores) -> int:
     """Return the size of XLA's thread pool for virtual IPUs on a CPU."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -226,5 +241,5 @@ def _too_few(needed: int, there: int, platform: str) -> str:
         )
     return (
         f"this machine's {platform.upper()} platform has {there}: "
-        "use fewer IPUs (--ipus), or set JAX_PLATFORMS=cpu for virtual ones."
+        "use fewer IPUs, or set JAX_PLATFORMS=cpu for virtual ones."
     )

@@ -1,4 +1,4 @@
-"""Choose the images of each update, and feed them to the IPUs.
+"""Choose the images of each update. `feeding.py` feeds them to the IPUs; nothing here imports jax.
 
 epoch      every image once, in an order given by seed and epoch, except for a remainder too small for an update
 update     gradient_accumulation micro-batches of batch_size images on each replica: one change of the weights
@@ -6,17 +6,12 @@ call       up to repeat_count updates in one program: images are sent to the IPU
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh
 
-from ipu_jax import EpochOrder, Feed, Position, normalise
+from ipu_jax import EpochOrder, Position
 from mnist_example.checks import check_count
-
-_BATCHES_AHEAD = 2  # batches made ahead, one for each device call, besides those of the running and the waiting call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,59 +87,3 @@ class Batches:
         )
         indices = order.rows(Position(epoch, 0)).indices
         return indices[:, 0] if self.replicas == 1 else indices
-
-
-class _AsFloats:
-    """A data source of the images as float32 from 0 to 1, and their labels, for feeds that don't send bytes."""
-
-    def __init__(self, batches: Batches):
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches.images)
-
-    def __getitem__(self, indices: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
-        batches = self._batches
-        return {"images": normalise(batches.images.take(indices, axis=0)), "labels": batches.labels[indices]}
-
-
-def make_feed(
-    batches: Batches,
-    mesh: Mesh,
-    *,
-    repeat_count: int = 100,
-    eight_bit_io: bool = True,
-    num_workers: int = 0,
-    state: Mapping[str, SupportsIndex] | None = None,
-) -> Feed:
-    """Return a feed of one batch for each device call, on the mesh: `{"images", "labels"}`, (updates, R, M, B, ...).
-
-    A call has up to `repeat_count` updates; the last call of an epoch may have fewer real ones. Each of the first two
-    dims is left out if it is 1.
-
-    Args:
-        batches: the images of each update.
-        mesh: the mesh of the replicas of `batches`.
-        repeat_count: updates in one device call, at least 1.
-        eight_bit_io: send images as bytes and let the network normalise them. If False, the host normalises them, and
-            four times as many bytes are sent, as float32 from 0 to 1.
-        num_workers: threads that assemble the batches of future calls; with 0 the caller assembles each batch when it
-            asks for it.
-        state: the `state()` of another such feed, from which this feed continues.
-
-    Raises:
-        ValueError: a `repeat_count` below 1, a negative `num_workers`, or a state of other batches.
-    """
-    return Feed(
-        {"images": batches.images, "labels": batches.labels} if eight_bit_io else _AsFloats(batches),
-        mesh=mesh,
-        micro_batch=batches.batch_size,
-        gradient_accumulation=batches.gradient_accumulation,
-        device_iterations=min(check_count("repeat_count", repeat_count), batches.updates_per_epoch),
-        shuffle=batches.shuffle,
-        seed=batches.seed,
-        remainder="updates",
-        prefetch=num_workers and max(_BATCHES_AHEAD, num_workers),
-        workers=num_workers or 1,
-        state=state,
-    )

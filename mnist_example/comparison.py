@@ -1,5 +1,6 @@
 """Compare the losses of the two modes, in words and as a picture."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,9 @@ _Losses = npt.NDArray[np.floating]
 _FIRST_UPDATES = 50
 
 
-def compare(basic: _Losses, concurrent: _Losses, path: Path) -> str:
-    """Draw the losses of both modes into a PNG file, and return a line that says how far they are apart.
-
-    Args:
-        basic, concurrent: the loss of each update, (updates,).
-        path: of the file.
-    """
-    difference = np.abs(concurrent - basic) / basic
-    _draw(basic, concurrent, difference, path)
+def describe(basic: _Losses, concurrent: _Losses) -> str:
+    """Return a line that says how far the losses of the two modes, (updates,) each, are apart."""
+    difference = _relative(basic, concurrent)
     first = difference[:_FIRST_UPDATES]
     return (
         f"Largest relative difference of the losses: {first.max():.1e} over the first {len(first)} updates, "
@@ -27,7 +22,27 @@ def compare(basic: _Losses, concurrent: _Losses, path: Path) -> str:
     )
 
 
-def _draw(basic: _Losses, concurrent: _Losses, difference: _Losses, path: Path) -> None:
+def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
+    """Draw the losses of both modes, (updates,) each, into a PNG file.
+
+    Raises:
+        OSError: the file cannot be written; what was written of it is removed.
+    """
+    picture = io.BytesIO()
+    _draw(basic, concurrent, _relative(basic, concurrent), picture)
+    try:
+        path.write_bytes(picture.getvalue())
+    except OSError:
+        if path.is_file():
+            path.unlink()
+        raise
+
+
+def _relative(basic: _Losses, concurrent: _Losses) -> _Losses:
+    return np.abs(concurrent - basic) / basic
+
+
+def _draw(basic: _Losses, concurrent: _Losses, difference: _Losses, file: io.BytesIO | Path) -> None:
     """Draw both curves above, one thick and one dashed since they nearly coincide, and below how far they are apart."""
     from matplotlib.figure import Figure  # an extra, and slow to import
     from matplotlib.ticker import MaxNLocator
@@ -47,4 +62,4 @@ def _draw(basic: _Losses, concurrent: _Losses, difference: _Losses, path: Path) 
     differences.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (curves, differences):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    figure.savefig(file, dpi=150, format="png")

@@ -13,14 +13,14 @@ import contextlib
 import logging
 import os
 import re
-import tempfile
 import warnings
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from mnist_example.places import writable_folder
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ExecutableCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self._folder = _writable(folder)
+        self._folder = writable_folder("--executable-cache", folder)
         self._settings: dict[str, Any] = {
             "jax_compilation_cache_dir": str(self._folder),
             "jax_enable_compilation_cache": True,
@@ -137,23 +137,3 @@ class ExecutableCache:
                 aside.unlink()
             else:
                 aside.rename(entry)
-
-
-def _writable(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of the folder, after making it if it does not exist."""
-    if not os.fspath(folder):  # Path("") would be the folder in which the program runs
-        raise ValueError("--executable-cache has an empty name: give a folder")
-    path = Path(folder)
-    try:
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--executable-cache {path} is not a folder: give one, or a name that is free")
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--executable-cache {path} cannot be made ({error.strerror}): give another folder") from error
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            return path.resolve()
-    except OSError as error:
-        raise ValueError(
-            f"--executable-cache {path} cannot be written to ({error.strerror}): give another folder"
-        ) from error

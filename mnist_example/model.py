@@ -18,7 +18,7 @@ it is never correct. (Such images fill up the last batch of an evaluation.)
 Dims: B images of a micro-batch, P pixels, H hidden, D features that the classifier reads, C classes (c of them here).
 """
 
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,11 @@ from jax.typing import DTypeLike
 
 import sharded_ops
 from ipu_jax import ALL_IPUS, IPU_AXIS, Pipeline, Reduction, Stage, make_mesh, normalise
-from mnist_example.checks import check_choice, check_count
+from mnist_example.layouts import CLASSES, Mode, check_mlp_ipus
 
 PIXELS: Final = 28 * 28
 HIDDEN: Final = 2560
 FEATURES: Final = 1280
-CLASSES: Final = 10
-
-Mode = Literal["basic", "concurrent"]
-MODES: Final[tuple[Mode, ...]] = get_args(Mode)
-
-_StageFn = Any  # a function of (params, x, microbatch); the types of x differ from stage to stage
 
 
 def init_params(seed: int) -> dict[str, Any]:
@@ -68,20 +62,6 @@ def init_params(seed: int) -> dict[str, Any]:
     }
 
 
-def check_ipus(mode: Mode, ipus: int) -> None:
-    """Raise for a number of IPUs that the mode cannot use, whatever the number of devices is.
-
-    Raises:
-        ValueError: an unknown mode, a number below 1, a number other than 2 in basic mode, or more IPUs than classes.
-    """
-    check_choice("mode", mode, MODES)
-    check_count("ipus", ipus)
-    if mode == "basic" and ipus != 2:
-        raise ValueError(f"ipus={ipus}, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode")
-    if ipus > CLASSES:
-        raise ValueError(f"ipus={ipus}, but there are {CLASSES} classes to split: use {CLASSES} IPUs at most")
-
-
 def make_pipeline(
     mode: Mode,
     *,
@@ -104,9 +84,9 @@ def make_pipeline(
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
 
     Raises:
-        ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
+        ValueError: an unknown name, a count below 1, IPUs that `check_mlp_ipus` refuses, or fewer devices than IPUs.
     """
-    check_ipus(mode, ipus)
+    check_mlp_ipus(mode, ipus)
     head, specs = head_stages(mode, ipu=1)
     return Pipeline(
         [Stage(_mlp, params="mlp", ipu=0), *head],

@@ -3,43 +3,45 @@
 sgd                 w - lr g
 momentum            sgd on a running sum of gradients, in which each gradient has 0.9 times the weight of the next
 adam, adamw, lamb   the size of a step depends on the learning rate, and not on the size of the gradients
+
+optax, and with it jax, is imported where an optimizer is made.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final
-
-import optax
+from typing import TYPE_CHECKING, Final
 
 from mnist_example.checks import check_choice, check_positive
+
+if TYPE_CHECKING:
+    import optax
 
 _MOMENTUM: Final = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class _Optimizer:
-    """An optimizer: `make` takes a learning rate, and `default_learning_rate` takes the learning rate of plain SGD."""
+    """An optimizer: its name in optax, and a function from the default learning rate of plain SGD to its own."""
 
-    make: Callable[[float], optax.GradientTransformation]
+    in_optax: str
     default_learning_rate: Callable[[float], float]
+    options: dict[str, float] = dataclasses.field(default_factory=dict)
     divides_by_zero_in_float16: bool = False
 
 
 _OPTIMIZERS: Final[dict[str, _Optimizer]] = {
-    "sgd": _Optimizer(optax.sgd, lambda of_sgd: of_sgd),
+    "sgd": _Optimizer("sgd", lambda of_sgd: of_sgd),
     # the running sum of a constant gradient is ten times that gradient
-    "momentum": _Optimizer(
-        lambda rate: optax.sgd(rate, momentum=_MOMENTUM), lambda of_sgd: round(of_sgd * (1 - _MOMENTUM), 12)
-    ),
-    "adam": _Optimizer(optax.adam, lambda _: 0.001, divides_by_zero_in_float16=True),
-    "adamw": _Optimizer(optax.adamw, lambda _: 0.001, divides_by_zero_in_float16=True),
-    "lamb": _Optimizer(optax.lamb, lambda _: 0.01),
+    "momentum": _Optimizer("sgd", lambda of_sgd: round(of_sgd * (1 - _MOMENTUM), 12), {"momentum": _MOMENTUM}),
+    "adam": _Optimizer("adam", lambda _: 0.001, divides_by_zero_in_float16=True),
+    "adamw": _Optimizer("adamw", lambda _: 0.001, divides_by_zero_in_float16=True),
+    "lamb": _Optimizer("lamb", lambda _: 0.01),
 }
 
 NAMES: Final = tuple(_OPTIMIZERS)
 
 
-def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
+def make_optimizer(name: str, learning_rate: float) -> "optax.GradientTransformation":
     """Return the optimizer of that name, with optax's defaults for everything except the learning rate.
 
     Raises:
@@ -51,7 +53,11 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
     -1.0
     """
     check_choice("optimizer", name, NAMES)
-    return _OPTIMIZERS[name].make(check_positive("learning_rate", learning_rate))
+    check_positive("learning_rate", learning_rate)
+    import optax
+
+    optimizer = _OPTIMIZERS[name]
+    return getattr(optax, optimizer.in_optax)(learning_rate, **optimizer.options)
 
 
 def default_learning_rate(name: str, of_sgd: float) -> float:

@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import flax.linen as nn
 import jax
@@ -39,26 +39,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_jax import LayerPlacement, Outputs, Pipeline, Reduction, Stage, balance_layers, flops_of, make_mesh
-from mnist_example.checks import check_choice, check_count
+from mnist_example.checks import check_count
 from mnist_example.convolution import conv_general_dilated
-from mnist_example.model import (
-    CLASSES,
-    MODES,
-    Mode,
-    classifier_params,
-    head_stages,
-    scaled_images,
-)
+from mnist_example.layouts import DEPTHS, RESNET_BLOCKS, Depth, Mode, check_resnet_ipus
+from mnist_example.model import classifier_params, head_stages, scaled_images
 
 SIDE: Final = 28
 """Rows and columns of an image for which FLOPs are counted. The networks take images of any size."""
 
 WIDTH: Final = 64
 
-Depth = Literal[18, 50]
-DEPTHS: Final[tuple[Depth, ...]] = get_args(Depth)
-
-_BLOCKS: Final[dict[Depth, tuple[int, ...]]] = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 _MOMENTUM: Final = 0.9
 _EPSILON: Final = 1e-5
 
@@ -173,7 +163,7 @@ def layers_of(depth: Depth, *, width: int = WIDTH) -> tuple[Layer, ...]:
         raise ValueError(f"depth={depth!r} is unknown: choose one of {', '.join(map(str, DEPTHS))}")
     check_count("width", width)
     layers = [Layer("stem", _Stem(width), (SIDE, SIDE))]
-    for group, count in enumerate(_BLOCKS[depth]):
+    for group, count in enumerate(RESNET_BLOCKS[depth]):
         features = width * 2**group
         for place in range(count):
             strides = 2 if group and not place else 1
@@ -234,22 +224,6 @@ def init_state(depth: Depth, *, width: int = WIDTH) -> dict[str, Any]:
     return fresh(jax.random.key(0))
 
 
-def check_ipus(depth: Depth, mode: Mode, ipus: int) -> None:
-    """Raise for a number of IPUs that the network cannot use, whatever the number of devices is.
-
-    Raises:
-        ValueError: an unknown mode, a number below 1, more IPUs than layers, or, in concurrent mode, more than classes.
-    """
-    check_choice("mode", mode, MODES)
-    check_count("ipus", ipus)
-    # stem and blocks, and in basic mode also the head, which in concurrent mode is on all IPUs
-    pieces = 1 + sum(_BLOCKS[depth]) + (mode == "basic")
-    if ipus > pieces:
-        raise ValueError(f"ipus={ipus}, but resnet{depth} has {pieces} layers to place in {mode} mode: use fewer IPUs")
-    if mode == "concurrent" and ipus > CLASSES:
-        raise ValueError(f"ipus={ipus}, but there are {CLASSES} classes to split: use {CLASSES} IPUs at most")
-
-
 def make_pipeline(
     depth: Depth,
     mode: Mode,
@@ -274,9 +248,9 @@ def make_pipeline(
         reduction: gradients are the "sum" or the "mean" over the micro-batches.
 
     Raises:
-        ValueError: an unknown name, a count below 1, IPUs that `check_ipus` refuses, or fewer devices than IPUs.
+        ValueError: an unknown name, a count below 1, IPUs that `check_resnet_ipus` refuses, or fewer devices than IPUs.
     """
-    check_ipus(depth, mode, ipus)
+    check_resnet_ipus(depth, mode, ipus)
     mesh = make_mesh(1, ipus)
     layers = layers_of(depth, width=width)
     last = ipus - 1

@@ -22,8 +22,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import REPLICA_AXIS, DynamicScale, Half, Pipeline, Precision, TrainOptions, TrainState, make_train_step
-from mnist_example.batches import Batches, make_feed
+from mnist_example.batches import Batches
 from mnist_example.checks import check_count
+from mnist_example.feeding import make_feed
 from mnist_example.optimizers import make_optimizer
 
 NO_LABEL = -1
@@ -141,6 +142,17 @@ class Trainer:
         program = jax.jit(self._run_updates, donate_argnums=0, out_shardings=(of_state, None))
         self._program = program.lower(state, self.feed.like, np.int32(0)).compile()
         return time.perf_counter() - start
+
+    def explain(self, state: TrainState) -> str:
+        """Return the schedule as text, and a table of what each IPU stores, computes and sends. Nothing is compiled."""
+        shape = (*self._micro_batches, *self.batches.images.shape[1:])
+        like = self.feed.like
+        batch = {
+            "images": jax.ShapeDtypeStruct(shape, like["images"].dtype),
+            "labels": jax.ShapeDtypeStruct(self._micro_batches, like["labels"].dtype),
+        }
+        report = self.pipeline.report(state.params, batch, state.stages, compile=False)
+        return f"{self.pipeline.schedule}\n{report}"
 
     def run_epoch(
         self, state: TrainState, epoch: int, *, on_call: Callable[[Call], None], updates: int | None = None

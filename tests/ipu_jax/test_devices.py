@@ -112,9 +112,24 @@ def test_the_mend_on_a_real_accelerator_is_another(monkeypatch):
     with pytest.raises(ValueError, match="num_ipus=2") as caught:
         configure(2)
     assert str(caught.value) == (
-        "num_ipus=2, but this machine's GPU platform has 1: "
-        "use fewer IPUs (--ipus), or set JAX_PLATFORMS=cpu for virtual ones."
+        "num_ipus=2, but this machine's GPU platform has 1: use fewer IPUs, or set JAX_PLATFORMS=cpu for virtual ones."
     )
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_a_platform_that_the_machine_lacks_is_refused_with_the_mend(platform):
+    code = """
+try:
+    configure(2)
+except ValueError as error:
+    print(error)
+"""
+    if platform == "cuda" and in_a_fresh_process("print(jax.default_backend())", JAX_PLATFORMS="") == "gpu":
+        pytest.skip("this machine has it")
+    line = in_a_fresh_process(code, JAX_PLATFORMS=platform)
+    assert line.startswith(f"JAX_PLATFORMS={platform} asks for a platform that does not start on this machine")
+    assert line.endswith(": set JAX_PLATFORMS=cpu for virtual IPUs, or unset it")
+    assert "\n" not in line
 
 
 def test_configure_makes_host_devices_before_the_backend_starts():

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from mnist_example import benchmark_dataset, run_sharded_mnist
+from mnist_example import inputs, reading_run
 from mnist_example.batches import Batches
 from mnist_example.benchmark_dataset import main
 from mnist_example.data import synthetic_mnist
@@ -21,7 +21,7 @@ SPEED = r"in \d+\.\d\d s, [\d,]+ samples/s, [\d,]+\.\d MB/s"
 @pytest.fixture(autouse=True)
 def few_digits(monkeypatch):
     """Use synthetic data of 103 images, so that an epoch takes almost no time."""
-    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_a_line_follows_every_epoch(flags, capsys):
 def test_a_part_of_an_epoch_reads_its_own_samples_and_no_more(
     epochs, repeat_count, samples, flags, monkeypatch, capsys
 ):
-    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 2060, 25))
+    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 2060, 25))
     made = []
-    monkeypatch.setattr(benchmark_dataset, "_of_updates", _kept(benchmark_dataset._of_updates, made))
+    monkeypatch.setattr(reading_run, "_of_updates", _kept(reading_run._of_updates, made))
     flags = [*flags, "--batch-size", "16", "--gradient-accumulation-count", "2", "--repeat-count", repeat_count]
     assert main(["--synthetic-data", *flags, "--epochs", epochs]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -114,16 +114,16 @@ def test_there_is_a_bar_on_a_terminal_only(monkeypatch):
     ("flags", "line"),
     [
         (["--num-workers", "2"], "--num-workers are threads of --async-dataloader: give both, or neither"),
-        (["--batch", "8"], "unrecognized arguments: --batch 8"),
+        (["--batch", "8"], "unrecognized arguments: --batch 8: did you mean --batch-size? --help lists all flags"),
         (["--epochs", "0"], "argument --epochs: '0' is not a positive number: give one such as 0.01"),
         (
             ["--batch-size", "104"],
-            "batch_size=104 x gradient_accumulation=5 takes 520 images for an update, but there are 103: lower one of "
-            "the two",
+            "--batch-size 104 x --gradient-accumulation-count 5 takes 520 images for an update, but there are "
+            "103: lower one of the two",
         ),
         (
             ["--ipus", "9"],
-            "num_ipus=9, but jax already started its CPU backend with 8: call configure(9) before any other use of "
+            "--ipus 9, but jax already started its CPU backend with 8: call configure(9) before any other use of "
             "jax, or set JAX_NUM_CPU_DEVICES=9.",
         ),
     ],
@@ -141,11 +141,3 @@ def test_a_data_dir_that_is_none_is_refused(capsys, tmp_path):
         main(["--data-dir", str(tmp_path / "missing")])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith(f"benchmark-dataset: --data-dir {tmp_path}/missing is not a folder: ")
-
-
-def test_ctrl_c_exits_with_130(monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(benchmark_dataset, "_read", interrupted)
-    assert main(TINY) == 130

@@ -1,33 +1,57 @@
-"""Test the installed commands: they start their programs, and without their packages they say what to install."""
+"""Test the commands as processes: without their packages they say what to install, and they run their own checkout."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mnist_example import benchmark_dataset, commands, run_sharded_mnist
+from mnist_example import extra
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {
-    "run-sharded-mnist": (commands.run_sharded_mnist, run_sharded_mnist),
-    "benchmark-dataset": (commands.benchmark_dataset, benchmark_dataset),
-}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_starts_its_program_and_ends_with_its_status(command, monkeypatch):
-    start, program = COMMANDS[command]
-    monkeypatch.setattr(program, "main", lambda: 5)
-    assert start() == 5
+def test_a_command_ends_with_the_status_of_its_program(monkeypatch):
+    ended = []
+    monkeypatch.setattr(extra, "run", lambda prog, main: ended.append((prog, main())))
+    extra.run_with_extra("command", lambda: 5)
+    assert ended == [("command", 5)]
 
 
-@pytest.mark.parametrize(("command", "package"), [("run-sharded-mnist", "rich"), ("benchmark-dataset", "pooch")])
-def test_without_a_package_a_command_says_what_to_install(command, package):
-    start = COMMANDS[command][0].__name__
-    code = (
-        f"import sys; sys.modules[{package!r}] = None; from mnist_example import commands; sys.exit(commands.{start}())"
-    )
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [("run-sharded-mnist", "requests"), ("run-sharded-mnist", "rich"), ("benchmark-dataset", "pooch")],
+)
+def test_without_a_package_a_command_says_what_to_install(program, package):
+    module = program.replace("-", "_")
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from mnist_example.{module} import command
+sys.argv = ["", "--pipeline-mode", "basic", "--synthetic-data"]
+command()
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    message = f"{command} needs {package}, which is not installed: pip install 'ipu-jax[mnist]'\n"
+    message = f"{program} needs {package}, which is not installed: pip install 'ipu-jax[mnist]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "tests/sharded_embedding_tool.py",
+        "tests/sharded_matmul_tool.py",
+        "mnist_example/run_sharded_mnist.py",
+        "mnist_example/benchmark_dataset.py",
+    ],
+)
+def test_a_script_runs_the_packages_of_its_own_checkout(script, tmp_path):
+    for package in ("ipu_jax", "sharded_ops", "mnist_example"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('what is installed')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(ROOT / script), "--version"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(Path(script).stem.replace("_", "-"))

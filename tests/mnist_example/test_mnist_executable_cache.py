@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 COMMAND = """
 import sys
 import warnings
-from mnist_example import run_sharded_mnist
+from mnist_example import inputs, run_sharded_mnist
 from mnist_example.data import synthetic_mnist
-run_sharded_mnist.synthetic_mnist = lambda seed: synthetic_mnist(seed, 103, 25)
+inputs.synthetic_mnist = lambda seed: synthetic_mnist(seed, 103, 25)
 sys.exit(run_sharded_mnist.main(sys.argv[1:]))
 """
 FLAGS = "--pipeline-mode concurrent --synthetic-data --batch-size 4 --gradient-accumulation 5 --run-single-step"

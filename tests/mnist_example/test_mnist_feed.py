@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from ipu_jax import make_mesh
-from mnist_example import run_sharded_mnist
-from mnist_example.batches import Batches, make_feed
+from mnist_example import inputs, training_run
+from mnist_example.batches import Batches
 from mnist_example.data import synthetic_mnist
+from mnist_example.feeding import make_feed
 from mnist_example.model import init_params, make_pipeline
 from mnist_example.run_sharded_mnist import main
 from mnist_example.train import Trainer
@@ -19,7 +20,7 @@ TINY = [*SYNTHETIC, "--batch-size", "4", "--gradient-accumulation-count", "5", "
 @pytest.fixture
 def few_digits(monkeypatch):
     """Use synthetic data of 103 images, so that an epoch takes almost no time."""
-    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
 
 
 def batches(count=103):
@@ -89,7 +90,7 @@ def test_floats_are_the_images_over_255():
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_the_flags_reach_the_feed(flags, dtype, prefetch, workers, model, monkeypatch, few_digits):
     runs = []
-    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
     assert main([*TINY, "--model", model, *flags]) == 0
     ((_, _, trainer, *_),) = runs
     assert trainer.feed.like["images"].dtype == dtype
@@ -116,7 +117,7 @@ def test_the_flags_change_no_line_of_the_output(few_digits, capsys):
     ],
 )
 def test_flags_that_cannot_work_are_refused_in_one_line(flags, line, capsys, monkeypatch):
-    monkeypatch.setattr(run_sharded_mnist, "_train", None)
+    monkeypatch.setattr(training_run, "train", None)
     jax.devices()
     with pytest.raises(SystemExit) as stopped:
         main([*SYNTHETIC, *flags])

@@ -9,7 +9,8 @@ import pytest
 import ipu_jax
 from ipu_jax import TrainOptions, make_train_step
 from mnist_example.data import synthetic_mnist
-from mnist_example.model import CLASSES, check_ipus, init_params, make_pipeline
+from mnist_example.layouts import CLASSES, check_mlp_ipus
+from mnist_example.model import init_params, make_pipeline
 
 M, B = 3, 4
 LAYOUTS = [("basic", 2), ("concurrent", 1), ("concurrent", 2), ("concurrent", 4), ("concurrent", 8)]
@@ -224,7 +225,7 @@ def test_stages_compute_in_the_dtype_of_their_weights(dtype, images, params, bat
     ],
 )
 def test_ipus_that_a_mode_cannot_use_are_refused(mode, ipus, message):
-    for refuse in (check_ipus, lambda mode, ipus: make_pipeline(mode, ipus=ipus)):
+    for refuse in (check_mlp_ipus, lambda mode, ipus: make_pipeline(mode, ipus=ipus)):
         with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
             refuse(mode, ipus)
         assert str(refused.value) == message

@@ -17,11 +17,12 @@ import pytest
 from jax import lax
 
 import ipu_jax
-from mnist_example import resnet, run_sharded_mnist
+from mnist_example import inputs, resnet, training_run
 from mnist_example.batches import Batches
 from mnist_example.data import synthetic_mnist
+from mnist_example.layouts import check_resnet_ipus
 from mnist_example.network import Network, network_of
-from mnist_example.resnet import check_ipus, init_params, init_state, layers_of, make_pipeline
+from mnist_example.resnet import init_params, init_state, layers_of, make_pipeline
 from mnist_example.run_sharded_mnist import main
 from mnist_example.train import Trainer
 
@@ -305,16 +306,16 @@ def test_every_ipu_has_a_layer(mode, ipus):
 @pytest.mark.parametrize(
     ("depth", "mode", "ipus", "message"),
     [
-        (18, "basic", 11, "ipus=11, but resnet18 has 10 layers to place in basic mode: use fewer IPUs"),
-        (18, "concurrent", 10, "ipus=10, but resnet18 has 9 layers to place in concurrent mode: use fewer IPUs"),
+        (18, "basic", 11, "ipus=11, but resnet18 has 10 layers to place in basic mode: use 10 IPUs at most"),
+        (18, "concurrent", 10, "ipus=10, but resnet18 has 9 layers to place in concurrent mode: use 9 IPUs at most"),
         (50, "concurrent", 11, "ipus=11, but there are 10 classes to split: use 10 IPUs at most"),
-        (50, "basic", 19, "ipus=19, but resnet50 has 18 layers to place in basic mode: use fewer IPUs"),
+        (50, "basic", 19, "ipus=19, but resnet50 has 18 layers to place in basic mode: use 18 IPUs at most"),
         (18, "basic", 0, "ipus=0 is not a count: give an int of at least 1"),
         (18, "basics", 2, "mode='basics' is unknown: did you mean 'basic'? Choose one of 'basic', 'concurrent'"),
     ],
 )
 def test_ipus_that_cannot_be_used_are_refused(depth, mode, ipus, message):
-    for refuse in (check_ipus, lambda depth, mode, ipus: make_pipeline(depth, mode, ipus=ipus)):
+    for refuse in (check_resnet_ipus, lambda depth, mode, ipus: make_pipeline(depth, mode, ipus=ipus)):
         with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
             refuse(depth, mode, ipus)
         assert str(refused.value) == message
@@ -338,7 +339,7 @@ def small(name="resnet18") -> Network:
         functools.partial(init_params, 18, width=WIDTH),
         functools.partial(init_state, 18, width=WIDTH),
         network_of(name).updates,
-        functools.partial(check_ipus, 18),
+        functools.partial(check_resnet_ipus, 18),
         least_batch_size=2,
     )
 
@@ -383,12 +384,12 @@ TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count"
 
 @pytest.fixture
 def few_digits(monkeypatch):
-    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
+    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
 
 
 @pytest.mark.slow
 def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
-    monkeypatch.setattr(run_sharded_mnist, "network_of", small)
+    monkeypatch.setattr(training_run, "network_of", small)
     flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--precision", "16.32"]
     assert main([*flags, *TINY, "--model", "resnet18", "--run-single-step"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
@@ -399,15 +400,15 @@ def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ([], (8, 84, 0.01)),
+        ([], (16, 4, 0.015)),
         (["--model", "resnet18"], (32, 2, 0.02)),
         (["--model", "resnet50", "--batch-size", "8", "--learning-rate", "0.01"], (8, 2, 0.01)),
     ],
 )
 def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
-    monkeypatch.setattr(run_sharded_mnist, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 700, 10))
+    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 700, 10))
     runs = []
-    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
     assert main(["--pipeline-mode", "basic", "--synthetic-data", *flags]) == 0
     ((_, _, trainer, *_),) = runs
     batches = trainer.batches
@@ -417,7 +418,7 @@ def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch, tmp_path):
     runs = []
-    monkeypatch.setattr(run_sharded_mnist, "_train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
     picture = ["--plot", str(tmp_path / "losses.png")]
     assert main(["--compare", *picture, *TINY, "--model", name, "--ipus", "3"]) == 0
     assert [(mode, trainer.pipeline.ipus) for _, mode, trainer, *_ in runs] == [("basic", 3), ("concurrent", 3)]
@@ -433,17 +434,17 @@ def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch,
         ),
         (
             ["--model", "resnet18", "--ipus", "11"],
-            "ipus=11, but resnet18 has 10 layers to place in basic mode: use fewer IPUs",
+            "--ipus 11, but resnet18 has 10 layers to place in basic mode: use 10 IPUs at most",
         ),
         (
             ["--model", "resnet18", "--batch-size", "1"],
-            "batch_size=1, but batch norm subtracts a micro-batch's mean, which of one image leaves nothing: "
+            "--batch-size 1, but batch norm subtracts a micro-batch's mean, which of one image leaves nothing: "
             "use at least 2",
         ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(flags, line, few_digits, monkeypatch, capsys):
-    monkeypatch.setattr(run_sharded_mnist, "_train", None)
+    monkeypatch.setattr(training_run, "train", None)
     with pytest.raises(SystemExit) as stopped:
         main(["--pipeline-mode", "basic", *TINY, *flags])
     assert stopped.value.code == 2

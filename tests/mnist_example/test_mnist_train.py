@@ -14,7 +14,8 @@ import pytest
 from ipu_jax import DynamicScale, replicate
 from mnist_example.batches import Batches
 from mnist_example.data import load_mnist
-from mnist_example.model import Mode, init_params, make_pipeline
+from mnist_example.layouts import Mode
+from mnist_example.model import init_params, make_pipeline
 from mnist_example.train import Call, DivergedError, Trainer
 
 UPDATES = 50

@@ -11,16 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax.tools import sharded_embedding_tool
-from ipu_jax.tools.sharded_embedding_tool import (
-    HALF_TOLERANCE,
-    Inputs,
-    Results,
-    dense_program,
-    differences,
-    main,
-    random_inputs,
-)
+import ipu_jax
+from ipu_jax.tools import tied_embedding
+from ipu_jax.tools.agreement import HALF_TOLERANCE
+from ipu_jax.tools.sharded_embedding_tool import main
+from ipu_jax.tools.tied_embedding import Inputs, Results, dense_program, differences, random_inputs
 
 SMALL = ["--vocab-size", "10", "--feature-size", "8", "--sequence-length", "6"]
 
@@ -65,7 +60,7 @@ def test_the_unsharded_program_is_right():
 
 
 def test_without_checks_only_the_pipeline_runs(capsys, monkeypatch):
-    monkeypatch.setattr(sharded_embedding_tool, "dense_program", None)
+    monkeypatch.setattr(tied_embedding, "dense_program", None)
     assert main([*SMALL, "--no-checks", "--ipus", "2"]) == 0
     assert re.fullmatch(r"Loss on 2 IPUs: \d\.\d{4}\n", capsys.readouterr().out)
 
@@ -108,9 +103,9 @@ def _not_a_number(logits, labels, **kwargs):
     return _right_loss(logits, labels, **kwargs) * jnp.nan
 
 
-_right_embedding = sharded_embedding_tool.embedding
-_right_projection = sharded_embedding_tool.tied_projection
-_right_loss = sharded_embedding_tool.log_softmax_cross_entropy
+_right_embedding = tied_embedding.embedding
+_right_projection = tied_embedding.tied_projection
+_right_loss = tied_embedding.log_softmax_cross_entropy
 
 BROKEN = [
     ("tied_projection", _projection_without_dtable, ["gradient"]),
@@ -126,14 +121,14 @@ BROKEN = [
     ("name", "broken", "wrong"), [*BROKEN, ("tied_projection", _one_percent_off, ["loss", "gradient"])]
 )
 def test_a_broken_op_is_noticed(name, broken, wrong, capsys, monkeypatch):
-    monkeypatch.setattr(sharded_embedding_tool, name, broken)
+    monkeypatch.setattr(tied_embedding, name, broken)
     assert main(SMALL) == 1
     assert _named_as_wrong(capsys) == wrong
 
 
 @pytest.mark.parametrize(("name", "broken", "wrong"), BROKEN)
 def test_a_broken_gradient_is_noticed_in_half_types_however_small_it_is(name, broken, wrong, capsys, monkeypatch):
-    monkeypatch.setattr(sharded_embedding_tool, name, broken)
+    monkeypatch.setattr(tied_embedding, name, broken)
     assert main(["--vocab-size", "500", "--feature-size", "64", "--bf16"]) == 1
     assert "gradient" in _named_as_wrong(capsys)
 
@@ -170,7 +165,7 @@ def test_a_small_gradient_is_judged_by_its_norm_too():
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_compiles(argv, line, capsys, monkeypatch):
-    monkeypatch.setattr(sharded_embedding_tool, "configure", None)
+    monkeypatch.setattr(ipu_jax, "configure", None)
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
@@ -180,12 +175,16 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_compiles(argv, li
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--ipus", "9"], r"num_ipus=9, .*"),
-        (["--vocab-size", "2147483647", "--feature-size", "100000"], r"Unable to allocate .*"),
+        (["--ipus", "9"], r"--ipus 9, but jax already started its CPU backend with 8: .*"),
+        (
+            ["--vocab-size", "2147483647", "--feature-size", "100000"],
+            r"--vocab-size 2147483647, --feature-size 100000 and --sequence-length 256 need 3,440,372 GB or more, and "
+            r"this machine has [\d,]+ GB of memory: give smaller ones",
+        ),
     ],
 )
 def test_what_this_machine_cannot_hold_is_refused_in_one_line(argv, line, capsys, monkeypatch):
-    monkeypatch.setattr(sharded_embedding_tool, "run_pipeline", None)
+    monkeypatch.setattr(tied_embedding, "run_pipeline", None)
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2

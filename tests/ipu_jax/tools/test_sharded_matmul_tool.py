@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax.tools import sharded_matmul_tool
-from ipu_jax.tools.sharded_matmul_tool import HALF_TOLERANCE, Results, differences, main, random_inputs
+import ipu_jax
+from ipu_jax.tools import split_matmul
+from ipu_jax.tools.agreement import HALF_TOLERANCE
+from ipu_jax.tools.sharded_matmul_tool import main
+from ipu_jax.tools.split_matmul import Results, differences, random_inputs
 
 SMALL = ["--rows", "6", "--cols", "8", "--outsize", "10"]
 
@@ -38,7 +41,7 @@ def test_other_sizes_match_too(size, capsys):
 
 
 def test_without_checks_only_the_sharded_program_runs(capsys, monkeypatch):
-    monkeypatch.setattr(sharded_matmul_tool, "dense_program", None)
+    monkeypatch.setattr(split_matmul, "dense_program", None)
     assert main([*SMALL, "--no-checks"]) == 0
     assert re.fullmatch(r"Loss on 2 IPUs: \d\.\d{4}\n", capsys.readouterr().out)
 
@@ -69,7 +72,7 @@ def _not_a_number(x, w, **kwargs):
     return _right_matmul(x, w, **kwargs) * jnp.nan
 
 
-_right_matmul = sharded_matmul_tool.matmul
+_right_matmul = split_matmul.matmul
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ _right_matmul = sharded_matmul_tool.matmul
     ],
 )
 def test_a_broken_matmul_is_noticed(broken, wrong, capsys, monkeypatch):
-    monkeypatch.setattr(sharded_matmul_tool, "matmul", broken)
+    monkeypatch.setattr(split_matmul, "matmul", broken)
     assert main(SMALL) == 1
     errors = capsys.readouterr().out.splitlines()[2:]
     assert [re.sub(r"Max ABS error: (nan|[\d.e-]+) \((\w+)\)", r"\2", line) for line in errors] == wrong
@@ -116,7 +119,7 @@ def test_random_logits_are_as_large_whatever_the_sizes(rows, cols, outsize):
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_compiles(argv, line, capsys, monkeypatch):
-    monkeypatch.setattr(sharded_matmul_tool, "configure", None)
+    monkeypatch.setattr(ipu_jax, "configure", None)
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
@@ -124,13 +127,13 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_compiles(argv, li
 
 
 def test_more_ipus_than_there_are_is_refused_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(sharded_matmul_tool, "random_inputs", None)
+    monkeypatch.setattr(split_matmul, "random_inputs", None)
     with pytest.raises(SystemExit) as stopped:
         main(["--ipus", "9"])
     assert stopped.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(r"sharded-matmul-tool: num_ipus=9, .*\n", err)
+    assert re.fullmatch(r"sharded-matmul-tool: --ipus 9, but jax .*\n", err)
 
 
 def test_it_runs_as_a_program_and_makes_its_own_ipus():

@@ -1,0 +1,70 @@
+"""Say whether a sharded program agrees with the unsharded one: the flags, the tolerances and the printed lines.
+
+Nothing here imports jax.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from ipu_jax.tools.command_line import Parser
+
+
+class Tolerance(NamedTuple):
+    """Two values agree if |got - want| <= atol + rtol * |want|, as in numpy.allclose."""
+
+    rtol: float
+    atol: float
+
+
+FLOAT32_TOLERANCE = Tolerance(rtol=1e-6, atol=1e-5)
+HALF_TOLERANCE = Tolerance(rtol=1e-3, atol=1e-2)
+
+
+class _WithLoss(Protocol):
+    @property
+    def loss(self) -> Any: ...
+
+
+_Results = TypeVar("_Results", bound=_WithLoss)
+
+
+def add_dtypes_and_checks(parser: Parser, what: str) -> None:
+    """Add --fp16 and --bf16, for the dtype of `what`, and --no-checks."""
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--fp16", action="store_true", help=f"{what} in float16, rather than float32")
+    half.add_argument("--bf16", action="store_true", help=f"{what} in bfloat16, rather than float32")
+    parser.add_argument(
+        "--no-checks", dest="checks", action="store_false", help="run the sharded program only, and compare nothing"
+    )
+
+
+def dtype_of(args: argparse.Namespace) -> str:
+    """Return the name of the dtype that the flags ask for."""
+    return "float16" if args.fp16 else "bfloat16" if args.bf16 else "float32"
+
+
+def report(
+    args: argparse.Namespace,
+    sharded: Callable[[], _Results],
+    dense: Callable[[], _Results],
+    differences: Callable[[_Results, _Results, Tolerance], dict[str, float]],
+) -> int:
+    """Run the sharded program and, with checks, the unsharded one; print the losses and what differs.
+
+    Returns:
+        The exit status: 0 if nothing differs, else 1.
+    """
+    got = sharded()
+    print(f"Loss on {args.ipus} IPU{'s' if args.ipus > 1 else ''}: {got.loss:.4f}")
+    if not args.checks:
+        return 0
+    want = dense()
+    print(f"Loss unsharded: {want.loss:.4f}")
+    differing = differences(got, want, FLOAT32_TOLERANCE if dtype_of(args) == "float32" else HALF_TOLERANCE)
+    for name, error in differing.items():
+        print(f"Max ABS error: {error:.3g} ({name})")
+    if differing:
+        return 1
+    print("Results match.")
+    return 0

@@ -1,0 +1,130 @@
+"""Run a command as a process that ends quietly and at once, whatever its user or the reader of its output does.
+
+    the command ends by itself                     its own exit status
+    the reader of a pipe has gone (`| head`)       141, and nothing is printed, as of a program that SIGPIPE ends
+    stdout or stderr cannot be written (full disk) 74, EX_IOERR of sysexits.h, and one line
+    Ctrl-C                                         130, at once, also in the middle of an import or a compilation
+
+What stdout's encoding lacks is printed as an escape, and a stdout or stderr that is closed takes everything.
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, TextIO
+
+CANNOT_WRITE: Final = 74
+_INTERRUPTED: Final = 130
+_READER_HAS_GONE: Final = 141
+_SHOW_CURSOR: Final = b"\x1b[?25h\n"
+
+
+class _CannotWriteError(OSError):
+    """Raised by a `_Stream`, so that it is told from an error of the program's own files."""
+
+
+class _Stream(io.TextIOWrapper):
+    """stdout or stderr: each line is written when it is printed, so that nothing is lost at an exit without a flush."""
+
+    def __init__(self, number: int, encoding: str):
+        bytes_out = io.BufferedWriter(io.FileIO(number, "wb", closefd=False))
+        super().__init__(bytes_out, encoding=encoding, errors="backslashreplace", line_buffering=True)
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise _CannotWriteError(error.errno, error.strerror) from error
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            raise _CannotWriteError(error.errno, error.strerror) from error
+
+
+def run(prog: str, main: Callable[[], int]) -> NoReturn:
+    """Run a command, and end the process with its exit status, or one of those above.
+
+    Args:
+        prog: the name of the command.
+        main: the command; it returns its exit status, or exits.
+    """
+    _open_what_is_closed()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, _Stream(number, encoding=getattr(getattr(sys, name), "encoding", "utf-8")))
+    _end_at_ctrl_c()
+    status = _status(prog, main)
+    _discard_if_unwritable(sys.stderr)  # argparse goes on without an error when it cannot print one
+    sys.exit(status)
+
+
+def _status(prog: str, main: Callable[[], int]) -> Any:
+    try:
+        try:
+            return main()
+        except SystemExit as stopped:
+            return stopped.code
+        finally:
+            sys.stdout.flush()
+    except _CannotWriteError as error:
+        for stream in (sys.stdout, sys.stderr):
+            _discard_if_unwritable(stream)
+        if error.errno == errno.EPIPE:
+            return _READER_HAS_GONE
+        print(f"{prog}: the output cannot be written ({error.strerror}): write it elsewhere", file=sys.stderr)
+        return CANNOT_WRITE
+
+
+def _discard_if_unwritable(stream: TextIO) -> None:
+    """Send a stream to nowhere if it cannot be written, so that Python can close it without an error."""
+    try:
+        stream.write("")
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        stream.flush()
+
+
+def _open_what_is_closed() -> None:
+    """Open stdin, stdout and stderr to nowhere where they are closed, before a file or a socket gets their number."""
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(nowhere)
+
+
+def _end_at_ctrl_c() -> None:
+    """End the process at Ctrl-C, even while it compiles or waits in XLA, where Python runs no handler of its own.
+
+    The system's handler writes to a pipe, and a thread that reads it ends the process. A process that was started to
+    ignore Ctrl-C goes on ignoring it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def watch() -> None:
+        while signal.SIGINT not in os.read(read, 1):
+            pass
+        _end()
+
+    threading.Thread(target=watch, name="ctrl-c", daemon=True).start()
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, lambda *_: _end())  # without a Python handler nothing would be written to the pipe
+
+
+def _end() -> NoReturn:
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, _SHOW_CURSOR)  # a progress bar may have hidden it
+    os._exit(_INTERRUPTED)

@@ -1,0 +1,66 @@
+"""Check that folders and files can be written before anything takes long. Nothing here imports jax."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+_ROOM: Final = bytes(256 * 1024)  # more than a picture of losses takes
+
+
+def writable_folder(flag: str, folder: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of the folder, after making it if it does not exist.
+
+    Args:
+        flag: the flag that names it, for errors.
+        folder: its path.
+
+    Raises:
+        ValueError: an empty name, something other than a folder, or a folder that can't be made or written to.
+    """
+    if not os.fspath(folder):  # Path("") would be the folder in which the program runs
+        raise ValueError(f"{flag} has an empty name: give a folder")
+    path = Path(folder)
+    try:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{flag} {path} is not a folder: give one, or a name that is free")
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be made ({error.strerror}): give another folder") from error
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return path.resolve()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written to ({error.strerror}): give another folder") from error
+
+
+def check_picture(flag: str, picture: Path) -> None:
+    """Check that a PNG file can be written, by writing one of its size. A picture that is there stays as it is.
+
+    Args:
+        flag: the flag that names it, for errors.
+        picture: its path.
+
+    Raises:
+        ValueError: its name does not end in .png, its folder is missing, or it cannot be written.
+    """
+    if picture.suffix.lower() != ".png":
+        raise ValueError(f"{flag} {picture} is no PNG file: give a name that ends in .png")
+    try:
+        if not picture.parent.is_dir():
+            raise ValueError(f"{flag} {picture}: there is no folder {picture.parent}")
+        file = picture.resolve()  # of a link, the file that it names
+        is_new = not file.exists()
+        if not is_new and not file.is_file() and not file.is_dir():
+            raise ValueError(f"{flag} {picture} is no file that can hold a picture: give another file")
+        with file.open("ab") as opened:
+            try:
+                if is_new:  # one that is there gives its own room
+                    opened.write(_ROOM)
+                    opened.flush()
+                    os.fsync(opened.fileno())
+            finally:
+                if is_new:
+                    file.unlink()
+    except OSError as error:
+        raise ValueError(f"{flag} {picture} cannot be written to ({error.strerror}): give another file") from error

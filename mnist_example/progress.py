@@ -1,0 +1,95 @@
+"""Show how far a training is: a bar on a terminal, and lines that stay when the bar has gone."""
+
+import sys
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.status import Status
+from rich.text import Text
+
+from mnist_example.train import Call
+
+
+def shows_progress(no_progress: bool) -> bool:
+    """Return whether there is to be a bar: on a terminal, unless the flag --no-progress says no."""
+    return sys.stdout.isatty() and not no_progress
+
+
+class _Speed(ProgressColumn):
+    """Images per second over the last half minute."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed * task.fields['images']:,.0f} images/s")
+
+
+def progress_bar(*, shown: bool) -> Progress:
+    """Return a bar of updates, images per second and time left below the printed lines, or none without `shown`.
+
+    Its tasks need a field `images`, the images of an update.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("updates"),
+        _Speed(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(), disable=not shown, transient=True)
+
+
+def spinner(text: str) -> Status:
+    """Return a text with a turning line before it, which any terminal can show, as a context."""
+    return Console().status(text, spinner="line")
+
+
+class LossLines:
+    """Prints the mean loss of a training whenever another tenth of an epoch is done, or less often if calls are longer.
+
+    Args:
+        updates_per_epoch: weight updates of an epoch.
+    """
+
+    def __init__(self, updates_per_epoch: int):
+        self._updates_per_epoch, self._tenths = updates_per_epoch, 0
+        self._losses: list[npt.NDArray[np.float32]] = []
+        self._skipped = 0
+
+    def add(self, call: Call) -> None:
+        """Take in the next device call, and print a line if it ends in another tenth of an epoch."""
+        self._losses.append(call.losses)
+        self._skipped += call.skipped
+        tenths = 10 * call.updates // self._updates_per_epoch
+        if tenths > self._tenths:
+            self._tenths = tenths
+            self._print(f"{tenths / 10:.1f}")
+
+    def end(self, epoch: float) -> None:
+        """Print a line for the calls since the last one, if there are any; the training ends with this epoch."""
+        if self._losses:
+            self._print(f"{epoch:.1f}" if round(10 * epoch) != self._tenths or not self._tenths else f"{epoch:.2f}")
+
+    def _print(self, epoch: str) -> None:
+        losses = np.concatenate(self._losses)
+        skipped = f", {self._skipped} of {len(losses)} updates skipped" if self._skipped else ""
+        say(f"Epoch {epoch}, Mean loss: {losses.mean():.3f}{skipped}")
+        self._losses, self._skipped = [], 0
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)

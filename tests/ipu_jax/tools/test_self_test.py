@@ -1,0 +1,51 @@
+"""Test `python -m ipu_jax`: what it prints, and that it notices an op that is wrong."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ipu_jax
+import sharded_ops
+from ipu_jax.tools.self_test import main
+
+ROOT = Path(__file__).parents[3]
+VERSIONS = rf"ipu_jax {re.escape(ipu_jax.__version__)} \(jax \S+, jaxlib \S+, numpy \S+, optax \S+, Python \S+\)"
+
+
+def test_it_prints_versions_devices_cores_and_a_verified_pipeline():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("JAX_NUM_CPU_DEVICES")
+    done = subprocess.run(
+        [sys.executable, "-m", "ipu_jax"], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    versions, devices, verified = done.stdout.splitlines()
+    assert re.fullmatch(VERSIONS, versions)
+    assert devices == f"cpu: 2 virtual IPUs on {len(os.sched_getaffinity(0))} cores"
+    found = re.match(r"Self-test passed: loss (\S+), unsharded (\S+), .*; 2 gradients, .*", verified)
+    assert found
+    assert found[1] == found[2] != "0"
+
+
+def test_it_fails_with_1_where_an_op_is_wrong(monkeypatch, capsys):
+    right = sharded_ops.matmul
+    monkeypatch.setattr(sharded_ops, "matmul", lambda x, w: 1.01 * right(x, w))
+    assert main([]) == 1
+    assert "\nSelf-test failed: " in capsys.readouterr().out
+
+
+def test_without_two_ipus_it_says_so_and_exits_with_2(monkeypatch, capsys):
+    def one_gpu(num_ipus):
+        raise ValueError(f"num_ipus={num_ipus}, but this machine's GPU platform has 1: use fewer IPUs")
+
+    monkeypatch.setattr(ipu_jax, "configure", one_gpu)
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"{VERSIONS}\n", out)
+    assert err == "python -m ipu_jax: num_ipus=2, but this machine's GPU platform has 1: use fewer IPUs\n"

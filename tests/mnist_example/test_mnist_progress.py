@@ -1,0 +1,81 @@
+"""Test the lines and the bar of a training: no line twice, no update left out, and a speed in images."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mnist_example.progress import LossLines, progress_bar
+from mnist_example.train import Call
+
+
+def lines_of(updates_per_epoch, updates, updates_per_call, capsys, skipped=0):
+    """Return the printed lines for a training whose update number n, counted from 1, has a loss of n."""
+    lines = LossLines(updates_per_epoch)
+    done = 0
+    while done < updates:
+        end_of_epoch = min(updates, (done // updates_per_epoch + 1) * updates_per_epoch)
+        until = min(done + updates_per_call, end_of_epoch)
+        losses = np.arange(done + 1, until + 1, dtype=np.float32)
+        lines.add(Call(losses, min(skipped, len(losses)), until, until / updates_per_epoch))
+        done = until
+        if done == end_of_epoch:
+            lines.end(done / updates_per_epoch)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("updates_per_epoch", "updates", "updates_per_call", "expected"),
+    [
+        # a line for every call that ends in another tenth
+        (5, 8, 2, ["0.4: 1.5", "0.8: 3.5", "1.0: 5", "1.4: 6.5", "1.6: 8"]),
+        (20, 20, 10, ["0.5: 5.5", "1.0: 15.5"]),
+        # ten lines an epoch, each the mean of the calls since the line before
+        (40, 40, 1, [f"{n / 10}: {4 * n - 1.5}" for n in range(1, 11)]),
+        (20, 20, 3, ["0.1: 2", "0.3: 5", "0.4: 8", "0.6: 11", "0.7: 14", "0.9: 17", "1.0: 19.5"]),
+        (40, 20, 3, ["0.1: 3.5", "0.2: 8", "0.3: 11", "0.4: 15.5", "0.5: 19.5"]),
+        # what is left at the end
+        (40, 1, 10, ["0.0: 1"]),
+        (40, 3, 1, ["0.1: 2"]),
+        (40, 5, 1, ["0.1: 2.5", "0.12: 5"]),
+        (40, 7, 1, ["0.1: 2.5", "0.2: 6"]),
+        (40, 41, 40, ["1.0: 20.5", "1.02: 41"]),
+    ],
+)  # fmt: skip
+def test_every_update_is_in_one_line_and_no_line_comes_twice(
+    updates_per_epoch, updates, updates_per_call, expected, capsys
+):
+    printed = lines_of(updates_per_epoch, updates, updates_per_call, capsys)
+    told = [f"Epoch {epoch}, Mean loss: {float(loss):.3f}" for epoch, loss in (line.split(": ") for line in expected)]
+    assert printed == told
+
+
+def test_skipped_updates_are_counted_over_the_calls_of_a_line(capsys):
+    printed = lines_of(40, 8, 2, capsys, skipped=1)
+    assert printed == [
+        "Epoch 0.1, Mean loss: 2.500, 2 of 4 updates skipped",
+        "Epoch 0.2, Mean loss: 6.500, 2 of 4 updates skipped",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_bar_shows_updates_images_per_second_and_the_time_left(encoding):
+    progress = progress_bar(shown=True)
+    clock = iter(range(0, 1000))
+    progress.get_time = lambda: float(next(clock))
+    bar = progress.add_task("basic", total=60, images=32)
+    for done in range(10, 50, 10):
+        progress.update(bar, completed=done)
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=120, force_terminal=True, color_system=None)
+    console.print(progress.get_renderable())
+    file.flush()
+    assert isinstance(file.buffer, io.BytesIO)
+    shown = " ".join(file.buffer.getvalue().decode(encoding).split())
+    found = re.fullmatch(r"basic \S+ ?\S* 40/60 updates ([\d,]+) images/s 0:00:\d\d left: 0:00:(\d\d)", shown)
+    assert found, shown
+    images = int(found[1].replace(",", ""))
+    assert 32 < images <= 320  # 10 updates of 32 images between two looks at the clock, which ticks at each look
+    assert int(found[2]) == pytest.approx(20 * 32 / images, abs=1)

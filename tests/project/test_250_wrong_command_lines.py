@@ -1,0 +1,118 @@
+"""Test the command lines of `wrong_command_lines.txt`: status 2 and one line that names the flag and the mend.
+
+All are tried in this process, with the function removed by which each command first uses jax. Some, or with --slow=all
+all of them, are also tried as processes, which must need less than two seconds.
+"""
+
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import ipu_jax
+from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
+from mnist_example import benchmark_dataset, inputs, run_sharded_mnist
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    "run-sharded-mnist": run_sharded_mnist,
+    "benchmark-dataset": benchmark_dataset,
+    "sharded-embedding-tool": sharded_embedding_tool,
+    "sharded-matmul-tool": sharded_matmul_tool,
+    "python -m ipu_jax": self_test,
+}
+PROGRAMS = {
+    "m": ("run-sharded-mnist", ""),
+    "M": ("run-sharded-mnist", "--pipeline-mode concurrent --synthetic-data "),
+    "b": ("benchmark-dataset", ""),
+    "B": ("benchmark-dataset", "--synthetic-data "),
+    "e": ("sharded-embedding-tool", ""),
+    "x": ("sharded-matmul-tool", ""),
+    "p": ("python -m ipu_jax", ""),
+}
+
+
+class Line(NamedTuple):
+    program: str
+    arguments: list[str]
+    names: str
+    mend: str
+
+
+def read_lines() -> list[Line]:
+    lines: list[Line] = []
+    for row in Path(__file__).with_name("wrong_command_lines.txt").read_text().splitlines():
+        if row and not row.startswith("#"):
+            typed, names, mend = (part.strip() for part in row.split(" | "))
+            letter, _, rest = typed.partition(" ")
+            program, always = PROGRAMS[letter]
+            lines.append(Line(program, shlex.split(always + rest), names, mend))
+    return lines
+
+
+LINES = read_lines()
+
+
+def assert_refused(line: Line, status: object, out: str, err: str) -> None:
+    what = (line.program, line.arguments, err)
+    assert status == 2, what
+    assert err.count("\n") == 1, what
+    assert err.startswith(f"{line.program}: "), what
+    assert line.names in err, what
+    assert line.mend in err[err.index(line.names) + len(line.names) :], what
+    assert out == "", what
+
+
+def test_there_are_250_of_them_over_all_commands():
+    assert len(LINES) >= 250
+    assert len({(line.program, *line.arguments) for line in LINES}) == len(LINES)
+    assert {line.program for line in LINES} == set(MODULES)
+
+
+@pytest.fixture
+def no_jax(monkeypatch):
+    """Remove what each command first calls of jax."""
+    monkeypatch.setattr(ipu_jax, "configure", None)
+    digits = inputs.synthetic_mnist(0)  # takes a while, and is the same for each seed here
+    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: digits)
+
+
+def test_every_line_is_refused_before_jax_is_used(no_jax, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+    for line in LINES:
+        with pytest.raises(SystemExit) as stopped:
+            MODULES[line.program].main(line.arguments)
+        assert_refused(line, stopped.value.code, *capsys.readouterr())
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_refused_by_a_process(line: Line, folder: Path) -> None:
+    command = [sys.executable, "-m", MODULES[line.program].__name__, *line.arguments]
+    if line.program == "python -m ipu_jax":
+        command[2] = "ipu_jax"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("MNIST_DIR", None)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert_refused(line, done.returncode, done.stdout, done.stderr)
+    # not the time on the wall: other tests share the cores
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, line
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_a_process_refuses_the_first_line_of_each_command_within_two_seconds(program, tmp_path):
+    assert_refused_by_a_process(next(line for line in LINES if line.program == program), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(LINES), 10))
+def test_a_process_refuses_each_line_within_two_seconds(first, tmp_path):
+    for line in LINES[first : first + 10]:
+        assert_refused_by_a_process(line, tmp_path)

@@ -1,0 +1,67 @@
+"""Test that each of the commands ends as `ipu_jax.tools.process` says: at Ctrl-C in an import, and without a reader."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    "mnist_example.run_sharded_mnist": "--pipeline-mode basic --synthetic-data",
+    "mnist_example.benchmark_dataset": "--synthetic-data",
+    "ipu_jax.tools.sharded_embedding_tool": "",
+    "ipu_jax.tools.sharded_matmul_tool": "",
+    "ipu_jax": "",
+}
+# Python runs it at its start. It lets Ctrl-C through, and presses it at the import of the module that is named.
+AT_AN_IMPORT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Presses:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["PRESS_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Presses())
+"""
+
+
+def run(script, module, flags, **environment):
+    """Run a command by a shell's script, in which "$@" is the command; return status, stdout and stderr."""
+    path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, "-m", module, *flags.split()],
+        env={**os.environ, **environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("place", ["jax._src.core", "ipu_jax.devices"])
+@pytest.mark.parametrize("module", COMMANDS)
+def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(AT_AN_IMPORT)
+    status, out, err = run('"$@"', module, COMMANDS[module], PYTHONPATH=str(tmp_path), PRESS_AT=place)
+    assert (status, err) == (130, "")
+    assert out.count("\n") == (module == "ipu_jax")  # it prints the versions first
+
+
+@pytest.mark.parametrize(("module", "flag"), [*((module, "--version") for module in COMMANDS), ("ipu_jax", "--help")])
+def test_an_output_that_nobody_reads_or_that_cannot_be_written_gives_no_traceback(module, flag):
+    assert run('"$@" | true; exit ${PIPESTATUS[0]}', module, flag) == (141, "", "")
+    status, out, err = run('"$@" > /dev/full', module, flag)
+    assert (status, out) == (74, "")
+    assert err.endswith(": the output cannot be written (No space left on device): write it elsewhere\n")
+    assert err.count("\n") == 1
+    assert run('"$@" >&-', module, flag) == (0, "", "")
+    status, out, err = run('"$@"', module, flag, PYTHONIOENCODING="ascii")
+    assert (status, err) == (0, "")
+    assert out
+
+
+@pytest.mark.parametrize("script", ['"$@" 2>&-', '"$@" 2> /dev/full', '"$@" <&- >&- 2>&-'])
+def test_a_refusal_that_cannot_be_printed_is_still_one(script):
+    assert run(script, "ipu_jax.tools.sharded_matmul_tool", "--ipus 0") == (2, "", "")

@@ -1,0 +1,49 @@
+"""Test that `make venv` works in any folder, with a Python that only pretends to install."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# `-m venv --clear .venv` makes a folder whose Python is this script again; everything else it says and does is nothing.
+PYTHON = """#!/bin/sh
+case "$*" in
+    *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"pip install"*) echo "installed" >> installed ;;
+    *works*) echo works ;;
+    *--version*) echo Python 3.99 ;;
+esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("folder", ["plain", "it's", "two words", "it's a 'quoted' folder", 'a "double" one', "a\\nb"])
+def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path):
+    checkout = tmp_path / folder
+    checkout.mkdir()
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
+    python = checkout / "my python's"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            ["make", "venv", f"PYTHON={python}"],
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        said.append(done.stdout)
+    assert said[0].startswith("Setting up .venv with Python 3.99")
+    assert "Setting up" not in said[1]
+    assert (checkout / "installed").read_text() == "installed\n"
+    assert (checkout / ".venv/.installed").read_text() == f"{checkout}\n"
