@@ -10,6 +10,7 @@ from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import FeedTimeoutError
 from ipu_jax.data.source import normalise
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
+from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
 from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.schedules import (
@@ -42,6 +43,7 @@ __all__ = [
     "Half",
     "InFlight",
     "LayerPlacement",
+    "ModuleStage",
     "Outputs",
     "Pipeline",
     "PipelineOptions",
@@ -65,12 +67,16 @@ __all__ = [
     "balance_layers",
     "canonical_name",
     "configure",
+    "equinox_stage",
     "find_schedule",
     "flops_of",
+    "gather_stages",
+    "linen_stage",
     "make_mesh",
     "make_schedule",
     "make_train_step",
     "measure_costs",
+    "nnx_stage",
     "normalise",
     "reference_value_and_grad",
     "replicate",

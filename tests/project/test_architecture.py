@@ -28,6 +28,7 @@ WINGS: dict[str, set[str]] = {
     "optimizer": {"weights"},
     "training": {"pipeline", "optimizer", "weights"},
     "data": set(),
+    "modules": set(),
 }
 # They use public names only, like a user's program.
 PROGRAMS = ("tools",)

@@ -7,7 +7,7 @@ import pytest
 from support import documents
 
 TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
-GUIDES = [documents.ROOT / "docs/sharded-ops.md"]
+GUIDES = [documents.ROOT / "docs" / name for name in ("sharded-ops.md", "training.md")]
 
 
 def test_there_are_tutorials():

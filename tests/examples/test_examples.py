@@ -1,0 +1,113 @@
+"""Test that the examples train, evaluate and resume, and that they are as short as the issue of using them demands."""
+
+import ast
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from examples import equinox_attention, linen_convnet, nnx_transformer, plain_layers, tied_gpt, training
+
+GLUE = 20
+SOURCES = {
+    linen_convnet: linen_convnet.images,
+    nnx_transformer: nnx_transformer.sequences,
+    equinox_attention: equinox_attention.clouds,
+    plain_layers: plain_layers.sorted_rows,
+    tied_gpt: nnx_transformer.sequences,
+}
+
+
+def linen_loss(whole, examples):
+    x = examples["images"]
+    for (module, _), name in zip(linen_convnet.make_modules(), ("body", "head"), strict=True):
+        x = module.apply({"params": whole["params"][name], **whole["stages"][name]}, x, train=False)
+    return optax.softmax_cross_entropy_with_integer_labels(x, examples["labels"]).mean()
+
+
+def nnx_loss(whole, examples):
+    x = examples["tokens"]
+    for module, name in zip(nnx_transformer.make_modules(), ("first", "last"), strict=True):
+        module.eval()
+        nnx.update(module, whole["params"][name])
+        x = module(x)
+    return optax.softmax_cross_entropy_with_integer_labels(x, examples["targets"]).mean()
+
+
+def equinox_loss(whole, examples):
+    x = examples["points"]
+    for module, name in zip(equinox_attention.make_modules(), ("per point", "pooled"), strict=True):
+        trained = eqx.nn.inference_mode(eqx.combine(whole["params"][name], module))
+        x = jax.vmap(trained if name == "per point" else lambda row, trained=trained: trained(row, key=None))(x)
+    return jnp.mean((x - examples["radius"]) ** 2)
+
+
+def plain_loss(whole, examples):
+    x = examples["x"]
+    for number in range(plain_layers.LAYERS):
+        x = plain_layers.residual(whole["params"][f"layer {number}"], x)
+    return jnp.mean((x - examples["y"]) ** 2)
+
+
+def gpt_loss(whole, examples):
+    shared = whole["params"]["shared"]
+    x = shared["table"][examples["tokens"]] + shared["positions"]
+    for number in range(2):
+        x = tied_gpt.block(whole["params"][f"block {number}"], x, None)
+    logits = tied_gpt.norm(x) @ shared["table"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, examples["targets"]).mean()
+
+
+@pytest.mark.parametrize(
+    ("example", "dense_loss"),
+    [
+        (linen_convnet, linen_loss),
+        (nnx_transformer, nnx_loss),
+        (equinox_attention, equinox_loss),
+        (plain_layers, plain_loss),
+        (tied_gpt, gpt_loss),
+    ],
+    ids=lambda value: value.__name__.split(".")[-1] if isinstance(value, ModuleType) else "",
+)
+def test_an_example_trains_evaluates_and_resumes(example, dense_loss, tmp_path):
+    step, start = example.make_step()
+    source, others = SOURCES[example](0), SOURCES[example](1)
+    train = lambda folder, updates: training.train(step, start, source, folder=tmp_path / folder, updates=updates)  # noqa: E731
+    in_one_go = train("one go", 10)
+    train("in parts", 3)
+    resumed = train("in parts", 7)
+    assert int(resumed.step) == 10
+    whole = step.whole(resumed)
+    comparable = [(a, b) for a, b in zip(*map(jax.tree.leaves, (whole, step.whole(in_one_go))), strict=True)]
+    assert all((a == b).all() if hasattr(a, "shape") else a == b for a, b in comparable)
+
+    loss = training.evaluate(step, resumed, others)
+    np.testing.assert_allclose(loss, jax.jit(dense_loss)(whole, others), rtol=1e-5)
+    assert loss < 0.8 * training.evaluate(step, start, others)
+
+
+@pytest.mark.parametrize("example", SOURCES, ids=lambda example: example.__name__.split(".")[-1])
+def test_the_glue_of_an_example_is_short(example):
+    functions = [example.make_step, training.feed_of, training.train, training.evaluate]
+    assert sum(map(lines_of, functions)) <= GLUE
+
+
+def lines_of(function) -> int:
+    """Return how many lines of code stand in a function, without its head and its docstring."""
+    (definition,) = ast.parse(inspect.getsource(function)).body
+    assert isinstance(definition, ast.FunctionDef)
+    body = definition.body[1:] if ast.get_docstring(definition) else definition.body
+    lines = {number for node in body for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(lines)
+
+
+def test_every_example_is_tried():
+    names = {path.stem for path in Path(training.__file__).parent.glob("*.py")}
+    assert names == {example.__name__.split(".")[-1] for example in SOURCES} | {"training"}
