@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh
 
 from ipu_jax.devices import AllIpus
 from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, make_module_stage
@@ -81,19 +84,20 @@ def equinox_stage(
     own_state = None if state is None else state.substate(module)
 
     def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
-        running = eqx.combine(params, in_training if training else in_evaluation)
-        # a State that was set once is refused, and the pipeline still compares this one with the new one
-        state = jax.tree.map(lambda leaf: leaf, state)
+        def run(params: Any, state: Any, args: tuple[Any, ...], key: Any) -> Any:
+            running = eqx.combine(params, in_training if training else in_evaluation)
 
-        def one(args: tuple[Any, ...], key: Any) -> Any:
-            result = running(*args, *([] if state is None else [state]), **({"key": key} if random else {}))
-            return (result, None) if state is None else result
+            def one(args: tuple[Any, ...], key: Any) -> Any:
+                result = running(*args, *([] if state is None else [state]), **({"key": key} if random else {}))
+                return (result, None) if state is None else result
 
-        if vmap is None:
-            return one(args, key)
-        keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(args)[0]))
-        # the new state is the same for all examples: batch norm has averaged over them
-        return jax.vmap(one, axis_name=vmap, out_axes=(0, None))(args, keys)
+            if vmap is None:
+                return one(args, key)
+            keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(args)[0]))
+            # the new state is the same for all examples: batch norm has averaged over them
+            return jax.vmap(one, axis_name=vmap, out_axes=(0, None))(args, keys)
+
+        return run(params, state, args, key) if state is None else _traced_alone(run, params, state, args, key)
 
     return make_module_stage(
         call,
@@ -106,3 +110,15 @@ def equinox_stage(
         random=random,
         recompute=recompute,
     )
+
+
+def _traced_alone(run: Callable[..., Any], *args: Any) -> Any:
+    """Run a function that is traced as if there were no mesh.
+
+    Equinox compares the old and the new value of a state with their shardings. Inside a `shard_map`, values that were
+    computed have a sharding, and constants have none.
+    """
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), args)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        traced, result = jax.make_jaxpr(run, return_shape=True)(*shapes)
+    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(traced)(*jax.tree.leaves(args)))

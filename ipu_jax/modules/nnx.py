@@ -78,9 +78,9 @@ def nnx_stage(
     tags = sorted({node.key.tag for _, node in nnx.iter_graph(module) if isinstance(node, nnx.RngStream)})
 
     def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
-        running = nnx.merge(
-            graphs["train" if training else "eval"], params, streams, *([] if state is None else [state])
-        )
+        graph = graphs["train" if training else "eval"]
+        variables = [tree for tree in (params, streams, state) if tree is not None]
+        running = nnx.merge(graph, *variables, copy=True)  # the call changes variables, and these are the stage's
         if key is not None:
             nnx.reseed(running, policy="match_shape", **_seeds(tags, key))
         y = running(*args)
