@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -42,7 +43,7 @@ class First(nnx.Module):
         self.block = Block(rngs)
 
     def __call__(self, tokens):
-        return self.block(self.tokens(tokens) + self.positions(np.arange(LENGTH)))
+        return self.block(self.tokens(tokens) + self.positions(jnp.arange(LENGTH)))
 
 
 class Last(nnx.Module):

@@ -14,8 +14,8 @@ MICRO_BATCH, MICRO_BATCHES = 8, 4
 
 def feed_of(step: TrainStep, source: dict[str, Any], position: dict[str, int] | None = None) -> Feed:
     """Return a feed of batches for the step, from the start of the source or from a position."""
-    kinds = {"micro_batch": MICRO_BATCH, "gradient_accumulation": MICRO_BATCHES}
-    return Feed(source, mesh=step.model.mesh, **kinds, state=position)
+    mesh = step.model.mesh
+    return Feed(source, mesh=mesh, micro_batch=MICRO_BATCH, gradient_accumulation=MICRO_BATCHES, state=position)
 
 
 def train(step: TrainStep, start: TrainState, source: dict[str, Any], *, folder: Path, updates: int) -> TrainState:

@@ -38,7 +38,7 @@ class ModuleStage:
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Any], dict[str, Any] | None]:
+def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Any], Any]:
     """Return the stages of several modules, their weights and their state.
 
     Args:

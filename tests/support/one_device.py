@@ -37,7 +37,8 @@ def value_and_grad(
         for number, microbatch in enumerate(microbatches_of(batch)):
             x = None
             for (name, apply), own in zip(modules, keys_of(key, number, len(modules)), strict=True):
-                x, now[name] = apply(params[name], now.get(name), x, microbatch, own)
+                x, new = apply(params[name], now.get(name), x, microbatch, own)
+                now[name] = jax.lax.stop_gradient(new)  # as the documentation of Stage says
             losses.append(loss(x, microbatch))
         return jnp.mean(jnp.stack(losses)), {name: tree for name, tree in now.items() if name in state}
 

@@ -1,5 +1,7 @@
 """Test stages of `flax.linen` modules against the modules' own `apply` on one device."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -73,7 +75,7 @@ def test_evaluation_equals_the_modules_own_apply(variables):
     body, _ = parts_of(variables, (0, 1))
     microbatch = one_device.microbatches_of(BATCH)[0]
     stats = jax.tree.map(lambda leaf: leaf + 0.5, body.state["body"])
-    expected = BODY.apply({**variables["body"], **stats}, microbatch["x"], train=False)
+    expected: Any = BODY.apply({**variables["body"], **stats}, microbatch["x"], train=False)
     evaluated = body.stage.function("evaluation")
     for key in (None, jax.random.key(0)):  # a key does not turn dropout on
         out = evaluated(body.params["body"], None, microbatch, state=stats, key=key)
