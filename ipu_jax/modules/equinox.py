@@ -51,7 +51,8 @@ def equinox_stage(
         random: whether the module takes `key=`. In training it gets one of `jax.random.split(stage's key, examples)`,
             in evaluation None, unless `Pipeline.loss` is given a key.
         vmap: the name of the axis over examples, which batch norm needs; None if the module itself takes the whole
-            micro-batch, and the stage's key as it is.
+            micro-batch, and the stage's key as it is. In half precision `eqx.nn.BatchNorm` needs mode="batch": the mode
+            "ema" refuses weights and state of different dtypes.
 
     Returns:
         The `ModuleStage`. Its params are the module with its floating arrays only (`eqx.partition`), its state an

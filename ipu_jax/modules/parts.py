@@ -118,7 +118,7 @@ def make_module_stage(
     def in_mode(*, training: bool, finish: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
         def run(params: Any, x: Any, microbatch: Any, *, state: Any = None, key: Any = None) -> Outputs:
             y, new_state = call(params, state, _arguments(name, inputs, x, microbatch), key, training=training)
-            return Outputs(y if finish is None else finish(y, microbatch), state=new_state)
+            return Outputs(y if finish is None else finish(y, microbatch), state=new_state if training else None)
 
         return run
 

@@ -37,7 +37,7 @@ def test_a_micro_batch_may_be_a_tuple():
 
 def test_the_loss_follows_the_module_in_training_and_evaluation():
     part = part_of(state=1.0, inputs="a", loss=lambda y, mb: (y - mb["b"], {"y": y}))
-    for function, state in ((part.stage.function("training"), 2.0), (part.stage.function("evaluation"), 1.0)):
+    for function, state in ((part.stage.function("training"), 2.0), (part.stage.function("evaluation"), None)):
         out = function(2.0, None, {"a": 5.0, "b": 3.0}, state=1.0)
         assert (out.y, out.state) == ((7.0, {"y": 10.0}), state)
 
