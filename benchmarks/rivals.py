@@ -165,7 +165,7 @@ def idiom_figures(figures: Figures) -> None:
         costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
         for name in (OURS, *VARIATIONS):
             megabytes = ", ".join(f"{compiled[m][name].bytes / 1e6:.1f}" for m in COUNTS)
-            print(f"  {name}: {megabytes} MB of temporaries an IPU at M={', '.join(map(str, COUNTS))}")
+            print(f"  {name}: {megabytes} MB of temporaries per IPU at M={', '.join(map(str, COUNTS))}")
         for name, cost in costs.items():
             figures.add_spread(f"{name}, {kind}, M=16", cost)
         ours = costs.pop(OURS)
@@ -205,9 +205,9 @@ def plot(path: str) -> None:
             of_time.plot(PLOT_TIMED, seconds[name], style, label=name)
             of_memory.plot(COUNTS, megabytes[name], style, label=name)
         of_time.set(title=f"step time, {kind}", ylabel="seconds", xticks=PLOT_TIMED)
-        of_memory.set(title=f"temporary memory, {kind}", ylabel="MB an IPU", xticks=COUNTS)
+        of_memory.set(title=f"temporary memory, {kind}", ylabel="MB per IPU", xticks=COUNTS)
         for axes in (of_time, of_memory):
-            axes.set(xlabel="M, micro-batches a step", ylim=(0, None))
+            axes.set(xlabel="M, micro-batches per step", ylim=(0, None))
             axes.grid(alpha=0.3)
             axes.legend(loc="upper left")
     figure.savefig(path, dpi=110)

@@ -25,7 +25,8 @@ from ipu_jax.schedules import (
 )
 from ipu_jax.stage import Outputs, Stage
 from ipu_jax.training.replicas import Replicas, replicate
-from ipu_jax.training.step import StepOutputs, TrainState, TrainStep, make_train_step
+from ipu_jax.training.state import StepOutputs, TrainState
+from ipu_jax.training.step import TrainStep, make_train_step
 from ipu_jax.verification import VerificationError, VerificationReport, reference_value_and_grad, verify
 from ipu_jax.weights.packing import Sharded
 

@@ -86,7 +86,8 @@ class TrainOptions:
             replicas, divided by the sum of their counts; 0 if that is 0.
         device_iterations: the number of weight updates in one call.
         outputs: which outputs of these updates a call returns: "final" for those of the last one, "all", their "sum",
-            or a number n for those of every n-th update (a divisor of `device_iterations`).
+            or a number n for those of every n-th update (a divisor of `device_iterations`), and of the last one of a
+            `FeedBatch` that is cut short. A sum is one of all outputs, norms and learning rates among them.
         max_gradient_norm: gradients are scaled down to this norm, taken over all weights of all IPUs; None for never.
         loss_scale: the factor by which the loss is multiplied for the backward pass, or a `DynamicScale`.
         precision: the precision of the computation, and of sums, weights and optimizer state.
@@ -97,6 +98,12 @@ class TrainOptions:
             tensor sharding).
         donate: whether a call gives the buffers of its state to the new state, so that the old one cannot be used
             again. False keeps the old state, at the cost of one more copy of weights and optimizer state.
+        norms: whether `StepOutputs` have the norms of gradients and weights: one more pass over both, and one psum of
+            two floats.
+        ema_decay: keep a moving average of the trained weights, e' = e + (1 - ema_decay) (w - e), which begins at the
+            first weights: between 0 and 1, such as 0.999. `TrainStep.loss(..., ema=True)` evaluates it and
+            `TrainStep.whole` returns it. It takes the bytes of the weights in float32, divided over the replicas under
+            `shard_optimizer`. None for no average.
 
     Raises:
         ValueError: a value is outside its rule, or contradicts another.
@@ -115,6 +122,8 @@ class TrainOptions:
     stochastic_rounding: bool = False
     shard_optimizer: bool = False
     donate: bool = True
+    norms: bool = False
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("replication_factor", "gradient_accumulation"):
@@ -122,12 +131,18 @@ class TrainOptions:
                 _keep(self, **{name: check_count(name, getattr(self, name))})
         if self.reduction is not None:
             check_choice("reduction", self.reduction, REDUCTIONS)
-        for name in ("weighted", "stochastic_rounding", "shard_optimizer", "donate"):
+        for name in ("weighted", "stochastic_rounding", "shard_optimizer", "norms", "donate"):
             _keep(self, **{name: check_bool(name, getattr(self, name))})
         _keep(self, device_iterations=check_count("device_iterations", self.device_iterations))
         self._check_outputs()
         if self.max_gradient_norm is not None:
             _keep(self, max_gradient_norm=check_positive("max_gradient_norm", self.max_gradient_norm))
+        if self.ema_decay is not None:
+            _keep(self, ema_decay=check_positive("ema_decay", self.ema_decay))
+            if self.ema_decay >= 1:
+                raise ValueError(
+                    f"ema_decay={self.ema_decay} keeps the first weights for ever: give one below 1, such as 0.999"
+                )
         if not isinstance(self.loss_scale, DynamicScale):
             _keep(self, loss_scale=check_positive("loss_scale", self.loss_scale))
         check_choice("precision", self.precision, get_args(Precision))

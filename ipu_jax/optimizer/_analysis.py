@@ -16,7 +16,8 @@ An example is momentum, clipped by the global norm. Its s is owned if one IPU ha
 
 A level ends with one all_gather of all reductions, and of all owned numbers that meet other leaves. sgd and adam need
 no all_gather, lamb needs none for leaves that one IPU has whole, clipping by the global norm needs one. No optimizer is
-known by name: what can't be divided between the IPUs is refused because of what the trace shows.
+known by name: what can't be divided between the IPUs is refused because of what the trace shows. A `cond` between whole
+trees, which skips an update, is divided as selects.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ import optax
 from jax.extend import core
 
 from ipu_jax._jaxprs import laid_open, variables
+from ipu_jax.optimizer._conditions import with_selects
 from ipu_jax.optimizer.blocks import Blocks
 from ipu_jax.weights.packing import Leaf
 
@@ -118,11 +120,14 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
 
     loss = jax.ShapeDtypeStruct((), "float32")
     traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
-    analyzer = _Analyzer(traced, len(leaves), treedef, blocks)
-    # a part of the state that is computed from a leaf is kept with it, and then more values are of that leaf
-    while not analyzer.is_settled():
-        pass
-    return analyzer.result()
+    while True:
+        analyzer = _Analyzer(traced, len(leaves), treedef, blocks)
+        # a part of the state that is computed from a leaf is kept with it, and then more values are of that leaf
+        while not analyzer.is_settled():
+            pass
+        if analyzer.divided_cond is None:
+            return analyzer.result()
+        traced = with_selects(traced, analyzer.divided_cond)
 
 
 class _Analyzer:
@@ -134,9 +139,13 @@ class _Analyzer:
         self.gradients, self.params = jaxpr.invars[:leaves], jaxpr.invars[-1 - leaves : -1]
         self.state, self.new_state = jaxpr.invars[leaves : -1 - leaves], jaxpr.outvars[leaves:]
         self.leaf_of_state: dict[int, int] = {}
+        self.divided_cond: Any = None
 
     def is_settled(self) -> bool:
-        """Classify all values, and return whether this found no further part of the state that is kept with a leaf."""
+        """Classify all values, and return whether this found no further part of the state that is kept with a leaf.
+
+        It stops at a cond that no single IPU can run, and leaves it in `divided_cond`.
+        """
         leaves = self.blocks.leaves
         # every IPU can compute anything from a leaf that every IPU has whole
         divided = [n for n in range(len(leaves)) if not self.is_everywhere(n)]
@@ -151,6 +160,9 @@ class _Analyzer:
         self.gathered: dict[Any, int] = {}
         self.constant_fills: dict[Any, Any] = {}
         for eqn in self.traced.jaxpr.eqns:
+            if self.is_divided_cond(eqn):
+                self.divided_cond = eqn
+                return True
             self.classify(eqn)
         of_leaves = {
             i: self.leaf_of[v]
@@ -166,6 +178,13 @@ class _Analyzer:
     def is_everywhere(self, leaf: int) -> bool:
         """Return whether every IPU of every replica updates all of the leaf."""
         return self.blocks.replicas == 1 and self.blocks[self.blocks.block_of(leaf)].is_whole
+
+    def is_divided_cond(self, eqn: Any) -> bool:
+        """Return whether the equation is a cond that reads leaves of which no IPU has all."""
+        if eqn.primitive.name != "cond" or eqn.effects:
+            return False
+        leaves = {self.leaf_of[v] for v in variables(eqn.invars) if v in self.leaf_of}
+        return len(leaves) > 1 or any(not self.blocks.is_local(leaf) for leaf in leaves)
 
     def classify(self, eqn: Any) -> None:
         inputs = variables(eqn.invars)
@@ -253,7 +272,7 @@ class _Analyzer:
             raise ValueError(
                 f"optimizer: its {name} needs {of_leaf.path} of shape {of_leaf.shape} in one piece, but dim "
                 f"{split} is split over {self.blocks.ipus} IPUs: use an optimizer that is elementwise or reduces "
-                "over dims, or leave the leaf whole (PartitionSpec())"
+                "over dims, for this leaf alone by optax.partition, or leave the leaf whole (PartitionSpec())"
             )
         for v in eqn.outvars:
             if not _is_small(v, of_leaf):
@@ -289,10 +308,10 @@ def _is_small(v: Any, leaf: Leaf) -> bool:
 
 
 def _check_dtype(name: str, v: Any, leaf: Leaf) -> None:
-    """Raise `ValueError` unless the value can be gathered: the all_gather is one of floats."""
-    if not (jnp.issubdtype(v.aval.dtype, jnp.floating) or v.aval.dtype == bool):
+    """Raise `ValueError` unless the value can be gathered."""
+    if not any(jnp.issubdtype(v.aval.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
         raise ValueError(
-            f"optimizer: its {name} makes {v.aval.dtype} of {leaf.path}: only floats and bools of a leaf "
+            f"optimizer: its {name} makes {v.aval.dtype} of {leaf.path}: only floats, integers and bools of a leaf "
             "can be told to all IPUs"
         )
 

@@ -4,6 +4,7 @@
 |mlp/w|^2    IPU 0: the sum              IPU 1: that of another leaf                  together: IPU 0's
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,23 @@ from jax import lax
 from ipu_jax.optimizer._analysis import LeafReduction
 from ipu_jax.optimizer._evaluate import LeafEvaluator
 from ipu_jax.optimizer.blocks import Blocks
+
+
+def sent_together(reductions: Sequence[LeafReduction]) -> list[tuple[Any, list[LeafReduction]]]:
+    """Return the reductions of each vector that is gathered, with its dtype: one of floats and bools, others of ints.
+
+    >>> sent_together([])
+    []
+    """
+    kinds: dict[str, list[LeafReduction]] = {}
+    for reduction in reductions:
+        dtype = reduction.outputs[0].aval.dtype
+        kinds.setdefault(str(dtype) if jnp.issubdtype(dtype, jnp.integer) else "float", []).append(reduction)
+    dtypes_of = lambda together: [v.aval.dtype for r in together for v in r.outputs]  # noqa: E731
+    return [
+        (jnp.result_type(*dtypes_of(together), *([jnp.float32] if kind == "float" else [])), together)
+        for kind, together in kinds.items()
+    ]
 
 
 def partial_shape(blocks: Blocks, reduction: LeafReduction, v: Any) -> tuple[int, ...]:
@@ -75,7 +93,8 @@ def size_of(shape: tuple[int, ...]) -> int:
 def _reduce(name: str, x: Any, axes: tuple[int, ...]) -> Any:
     if name == "reduce_sum":
         # a partial sum is not rounded to half
-        return jnp.sum(x, axes, dtype=jnp.promote_types(x.dtype, jnp.float32))
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.sum(x, axes, dtype=jnp.promote_types(x.dtype, jnp.float32) if is_float else x.dtype)
     return jnp.max(x, axes) if name in ("reduce_max", "reduce_or") else jnp.min(x, axes)
 
 
@@ -84,4 +103,6 @@ def _identity(name: str, dtype: Any) -> Any:
         return jnp.zeros((), dtype)
     if dtype == jnp.bool_:
         return jnp.asarray(name == "reduce_and")
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(jnp.iinfo(dtype).min if name == "reduce_max" else jnp.iinfo(dtype).max, dtype)
     return jnp.asarray(-jnp.inf if name == "reduce_max" else jnp.inf, dtype)

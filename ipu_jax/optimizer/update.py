@@ -21,7 +21,7 @@ from ipu_jax._keys import is_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.optimizer._evaluate import LeafEvaluator
-from ipu_jax.optimizer._reductions import combined, partial_result, partial_shape, size_of
+from ipu_jax.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
 from ipu_jax.optimizer.blocks import Blocks
 
 # (leaf, the block's arrays, evaluator) -> arrays, of the same shapes for each leaf of a block
@@ -195,8 +195,8 @@ class ShardedUpdate:
         for level, eqns in enumerate(analysis.replicated):
             for eqn in eqns:
                 env.update(zip(eqn.outvars, bound(eqn, [_value_of(v, env) for v in eqn.invars]), strict=True))
-            if analysis.reductions[level]:
-                env.update(self._gather(analysis.reductions[level], arrays, env))
+            for dtype, together in sent_together(analysis.reductions[level]):
+                env.update(self._gather(dtype, together, arrays, env))
         results = [self._new_arrays(k, of_block, env) for k, of_block in enumerate(arrays)]
         replicated = [_value_of(self._new_state[i], env) for i in self._replicated]
         new = dataclasses.replace(state, per_block=[of_block[1:] for of_block in results], replicated=replicated)
@@ -294,11 +294,10 @@ class ShardedUpdate:
             self.analysis, self.blocks, leaf, shape, in_block=in_block, owned=owned, replicated=replicated
         )
 
-    def _gather(self, reductions: Sequence[LeafReduction], arrays: list[list[Any]], env: Any) -> dict[Any, Any]:
-        """Return the results of these reductions, which every IPU gets by one all_gather per mapped axis."""
+    def _gather(self, dtype: Any, reductions: Sequence[LeafReduction], arrays: list[Any], env: Any) -> dict[Any, Any]:
+        """Return the results of these reductions, which every IPU gets by one all_gather of `dtype` per mapped axis."""
         blocks, vectors, offset = self.blocks, [], 0
         parts: list[tuple[LeafReduction, Any, int, tuple[int, ...]]] = []  # and where in the vector, and its shape
-        wide = jnp.result_type(jnp.float32, *(v.aval.dtype for r in reductions for v in r.outputs))
         for k in range(len(blocks)):
             of_block = {n: [r for r in reductions if r.leaf == n] for n in blocks[k].leaves if n is not None}
             ends = [offset]
@@ -311,7 +310,7 @@ class ShardedUpdate:
                 ends.append(at)
             length = max(ends) - offset  # a block has one vector length on all IPUs
             if any(of_block.values()):
-                run = self._partial_results(of_block, length, wide, blocks.leaf_mask(k))
+                run = self._partial_results(of_block, length, dtype, blocks.leaf_mask(k))
                 vectors += self._on_block(k, arrays[k], env, run)
             offset += length
         vector = jnp.concatenate(vectors)

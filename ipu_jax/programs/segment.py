@@ -73,6 +73,11 @@ class Segment:
     def name(self) -> str:
         return " + ".join(stage.name for stage in self.stages)
 
+    @property
+    def recomputes(self) -> bool:
+        """Return whether B may compute any residual again: no stage has a `recompute` of its own."""
+        return self.stashes and all(stage.recompute == "auto" for stage in self.stages)
+
     def _function(self, stage: Stage) -> Callable[..., Any]:
         fn = stage.function(self.role)
         if self.role == "training" and stage.recompute == "auto" and self.stashes:

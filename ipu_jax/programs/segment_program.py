@@ -8,8 +8,8 @@
 
 `inputs` are the micro-batch and the random keys, which B can read again. `jax.vjp` returns a pytree whose leaves are
 the residuals. The traced F shows where each residual comes from. B reads a residual that *is* a weight or a part of
-`inputs` from there, and computes again one that depends on weights alone (such as a bfloat16 copy of a weight). Only
-the other residuals are stashed: weights never are, and no work on activations is done twice.
+`inputs` from there, and computes again one that depends on weights alone (such as a bfloat16 copy of a weight) or that
+follows from others by cheap operations (`_residuals`). Only the other residuals are stashed: weights never are.
 """
 
 import dataclasses
@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ipu_jax._jaxprs import depending, laid_open, needed, part_of, postponed, variables
+from ipu_jax._jaxprs import laid_open, postponed
 from ipu_jax._keys import is_key
 from ipu_jax.programs._agreement import differing_outputs, refuse_differing
 from ipu_jax.programs._backward_split import split_backward
 from ipu_jax.programs._likeness import Signature, signature_of
+from ipu_jax.programs._residuals import choose_residuals, with_outputs, without_unread
 from ipu_jax.programs.gradient_sums import Sum, add_gradients
 from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment, loss_and_aux
 from ipu_jax.stage import naming
@@ -68,9 +69,8 @@ class SegmentProgram:
     stash: list[jax.ShapeDtypeStruct]
     weight_residuals: list[jax.ShapeDtypeStruct]
     signature: Signature | None
-    _forward: Any  # closed jaxpr: flat (params, x, inputs, state) -> leaves of y, new state, aux, residuals
+    _forward: Any  # closed jaxpr: flat (params, x, inputs, state) -> leaves of y, new state, aux, stash
     _result: Any  # the tree of (y, new state, aux)
-    _stashed: tuple[int, ...] = ()  # which outputs of F are stashed
     _stash_types: tuple[Any, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
     _backward: Any = None  # closed jaxpr: flat (params, inputs, stash, dy) -> dx, dparams
     _num_dx: int = 0
@@ -98,8 +98,8 @@ class SegmentProgram:
     ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
         """Return `(y, new state, aux, stash)`."""
         outputs = core.jaxpr_as_fun(self._forward)(*jax.tree.leaves((params, x, inputs, state)))
-        result = jax.tree.unflatten(self._result, outputs[: self._result.num_leaves])
-        return *result, [_key_data(outputs[i]) for i in self._stashed]
+        count = self._result.num_leaves
+        return *jax.tree.unflatten(self._result, outputs[:count]), list(map(_key_data, outputs[count:]))
 
     def backward(
         self, params: Any, inputs: MicrobatchInputs, stash: list[Any], dy: list[Any], sums: Sequence[Sum], zero: Any
@@ -208,25 +208,22 @@ def trace_segment(
 
     traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
     count = captured["result"].num_leaves
-    differs = differing_outputs(segment, traced.jaxpr, may_differ, num_params)
-    _refuse_differing_results(segment, jax.tree.unflatten(captured["result"], differs[:count]), last, shards[1])
     num_inputs, num_x = len(jax.tree.leaves(inputs)), len(jax.tree.leaves(x))
-    invars = traced.jaxpr.invars
+    invars, outvars = traced.jaxpr.invars, traced.jaxpr.outvars
     reusable = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_inputs]]
-    residuals = traced.jaxpr.outvars[count:]
-    sources, derived, stashed = _sources(traced.jaxpr, residuals, reusable, num_params)
-    derive = _reduced_to(traced, derived, num_params)
-    stash_types = [_shape_of(residuals[i].aval) for i in stashed]
-    y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, traced.out_avals[:count])))
+    residuals = choose_residuals(traced, outvars[count:], reusable, num_params, recompute=segment.recomputes)
+    stashed = residuals.stashed
+    forward = with_outputs(traced, [*outvars[:count], *stashed])
+    differs = differing_outputs(segment, forward.jaxpr, may_differ, num_params)
+    _refuse_differing_results(segment, jax.tree.unflatten(captured["result"], differs[:count]), last, shards[1])
+    stash_types = [_shape_of(var.aval) for var in stashed]
+    y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, forward.out_avals[:count])))
     _refuse_keys(segment, (y, aux))
     dy = split_floats(y)[0]
 
-    def restore(reusable: list[Any], stash: list[Any]) -> Any:
-        by_source = {"input": reusable, "derived": core.jaxpr_as_fun(derive)(*reusable[:num_params]), "stash": stash}
-        return jax.tree.unflatten(captured["vjp"], [by_source[kind][i] for kind, i in sources])
-
     def backward(params: Any, inputs: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
-        dparams, dx = restore(jax.tree.leaves((params, inputs)), stash)(dy)
+        vjp = jax.tree.unflatten(captured["vjp"], residuals.restored(jax.tree.leaves((params, inputs)), stash))
+        dparams, dx = vjp(dy)
         return [*dx, *dparams]
 
     with naming(segment.name, segment.first):
@@ -235,20 +232,20 @@ def trace_segment(
     traced_backward = postponed(
         traced_backward, traced_backward.jaxpr.invars[len(traced_backward.in_avals) - len(dy) :]
     )
-    traced_backward, read = _without_unread(traced_backward, num_params + num_inputs, len(stashed))
-    stashed, stash_types = ([of[k] for k in read] for of in (stashed, stash_types))
-    of_stash = [differs[count + i] for i in stashed]
+    traced_backward, read = without_unread(traced_backward, num_params + num_inputs, len(stashed))
+    stash_types = [stash_types[k] for k in read]
+    of_stash = [differs[count + k] for k in read]
     of_inputs = [*jax.tree.leaves((shards[0], shared_args[1])), *of_stash, *[False] * len(dy)]
     differing_outputs(segment, traced_backward.jaxpr, of_inputs, num_params)
+    forward = with_outputs(traced, [*outvars[:count], *(stashed[k] for k in read)])
     unsplit = SegmentProgram(
         y=y,
         aux=aux,
         stash=[jax.eval_shape(_key_data, shape) for shape in stash_types],
         weight_residuals=[],
-        signature=signature_of((traced, traced_backward), sources, captured["result"]),
-        _forward=traced,
+        signature=signature_of((forward, traced_backward), captured["result"]),
+        _forward=forward,
         _result=captured["result"],
-        _stashed=tuple(count + i for i in stashed),
         _stash_types=tuple(stash_types),
         _backward=traced_backward,
         _num_dx=len(traced_backward.out_avals) - sum(is_trained),
@@ -311,46 +308,3 @@ def _refuse_keys(segment: Segment, results: Any) -> None:
                 f"stage {segment.name!r} returns a random key, {leaf.dtype}, in its {'aux' if path[0].idx else 'y'}: "
                 "return jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data where it is used"
             )
-
-
-def _sources(
-    jaxpr: Any, residuals: list[Any], readable: list[Any], weights: int
-) -> tuple[tuple[tuple[str, int], ...], list[Any], list[int]]:
-    """Return each residual's source, the variables that B computes again, and which residuals to stash."""
-    reusable = {var: i for i, var in enumerate(readable)}
-    varying = depending(jaxpr.eqns, jaxpr.invars[weights:])  # on x, inputs or state
-    found: list[tuple[str, int]] = []
-    derived: list[Any] = []
-    slots: dict[Any, int] = {}  # the same value may be a residual twice
-    stashed: list[int] = []
-    for i, var in enumerate(residuals):
-        if isinstance(var, core.Literal) or (var not in varying and var not in reusable):
-            found.append(("derived", len(derived)))
-            derived.append(var)
-        elif var in reusable:
-            found.append(("input", reusable[var]))
-        else:
-            if var not in slots:
-                slots[var] = len(stashed)
-                stashed.append(i)
-            found.append(("stash", slots[var]))
-    return tuple(found), derived, stashed
-
-
-def _without_unread(traced: Any, first: int, count: int) -> tuple[Any, list[int]]:
-    """Return a program without those of `count` inputs from `first` on that it does not read, and which it reads.
-
-    F of a stage keeps values for the derivative of its aux as well, which B does not compute.
-    """
-    jaxpr = traced.jaxpr
-    used = set(variables([v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)))
-    read = [k for k in range(count) if jaxpr.invars[first + k] in used]
-    invars = [*jaxpr.invars[:first], *(jaxpr.invars[first + k] for k in read), *jaxpr.invars[first + count :]]
-    return part_of(traced, invars, jaxpr.eqns, jaxpr.outvars), read
-
-
-def _reduced_to(traced: Any, outvars: list[Any], num_inputs: int) -> Any:
-    """Return the program that computes `outvars` alone, a function of the first inputs of `traced`."""
-    jaxpr = traced.jaxpr
-    changed = {"eqns": needed(jaxpr.eqns, outvars), "invars": jaxpr.invars[:num_inputs], "outvars": outvars}
-    return core.ClosedJaxpr(jaxpr.replace(**changed, debug_info=jaxpr.debug_info.with_unknown_names()), traced.consts)

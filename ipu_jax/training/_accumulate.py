@@ -28,6 +28,21 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     return loss, aux
 
 
+def counts_of(aux: Any, *, dims: int) -> Any:
+    """Return the counts of a model whose losses are sums, one per micro-batch: an array with so many dims.
+
+    Raises:
+        ValueError: the model gives no count.
+    """
+    counts: Any = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
+    if not hasattr(counts, "shape") or counts.ndim != dims:
+        raise ValueError(
+            "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
+            "the count a number"
+        )
+    return counts
+
+
 def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, random: bool) -> tuple[Any, Any]:
     """Return the mean loss over the micro-batches of one replica, leaves (M, ...), and aux with a leading M."""
     call = _caller(loss_fn, key, random)

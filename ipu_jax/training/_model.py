@@ -1,17 +1,19 @@
-"""Make the model that a training step runs: on all replicas, and in the precision asked for.
+"""Make the model that a training step runs, on all replicas and in the precision asked for, and map programs over it.
 
 Pipeline        -- replicate --> on a wider mesh -- computing_in --> its stages cast what they read
 loss function   ------------->   Replicas        --------------->    of a function that casts what it reads
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ipu_jax.options import TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._precision import cast_floats, computing_in
-from ipu_jax.training.replicas import Replicas, replicate
+from ipu_jax.training.replicas import Replicas, over_replicas, replicate
 
 
 def model_for(model: Any, options: TrainOptions) -> Any:
@@ -52,3 +54,18 @@ def model_for(model: Any, options: TrainOptions) -> Any:
     if half is not None:
         fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)  # noqa: E731
     return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)
+
+
+def on_ipus(model: Pipeline | Replicas, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
+    """Map a program over the IPUs of all replicas: a function from global arrays to global arrays."""
+    if isinstance(model, Pipeline):
+        return jax.shard_map(program, mesh=model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return over_replicas(program, model.devices, in_specs=in_specs, out_specs=out_specs)
+
+
+def described(model: Pipeline | Replicas) -> str:
+    """Return a line about a model: its kind and its sizes."""
+    kind = f"Pipeline of {len(model.stages)} stages" if isinstance(model, Pipeline) else "loss function"
+    m, replicas = model.options.gradient_accumulation, model.replicas
+    ipus = f"{model.ipus} IPU{'s' * (model.ipus > 1)}" + (f" x {replicas} replicas" if replicas > 1 else "")
+    return f"{kind} on {ipus}, {m} micro-batch{'es' * (m > 1)} per update"

@@ -1,6 +1,6 @@
 """Run a training step on one IPU: one weight update, or many of them in one call.
 
-gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
+gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights -> average
                                 (or a part each)                              (gathered)
 """
 
@@ -16,52 +16,16 @@ from ipu_jax._collectives import state_over_replicas
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.optimizer import zero
 from ipu_jax.optimizer.blocks import from_blocks, to_blocks
-from ipu_jax.optimizer.update import OptimizerState, ShardedUpdate
+from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.training._accumulate import accumulate_gradients
-from ipu_jax.training._loss_scale import Scale, current_scale, next_scale
+from ipu_jax.training._accumulate import accumulate_gradients, counts_of
+from ipu_jax.training._average import next_average
+from ipu_jax.training._loss_scale import current_scale, next_scale
+from ipu_jax.training._norms import learning_rate_in, norms
 from ipu_jax.training._precision import stochastic_round
 from ipu_jax.training.replicas import Replicas
-from ipu_jax.weights.packing import Sharded
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Hold the state that an update changes, on the IPUs. A pytree.
-
-    Attributes:
-        params: the weights, as `Pipeline.shard` or `Replicas.shard` places them.
-        optimizer: the optimizer's state; `TrainStep.whole` returns it as optax knows it.
-        stages: the state of a pipeline's stages, or None.
-        scale: the dynamic loss scale, or None.
-        step: int32, the number of updates that were tried.
-        key: the typed key from which each update's own key is folded, or None.
-    """
-
-    params: Any
-    optimizer: OptimizerState
-    stages: Sharded | None
-    scale: Scale | None
-    step: Any
-    key: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepOutputs:
-    """Hold the outputs of a call. If they are of several updates, every leaf has a leading dim of updates.
-
-    Attributes:
-        loss: over all micro-batches and replicas, unscaled.
-        aux: what the model returned beside the loss, leaves (M, ...) or (replicas, M, ...); None if nothing.
-        updated: under a `DynamicScale`, int32: 1 where the update was made, 0 where it was skipped; else None.
-    """
-
-    loss: Any
-    aux: Any
-    updated: Any
+from ipu_jax.training.state import StepOutputs, TrainState
 
 
 class Iteration:
@@ -76,13 +40,14 @@ class Iteration:
 
     def __init__(self, model: Pipeline | Replicas, options: TrainOptions, update: ShardedUpdate, *, random: bool):
         self.model, self.options, self.update, self.random = model, options, update, random
+        self._learning_rate = learning_rate_in(update)
 
     def run(self, state: TrainState, batch: Any, *, stacked: bool) -> tuple[TrainState, StepOutputs]:
         """Run all updates of a call.
 
         Args:
             state: this IPU's blocks.
-            batch: leaves ([device_iterations,] 1, M, ...), this replica's.
+            batch: leaves ([updates,] 1, M, ...), this replica's; at most `device_iterations` updates.
             stacked: whether outputs have a leading dim of updates.
         """
         options = self.options
@@ -107,8 +72,14 @@ class Iteration:
         blank = jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), jax.eval_shape(self.one, state, first)[1])
         if not stacked:
             return every(state, batch)
-        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, options.every, *leaf.shape[1:]), batch)
-        return lax.scan(every, state, groups)
+        count = jax.tree.leaves(batch)[0].shape[0]
+        whole = count - count % options.every
+        groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, options.every, *leaf.shape[1:]), batch)
+        state, outputs = lax.scan(every, state, groups)
+        if whole == count:
+            return state, outputs
+        state, last = every(state, jax.tree.map(lambda leaf: leaf[whole:], batch))
+        return state, jax.tree.map(lambda several, one: jnp.concatenate([several, one[None]]), outputs, last)
 
     def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         """Run one update; batch leaves are (M, ...)."""
@@ -127,6 +98,7 @@ class Iteration:
         finite = self._all_finite(gradients) if dynamic else None
         if divisor is not None:
             gradients = [g.astype(jnp.float32) / divisor for g in gradients]
+        exact_gradients = gradients
         gradients = [g.astype(block.dtype) for g, block in zip(gradients, blocks, strict=True)]
 
         params = [blocks.replica_chunk(k, array) for k, array in enumerate(to_blocks(state.params))]
@@ -135,6 +107,7 @@ class Iteration:
             gradients, dataclasses.replace(state.optimizer, per_block=of_ipu), params, loss
         )
         weights = [self._rounded(k, value, key) for k, value in enumerate(unrounded)]
+        ema = None if options.ema_decay is None else next_average(options.ema_decay, state.ema or [], weights)
         if blocks.replicas > 1:
             weights = zero.gather(blocks, weights)
         per_block = [[array[None, None] for array in of_block] for of_block in optimizer.per_block]
@@ -145,11 +118,19 @@ class Iteration:
             scale=state.scale,
             step=state.step,
             key=state.key,
+            ema=ema,
         )
         if finite is not None:
             new = self._unless_bad(finite, new, state)
+        gradient_norm, parameter_norm = norms(blocks, exact_gradients, params) if options.norms else (None, None)
+        rate = None if self._learning_rate is None else optimizer.replicated[self._learning_rate]
         outputs = StepOutputs(
-            loss, jax.tree.map(lambda leaf: leaf[None], aux), None if finite is None else finite.astype(jnp.int32)
+            loss=loss,
+            aux=jax.tree.map(lambda leaf: leaf[None], aux),
+            updated=None if finite is None else finite.astype(jnp.int32),
+            gradient_norm=gradient_norm,
+            parameter_norm=parameter_norm,
+            learning_rate=None if rate is None else jnp.asarray(rate, jnp.float32),
         )
         return dataclasses.replace(new, step=state.step + 1), outputs
 
@@ -189,12 +170,7 @@ class Iteration:
         static = None if isinstance(scale, float | int) and scale == 1 else scale
         if not options.weighted:
             return (lax.pmean(loss, REPLICA_AXIS) if self.model.replicas > 1 else loss), static
-        counts: Any = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
-        if not hasattr(counts, "shape") or counts.ndim != 1:
-            raise ValueError(
-                "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
-                "the count a number"
-            )
+        counts = counts_of(aux, dims=1)
         here = (loss * self.model.options.gradient_accumulation, counts.astype(jnp.float32).sum())
         total, count = lax.psum(here, REPLICA_AXIS) if self.model.replicas > 1 else here
         if self.model.options.reduction == "sum":

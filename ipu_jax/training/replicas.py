@@ -161,6 +161,11 @@ class Replicas:
         self._value_and_grad = self._mapped(backward=True)
         self._loss = self._mapped(backward=False)
 
+    def __repr__(self) -> str:
+        name = getattr(self.loss_fn, "__name__", repr(self.loss_fn))
+        m, reduction = self.options.gradient_accumulation, self.options.reduction
+        return f"Replicas({name}, replication_factor={self.replicas}, gradient_accumulation={m}, {reduction=})"
+
     def shard(self, params: Any) -> Any:
         """Place a pytree of whole weights on every replica. Communicates from host to device only."""
         return jax.device_put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))

@@ -4,6 +4,7 @@ step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iteratio
 state = step.init(params)
 for batch in batches:                     # leaves (10, M, micro-batch, ...)
     state, outputs = step(state, batch)   # the old state's buffers are reused for the new one (donate=False keeps it)
+loss = step.loss(state, batch)            # without an update, as training computes it
 
 gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
                                 (or a part each)                              (gathered)
@@ -15,30 +16,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ipu_jax._keys import is_key, is_one_key
+from ipu_jax._keys import is_one_key
+from ipu_jax.data.feed import FeedBatch
 from ipu_jax.devices import REPLICA_AXIS, InFlight
-from ipu_jax.optimizer.blocks import blocks_of_layout, blocks_of_tree
-from ipu_jax.optimizer.update import ShardedUpdate, copied
+from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
-from ipu_jax.training._loss_scale import initial_scale
-from ipu_jax.training._model import model_for
-from ipu_jax.training._precision import cast_floats
-from ipu_jax.training._update_program import Iteration, StepOutputs, TrainState
-from ipu_jax.training.replicas import Replicas, over_replicas
-from ipu_jax.weights import packing
-from ipu_jax.weights.arguments import check_alive
+from ipu_jax.training._average import with_average
+from ipu_jax.training._evaluation import loss_of_batch
+from ipu_jax.training._model import described, model_for, on_ipus
+from ipu_jax.training._norms import clip
+from ipu_jax.training._placement import Placement, specs_of
+from ipu_jax.training._update_program import Iteration
+from ipu_jax.training.replicas import Replicas
+from ipu_jax.training.state import StepOutputs, TrainState
+from ipu_jax.weights.arguments import check_alive, check_batch
 from ipu_jax.weights.packed_layout import WHOLE
 from ipu_jax.weights.packing import Sharded
 
 
 def make_train_step(
     model: Pipeline | Replicas | Callable[..., Any],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     options: TrainOptions | None = None,
 ) -> "TrainStep":
     """Make a training step of a model with any optax optimizer.
@@ -46,7 +48,7 @@ def make_train_step(
     Args:
         model: a `Pipeline`, `Replicas`, or a loss function as `Replicas` takes it.
         optimizer: sees the logical weights, leaf by leaf, wherever they are: `{group: pytree}` for a pipeline, with
-            `optax.MaskedNode()` for frozen leaves.
+            `optax.MaskedNode()` for frozen leaves. `optax.MultiSteps(...)` is taken as it is.
         options: how the step runs; `TrainOptions()` if None.
 
     Raises:
@@ -67,11 +69,15 @@ class TrainStep:
     `make_train_step` makes it.
 
     Attributes:
-        model: the `Pipeline` or `Replicas` that runs. `step.model.loss(state.params, batch)` evaluates it.
+        model: the `Pipeline` or `Replicas` that runs, on all replicas and in the precision of the options.
         options: as they were given.
+        random: whether the model takes a key.
     """
 
-    def __init__(self, model: Any, optimizer: optax.GradientTransformation, options: TrainOptions):
+    def __init__(self, model: Any, optimizer: Any, options: TrainOptions):
+        if isinstance(optimizer, optax.MultiSteps):
+            update: Any = optimizer.update
+            optimizer = optax.GradientTransformationExtraArgs(optimizer.init, update)
         if not isinstance(optimizer, optax.GradientTransformation):
             raise ValueError(f"optimizer={optimizer!r} is no optax.GradientTransformation: give optax.sgd(...) or such")
         if not isinstance(options, TrainOptions):
@@ -81,12 +87,18 @@ class TrainStep:
         self.random = (
             any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random
         )
-        clip = options.max_gradient_norm
-        self._optimizer = optimizer if clip is None else optax.chain(_clip(clip), optimizer)
-        self._held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
+        if options.max_gradient_norm is not None:
+            optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
+        self._placement = Placement(self.model, optimizer, options)
         self._window = InFlight()
-        self._updates: dict[Any, ShardedUpdate] = {}  # by the layout of the weights
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
+        self._averaged = jax.jit(self._run_average)
+
+    def __repr__(self) -> str:
+        default = TrainOptions()
+        fields = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
+        changed = [f"{name}={value!r}" for name, value in fields.items() if value != getattr(default, name)]
+        return f"TrainStep({', '.join([described(self.model), *changed])})"
 
     # state
 
@@ -105,7 +117,7 @@ class TrainStep:
         if isinstance(params, Sharded):
             raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
         self._check_key(key)
-        return self._placed(params, stages, key, None)
+        return self._placement.first(params, stages, key)
 
     def restore(self, whole: dict[str, Any]) -> TrainState:
         """Return the state to continue with from what `whole` returned.
@@ -113,7 +125,7 @@ class TrainStep:
         It may be from this step, or from a step for other IPUs, replicas or stage placements.
 
         Args:
-            whole: as `whole` returned it, with jax's or numpy's arrays.
+            whole: as `whole` returned it, with jax's or numpy's arrays. "ema" may be missing where there is none.
 
         Raises:
             ValueError: as in `init`, or the optimizer's state is another optimizer's.
@@ -122,95 +134,22 @@ class TrainStep:
         if missing:
             raise ValueError(f"the saved state has no {sorted(missing)}: give what step.whole(state) gave")
         self._check_key(whole["key"])
-        state = self._placed(whole["params"], whole["stages"], whole["key"], whole["optimizer"])
-        if (whole["scale"] is None) != (state.scale is None):
+        if (whole["scale"] is None) == isinstance(self.options.loss_scale, DynamicScale):
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
-        scale = jax.tree.map(lambda a: self._place(a), whole["scale"])
-        return dataclasses.replace(state, scale=scale, step=self._place(np.int32(whole["step"])))
+        return self._placement.placed(whole)
 
     def whole(self, state: TrainState) -> dict[str, Any]:
-        """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key"}`.
+        """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.
 
         Every value is whole, in its owner's form: weights and the stages' state by group, the optimizer's state as
-        optax made it. What the step doesn't have is None. All are copies, which later calls don't change. `restore`
-        takes the result.
+        optax made it, the average like the weights, in float32 at least. What the step doesn't have is None. All are
+        copies, which later calls don't change. `restore` takes the result.
 
         Raises:
             ValueError: the state is not of this step, or was given to a call before.
         """
-        update = self._checked_update(state)
-        return {
-            "params": self.model.unshard(state.params),
-            "optimizer": update.whole(state.optimizer),
-            "stages": self.model.unshard(state.stages)
-            if isinstance(self.model, Pipeline) and state.stages is not None
-            else None,
-            "scale": jax.tree.map(copied, state.scale),
-            "step": int(state.step),
-            "key": None if state.key is None else copied(state.key),
-        }
-
-    def _placed(self, params: Any, stages: Any, key: Any, optimizer_state: Any) -> TrainState:
-        """Return the state that starts with these weights; `optimizer_state` is whole, or None for the first one."""
-        if self.options.precision != "32.32":
-            params = cast_floats(params, self._held)
-        of_stages = self._placed_stages(stages)
-        if isinstance(self.model, Pipeline):
-            placed = self.model.shard(params)
-            whole = [
-                value
-                for name in sorted(params)
-                for leaf, value in zip(placed.layout.group(name).leaves, jax.tree.leaves(params[name]), strict=True)
-                if not leaf.frozen
-            ]
-        else:
-            self.model.check_params(params)
-            whole = jax.tree.leaves(params)
-            placed = jax.tree.map(lambda leaf: self._place(leaf), params)
-        update = self._update_for(placed)
-        if optimizer_state is None:
-            state = update.init(update.blocks.logical_tree([jnp.asarray(value) for value in whole]))
-        else:
-            state = update.restore(optimizer_state)
-        optimizer = dataclasses.replace(
-            state,
-            per_block=[
-                [self._place(array, update.blocks.spec(k)) for array in of_block]
-                for k, of_block in enumerate(state.per_block)
-            ],
-            replicated=[self._place(array) for array in state.replicated],
-        )
-        return TrainState(
-            params=placed,
-            optimizer=optimizer,
-            stages=of_stages,
-            scale=jax.tree.map(lambda a: self._place(a), initial_scale(self.options)),
-            step=self._place(np.int32(0)),
-            key=None if key is None else self._place(key),
-        )
-
-    def _placed_stages(self, stages: Any) -> Sharded | None:
-        groups = sorted(stage.state for stage in self.model.stages if stage.state) if self._is_pipeline else []
-        if stages is None and groups:
-            raise ValueError(f"stages is missing: pass stages={{...}} with the state of {', '.join(map(repr, groups))}")
-        if stages is not None and not groups:
-            raise ValueError("stages were given, but the model holds no state: leave them out")
-        return None if stages is None else self.model.shard_state(stages)
-
-    def _update_for(self, params: Any) -> ShardedUpdate:
-        """Return the optimizer's update for weights laid out as these are; it is traced once per layout."""
-        is_sharded = isinstance(params, Sharded)
-        leaves, treedef = jax.tree.flatten(params)
-        where = params.layout if is_sharded else (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
-        if where not in self._updates:
-            replicas = self.model.replicas if self.options.shard_optimizer else 1
-            blocks = (
-                blocks_of_layout(params.layout, replicas=replicas)
-                if is_sharded
-                else blocks_of_tree(params, replicas=replicas)
-            )
-            self._updates[where] = ShardedUpdate(self._optimizer, blocks)
-        return self._updates[where]
+        self._checked_update(state)
+        return self._placement.whole(state)
 
     def _checked_update(self, state: Any) -> ShardedUpdate:
         """Return a state's update; raise `ValueError` if the state is another step's or an earlier call used it up."""
@@ -225,26 +164,22 @@ class TrainStep:
                 "weights, step.init(other.whole(state)['params'], ...)"
             )
         if self.options.precision != "32.32":
+            held = self._placement.held
             for path, leaf in jax.tree.leaves_with_path(state.params):
-                if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != self._held:
+                if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != held:
                     raise ValueError(
                         f"state.params{jax.tree_util.keystr(path)} is {leaf.dtype}, but precision="
-                        f"{self.options.precision!r} holds {self._held}: begin anew with its weights, "
+                        f"{self.options.precision!r} holds {held}: begin anew with its weights, "
                         "step.init(other.whole(state)['params'], ...)"
                     )
-        update = self._update_for(state.params)
+        update = self._placement.update_for(state.params)
         update.check(state.optimizer)
         if (state.scale is None) == isinstance(self.options.loss_scale, DynamicScale):
             raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")
+        if (state.ema is None) != (self.options.ema_decay is None):
+            raise ValueError("the state and this step differ in whether they average the weights by ema_decay")
         self._check_key(state.key)
         return update
-
-    def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
-        if is_key(value):
-            return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-        whole = np.asarray(value)  # each device gets a copy: the step's buffers are its own, and may be donated
-        sharding = NamedSharding(self.model.mesh, spec)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
     def _check_key(self, key: Any) -> None:
         needs = "the model is random" if self.random else "stochastic_rounding=True draws numbers"
@@ -267,7 +202,9 @@ class TrainStep:
             state: from `init` or the previous call. Its buffers are reused, and it can't be used afterwards, unless
                 the options say `donate=False`.
             batch: leaves (device_iterations, replicas, M, micro-batch, ...), without those of the first two dims that
-                are 1.
+                are 1; or the `FeedBatch` of such a `Feed`. If only some of its updates have real examples, only these
+                are made (a program of its own, compiled once for each number of updates). Rows that fill an update up
+                are rows like any other here: have the model count them as 0, and the options be `weighted=True`.
 
         Returns:
             The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.
@@ -276,33 +213,85 @@ class TrainStep:
             ValueError: the batch does not fit, or the state is not of this step or was given to an earlier call.
                 Nothing has been compiled by then.
         """
-        self._check_batch(state, batch)
+        batch = self._checked_batch(state, batch)
         state, outputs = self._program(state, batch)
         self._window.admit(outputs.loss)
         return state, outputs
 
+    def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:
+        """Return the loss of a batch, or `(loss, aux)`, by the stages' `evaluate` functions, without an update.
+
+        It is computed as training computes it: in the step's precision, with the stages' state, and under `weighted`
+        divided by the count of all micro-batches and replicas.
+
+        Communicates what `Pipeline.loss` or `Replicas.loss` communicates; with `ema` under `shard_optimizer`, also one
+        all_gather of the average per bucket.
+
+        Args:
+            state: from `init` or a call. It stays usable.
+            batch: as a call takes it, also a `FeedBatch`. The loss is over all its updates.
+            key: a typed key, if the model is random in evaluation, too.
+            ema: whether to evaluate the moving average of the weights, cast to their dtype. Stages' state is not
+                averaged.
+
+        Returns:
+            The loss, or `(loss, aux)` if the model returns an aux or a count; aux leaves are ([device_iterations,]
+            [replicas,] M, ...). Under reduction="sum" and `weighted` it is the sum, the mean of these over updates.
+
+        Raises:
+            ValueError: the batch, the state or the key does not fit, or the options have no `ema_decay`.
+
+        >>> step = make_train_step(lambda w, mb: jnp.mean((mb - w) ** 2), optax.sgd(0.5), TrainOptions(ema_decay=0.5))
+        >>> state, _ = step(step.init(jnp.float32(0)), jnp.ones((1, 4)))
+        >>> float(step.loss(state, jnp.ones((1, 4)))), float(step.loss(state, jnp.ones((1, 4)), ema=True))
+        (0.0, 0.25)
+        """
+        self._checked_update(state)
+        batch = self._updates_of(batch)
+        check_batch(self._of_one_update(batch), self.model.replicas, self.model.options.gradient_accumulation)
+        params = state.params
+        if ema:
+            if state.ema is None:
+                raise ValueError("ema=True, but no average is kept: make the step with TrainOptions(ema_decay=0.999)")
+            params = self._averaged(params, state.ema)
+        return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
+
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""
-        self._check_batch(state, batch)
-        return self._program.lower(state, batch)
+        return self._program.lower(state, self._checked_batch(state, batch))
 
-    def _check_batch(self, state: TrainState, batch: Any) -> None:
+    def _checked_batch(self, state: TrainState, batch: Any) -> Any:
+        """Return the arrays of a call's batch; raise `ValueError` unless they and the state fit."""
         self._checked_update(state)
-        check_alive("batch", batch)
-        count = self.options.device_iterations
-        if count > 1:
-            for path, leaf in jax.tree.leaves_with_path(batch):
-                if getattr(leaf, "shape", ())[:1] != (count,):
-                    raise ValueError(
-                        f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
-                        f"its first dim must be device_iterations={count}"
-                    )
-            batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+        batch = self._updates_of(batch)
         key = state.key if self.random else None
         if isinstance(self.model, Pipeline):
-            self.model.check(state.params, batch, state.stages, key)
+            self.model.check(state.params, self._of_one_update(batch), state.stages, key)
         else:
-            self.model.check(state.params, batch, key)
+            self.model.check(state.params, self._of_one_update(batch), key)
+        return batch
+
+    def _updates_of(self, batch: Any) -> Any:
+        """Return the arrays of a batch, those of a `FeedBatch` without updates that have no real example."""
+        arrays: Any = batch.data if isinstance(batch, FeedBatch) else batch
+        check_alive("batch", arrays)
+        count = self.options.device_iterations
+        if count == 1:
+            return arrays
+        for path, leaf in jax.tree.leaves_with_path(arrays):
+            if getattr(leaf, "shape", ())[:1] != (count,):
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
+                    f"its first dim must be device_iterations={count}"
+                )
+        if isinstance(batch, FeedBatch) and batch.updates < count:
+            return jax.tree.map(lambda leaf: leaf[: batch.updates], arrays)
+        return arrays
+
+    def _of_one_update(self, batch: Any) -> Any:
+        if self.options.device_iterations == 1:
+            return batch
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         several, alone = self.options.device_iterations > 1, self.model.replicas == 1
@@ -310,52 +299,23 @@ class TrainStep:
             batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, int(several)), batch)
         of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
         stacked = several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
-        of_outputs = StepOutputs(WHOLE, PartitionSpec(*[None] * stacked, REPLICA_AXIS), WHOLE)
-        of_state = self._specs(state)
-        iteration = Iteration(self.model, self.options, self._update_for(state.params), random=self.random)
+        of_aux = PartitionSpec(*[None] * stacked, REPLICA_AXIS)
+        of_outputs = StepOutputs(WHOLE, of_aux, WHOLE, gradient_norm=WHOLE, parameter_norm=WHOLE, learning_rate=WHOLE)
+        of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
+        iteration = Iteration(self.model, self.options, update, random=self.random)
         program = lambda state, batch: iteration.run(state, batch, stacked=stacked)  # noqa: E731
-        if isinstance(self.model, Pipeline):
-            mapped: Any = jax.shard_map(
-                program,
-                mesh=self.model.mesh,
-                in_specs=(of_state, of_batch),
-                out_specs=(of_state, of_outputs),
-                check_vma=False,
-            )
-        else:
-            mapped = over_replicas(
-                program, self.model.devices, in_specs=(of_state, of_batch), out_specs=(of_state, of_outputs)
-            )
+        mapped = on_ipus(self.model, program, in_specs=(of_state, of_batch), out_specs=(of_state, of_outputs))
         state, outputs = mapped(state, batch)
         if alone:
             aux = jax.tree.map(lambda leaf: jnp.squeeze(leaf, int(stacked)), outputs.aux)
             outputs = dataclasses.replace(outputs, aux=aux)
         return state, outputs
 
-    def _specs(self, state: TrainState) -> TrainState:
-        everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
-        layout_specs = lambda tree: packing.specs_of(tree.layout) if isinstance(tree, Sharded) else everywhere(tree)  # noqa: E731
-        blocks = self._update_for(state.params).blocks
-        per_block = [[blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.optimizer.per_block)]
-        return TrainState(
-            params=layout_specs(state.params),
-            optimizer=dataclasses.replace(
-                state.optimizer, per_block=per_block, replicated=everywhere(state.optimizer.replicated)
-            ),
-            stages=layout_specs(state.stages),
-            scale=everywhere(state.scale),
-            step=WHOLE,
-            key=everywhere(state.key),
-        )
-
-
-def _clip(largest: float) -> optax.GradientTransformation:
-    """Scale gradients down to a global norm of `largest`. Unlike optax's own, this squares half types in float32."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(updates)]
-        norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-        factor = jnp.where(norm > largest, largest / norm, 1)
-        return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    def _run_average(self, params: Any, averages: list[Any]) -> Any:
+        """Return the weights with their averages in place of those that are trained."""
+        blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
+        program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
+        if not self._is_pipeline and blocks.replicas == 1:  # every replica has everything, and pmap maps nothing
+            return program(params, averages)
+        in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
+        return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)

@@ -26,7 +26,7 @@ WINGS: dict[str, set[str]] = {
     "pipeline": {"analysis", "engine", "programs", "weights", "schedules"},
     "verification": {"pipeline", "programs", "weights"},
     "optimizer": {"weights"},
-    "training": {"pipeline", "optimizer", "weights"},
+    "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
     "data": set(),
     "modules": set(),
 }

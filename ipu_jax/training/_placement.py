@@ -1,0 +1,199 @@
+"""Place whole states of a training step on the IPUs, and return them whole, as a checkpoint needs them.
+
+{group: pytree}, optax's state, ...  -- placed -->  TrainState: arrays on the mesh, split as `specs` says
+                                     <-- whole --
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax._keys import is_key
+from ipu_jax.optimizer.blocks import Blocks, blocks_of_layout, blocks_of_tree
+from ipu_jax.optimizer.update import OptimizerState, ShardedUpdate, copied
+from ipu_jax.options import TrainOptions
+from ipu_jax.pipeline import Pipeline
+from ipu_jax.training._average import divided_average, whole_average
+from ipu_jax.training._loss_scale import initial_scale
+from ipu_jax.training._precision import cast_floats
+from ipu_jax.training.replicas import Replicas
+from ipu_jax.training.state import TrainState
+from ipu_jax.weights import packing
+from ipu_jax.weights.packed_layout import WHOLE
+from ipu_jax.weights.packing import Sharded
+
+
+class Placement:
+    """Places the states of one training step, and returns them whole.
+
+    Args:
+        model: with all its replicas.
+        optimizer: with the step's own clipping.
+        options: those of the step.
+
+    Attributes:
+        held: the dtype of float weights, unless the precision is "32.32".
+    """
+
+    def __init__(self, model: Pipeline | Replicas, optimizer: optax.GradientTransformation, options: TrainOptions):
+        self._model, self._optimizer, self._options = model, optimizer, options
+        self.held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
+        self._updates: dict[Any, ShardedUpdate] = {}  # by the layout of the weights
+
+    def update_for(self, params: Any) -> ShardedUpdate:
+        """Return the optimizer's update for weights laid out as these are; it is traced once per layout.
+
+        Raises:
+            ValueError: the optimizer needs in one piece what is in parts.
+        """
+        is_sharded = isinstance(params, Sharded)
+        leaves, treedef = jax.tree.flatten(params)
+        where = params.layout if is_sharded else (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        if where not in self._updates:
+            replicas = self._model.replicas if self._options.shard_optimizer else 1
+            blocks = (
+                blocks_of_layout(params.layout, replicas=replicas)
+                if is_sharded
+                else blocks_of_tree(params, replicas=replicas)
+            )
+            self._updates[where] = ShardedUpdate(self._optimizer, blocks)
+        return self._updates[where]
+
+    def first(self, params: Any, stages: Any, key: Any) -> TrainState:
+        """Place whole weights, the first state of the optimizer, and the weights as their own average."""
+        of_stages = self._placed_stages(stages)
+        _, placed, trained = self._placed_params(params)
+        update = self.update_for(placed)
+        optimizer = update.init(update.blocks.logical_tree([jnp.asarray(value) for value in trained]))
+        ema = None if self._options.ema_decay is None else divided_average(update.blocks, trained)
+        scale = initial_scale(self._options)
+        return self._state(placed, optimizer, of_stages, scale=scale, step=0, key=key, ema=ema)
+
+    def placed(self, whole: dict[str, Any]) -> TrainState:
+        """Place what `whole` returned, perhaps of a step for other IPUs or replicas.
+
+        Raises:
+            ValueError: it does not fit the model, the optimizer or the options.
+        """
+        of_stages = self._placed_stages(whole["stages"])
+        params, placed, _ = self._placed_params(whole["params"])
+        update, average = self.update_for(placed), whole.get("ema")
+        if (average is None) != (self._options.ema_decay is None):
+            raise ValueError(
+                "the saved state and this step differ in whether they average the weights by ema_decay: give whole the "
+                "'ema' None, or to begin the average anew its own 'params'"
+            )
+        ema = None
+        if average is not None:
+            shapes_of = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
+            if shapes_of(average) != shapes_of(params):
+                raise ValueError("the saved 'ema' is not a tree like the saved 'params': give what whole returned")
+            ema = divided_average(update.blocks, self._trained(placed, average))
+        optimizer, scale = update.restore(whole["optimizer"]), whole["scale"]
+        return self._state(placed, optimizer, of_stages, scale=scale, step=whole["step"], key=whole["key"], ema=ema)
+
+    def whole(self, state: TrainState) -> dict[str, Any]:
+        """Return copies of all that a state holds, whole and as its owner knows it; None for what it does not hold."""
+        update, model = self.update_for(state.params), self._model
+        params = model.unshard(state.params)
+        stages = state.stages if isinstance(model, Pipeline) else None
+        return {
+            "params": params,
+            "optimizer": update.whole(state.optimizer),
+            "stages": None if stages is None else model.unshard(stages),
+            "scale": jax.tree.map(copied, state.scale),
+            "step": int(state.step),
+            "key": None if state.key is None else copied(state.key),
+            "ema": None if state.ema is None else self._whole_average(update.blocks, state, params),
+        }
+
+    def specs(self, state: TrainState) -> TrainState:
+        """Return the PartitionSpec of every array of a state."""
+        everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
+        blocks = self.update_for(state.params).blocks
+        per_block = [[blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.optimizer.per_block)]
+        replicated = everywhere(state.optimizer.replicated)
+        return TrainState(
+            params=specs_of(state.params),
+            optimizer=dataclasses.replace(state.optimizer, per_block=per_block, replicated=replicated),
+            stages=specs_of(state.stages),
+            scale=everywhere(state.scale),
+            step=WHOLE,
+            key=everywhere(state.key),
+            ema=None if state.ema is None else [blocks.spec(k) for k in range(len(blocks))],
+        )
+
+    def _placed_params(self, params: Any) -> tuple[Any, Any, list[Any]]:
+        """Return whole weights in the dtypes that are held, the same on the IPUs, and the trained leaves among them."""
+        if self._options.precision != "32.32":
+            params = cast_floats(params, self.held)
+        if isinstance(self._model, Pipeline):
+            placed = self._model.shard(params)
+        else:
+            self._model.check_params(params)
+            placed = jax.tree.map(lambda leaf: self._place(leaf), params)
+        return params, placed, self._trained(placed, params)
+
+    def _trained(self, placed: Any, whole: Any) -> list[Any]:
+        """Return the leaves that are trained, of a whole tree like the weights."""
+        leaves = jax.tree.leaves(dict(whole) if isinstance(placed, Sharded) else whole)
+        return [value for value, is_frozen in zip(leaves, _frozen(placed), strict=True) if not is_frozen]
+
+    def _whole_average(self, blocks: Blocks, state: TrainState, params: Any) -> Any:
+        """Return the weights with the average in place of those that are trained."""
+        following = iter(whole_average(blocks, state.ema or []))
+        leaves, treedef = jax.tree.flatten(params)
+        both = zip(leaves, _frozen(state.params), strict=True)
+        return jax.tree.unflatten(treedef, [w if is_frozen else next(following) for w, is_frozen in both])
+
+    def _state(
+        self, params: Any, optimizer: OptimizerState, stages: Any, *, scale: Any, step: int, key: Any, ema: Any
+    ) -> TrainState:
+        """Return the state of placed weights and stages' state, and of all else, which is still on the host."""
+        blocks = self.update_for(params).blocks
+        place_block = lambda k, array: self._place(array, blocks.spec(k))  # noqa: E731
+        per_block = [[place_block(k, array) for array in of_block] for k, of_block in enumerate(optimizer.per_block)]
+        replicated = [self._place(array) for array in optimizer.replicated]
+        return TrainState(
+            params=params,
+            optimizer=dataclasses.replace(optimizer, per_block=per_block, replicated=replicated),
+            stages=stages,
+            scale=jax.tree.map(lambda a: self._place(a), scale),
+            step=self._place(np.int32(step)),
+            key=None if key is None else self._place(key),
+            ema=None if ema is None else [place_block(k, array) for k, array in enumerate(ema)],
+        )
+
+    def _placed_stages(self, stages: Any) -> Sharded | None:
+        model = self._model
+        groups = sorted(stage.state for stage in model.stages if stage.state) if isinstance(model, Pipeline) else []
+        if stages is None and groups:
+            raise ValueError(f"stages is missing: pass stages={{...}} with the state of {', '.join(map(repr, groups))}")
+        if stages is not None and not groups:
+            raise ValueError("stages were given, but the model holds no state: leave them out")
+        return model.shard_state(stages) if isinstance(model, Pipeline) and stages is not None else None
+
+    def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
+        if is_key(value):
+            return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+        whole = np.asarray(value)  # each device gets a copy: the step's buffers are its own, and may be donated
+        sharding = NamedSharding(self._model.mesh, spec)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
+
+
+def specs_of(tree: Any) -> Any:
+    """Return the PartitionSpec of each array of placed weights or state; a plain tree is on every IPU."""
+    return packing.specs_of(tree.layout) if isinstance(tree, Sharded) else jax.tree.map(lambda _: WHOLE, tree)
+
+
+def _frozen(placed: Any) -> list[bool]:
+    """Return, per leaf of the whole weights, whether it is frozen."""
+    if not isinstance(placed, Sharded):
+        return [False] * len(jax.tree.leaves(placed))
+    groups = sorted(placed.layout.groups, key=lambda group: group.name)
+    return [leaf.frozen for group in groups for leaf in group.leaves]

@@ -1,0 +1,179 @@
+"""Test the moving average of the weights against a plain loop over optax on one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, DynamicScale, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from support.dense import chain, largest_relative_error
+from support.refusals import refused
+from support.trained import batches_of, quick_compiles
+
+DECAY, STEPS = 0.75, 3
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def loss_fn(w, rows):
+    return jnp.mean((rows @ w["u"] @ w["v"]) ** 2)
+
+
+def weights(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return {"u": rng.normal(size=(5, 3)).astype(dtype), "v": rng.normal(size=3).astype(dtype)}
+
+
+def rows(*lead):
+    return np.random.default_rng(1).normal(size=(*lead, 4, 5)).astype(np.float32)
+
+
+def averaged(history):
+    """Return the average by its definition, in float64."""
+    wide = [jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree) for tree in history]
+    average = wide[0]
+    for tree in wide[1:]:
+        average = jax.tree.map(lambda e, w: DECAY * e + (1 - DECAY) * w, average, tree)
+    return average
+
+
+@pytest.mark.parametrize(("replicas", "shard_optimizer"), [(1, False), (2, True)])
+def test_a_function_on_replicas(replicas, shard_optimizer):
+    options = TrainOptions(replication_factor=replicas, shard_optimizer=shard_optimizer, ema_decay=DECAY)
+    step = make_train_step(loss_fn, optax.adam(0.1), options)
+    batches = rows(STEPS, *(replicas,) * (replicas > 1), 1)
+    state, history = step.init(weights()), [weights()]
+    for batch in batches:
+        state, _ = step(state, batch)
+        history.append(step.whole(state)["params"])
+    found, expected = step.whole(state)["ema"], averaged(history)
+    assert largest_relative_error(found, expected) <= 1e-6
+    unseen = rows(*batches.shape[1:3])[..., ::-1].copy() if replicas > 1 else rows(1)[..., ::-1].copy()
+    loss = loss_fn(jax.tree.map(jnp.float32, expected), unseen.reshape(-1, 5))
+    np.testing.assert_allclose(step.loss(state, unseen, ema=True), loss, rtol=1e-5)
+    assert abs(float(loss) - float(step.loss(state, unseen))) > 1e-3 * float(loss)
+
+
+def test_a_pipeline_with_unlike_slots_and_an_uneven_split():
+    model = chain((0, 1, None), 2, replicas=2, like=False)
+    options = TrainOptions(device_iterations=STEPS, shard_optimizer=True, ema_decay=DECAY)
+    step = make_train_step(model.pipeline(2), optax.sgd(0.5), options)
+    state, _ = step(step.init(model.params), batches_of(model, STEPS))
+
+    @jax.jit
+    def updated(params, batch):
+        _, gradients = dataclasses.replace(model, params=params, batch=batch).twin()
+        return jax.tree.map(lambda w, g: w - 0.5 * g, params, gradients)
+
+    history = [model.params]
+    for i in range(STEPS):
+        history.append(updated(history[-1], jax.tree.map(lambda leaf, i=i: leaf[i], batches_of(model, STEPS))))
+    expected = averaged(history)
+    assert largest_relative_error(step.whole(state)["ema"], expected) <= 1e-6
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), model.batch)
+    as_weights = jax.tree.map(jnp.float32, expected)
+    loss = np.mean(jax.jit(jax.vmap(lambda microbatch: model.dense(as_weights, microbatch)))(flat))
+    batches = jax.tree.map(lambda leaf: jnp.stack([leaf] * STEPS), model.batch)
+    np.testing.assert_allclose(step.loss(state, batches, ema=True), loss, rtol=1e-5)
+
+
+def test_in_half_the_average_is_of_rounded_weights_in_float32():
+    options = TrainOptions(precision="16.16", stochastic_rounding=True, ema_decay=DECAY)
+    step = make_train_step(loss_fn, optax.sgd(0.1), options)
+    state, history = step.init(weights(), key=jax.random.key(0)), []
+    history.append(step.whole(state)["params"])
+    for batch in rows(STEPS, 1):
+        state, _ = step(state, batch)
+        history.append(step.whole(state)["params"])
+    found = step.whole(state)["ema"]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"float32"}
+    assert largest_relative_error(found, averaged(history)) <= 1e-6
+    of_average = step.init(found, key=jax.random.key(0))  # in half
+    assert float(step.loss(state, rows(1), ema=True)) == float(step.loss(of_average, rows(1)))
+
+
+def test_an_update_that_is_skipped_does_not_move_it():
+    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(loss_scale=DynamicScale(), ema_decay=DECAY))
+    state, _ = step(step.init(weights()), rows(1))
+    before = step.whole(state)["ema"]
+    state, outputs = step(state, np.full_like(rows(1), np.inf))
+    assert int(outputs.updated) == 0
+    np.testing.assert_array_equal(step.whole(state)["ema"]["u"], before["u"])
+
+
+def split_pipeline(ipus, **options):
+    """A local stage with a frozen leaf that shares a slot, and a head that is split over the IPUs."""
+    first = lambda p, x, mb: mb @ p["u"] * p["fixed"]  # noqa: E731
+    last = lambda p, x, mb: jnp.mean(lax.psum(jnp.sum(x @ p["v"]), "ipu") ** 2 + p["gain"] ** 2)  # noqa: E731
+    middle = lambda p, x, mb: x + p["b"]  # noqa: E731
+    stages = [
+        Stage(first, params="first", ipu=0),
+        Stage(middle, params="middle", ipu=ipus - 1),
+        Stage(last, params="last", ipu=ALL_IPUS),
+    ]
+    specs = {"last": {"v": P(None, "ipu"), "gain": P()}}
+    return Pipeline(stages, mesh=make_mesh(1, ipus), specs=specs, frozen={"first": {"fixed": True, "u": False}})
+
+
+def split_weights():
+    rng = np.random.default_rng(2)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {
+        "first": {"u": draw(5, 3), "fixed": draw(3)},
+        "middle": {"b": draw(3)},
+        "last": {"v": draw(3, 5), "gain": draw()},
+    }
+
+
+def test_training_continues_on_other_ipus_from_what_was_saved():
+    options = TrainOptions(ema_decay=DECAY)
+    on = {ipus: make_train_step(split_pipeline(ipus), optax.sgd(1e-3), options) for ipus in (2, 4)}
+    state = on[2].init(split_weights())
+    for batch in rows(2, 1):
+        state, _ = on[2](state, batch)
+    saved = on[2].whole(state)
+    np.testing.assert_array_equal(saved["ema"]["first"]["fixed"], split_weights()["first"]["fixed"])
+    moved = on[4].restore(saved)
+    for found, expected in zip(*map(jax.tree.leaves, (on[4].whole(moved)["ema"], saved["ema"])), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    losses = [on[2].loss(state, rows(1), ema=True), on[4].loss(moved, rows(1), ema=True)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    dense = saved["ema"]
+    hidden = rows(1)[0] @ dense["first"]["u"] * dense["first"]["fixed"] + dense["middle"]["b"]
+    expected = float(jnp.sum(hidden @ dense["last"]["v"]) ** 2 + dense["last"]["gain"] ** 2)
+    np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
+
+
+def test_what_is_refused():
+    for decay, message in (
+        (1, "ema_decay=1 keeps the first weights for ever: give one below 1, such as 0.999"),
+        (0, "ema_decay=0 is not a positive number: give a finite one above 0"),
+    ):
+        with refused(message):
+            TrainOptions(ema_decay=decay)
+    plain, averaging = (make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(ema_decay=d)) for d in (None, DECAY))
+    state, of_average = plain.init(weights()), averaging.init(weights())
+    for step, other in ((plain, of_average), (averaging, state)):
+        with refused("the state and this step differ in whether they average the weights by ema_decay"):
+            step(other, rows(1))
+    saved = plain.whole(state)
+    del saved["ema"]  # as an older version saved it
+    assert plain.whole(plain.restore(saved))["ema"] is None
+    with refused(
+        "the saved state and this step differ in whether they average the weights by ema_decay: give whole the 'ema' "
+        "None, or to begin the average anew its own 'params'"
+    ):
+        averaging.restore(saved)
+    begun = averaging.restore({**saved, "ema": saved["params"]})
+    np.testing.assert_array_equal(averaging.whole(begun)["ema"]["u"], weights()["u"])
+    with refused("the saved 'ema' is not a tree like the saved 'params': give what whole returned"):
+        averaging.restore({**saved, "ema": {"u": weights()["u"]}})

@@ -1,0 +1,142 @@
+"""Test that `TrainStep.loss` evaluates as the step trains; the expected numbers are plain jax's on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import Outputs, Pipeline, Reduction, Replicas, Stage, TrainOptions, make_mesh, make_train_step, replicate
+from support.refusals import refused
+from support.trained import quick_compiles
+
+M, REPLICAS, UPDATES = 3, 2, 2
+PARAMS = {"w": np.random.default_rng(3).normal(size=(5, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def tokens(*lead):
+    """Return rows of which each micro-batch counts another number."""
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(*lead, 6, 5)).astype(np.float32),
+        "y": rng.normal(size=(*lead, 6)).astype(np.float32),
+        "mask": (rng.random((*lead, 6)) < 0.4).astype(np.float32),
+    }
+
+
+def masked_sum(params, microbatch):
+    errors = (jnp.tanh(microbatch["x"] @ params["w"] + params["b"]).sum(-1) - microbatch["y"]) ** 2
+    return jnp.sum(errors * microbatch["mask"]), microbatch["mask"].sum()
+
+
+def mean(params, microbatch):
+    return jnp.mean((jnp.tanh(microbatch["x"] @ params["w"] + params["b"]).sum(-1) - microbatch["y"]) ** 2)
+
+
+def as_pipeline(fn, replicas, **options):
+    stages = [
+        Stage(lambda p, x, mb: mb["x"] @ p["w"], params="first", ipu=0),
+        Stage(lambda p, x, mb: fn({"w": jnp.eye(7, dtype=x.dtype), "b": p["b"]}, {**mb, "x": x}), params="last", ipu=1),
+    ]
+    return Pipeline(stages, mesh=make_mesh(replicas, 2), gradient_accumulation=M, **options)
+
+
+def step_of(kind, fn, replicas, reduction: Reduction = "mean", **options):
+    options = TrainOptions(**options)
+    if kind == "pipeline":
+        step = make_train_step(as_pipeline(fn, replicas, reduction=reduction), optax.sgd(0.1), options)
+        return step, step.init({"first": {"w": PARAMS["w"]}, "last": {"b": PARAMS["b"]}})
+    model = replicate(fn, replication_factor=replicas, gradient_accumulation=M, reduction=reduction)
+    step = make_train_step(model, optax.sgd(0.1), options)
+    return step, step.init(PARAMS)
+
+
+def rows_of(batch, dims):
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduction", "updates"), [("function", "mean", 2), ("function", "sum", 1), ("pipeline", "mean", 2)]
+)
+def test_counts_weigh_as_in_training(kind, reduction, updates):
+    step, state = step_of(kind, masked_sum, REPLICAS, reduction, weighted=True, device_iterations=updates)
+    batch = tokens(*(UPDATES,) * (updates > 1), REPLICAS, M)
+    loss, counts = step.loss(state, batch)
+    total, count = masked_sum(PARAMS, rows_of(batch, batch["x"].ndim - 2))
+    np.testing.assert_allclose(loss, total / count if reduction == "mean" else total, rtol=1e-6)
+    np.testing.assert_array_equal(counts, batch["mask"].sum(-1))
+    without = step.loss(state, batch | {"mask": np.zeros_like(batch["mask"])})[0]
+    assert float(without) == 0
+    if updates == 1:
+        _, outputs = step(state, batch)
+        np.testing.assert_allclose(outputs.loss, loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "replicas"), [("function", 1), ("pipeline", 2)])
+def test_a_mean_is_over_all_updates_and_nothing_changes(kind, replicas):
+    step, state = step_of(kind, mean, replicas, device_iterations=UPDATES, shard_optimizer=True)
+    batch = tokens(UPDATES, *(replicas,) * (replicas > 1), M)
+    loss = step.loss(state, batch)
+    np.testing.assert_allclose(loss, mean(PARAMS, rows_of(batch, batch["x"].ndim - 2)), rtol=1e-6)
+    assert loss.shape == ()
+    np.testing.assert_array_equal(step.loss(state, batch), loss)
+
+
+def test_the_precision_is_the_steps():
+    step, state = step_of("function", mean, 1, precision="16.32")
+    batch = tokens(M)
+    half = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree)  # noqa: E731
+    one = lambda i: mean(half(PARAMS), half(jax.tree.map(lambda leaf: leaf[i], batch))).astype(jnp.float32)  # noqa: E731
+    expected = np.mean([one(i) for i in range(M)])
+    np.testing.assert_allclose(step.loss(state, batch), expected, rtol=1e-6)
+    assert abs(float(expected) - np.mean(mean(PARAMS, rows_of(batch, 2)))) > 1e-4
+
+
+def test_stages_evaluate_with_the_state_that_training_left():
+    def scaled(w, x, mb, *, state, key):
+        noise = jax.random.normal(key)
+        return Outputs(jnp.mean(mb * w) * noise, state=state + 1, aux={"trained": noise})
+
+    def evaluated(w, x, mb, *, state, key):
+        return jnp.mean(mb * w) * state, {"evaluated": state}
+
+    stage = Stage(scaled, params="w", state="s", random=True, evaluate=evaluated)
+    step = make_train_step(Pipeline([stage], gradient_accumulation=M), optax.sgd(0.0))
+    state = step.init({"w": np.ones(3, np.float32)}, stages={"s": np.float32(10)}, key=jax.random.key(0))
+    state, _ = step(state, np.ones((M, 4, 3), np.float32))
+    loss, aux = step.loss(state, np.full((M, 4, 3), 2, np.float32))
+    assert float(loss) == 2 * (10 + M)
+    assert aux["evaluated"].tolist() == [10 + M] * M
+    assert float(step.whole(state)["stages"]["s"]) == 10 + M
+
+
+def test_a_random_function_is_given_its_key():
+    fn = lambda w, mb, *, key: jnp.mean(mb * w) * 0 + jax.random.uniform(key)  # noqa: E731
+    step = make_train_step(Replicas(fn, gradient_accumulation=1, random=True), optax.sgd(0.1))
+    state, rows = step.init(jnp.ones(3), key=jax.random.key(0)), np.ones((1, 4, 3), np.float32)
+    key = jax.random.key(7)
+    own = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
+    np.testing.assert_allclose(step.loss(state, rows, key=key), jax.random.uniform(own), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"^key=None is not one typed key, which loss_fn takes: pass key="):
+        step.loss(state, rows)
+
+
+def test_what_is_refused():
+    step, state = step_of("function", mean, 1, device_iterations=UPDATES)
+    with refused("batch['x'] has shape (3, 6, 5): its first dim must be device_iterations=2"):
+        step.loss(state, {"x": tokens(M)["x"]})
+    with refused("batch['x'] has shape (2, 6, 5): its leading dims must be (gradient_accumulation, ...) = (3, ...)"):
+        step.loss(state, {"x": tokens(UPDATES, 2)["x"]})
+    with refused("state is not of this step: make it with step.init(params)"):
+        step.loss(state.params, tokens(UPDATES, M))
+    with refused("ema=True, but no average is kept: make the step with TrainOptions(ema_decay=0.999)"):
+        step.loss(state, tokens(UPDATES, M), ema=True)
+    weighted, state = step_of("function", mean, 1, weighted=True)
+    with pytest.raises(ValueError, match=r"^weighted=True, but the model gives no count: return "):
+        weighted.loss(state, tokens(M))

@@ -1,0 +1,252 @@
+"""Test norms, learning rates and texts of a training step, and that it takes a feed's batches as they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import (
+    ALL_IPUS,
+    DynamicScale,
+    Feed,
+    Pipeline,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+)
+from support.dense import chain, largest_relative_error
+from support.trained import batches_of, quick_compiles, train_dense
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def loss_fn(w, rows):
+    return jnp.mean((rows @ w["u"] @ w["v"]) ** 2)
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    return {"u": rng.normal(size=(5, 3)).astype(np.float32), "v": rng.normal(size=3).astype(np.float32)}
+
+
+def rows(*lead):
+    return np.random.default_rng(1).normal(size=(*lead, 4, 5)).astype(np.float32)
+
+
+# norms
+
+
+def test_norms_are_over_all_weights_of_all_ipus():
+    """Some are in slots, some split unevenly, and the replicas have a part of each."""
+    model = chain((0, 1, None), 2, replicas=2, like=False)
+    options = TrainOptions(
+        norms=True, max_gradient_norm=0.1, loss_scale=64.0, shard_optimizer=True, device_iterations=2,
+        outputs="all",
+    )  # fmt: skip
+    step = make_train_step(model.pipeline(2), optax.sgd(0.1), options)
+    _, outputs = step(step.init(model.params), batches_of(model, 2))
+    _, gradients = model.twin()
+    assert outputs.gradient_norm.shape == (2,)
+    np.testing.assert_allclose(outputs.gradient_norm[0], optax.tree.norm(gradients), rtol=1e-5)
+    np.testing.assert_allclose(outputs.parameter_norm[0], optax.tree.norm(model.params), rtol=1e-6)
+    clipped = 0.1 / optax.tree.norm(gradients)
+    after = jax.tree.map(lambda w, g: w - 0.1 * clipped * g, model.params, gradients)
+    np.testing.assert_allclose(outputs.parameter_norm[1], optax.tree.norm(after), rtol=1e-6)
+
+
+def test_frozen_weights_count_in_no_norm_and_whole_ones_once():
+    """`fixed` shares a slot with a weight of the other IPU; every IPU has `gain`."""
+    stages = [
+        Stage(lambda p, x, mb: mb * p["w"] + p["fixed"], params="first", ipu=0),
+        Stage(lambda p, x, mb: x * p["u"] + p["v"], params="second", ipu=1),
+        Stage(lambda p, x, mb: jnp.sum(x) * p["gain"], params="last", ipu=ALL_IPUS),
+    ]
+    frozen = {"first": {"fixed": True, "w": False}}
+    pipeline = Pipeline(stages, mesh=make_mesh(2, 2), specs={"last": {"gain": P()}}, frozen=frozen)
+    floats = lambda *values: np.array(values, np.float32)  # noqa: E731
+    params = {
+        "first": {"w": floats(3), "fixed": floats(50, 60)},
+        "second": {"u": floats(1, 2), "v": floats(4, 5)},
+        "last": {"gain": np.float32(2)},
+    }
+    step = make_train_step(pipeline, optax.sgd(0.0), TrainOptions(norms=True))
+    _, outputs = step(step.init(params), np.full((2, 1, 1), 7, np.float32))
+    np.testing.assert_allclose(outputs.parameter_norm, np.sqrt(9 + 1 + 4 + 16 + 25 + 4), rtol=1e-6)
+    x = 7 * 3 + params["first"]["fixed"]  # the loss is gain * sum(x * u + v)
+    y = x * params["second"]["u"] + params["second"]["v"]
+    squares = [(2 * 7 * 3) ** 2, *(2 * x) ** 2, 2**2 + 2**2, y.sum() ** 2]
+    np.testing.assert_allclose(outputs.gradient_norm, np.sqrt(np.sum(squares)), rtol=1e-6)
+
+
+def test_norms_in_half_are_of_sums_in_float32_and_of_weights_that_are_kept():
+    """The mean gradient, 128.5, is none in bfloat16; its gradient scaled by 8 is exact."""
+    options = TrainOptions(norms=True, precision="16.16", loss_scale=DynamicScale(initial=8.0), replication_factor=2)
+    step = make_train_step(lambda w, mb: jnp.sum(w * mb), optax.sgd(2.0**-7), options)
+    state, outputs = step(step.init(np.zeros(1, np.float32)), np.array([256, 1], np.float32).reshape(2, 1, 1))
+    assert float(outputs.gradient_norm) == 128.5
+    assert float(outputs.parameter_norm) == 0
+    state, outputs = step(state, np.full((2, 1, 1), np.inf, np.float32))
+    assert not np.isfinite(outputs.gradient_norm)
+    assert float(outputs.parameter_norm) == 1
+    _, outputs = step(state, np.zeros((2, 1, 1), np.float32))
+    assert float(outputs.parameter_norm) == 1
+
+
+# learning rate
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 10)), [0.1, 0.09, 0.08]),
+        (optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)), [0.5] * 3),
+        (optax.adamw(optax.linear_schedule(0.1, 0.0, 10)), None),
+        (optax.chain(*(optax.inject_hyperparams(optax.sgd)(learning_rate=rate) for rate in (0.5, 0.25))), None),
+    ],
+    ids=["schedule", "constant", "kept nowhere", "in two places"],
+)
+def test_the_learning_rate_is_the_one_that_the_optimizer_keeps(optimizer, expected):
+    step = make_train_step(loss_fn, optimizer, TrainOptions(device_iterations=STEPS, outputs="all"))
+    state = step.init(weights())
+    _, outputs = jax.eval_shape(step._program, state, rows(STEPS, 1))
+    assert outputs.gradient_norm is None
+    assert outputs.parameter_norm is None
+    if expected is None:
+        assert outputs.learning_rate is None
+    else:
+        np.testing.assert_allclose(step(state, rows(STEPS, 1))[1].learning_rate, expected, rtol=1e-6)
+
+
+# optimizers that skip updates, and those of whole weights
+
+
+@pytest.mark.slow
+def test_muon_on_whole_weights_and_adam_on_a_split_head():
+    model = chain((0, 1, None), 2, like=False)
+    dims = lambda tree: {  # noqa: E731
+        name: jax.tree.map(
+            lambda w, name=name: optax.contrib.MuonDimensionNumbers() if w.ndim == 2 and name != "stage2" else None,
+            tree[name],
+        )
+        for name in tree
+    }
+    optimizer = optax.contrib.muon(0.1, muon_weight_dimension_numbers=dims)
+    step = make_train_step(model.pipeline(2), optimizer, TrainOptions(device_iterations=STEPS))
+    state, _ = step(step.init(model.params), batches_of(model, STEPS))
+    expected, _, _ = train_dense(model, optimizer, STEPS)
+    assert largest_relative_error(step.whole(state)["params"], expected) <= 1e-5
+
+
+def test_multi_steps_is_taken_as_it_is():
+    steps = optax.MultiSteps(optax.adam(1e-2), 2)
+    options = TrainOptions(replication_factor=2, device_iterations=STEPS + 1, shard_optimizer=True)
+    step = make_train_step(loss_fn, steps, options)
+    batches = rows(STEPS + 1, 2, 1)
+    state, _ = step(step.init(weights()), batches)
+
+    def updated(carry, batch):
+        updates, state = steps.update(jax.grad(loss_fn)(carry[0], batch.reshape(-1, 5)), carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    run = jax.jit(lambda w: jax.lax.scan(updated, (w, steps.init(w)), batches)[0])
+    expected, expected_state = run(weights())
+    whole = step.whole(state)
+    assert largest_relative_error(whole["params"], expected) <= 1e-6
+    assert int(whole["optimizer"].gradient_step) == int(expected_state.gradient_step) == 2
+
+
+# batches of a feed
+
+
+def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
+    """Of 4 updates a batch, the second has one whole update and one with a row that fills it up."""
+    rng = np.random.default_rng(0)
+    source = {"x": rng.normal(size=(11, 5)).astype(np.float32), "real": np.ones(11, np.float32)}
+    fn = lambda w, mb: (jnp.sum((mb["x"] @ w["u"] @ w["v"]) ** 2 * mb["real"]), mb["real"].sum())  # noqa: E731
+    optimizer = optax.adamw(0.1, weight_decay=0.5)  # it would move weights without any gradient
+    step = make_train_step(fn, optimizer, TrainOptions(weighted=True, device_iterations=4, outputs="all"))
+    state, found, losses = step.init(weights()), [], []
+    with Feed(
+        source, mesh=make_mesh(1, 1), micro_batch=2, device_iterations=4, shuffle=False, remainder="pad", epochs=1
+    ) as feed:
+        batches = list(feed)
+    for batch in batches:
+        state, outputs = step(state, batch)
+        found.append(outputs.loss)
+
+    @jax.jit
+    def updated(w, opt, of_rows):
+        loss, g = jax.value_and_grad(lambda w, r: fn(w, r)[0] / fn(w, r)[1])(w, of_rows)
+        updates, opt = optimizer.update(g, opt, w)
+        return optax.apply_updates(w, updates), opt, loss
+
+    whole = weights()
+    opt = optimizer.init(whole)
+    padded = {"x": np.pad(source["x"], ((0, 1), (0, 0))), "real": np.pad(source["real"], (0, 1))}
+    for start in range(0, 12, 2):
+        whole, opt, loss = updated(whole, opt, {name: leaf[start : start + 2] for name, leaf in padded.items()})
+        losses.append(float(loss))
+    assert int(state.step) == 6
+    assert largest_relative_error(step.whole(state)["params"], whole) <= 1e-5
+    for loss, of_batch in zip(found, (losses[:4], losses[4:]), strict=True):
+        np.testing.assert_allclose(loss, of_batch, rtol=1e-5)
+    loss, counts = step.loss(state, batches[1])
+    total, count = fn(whole, {name: leaf[8:] for name, leaf in source.items()})
+    np.testing.assert_allclose(loss, total / count, rtol=1e-5)
+    assert counts.tolist() == [[2], [1]]
+
+
+def test_every_nth_outputs_of_a_batch_that_is_cut_short_end_with_its_last():
+    """3 updates of 4, outputs of every second: the second's, and the last one's."""
+    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=4, outputs=2))
+    every = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=4, outputs="all"))
+    source = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    found = {}
+    for each in (step, every):
+        with Feed(source, mesh=make_mesh(1, 1), micro_batch=2, device_iterations=4, remainder="pad") as feed:
+            _, outputs = each(each.init(weights()), next(feed))
+            found[each] = outputs.loss
+    assert found[every].shape == (3,)
+    np.testing.assert_array_equal(found[step], found[every][1:])
+
+
+# texts
+
+
+def test_what_prints():
+    options = TrainOptions(ema_decay=0.5, loss_scale=DynamicScale(initial=4.0), norms=True)
+    step = make_train_step(loss_fn, optax.adam(0.1), options)
+    assert repr(step) == (
+        "TrainStep(loss function on 1 IPU, 1 micro-batch per update, "
+        f"loss_scale={DynamicScale(initial=4.0)!r}, norms=True, ema_decay=0.5)"
+    )
+    first = step.init(weights())
+    state, outputs = step(first, rows(1))
+    assert repr(first) == "TrainState(used up: a call reused its buffers; go on with the state that it returned)"
+    assert repr(state) == (
+        "TrainState(step=1, 18 weights in 72 B, optimizer state in 148 B, average of weights in 72 B, loss scale 4)"
+    )
+    numbers = {name: f"{float(getattr(outputs, name)):.6g}" for name in ("loss", "gradient_norm", "parameter_norm")}
+    assert repr(outputs) == (
+        f"StepOutputs(loss={numbers['loss']}, updated=1, gradient_norm={numbers['gradient_norm']}, "
+        f"parameter_norm={numbers['parameter_norm']})"
+    )
+    texts = []
+    shapes = jax.eval_shape(lambda s: (texts.append(repr(s)), s)[1], state)
+    assert texts == [repr(shapes)]
+    assert repr(jax.tree.map(lambda _: P(), state)).startswith("TrainState(step=P")
+    assert repr(shapes).startswith("TrainState(step=int32[], 18 weights in 72 B")
+    pipeline = chain((0, 1, None), 2, replicas=2, like=False).pipeline(2)
+    assert repr(make_train_step(pipeline, optax.sgd(0.1))) == (
+        "TrainStep(Pipeline of 3 stages on 2 IPUs x 2 replicas, 2 micro-batches per update)"
+    )
+    assert repr(step.model) == "Replicas(loss_fn, replication_factor=1, gradient_accumulation=1, reduction='mean')"
