@@ -35,7 +35,7 @@ def train(step: TrainStep, start: TrainState, source: dict[str, Any], *, folder:
         state = step.restore(saved["step"])
         with feed_of(step, source, saved["feed"]) as feed:
             for batch in itertools.islice(feed, updates):
-                state, _ = step(state, batch.data)
+                state, _ = step(state, batch)
             checkpoints.save(folder, {"step": step.whole(state), "feed": feed.state()}, force=True)
     return state
 
@@ -43,4 +43,4 @@ def train(step: TrainStep, start: TrainState, source: dict[str, Any], *, folder:
 def evaluate(step: TrainStep, state: TrainState, source: dict[str, Any]) -> float:
     """Return the mean loss of all whole batches of a source, in evaluation mode."""
     with feed_of(step, source) as feed:
-        return float(np.mean([step.model.loss(state.params, batch.data, state.stages) for batch in feed.epoch()]))
+        return float(np.mean([step.loss(state, batch) for batch in feed.epoch()]))

@@ -33,3 +33,13 @@ def test_the_readme_opens_with_the_two_commands():
         ["make", "mnist"],
         ["make", "test"],
     ]
+
+
+def test_the_memory_that_the_readme_quotes_is_that_of_the_benchmark():
+    shown = [float(found) for found in re.findall(r"([\d.]+)\sMB", README.read_text())]
+    benchmark = (documents.ROOT / "benchmarks/README.md").read_text()
+    names = ("usual idiom", "usual idiom with jax.checkpoint", "ipu_jax")
+    lines = [
+        re.search(rf"^  {name}: (.*) MB of temporaries per IPU at M=.*, 64$", benchmark, re.MULTILINE) for name in names
+    ]
+    assert shown == [float(line[1].split(", ")[-1]) for line in lines if line]
