@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.training import MICRO_BATCHES, evaluate, train
+from examples.training import M, evaluate, train
 from ipu_jax import Pipeline, TrainState, TrainStep, configure, equinox_stage, gather_stages, make_train_step
 
 POINTS, FEATURES = 6, 16
@@ -66,7 +66,7 @@ def make_step() -> tuple[TrainStep, TrainState]:
     first = equinox_stage(per_point, "per point", ipu=0, inputs="points")
     last = equinox_stage(pooled, "pooled", ipu=1, loss=loss_of, random=True)
     stages, params, state = gather_stages([first, last])
-    step = make_train_step(Pipeline(stages, gradient_accumulation=MICRO_BATCHES), optax.adam(1e-2))
+    step = make_train_step(Pipeline(stages, gradient_accumulation=M), optax.adam(1e-2))
     return step, step.init(params, stages=state, key=jax.random.key(2))
 
 

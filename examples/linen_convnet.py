@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 
-from examples.training import MICRO_BATCHES, evaluate, train
+from examples.training import M, evaluate, train
 from ipu_jax import Pipeline, TrainState, TrainStep, configure, gather_stages, linen_stage, make_train_step
 
 CLASSES = 4
@@ -67,7 +67,7 @@ def make_step() -> tuple[TrainStep, TrainState]:
     first = linen_stage(body, of_body, "body", ipu=0, inputs="images", random=True)
     last = linen_stage(head, of_head, "head", ipu=1, loss=loss_of, random=True)
     stages, params, state = gather_stages([first, last])
-    step = make_train_step(Pipeline(stages, gradient_accumulation=MICRO_BATCHES), optax.adam(1e-2))
+    step = make_train_step(Pipeline(stages, gradient_accumulation=M), optax.adam(1e-2))
     return step, step.init(params, stages=state, key=jax.random.key(1))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.training import MICRO_BATCHES, evaluate, train
+from examples.training import M, evaluate, train
 from ipu_jax import Pipeline, TrainState, TrainStep, configure, gather_stages, make_train_step, nnx_stage
 
 VOCABULARY, LENGTH, FEATURES, HEADS = 11, 12, 16, 2
@@ -76,7 +76,7 @@ def make_step() -> tuple[TrainStep, TrainState]:
     first = nnx_stage(of_ipu_0, "first", ipu=0, inputs="tokens")
     last = nnx_stage(of_ipu_1, "last", ipu=1, loss=loss_of)
     stages, params, state = gather_stages([first, last])
-    step = make_train_step(Pipeline(stages, gradient_accumulation=MICRO_BATCHES), optax.adam(1e-2))
+    step = make_train_step(Pipeline(stages, gradient_accumulation=M), optax.adam(1e-2))
     return step, step.init(params, stages=state, key=jax.random.key(1))
 
 

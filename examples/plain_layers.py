@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.training import MICRO_BATCHES, evaluate, train
+from examples.training import M, evaluate, train
 from ipu_jax import Pipeline, Stage, TrainState, TrainStep, configure, make_train_step
 
 LAYERS, FEATURES = 8, 8
@@ -48,7 +48,7 @@ def loss_of(_, x, microbatch):
 
 def make_step() -> tuple[TrainStep, TrainState]:
     stages = [Stage(layer, params=f"layer {i}", ipu=2 * i // LAYERS) for i in range(LAYERS)]
-    pipeline = Pipeline([*stages, Stage(loss_of, ipu=1)], gradient_accumulation=MICRO_BATCHES)
+    pipeline = Pipeline([*stages, Stage(loss_of, ipu=1)], gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
     return step, step.init({f"layer {i}": weights for i, weights in enumerate(make_layers())})
 

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from examples.nnx_transformer import FEATURES, HEADS, LENGTH, VOCABULARY, sequences
-from examples.training import MICRO_BATCHES, evaluate, train
+from examples.training import M, evaluate, train
 from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainState, TrainStep, configure, make_train_step
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
@@ -53,7 +53,7 @@ def make_step() -> tuple[TrainStep, TrainState]:
     blocks = [Stage(block, params=f"block {i}", ipu=i) for i in range(2)]
     last = Stage(project, params="shared", ipu=ALL_IPUS, name="projection")
     specs = {"shared": {"table": PartitionSpec("ipu"), "positions": PartitionSpec()}}
-    pipeline = Pipeline([first, *blocks, last], gradient_accumulation=MICRO_BATCHES, specs=specs)
+    pipeline = Pipeline([first, *blocks, last], gradient_accumulation=M, specs=specs)
     step = make_train_step(pipeline, optax.adam(1e-2))
     return step, step.init(make_weights())
 

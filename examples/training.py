@@ -9,13 +9,12 @@ import orbax.checkpoint as ocp
 
 from ipu_jax import Feed, TrainState, TrainStep
 
-MICRO_BATCH, MICRO_BATCHES = 8, 4
+B, M = 8, 4  # examples of a micro-batch, and micro-batches of an update
 
 
 def feed_of(step: TrainStep, source: dict[str, Any], position: dict[str, int] | None = None) -> Feed:
     """Return a feed of batches for the step, from the start of the source or from a position."""
-    mesh = step.model.mesh
-    return Feed(source, mesh=mesh, micro_batch=MICRO_BATCH, gradient_accumulation=MICRO_BATCHES, state=position)
+    return Feed(source, mesh=step.model.mesh, micro_batch=B, gradient_accumulation=M, state=position)
 
 
 def train(step: TrainStep, start: TrainState, source: dict[str, Any], *, folder: Path, updates: int) -> TrainState:
