@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ipu_jax.data.prefetch import FeedTimeoutError
     from ipu_jax.data.source import normalise
     from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
+    from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
     from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
     from ipu_jax.pipeline import Pipeline
     from ipu_jax.reference import reference_predict, reference_value_and_grad
@@ -50,6 +51,7 @@ __all__ = [
     "Half",
     "InFlight",
     "LayerPlacement",
+    "ModuleStage",
     "Outputs",
     "Pipeline",
     "PipelineOptions",
@@ -73,12 +75,16 @@ __all__ = [
     "balance_layers",
     "canonical_name",
     "configure",
+    "equinox_stage",
     "find_schedule",
     "flops_of",
+    "gather_stages",
+    "linen_stage",
     "make_mesh",
     "make_schedule",
     "make_train_step",
     "measure_costs",
+    "nnx_stage",
     "normalise",
     "reference_predict",
     "reference_value_and_grad",

@@ -173,7 +173,7 @@ class Pipeline(PlacedStages):
         Args:
             params: from `shard`.
             batch: a pytree whose leaves are (m, micro-batch, ...), for any m, or (replicas, m, micro-batch, ...) if
-                there are several replicas. It needs to contain what the stages read, such as no labels.
+                there are several replicas. Leaves that no stage reads in prediction, such as labels, may be missing.
             state: from `shard_state`, a training step, or an earlier prediction, if a stage has state.
             key: a typed key. It is needed only if a random stage has neither `predict` nor `evaluate`.
             return_state: whether to return the new state as well, of one replica: micro-batch after micro-batch, what

@@ -156,8 +156,8 @@ def _sent(stage: Stage, new: Mapping[str, Any], old: dict[str, Any], onward: fro
 
 
 def _checked_state(stage: Stage, new: Any, old: Any) -> Any:
-    def of(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+    def of(tree: Any) -> list[Any]:  # not a tree: its nodes may be compared by identity
+        return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
     if jax.tree.structure(new) != jax.tree.structure(old) or of(new) != of(old):
         raise ValueError(

@@ -109,9 +109,10 @@ def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> l
     written = list(slots)
     for leaf, value in zip(group.leaves, jax.tree.leaves(values), strict=True):
         slot = written[leaf.slot]
+        value = jnp.asarray(value, slot.dtype)  # a constant of the traced program may be a Python number
         if slot.shape == leaf.shape:
-            written[leaf.slot] = value.astype(slot.dtype)
+            written[leaf.slot] = value
         else:
-            flat = jax.lax.dynamic_update_slice(slot.reshape(-1), value.reshape(-1).astype(slot.dtype), (zero,))
+            flat = jax.lax.dynamic_update_slice(slot.reshape(-1), value.reshape(-1), (zero,))
             written[leaf.slot] = flat.reshape(slot.shape)
     return written

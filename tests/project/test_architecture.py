@@ -42,6 +42,7 @@ WINGS: dict[str, set[str]] = {
     "optimizer": {"weights"},
     "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
     "data": set(),
+    "modules": set(),
 }
 # They use public names only, like a user's program.
 PROGRAMS = ("tools", "__main__")

@@ -6,11 +6,19 @@ from support import documents
 
 README = documents.ROOT / "README.md"
 
+SMALLEST = """
+for name, gradient in pipeline.unshard(gradients).items():
+    print(f"smallest magnitude in {name}: {float(abs(gradient).min()):.1e}")
+"""
+
 
 def test_the_library_example_runs_and_is_verified():
-    printed = documents.run(README)
+    printed = documents.run(README, then=SMALLEST)
     assert "grouped: 2 stages on 2 IPUs, 4 micro-batches" in printed
     assert re.search(r"relative error \d.*; 2 gradients, largest relative error", printed)
+    smallest = [float(found) for found in re.findall(r"smallest magnitude in .*: (.*)", printed)]
+    assert len(smallest) == 2
+    assert min(smallest) > 0, "a gradient of zeros would prove little"
 
 
 def test_the_library_example_is_about_20_statements():
@@ -25,3 +33,13 @@ def test_the_readme_opens_with_the_two_commands():
         ["make", "mnist"],
         ["make", "test"],
     ]
+
+
+def test_the_memory_that_the_readme_quotes_is_that_of_the_benchmark():
+    shown = [float(found) for found in re.findall(r"([\d.]+)\sMB", README.read_text())]
+    benchmark = (documents.ROOT / "benchmarks/README.md").read_text()
+    names = ("usual idiom", "usual idiom with jax.checkpoint", "ipu_jax")
+    lines = [
+        re.search(rf"^  {name}: (.*) MB of temporaries per IPU at M=.*, 64$", benchmark, re.MULTILINE) for name in names
+    ]
+    assert shown == [float(line[1].split(", ")[-1]) for line in lines if line]

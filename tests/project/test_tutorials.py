@@ -8,6 +8,7 @@ from support import documents
 
 TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
 GUIDES = [documents.ROOT / "docs/sharded-ops.md", documents.ROOT / "docs/losses.md"]
+TRAINING = documents.ROOT / "docs/training.md"
 
 
 def test_there_are_tutorials():
@@ -15,7 +16,7 @@ def test_there_are_tutorials():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*TUTORIALS, TRAINING], ids=lambda path: path.stem)
 def test_a_tutorial_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)
 

@@ -513,6 +513,7 @@ def test_a_nucleus_of_everything_is_no_nucleus(typed):
 
 def test_a_nucleus_of_everything_keeps_what_float32_adds_nothing_to():
     """The first column's probability is rounded to 1, but the other columns belong to the nucleus nevertheless."""
-    logits = jnp.array([[0.0, -20.0, -30.0]])
-    assert _nucleus(logits, jnp.ones((1, 1)), jnp.ones((1, 1))).tolist() == [[True, True, True]]
-    assert _nucleus(logits, jnp.ones((1, 1)), jnp.full((1, 1), 0.999)).tolist() == [[True, False, False]]
+    p = jax.nn.softmax(jnp.array([[0.0, -20.0, -30.0]]))
+    assert p[0, 0] == 1
+    assert _nucleus(p, jnp.ones((1, 1))).tolist() == [[True, True, True]]
+    assert _nucleus(p, jnp.full((1, 1), 0.999)).tolist() == [[True, False, False]]

@@ -25,14 +25,16 @@ def blocks(path: Path, language: str) -> list[str]:
     return [code for found, code in _BLOCK.findall(path.read_text()) if found == language]
 
 
-def run(path: Path) -> str:
-    """Return what the document's Python prints. Warnings are errors, and the process sets up its own devices.
+def run(path: Path, then: str = "") -> str:
+    """Return what the document's Python prints, and then that of the test. Warnings are errors.
+
+    The process sets up its own devices.
 
     Raises:
         AssertionError: the program fails; the message is what it wrote to stderr.
     """
     alone = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
-    code = "".join(blocks(path, "python"))
+    code = "".join([*blocks(path, "python"), then])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240
     )

@@ -26,8 +26,8 @@ def two_products(weights, x, microbatch):
     return x
 
 
-def stash_of(fn, recompute="auto"):
-    stage = Stage(fn, params="w", recompute=recompute)
+def stash_of(fn):
+    stage = Stage(fn, params="w")
     weights = [jnp.ones((WIDTH, WIDTH))] * 2
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     program = trace_segment(

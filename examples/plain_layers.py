@@ -1,0 +1,62 @@
+"""Train a plain list of like residual layers, without any library, on two IPUs.
+
+    IPU 0   x -> layers 0 to 3 \\
+    IPU 1                       -> layers 4 to 7 -> loss
+
+Run it again, and it continues where it ended: python -m examples.plain_layers FOLDER
+"""
+
+import sys
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from examples.training import M, evaluate, train
+from ipu_jax import Pipeline, TrainState, TrainStep, configure, make_train_step
+
+LAYERS, FEATURES = 8, 8
+
+
+def residual(weights, x):
+    return x + jnp.tanh(x @ weights["in"]) @ weights["out"]
+
+
+def make_layers() -> list[dict[str, np.ndarray]]:
+    random = np.random.default_rng(0)
+    shapes = {"in": (FEATURES, 2 * FEATURES), "out": (2 * FEATURES, FEATURES)}
+    return [
+        {name: random.normal(scale=0.2, size=shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(LAYERS)
+    ]
+
+
+def sorted_rows(seed: int, count: int = 128) -> dict[str, np.ndarray]:
+    """Return rows of numbers, and the same in order."""
+    x = np.random.default_rng(seed).normal(size=(count, FEATURES)).astype(np.float32)
+    return {"x": x, "y": np.sort(x, axis=-1)}
+
+
+def loss_of(x, microbatch):
+    return jnp.mean((x - microbatch["y"]) ** 2)
+
+
+def make_step() -> tuple[TrainStep, TrainState]:
+    options: Any = {"ipus": 2, "inputs": itemgetter("x"), "loss": loss_of, "gradient_accumulation": M}
+    pipeline, params = Pipeline.from_layers([residual] * LAYERS, make_layers(), **options)
+    step = make_train_step(pipeline, optax.adam(1e-2))
+    return step, step.init(pipeline.unshard(params))
+
+
+def main(folder: Path) -> None:
+    step, start = make_step()
+    state = train(step, start, sorted_rows(0), folder=folder, updates=20)
+    print(f"{int(state.step)} updates: loss {evaluate(step, state, sorted_rows(1)):.3f} on other rows")
+
+
+if __name__ == "__main__":
+    configure(2)
+    main(Path(sys.argv[1]).absolute())

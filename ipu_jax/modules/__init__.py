@@ -1,0 +1,11 @@
+"""Make stages of Flax's and Equinox's modules: weights, modes, dropout keys and batch statistics go where they belong.
+
+No file here imports Flax or Equinox before a stage is made of one of their modules.
+"""
+
+from ipu_jax.modules.equinox import equinox_stage
+from ipu_jax.modules.linen import linen_stage
+from ipu_jax.modules.nnx import nnx_stage
+from ipu_jax.modules.parts import ModuleStage, gather_stages
+
+__all__ = ["ModuleStage", "equinox_stage", "gather_stages", "linen_stage", "nnx_stage"]

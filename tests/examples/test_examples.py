@@ -1,0 +1,134 @@
+"""Test that the examples train, evaluate, predict and resume, and that they are as short as their README says."""
+
+import ast
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from examples import equinox_attention, linen_convnet, nnx_transformer, plain_layers, tied_gpt, training
+from support.dense import largest_relative_error
+
+GLUE = 20
+SOURCES = {
+    linen_convnet: linen_convnet.images,
+    nnx_transformer: nnx_transformer.sequences,
+    equinox_attention: equinox_attention.clouds,
+    plain_layers: plain_layers.sorted_rows,
+    tied_gpt: nnx_transformer.sequences,
+}
+
+
+def cross_entropy(outputs, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+
+def squared_error(outputs, targets):
+    return jnp.mean((outputs - targets) ** 2)
+
+
+# per example, its model on one device: (what step.whole returns, inputs) to outputs
+
+
+def linen_model(whole, examples):
+    x: Any = examples["images"]
+    for module, name in ((linen_convnet.ConvBlock(8), "body"), (linen_convnet.Classifier(16), "head")):
+        x = module.apply({"params": whole["params"][name], **whole["stages"][name]}, x, train=False)
+    return x
+
+
+def nnx_model(whole, examples):
+    x = examples["tokens"]
+    for module, name in zip(nnx.eval_shape(nnx_transformer.make_modules), ("first", "last"), strict=True):
+        module.eval()
+        nnx.update(module, whole["params"][name])
+        x = module(x)
+    return x
+
+
+def equinox_model(whole, examples):
+    x = examples["points"]
+    modules = eqx.filter_eval_shape(equinox_attention.make_modules)
+    for module, name in zip(modules, ("per point", "pooled"), strict=True):
+        trained = eqx.nn.inference_mode(eqx.combine(whole["params"][name], module))
+        x = jax.vmap(trained if name == "per point" else lambda row, trained=trained: trained(row, key=None))(x)
+    return x
+
+
+def plain_model(whole, examples):
+    x = examples["x"]
+    for number in range(plain_layers.LAYERS):
+        x = plain_layers.residual(whole["params"][f"layer {number}"], x)
+    return x
+
+
+def gpt_model(whole, examples):
+    shared = whole["params"]["shared"]
+    x = shared["table"][examples["tokens"]] + shared["positions"]
+    for number in range(2):
+        x = tied_gpt.block(whole["params"][f"block {number}"], x, None)
+    return tied_gpt.norm(x) @ shared["table"].T
+
+
+@pytest.mark.parametrize(
+    ("example", "model", "loss_of", "labels"),
+    [
+        pytest.param(linen_convnet, linen_model, cross_entropy, "labels", marks=pytest.mark.slow(one_in=3)),
+        pytest.param(nnx_transformer, nnx_model, cross_entropy, "targets", marks=pytest.mark.slow(one_in=3)),
+        pytest.param(equinox_attention, equinox_model, squared_error, "radius", marks=pytest.mark.slow(one_in=3)),
+        (plain_layers, plain_model, squared_error, "y"),
+        (tied_gpt, gpt_model, cross_entropy, "targets"),
+    ],
+    ids=lambda value: value.__name__.split(".")[-1] if isinstance(value, ModuleType) else "",
+)
+def test_an_example_trains_evaluates_predicts_and_resumes(example, model, loss_of, labels, tmp_path):
+    step, start = example.make_step()
+    source, others = SOURCES[example](0), SOURCES[example](1)
+    train = lambda folder, updates: training.train(step, start, source, folder=tmp_path / folder, updates=updates)  # noqa: E731
+    in_one_go = train("one go", 10)
+    train("in parts", 3)
+    resumed = train("in parts", 7)
+    assert int(resumed.step) == 10
+    whole = step.whole(resumed)
+    jax.tree.map(np.testing.assert_array_equal, *map(without_keys, (whole, step.whole(in_one_go))))
+
+    expected = jax.jit(model)(whole, others)
+    loss = training.evaluate(step, resumed, others)
+    np.testing.assert_allclose(loss, loss_of(expected, others[labels]), rtol=1e-5)
+    inputs = {name: rows.reshape(-1, training.B, *rows.shape[1:]) for name, rows in others.items() if name != labels}
+    found = np.asarray(training.predict(step, resumed, inputs))
+    found = found.reshape(-1, *found.shape[2:])[..., : expected.shape[-1]]  # logits may be padded
+    assert largest_relative_error(found, expected) <= 1e-5
+    assert loss < 0.8 * training.evaluate(step, start, others)
+
+
+def without_keys(whole):
+    return {**whole, "key": None if whole["key"] is None else jax.random.key_data(whole["key"])}
+
+
+@pytest.mark.parametrize("example", SOURCES, ids=lambda example: example.__name__.split(".")[-1])
+def test_the_glue_of_an_example_is_short(example):
+    functions = [example.make_step, training.feed_of, training.train, training.evaluate, training.predict]
+    assert sum(map(lines_of, functions)) <= GLUE
+
+
+def lines_of(function) -> int:
+    """Return how many lines of code stand in a function, without its head and its docstring."""
+    (definition,) = ast.parse(inspect.getsource(function)).body
+    assert isinstance(definition, ast.FunctionDef)
+    body = definition.body[1:] if ast.get_docstring(definition) else definition.body
+    lines = {number for node in body for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(lines)
+
+
+def test_every_example_is_tried():
+    names = {path.stem for path in Path(training.__file__).parent.glob("*.py")}
+    assert names == {example.__name__.split(".")[-1] for example in SOURCES} | {"training"}

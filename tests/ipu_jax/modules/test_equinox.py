@@ -1,0 +1,122 @@
+"""Test stages of Equinox modules against the modules themselves, vmapped on one device."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_jax import Pipeline, equinox_stage, gather_stages
+from support import one_device
+from support.one_device import assert_trees_close
+
+M, ROWS, D = 2, 4, 5
+
+
+class Block(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, size, features, mode, key):
+        self.linear = eqx.nn.Linear(size, features, key=key)
+        self.norm = eqx.nn.BatchNorm(features, axis_name="batch", momentum=0.5, mode=mode)
+        self.dropout = eqx.nn.Dropout(0.5)
+
+    def __call__(self, x, state, *, key):
+        x, state = self.norm(self.linear(x), state)
+        return self.dropout(jnp.tanh(x), key=key), state
+
+
+class Model(eqx.Module):
+    body: Block
+    head: eqx.nn.Linear
+
+    def __init__(self, mode):
+        self.body, self.head = Block(D, 7, mode, jax.random.key(0)), eqx.nn.Linear(7, 3, key=jax.random.key(1))
+
+
+def loss_of(y, microbatch):
+    return jnp.mean((y.sum(-1) - microbatch["y"]) ** 2)
+
+
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(M, ROWS, D)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=(M, ROWS)).astype(np.float32),
+}
+
+
+def called(module, x, state, keys):
+    leaves, treedef = jax.tree.flatten(state)
+    state = jax.tree.unflatten(treedef, leaves)  # Equinox refuses a state that was set before
+    over_rows = jax.vmap(
+        lambda x, state, key: module(x, state, key=key), axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None)
+    )
+    return over_rows(x, state, keys)
+
+
+@pytest.fixture(scope="module", params=["batch", "ema"])
+def model_and_state(request):
+    return eqx.nn.make_with_state(Model)(request.param)
+
+
+def test_training_equals_the_modules_own_calls(model_and_state):
+    model, of_model = model_and_state
+    parts = [
+        equinox_stage(model.body, "body", state=of_model, ipu=0, inputs="x", random=True),
+        equinox_stage(model.head, "head", ipu=1, loss=loss_of),
+    ]
+    stages, params, state = gather_stages(parts)
+    pipeline = Pipeline(stages, gradient_accumulation=M)
+    key = jax.random.key(5)
+
+    def body(params, state, x, microbatch, key):
+        return called(eqx.combine(params, model.body), microbatch["x"], state, jax.random.split(key, ROWS))
+
+    def head(params, state, x, microbatch, key):
+        return jax.vmap(eqx.combine(params, model.head))(x), None
+
+    loss, gradients, new_state = pipeline.value_and_grad(
+        pipeline.shard(params), BATCH, pipeline.shard_state(state), key
+    )
+    expected = one_device.value_and_grad([("body", body), ("head", head)], loss_of, params, state, BATCH, key)
+    assert_trees_close((loss, pipeline.unshard(gradients), pipeline.unshard(new_state)), expected)
+
+
+def test_evaluation_equals_the_modules_own_calls(model_and_state):
+    model, of_model = model_and_state
+    part = equinox_stage(model.body, "body", state=of_model, inputs="x", random=True)
+    microbatch = one_device.microbatches_of(BATCH)[0]
+    state = jax.tree.map(lambda leaf: leaf + 1, part.state["body"])
+    expected, _ = called(eqx.nn.inference_mode(model.body), microbatch["x"], state, None)
+    out = part.stage.function("evaluation")(part.params["body"], None, microbatch, state=state, key=None)
+    np.testing.assert_allclose(out.y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_the_floating_arrays_and_the_rest_stays():
+    mlp = eqx.nn.MLP(D, 2, 3, 1, activation=jax.nn.gelu, key=jax.random.key(0))
+    part = equinox_stage(mlp, "mlp")
+    assert [leaf.shape for leaf in jax.tree.leaves(part.params)] == [(3, D), (3,), (2, 3), (2,)]
+    assert (part.state, part.stage.state, part.stage.random) == ({}, None, False)
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, part.params["mlp"])
+    x = jnp.asarray(BATCH["x"][0])
+    np.testing.assert_allclose(
+        part.stage.fn(doubled, x, None).y, jax.vmap(eqx.combine(doubled, mlp))(x), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_a_module_without_vmap_takes_the_whole_micro_batch():
+    dropout = eqx.nn.Dropout(0.5, inference=True)
+    part = equinox_stage(dropout, "dropout", vmap=None, random=True)
+    x, key = jnp.ones((ROWS, D)), jax.random.key(1)
+    expected = eqx.nn.Dropout(0.5)(x, key=key)
+    np.testing.assert_array_equal(part.stage.fn(None, x, None, key=key).y, expected)
+    np.testing.assert_array_equal(part.stage.function("evaluation")(None, x, None, key=None).y, x)
+    assert part.params == {}
+
+
+def test_other_things_are_refused():
+    with pytest.raises(ValueError, match=r"^module=int of stage 'x' is not callable: give an Equinox module$"):
+        equinox_stage(1, "x")
+    with pytest.raises(ValueError, match=r"^state=dict of stage 'x' is not an eqx.nn.State: give the second"):
+        equinox_stage(eqx.nn.Dropout(), "x", state={})
