@@ -123,7 +123,9 @@ def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> Non
             mine = [a.wall / b.wall for a, b in zip(costs["ours"], costs["one"], strict=True)]
             theirs = [a.wall / b.wall for a, b in zip(costs["DDP", ddp], costs["torch", alone], strict=True)]
             figures.add(f"overhead, sharded, batch {name}", statistics.median(mine))
-            figures.add(f"overhead, DDP with threads={ddp}, torch with threads={alone}", statistics.median(theirs))
+            figures.add(
+                f"overhead, DDP with threads={ddp}, torch with threads={alone}, batch {name}", statistics.median(theirs)
+            )
             ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
             figures.add(f"overhead / torch's overhead, sharded, batch {name}", ratio, bound)
             of_ddp = list(zip(costs["ours"], costs["DDP", ddp], strict=True))

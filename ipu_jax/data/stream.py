@@ -61,7 +61,7 @@ class Stream:
             raise ValueError(f"the source {_named(source)} does not take the number of an epoch: {_AGAIN}")
         if not is_function and (not hasattr(source, "__iter__") or isinstance(source, dict | str | bytes)):
             mend = "leave items out" if isinstance(source, dict) else "give an iterable"
-            raise ValueError(f"the source is a {type(source).__name__}, not one item after the other: {mend}")
+            raise ValueError(f"the source is of type {type(source).__name__}, not one item after the other: {mend}")
         self._is_function = is_function
         # The start of an iterator, if it can say where it is: it is returned to in every epoch.
         self._start = _state_of(source) if hasattr(source, "__next__") else None
@@ -93,7 +93,7 @@ class Stream:
             raise self._once(position)
         opened: Any = self._source(position.epoch) if self._is_function else self._source
         if not hasattr(opened, "__iter__"):
-            raise ValueError(f"the source's function returned a {type(opened).__name__}: {_AGAIN}")
+            raise ValueError(f"the source's function returned a value of type {type(opened).__name__}: {_AGAIN}")
         if hasattr(opened, "set_epoch"):
             opened.set_epoch(position.epoch)
         if position.source is not None:

@@ -1,5 +1,6 @@
 """Test pipelines made of a list of layers: where the layers are, and that they compute what the list computes."""
 
+import itertools
 import re
 
 import jax
@@ -95,6 +96,7 @@ def test_layers_are_placed_by_number_by_cost_or_by_flops():
         ({"costs": [1, 2]}, "costs has 2 numbers for 5 layers: give one for each layer"),
         ({"ipus": 6}, "5 layers cannot fill 6 IPUs: cut them finer, or take fewer IPUs"),
     ],
+    ids=itertools.count(),  # the messages contain addresses
 )
 def test_what_does_not_fit_together(given, message):
     layers = {"layers": [block] * 5, "params": PARAMS} if "layers" not in given else {}

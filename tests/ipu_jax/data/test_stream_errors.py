@@ -1,5 +1,6 @@
 """Test what a feed says of a stream that fails, of an item unlike the first one, and of options that cannot be."""
 
+import itertools
 import threading
 from typing import Any
 
@@ -182,14 +183,14 @@ STREAM = "the source, a function, gives one item after the other"
             "them, or fill up with remainder='pad'",
         ),
         (lambda: examples(), {}, f"the source <lambda>() does not take the number of an epoch: {ONCE}"),
-        (lambda epoch: 7, {}, f"the source's function returned a int: {ONCE}"),
+        (lambda epoch: 7, {}, f"the source's function returned a value of type int: {ONCE}"),
         (lambda epoch: iter(()), {}, "epoch 0 of the source has no examples: give at least one"),
-        (7, {}, "the source is a int, not one item after the other: give an iterable"),
-        ({"x": np.zeros(3)}, {}, "the source is a dict, not one item after the other: leave items out"),
+        (7, {}, "the source is of type int, not one item after the other: give an iterable"),
+        ({"x": np.zeros(3)}, {}, "the source is of type dict, not one item after the other: leave items out"),
         (examples, {"state": {"epoch": 0}}, "state={'epoch': 0} is not one of a stream: give what state() returned"),
         (examples, {"state": 7}, "state=7 is not one of a stream: give what state() returned"),
     ],
-    ids=str,
+    ids=itertools.count(),
 )
 def test_what_cannot_be_is_refused_in_one_line(source, options, message):
     with pytest.raises(ValueError) as refused, feed_of(source, **({"items": "examples"} | options)) as feed:  # noqa: PT011
