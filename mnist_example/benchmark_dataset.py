@@ -42,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_data_flags(args)
         from mnist_example import inputs
 
-        data = inputs.load(args)
-        batches = inputs.make_batches(args, data)
-        inputs.start_ipus(args, args.ipus)
+        data, batches = inputs.prepare(args, args.ipus)
     except (ValueError, OSError) as error:
         parser.refuse(error)
     from mnist_example.reading_run import read

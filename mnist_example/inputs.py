@@ -1,26 +1,33 @@
 """Make what the flags ask for: the digits, the batches of a training, and the virtual IPUs."""
 
 import argparse
+import os
 
 from mnist_example.batches import Batches
 from mnist_example.data import MNIST, load_mnist, synthetic_mnist
 
 
-def load(args: argparse.Namespace) -> MNIST:
-    """Return the digits that the flags ask for.
+def prepare(args: argparse.Namespace, ipus: int) -> tuple[MNIST, Batches]:
+    """Return the digits and the training batches that the flags ask for, and make `ipus` IPUs for each replica.
+
+    Data that may have to be downloaded are read last, so that a platform that is missing is named at once. Any other
+    data are read first, before jax is imported.
 
     Raises:
-        ValueError, OSError: the folder that the user named does not hold them.
+        ValueError, OSError: a folder that the user named does not hold the digits, there are too few images for one
+            update, or the IPUs cannot be made.
     """
-    return synthetic_mnist(args.seed) if args.synthetic_data else load_mnist(args.data_dir)
+    may_download = not (args.synthetic_data or args.data_dir or os.environ.get("MNIST_DIR"))
+    if may_download:
+        _start_ipus(args, ipus)
+    data = synthetic_mnist(args.seed) if args.synthetic_data else load_mnist(args.data_dir)
+    batches = _make_batches(args, data)
+    if not may_download:
+        _start_ipus(args, ipus)
+    return data, batches
 
 
-def make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
-    """Return the training batches that the flags ask for.
-
-    Raises:
-        ValueError: there are too few images for one update.
-    """
+def _make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
     return Batches(
         data.train_images,
         data.train_labels,
@@ -32,12 +39,7 @@ def make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
     )
 
 
-def start_ipus(args: argparse.Namespace, ipus: int) -> None:
-    """Import jax, and make `ipus` virtual IPUs for each replica.
-
-    Raises:
-        ValueError: they cannot be made, or the platform that the user named is not there.
-    """
+def _start_ipus(args: argparse.Namespace, ipus: int) -> None:
     from ipu_jax import configure
 
     count = args.replicas * ipus

@@ -38,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_flags(args)
         from mnist_example import inputs
 
-        data = inputs.load(args)
-        batches = inputs.make_batches(args, data)
-        inputs.start_ipus(args, max(ipus_of(args).values()))
+        data, batches = inputs.prepare(args, max(ipus_of(args).values()))
         from mnist_example import training_run
 
         trainers = training_run.make_trainers(args, batches)
