@@ -3,8 +3,8 @@
 This file is at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, since these settings have no effect afterwards. Processes that a test starts inherit them.
 
-Only a sample of the tests marked slow runs. It has one in eight of each function's cases, or one in three with
-`slow(one_in=3)`, but at least one; if a function has only one case, it runs every other time. Tests marked
+Only a sample of the tests marked slow runs. It has one in sixteen of each function's cases, or one in k with
+`slow(one_in=k)`, but at least one; if a function has only one case, it runs one time in four. Tests marked
 slow(sampled=False), which take half a minute or more, are never in the sample. Each run draws another sample, by a seed
 that it prints and that `--slow-seed` sets, so that in time all of them run. `pytest --slow=all` runs them all.
 """
@@ -33,7 +33,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".stri
 # A cached executable would hide what a test compiles.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
-_ONE_IN = 8
+_ONE_IN = 16
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault((item.nodeid.split("[")[0], one_in), []).append(item)
     for (function, one_in), of_function in cases.items():
         dice = random.Random(f"{config.option.slow_seed} {function}")
-        # the only case of a function runs every other time
-        first = dice.randrange(min(one_in, len(of_function)) if len(of_function) > 1 else 2)
+        # the only case of a function runs one time in four
+        first = dice.randrange(min(one_in, len(of_function)) if len(of_function) > 1 else 4)
         left_out += [item for i, item in enumerate(of_function) if i % one_in != first]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -81,9 +81,9 @@ def gpt_model(whole, examples):
 @pytest.mark.parametrize(
     ("example", "model", "loss_of", "labels"),
     [
-        pytest.param(linen_convnet, linen_model, cross_entropy, "labels", marks=pytest.mark.slow(one_in=3)),
-        pytest.param(nnx_transformer, nnx_model, cross_entropy, "targets", marks=pytest.mark.slow(one_in=3)),
-        pytest.param(equinox_attention, equinox_model, squared_error, "radius", marks=pytest.mark.slow(one_in=3)),
+        pytest.param(linen_convnet, linen_model, cross_entropy, "labels", marks=pytest.mark.slow(one_in=7)),
+        pytest.param(nnx_transformer, nnx_model, cross_entropy, "targets", marks=pytest.mark.slow(one_in=7)),
+        pytest.param(equinox_attention, equinox_model, squared_error, "radius", marks=pytest.mark.slow(one_in=7)),
         (plain_layers, plain_model, squared_error, "y"),
         (tied_gpt, gpt_model, cross_entropy, "targets"),
     ],

@@ -196,7 +196,7 @@ def test_weights_start_as_he_and_lecun_say():
 # the layers
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["stem", "block3"])
 def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, train, params, state):
@@ -415,6 +415,7 @@ def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
     assert (batches.batch_size, batches.gradient_accumulation, trainer.learning_rate) == expected
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch, tmp_path):
     runs = []

@@ -90,7 +90,7 @@ def test_the_schedule_that_was_found_is_named(few_digits, capsys):
     )
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(
     ("flags", "header"),
     [
@@ -113,6 +113,7 @@ def test_a_single_step_works_in_every_layout(flags, header, few_digits, capsys):
     )
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("mode", ["basic", "concurrent"])
 def test_with_64_bit_numbers_it_trains_and_evaluates_as_without(mode, few_digits, capsys):
     told = []
@@ -309,7 +310,8 @@ def test_explain_prints_schedule_and_report_before_training(few_digits, capsys):
     assert columns < compiled < len(lines) - 1
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow(sampled=False)
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_defaults_learn_without_a_spike(seed, monkeypatch, tmp_path):
     """Test on scikit-learn's digits: the original's defaults made the loss jump to 54, and ended with 10%."""
     digits = load_mnist(cache_dir=tmp_path, mirrors=())

@@ -12,7 +12,7 @@ TESTS = """
 import pytest
 
 @pytest.mark.slow
-@pytest.mark.parametrize("i", range(16))
+@pytest.mark.parametrize("i", range(32))
 def test_many(i): pass
 
 @pytest.mark.slow(one_in=3)
@@ -74,4 +74,4 @@ def test_workers_draw_the_sample_of_their_run(run):
 
 def test_all_of_them_run_when_asked_for(run):
     names, line = run("--slow=all")
-    assert (len(names), line) == (16 + 7 + 12 + 3, "slow tests: all")
+    assert (len(names), line) == (32 + 7 + 12 + 3, "slow tests: all")

@@ -21,6 +21,7 @@ def test_a_tutorial_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_a_guide_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)

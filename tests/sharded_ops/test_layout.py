@@ -118,7 +118,7 @@ def test_a_mistake_is_told_with_its_mend(wrong, message):
         wrong()
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(("n", "size"), SPLITS)
 @pytest.mark.parametrize("typed", [True, False])
 def test_inside_a_shard_map_each_ipu_knows_its_rows(n, size, typed):

@@ -44,6 +44,7 @@ def _dense_layer(x, scale, bias):
     return y.astype(x.dtype)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
 @a_few_cases
 @examples
@@ -101,6 +102,7 @@ def _dense_other_scales(x, scale, bias):
     )
 
 
+@pytest.mark.slow(one_in=3)
 @a_few_cases
 def test_no_scale_and_a_scale_to_which_one_is_added(mode, n, size, dtype):
     split = Split(size, n)
@@ -163,6 +165,7 @@ def _layer_norm_in_float64(x, scale, ct):
     return y * scale, dx
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(("n", "size"), [(1, 4096), (8, 21)])
 def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
@@ -186,6 +189,7 @@ def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
     assert np.abs(naive_variance - 1).max() > 0.5
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
 def test_second_derivatives_in_either_mode(typed, op, dense):
@@ -232,6 +236,7 @@ def test_each_sends_what_it_says(typed):
     assert sent(layer_norm) == ([("all-gather", 48)], [("all-gather", 48), backward])
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("typed", [True, False])
 def test_norms_stand_in_vmap_scan_and_remat(typed):
     x, scale, bias = normal(0, (2, 3, 6)), normal(1, (6,)), normal(2, (6,))

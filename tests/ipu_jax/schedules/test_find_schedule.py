@@ -288,6 +288,7 @@ def lockstep_optimum(costs: StageCosts, micro_batches: int, limit: int, *, split
     raise AssertionError("the goal can be reached")
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("limit", [1, 2, 4])
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])

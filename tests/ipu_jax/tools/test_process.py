@@ -134,14 +134,24 @@ def test_a_process_that_was_started_to_ignore_ctrl_c_ignores_it():
 
 def test_after_ctrl_c_a_terminal_has_its_cursor_again():
     body = f"    sys.stdout.write('\\x1b[?25l')\n{STARTED}{BUSY['asleep']}"
-    pid, terminal = pty.fork()
-    if not pid:
-        os.execve(sys.executable, command_of(body), ENVIRONMENT)
+    terminal, of_command = pty.openpty()
+    take_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", take_terminal, *command_of(body)],
+        stdin=of_command,
+        stdout=of_command,
+        stderr=of_command,
+        start_new_session=True,
+        env=ENVIRONMENT,
+    )
+    os.close(of_command)
     shown = b""
     while b"started" not in shown:
         shown += os.read(terminal, 1000)
     os.write(terminal, b"\x03")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert process.wait(timeout=60) == 130
     while select.select([terminal], [], [], 0)[0]:
         try:
             shown += os.read(terminal, 1000)
