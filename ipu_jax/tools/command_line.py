@@ -151,7 +151,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
         with contextlib.suppress(ValueError):
             value = int(text)
         if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"{shown(text)!r} is no whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a whole number of at least {least}")
         if value > most:
             raise argparse.ArgumentTypeError(f"{shown(text)!r} is too large: give {most} at most")
         return value

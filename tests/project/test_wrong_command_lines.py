@@ -27,7 +27,7 @@ COUNT = "{} is not a count: give a whole number of at least 1"
 POSITIVE = "{} is not a positive number: give one such as 0.01"
 PATH = "{} is no path: give one that is not empty"
 UNKNOWN = "unrecognized arguments: more: every value needs a flag before it; --help lists them"
-WHOLE = "{} is no whole number of at least 1"
+WHOLE = "{} is not a whole number of at least 1"
 LARGE = "{} is too large: give {} at most"
 
 

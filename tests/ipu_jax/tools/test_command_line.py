@@ -44,11 +44,11 @@ def test_versions_are_those_of_the_packages(parser, capsys):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--count", "0"], "argument --count: '0' is no whole number of at least 1"),
+        (["--count", "0"], "argument --count: '0' is not a whole number of at least 1"),
         (["--count=100"], "argument --count: '100' is too large: give 99 at most"),
-        (["--number-of-things", "0"], "argument --number-of-things: '0' is no whole number of at least 1"),
-        (["--number-of-things=x"], "argument --number-of-things: 'x' is no whole number of at least 1"),
-        (["--count", 5000 * "9"], f"argument --count: '{25 * '9'}...{25 * '9'}' is no whole number of at least 1"),
+        (["--number-of-things", "0"], "argument --number-of-things: '0' is not a whole number of at least 1"),
+        (["--number-of-things=x"], "argument --number-of-things: 'x' is not a whole number of at least 1"),
+        (["--count", 5000 * "9"], f"argument --count: '{25 * '9'}...{25 * '9'}' is not a whole number of at least 1"),
         (["--switch=1"], "argument --switch: takes no value: leave '1' out"),
         (
             ["--number-of-things"],

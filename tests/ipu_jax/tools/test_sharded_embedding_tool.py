@@ -157,11 +157,11 @@ def test_a_small_gradient_is_judged_by_its_norm_too():
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--ipus", "0"], "argument --ipus: '0' is no whole number of at least 1"),
-        (["--vocab-size", "0"], "argument --vocab-size: '0' is no whole number of at least 1"),
-        (["--feature-size", "-4"], "argument --feature-size: '-4' is no whole number of at least 1"),
-        (["--sequence-length", "long"], "argument --sequence-length: 'long' is no whole number of at least 1"),
-        (["--seed", "-1"], "argument --seed: '-1' is no whole number of at least 0"),
+        (["--ipus", "0"], "argument --ipus: '0' is not a whole number of at least 1"),
+        (["--vocab-size", "0"], "argument --vocab-size: '0' is not a whole number of at least 1"),
+        (["--feature-size", "-4"], "argument --feature-size: '-4' is not a whole number of at least 1"),
+        (["--sequence-length", "long"], "argument --sequence-length: 'long' is not a whole number of at least 1"),
+        (["--seed", "-1"], "argument --seed: '-1' is not a whole number of at least 0"),
         (["--fp16", "--bf16"], "argument --bf16: not allowed with argument --fp16"),
     ],
 )

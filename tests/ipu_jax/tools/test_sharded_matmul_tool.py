@@ -110,11 +110,11 @@ def test_random_logits_are_as_large_whatever_the_sizes(rows, cols, outsize):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--rows", "0"], "argument --rows: '0' is no whole number of at least 1"),
-        (["--cols", "-4"], "argument --cols: '-4' is no whole number of at least 1"),
-        (["--outsize", "many"], "argument --outsize: 'many' is no whole number of at least 1"),
-        (["--ipus", "0"], "argument --ipus: '0' is no whole number of at least 1"),
-        (["--seed", "-1"], "argument --seed: '-1' is no whole number of at least 0"),
+        (["--rows", "0"], "argument --rows: '0' is not a whole number of at least 1"),
+        (["--cols", "-4"], "argument --cols: '-4' is not a whole number of at least 1"),
+        (["--outsize", "many"], "argument --outsize: 'many' is not a whole number of at least 1"),
+        (["--ipus", "0"], "argument --ipus: '0' is not a whole number of at least 1"),
+        (["--seed", "-1"], "argument --seed: '-1' is not a whole number of at least 0"),
         (["--fp16", "--bf16"], "argument --bf16: not allowed with argument --fp16"),
     ],
 )
