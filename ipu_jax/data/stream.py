@@ -44,7 +44,7 @@ class StreamPosition(Position):
 
 
 class Stream:
-    """What the user gave, to be opened at any position that it can return to.
+    """Opens a source at any position to which it can return.
 
     Args:
         source: a function of the epoch, an iterable, or an iterator.

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
 from ipu_jax.devices import AllIpus
-from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, make_module_stage
+from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, import_library, make_module_stage
 
 
 def equinox_stage(
@@ -61,6 +61,7 @@ def equinox_stage(
     Raises:
         ValueError: `module` is not callable, `state` is not an `eqx.nn.State`, or another argument is of the wrong
             kind.
+        ImportError: Equinox is not installed.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp
     >>> from ipu_jax import Pipeline
@@ -71,8 +72,7 @@ def equinox_stage(
     >>> [round(float(g), 4) for g in pipeline.unshard(gradients)["linear"].bias]
     [0.3333, 0.3333, 0.3333]
     """
-    import equinox as eqx
-
+    eqx = import_library("equinox")
     if not callable(module):
         raise ValueError(f"module={type(module).__name__} of stage {name!r} is not callable: give an Equinox module")
     if not (state is None or isinstance(state, eqx.nn.State)):

@@ -92,10 +92,9 @@ def linen_stage(
         given = {} if params is None else {"params": params}
         given |= state or {}
         mode = modes[0 if training else 1]
-        rngs = None if key is None else key
         if state is None or not training:
-            return module.apply(given, *args, **mode, rngs=rngs), None
-        y, changed = module.apply(given, *args, **mode, rngs=rngs, mutable=list(state))
+            return module.apply(given, *args, **mode, rngs=key), None
+        y, changed = module.apply(given, *args, **mode, rngs=key, mutable=list(state))
         return y, {**state, **changed}
 
     return make_module_stage(

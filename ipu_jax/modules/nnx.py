@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ipu_jax.devices import AllIpus
-from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, make_module_stage
+from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, import_library, make_module_stage
 
 
 def nnx_stage(
@@ -51,6 +51,7 @@ def nnx_stage(
 
     Raises:
         ValueError: `module` is not an `nnx.Module`, or another argument is of the wrong kind.
+        ImportError: Flax is not installed.
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -62,8 +63,7 @@ def nnx_stage(
     >>> [round(float(g), 4) for g in pipeline.unshard(gradients)["linear"]["bias"][...]]
     [0.3333, 0.3333, 0.3333]
     """
-    from flax import nnx
-
+    nnx = import_library("flax.nnx")
     if not isinstance(module, nnx.Module):
         raise ValueError(
             f"module={type(module).__name__} is not an nnx.Module: for flax.linen use linen_stage, for equinox "

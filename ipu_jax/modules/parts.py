@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -72,6 +73,19 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
             groups.update(new)
         stages.append(part.stage)
     return stages, params, state or None
+
+
+def import_library(module: str) -> Any:
+    """Return a module of Flax or Equinox, which only those who use it have to install.
+
+    Raises:
+        ImportError: it cannot be imported; the message names the extra that has it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.split(".")[0]
+        raise ImportError(f"{module} cannot be imported: pip install 'ipu-jax[{library}]'") from error
 
 
 class Call(Protocol):

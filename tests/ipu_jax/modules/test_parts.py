@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ipu_jax import ModuleStage, Stage, gather_stages
+from ipu_jax import ModuleStage, Stage, equinox_stage, gather_stages, nnx_stage
 from ipu_jax.modules.parts import make_module_stage
 
 
@@ -103,3 +103,13 @@ def test_neither_library_is_loaded_before_it_is_needed():
     code = "import sys, ipu_jax; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "extra"), [(nnx_stage, "flax.nnx", "flax"), (equinox_stage, "equinox", "equinox")]
+)
+def test_a_missing_library_is_named_with_its_extra(make, module, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError) as error:
+        make(lambda x: x, "body")
+    assert str(error.value) == f"{module} cannot be imported: pip install 'ipu-jax[{extra}]'"
