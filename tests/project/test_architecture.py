@@ -18,6 +18,7 @@ PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 # The wings of ipu_jax, and what each may import besides itself. A file at the top of ipu_jax is a wing of its own, or
 # belongs to the ground, which everything may import and which imports nothing above it. Add a new wing or file here.
 GROUND = (
+    "_beacon",
     "_checks",
     "_collectives",
     "_deprecated",
@@ -42,6 +43,7 @@ WINGS: dict[str, set[str]] = {
     "optimizer": {"weights"},
     "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
     "data": set(),
+    "distributed": set(),
     "modules": set(),
 }
 # They use public names only, like a user's program.

@@ -1,0 +1,162 @@
+"""Name the environment variables by which a launcher gives an instance its place; write and read them.
+
+    POPDIST_...      the six of Graphcore's poprun, which scripts written for it read
+    JAX_..., PJRT_.. what jax itself reads
+    IPU_JAX_...      what those don't say: the number of instances, which one this is, and where its launcher looks
+
+    place = Place(instance=1, instances=2, ..., coordinator="127.0.0.1:40001")
+    place_of(place.variables()) == place
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ipu_jax._beacon import INSTANCE, RUN_DIR
+
+TOTAL_REPLICAS: Final = "POPDIST_NUM_TOTAL_REPLICAS"
+IPUS_PER_REPLICA: Final = "POPDIST_NUM_IPUS_PER_REPLICA"
+LOCAL_REPLICAS: Final = "POPDIST_NUM_LOCAL_REPLICAS"
+UNIFORM: Final = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
+REPLICA_OFFSET: Final = "POPDIST_REPLICA_INDEX_OFFSET"
+LOCAL_INSTANCE: Final = "POPDIST_LOCAL_INSTANCE_INDEX"
+
+COORDINATOR: Final = "JAX_COORDINATOR_ADDRESS"
+COORDINATOR_BIND: Final = "JAX_COORDINATOR_BIND_ADDRESS"
+NUM_CPU_DEVICES: Final = "JAX_NUM_CPU_DEVICES"
+THREADS: Final = "PJRT_NPROC"
+
+INSTANCES: Final = "IPU_JAX_INSTANCES"
+ATTEMPT: Final = "IPU_JAX_ATTEMPT"
+
+_NUMBERS: Final = (INSTANCE, INSTANCES, LOCAL_INSTANCE, TOTAL_REPLICAS, IPUS_PER_REPLICA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of an instance in its run.
+
+    Instances share the IPUs of all replicas equally, in their order. Either an instance has whole replicas, or a
+    replica spans whole instances.
+
+    Attributes:
+        instance: its number among all, from 0.
+        instances: how many there are.
+        local_instance: its number among those of its host.
+        replicas: of all instances.
+        ipus_per_replica: IPUs that share one replica.
+        coordinator: "host:port" of jax's coordination service, which instance 0 runs.
+        bind: the address that the service listens on, with its port.
+        attempt: how often the run was started before.
+        run_dir: the folder of this attempt, in which the launcher looks; None without a launcher.
+
+    >>> place = Place(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001")
+    >>> place.local_replicas, place.first_replica, place.local_ipus
+    (4, 4, 8)
+    >>> spanning = Place(1, 2, 1, replicas=1, ipus_per_replica=2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001")
+    >>> spanning.local_replicas, spanning.first_replica, spanning.local_ipus
+    (1, 0, 1)
+    """
+
+    instance: int
+    instances: int
+    local_instance: int
+    replicas: int
+    ipus_per_replica: int
+    coordinator: str
+    bind: str
+    attempt: int = 0
+    run_dir: Path | None = None
+
+    @property
+    def local_replicas(self) -> int:
+        """Return the number of replicas of which this instance has IPUs."""
+        return max(1, self.replicas // self.instances)
+
+    @property
+    def first_replica(self) -> int:
+        """Return the number of the first of them among all replicas."""
+        return self.instance * self.replicas // self.instances
+
+    @property
+    def local_ipus(self) -> int:
+        """Return the number of IPUs of this instance."""
+        return self.replicas * self.ipus_per_replica // self.instances
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of this place, but for the size of XLA's thread pool."""
+        values: dict[str, object] = {
+            TOTAL_REPLICAS: self.replicas,
+            IPUS_PER_REPLICA: self.ipus_per_replica,
+            LOCAL_REPLICAS: self.local_replicas,
+            UNIFORM: 1,
+            REPLICA_OFFSET: self.first_replica,
+            LOCAL_INSTANCE: self.local_instance,
+            COORDINATOR: self.coordinator,
+            COORDINATOR_BIND: self.bind,
+            NUM_CPU_DEVICES: self.local_ipus,
+            INSTANCE: self.instance,
+            INSTANCES: self.instances,
+            ATTEMPT: self.attempt,
+        }
+        if self.run_dir is not None:
+            values[RUN_DIR] = self.run_dir
+        return {name: str(value) for name, value in values.items()}
+
+
+def check_division(replicas: int, instances: int, ipus_per_replica: int) -> None:
+    """Raise `ValueError` unless the instances can share the replicas, or the IPUs of each replica, equally.
+
+    >>> check_division(replicas=8, instances=3, ipus_per_replica=2)
+    Traceback (most recent call last):
+        ...
+    ValueError: num_replicas=8 cannot be shared by num_instances=3: give a number of instances that divides 8, or a \
+multiple of 8 that divides all 16 IPUs
+    """
+    shares_replicas = replicas % instances == 0
+    shares_ipus = instances % replicas == 0 and ipus_per_replica % (instances // replicas) == 0
+    if not (shares_replicas or shares_ipus):
+        raise ValueError(
+            f"num_replicas={replicas} cannot be shared by num_instances={instances}: give a number of instances that "
+            f"divides {replicas}, or a multiple of {replicas} that divides all {replicas * ipus_per_replica} IPUs"
+        )
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """Return the place that the environment gives, or None if no launcher of ours set it.
+
+    Raises:
+        ValueError: a variable is missing, or is not a number, or they contradict each other.
+    """
+    if INSTANCE not in environ:
+        return None
+    missing = [name for name in (*_NUMBERS, COORDINATOR) if name not in environ]
+    if missing:
+        raise ValueError(f"the environment has {INSTANCE}, but not {', '.join(missing)}: start instances with poprun")
+    number: dict[str, int] = {}
+    for name in (*_NUMBERS, ATTEMPT):
+        text = environ.get(name, "0")
+        least = 0 if name in (INSTANCE, LOCAL_INSTANCE, ATTEMPT) else 1
+        if not text.isascii() or not text.isdecimal() or int(text) < least:
+            raise ValueError(f"{name}={text!r} is not a whole number of at least {least}: start instances with poprun")
+        number[name] = int(text)
+    if number[INSTANCE] >= number[INSTANCES]:
+        raise ValueError(
+            f"{INSTANCE}={number[INSTANCE]} is none of {INSTANCES}={number[INSTANCES]}: start instances with poprun"
+        )
+    check_division(number[TOTAL_REPLICAS], number[INSTANCES], number[IPUS_PER_REPLICA])
+    coordinator = environ[COORDINATOR]
+    return Place(
+        number[INSTANCE],
+        number[INSTANCES],
+        number[LOCAL_INSTANCE],
+        replicas=number[TOTAL_REPLICAS],
+        ipus_per_replica=number[IPUS_PER_REPLICA],
+        coordinator=coordinator,
+        bind=environ.get(COORDINATOR_BIND, coordinator),
+        attempt=number[ATTEMPT],
+        run_dir=Path(environ[RUN_DIR]) if environ.get(RUN_DIR) else None,
+    )
