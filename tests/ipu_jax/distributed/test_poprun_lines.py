@@ -91,7 +91,8 @@ def test_a_state_is_handed_on_once_and_soon():
     assert splitter.tick(STATE_AFTER / 2) == []
     assert [piece.text for piece in splitter.tick(STATE_AFTER)] == [b" 10%"]
     assert splitter.tick(100) == []
-    assert [piece.kind for piece in splitter.feed(b"\n", 101)] == ["line"]
+    assert splitter.feed(b"\r 20%", 101) == []
+    assert [piece.text for piece in splitter.feed(b"\n", 101)] == [b" 20%"]
 
 
 def test_a_line_without_an_end_is_handed_on_in_parts():

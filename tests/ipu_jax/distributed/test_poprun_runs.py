@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -156,9 +155,7 @@ def test_options_of_the_original_without_effect_are_said_once():
     )
     assert ran.status == 0
     said = ran.err.splitlines()
-    assert [line.split()[1] for line in said] == ["--mpi-global-args", "--vipu-partition", "--reset-partition"] or {
-        line.split()[1] for line in said
-    } == {"--mpi-global-args", "--vipu-partition", "--reset-partition"}
+    assert sorted(line.split()[1] for line in said) == ["--mpi-global-args", "--reset-partition", "--vipu-partition"]
     assert all(" has no effect: " in line for line in said)
 
 
@@ -298,10 +295,7 @@ def test_a_host_that_cannot_be_reached_is_one_line_and_nothing_is_started(tmp_pa
 
 
 def test_a_host_that_is_lost_ends_the_run(tmp_path, shell):
-    code = "import os; os.kill(int(os.popen('ps -o ppid= -p %d' % os.getppid()).read()) if 0 else os.getppid(), 9)"
-    script = (
-        f"test $IPU_JAX_INSTANCE = 0 || {{ sleep 0.5; exec {shlex.join([sys.executable, '-c', code])}; }}; sleep 70"
-    )
+    script = "test $IPU_JAX_INSTANCE = 0 || { sleep 0.5; kill -9 $PPID; }; sleep 70"  # the agent's
     ran = poprun("--remote-shell", shell, "--host", "near,far", *TWO, "bash", "-c", script, POPRUN_TEST="lost")
     assert ran.status == 255
     assert "poprun: host far: the connection was closed" in ran.err

@@ -1,10 +1,12 @@
 """Test that poprun stops its instances when its user, its reader or its own death asks for it, and leaves none."""
 
+import fcntl
 import os
 import pty
 import re
 import signal
 import subprocess
+import termios
 import time
 import uuid
 from pathlib import Path
@@ -229,16 +231,16 @@ def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
-    body = READY + "\nready()\ntry:\n    time.sleep(70)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
+    body = READY + "\ntry:\n    ready(), time.sleep(70)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
-        [*POPRUN, *TWO, *program(tmp_path, body.replace("\n    ", "\n    "))],
+        [*POPRUN, *TWO, *program(tmp_path, body)],
         env=environment(POPRUN_TEST=mark, TERM="xterm"),
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # its own terminal, on which Ctrl-C is a signal
     )
     os.close(terminal)
     shown = b""
