@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.topology import LOCALHOST, host_names, hosts_in_file
 from ipu_jax.tools.command_line import MOST_IPUS, Parser, number_that, shown, whole_number
 
@@ -30,6 +31,7 @@ _TRUE: Final = ("yes", "true", "on", "1")
 _FALSE: Final = ("no", "false", "off", "0")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST: Final = 1e7
+_ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path()).variables())
 
 _NO_VIPU: Final = "there is no V-IPU server here: an instance makes its IPUs of the devices of its host"
 _NO_PARTITION: Final = "there are no partitions here: an instance makes its IPUs of the devices of its host"
@@ -297,6 +299,8 @@ def _variable(parser: Parser, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name) or "\0" in value:
         parser.error(f"argument -x: {shown(text)!r} is no variable: give NAME=VALUE, or the NAME of one that is set")
+    if name in _ITS_OWN:
+        parser.error(f"argument -x: poprun sets {name} itself, by instance: leave it out")
     if not equals:
         if name not in os.environ:
             parser.error(f"argument -x: {name} is not set in this environment: give {name}=VALUE, or set it")
