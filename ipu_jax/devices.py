@@ -29,6 +29,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
+from ipu_jax import _beacon
 from ipu_jax._checks import check_choice, check_count
 
 Cores = Literal["shared", "one per IPU"]
@@ -154,7 +155,8 @@ class InFlight:
 
     def __init__(self, limit: int = 4):
         self._limit = check_count("limit", limit)
-        self._steps: collections.deque[list[jax.Array]] = collections.deque()
+        self._steps: collections.deque[list[Any]] = collections.deque()
+        self._counted = 0  # of the oldest steps, how many the beacon counts as finished
 
     @property
     def outstanding(self) -> int:
@@ -180,15 +182,33 @@ class InFlight:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
         smallest = min(leaf.nbytes for leaf in leaves)
         self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
+        beacon = _beacon.current()
+        if beacon is not None:
+            beacon.begun()
+            self._count_ready(beacon)
         while len(self._steps) > self._limit:
             self._wait_for_oldest()
+            if beacon is not None:
+                self._count_ready(beacon)
 
     def _wait_for_oldest(self) -> None:
         while self._steps:
             live = [output for output in self._steps.popleft() if not output.is_deleted()]
+            self._counted -= 1
             if live:
                 live[0].block_until_ready()
                 return
+
+    def _count_ready(self, beacon: _beacon.Beacon) -> None:
+        """Tell the launcher of the oldest steps that have finished since the last call."""
+        ready = max(self._counted, 0)
+        while ready < len(self._steps) and all(
+            output.is_deleted() or output.is_ready() for output in self._steps[ready]
+        ):
+            ready += 1
+        if ready > self._counted:
+            beacon.finished(ready - self._counted)
+            self._counted = ready
 
 
 def _local_devices() -> list[Any]:
