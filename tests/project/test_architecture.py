@@ -196,7 +196,7 @@ def test_plain_modules_import_no_jax(module):
         waiting |= siblings_imported(modules[name]) - seen
 
 
-@pytest.mark.parametrize("module", (*PLAIN, *PLAIN_AT_FIRST))
+@pytest.mark.parametrize("module", [*PLAIN, *PLAIN_AT_FIRST])
 def test_plain_modules_load_no_jax(module):
     assert loaded_by(f"import ipu_jax.{module}") == "[]"
 
