@@ -24,6 +24,15 @@ _ROOM: Final = "ipu_jax/exchange"
 _numbers = itertools.count()
 
 
+def process() -> tuple[int, int]:
+    """Return the number of this process and how many there are, without starting jax's backend.
+
+    Starting it waits for all processes, for two minutes and without a name in its error.
+    """
+    state = distributed.global_state
+    return (state.process_id, state.num_processes) if jax.distributed.is_initialized() else (0, 1)
+
+
 def gather(what: str, form: str, payload: bytes, *, seconds: float, root: int | None = None) -> list[bytes]:
     """Return the bytes of all instances, in their order, or only those of one. Every instance calls it.
 
@@ -40,11 +49,11 @@ def gather(what: str, form: str, payload: bytes, *, seconds: float, root: int | 
         InstancesMissingError: some did not come in time.
         InstancesDifferError: they make different exchanges, or of different forms.
     """
-    if jax.process_count() == 1:
-        return [payload]
-    number, own, count = next(_numbers), jax.process_index(), jax.process_count()
+    own, count = process()
     client = distributed.global_state.client
-    assert client is not None, "several processes have a coordination service"
+    if count == 1 or client is None:
+        return [payload]
+    number = next(_numbers)
     key = lambda exchange, instance: f"{_ROOM}/{exchange}/{instance}"  # noqa: E731
     is_small, is_sent = len(payload) <= _SMALL, root in (None, own)
     header = f"{what} {form}".encode() + b"\n"

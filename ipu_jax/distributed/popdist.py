@@ -17,6 +17,7 @@ Importing this module loads no jax.
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal, TypeVar
 
@@ -292,12 +293,11 @@ def _place() -> Place | None:
 
 def _process() -> tuple[int, int]:
     """Return the number of this process and how many there are, as jax knows them once it has been connected."""
-    import sys
-
-    jax = sys.modules.get("jax")
-    if jax is None or not jax.distributed.is_initialized():
+    if "jax" not in sys.modules:
         return 0, 1
-    return jax.process_index(), jax.process_count()
+    from ipu_jax.distributed import _exchange
+
+    return _exchange.process()
 
 
 isPopdistEnvSet = is_popdist_env_set
