@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn, TextIO
 
 CANNOT_WRITE: Final = 74
 _INTERRUPTED: Final = 130
-_READER_HAS_GONE: Final = 141
+READER_HAS_GONE: Final = 141
 _SHOW_CURSOR: Final = b"\x1b[?25h\n"
 
 
@@ -78,7 +78,7 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
         for stream in (sys.stdout, sys.stderr):
             _discard_if_unwritable(stream)
         if error.errno == errno.EPIPE:
-            return _READER_HAS_GONE
+            return READER_HAS_GONE
         print(f"{prog}: the output cannot be written ({error.strerror}): write it elsewhere", file=sys.stderr)
         return CANNOT_WRITE
 

@@ -1,0 +1,157 @@
+"""Start a run again after a failure, as often as the user allows and as long as it gets anywhere.
+
+Every attempt has a new coordinator's port and a new run folder, since the last one's may still be in use.
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ipu_jax.distributed._events import Lost, Ready, Refused
+from ipu_jax.distributed._host import Host
+from ipu_jax.distributed._launch import Launch
+from ipu_jax.distributed._options import GRACE, Options
+from ipu_jax.distributed._output import Display
+from ipu_jax.distributed._signals import STOPPING, Signals
+from ipu_jax.distributed._supervisor import LEAVING, LOST_HOST, Attempt, Outcome, Rules
+from ipu_jax.distributed._writer import Writer
+from ipu_jax.distributed.topology import Topology
+
+FRUITLESS: Final = 3
+"""Restarts in a row without progress after which there is no other."""
+LONG: Final = 60.0
+"""Seconds after which an attempt of a program without beacons counts as progress."""
+_PREPARED_WITHIN: Final = 30.0
+
+
+class CannotStartError(Exception):
+    """Raised if a host cannot do its part; `status` is what poprun exits with."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is run, where, and how it is watched."""
+
+    options: Options
+    topology: Topology
+    hosts: Sequence[Host]
+    environments: Mapping[str, Mapping[str, str]]
+    coordinator: str
+    bind: str
+    display: Display
+    writer: Writer
+    signals: Signals
+
+    def to_its_end(self) -> int:
+        """Return the exit status of the last attempt."""
+        history = History(self.options.max_restarts)
+        number = 0
+        while True:
+            port = self._port()
+            outcome = self._attempt(number, port)
+            why = history.restart(outcome, port_is_given=self.options.coordinator_port != 0)
+            if why is None or self.writer.error is not None:
+                self.display.say(*history.last_words)
+                return outcome.status
+            number += 1
+            self.display.say(f"attempt {number}: {why}")
+
+    def launches(self, port: int, number: int) -> list[Launch]:
+        """Return what each host starts."""
+        coordinator, bind = f"{self.coordinator}:{port}", f"{self.bind}:{port}"
+        return [
+            Launch(
+                command=self.options.program,
+                places=tuple(
+                    self.topology.place(instance, coordinator, bind, number)
+                    for instance in self.topology.instances_of(name)
+                ),
+                environment=self.environments[name],
+                numa_aware=self.options.numa_aware,
+            )
+            for name in self.topology.hosts
+        ]
+
+    def _attempt(self, number: int, port: int) -> Outcome:
+        options = self.options
+        rules = Rules(
+            stall=options.stall_timeout,
+            compiling=options.compile_timeout,
+            grace=GRACE if options.grace is None else options.grace,
+            leaving=LEAVING if options.grace is None else options.grace,
+            verbose=options.verbose,
+        )
+        if options.verbose:
+            self.display.say(
+                f"attempt {number}: {self.topology.instances} instances, coordinator {self.coordinator}:{port}, "
+                f"max restarts {options.max_restarts}"
+            )
+        attempt = Attempt(self.topology, self.hosts, rules, self.display, self.writer, self.signals, number)
+        return attempt.run(self.launches(port, number))
+
+    def _port(self) -> int:
+        """Return the coordinator's port, which is free on the host of instance 0."""
+        host = self.hosts[0]
+        host.prepare(self.bind, self.options.coordinator_port)
+        until = time.monotonic() + _PREPARED_WITHIN
+        while time.monotonic() < until:
+            for event in host.events():
+                if isinstance(event, Ready):
+                    return event.port
+                if isinstance(event, Refused):
+                    raise CannotStartError(f"{event.reason}: give another --coordinator-port", 2)
+                if isinstance(event, Lost):
+                    raise CannotStartError(f"host {host.name} is lost: {event.reason}", LOST_HOST)
+            taken = self.signals.wait(host.files(), 0.05)
+            if stopping := [number for number in taken if number in STOPPING]:
+                raise CannotStartError("stopped before anything was started", 128 + stopping[0])
+        raise CannotStartError(f"host {host.name} does not answer", LOST_HOST)
+
+
+class History:
+    """Decides whether there is another attempt.
+
+    >>> history = History(max_restarts=1)
+    >>> history.restart(Outcome(1, again=True, stepped=True))
+    'restart 1 of 1'
+    >>> history.restart(Outcome(1, again=True, stepped=True)), history.last_words
+    (None, ['no restart is left: --max-restarts 1'])
+    """
+
+    def __init__(self, max_restarts: int):
+        self._most = max_restarts
+        self._restarts = self._fruitless = 0
+        self._other_port = False
+        self.last_words: list[str] = []
+        """What to say if there is no other attempt."""
+
+    def restart(self, outcome: Outcome, *, port_is_given: bool = False) -> str | None:
+        """Return why there is another attempt after one with that outcome, or None if there is none."""
+        if not outcome.again:
+            return None
+        if outcome.port_taken and not port_is_given and not self._other_port:
+            self._other_port = True  # once: two ports in a row are no accident
+            return "another port, since the coordinator's was taken in the meantime"
+        self._other_port = False
+        if self._restarts:
+            self._fruitless = 0 if _progress(outcome) else self._fruitless + 1
+        if self._restarts == self._most:
+            if self._most:
+                self.last_words = [f"no restart is left: --max-restarts {self._most}"]
+            return None
+        if self._fruitless == FRUITLESS:
+            self.last_words = [f"{FRUITLESS} restarts in a row have finished no step: there is no other"]
+            return None
+        self._restarts += 1
+        return f"restart {self._restarts} of {self._most}"
+
+
+def _progress(outcome: Outcome) -> bool:
+    return outcome.seconds >= LONG if outcome.stepped is None else outcome.stepped

@@ -1,0 +1,196 @@
+"""Say what happens to the instances of a host, in the same words whether the host is this one or another.
+
+A host's side makes events, the supervisor reads them. Between hosts they travel as lines of JSON. The clocks of two
+hosts have nothing in common, so a time travels as an age, and is a time again on the clock of the reader.
+
+    Exited(instance=1, status=-9, at=812.25)  -- at 812.5 -->  {"event": "Exited", ..., "at": 0.25}
+
+Nothing here imports jax.
+"""
+
+import base64
+import dataclasses
+import json
+from typing import Any, Final, Literal
+
+from ipu_jax._beacon import Phase, Reading
+
+Stream = Literal["stdout", "stderr"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a beacon says, with times in seconds on this host's monotonic clock."""
+
+    begun: int
+    finished: int
+    finished_at: float
+    phase: Phase
+    phase_at: float
+    limit: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorRecord:
+    """The exception that ended an instance's program, as the instance wrote it down."""
+
+    at: float
+    type: str
+    message: str
+    finished: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """An instance was started; `cores` are those that it is bound to, if it is."""
+
+    instance: int
+    pid: int
+    threads: str
+    cores: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class NotStarted:
+    """An instance could not be started; the status is what a shell would exit with."""
+
+    instance: int
+    status: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An instance has written something; nothing at all is the end of its stream."""
+
+    instance: int
+    stream: Stream
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """How an instance is: the letter of its process's state in /proc, and its beacon, if it has one."""
+
+    instance: int
+    pid: int
+    letter: str
+    progress: Progress | None
+    error: ErrorRecord | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exited:
+    """An instance has exited with `status`, or by signal `-status`."""
+
+    instance: int
+    status: int
+    at: float
+    error: ErrorRecord | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """The Python stacks of an instance that was asked for them; empty if it could not give them."""
+
+    instance: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A host can start instances; the coordinator, if it is to run there, may use this port."""
+
+    port: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A host cannot do what it was asked for."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """No process of the attempt is left on a host, and its run folder is gone. `left` are those that cannot die."""
+
+    left: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """The connection to a host is gone, and with it whatever ran there."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A line for the user."""
+
+    text: str
+
+
+Event = Started | NotStarted | Output | Beat | Exited | Stacks | Ready | Refused | Ended | Lost | Note
+_KINDS: Final = {
+    kind.__name__: kind
+    for kind in (Started, NotStarted, Output, Beat, Exited, Stacks, Ready, Refused, Ended, Lost, Note)
+}
+_TIMES: Final = ("at", "finished_at", "phase_at")
+
+
+def progress_of(reading: Reading) -> Progress:
+    """Return what a beacon of this host says, with times in seconds."""
+    return Progress(
+        begun=reading.begun,
+        finished=reading.finished,
+        finished_at=reading.finished_ns / 1e9,
+        phase=reading.phase,
+        phase_at=reading.phase_ns / 1e9,
+        limit=reading.limit,
+        label=reading.label,
+    )
+
+
+def line_of(event: Event, now: float) -> bytes:
+    """Return the line by which an event travels to another host."""
+    values = _ages(dataclasses.asdict(event), now)
+    if isinstance(event, Output):
+        values["data"] = base64.b64encode(event.data).decode()
+    return json.dumps({"event": type(event).__name__, **values}).encode() + b"\n"
+
+
+def event_of(line: bytes, now: float) -> Event:
+    """Return the event of a line; its times are on the clock on which it is `now`.
+
+    Raises:
+        ValueError: the line is none of ours.
+
+    >>> event_of(line_of(Exited(1, -9, at=812.25), now=812.5), now=100.0)
+    Exited(instance=1, status=-9, at=99.75, error=None)
+    """
+    try:
+        values = json.loads(line)
+        kind = _KINDS[values.pop("event")]
+        values = _ages(values, now)  # the age of an age is the time again
+        if kind is Output:
+            values["data"] = base64.b64decode(values["data"])
+        for name in ("cores", "left"):
+            if name in values:
+                values[name] = tuple(values[name])
+        if values.get("progress"):
+            values["progress"] = Progress(**{**values["progress"], "phase": Phase(values["progress"]["phase"])})
+        if values.get("error"):
+            values["error"] = ErrorRecord(**values["error"])
+        return kind(**values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{line[:80]!r} is no event: {error}") from error
+
+
+def _ages(values: dict[str, Any], now: float) -> dict[str, Any]:
+    return {
+        name: _ages(value, now) if isinstance(value, dict) else now - value if name in _TIMES else value
+        for name, value in values.items()
+    }

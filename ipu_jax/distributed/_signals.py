@@ -1,0 +1,52 @@
+"""Catch the signals that a user or a scheduler sends to poprun, and wake its loop up.
+
+A signal that poprun was started to ignore, as by nohup, goes on being ignored.
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Final
+
+STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CAUGHT: Final = (*STOPPING, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD)
+
+
+class Signals:
+    """Collects signals from when it is entered on; it stays in charge until the process ends."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def __enter__(self) -> "Signals":
+        for number in _CAUGHT:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _nothing)  # without a handler of Python's nothing is written to the pipe
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+    def wait(self, files: Iterable[int], seconds: float) -> list[int]:
+        """Wait until a file can be read, a signal comes, or a time has passed; return the signals."""
+        poll = select.poll()
+        for file in (self._read, *files):
+            poll.register(file, select.POLLIN)
+        poll.poll(seconds * 1000)
+        taken: list[int] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._read, 512):
+                taken += data
+        return [number for number in taken if number != signal.SIGCHLD]
+
+
+def _nothing(*_: object) -> None:
+    pass

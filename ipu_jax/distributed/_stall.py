@@ -1,0 +1,205 @@
+"""Decide from beacons which instance is stuck, if one is: pure rules, to which time is an argument.
+
+What is an instance doing, and for how long may it?
+
+    STARTING, COMPILING   the compile limit
+    STEPPING              max(5 s, 5 x the median step), from the second step on
+    BUSY                  the limit that it gave itself
+    ENDING                for ever: it waits for the others
+    FAILED                5 s: its exception should have ended it
+    stopped (state T)     5 s in any phase
+
+Steps wait for each other. While one instance compiles, starts or is busy, and may be, the others are not stuck; and
+when one is stuck, all soon are. The *culprit* is the one that the others wait for.
+
+Nothing here imports jax.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from typing import Final
+
+from ipu_jax._beacon import Phase
+from ipu_jax.distributed._events import Beat, Progress
+
+LEAST: Final = 5.0
+"""Seconds without a finished step that are never too many."""
+TIMES: Final = 5
+"""How many median steps may pass without one."""
+_KEPT: Final = 1001
+_PREPARING: Final = (Phase.STARTING, Phase.COMPILING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stuck:
+    """An instance that is stuck.
+
+    Attributes:
+        instance: its number.
+        doing: what it did, as in "finished no step".
+        seconds: for how long.
+        limit: how long it may.
+        rule: where the limit comes from.
+    """
+
+    instance: int
+    doing: str
+    seconds: float
+    limit: float
+    rule: str
+
+
+@dataclasses.dataclass
+class _Watched:
+    started_at: float
+    pid: int = 0
+    letter: str = "?"
+    stopped_since: float = math.inf
+    progress: Progress | None = None
+
+
+class Judge:
+    """Knows how the instances of an attempt are doing.
+
+    Args:
+        stall: seconds in which a step must finish; None for the rule above; infinite if there is no limit.
+        compiling: seconds that starting and compiling may take.
+    """
+
+    def __init__(self, stall: float | None, compiling: float):
+        self._stall, self._compiling = stall, compiling
+        self._watched: dict[int, _Watched] = {}
+        self._durations: collections.deque[float] = collections.deque(maxlen=_KEPT)
+        self._resumed_at = -math.inf
+        self._since = -math.inf  # until then, steps had to wait for something else
+        self._first_step = 0.0
+        self._median: float | None = None  # of the durations, unless another one has come since
+
+    def started(self, instance: int, now: float) -> None:
+        """Begin to watch an instance."""
+        self._watched[instance] = _Watched(now)
+
+    def exited(self, instance: int) -> None:
+        """Watch an instance no longer."""
+        self._watched.pop(instance, None)
+
+    def resumed(self, now: float) -> None:
+        """Start all clocks anew, since nobody looked for a while, or the instances had to wait for us."""
+        self._resumed_at = self._since = now
+        for watched in self._watched.values():
+            if watched.letter == "T":
+                watched.stopped_since = now
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Note how an instance is."""
+        watched = self._watched.get(beat.instance)
+        if watched is None:
+            return
+        watched.pid, watched.letter = beat.pid, beat.letter
+        watched.stopped_since = min(watched.stopped_since, now) if beat.letter == "T" else math.inf
+        if beat.progress is not None:
+            self._measure(watched, watched.progress, beat.progress)
+            watched.progress = beat.progress
+        if self._excused(watched, now):
+            self._since = max(self._since, now)
+
+    def finished(self, instance: int) -> int | None:
+        """Return the steps that an instance has finished, as far as is known."""
+        watched = self._watched.get(instance)
+        return None if watched is None or watched.progress is None else watched.progress.finished
+
+    def median_step(self) -> float | None:
+        """Return the median of the times of the steps so far, in seconds."""
+        if self._median is None and self._durations:
+            self._median = statistics.median(self._durations)
+        return self._median
+
+    def verdict(self, now: float) -> Stuck | None:
+        """Return the instance that is stuck, or None if all may go on."""
+        late = next((late for i in self._watched if (late := self._late(i, now))), None)
+        if late is None:
+            return None
+        if late.doing.startswith(("was stopped", "was busy", "has not ended")):
+            return late  # it waits for nobody
+        culprit = self._culprit(of_steps=late.doing == "finished no step")
+        return dataclasses.replace(late, instance=culprit, seconds=self._silence(self._watched[culprit], now))
+
+    def _measure(self, watched: _Watched, before: Progress | None, after: Progress) -> None:
+        steps = after.finished - (before.finished if before else 0)
+        if steps <= 0:
+            return
+        if before is None or before.finished == 0:
+            self._first_step = max(self._first_step, after.finished_at - watched.started_at)
+        # a phase that began between the two was something else than a step; the first step is followed by one at once
+        elif after.phase is Phase.STEPPING and after.phase_at <= before.finished_at + 0.05:
+            self._durations.append((after.finished_at - before.finished_at) / steps)
+            self._median = None
+
+    def _excused(self, watched: _Watched, now: float) -> bool:
+        """Return whether others may have to wait for an instance that does something else than a step."""
+        progress = watched.progress
+        if progress is None or progress.phase in (Phase.STEPPING, Phase.ENDING, Phase.FAILED):
+            return False
+        limit = self._compiling if progress.phase in _PREPARING else progress.limit
+        return now - max(progress.phase_at, self._resumed_at) <= limit
+
+    def _step_limit(self) -> tuple[float, str]:
+        if self._stall is not None:
+            return self._stall, "--stall-timeout"
+        median = self.median_step()
+        if median is None:
+            return max(LEAST, TIMES * self._first_step), f"the larger of {LEAST:g} s and {TIMES} x the first step"
+        return max(LEAST, TIMES * median), f"the larger of {LEAST:g} s and {TIMES} x the median step of {median:.3g} s"
+
+    def _late(self, instance: int, now: float) -> Stuck | None:
+        watched = self._watched[instance]
+        progress = watched.progress
+        stopped = now - watched.stopped_since
+        if stopped > LEAST:
+            return Stuck(instance, "was stopped", stopped, LEAST, "a process that is stopped does nothing")
+        if progress is None:
+            return None
+        in_phase = now - max(progress.phase_at, self._resumed_at)
+        if progress.phase in _PREPARING and in_phase > self._compiling:
+            doing = "has started" if progress.phase is Phase.STARTING else "has compiled"
+            return Stuck(instance, f"{doing} without an end", in_phase, self._compiling, "--compile-timeout")
+        if progress.phase is Phase.BUSY and in_phase > progress.limit:
+            what = f" with {progress.label}" if progress.label else ""
+            return Stuck(instance, f"was busy{what}", in_phase, progress.limit, "its own limit")
+        if progress.phase is Phase.FAILED and in_phase > LEAST:
+            return Stuck(instance, "has not ended after its exception", in_phase, LEAST, "an exception ends a program")
+        limit, rule = self._step_limit()
+        silence = self._silence(watched, now)
+        if progress.phase is Phase.STEPPING and silence > limit:
+            return Stuck(instance, "finished no step", silence, limit, rule)
+        return None
+
+    def _silence(self, watched: _Watched, now: float) -> float:
+        progress = watched.progress
+        if progress is None:
+            return now - max(watched.started_at, self._since)
+        return now - max(progress.finished_at, progress.phase_at, self._since)
+
+    def _culprit(self, of_steps: bool) -> int:
+        """Return the instance that the others wait for: stopped, or else with the fewest steps begun, or else silent.
+
+        Those that have ended their program wait for the others. One without a beacon may be what the others wait for
+        as long as they prepare; steps of theirs have ended without it.
+        """
+
+        def rank(instance: int) -> tuple[bool, int, float]:
+            watched = self._watched[instance]
+            progress = watched.progress
+            if progress is None:
+                return (watched.letter != "T", 0, watched.started_at)
+            return (watched.letter != "T", progress.begun, max(progress.finished_at, progress.phase_at))
+
+        candidates = [
+            i
+            for i, watched in self._watched.items()
+            if watched.letter == "T"
+            or (not of_steps if watched.progress is None else watched.progress.phase is not Phase.ENDING)
+        ]
+        return min(candidates, key=rank)

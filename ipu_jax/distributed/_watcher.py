@@ -1,0 +1,92 @@
+"""Kill what a run has left when its launcher is gone, and find the processes of a run.
+
+A launcher that is killed with -9 cannot tidy up. So each has a watcher: a small process of its own session that reads
+a pipe. Nobody but the launcher holds the other end, so the pipe ends when the launcher does, however it ends.
+
+    launcher --"folder /tmp/poprun-x", "group 1234", ..., "bye"--> watcher
+
+Without a "bye" the watcher kills the process groups of the run and every process whose environment names its folder,
+and removes the folder.
+
+This file runs as a script, by itself: nothing here imports anything but the standard library.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable
+
+VARIABLE = "IPU_JAX_RUN_DIR"
+
+
+def members(folder: str, groups: Iterable[int]) -> set[int]:
+    """Return the living processes of a run: of its process groups, and those whose environment names its folder.
+
+    Without /proc, that is not on Linux, there is no way to know, and none is returned.
+    """
+    wanted, mark, found = set(groups), f"{VARIABLE}={folder}".encode(), set[int]()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != os.getpid() and _belongs(name, wanted, mark):
+                found.add(int(name))
+    return found
+
+
+def _belongs(pid: str, groups: set[int], mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # the command's name, in parentheses, may contain anything
+            letter, _, group = file.read().rpartition(b")")[2].split()[:3]
+        if letter in (b"Z", b"X"):
+            return False
+        if int(group) in groups:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except (OSError, ValueError):  # it has ended, or is another user's
+        return False
+
+
+def kill(folder: str, groups: Iterable[int], seconds: float) -> set[int]:
+    """Kill all processes of a run at once; return those that still live after a time, such as in a broken driver."""
+    groups, until = set(groups), time.monotonic() + seconds
+    for group in groups:  # all of a group at once, so that none of it can start another
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    while True:
+        left = members(folder, groups)
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.01)
+
+
+def watch(commands: Iterable[str]) -> None:
+    """Follow a launcher's words until they end, and tidy up if it did not say goodbye."""
+    groups: dict[str, set[int]] = {}
+    folder = ""
+    for command in commands:
+        word, _, rest = command.rstrip("\n").partition(" ")
+        if word == "folder":
+            folder = rest
+            groups[folder] = set()
+        elif word == "group":
+            groups[folder].add(int(rest))
+        elif word == "done":
+            groups.pop(rest, None)
+        elif word == "bye":
+            return
+    for folder, of_folder in groups.items():
+        kill(folder, of_folder, seconds=5)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)
+    watch(sys.stdin)

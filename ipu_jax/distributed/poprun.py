@@ -1,0 +1,241 @@
+"""Start a program as several host processes that work as one: the command `poprun`.
+
+    poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
+
+    _options    the command line            topology    which host has which instances and replicas
+    _attempts   restarts                    _host       this host;  _remote, agent: another one
+    _supervisor one attempt                 _output     what is shown
+    _stall      who is stuck                _failure    who failed first;  _report: what is said of it
+
+Nothing here imports jax.
+"""
+
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from ipu_jax.distributed import _config
+from ipu_jax.distributed._attempts import CannotStartError, Run
+from ipu_jax.distributed._box import box
+from ipu_jax.distributed._host import Host, LocalHost, free_port
+from ipu_jax.distributed._launch import available_cores, nodes_of_cores
+from ipu_jax.distributed._options import Options, PoprunParser, named_values, options_of
+from ipu_jax.distributed._output import Display
+from ipu_jax.distributed._remote import RemoteHost, Shell
+from ipu_jax.distributed._signals import Signals
+from ipu_jax.distributed._writer import Writer
+from ipu_jax.distributed.topology import Topology, is_this_host, ranges
+from ipu_jax.tools import process
+
+NOT_FOUND: Final = 127
+"""The exit status if there is no such program, as a shell's."""
+NOT_EXECUTABLE: Final = 126
+
+_LOOPBACK: Final = "127.0.0.1"
+_EVERY_ADDRESS: Final = "[::]"
+_WILDCARDS: Final = ("", "*", "0.0.0.0", "::", _EVERY_ADDRESS)
+# What another host's instances need of this environment: the same code, and the user's settings of jax.
+_TRAVELS: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_TRAVELS_BY_PREFIX: Final = ("JAX_", "XLA_", "PJRT_", "IPU_JAX_")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run poprun, and return its exit status."""
+    parser = PoprunParser()
+    options = _read(parser, sys.argv[1:] if argv is None else argv)
+    try:
+        topology = Topology(options.hosts, options.num_instances, options.num_replicas, options.ipus_per_replica)
+    except ValueError as error:
+        parser.refuse(error)
+    for line in options.without_effect:
+        print(f"poprun: {line}", file=sys.stderr)
+    here = _own_names()
+    local = [is_this_host(name, here) for name in topology.hosts]
+    coordinator, bind = _coordinator(options, topology, local, here)
+    if not (options.offline_mode or options.dry_run) and any(local):
+        _check_program(parser, options.program[0], dict(options.env).get("PATH", os.environ.get("PATH")))
+        _check_output(parser, options)
+    if options.numa_aware:
+        print(f"poprun: {_about_nodes(topology)}", file=sys.stderr)
+    environments = {
+        name: _environment(options, os.environ if is_local else _travelling(os.environ))
+        for name, is_local in zip(topology.hosts, local, strict=True)
+    }
+    with Signals() as signals:
+        writer = Writer()
+        display = Display(
+            writer,
+            only=options.only_output_from_instance,
+            timestamps=options.timestamps,
+            folder=options.output_dir,
+        )
+        hosts: list[Host] = [
+            LocalHost(name) if is_local else RemoteHost(name, _shell(options))
+            for name, is_local in zip(topology.hosts, local, strict=True)
+        ]
+        if display.columns and "COLUMNS" not in os.environ:
+            environments = {name: {**values, "COLUMNS": str(display.columns)} for name, values in environments.items()}
+        run = Run(options, topology, hosts, environments, coordinator, bind, display, writer, signals)
+        if options.print_topology:
+            display.draw(box(topology))
+        if options.offline_mode or options.dry_run:
+            display.draw(_commands(run))
+            return _written(run, 0)
+        try:
+            status = run.to_its_end()
+        except CannotStartError as error:
+            display.say(str(error))
+            status = error.status
+        finally:
+            for host in hosts:
+                host.close()
+        return _written(run, status)
+
+
+def command() -> NoReturn:
+    """Run poprun as a process, whose exit status docs/design/command-lines.md tells."""
+    process.run("poprun", main)
+
+
+def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
+    """Return the options of a command line and of the file that it imports, and write the file that it exports."""
+    own, program = parser.split(argv)
+    parsed = parser.parse(own)
+    if parsed.import_config is not None:
+        try:
+            words, imported = _config.imported(Path(parsed.import_config))
+        except ValueError as error:
+            parser.error(f"argument --import-config: {error}")
+        program = program or imported
+        parsed = parser.parse([*words, *own])
+    options = options_of(parser, parsed, program)
+    if parsed.export_config is not None:
+        path = Path(parsed.export_config)
+        if path.exists() and not parsed.overwrite_config:
+            parser.error(f"argument --export-config: {path} is there: give another file, or --overwrite-config")
+        try:
+            path.write_text(_config.exported(named_values(parsed, parser), program))
+        except OSError as error:
+            parser.error(f"argument --export-config: {path} cannot be written ({error.strerror})")
+    return options
+
+
+def _written(run: Run, status: int) -> int:
+    """Wait until all is written, or a signal ends the waiting; return the exit status."""
+    while not run.writer.close(0.05):
+        if run.signals.wait([], 0):
+            return status
+    if run.writer.error is None:
+        return status
+    if isinstance(run.writer.error, BrokenPipeError):
+        return process.READER_HAS_GONE
+    reason = run.writer.error.strerror
+    print(f"poprun: the output cannot be written ({reason}): write it elsewhere", file=sys.stderr)
+    return process.CANNOT_WRITE
+
+
+def _own_names() -> tuple[str, ...]:
+    name = socket.gethostname()
+    return (name, name.split(".")[0])
+
+
+def _coordinator(options: Options, topology: Topology, local: Sequence[bool], here: Sequence[str]) -> tuple[str, str]:
+    """Return the host name by which instances reach instance 0's coordinator, and the address on which it listens.
+
+    Only instances of other hosts are a reason to let anybody but this host connect.
+    """
+    bind = options.coordinator_bind
+    if all(local):
+        bind = bind or _LOOPBACK
+        return (_LOOPBACK if bind in _WILDCARDS else bind), bind
+    first = here[0] if local[0] else topology.hosts[0].rpartition("@")[2]
+    return (first if bind is None or bind in _WILDCARDS else bind), bind or _EVERY_ADDRESS
+
+
+def _check_program(parser: PoprunParser, program: str, path: str | None) -> None:
+    """Exit as a shell does if there is no such program."""
+    if shutil.which(program, path=path) is not None:
+        return
+    beside = Path(sys.executable).with_name(program)
+    if "/" not in program and os.access(beside, os.X_OK):
+        parser.exit(NOT_FOUND, f"poprun: {program} is not in PATH: did you mean {shlex.quote(str(beside))}?\n")
+    if not Path(program).is_file():
+        parser.exit(NOT_FOUND, f"poprun: there is no program {program!r}: give one in PATH, or its path\n")
+    python = f", or start it with: python {shlex.quote(program)}" if program.endswith(".py") else ""
+    if "/" in program or python:
+        line = f"poprun: {program} is not executable: make it so with chmod +x{python}\n"
+        parser.exit(NOT_EXECUTABLE, line)
+    parser.exit(NOT_FOUND, f"poprun: {program} is not in PATH: did you mean ./{program}?\n")
+
+
+def _check_output(parser: PoprunParser, options: Options) -> None:
+    """Make the folders that the run writes to, and refuse one that has an earlier run's files."""
+    for flag, folder in (
+        ("--output-dir", options.output_dir),
+        ("--executable-cache-path", options.executable_cache_path),
+    ):
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                parser.error(f"argument {flag}: {folder} cannot be made ({error.strerror}): give another folder")
+            if not os.access(folder, os.W_OK | os.X_OK):
+                parser.error(f"argument {flag}: {folder} cannot be written to: give another folder")
+    if options.output_dir is not None and any(options.output_dir.glob("attempt-*")):
+        parser.error(f"argument --output-dir: {options.output_dir} has files of another run: give another folder")
+
+
+def _about_nodes(topology: Topology) -> str:
+    nodes, cores = len(nodes_of_cores()), len(available_cores())
+    if cores < topology.instances_per_host:
+        return (
+            f"--numa-aware: {topology.instances_per_host} instances have {cores} cores: they share all of them, "
+            "and none is bound"
+        )
+    if nodes <= 1:
+        return f"--numa-aware: this host has one NUMA node: each instance is bound to its share of {cores} cores"
+    return f"--numa-aware: each instance is bound to its share of the cores of one of {nodes} NUMA nodes"
+
+
+def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of all instances of a host, but for those of their places."""
+    environment = {**base, **dict(options.env)}
+    if options.executable_cache_path is not None:
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(options.executable_cache_path)
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    return environment
+
+
+def _travelling(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)}
+
+
+def _shell(options: Options) -> Shell:
+    return Shell(tuple(shlex.split(options.remote_shell)), os.getcwd())
+
+
+def _commands(run: Run) -> str:
+    """Return the command of each instance as a user could type it on its host."""
+    options = run.options
+    port = options.coordinator_port or free_port(_LOOPBACK)
+    lines: list[str] = []
+    for name, launch in zip(run.topology.hosts, run.launches(port, 0), strict=True):
+        lines.append(f"# on host {name}, in {shlex.quote(os.getcwd())}:")
+        for place, cores in zip(launch.places, launch.shares(), strict=True):
+            variables = launch.variables(place, len(cores))
+            changed = {key: value for key, value in sorted(variables.items()) if os.environ.get(key) != value}
+            words = ["env", *(f"{key}={value}" for key, value in changed.items())]
+            if launch.binds():
+                words += ["taskset", "--cpu-list", ranges(cores)]
+            lines.append(shlex.join([*words, *launch.command]))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    command()
