@@ -2,8 +2,8 @@
 
     run_instances(training.losses, [4, 4], precision="16.32")     two processes with four CPU devices each
 
-The function returns `{name: array or text}`. A process that raises ends at once, and its stderr is shown; all are killed
-when one has failed or time is up, since the others would wait in a collective for ever.
+The function returns `{name: array or text}`. A process that raises ends at once, and its stderr is shown. All are
+killed when one has failed or time is up, because the others would wait in a collective for ever.
 """
 
 import json
