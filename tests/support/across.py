@@ -6,6 +6,8 @@ returns plain arrays, so that the results of any number of processes can be comp
 
 import dataclasses
 import importlib
+import json
+import time
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from ipu_jax import (
     Pipeline,
     TrainOptions,
     VerificationError,
+    configure,
     make_mesh,
     make_train_step,
     reference_predict,
@@ -208,31 +211,32 @@ def function_trained(replicas: int, options: dict[str, Any] | None = None) -> Re
 # feeds
 
 
-def fed(replicas: int, ipus: int, each: list[dict[str, Any]], batches: int | None = None) -> Results:
-    """Return, for each feed, the rows on this process's IPUs, as (batch, replica) -> rows, and its state at the end."""
+def fed(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
+    """Return, for each feed, the rows on this process's IPUs by batch and replica, and its state at the end.
+
+    Each has the options of a `Feed`, and "examples", whether it is a "stream", and after how many "batches" it ends.
+    """
     mesh, found = make_mesh(replicas, ipus), {}
     rows_of_device = {device: row for row, devices in enumerate(mesh.devices) for device in devices}
     for number, given in enumerate(each):
-        stream, state = given.pop("stream", False), given.pop("state", None)
-        numbers, reads = np.arange(given.pop("examples", 37)), []
-        source: Any = _Loader(numbers) if stream else _Numbers(numbers, reads)
         options = {"remainder": "pad", "fill": -1, "prefetch": 0, "epochs": 1} | given
-        if stream:
-            options |= {"items": "batches"}
-        with Feed(source, mesh=mesh, micro_batch=2, gradient_accumulation=2, state=state, **options) as feed:
+        stream, batches = options.pop("stream", False), options.pop("batches", None)
+        numbers, reads = np.arange(options.pop("examples", 37)), [np.zeros(0, int)]
+        source: Any = _Loader(numbers) if stream else _Numbers(numbers, reads)
+        options |= {"items": "batches"} if stream else {}
+        with Feed(source, mesh=mesh, micro_batch=2, gradient_accumulation=2, **options) as feed:
             for at, batch in enumerate(feed):
                 for shard in batch.data["n"].addressable_shards:
-                    row = rows_of_device[shard.device]
-                    values = np.asarray(shard.data).reshape(-1)
+                    row, values = rows_of_device[shard.device], np.asarray(shard.data).reshape(-1)
+                    # the IPUs of a replica have the same rows
                     same = found.setdefault(f"{number} batch {at} replica {row}", values)
                     np.testing.assert_array_equal(values, same)
-                found[f"{number} batch {at} counts"] = np.array(
-                    [batch.examples, batch.updates, int(batch.is_real.sum())]
-                )
+                found[f"{number} batch {at} counts"] = np.array([batch.examples, batch.updates])
+                found[f"{number} batch {at} is real"] = batch.is_real
                 if at + 1 == batches:
                     break
-            found[f"{number} state"] = np.array(list(feed.state().values()))
-        found[f"{number} reads"] = np.unique(np.concatenate(reads)) if reads else np.zeros(0, int)
+            found[f"{number} state"] = np.array(json.dumps(feed.state()))
+        found[f"{number} reads"] = np.unique(np.concatenate(reads))
     return found
 
 
@@ -312,6 +316,7 @@ def refusals() -> Results:
     feed = lambda mesh, **options: refusal(lambda: Feed(numbers, mesh=mesh, micro_batch=1, **options))  # noqa: E731
     return {
         "too few": refusal(lambda: make_mesh(2, 2)),
+        "too few here": refusal(lambda: configure(3)),
         "an idle instance": refusal(lambda: make_mesh(1, 2)),
         "another count": feed(mesh, instances=3),
         "another instance": feed(mesh, instance=1 - jax.process_index()),
@@ -342,3 +347,13 @@ def verify_on_one_side() -> Results:
     except VerificationError as raised:
         error = raised
     return {"error": np.array(str(error))}
+
+
+def fails(how: str) -> Results:
+    """Raise on instance 1 while instance 0 waits for it, or wait on both."""
+    if how == "raises" and jax.process_index() == 1:
+        raise RuntimeError("of instance 1")
+    if how == "waits":
+        time.sleep(600)
+    multihost_utils.sync_global_devices("all")
+    return {}
