@@ -94,6 +94,9 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
 def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 
+    After `jax.distributed.initialize` these are the devices of all instances, those of instance 0 first. Every instance
+    calls it alike, and a replica may be on several of them.
+
     Args:
         replicas: copies of the model, at least 1: the size of axis "replica".
         ipus_per_replica: IPUs that share one copy, at least 1: the size of axis "ipu".
@@ -103,7 +106,7 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
         default are refused by plain Flax training).
 
     Raises:
-        ValueError: a count is not a positive int, or there are too few devices.
+        ValueError: a count is not a positive int, there are too few devices, or an instance would have none of them.
 
     >>> mesh = make_mesh(2, 2)
     >>> dict(mesh.shape)
@@ -112,10 +115,18 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     replicas = check_count("replicas", replicas)
     ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
     needed, devices = replicas * ipus_per_replica, jax.devices()
+    counts = f"replicas={replicas} x ipus_per_replica={ipus_per_replica}"
     if len(devices) < needed:
+        several = jax.process_count() > 1
+        there = _too_few_of_all(needed, devices) if several else _too_few(needed, len(devices), devices[0].platform)
+        raise ValueError(f"{counts} needs {needed} IPUs, but {there}")
+    idle = sorted({device.process_index for device in devices} - {device.process_index for device in devices[:needed]})
+    if idle:
+        numbers = ", ".join(map(str, idle))
         raise ValueError(
-            f"replicas={replicas} x ipus_per_replica={ipus_per_replica} needs {needed} IPUs, "
-            f"but {_too_few(needed, len(devices), devices[0].platform)}"
+            f"{counts} takes the first {needed} of {len(devices)} devices, and instance{'s' * (len(idle) > 1)} "
+            f"{numbers} would have none of them, and could not take part: use all {len(devices)}, give each instance "
+            "fewer devices, or start fewer instances"
         )
     return jax.make_mesh(
         (replicas, ipus_per_replica),
@@ -255,11 +266,27 @@ def _cpu_devices_asked_for() -> int:
 def _too_few(needed: int, there: int, platform: str) -> str:
     """Return the end of an error message: how many devices there are, and the mend."""
     if platform == "cpu":
+        where = f" on instance {jax.process_index()}" if jax.process_count() > 1 else ""
         return (
-            f"jax already started its CPU backend with {there}: "
+            f"jax already started its CPU backend with {there}{where}: "
             f"call configure({needed}) before any other use of jax, or set JAX_NUM_CPU_DEVICES={needed}."
         )
     return (
         f"this machine's {platform.upper()} platform has {there}: "
         "use fewer IPUs, or set JAX_PLATFORMS=cpu for virtual ones."
     )
+
+
+def _too_few_of_all(needed: int, devices: list[Any]) -> str:
+    """Return the end of an error message about the devices of all instances."""
+    of_each = collections.Counter(device.process_index for device in devices)
+    counts = [of_each[instance] for instance in range(jax.process_count())]
+    each = f"{counts[0]} each" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+    there = f"the {len(counts)} instances have {len(devices)} in all ({each})"
+    if devices[0].platform == "cpu":
+        share = -(-needed // len(counts))
+        return (
+            f"{there}: call configure({share}) on each of them, after jax.distributed.initialize and before any other "
+            f"use of jax, or set JAX_NUM_CPU_DEVICES={share}."
+        )
+    return f"{there}: use fewer IPUs, or start more instances."

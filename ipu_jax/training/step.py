@@ -146,6 +146,9 @@ class TrainStep:
         optax made it, the average like the weights, in float32 at least. What the step doesn't have is None. All are
         copies, which later calls don't change. `restore` takes the result.
 
+        Across several instances all of them must call it, and each gets all of it. It communicates one all-gather per
+        array that is split over them.
+
         Raises:
             ValueError: the state is not of this step, or was given to a call before.
         """

@@ -22,6 +22,7 @@ GROUND = (
     "_checks",
     "_collectives",
     "_deprecated",
+    "_instances",
     "_jaxprs",
     "_keys",
     "_on_demand",
