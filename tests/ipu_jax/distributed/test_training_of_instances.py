@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from random_programs.closeness import of_all_processes
-from support import across
+from support import across, across_feeds
 from support.dense import largest_relative_error
 from support.instances import Results, run_instances
 from support.trained import train_dense
@@ -104,8 +104,8 @@ def test_replicas_of_a_function_are_those_of_one_process(name):
 def test_an_epoch_of_a_feed_trains_as_on_one_instance(devices):
     """Two updates a call; the last call of the epoch has one."""
     options = {"replicas": sum(devices) // 2, "ipus": 2}
-    found = same_everywhere(run_instances(across.feed_trains, devices, **options))
-    assert not bitwise(found, across.feed_trains(**options))
+    found = same_everywhere(run_instances(across_feeds.feed_trains, devices, **options))
+    assert not bitwise(found, across_feeds.feed_trains(**options))
 
 
 @pytest.mark.slow
