@@ -88,8 +88,8 @@ class Host(Protocol):
         """Leave what the instances write in their pipes, or read it again."""
         ...
 
-    def end(self) -> None:
-        """Kill what is left of the attempt: `Ended` follows."""
+    def end(self, patience: float) -> None:
+        """Kill what is left of the attempt, after a time in which it may end by itself: `Ended` follows."""
         ...
 
     def close(self) -> None:
@@ -197,12 +197,13 @@ class LocalHost:
         """Leave what the instances write in their pipes, or read it again."""
         self._held = on
 
-    def end(self) -> None:
-        """Kill what is left of the attempt: `Ended` follows."""
+    def end(self, patience: float) -> None:
+        """Kill what is left of the attempt, after a time in which it may end by itself: `Ended` follows."""
         if self._run_dir is None:
             self._waiting.append(Ended())
             return
         groups = [instance.process.pid for instance in self._instances.values()]
+        self._wait_for_strays(groups, patience)
         left = _watcher.kill(str(self._run_dir), groups, _CANNOT_DIE)
         for instance in self._instances.values():
             self._waiting += self._outputs(instance, most=1 << 24)
@@ -220,10 +221,21 @@ class LocalHost:
     def close(self) -> None:
         """Let go of the host, at once, after a last `end`."""
         if self._run_dir is not None:
-            self.end()
+            self.end(patience=0)
         if self._watcher is not None:
             self._tell("bye")
             self._watcher.communicate()
+
+    def _wait_for_strays(self, groups: list[int], patience: float) -> None:
+        """Let processes that the instances have left behind end: some tidy up when they find that they are alone."""
+        begun, told = time.monotonic(), False
+        while time.monotonic() < begun + patience and (left := _watcher.members(str(self._run_dir), groups)):
+            if not told and time.monotonic() > begun + patience / 2:
+                told = True
+                for pid in left:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGTERM)
+            time.sleep(0.02)
 
     def _path(self, name: str, instance: int | str) -> Path:
         assert self._run_dir is not None

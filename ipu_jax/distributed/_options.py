@@ -103,25 +103,31 @@ class PoprunParser(Parser):
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own words, and the program with its arguments."""
-        i = 0
+        own, i = list[str](), 0
         while i < len(argv):
             word = argv[i]
             if word == "--":
-                return list(argv[:i]), list(argv[i + 1 :])
+                return own, list(argv[i + 1 :])
             if not word.startswith("-") or word == "-":
                 break
             name, equals, _ = word.partition("=")
             action = self._option_string_actions.get(name)
             i += 1
+            own.append(word)
             if action is None:
                 joined = re.match(r"-[xH].", word)
                 if joined is None and not re.fullmatch(r"-v+", word):
-                    return list(argv[:i]), list(argv[i:])  # an unknown one: it is refused
-            elif not equals and action.nargs == "?":
-                i += i < len(argv) and argv[i] in (*_TRUE, *_FALSE)
-            elif not equals and action.nargs != 0:
+                    break  # an unknown one: it is refused
+            elif equals or action.nargs == 0 or i == len(argv):
+                continue
+            elif action.nargs != "?":
+                # mpirun's options are values here, although they look like options of ours
+                own[-1:] = [f"{name}={argv[i]}"] if name in WITHOUT_EFFECT else [word, argv[i]]
                 i += 1
-        return list(argv[:i]), list(argv[i:])
+            elif argv[i] in (*_TRUE, *_FALSE) and i + 1 < len(argv):  # the last word is the program: `true`
+                own.append(argv[i])
+                i += 1
+        return own, list(argv[i:])
 
     def _add_truth(self, name: str, meaning: str) -> None:
         """Add an option that is yes if it is given, and may also be given as =yes or =no, as in the original."""

@@ -10,8 +10,9 @@ import dataclasses
 import os
 import re
 import time
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from ipu_jax.distributed._events import Stream
 from ipu_jax.distributed._lines import Piece, Splitter
@@ -32,7 +33,7 @@ _KEPT: Final = 20
 class _Source:
     splitter: Splitter
     tail: collections.deque[tuple[int, str]]  # the last lines, and how many had been shown when each was; -1: hidden
-    file: BinaryIO | None = None
+    file: FileIO | None = None
 
 
 class Display:
@@ -58,6 +59,11 @@ class Display:
         columns = self._screens["stderr"].columns
         return None if columns is None else max(20, columns - len("[1,0]<stderr>:") - 1)
 
+    def resize(self) -> None:
+        """Look up the width of the terminal again."""
+        for stream, screen in self._screens.items():
+            screen.columns = _columns(_HANDLES[stream])
+
     def begin(self, attempt: int) -> None:
         """Begin an attempt, whose streams are new ones."""
         self._attempt, self._sources = attempt, {}
@@ -66,9 +72,7 @@ class Display:
         """Show what an instance has written; nothing is the end of the stream."""
         source, now = self._source(instance, stream), time.monotonic()
         if data:
-            if source.file is not None:
-                source.file.write(data)
-                source.file.flush()
+            self._keep(source, data)
             self._pieces(instance, stream, source.splitter.feed(data, now))
             return
         self._pieces(instance, stream, source.splitter.finish())
@@ -84,6 +88,11 @@ class Display:
             self._pieces(instance, stream, source.splitter.tick(now))
         for stream, screen in self._screens.items():
             self._put(stream, screen.tick(now))
+
+    def resume(self) -> None:
+        """Begin to wait anew for the ends of lines, since nobody has read the streams for a while."""
+        for source in self._sources.values():
+            source.splitter.wait(time.monotonic())
 
     def say(self, *lines: str) -> None:
         """Write lines of poprun's own to stderr."""
@@ -115,9 +124,19 @@ class Display:
             if self._folder is not None:
                 folder = self._folder / f"attempt-{self._attempt}"
                 folder.mkdir(parents=True, exist_ok=True)
-                file = (folder / f"instance-{instance}.{stream}").open("wb")
+                file = (folder / f"instance-{instance}.{stream}").open("wb", buffering=0)
             self._sources[key] = _Source(Splitter(), collections.deque(maxlen=_KEPT), file)
         return self._sources[key]
+
+    def _keep(self, source: _Source, data: bytes) -> None:
+        """Write to a stream's file; if that fails, as on a full disk, say so once and go on without it."""
+        if source.file is not None:
+            try:
+                source.file.write(data)
+            except OSError as error:
+                self.say(f"{source.file.name} cannot be written ({error.strerror}): the run goes on without it")
+                source.file.close()
+                source.file = None
 
     def _pieces(self, instance: int, stream: Stream, pieces: list[Piece]) -> None:
         key, screen = f"{instance} {stream}", self._screens[stream]

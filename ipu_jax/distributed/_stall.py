@@ -39,16 +39,30 @@ class Stuck:
     Attributes:
         instance: its number.
         doing: what it did, as in "finished no step".
+        pid, letter, finished: its process, that one's state, and the steps that it had finished, if known.
         seconds: for how long.
         limit: how long it may.
         rule: where the limit comes from.
     """
 
     instance: int
+    pid: int
+    letter: str
+    finished: int | None
     doing: str
     seconds: float
     limit: float
     rule: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Late:
+    doing: str
+    seconds: float
+    limit: float
+    rule: str
+    waits: bool = True  # whether another instance may be what it waits for
+    of_steps: bool = False
 
 
 @dataclasses.dataclass
@@ -105,11 +119,6 @@ class Judge:
         if self._excused(watched, now):
             self._since = max(self._since, now)
 
-    def finished(self, instance: int) -> int | None:
-        """Return the steps that an instance has finished, as far as is known."""
-        watched = self._watched.get(instance)
-        return None if watched is None or watched.progress is None else watched.progress.finished
-
     def median_step(self) -> float | None:
         """Return the median of the times of the steps so far, in seconds."""
         if self._median is None and self._durations:
@@ -118,13 +127,18 @@ class Judge:
 
     def verdict(self, now: float) -> Stuck | None:
         """Return the instance that is stuck, or None if all may go on."""
-        late = next((late for i in self._watched if (late := self._late(i, now))), None)
-        if late is None:
-            return None
-        if late.doing.startswith(("was stopped", "was busy", "has not ended")):
-            return late  # it waits for nobody
-        culprit = self._culprit(of_steps=late.doing == "finished no step")
-        return dataclasses.replace(late, instance=culprit, seconds=self._silence(self._watched[culprit], now))
+        for instance, watched in self._watched.items():
+            late = self._late(watched, now)
+            if late is not None:
+                if late.waits:
+                    instance = self._culprit(of_steps=late.of_steps)
+                    watched = self._watched[instance]
+                    late = dataclasses.replace(late, seconds=self._silence(watched, now))
+                finished = watched.progress.finished if watched.progress else None
+                return Stuck(
+                    instance, watched.pid, watched.letter, finished, late.doing, late.seconds, late.limit, late.rule
+                )
+        return None
 
     def _measure(self, watched: _Watched, before: Progress | None, after: Progress) -> None:
         steps = after.finished - (before.finished if before else 0)
@@ -153,27 +167,27 @@ class Judge:
             return max(LEAST, TIMES * self._first_step), f"the larger of {LEAST:g} s and {TIMES} x the first step"
         return max(LEAST, TIMES * median), f"the larger of {LEAST:g} s and {TIMES} x the median step of {median:.3g} s"
 
-    def _late(self, instance: int, now: float) -> Stuck | None:
-        watched = self._watched[instance]
+    def _late(self, watched: _Watched, now: float) -> _Late | None:
         progress = watched.progress
         stopped = now - watched.stopped_since
-        if stopped > LEAST:
-            return Stuck(instance, "was stopped", stopped, LEAST, "a process that is stopped does nothing")
+        if stopped > LEAST and self._stall != math.inf:
+            return _Late("was stopped", stopped, LEAST, "a process that is stopped does nothing", waits=False)
         if progress is None:
             return None
         in_phase = now - max(progress.phase_at, self._resumed_at)
         if progress.phase in _PREPARING and in_phase > self._compiling:
-            doing = "has started" if progress.phase is Phase.STARTING else "has compiled"
-            return Stuck(instance, f"{doing} without an end", in_phase, self._compiling, "--compile-timeout")
+            doing = "has not started" if progress.phase is Phase.STARTING else "has not compiled"
+            return _Late(doing, in_phase, self._compiling, "--compile-timeout")
         if progress.phase is Phase.BUSY and in_phase > progress.limit:
             what = f" with {progress.label}" if progress.label else ""
-            return Stuck(instance, f"was busy{what}", in_phase, progress.limit, "its own limit")
+            return _Late(f"was busy{what}", in_phase, progress.limit, "its own limit", waits=False)
         if progress.phase is Phase.FAILED and in_phase > LEAST:
-            return Stuck(instance, "has not ended after its exception", in_phase, LEAST, "an exception ends a program")
-        limit, rule = self._step_limit()
-        silence = self._silence(watched, now)
-        if progress.phase is Phase.STEPPING and silence > limit:
-            return Stuck(instance, "finished no step", silence, limit, rule)
+            return _Late("has not exited", in_phase, LEAST, "an exception ends a program", waits=False)
+        if progress.phase is Phase.STEPPING:
+            limit, rule = self._step_limit()
+            silence = self._silence(watched, now)
+            if silence > limit:
+                return _Late("finished no step", silence, limit, rule, of_steps=True)
         return None
 
     def _silence(self, watched: _Watched, now: float) -> float:

@@ -66,35 +66,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: _environment(options, os.environ if is_local else _travelling(os.environ))
         for name, is_local in zip(topology.hosts, local, strict=True)
     }
-    with Signals() as signals:
-        writer = Writer()
-        display = Display(
-            writer,
-            only=options.only_output_from_instance,
-            timestamps=options.timestamps,
-            folder=options.output_dir,
-        )
-        hosts: list[Host] = [
-            LocalHost(name) if is_local else RemoteHost(name, _shell(options))
-            for name, is_local in zip(topology.hosts, local, strict=True)
-        ]
-        if display.columns and "COLUMNS" not in os.environ:
-            environments = {name: {**values, "COLUMNS": str(display.columns)} for name, values in environments.items()}
-        run = Run(options, topology, hosts, environments, coordinator, bind, display, writer, signals)
-        if options.print_topology:
-            display.draw(box(topology))
-        if options.offline_mode or options.dry_run:
-            display.draw(_commands(run))
-            return _written(run, 0)
-        try:
-            status = run.to_its_end()
-        except CannotStartError as error:
-            display.say(str(error))
-            status = error.status
-        finally:
-            for host in hosts:
-                host.close()
-        return _written(run, status)
+    writer, signals = Writer(), Signals()
+    display = Display(
+        writer, only=options.only_output_from_instance, timestamps=options.timestamps, folder=options.output_dir
+    )
+    if display.columns and "COLUMNS" not in os.environ:  # bars that are drawn into a pipe look there for their width
+        environments = {name: {**values, "COLUMNS": str(display.columns)} for name, values in environments.items()}
+    run = Run(options, topology, environments, coordinator, bind, display, writer, signals)
+    if options.print_topology:
+        display.draw(box(topology))
+    if options.offline_mode or options.dry_run:
+        display.draw(_commands(run))
+        return _written(run, 0)
+    shell = Shell(tuple(shlex.split(options.remote_shell)), os.getcwd())
+    hosts: list[Host] = []
+    try:
+        for name, is_local in zip(topology.hosts, local, strict=True):
+            hosts.append(LocalHost(name) if is_local else RemoteHost(name, shell))
+        status = run.to_its_end(hosts)
+    except CannotStartError as error:
+        display.say(str(error))
+        status = error.status
+    finally:
+        for host in hosts:
+            host.close()
+    return _written(run, status)
 
 
 def command() -> NoReturn:
@@ -214,10 +210,6 @@ def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
 
 def _travelling(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)}
-
-
-def _shell(options: Options) -> Shell:
-    return Shell(tuple(shlex.split(options.remote_shell)), os.getcwd())
 
 
 def _commands(run: Run) -> str:
