@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ipu_jax.data.prefetch import FeedTimeoutError
     from ipu_jax.data.source import normalise
     from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
+    from ipu_jax.distributed import popdist
     from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
     from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
     from ipu_jax.pipeline import Pipeline
@@ -86,6 +87,7 @@ __all__ = [
     "measure_costs",
     "nnx_stage",
     "normalise",
+    "popdist",
     "reference_predict",
     "reference_value_and_grad",
     "replicate",

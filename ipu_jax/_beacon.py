@@ -1,8 +1,8 @@
 """Write down the progress of an instance where its launcher can read it, even while the instance is frozen.
 
-A *beacon* is a file of fixed size that the instance maps into its memory. Steps write to it, not a thread: a thread goes
-on while the steps are stuck, and stands still while something holds the interpreter's lock. A write costs no system
-call. Times are of CLOCK_MONOTONIC, which all processes of a host share.
+A *beacon* is a file of fixed size that the instance maps into its memory. Steps write to it, not a thread, which would
+go on while the steps are stuck. A write costs no system call. Times are of CLOCK_MONOTONIC, which all processes of a
+host share.
 
     instance    begun(), finished(), phase(...)  -->  <run folder>/beacon.3  -->  read(path)    poprun
 
@@ -118,13 +118,18 @@ class Beacon:
         try:
             yield
         finally:
-            if self._phase is phase:  # unless a step or an exception ended it
+            if self._phase is phase:  # unless an exception that nobody caught ended it
                 self.enter(*before)
 
     @property
     def phase(self) -> Phase:
         """Return the current phase."""
         return self._phase
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Return how many steps were begun and finished."""
+        return self._begun, self._finished
 
     def _write(self) -> None:
         _LAYOUT.pack_into(
@@ -146,13 +151,14 @@ class Beacon:
 
 def read(path: Path) -> Reading | None:
     """Return what a beacon says, or None if there is none yet, or it was being written and cannot be read."""
+    found = _bytes_of(path)
     for _ in range(3):  # the writer is not locked out; two equal readings in a row are a whole one
-        first, second = _bytes_of(path), _bytes_of(path)
-        if first is None or second is None:
-            return None
-        if first == second:
+        before, found = found, _bytes_of(path)
+        if before == found:
             break
-    magic, version, pid, beat, begun, finished, finished_ns, phase, phase_ns, limit, label = _LAYOUT.unpack(second)
+    if found is None:
+        return None
+    magic, version, pid, beat, begun, finished, finished_ns, phase, phase_ns, limit, label = _LAYOUT.unpack(found)
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
     text = label.rstrip(b"\0").decode(errors="replace")

@@ -29,7 +29,9 @@ def names_on_demand(package: str, init: str) -> tuple[Callable[[str], Any], Call
             homes.update(_homes(init))
         if name not in homes:
             return now_called(name, stacklevel=3)
-        found = getattr(importlib.import_module(homes[name]), name)
+        home = importlib.import_module(homes[name])
+        # a name may be a module of the home, which nobody has imported yet
+        found = getattr(home, name, None) or importlib.import_module(f"{homes[name]}.{name}")
         setattr(sys.modules[package], name, found)  # asked for once only
         return found
 

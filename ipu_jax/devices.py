@@ -29,6 +29,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
+from ipu_jax import _beacon
 from ipu_jax._checks import check_choice, check_count
 
 Cores = Literal["shared", "one per IPU"]
@@ -93,6 +94,9 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
 def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 
+    After `jax.distributed.initialize` these are the devices of all instances, those of instance 0 first. Every instance
+    calls it alike, and a replica may be on several of them.
+
     Args:
         replicas: copies of the model, at least 1: the size of axis "replica".
         ipus_per_replica: IPUs that share one copy, at least 1: the size of axis "ipu".
@@ -102,7 +106,7 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
         default are refused by plain Flax training).
 
     Raises:
-        ValueError: a count is not a positive int, or there are too few devices.
+        ValueError: a count is not a positive int, there are too few devices, or an instance would have none of them.
 
     >>> mesh = make_mesh(2, 2)
     >>> dict(mesh.shape)
@@ -111,10 +115,18 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     replicas = check_count("replicas", replicas)
     ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
     needed, devices = replicas * ipus_per_replica, jax.devices()
+    counts = f"replicas={replicas} x ipus_per_replica={ipus_per_replica}"
     if len(devices) < needed:
+        several = jax.process_count() > 1
+        there = _too_few_of_all(needed, devices) if several else _too_few(needed, len(devices), devices[0].platform)
+        raise ValueError(f"{counts} needs {needed} IPUs, but {there}")
+    idle = sorted({device.process_index for device in devices} - {device.process_index for device in devices[:needed]})
+    if idle:
+        numbers = ", ".join(map(str, idle))
         raise ValueError(
-            f"replicas={replicas} x ipus_per_replica={ipus_per_replica} needs {needed} IPUs, "
-            f"but {_too_few(needed, len(devices), devices[0].platform)}"
+            f"{counts} takes the first {needed} of {len(devices)} devices, and instance{'s' * (len(idle) > 1)} "
+            f"{numbers} would have none of them, and could not take part: use all {len(devices)}, give each instance "
+            "fewer devices, or start fewer instances"
         )
     return jax.make_mesh(
         (replicas, ipus_per_replica),
@@ -154,7 +166,8 @@ class InFlight:
 
     def __init__(self, limit: int = 4):
         self._limit = check_count("limit", limit)
-        self._steps: collections.deque[list[jax.Array]] = collections.deque()
+        self._steps: collections.deque[list[Any]] = collections.deque()
+        self._counted = 0  # of the oldest steps, how many the beacon counts as finished
 
     @property
     def outstanding(self) -> int:
@@ -180,15 +193,33 @@ class InFlight:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
         smallest = min(leaf.nbytes for leaf in leaves)
         self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
+        beacon = _beacon.current()
+        if beacon is not None:
+            beacon.begun()
+            self._count_ready(beacon)
         while len(self._steps) > self._limit:
             self._wait_for_oldest()
+            if beacon is not None:
+                self._count_ready(beacon)
 
     def _wait_for_oldest(self) -> None:
         while self._steps:
             live = [output for output in self._steps.popleft() if not output.is_deleted()]
+            self._counted -= 1
             if live:
                 live[0].block_until_ready()
                 return
+
+    def _count_ready(self, beacon: _beacon.Beacon) -> None:
+        """Tell the launcher of the oldest steps that have finished since the last call."""
+        ready = max(self._counted, 0)
+        while ready < len(self._steps) and all(
+            output.is_deleted() or output.is_ready() for output in self._steps[ready]
+        ):
+            ready += 1
+        if ready > self._counted:
+            beacon.finished(ready - self._counted)
+            self._counted = ready
 
 
 def _local_devices() -> list[Any]:
@@ -235,11 +266,27 @@ def _cpu_devices_asked_for() -> int:
 def _too_few(needed: int, there: int, platform: str) -> str:
     """Return the end of an error message: how many devices there are, and the mend."""
     if platform == "cpu":
+        where = f" on instance {jax.process_index()}" if jax.process_count() > 1 else ""
         return (
-            f"jax already started its CPU backend with {there}: "
+            f"jax already started its CPU backend with {there}{where}: "
             f"call configure({needed}) before any other use of jax, or set JAX_NUM_CPU_DEVICES={needed}."
         )
     return (
         f"this machine's {platform.upper()} platform has {there}: "
         "use fewer IPUs, or set JAX_PLATFORMS=cpu for virtual ones."
     )
+
+
+def _too_few_of_all(needed: int, devices: list[Any]) -> str:
+    """Return the end of an error message about the devices of all instances."""
+    of_each = collections.Counter(device.process_index for device in devices)
+    counts = [of_each[instance] for instance in range(jax.process_count())]
+    each = f"{counts[0]} each" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+    there = f"the {len(counts)} instances have {len(devices)} in all ({each})"
+    if devices[0].platform == "cpu":
+        share = -(-needed // len(counts))
+        return (
+            f"{there}: call configure({share}) on each of them, after jax.distributed.initialize and before any other "
+            f"use of jax, or set JAX_NUM_CPU_DEVICES={share}."
+        )
+    return f"{there}: use fewer IPUs, or start more instances."

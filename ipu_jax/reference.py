@@ -5,7 +5,8 @@ differentiated by its own `jax.vjp`, from the same cotangent of the loss as in t
 depends on the cotangent (clips it, takes its sign) computes the same in both. A stage's `reference` function takes the
 place of its `fn`; a concurrent stage without one runs on a mesh of a single IPU, where its collectives do nothing. The
 replicas run side by side, each on its first IPU, so that a stage can communicate over axis "replica" (synchronised
-batch norm). `reference_predict` runs the functions of `Pipeline.predict` in the same way.
+batch norm). `reference_predict` runs the functions of `Pipeline.predict` in the same way. Across several instances, all
+of them must call these functions.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ipu_jax._instances import own_device, put
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
@@ -38,8 +41,9 @@ def reference_value_and_grad(
     Returns:
         `(loss, {group: pytree of gradients})`, with aux and new state as `Pipeline.value_and_grad` returns them. The
         loss is the mean over micro-batches and replicas. Gradients are reduced as the pipeline's `reduction` says, and
-        accumulated in float32 at least. All of it is on the mesh's first device. Each replica runs on its first IPU;
-        only the stages' own functions communicate, over axis "replica".
+        accumulated in float32 at least. All of it is on the first device of the mesh, or the first that this instance
+        has. Each replica runs on its first IPU, and also on the first IPU of each further instance that it is on. Only
+        the stages' own functions communicate, over axis "replica"; and what lies on several instances is gathered.
 
     Raises:
         ValueError: the batch does not fit, or a group of state or a key is missing or superfluous.
@@ -65,9 +69,9 @@ def reference_predict(
         state: `{group: pytree}`, whole, if stages have state.
 
     Returns:
-        The outputs with leading dims (m,), or (replicas, m), on the mesh's first device; outputs that the pipeline
-        keeps split have no padding here. With `return_state`, `(outputs, {group: pytree of state})`. Only the stages'
-        own functions communicate, over axis "replica".
+        The outputs with leading dims (m,), or (replicas, m), on the mesh's first device, or the first that this
+        instance has; outputs that the pipeline keeps split have no padding here. With `return_state`, `(outputs,
+        {group: pytree of state})`. It communicates as `reference_value_and_grad` does.
 
     Raises:
         ValueError: as in `Pipeline.predict`.
@@ -135,7 +139,7 @@ def unsharded_update(
         return sums, new_state, losses, aux
 
     sums, states, losses, aux = _on_first_ipus(pipeline, run_replica, params, batch, state, key, fused=fused)
-    leaves = jax.device_put(jax.tree.leaves(params), pipeline.mesh.devices.flat[0])
+    leaves = put(jax.tree.leaves(params), SingleDeviceSharding(own_device(pipeline.mesh)))
     next_learning = iter(sums)
     gradients = [
         jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0).astype(w.dtype)
@@ -175,13 +179,13 @@ def _on_first_ipus(
     *,
     fused: bool = True,
 ) -> Any:
-    """Return `run_replica(params, batch, state, key)` of all replicas, stacked, on the mesh's first device."""
-    first_ipus = Mesh(pipeline.mesh.devices[:, :1], (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    """Return `run_replica(params, batch, state, key)` of all replicas, stacked, on this instance's first device."""
+    copies, first_ipu = _copies(pipeline.mesh), SingleDeviceSharding(own_device(pipeline.mesh))
     replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     if pipeline.replicas == 1:
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
-    params, state, key = jax.device_put((params, state or {}, key), NamedSharding(first_ipus, replicated))
-    batch = jax.device_put(batch, NamedSharding(first_ipus, per_replica))
+    params, state, key = put((params, state or {}, key), NamedSharding(copies, replicated))
+    batch = put(batch, NamedSharding(copies, per_replica))
 
     def stacked(params: Any, batch: Any, state: Any, key: Any) -> Any:
         result = run_replica(params, jax.tree.map(lambda leaf: leaf[0], batch), state, key)
@@ -189,11 +193,29 @@ def _on_first_ipus(
 
     mapped = jax.shard_map(
         stacked,
-        mesh=first_ipus,
+        mesh=copies,
         in_specs=(replicated, per_replica, replicated, replicated),
         out_specs=per_replica,
         check_vma=False,
     )
     options = None if fused else {"xla_allow_excess_precision": False}
     results = jax.jit(mapped, compiler_options=options)(params, batch, state, key)
-    return jax.device_put(results, pipeline.mesh.devices.flat[0])
+    return put(results, first_ipu)
+
+
+def _copies(mesh: Mesh) -> Mesh:
+    """Return a mesh of the replicas' first IPUs, (replicas, 1, copies).
+
+    If a replica is on several instances, each of them has a copy of it: the program runs on all instances, and each
+    gets the results. Nothing else tells the copies apart.
+    """
+    rows: list[list[Any]] = []
+    for row in mesh.devices:
+        first_of: dict[int, Any] = {}
+        for device in row:
+            first_of.setdefault(device.process_index, device)
+        first = list(first_of.values())
+        rows.append([*first, *(device for device in row if device not in first)])
+    copies = max(len({device.process_index for device in row}) for row in mesh.devices)
+    devices = np.array([row[:copies] for row in rows])[:, None]
+    return Mesh(devices, (REPLICA_AXIS, IPU_AXIS, "copy"), axis_types=(AxisType.Auto,) * 3)

@@ -1,13 +1,16 @@
 """Compare a pipeline with the unsharded program of its stages (`reference_value_and_grad`)."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from ipu_jax._instances import gathered, on_host
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.reference import unsharded_update
@@ -81,6 +84,10 @@ def verify(
     between them, and a pipeline is fused differently. An error of up to 4 times the largest change of a leaf in these
     runs is then allowed.
 
+    Across several instances all of them must call it, since it communicates: it runs the pipeline, gathers weights,
+    gradients and batch, and agrees on the errors. Each instance runs the unsharded program on its own first device, and
+    all return the same report, or raise.
+
     Args:
         pipeline: the pipeline.
         params: from `pipeline.shard`.
@@ -119,13 +126,16 @@ def verify(
     allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
     (compared_loss,) = _compare({"": loss}, {"": expected_loss})[""]
     compared = _compare(actual, expected)
+    agreed = functools.partial(_agree, pipeline.mesh, loss, expected_loss, compared_loss)
+    loss, expected_loss = agreed(compared)
     if not all(allowed.passes(leaf) for leaves in compared.values() for leaf in leaves):
         moved = [unsharded(_moved(weights, seed))[1] for seed in range(3)]
         if any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in jax.tree.leaves(weights)):
             moved.append(unsharded(weights, fused=False)[1])
         compared = _compare(actual, expected, jax.tree.map(_slack, expected, *moved))
+        loss, expected_loss = agreed(compared)
     errors = ({leaf.name: leaf.error for leaf in leaves} for leaves in compared.values())
-    report = VerificationReport(float(loss), float(expected_loss), compared_loss.error, *errors)
+    report = VerificationReport(loss, expected_loss, compared_loss.error, *errors)
     if not allowed.passes(compared_loss):
         bound = allowed.of(compared_loss)
         raise VerificationError(f"the loss differs from the unsharded program's by more than rtol={bound:g}: {report}")
@@ -154,11 +164,13 @@ class _Compared:
     Attributes:
         name: its name in error messages.
         actual, expected: the leaf of the pipeline, and that of the unsharded program.
-        error: the largest difference, less a slack, relative to the largest finite magnitude in `expected`.
+        error: the largest difference, less a slack, relative to the largest finite magnitude in `expected`; once the
+            instances have agreed, the largest of theirs.
+        own_error: this instance's.
     """
 
     def __init__(self, name: str, actual: Any, expected: Any, slack: float, *, may_be_infinite: bool):
-        self.name, self.actual, self.expected = name, np.asarray(actual), np.asarray(expected)
+        self.name, self.actual, self.expected = name, on_host(actual), on_host(expected)
         self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
         wide_actual, wide_expected = _wide(self.actual), _wide(self.expected)
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, and so is refused under any bound
@@ -170,10 +182,13 @@ class _Compared:
         self._difference = difference
         scale = np.abs(wide_expected[np.isfinite(wide_expected)]).max(initial=0)
         self.error = float(np.maximum(difference - slack, 0).max() / (scale or 1.0)) if difference.size else 0.0
+        self.own_error = self.error
 
     @property
     def furthest(self) -> str:
         """Return the text of an error message for the two elements that are furthest apart, with their position."""
+        if self.error > self.own_error:
+            return "the values that are furthest apart are on another instance"
         at = np.unravel_index(np.argmax(self._difference), self._difference.shape)
         actual, expected = self.actual[at].item(), self.expected[at].item()
         values = f"{actual:.6g} instead of {expected:.6g}" if self.is_float else f"{actual} instead of {expected}"
@@ -221,6 +236,21 @@ def _compare(actual: dict[str, Any], expected: dict[str, Any], slack: Any = None
         ]
         for name in actual
     }
+
+
+def _agree(
+    mesh: Mesh, loss: Any, expected_loss: Any, compared_loss: _Compared, compared: dict[str, list[_Compared]]
+) -> tuple[float, float]:
+    """Set each error to the largest that any instance has, and return the two losses of the first one.
+
+    So that all instances go on alike: a copy of a value may be wrong on one of them only.
+    """
+    leaves = [compared_loss, *(leaf for leaves in compared.values() for leaf in leaves)]
+    own = [float(loss), float(expected_loss), *(leaf.own_error for leaf in leaves)]
+    of_all = gathered(mesh, own)
+    for leaf, error in zip(leaves, of_all[:, 2:].max(0).tolist(), strict=True):
+        leaf.error = error
+    return float(of_all[0, 0]), float(of_all[0, 1])
 
 
 def _slack(expected: Any, *moved: Any) -> float:

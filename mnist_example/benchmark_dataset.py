@@ -18,6 +18,7 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # run as a script: the packages of this very checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from mnist_example import instances
 from mnist_example.extra import run_with_extra
 from mnist_example.flag_checks import check_data_flags
 from mnist_example.flags import make_parser, parse
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         data, batches = inputs.prepare(args, args.ipus)
     except (ValueError, OSError) as error:
-        parser.refuse(error)
+        parser.refuse(instances.explained(error))
     from mnist_example.reading_run import read
 
     read(args, batches, data)

@@ -12,6 +12,7 @@ from typing import Final, get_args
 from ipu_jax import SCHEDULES, Half, Precision, Reduction, canonical_name
 from ipu_jax.tools.command_line import Parser
 from mnist_example import flag_types
+from mnist_example.instances import fill_in_counts
 from mnist_example.layouts import MODES
 from mnist_example.network import MLP_UPDATES, RESNET_UPDATES, network_of
 from mnist_example.network import NAMES as MODELS
@@ -34,8 +35,12 @@ _CALLED: Final = {
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed flags, with the network's defaults for those that were not given; bad flags exit."""
+    """Return the parsed flags, with poprun's counts and the network's defaults where not given; bad flags exit."""
     args = parser.parse(argv)
+    try:
+        fill_in_counts(args)
+    except ValueError as error:
+        parser.error(str(error))
     updates = network_of(args.model).updates
     own_rate = default_learning_rate(args.optimizer, of_sgd=updates.learning_rate)
     for name, value in (dataclasses.asdict(updates) | {"learning_rate": own_rate}).items():
@@ -79,16 +84,15 @@ def make_parser(prog: str, description: str) -> Parser:
     add(
         "--ipus",
         type=flag_types.count,
-        default=2,
         metavar="N",
-        help="IPUs of a replica; the mlp's basic mode takes 2 (default: %(default)s)",
+        help="IPUs of a replica; the mlp's basic mode takes 2 (default: poprun's --ipus-per-replica, else 2)",
     )
     add(
         "--replicas",
         type=flag_types.count,
-        default=1,
         metavar="N",
-        help="pipelines side by side, each with micro-batches of its own, on N times --ipus (default: %(default)s)",
+        help="pipelines side by side, each with micro-batches of its own, on N times --ipus (default: poprun's "
+        "--num-replicas, else 1)",
     )
 
     training = parser.add_argument_group("training")

@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from mnist_example import instances
 from mnist_example.batches import Batches
 from mnist_example.data import MNIST, load_mnist, synthetic_mnist
 
@@ -10,8 +11,9 @@ from mnist_example.data import MNIST, load_mnist, synthetic_mnist
 def prepare(args: argparse.Namespace, ipus: int) -> tuple[MNIST, Batches]:
     """Return the digits and the training batches that the flags ask for, and make `ipus` IPUs for each replica.
 
-    Data that may have to be downloaded are read last, so that a platform that is missing is named at once. Any other
-    data are read first, before jax is imported.
+    Data that may have to be downloaded are read last, so that a platform that is missing is named at once; then an
+    instance connects with the others, of which the first on each host downloads them. Any other data are read first,
+    before jax is imported.
 
     Raises:
         ValueError, OSError: a folder that the user named does not hold the digits, there are too few images for one
@@ -20,7 +22,8 @@ def prepare(args: argparse.Namespace, ipus: int) -> tuple[MNIST, Batches]:
     may_download = not (args.synthetic_data or args.data_dir or os.environ.get("MNIST_DIR"))
     if may_download:
         _start_ipus(args, ipus)
-    data = synthetic_mnist(args.seed) if args.synthetic_data else load_mnist(args.data_dir)
+    load = (lambda: synthetic_mnist(args.seed)) if args.synthetic_data else (lambda: load_mnist(args.data_dir))
+    data = instances.first_of_host_first(load) if may_download else load()
     batches = _make_batches(args, data)
     if not may_download:
         _start_ipus(args, ipus)
@@ -42,7 +45,8 @@ def _make_batches(args: argparse.Namespace, data: MNIST) -> Batches:
 def _start_ipus(args: argparse.Namespace, ipus: int) -> None:
     from ipu_jax import configure
 
-    count = args.replicas * ipus
+    instances.connect()
+    count = instances.local_ipus(args.replicas, ipus)
     try:
         configure(count)
     except ValueError as error:

@@ -66,11 +66,12 @@ def make_pipeline(
     mode: Mode,
     *,
     ipus: int = 2,
+    replicas: int = 1,
     gradient_accumulation: int = 84,
     schedule: str = "grouped",
     reduction: Reduction = "sum",
 ) -> Pipeline:
-    """Return the network as a pipeline on one replica, over the first `ipus` devices.
+    """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
     Every stage computes in the dtype of its weights, and the loss in float32, so `TrainOptions(precision=)` of a
     training step decides the precision. The loss is the mean over the micro-batches. aux is `{"correct": (M,) int32}`:
@@ -78,10 +79,11 @@ def make_pipeline(
 
     Args:
         mode: "basic" or "concurrent", as drawn at the top of this file.
-        ipus: IPUs of the replica; basic mode takes 2, concurrent mode 1 to 10.
+        ipus: IPUs of a replica; basic mode takes 2, concurrent mode 1 to 10.
+        replicas: copies of the network, each with micro-batches of its own.
         gradient_accumulation: M, the micro-batches of one weight update.
         schedule: a name of `ipu_jax.SCHEDULES`, or "auto".
-        reduction: gradients are the "sum" or the "mean" over the micro-batches.
+        reduction: gradients are the "sum" or the "mean" over the micro-batches and the replicas.
 
     Raises:
         ValueError: an unknown name, a count below 1, IPUs that `check_mlp_ipus` refuses, or fewer devices than IPUs.
@@ -90,7 +92,7 @@ def make_pipeline(
     head, specs = head_stages(mode, ipu=1)
     return Pipeline(
         [Stage(_mlp, params="mlp", ipu=0), *head],
-        mesh=make_mesh(1, ipus),
+        mesh=make_mesh(replicas, ipus),
         schedule=schedule,
         gradient_accumulation=gradient_accumulation,
         reduction=reduction,

@@ -24,6 +24,7 @@ class _MakePipeline(Protocol):
         mode: Mode,
         *,
         ipus: int = ...,
+        replicas: int = ...,
         gradient_accumulation: int = ...,
         schedule: str = ...,
         reduction: Reduction = ...,

@@ -1,5 +1,6 @@
 """Show how far a training is: a bar on a terminal, and lines that stay when the bar has gone."""
 
+import os
 import sys
 
 import numpy as np
@@ -18,12 +19,24 @@ from rich.progress import (
 from rich.status import Status
 from rich.text import Text
 
+from mnist_example.instances import is_first
 from mnist_example.train import Call
 
 
 def shows_progress(no_progress: bool) -> bool:
-    """Return whether there is to be a bar: on a terminal, unless the flag --no-progress says no."""
-    return sys.stdout.isatty() and not no_progress
+    """Return whether there is to be a bar: on a terminal, also poprun's, unless the flag --no-progress says no."""
+    return (sys.stdout.isatty() or _of_poprun()) and is_first() and not no_progress
+
+
+def _of_poprun() -> bool:
+    """Return whether stdout is a pipe to poprun, and poprun's own a terminal; it says how wide."""
+    return "POPRUN_TERMINAL_WIDTH" in os.environ
+
+
+def _console() -> Console:
+    if not _of_poprun():
+        return Console()
+    return Console(force_terminal=True, width=int(os.environ["POPRUN_TERMINAL_WIDTH"]))
 
 
 class _Speed(ProgressColumn):
@@ -49,12 +62,12 @@ def progress_bar(*, shown: bool) -> Progress:
         TextColumn("left:"),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=Console(), disable=not shown, transient=True)
+    return Progress(*columns, console=_console(), disable=not shown, transient=True)
 
 
 def spinner(text: str) -> Status:
     """Return a text with a turning line before it, which any terminal can show, as a context."""
-    return Console().status(text, spinner="line")
+    return _console().status(text, spinner="line")
 
 
 class LossLines:
@@ -91,5 +104,6 @@ class LossLines:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+    """Print a line at once, on the first instance only."""
+    if is_first():
+        print(line, flush=True)

@@ -229,12 +229,13 @@ def make_pipeline(
     mode: Mode,
     *,
     ipus: int = 2,
+    replicas: int = 1,
     gradient_accumulation: int = 84,
     schedule: str = "grouped",
     reduction: Reduction = "sum",
     width: int = WIDTH,
 ) -> Pipeline:
-    """Return the network as a pipeline on one replica, over the first `ipus` devices.
+    """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
     Precision, micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`. A micro-batch must have at
     least 2 images; the images may have any numbers of rows and columns.
@@ -242,16 +243,17 @@ def make_pipeline(
     Args:
         depth, width: as `layers_of` takes them.
         mode: "basic" or "concurrent", as drawn at the top of this file.
-        ipus: IPUs of the replica, from 1 to the number of layers.
+        ipus: IPUs of a replica, from 1 to the number of layers.
+        replicas: copies of the network, each with micro-batches of its own.
         gradient_accumulation: M, the micro-batches of one weight update.
         schedule: a name of `ipu_jax.SCHEDULES`, or "auto".
-        reduction: gradients are the "sum" or the "mean" over the micro-batches.
+        reduction: gradients are the "sum" or the "mean" over the micro-batches and the replicas.
 
     Raises:
         ValueError: an unknown name, a count below 1, IPUs that `check_resnet_ipus` refuses, or fewer devices than IPUs.
     """
     check_resnet_ipus(depth, mode, ipus)
-    mesh = make_mesh(1, ipus)
+    mesh = make_mesh(replicas, ipus)
     layers = layers_of(depth, width=width)
     last = ipus - 1
     head, specs = head_stages(mode, ipu=last)

@@ -5,6 +5,7 @@
     run-sharded-mnist --pipeline-mode basic --model resnet18 --epochs 1
     run-sharded-mnist --pipeline-mode concurrent --replicas 2 --optimizer adamw --shard-optimizer
     run-sharded-mnist --compare --plot losses.png
+    poprun --num-replicas 4 --num-instances 2 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode basic
 
 Exit status: 0 after training, 1 when it diverged, 2 for bad input (before anything is compiled), 74 when the picture or
 the output could not be written, 130 after Ctrl-C.
@@ -18,6 +19,7 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # run as a script: the packages of this very checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from mnist_example import instances
 from mnist_example.extra import run_with_extra
 from mnist_example.flag_checks import check_flags, ipus_of
 from mnist_example.flags import make_parser, parse
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         trainers = training_run.make_trainers(args, batches)
     except (ValueError, OSError) as error:
-        parser.refuse(error)
+        parser.refuse(instances.explained(error))
     return training_run.train_and_compare(args, trainers, data)
 
 

@@ -21,7 +21,17 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_jax import REPLICA_AXIS, DynamicScale, Half, Pipeline, Precision, TrainOptions, TrainState, make_train_step
+from ipu_jax import (
+    REPLICA_AXIS,
+    DynamicScale,
+    Half,
+    Pipeline,
+    Precision,
+    TrainOptions,
+    TrainState,
+    make_train_step,
+    popdist,
+)
 from mnist_example.batches import Batches
 from mnist_example.checks import check_count
 from mnist_example.feeding import make_feed
@@ -122,8 +132,10 @@ class Trainer:
         )
         of_replicas = PartitionSpec() if pipeline.replicas == 1 else PartitionSpec(None, REPLICA_AXIS)
         self._of_passes = NamedSharding(pipeline.mesh, of_replicas)
+        self._everywhere = NamedSharding(pipeline.mesh, PartitionSpec())
         self._program: Any = None
-        self._count_correct = jax.jit(self._evaluate)
+        # whole on every IPU, so that each instance can read it
+        self._count_correct = jax.jit(self._evaluate, out_shardings=self._everywhere)
 
     def init(self, params: dict[str, Any], stages: dict[str, Any] | None = None) -> TrainState:
         """Place whole weights, and the stages' state if they have any, on the IPUs.
@@ -139,7 +151,7 @@ class Trainer:
         start = time.perf_counter()
         # the state that one call returns is an argument of the next one, so it needs the same sharding
         of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
-        program = jax.jit(self._run_updates, donate_argnums=0, out_shardings=(of_state, None))
+        program = jax.jit(self._run_updates, donate_argnums=0, out_shardings=(of_state, self._everywhere))
         self._program = program.lower(state, self.feed.like, np.int32(0)).compile()
         return time.perf_counter() - start
 
@@ -206,7 +218,8 @@ class Trainer:
         padded[: len(images)] = images
         shape = (passes, *self._micro_batches)
         batches = {"images": padded.reshape(*shape, *images.shape[1:]), "labels": filled.reshape(shape)}
-        on_ipus = jax.device_put(batches, self._of_passes)
+        of_instance = lambda leaf: jax.make_array_from_callback(leaf.shape, self._of_passes, lambda i: leaf[i])  # noqa: E731
+        on_ipus = jax.tree.map(of_instance, batches)
         return int(self._count_correct(state.params, state.stages, on_ipus)) / len(images)
 
     @property
@@ -247,5 +260,6 @@ class Trainer:
                 f"use a learning rate below {self.learning_rate:g}"
             )
         done += count
+        popdist.count_steps(count)
         on_call(Call(losses, int(results.skipped), done, done / self.batches.updates_per_epoch))
         return done

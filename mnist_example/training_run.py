@@ -8,7 +8,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from ipu_jax import DynamicScale, Pipeline, replicate
+from ipu_jax import DynamicScale, Pipeline, popdist
 from ipu_jax.tools.process import CANNOT_WRITE
 from mnist_example import comparison
 from mnist_example.batches import Batches
@@ -16,6 +16,7 @@ from mnist_example.data import MNIST
 from mnist_example.executable_cache import ExecutableCache
 from mnist_example.flag_checks import feed_options, ipus_of, updates_of
 from mnist_example.flags import PICTURE
+from mnist_example.instances import end_together, is_first
 from mnist_example.layouts import Mode
 from mnist_example.network import network_of
 from mnist_example.progress import LossLines, progress_bar, say, shows_progress, spinner
@@ -47,14 +48,14 @@ def make_trainers(args: argparse.Namespace, batches: Batches) -> dict[Mode, Trai
 
 
 def _make_pipeline(args: argparse.Namespace, mode: Mode, ipus: int) -> Pipeline:
-    pipeline = network_of(args.model).make_pipeline(
+    return network_of(args.model).make_pipeline(
         mode,
         ipus=ipus,
+        replicas=args.replicas,
         gradient_accumulation=args.gradient_accumulation_count,
         schedule=args.pipeline_schedule,
         reduction=args.reduction,
     )
-    return pipeline if args.replicas == 1 else replicate(pipeline, replication_factor=args.replicas)
 
 
 def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], data: MNIST) -> int:
@@ -63,14 +64,17 @@ def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], d
         with ExecutableCache(args.executable_cache) if args.executable_cache else contextlib.nullcontext() as cache:
             losses = {mode: train(args, mode, trainer, data, cache) for mode, trainer in trainers.items()}
     except DivergedError as error:
-        print(f"run-sharded-mnist: {error}", file=sys.stderr)
+        if is_first():
+            print(f"run-sharded-mnist: {error}", file=sys.stderr)
+        end_together()
         return 1
-    if not args.compare:
+    if not args.compare or not is_first():
         return 0
     say(comparison.describe(losses["basic"], losses["concurrent"]))
     picture = args.plot or PICTURE
     try:
-        comparison.draw(losses["basic"], losses["concurrent"], picture)
+        with popdist.busy("drawing the losses"):
+            comparison.draw(losses["basic"], losses["concurrent"], picture)
     except Exception as error:  # whatever is wrong with the picture, the training was not in vain
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         print(f"run-sharded-mnist: --plot {picture} was not drawn ({reason}): the figures are above", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Count or measure what F, B and W of each stage cost, for the search of a schedule.
 
-Counted costs are FLOPs, which every process of a program counts alike. Measured costs are seconds on the IPUs that are
-there, and differ a little from run to run.
+Counted costs are FLOPs, which every instance counts alike. Measured costs are seconds on the IPUs that are there, and
+differ a little from run to run; all instances get those of the slowest.
 
     segment  mlp + norm (IPU 0)      F 300   B, W split 200 + 300   B whole 480      a stage has half of each
     segment  head (2 IPUs)           F 100   B whole 200    per IPU                  the stage has twice as much
@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax._checks import check_count
+from ipu_jax._instances import gathered, put
 from ipu_jax._keys import is_key
 from ipu_jax.analysis.cost import bytes_of, jaxpr_flops
 from ipu_jax.devices import IPU_AXIS
@@ -124,7 +125,7 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
     if jaxpr is None or not jaxpr.jaxpr.eqns:
         return 0.0
     random = np.random.default_rng(0)
-    args = [jax.device_put(_argument(aval, random), NamedSharding(mesh, _WHOLE)) for aval in jaxpr.in_avals]
+    args = [put(_argument(aval, random), NamedSharding(mesh, _WHOLE)) for aval in jaxpr.in_avals]
     task = core.jaxpr_as_fun(jaxpr)
 
     def on_ipu(*args: Any) -> list[Any]:
@@ -140,7 +141,8 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
     while len(seconds) < repeats and sum(seconds) < _SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(program(*args))
-        seconds.append(time.perf_counter() - start)
+        # a task is as slow as the slowest instance; and all instances must stop after the same run
+        seconds.append(float(gathered(mesh, [time.perf_counter() - start]).max()))
     return statistics.median(seconds)
 
 

@@ -1,6 +1,7 @@
 """Send the rows of this instance to the mesh, as the batch that a feed returns."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ class FeedBatch:
         examples: the number of its real examples, over all instances.
         updates: the number of its device iterations that contain a real example. These are the first ones.
         is_real: bool, which rows of this instance are real examples. Its dims are the leading dims of this instance's
-            part of `data`.
+            part of `data`: instead of all replicas, those that it has IPUs of.
         nbytes: the bytes of this instance's rows, as they were sent to each IPU of a replica.
     """
 
@@ -84,27 +85,39 @@ class Sender:
         return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
 
 
-def replicas_of(mesh: Mesh, instances: int, instance: int) -> int:
-    """Return the number of replicas of all instances.
+def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[str, Any]:
+    """Return which replicas there are in all and on this instance, as arguments of `BatchDims`.
+
+    Args:
+        mesh: a mesh with an axis "replica".
+        instances, instance: as `Feed` takes them.
 
     Raises:
-        ValueError: the mesh has no axis of replicas, or does not lie on the processes of the instances.
+        ValueError: the mesh has no axis of replicas or no device of this process, or lies on other instances.
     """
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(
             f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"
         )
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA_AXIS), 0)
-    owners = [{device.process_index for device in row.flat} for row in rows.reshape(len(rows), -1)]
-    processes = set().union(*owners)
-    if processes == {jax.process_index()}:
-        return len(rows) * instances
-    if len(processes) != instances:
-        raise ValueError(f"mesh lies on {len(processes)} processes, but instances={instances}: give one for each")
-    each = len(rows) // instances
-    if owners[instance * each : (instance + 1) * each] != [{jax.process_index()}] * each or len(rows) % instances:
+    owners = [[device.process_index for device in row.flat] for row in rows]
+    # in the order of the mesh, which is that of the processes in a mesh of make_mesh
+    processes, own = list(dict.fromkeys(itertools.chain.from_iterable(owners))), jax.process_index()
+    if processes == [own]:
+        count = 1 if instances is None else instances
+        return {"replicas": len(rows) * count, "instances": count, "instance": 0 if instance is None else instance}
+    if own not in processes:
         raise ValueError(
-            f"mesh has replicas of the processes {[sorted(of_row) for of_row in owners]}, and instance={instance} is "
-            f"process {jax.process_index()}: give each instance as many replicas, whole ones, in the order of instances"
+            f"mesh has devices of the processes {sorted(processes)}, and this is process {own}: make a feed only where "
+            "the mesh has devices"
         )
-    return len(rows)
+    if instances not in (None, len(processes)):
+        raise ValueError(
+            f"mesh lies on {len(processes)} processes, but instances={instances}: give one for each, or leave it out"
+        )
+    if instance not in (None, processes.index(own)):
+        raise ValueError(
+            f"instance={instance}, but process {own} is instance {processes.index(own)} of the mesh: give that, or "
+            "leave it out"
+        )
+    return {"replicas": len(rows), "own_replicas": [k for k, of_row in enumerate(owners) if own in of_row]}

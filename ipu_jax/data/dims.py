@@ -8,6 +8,7 @@ This module does not import jax.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import numpy as np
@@ -31,6 +32,8 @@ class BatchDims:
         iterations: the updates of a batch.
         instances: the number of processes that share the replicas equally.
         instance: the number of this process among them, from 0.
+        own_replicas: the numbers of the replicas whose rows this instance has, ascending, if they are not its equal
+            share. Several instances may have the same one, each a part of its IPUs.
 
     Attributes:
         per_update, per_batch: the examples of an update and of a batch, over all instances.
@@ -53,6 +56,7 @@ class BatchDims:
         iterations: int = 1,
         instances: int = 1,
         instance: int = 0,
+        own_replicas: Sequence[int] | None = None,
     ):
         self._counts = {
             "micro_batch": micro_batch,
@@ -63,18 +67,9 @@ class BatchDims:
         micro_batch, gradient_accumulation, replicas, iterations = (
             check_count(*count) for count in self._counts.items()
         )
-        instances = check_count("instances", instances)
-        number = as_int(instance)
-        if number is None or not 0 <= number < instances:
-            raise ValueError(f"instance={instance!r} is none of instances={instances}: give an int from 0 on")
-        if replicas % instances:
-            raise ValueError(
-                f"replicas={replicas} cannot be shared by instances={instances}: use a multiple of {instances}"
-            )
-        own_replicas = replicas // instances
-        self._first = number * own_replicas
+        self._own = list(_equal_share(replicas, instances, instance) if own_replicas is None else own_replicas)
         self._whole = (iterations, replicas, gradient_accumulation, micro_batch)
-        self.shape = (iterations, own_replicas, gradient_accumulation, micro_batch)
+        self.shape = (iterations, len(self._own), gradient_accumulation, micro_batch)
         self.per_update = replicas * gradient_accumulation * micro_batch
         self.per_batch = iterations * self.per_update
 
@@ -89,7 +84,7 @@ class BatchDims:
         Args:
             of_batch: (per_batch,).
         """
-        return of_batch.reshape(self._whole)[:, self._first : self._first + self.shape[1]]
+        return of_batch.reshape(self._whole)[:, self._own]
 
     def kept(self, examples: int, remainder: str) -> int:
         """Return how many of the last `examples` of an epoch, at most a batch's, are in its last batch."""
@@ -115,3 +110,16 @@ class BatchDims:
             f"{product} takes {needed} examples for {whole}, but there are {examples}: lower one of them, or fill "
             f"up with {fillers}"
         )
+
+
+def _equal_share(replicas: int, instances: int, instance: int) -> range:
+    """Return the numbers of the replicas that an instance has if all instances have as many."""
+    instances, number = check_count("instances", instances), as_int(instance)
+    if number is None or not 0 <= number < instances:
+        raise ValueError(f"instance={instance!r} is none of instances={instances}: give an int from 0 on")
+    if replicas % instances:
+        raise ValueError(
+            f"replicas={replicas} cannot be shared by instances={instances}: use a multiple of {instances}"
+        )
+    each = replicas // instances
+    return range(number * each, (number + 1) * each)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from ipu_jax._checks import as_int, check_choice, check_count
-from ipu_jax.data.batch import FeedBatch, Sender, replicas_of
+from ipu_jax.data.batch import FeedBatch, Sender, share_of
 from ipu_jax.data.dims import REMAINDERS, BatchDims
 from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import FeedTimeoutError, Prefetcher
@@ -40,9 +40,10 @@ class Feed:
     Iteration continues through the epochs; `epoch()` stops at the end of the current one. Every batch has the same
     shape. Each replica's rows are sent to all IPUs of that replica. Nothing is communicated between IPUs or instances.
 
-    If all devices of `mesh` belong to this process, it contains the replicas of this instance only, and there are
-    `instances` times as many replicas in all. A mesh over the devices of several processes contains the replicas of all
-    instances, and each instance has equally many of its rows.
+    A mesh over the devices of several processes contains the replicas of all instances. Each instance reads the rows of
+    the replicas that it has IPUs of: two instances that share a replica read the same rows of it. If all devices of
+    `mesh` belong to this process, it contains the replicas of this instance only, and there are `instances` times as
+    many replicas in all.
 
     Args:
         source: where the examples are from; `items` says how it gives them. An array may be NumPy's, jax's, or a tensor
@@ -73,8 +74,8 @@ class Feed:
             thread makes each batch when it is asked for.
         workers: the number of threads that make batches, at most `prefetch`. Without prefetch it must be 1, and no
             thread is started. A stream is read by one worker.
-        instances: the number of processes that share the replicas.
-        instance: the number of this process among them, from 0.
+        instances: the number of processes that share the replicas. Default: those of the mesh.
+        instance: the number of this process among them, from 0. Default: its place among those of the mesh.
         timeout: seconds to wait for a batch of the workers before an error is raised.
         state: what `state()` returned: the feed continues with the very next batch. The numbers of instances and
             workers and the dims of the batch may differ from before. A stream continues by the source's `state_dict`
@@ -123,8 +124,8 @@ class Feed:
         fill: Any = 0,
         prefetch: int = 2,
         workers: int = 1,
-        instances: int = 1,
-        instance: int = 0,
+        instances: int | None = None,
+        instance: int | None = None,
         timeout: float = 120.0,
         state: Mapping[str, Any] | None = None,
         last: str | None = None,
@@ -141,15 +142,14 @@ class Feed:
             )
         if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"timeout={timeout} is not a number of seconds: give one such as 120")
-        check_count("instances", instances)
+        if instances is not None:
+            check_count("instances", instances)
         if items is not None:
             check_choice("items", items, ("examples", "batches"))
         dims = {
             "gradient_accumulation": gradient_accumulation,
-            "replicas": replicas_of(mesh, instances, instance),
             "iterations": device_iterations,
-            "instances": instances,
-            "instance": instance,
+            **share_of(mesh, instances, instance),
         }
         rest: dict[str, Any] = {"fill": fill, "epochs": epochs, "state": state}
         remainder = _remainder(remainder, last)

@@ -11,6 +11,7 @@ from it: no example is lost, and none is read twice. This module does not import
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,7 @@ class EpochOrder:
         remainder: one of the above.
         instances: the number of processes that share the replicas equally.
         instance: the number of this process among them, from 0.
+        own_replicas: the replicas whose rows this instance has, as `BatchDims` takes them.
 
     Raises:
         ValueError: a count is below 1, `remainder` is unknown, the instances cannot share the replicas equally, or
@@ -98,6 +100,7 @@ class EpochOrder:
         remainder: str = "drop",
         instances: int = 1,
         instance: int = 0,
+        own_replicas: Sequence[int] | None = None,
     ):
         self.examples = check_count("examples", examples)
         self.dims = BatchDims(
@@ -107,6 +110,7 @@ class EpochOrder:
             iterations=iterations,
             instances=instances,
             instance=instance,
+            own_replicas=own_replicas,
         )
         self.per_update, self.per_batch = self.dims.per_update, self.dims.per_batch
         own_seed = as_int(seed)

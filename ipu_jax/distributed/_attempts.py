@@ -7,7 +7,7 @@ Nothing here imports jax.
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ipu_jax.distributed._events import Lost, Ready, Refused
@@ -49,8 +49,8 @@ class Run:
     writer: Writer
     signals: Signals
 
-    def to_its_end(self, hosts: Sequence[Host]) -> int:
-        """Return the exit status of the last attempt."""
+    def to_its_end(self, hosts: list[Host], connect: Callable[[str], Host]) -> int:
+        """Return the exit status of the last attempt; `connect` replaces a host that was lost before the next one."""
         history = History(self.options.max_restarts)
         number = 0
         while True:
@@ -61,6 +61,10 @@ class Run:
                 self.display.say(*history.last_words)
                 return outcome.status
             number += 1
+            for i, host in enumerate(hosts):
+                if host.lost:
+                    host.close()
+                    hosts[i] = connect(host.name)
             self.display.say(f"attempt {number}: {why}")
 
     def launches(self, port: int, number: int) -> list[Launch]:

@@ -60,6 +60,11 @@ class Host(Protocol):
 
     name: str
 
+    @property
+    def lost(self) -> bool:
+        """Return whether nothing more can be asked of it."""
+        ...
+
     def files(self) -> list[int]:
         """Return what to wait on until something may have happened."""
         ...
@@ -118,6 +123,11 @@ class LocalHost:
         self._held = False
         self._next_beat = 0.0
         self._watcher: subprocess.Popen[bytes] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Return whether nothing more can be asked of it: this host is always there."""
+        return False
 
     def files(self) -> list[int]:
         """Return what to wait on until something may have happened."""
@@ -325,6 +335,8 @@ class LocalHost:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                # if we are an instance of another poprun, its end must not take the watcher before it has done its work
+                env={name: value for name, value in os.environ.items() if name != _watcher.VARIABLE},
                 cwd="/",
                 start_new_session=True,
             )

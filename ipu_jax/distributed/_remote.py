@@ -69,6 +69,11 @@ class RemoteHost:
         self._asked_at = time.monotonic()
         self._gone = False
 
+    @property
+    def lost(self) -> bool:
+        """Return whether nothing more can be asked of it."""
+        return self._gone
+
     def files(self) -> list[int]:
         """Return what to wait on until something may have happened."""
         return [] if self._gone else [self._out.fileno()]

@@ -284,6 +284,9 @@ class Attempt:
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
         said = _report.stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        if self._statuses:
+            gone = ranges(sorted(self._statuses))
+            said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
         self._decide(Outcome(STUCK, again=True), said)
 
     def _decide(self, outcome: Outcome, report: list[str], *, at_once: bool = False) -> None:

@@ -27,7 +27,7 @@ from ipu_jax.distributed._launch import available_cores, nodes_of_cores
 from ipu_jax.distributed._options import Options, PoprunParser, named_values, options_of
 from ipu_jax.distributed._output import Display
 from ipu_jax.distributed._remote import RemoteHost, Shell
-from ipu_jax.distributed._signals import Signals
+from ipu_jax.distributed._signals import STOPPING, Signals
 from ipu_jax.distributed._writer import Writer
 from ipu_jax.distributed.topology import Topology, is_this_host, ranges
 from ipu_jax.tools import process
@@ -80,10 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _written(run, 0)
     shell = Shell(tuple(shlex.split(options.remote_shell)), os.getcwd())
     hosts: list[Host] = []
+
+    def connect(name: str) -> Host:
+        return LocalHost(name) if is_this_host(name, here) else RemoteHost(name, shell)
+
     try:
-        for name, is_local in zip(topology.hosts, local, strict=True):
-            hosts.append(LocalHost(name) if is_local else RemoteHost(name, shell))
-        status = run.to_its_end(hosts)
+        for name in topology.hosts:
+            hosts.append(connect(name))
+        status = run.to_its_end(hosts, connect)
     except CannotStartError as error:
         display.say(str(error))
         status = error.status
@@ -124,7 +128,7 @@ def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
 def _written(run: Run, status: int) -> int:
     """Wait until all is written, or a signal ends the waiting; return the exit status."""
     while not run.writer.close(0.05):
-        if run.signals.wait([], 0):
+        if set(STOPPING) & set(run.signals.wait([], 0)):
             return status
     if run.writer.error is None:
         return status

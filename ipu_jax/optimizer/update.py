@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax._instances import on_host
 from ipu_jax._jaxprs import bound
 from ipu_jax._keys import is_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
@@ -150,18 +151,25 @@ class ShardedUpdate:
             )
 
     def whole(self, state: OptimizerState) -> Any:
-        """Return the optimizer's own state, whole, as optax knows it, in copies: the inverse of `init`."""
+        """Return the optimizer's own state, whole, as optax knows it, in copies: the inverse of `init`.
+
+        Communicates one all-gather per array that is split over several instances.
+        """
         leaves: list[Any] = [None] * len(self._state)
         for i, value in zip(self._replicated, state.replicated, strict=True):
             leaves[i] = copied(value)
+        in_array: dict[tuple[int, int], list[int]] = {}  # a split array is read once, for all parts that are in it
         for i, leaf in self.analysis.leaf_of_state.items():
-            k, aval = self.blocks.block_of(leaf), self._state[i].aval
-            array = np.asarray(state.per_block[k][self._array_of[leaf][i]])
-            if self._is_flat(i):
-                flat = array[0, self.blocks[k].leaves.index(leaf), : aval.size]
-                leaves[i] = jnp.array(flat.reshape(aval.shape))
-            else:
-                leaves[i] = jnp.asarray(self.blocks.host_leaf(leaf, array))
+            in_array.setdefault((self.blocks.block_of(leaf), self._array_of[leaf][i]), []).append(i)
+        for (k, place), parts in sorted(in_array.items()):
+            array = on_host(state.per_block[k][place])
+            for i in parts:
+                leaf, aval = self.analysis.leaf_of_state[i], self._state[i].aval
+                if self._is_flat(i):
+                    flat = array[0, self.blocks[k].leaves.index(leaf), : aval.size]
+                    leaves[i] = jnp.array(flat.reshape(aval.shape))
+                else:
+                    leaves[i] = jnp.asarray(self.blocks.host_leaf(leaf, array))
         return jax.tree.unflatten(self.analysis.state_treedef, leaves)
 
     # inside the program

@@ -105,7 +105,11 @@ class PlacedStages:
         return packing.shard_tree(state, self._groups.state_layout(state), self.mesh)
 
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
-        """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`."""
+        """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
+
+        Each instance gets all of it, on its default device. If a replica is on several instances, all of them must call
+        it, since it communicates one all-gather per array that is split over them.
+        """
         check_alive("sharded", sharded)
         return packing.unshard_tree(sharded)
 
@@ -160,7 +164,7 @@ class PlacedStages:
 
         Args:
             params, batch, state, key: as `report` takes them.
-            costs: such as `stage_costs` returns, the same in every process. Default: FLOPs. If they have no bytes, the
+            costs: such as `stage_costs` returns, the same on every instance. Default: FLOPs. If they have no bytes, the
                 stash's are counted.
 
         Returns:
@@ -190,7 +194,8 @@ class PlacedStages:
 
         Costs are FLOPs, or if `measured` the median seconds of F, B, W and the whole backward pass, each run alone on
         the IPUs of its stage. Gradients are not accumulated then, and the time to start a program is included. Stages
-        that run as one segment have even parts of its cost.
+        that run as one segment have even parts of its cost. Across several instances all of them must measure at once,
+        and get the same.
 
         Args:
             params, batch, state, key: as `report` takes them. Only their shapes are used.

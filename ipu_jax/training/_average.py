@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_jax._instances import on_host
 from ipu_jax.optimizer import zero
 from ipu_jax.optimizer.blocks import Blocks, from_blocks, to_blocks
 
@@ -54,7 +55,10 @@ def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
 
 
 def whole_average(blocks: Blocks, averages: Sequence[Any]) -> list[jax.Array]:
-    """Return the averages of whole leaves, in copies: the inverse of `divided_average`."""
-    arrays = [np.asarray(average) for average in averages]
+    """Return the averages of whole leaves, in copies: the inverse of `divided_average`.
+
+    Communicates one all-gather per array that is split over several instances.
+    """
+    arrays = [on_host(average) for average in averages]
     leaves = range(len(blocks.leaves))
     return [jnp.array(blocks.host_leaf(leaf, arrays[blocks.block_of(leaf)])) for leaf in leaves]

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ipu_jax._instances import on_host
 from ipu_jax._keys import is_key
 from ipu_jax.optimizer.blocks import Blocks, blocks_of_layout, blocks_of_tree
 from ipu_jax.optimizer.update import OptimizerState, ShardedUpdate, copied
@@ -181,7 +182,7 @@ class Placement:
     def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         if is_key(value):
             return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-        whole = np.asarray(value)  # each device gets a copy: the step's buffers are its own, and may be donated
+        whole = on_host(value)  # each device gets a copy: the step's buffers are its own, and may be donated
         sharding = NamedSharding(self._model.mesh, spec)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 

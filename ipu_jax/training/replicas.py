@@ -4,9 +4,10 @@
                            +-- replica 1                                           +-- one reduction -- the same on all
                            +-- ...                                               --+
 
-A replica of one IPU runs a plain loss function under `jax.pmap`. A replica of several IPUs runs a `Pipeline`, whose
-mesh has an axis over the replicas. In both cases the user calls `replicate(model, replication_factor=R)`, or gives the
-number of IPUs in all, and gets an object with `shard`, `value_and_grad` and `unshard`.
+A replica of one IPU runs a plain loss function under `jax.pmap`, or under `jax.shard_map` if the IPUs are on several
+instances. A replica of several IPUs runs a `Pipeline`, whose mesh has an axis over the replicas. In both cases the user
+calls `replicate(model, replication_factor=R)`, or gives the number of IPUs in all, and gets an object with `shard`,
+`value_and_grad` and `unshard`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax._checks import check_count
+from ipu_jax._instances import on_host, put, spans_instances
 from ipu_jax._keys import is_one_key
 from ipu_jax.devices import REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
@@ -124,7 +126,7 @@ def replicate(
 
 
 class Replicas:
-    """Runs a loss function on R replicas of one IPU each, by `jax.pmap`.
+    """Runs a loss function on R replicas of one IPU each.
 
     `loss_fn(params, microbatch) -> loss`, `(loss, aux)` or `Outputs(loss, aux=aux)`: the micro-batch's mean loss, a
     float scalar. It sees one micro-batch of one replica, and need not know of the others.
@@ -156,7 +158,7 @@ class Replicas:
         self.replicas, self.ipus = check_count("replication_factor", replication_factor), 1
         self.options = PipelineOptions(gradient_accumulation, reduction)
         self.devices: list[Any] = list(make_mesh(self.replicas, 1).devices.flat)
-        self.mesh = Mesh(np.array(self.devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        self.mesh = _mesh_of(self.devices)
         self._window = InFlight()
         self._value_and_grad = self._mapped(backward=True)
         self._loss = self._mapped(backward=False)
@@ -168,12 +170,12 @@ class Replicas:
 
     def shard(self, params: Any) -> Any:
         """Place a pytree of whole weights on every replica. Communicates from host to device only."""
-        return jax.device_put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
+        return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
 
     def unshard(self, sharded: Any) -> Any:
-        """Return the whole tree, on the default device: the inverse of `shard`."""
+        """Return the whole tree, on this instance's default device: the inverse of `shard`. Communicates nothing."""
         check_alive("sharded", sharded)
-        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), sharded)
+        return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), sharded)
 
     def value_and_grad(self, params: Any, batch: Any, key: Any = None) -> tuple[Any, Any]:
         """Return the loss and the gradients of one weight update, the same on all replicas.
@@ -182,7 +184,8 @@ class Replicas:
 
         Args:
             params: from `shard`.
-            batch: a pytree whose leaves are (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1.
+            batch: a pytree whose leaves are (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1. Across
+                several instances as `Pipeline.value_and_grad` takes it.
             key: a typed key, where the function is random.
 
         Returns:
@@ -267,6 +270,8 @@ def over_replicas(
 ) -> Callable[..., Any]:
     """Map a program over the axis "replica" by `jax.pmap`, with the interface of `jax.shard_map`.
 
+    `pmap` takes the arrays of one process only, so devices of several are mapped by `jax.shard_map` itself.
+
     Args:
         program: gets blocks as under `shard_map`: a split dim is kept, and has size 1.
         devices: one per replica.
@@ -276,6 +281,9 @@ def over_replicas(
     Returns:
         A function from whole arrays to whole arrays.
     """
+    if spans_instances(np.array(devices)):
+        mesh = _mesh_of(devices)
+        return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)  # noqa: E731
 
@@ -303,3 +311,7 @@ def over_replicas(
         )(*leaves)
 
     return run
+
+
+def _mesh_of(devices: Sequence[Any]) -> Mesh:
+    return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))

@@ -146,6 +146,9 @@ class TrainStep:
         optax made it, the average like the weights, in float32 at least. What the step doesn't have is None. All are
         copies, which later calls don't change. `restore` takes the result.
 
+        Across several instances all of them must call it, and each gets all of it. It communicates one all-gather per
+        array that is split over them.
+
         Raises:
             ValueError: the state is not of this step, or was given to a call before.
         """
@@ -206,6 +209,7 @@ class TrainStep:
                 are 1; or the `FeedBatch` of such a `Feed`. If only some of its updates have real examples, only these
                 are made (a program of its own, compiled once for each number of updates). Rows that fill an update up
                 are rows like any other here: have the model count them as 0, and the options be `weighted=True`.
+                Across several instances, arrays that are not a `Feed`'s are the whole batch, the same on each instance.
 
         Returns:
             The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax._instances import on_host
 from ipu_jax.devices import IPU_AXIS
 from ipu_jax.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_axes
 
@@ -76,14 +77,17 @@ def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
 
 
 def unshard_tree(sharded: Sharded) -> dict[str, Any]:
-    """Return `{group: pytree}` with its original shapes and without padding: the inverse of `shard_tree`."""
+    """Return `{group: pytree}` with its original shapes and without padding: the inverse of `shard_tree`.
+
+    Communicates one all-gather per array that is split over several instances.
+    """
     groups: dict[str, Any] = {}
-    slots = [np.asarray(slot) for slot in sharded.slots]
+    slots = [on_host(slot) for slot in sharded.slots]
     for group in sharded.layout.groups:
         values = []
         for i, leaf in enumerate(group.leaves):
             if group.ipu is None:
-                whole = np.asarray(sharded.concurrent[group.name][i])
+                whole = on_host(sharded.concurrent[group.name][i])
                 value = whole[tuple(slice(size) for size in leaf.shape)]
             else:
                 value = slots[leaf.slot][group.ipu].reshape(-1)[: leaf.size].reshape(leaf.shape)

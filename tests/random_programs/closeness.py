@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 ULPS = 8
 
@@ -87,5 +88,11 @@ def nudged(tree: Any, seed: int) -> Any:
     return jax.tree.map(move, tree)
 
 
+def of_all_processes(leaf: Any) -> Any:
+    """Return an array of several processes whole on each of them, and anything else as it is."""
+    is_elsewhere = isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    return multihost_utils.process_allgather(leaf, tiled=True) if is_elsewhere else leaf
+
+
 def _float64(leaf: Any) -> np.ndarray:
-    return np.asarray(leaf).astype(np.float64)
+    return np.asarray(of_all_processes(leaf)).astype(np.float64)

@@ -15,7 +15,7 @@ import optax
 from ipu_jax import DynamicScale, TrainOptions, make_train_step
 from ipu_jax.options import Precision
 from random_programs import placed
-from random_programs.closeness import as_float64, assert_close, coarsest, nudged
+from random_programs.closeness import as_float64, assert_close, coarsest, nudged, of_all_processes
 from random_programs.dice import Dice
 from random_programs.drawing import draw_model
 from random_programs.model import Model
@@ -134,7 +134,7 @@ class Case:
                 stacked = jax.tree.map(lambda leaf: leaf[:, 0], stacked) if model.replicas == 1 else stacked
                 stacked = jax.tree.map(lambda leaf: leaf[0], stacked) if options.device_iterations == 1 else stacked
                 state, outputs = step(state, stacked)
-                told.append(jax.device_get(outputs))
+                told.append(jax.device_get(jax.tree.map(of_all_processes, outputs)))
         whole = step.whole(state)
         found = {
             "params": whole["params"],

@@ -34,12 +34,13 @@ def write_error(error, **values):
 
 @dataclasses.dataclass
 class Ran:
-    """How poprun ended, what it printed, and how long it took."""
+    """How poprun ended, what it printed, how long it took, and when it had ended, on the monotonic clock."""
 
     status: int
     out: str
     err: str
     seconds: float
+    ended: float
 
     def seen(self, what: str) -> float:
         """Return when poprun saw something, on the monotonic clock, which -v tells."""
@@ -78,7 +79,8 @@ def poprun(*words: str, timeout: float = 60, cwd: Path | None = None, **variable
         timeout=timeout,
         cwd=cwd,
     )
-    return Ran(done.returncode, done.stdout, done.stderr, time.monotonic() - before)
+    now = time.monotonic()
+    return Ran(done.returncode, done.stdout, done.stderr, now - before, now)
 
 
 def start(*words: str, **variables: str) -> subprocess.Popen[str]:

@@ -489,10 +489,9 @@ def test_two_processes_fill_one_mesh():
             ][me]
         )
         assert shapes == [[4, 1, 2, 2, 1, 2]] * 3
-        assert of_one == "mesh lies on 2 processes, but instances=1: give one for each"
+        assert of_one == "mesh lies on 2 processes, but instances=1: give one for each, or leave it out"
         assert of_other == (
-            f"mesh has replicas of the processes [[0], [0], [1], [1]], and instance={1 - me} is process {me}: give "
-            "each instance as many replicas, whole ones, in the order of instances"
+            f"instance={1 - me}, but process {me} is instance {me} of the mesh: give that, or leave it out"
         )
 
 

@@ -127,6 +127,17 @@ def test_stall_timeout_may_be_shorter_or_off(tmp_path):
     assert poprun("--stall-timeout", "off", *TWO, *program(tmp_path, body)).status == 0
 
 
+def test_those_that_wait_for_one_that_has_ended_say_so(tmp_path):
+    body = """
+    step(0), step(1)
+    if me == 0:
+        time.sleep(60)
+    """
+    ran = poprun("--stall-timeout", "1", *TWO, *program(tmp_path, body))
+    assert ran.status == 124
+    assert "of the other instances, 1 had exited with status 0: it may have waited for them" in ran.err
+
+
 def test_an_exception_names_its_instance_and_its_status_is_that_of_poprun(tmp_path, mark):
     body = """
     for n in range(1000):

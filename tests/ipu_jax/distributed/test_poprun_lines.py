@@ -144,6 +144,8 @@ def test_no_line_is_glued_to_one_without_an_end(columns):
     out = screen.part("0 stdout", b"[0]", b"loading") + screen.line("0 stdout", b"[0]", b" done", goes_on=True)
     assert out == b"[0]loading done\n"
     assert screen.part("0 stdout", b"[0]", b"x") + screen.close() == b"[0]x\n"
+    out = screen.part("0 stdout", b"[0]", b"a") + screen.part("1 stdout", b"[1]", b"b")
+    assert out + screen.line("0 stdout", b"[0]", b"c", goes_on=True) == b"[0]a\n[1]b\n[0]c\n"
 
 
 @given(

@@ -126,6 +126,16 @@ def test_of_two_that_have_begun_as_much_the_longer_silent_one_is_it():
     assert stuck.instance == 1
 
 
+def test_steps_of_others_do_not_wait_for_one_without_a_beacon():
+    judge = judge_of(3)
+    end = stepped(judge, 2, 10, 0.1)
+    judge.beat(Beat(2, 102, "S", None), end)
+    beat(judge, 0, end + 1, begun=11, finished=10, finished_at=end, phase_at=0.1)
+    stuck = judge.verdict(end + 6)
+    assert stuck is not None
+    assert stuck.instance == 1
+
+
 def test_ending_is_no_stuckness_and_neither_is_having_no_beacon():
     judge = judge_of(2)
     beat(judge, 0, 10, begun=9, finished=9, finished_at=1, phase=Phase.ENDING, phase_at=1)

@@ -302,6 +302,15 @@ def test_a_host_that_is_lost_ends_the_run(tmp_path, shell):
     assert marked("lost") == set()
 
 
+def test_a_host_that_was_lost_is_reached_again_by_a_restart(tmp_path, shell):
+    script = "test $IPU_JAX_INSTANCE$IPU_JAX_ATTEMPT != 10 || { sleep 0.5; kill -9 $PPID; sleep 70; }; sleep 1"
+    words = ("--max-restarts", "1", "--remote-shell", shell, "--host", "near,far")
+    ran = poprun(*words, *TWO, "bash", "-c", script, POPRUN_TEST="again")
+    assert ran.status == 0
+    assert "restart 1 of 1" in ran.err
+    assert marked("again") == set()
+
+
 def test_a_bar_on_a_terminal_stays_on_its_row(tmp_path):
     body = """
     for n in range(4):

@@ -1,0 +1,97 @@
+"""Exchange bytes between the hosts of all instances, with a time limit that names who is missing.
+
+What is small goes through jax's coordination service, which needs no device and compiles nothing. What is large goes
+through one all-gather over the devices; the service first makes sure that all instances have come.
+
+Every exchange has a number, and the instances must make the same exchanges in the same order.
+"""
+
+import itertools
+import time
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
+from jax.experimental import multihost_utils
+
+from ipu_jax.distributed._fingerprint import named
+from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError
+
+_SMALL: Final = 1 << 18
+_ROOM: Final = "ipu_jax/exchange"
+
+_numbers = itertools.count()
+
+
+def process() -> tuple[int, int]:
+    """Return the number of this process and how many there are, without starting jax's backend.
+
+    Starting it waits for all processes, for two minutes and without a name in its error.
+    """
+    state = distributed.global_state
+    return (state.process_id, state.num_processes) if jax.distributed.is_initialized() else (0, 1)
+
+
+def gather(what: str, form: str, payload: bytes, *, seconds: float, root: int | None = None) -> list[bytes]:
+    """Return the bytes of all instances, in their order, or only those of one. Every instance calls it.
+
+    Communicates the bytes, once, from each instance, or from the one, to all others.
+
+    Args:
+        what: the name of the exchange, for errors, such as "all_reduce".
+        form: what must be the same on all instances, such as shapes and dtypes. Equal forms have equally many bytes.
+        payload: of this instance.
+        seconds: how long to wait for the others.
+        root: the one instance whose bytes are wanted; None for all.
+
+    Raises:
+        InstancesMissingError: some did not come in time.
+        InstancesDifferError: they make different exchanges, or of different forms.
+    """
+    own, count = process()
+    client = distributed.global_state.client
+    if count == 1 or client is None:
+        return [payload]
+    number = next(_numbers)
+    key = lambda exchange, instance: f"{_ROOM}/{exchange}/{instance}"  # noqa: E731
+    is_small, is_sent = len(payload) <= _SMALL, root in (None, own)
+    header = f"{what} {form}".encode() + b"\n"
+    client.key_value_set_bytes(key(number, own), header + payload if is_small and is_sent else header)
+    deadline = time.monotonic() + seconds
+    found: list[bytes] = []
+    for instance in range(count):
+        left = max(1, int(1000 * (deadline - time.monotonic())))
+        try:
+            found.append(client.blocking_key_value_get_bytes(key(number, instance), left))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            missing = [i for i in range(count) if not _is_there(client, key(number, i))] or [instance]
+            raise InstancesMissingError(
+                f"{what}: {named(missing)} of {count} did not come within {seconds:g} s. All instances must call it, "
+                "in the same order; allow more with timeout="
+            ) from None
+    if number:  # who makes this exchange has read all of the one before
+        client.key_value_delete(key(number - 1, own))
+    headers, bodies = zip(*(text.split(b"\n", 1) for text in found), strict=True)
+    if len(set(headers)) > 1:
+        other = next(i for i, text in enumerate(headers) if text != headers[0])
+        raise InstancesDifferError(
+            f"instance 0 calls {headers[0].decode()}, instance {other} calls {headers[other].decode()}: "
+            "all instances must make the same calls, with arrays of the same shapes and dtypes"
+        )
+    if is_small:
+        return list(bodies) if root is None else [bodies[root]]
+    own_bytes = np.frombuffer(payload, np.uint8)
+    if root is None:
+        return [row.tobytes() for row in np.asarray(multihost_utils.process_allgather(own_bytes))]
+    return [np.asarray(multihost_utils.broadcast_one_to_all(own_bytes, is_source=own == root)).tobytes()]
+
+
+def _is_there(client: Any, key: str) -> bool:
+    try:
+        client.key_value_try_get_bytes(key)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

@@ -1,0 +1,159 @@
+"""Make this process an instance that can be watched: its steps, its compilations, its stacks, and how it ends.
+
+    a compilation begins, ends      -> phase of the beacon         so that it is not taken for a stuck step
+    SIGUSR1                         -> stacks.3                    of all threads, even if one holds the lock
+    an exception that nobody caught -> error.3.json, phase FAILED  then the process ends at once, with its exit code
+    the end of the program          -> phase ENDING                until the others have ended, too
+
+A process that raises would otherwise wait for five minutes in jax's barrier at the exit, and lose its exit code.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+import jax
+import jax.monitoring
+from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
+
+from ipu_jax import _beacon
+from ipu_jax._beacon import Beacon, Phase
+
+_BACKEND_COMPILE: Final = "/jax/core/compile/backend_compile_duration"
+_COMPILE: Final = "/jax/core/compile/"
+_LONGEST_MESSAGE: Final = 4000
+_END_SECONDS: Final = 3600.0
+
+_prepared_pid: int | None = None
+
+
+def prepare() -> None:
+    """Prepare this process, once. Without a launcher only its end is prepared."""
+    global _prepared_pid
+    if _prepared_pid == os.getpid():
+        return
+    _prepared_pid = os.getpid()
+    beacon = _beacon.current()
+    if beacon is not None:
+        jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
+        _stacks_on_request()
+    end = _End(beacon)
+    sys.excepthook, end.usual_hook = end.hook, sys.excepthook
+    sys.exit, end.usual_exit = end.exit, sys.exit
+    atexit.register(end.at_exit)  # exit functions run last first: this one before jax's barrier
+
+
+def file_of(kind: str) -> Path | None:
+    """Return a file of this instance in the folder that its launcher reads; None without one."""
+    run_dir, instance = os.environ.get(_beacon.RUN_DIR), os.environ.get(_beacon.INSTANCE)
+    return Path(run_dir) / kind.format(instance) if run_dir and instance else None
+
+
+class _Compilations:
+    """Listens to jax: a program is traced, lowered, then compiled; each of these reports its own end only."""
+
+    def __init__(self, beacon: Beacon):
+        self._beacon, self._stepping = beacon, Phase.STARTING
+
+    def __call__(self, event: str, duration_secs: float, **_: Any) -> None:
+        if not event.startswith(_COMPILE) or self._beacon.pid != os.getpid():
+            return
+        phase = self._beacon.phase
+        if event == _BACKEND_COMPILE:
+            if phase is Phase.COMPILING:
+                self._beacon.enter(self._stepping)
+        elif phase in (Phase.STARTING, Phase.STEPPING):
+            self._stepping = phase
+            self._beacon.enter(Phase.COMPILING)
+
+
+def _stacks_on_request() -> None:
+    path = file_of("stacks.{}")
+    if path is not None and hasattr(faulthandler, "register"):
+        with contextlib.suppress(OSError):
+            # open until the process ends, since the signal's handler writes to it
+            faulthandler.register(signal.SIGUSR1, file=path.open("w"), all_threads=True)
+
+
+def _wait_for_the_others() -> None:
+    """Wait until all instances have come to their end: jax's own barrier takes five minutes for the longest wait."""
+    client = distributed.global_state.client
+    if client is not None:
+        try:
+            client.wait_at_barrier("ipu_jax: the end of the program", int(_END_SECONDS * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            print(f"ipu_jax: the other instances have not ended: {error}", file=sys.stderr)
+
+
+class _End:
+    """Ends the process: after an error at once, and otherwise together with the other instances."""
+
+    def __init__(self, beacon: Beacon | None):
+        self._beacon, self._pid, self._code = beacon, os.getpid(), 0
+        self.usual_hook: Any = None
+        self.usual_exit: Any = None
+
+    def hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.usual_hook(kind, error, trace)
+        if self._pid == os.getpid():
+            self._fail(error)
+
+    def exit(self, status: Any = None, /) -> NoReturn:
+        # a text is printed by the interpreter, with exit code 1
+        self._code = status if isinstance(status, int) else 0 if status is None else 1
+        self.usual_exit(status)
+        raise AssertionError("sys.exit returns never")
+
+    def at_exit(self) -> None:
+        if self._pid != os.getpid():
+            return  # a process that was forked off
+        last = getattr(sys, "last_value", None)  # the interpreter sets it for an error that nobody caught
+        if last is not None and not self._code:  # another hook has taken the place of ours
+            self._fail(last)
+        if self._code:
+            if self._beacon is not None and self._beacon.phase is not Phase.FAILED:
+                self._record("SystemExit", str(self._code), "")
+            with contextlib.suppress(Exception):
+                logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(self._code & 0xFF)
+        if self._beacon is not None:
+            self._beacon.enter(Phase.ENDING)
+        _wait_for_the_others()
+
+    def _fail(self, error: BaseException) -> None:
+        self._code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        self._record(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def _record(self, kind: str, message: str, trace: str) -> None:
+        now = time.monotonic_ns()
+        path, beacon = file_of("error.{}.json"), self._beacon
+        if path is None or beacon is None:
+            return
+        begun, finished = beacon.steps
+        found = {
+            "monotonic_ns": now,
+            "pid": self._pid,
+            "type": kind,
+            "message": message[:_LONGEST_MESSAGE],
+            "traceback": trace,
+            "begun": begun,
+            "finished": finished,
+        }
+        with contextlib.suppress(OSError):
+            scratch = path.with_suffix(f".{self._pid}")
+            scratch.write_text(json.dumps(found))
+            scratch.replace(path)
+        beacon.enter(Phase.FAILED, f"{kind}: {message}"[:100])

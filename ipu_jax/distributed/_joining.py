@@ -1,0 +1,88 @@
+"""Connect the instances of a run through `jax.distributed`, however they were started."""
+
+import contextlib
+import functools
+import json
+import warnings
+from typing import Final
+
+import jax
+
+from ipu_jax.distributed import _instance
+from ipu_jax.distributed._exchange import gather
+from ipu_jax.distributed._fingerprint import difference, fingerprint
+from ipu_jax.distributed._rendezvous import meet
+from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.errors import InstancesDifferError
+
+# A launcher notices a dead instance long before. Without one, this is when the others give up; jax's own is 100 s.
+_HEARTBEAT_SECONDS: Final = 30
+
+_joined: Place | None = None
+_is_compared = False
+
+
+def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
+    """Connect the instances, as `popdist.init` documents it.
+
+    Args:
+        place: from poprun's environment; None if jax finds the instances by itself.
+        seconds: how long to wait for the others.
+        flags: whether all must have the same command line.
+    """
+    initialize = functools.partial(
+        jax.distributed.initialize,
+        initialization_timeout=max(1, round(seconds)),
+        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+    )
+    if place is not None:
+        join(place, seconds=seconds, flags=flags)
+        if not jax.distributed.is_initialized():
+            initialize(place.coordinator, place.instances, place.instance, coordinator_bind_address=place.bind)
+        return
+    if not jax.distributed.is_initialized():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Kubernetes without its package: then nothing is detected
+                initialize()
+        except ValueError as error:
+            if "should be defined" in str(error) or "must be defined" in str(error):
+                return  # nothing was detected: one instance
+            raise
+    _instance.prepare()
+    _compare(seconds, flags)
+
+
+def join(place: Place, *, seconds: float, flags: bool = True) -> None:
+    """Prepare this process to be watched, and wait until all instances are here. A second call does nothing.
+
+    Communicates over TCP with instance 0.
+
+    Args:
+        place: of this instance.
+        seconds: how long to wait for the others.
+        flags: whether all must have the same command line.
+
+    Raises:
+        InstancesDifferError, InstancesMissingError, PortTakenError: as `meet` raises them.
+    """
+    global _joined
+    if _joined != place:
+        _instance.prepare()
+        meet(place, fingerprint(place, flags=flags), seconds=seconds)
+        _joined = place
+
+
+def _compare(seconds: float, flags: bool) -> None:
+    """Raise `InstancesDifferError` on every instance if one has other flags, packages or settings."""
+    global _is_compared
+    if _is_compared:
+        return
+    _is_compared = True
+    own = json.dumps(fingerprint(None, flags=flags)).encode()
+    all_of_them = gather("popdist.init", "", own, seconds=seconds)
+    problem = difference({i: json.loads(text) for i, text in enumerate(all_of_them)})
+    if problem is not None:
+        with contextlib.suppress(Exception):
+            gather("popdist.init", "refused", b"", seconds=seconds)  # instance 0 must not end before all know
+        raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")

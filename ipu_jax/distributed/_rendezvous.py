@@ -1,0 +1,153 @@
+"""Let the instances of a run meet before jax connects them, so that what cannot work is refused at once.
+
+    instance 1 --- hello: its number, what it must share ---> instance 0, on the coordinator's port
+    instance 2 --- hello ----------------------------------->
+               <-- welcome, or who differs and in what ------
+    then instance 0 frees the port, and jax's coordination service takes it
+
+jax itself waits for five minutes for an instance that never comes, and does not notice that one has other flags, other
+packages, or counts other instances. It crashes if the port is taken.
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import errno
+import json
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ipu_jax.distributed._fingerprint import difference, named
+from ipu_jax.distributed.environment import COORDINATOR, Place
+from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
+
+_RETRY_SECONDS: Final = 0.05
+_HELLO_SECONDS: Final = 2.0
+_MOST_BYTES: Final = 1 << 20
+
+
+def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
+    """Wait until all instances are here, and compare what they must share. Every instance calls it.
+
+    Communicates over TCP with instance 0.
+
+    Args:
+        place: of this instance.
+        own: its fingerprint.
+        seconds: how long to wait for all.
+
+    Raises:
+        InstancesDifferError: they differ. Each instance that has come raises it.
+        InstancesMissingError: some did not come in time.
+        PortTakenError: on instance 0, another program has the port.
+        ValueError: the address of the coordinator is none.
+    """
+    deadline = time.monotonic() + seconds
+    if place.instance == 0:
+        _receive(place, own, deadline, seconds)
+    elif place.instances > 1:
+        _greet(place, own, deadline, seconds)
+
+
+def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
+    come: dict[int, Mapping[str, str]] = {0: own}
+    guests: list[socket.socket] = []
+    with contextlib.ExitStack() as closing, _listening(place) as listener:
+        while len(come) < place.instances:
+            try:
+                listener.settimeout(max(0.001, deadline - time.monotonic()))
+                guest = closing.enter_context(listener.accept()[0])
+            except TimeoutError:
+                missing = sorted(set(range(place.instances)) - come.keys())
+                problem = f"{named(missing)} of {place.instances} did not come within {seconds:g} s: see their output"
+                _answer(guests, {"missing": problem})
+                raise InstancesMissingError(problem) from None
+            hello = _line(guest, _HELLO_SECONDS)
+            if not isinstance(hello, dict) or not isinstance(hello.get("instance"), int):
+                continue  # somebody else's program
+            guests.append(guest)
+            number, theirs = hello["instance"], hello["fingerprint"]
+            problem = difference({**come, number: theirs}) if number not in come else None
+            if problem is None and not 0 < number < place.instances:
+                problem = f"an instance says that it is number {number} of {place.instances}: give each its own number"
+            elif problem is None and number in come:
+                problem = f"two instances say that they are number {number}: give each its own number"
+            if problem is not None:
+                _answer(guests, {"differ": problem})
+                raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
+            come[number] = theirs
+        _answer(guests, {"welcome": True})
+        # Who closes first keeps the port busy for a while: the guests do.
+        for guest in guests:
+            _line(guest, _HELLO_SECONDS)
+
+
+def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
+    address = _address(place.coordinator)
+    hello = {"instance": place.instance, "fingerprint": dict(own)}
+    while True:
+        try:
+            with socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic())) as host:
+                host.sendall(json.dumps(hello).encode() + b"\n")
+                answer = _line(host, max(0.001, deadline + _HELLO_SECONDS - time.monotonic()))
+        except OSError:
+            answer = None
+        if isinstance(answer, dict):
+            break
+        if time.monotonic() > deadline:
+            raise InstancesMissingError(
+                f"instance 0 did not answer on {place.coordinator} within {seconds:g} s: see its output, and whether "
+                "this host reaches that address"
+            )
+        time.sleep(_RETRY_SECONDS)
+    if "differ" in answer:
+        raise InstancesDifferError(f"{answer['differ']}. Start all with the same program, flags and packages")
+    if "missing" in answer:
+        raise InstancesMissingError(answer["missing"])
+
+
+def _listening(place: Place) -> socket.socket:
+    host, port = _address(place.bind)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(place.instances)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise PortTakenError(
+            error.errno, f"port {port} on {host} is taken by another program: start anew, or give another {COORDINATOR}"
+        ) from None
+    return listener
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{COORDINATOR}={text!r} is not an address: give HOST:PORT, such as 127.0.0.1:40001")
+    return host.strip("[]"), int(port)
+
+
+def _line(other: socket.socket, seconds: float) -> Any:
+    """Return the value of the next line of JSON; None if there is none, in time or at all."""
+    deadline, text = time.monotonic() + seconds, b""
+    with contextlib.suppress(OSError, ValueError):
+        while not text.endswith(b"\n") and len(text) < _MOST_BYTES:
+            other.settimeout(max(0.001, deadline - time.monotonic()))
+            piece = other.recv(65536)
+            if not piece:
+                break
+            text += piece
+        return json.loads(text)
+    return None
+
+
+def _answer(guests: list[socket.socket], answer: dict[str, Any]) -> None:
+    for guest in guests:
+        with contextlib.suppress(OSError):
+            guest.sendall(json.dumps(answer).encode() + b"\n")

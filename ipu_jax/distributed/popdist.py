@@ -1,0 +1,312 @@
+"""Let a script know its place among the instances of a run, and exchange values between their hosts.
+
+    from ipu_jax import popdist
+
+    popdist.init()                                # first of all; does nothing if there is one instance only
+    mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica())
+    seed = popdist.broadcast(seed)
+    loss, accuracy = popdist.all_reduce([loss, accuracy])
+    if popdist.get_instance_index() == 0:
+        print(loss)
+
+The same script runs with and without `poprun`. Without it there is one instance. The names of Graphcore's popdist, in
+camelCase, work too. What needs communication must be called by all instances, in the same order.
+
+Importing this module loads no jax.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Literal, TypeVar
+
+from ipu_jax import _beacon
+from ipu_jax._beacon import Phase
+from ipu_jax._checks import check_choice, check_count
+from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, place_of
+from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
+
+__all__ = [
+    "InstancesDifferError",
+    "InstancesMissingError",
+    "PortTakenError",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "busy",
+    "count_steps",
+    "execute_on_instances",
+    "get_instance_index",
+    "get_local_instance_index",
+    "get_num_instances",
+    "get_num_ipus_per_replica",
+    "get_num_local_ipus",
+    "get_num_local_replicas",
+    "get_num_total_replicas",
+    "get_replica_index_offset",
+    "init",
+    "is_popdist_env_set",
+]
+
+_Tree = TypeVar("_Tree")
+_Result = TypeVar("_Result")
+
+_TIMEOUT: Final = 300.0
+
+
+def is_popdist_env_set() -> bool:
+    """Return whether poprun started this process.
+
+    >>> is_popdist_env_set()
+    False
+    """
+    return TOTAL_REPLICAS in os.environ
+
+
+def init(*, timeout: float = 60.0, check_flags: bool = True) -> None:
+    """Connect this instance with the others. Call it before any other use of jax. A second call does nothing.
+
+    Under poprun, the instances first meet and compare their numbers, command lines and package versions; then
+    `jax.distributed.initialize()` connects them. Under SLURM, Open MPI and Kubernetes, jax finds the instances by
+    itself, and they compare once they are connected. Where neither is the case there is one instance, and nothing is
+    done.
+
+    The process then ends at once if it raises, with its own exit code, and otherwise together with the others.
+
+    Communicates with instance 0 over TCP.
+
+    Args:
+        timeout: seconds to wait for the others.
+        check_flags: whether all instances must have the same command line.
+
+    Raises:
+        InstancesDifferError: an instance has other flags, packages or numbers; the message names it.
+        InstancesMissingError: an instance did not come in time.
+        PortTakenError: another program has the coordinator's port.
+        RuntimeError: jax's backend runs already.
+        ValueError: the environment is not one that poprun made.
+    """
+    place = place_of(os.environ)
+    if place is None and not any(name in os.environ for name in _SIGNS_OF_A_CLUSTER):
+        return
+    from ipu_jax.distributed import _joining  # imports jax
+
+    _joining.connect(place, seconds=timeout, flags=check_flags)
+
+
+# by which jax detects SLURM, Open MPI, Kubernetes
+_SIGNS_OF_A_CLUSTER: Final = ("SLURM_PROCID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST")
+
+
+def get_instance_index() -> int:
+    """Return the number of this instance, from 0."""
+    place = _place()
+    return _process()[0] if place is None else place.instance
+
+
+def get_num_instances() -> int:
+    """Return the number of instances."""
+    place = _place()
+    return _process()[1] if place is None else place.instances
+
+
+def get_local_instance_index() -> int:
+    """Return the number of this instance among those of its host, from 0."""
+    place = _place()
+    return 0 if place is None else place.local_instance
+
+
+def get_num_total_replicas() -> int:
+    """Return the number of replicas of all instances."""
+    place = _place()
+    return get_num_instances() if place is None else place.replicas
+
+
+def get_num_local_replicas() -> int:
+    """Return the number of replicas of which this instance has IPUs."""
+    place = _place()
+    return 1 if place is None else place.local_replicas
+
+
+def get_replica_index_offset() -> int:
+    """Return the number of the first replica of which this instance has IPUs, among those of all instances."""
+    place = _place()
+    return get_instance_index() if place is None else place.first_replica
+
+
+def get_num_ipus_per_replica() -> int:
+    """Return the number of IPUs of a replica."""
+    place = _place()
+    return 1 if place is None else place.ipus_per_replica
+
+
+def get_num_local_ipus() -> int:
+    """Return the number of IPUs of this instance."""
+    place = _place()
+    return 1 if place is None else place.local_ipus
+
+
+def execute_on_instances(
+    instances: Iterable[int], func: Callable[..., _Result], *args: Any, **kwargs: Any
+) -> _Result | None:
+    """Call a function on some instances only. Nothing is communicated, and nobody waits.
+
+    Args:
+        instances: their numbers.
+        func: the function; it must not communicate with other instances.
+        args, kwargs: its arguments.
+
+    Returns:
+        What the function returned; None on the other instances.
+
+    Raises:
+        ValueError: a number is none of an instance.
+
+    >>> execute_on_instances({0}, "on instance {}".format, get_instance_index())
+    'on instance 0'
+    """
+    chosen = set(instances)
+    for number in sorted(chosen):
+        if not isinstance(number, int) or not 0 <= number < get_num_instances():
+            raise ValueError(
+                f"instances={sorted(chosen)} has {number!r}: give numbers from 0 to {get_num_instances() - 1}"
+            )
+    return func(*args, **kwargs) if get_instance_index() in chosen else None
+
+
+def all_reduce(tree: _Tree, op: Literal["mean", "sum"] = "mean", *, timeout: float = _TIMEOUT) -> _Tree:
+    """Return the mean or the sum, over all instances, of a pytree of numbers on the host. All of them call it.
+
+    It is one exchange, however many leaves there are. All instances add in the same order, in float64 or, for the sum
+    of integers, in 64 bits, and get the same bits.
+
+    Communicates the leaves, once, from each instance to all others.
+
+    Args:
+        tree: leaves are NumPy's or jax's arrays, whole on this host, or Python's numbers.
+        op: "mean" or "sum".
+        timeout: seconds to wait for the other instances.
+
+    Returns:
+        The same pytree: NumPy arrays of the leaves' dtypes, but float64 for the mean of integers; Python's numbers for
+        Python's numbers.
+
+    Raises:
+        InstancesMissingError: an instance did not call it in time; the message names it.
+        InstancesDifferError: instances call it with other trees, shapes or dtypes.
+        ValueError: `op` is unknown, or a leaf is not a number.
+
+    >>> all_reduce({"loss": 0.5, "right": 3}, "sum")
+    {'loss': 0.5, 'right': 3}
+    """
+    check_choice("op", op, ("mean", "sum"))
+    from ipu_jax.distributed import _trees  # imports jax
+
+    return _trees.all_reduce(tree, op, seconds=timeout)
+
+
+def broadcast(tree: _Tree, root: int = 0, *, timeout: float = _TIMEOUT) -> _Tree:
+    """Return one instance's pytree, such as weights or a seed, on all instances. All of them call it.
+
+    Communicates the leaves from that instance to all others.
+
+    Args:
+        tree: leaves are NumPy's or jax's arrays, whole on this host, Python's numbers, or typed keys. Other instances
+            give a tree of the same shapes and dtypes, whose values don't matter.
+        root: the number of the instance.
+        timeout: seconds to wait for the other instances.
+
+    Returns:
+        The same pytree: NumPy arrays, typed keys for typed keys, and Python's numbers for Python's numbers.
+
+    Raises:
+        InstancesMissingError: an instance did not call it in time; the message names it.
+        InstancesDifferError: instances call it with other trees, shapes, dtypes or another root.
+        ValueError: `root` is no instance's number, or a leaf is not a number.
+
+    >>> broadcast(2022)
+    2022
+    """
+    if not isinstance(root, int) or not 0 <= root < get_num_instances():
+        raise ValueError(
+            f"root={root!r} is not the number of an instance: give one from 0 to {get_num_instances() - 1}"
+        )
+    from ipu_jax.distributed import _trees  # imports jax
+
+    return _trees.broadcast(tree, root, seconds=timeout)
+
+
+def barrier(name: str = "barrier", *, timeout: float = _TIMEOUT) -> None:
+    """Wait until all instances have come here. All of them call it.
+
+    Args:
+        name: what it is called in errors.
+        timeout: seconds to wait.
+
+    Raises:
+        InstancesMissingError: an instance did not come in time; the message names it.
+        InstancesDifferError: an instance waits somewhere else.
+    """
+    from ipu_jax.distributed import _exchange  # imports jax
+
+    _exchange.gather(f"barrier {name!r}", "", b"", seconds=timeout)
+
+
+@contextlib.contextmanager
+def busy(what: str, seconds: float = 600.0) -> Iterator[None]:
+    """Tell poprun that this instance does something other than steps for a while, so that it is not taken for stuck.
+
+    Without poprun it does nothing.
+
+    Args:
+        what: a few words for poprun's report, such as "saving".
+        seconds: how long it may take; after that it is taken for stuck.
+
+    >>> with busy("drawing the losses", seconds=60):
+    ...     pass
+    """
+    beacon = _beacon.current()
+    if beacon is None:
+        yield
+    else:
+        with beacon.during(Phase.BUSY, what, seconds):
+            yield
+
+
+def count_steps(steps: int = 1) -> None:
+    """Tell poprun that steps have finished, for a loop that does not run ipu_jax's own steps, which count themselves.
+
+    poprun takes an instance for stuck if it finishes no step for far longer than its steps take. Without poprun, this
+    does nothing.
+    """
+    check_count("steps", steps)
+    beacon = _beacon.current()
+    if beacon is not None:
+        beacon.begun(steps)
+        beacon.finished(steps)
+
+
+def _place() -> Place | None:
+    return place_of(os.environ)
+
+
+def _process() -> tuple[int, int]:
+    """Return the number of this process and how many there are, as jax knows them once it has been connected."""
+    if "jax" not in sys.modules:
+        return 0, 1
+    from ipu_jax.distributed import _exchange
+
+    return _exchange.process()
+
+
+isPopdistEnvSet = is_popdist_env_set
+getInstanceIndex = get_instance_index
+getLocalInstanceIndex = get_local_instance_index
+getNumInstances = get_num_instances
+getNumTotalReplicas = get_num_total_replicas
+getNumLocalReplicas = get_num_local_replicas
+getReplicaIndexOffset = get_replica_index_offset
+getNumIpusPerReplica = get_num_ipus_per_replica
+executeOnInstances = execute_on_instances
+allReduce = all_reduce

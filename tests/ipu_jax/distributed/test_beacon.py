@@ -1,0 +1,120 @@
+"""Test the beacon that an instance's steps write and its launcher reads."""
+
+import os
+import struct
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ipu_jax import InFlight, _beacon
+from ipu_jax._beacon import Beacon, Phase, read
+
+
+def test_a_beacon_says_what_was_written(tmp_path):
+    before = time.monotonic_ns()
+    beacon = Beacon(tmp_path / "one")
+    assert (beacon.phase, beacon.steps) == (Phase.STARTING, (0, 0))
+    beacon.begun(3)
+    beacon.finished(2)
+    found = read(tmp_path / "one")
+    assert found is not None
+    assert (found.pid, found.begun, found.finished, found.phase) == (os.getpid(), 3, 2, Phase.STEPPING)
+    assert before <= found.phase_ns <= found.beat_ns <= time.monotonic_ns()
+    assert found.finished_ns >= before
+    assert found.limit == float("inf")
+
+
+def test_a_phase_has_a_label_and_a_limit_and_ends(tmp_path):
+    beacon = Beacon(tmp_path / "one")
+    beacon.finished()
+    with beacon.during(Phase.BUSY, "saving é" + 200 * "x", 30):
+        found = read(tmp_path / "one")
+        assert found is not None
+        assert (found.phase, found.limit) == (Phase.BUSY, 30)
+        assert found.label.startswith("saving é")
+        beacon.finished()  # of a step that was still in flight
+        assert beacon.phase is Phase.BUSY
+    assert beacon.phase is Phase.STEPPING
+
+
+def test_a_failure_is_not_undone_by_the_end_of_a_block(tmp_path):
+    beacon = Beacon(tmp_path / "one")
+    with beacon.during(Phase.BUSY):
+        beacon.enter(Phase.FAILED, "ValueError")
+    assert beacon.phase is Phase.FAILED
+
+
+def test_a_second_process_gets_no_beacon(tmp_path):
+    Beacon(tmp_path / "one")
+    with pytest.raises(FileExistsError):
+        Beacon(tmp_path / "one")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", struct.pack("<4sI", b"XXXX", 1) + bytes(4000)])
+def test_what_is_no_beacon_is_not_read(tmp_path, content):
+    (tmp_path / "one").write_bytes(content)
+    assert read(tmp_path / "one") is None
+    assert read(tmp_path / "none") is None
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    monkeypatch.setenv(_beacon.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(_beacon.INSTANCE, "3")
+    monkeypatch.setattr(_beacon, "_looked", False)
+    monkeypatch.setattr(_beacon, "_current", None)
+    return tmp_path / "beacon.3"
+
+
+def test_the_first_process_of_an_instance_that_asks_writes_its_beacon(launched):
+    beacon = _beacon.current()
+    assert beacon is not None
+    assert _beacon.current() is beacon
+    assert read(launched) is not None
+
+
+def test_another_process_of_the_instance_writes_none(launched):
+    Beacon(launched)
+    assert _beacon.current() is None
+
+
+def test_a_process_that_was_forked_off_writes_none(launched, monkeypatch):
+    assert _beacon.current() is not None
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert _beacon.current() is None
+
+
+def test_steps_in_flight_are_counted_when_they_begin_and_when_they_have_finished(launched):
+    window, x = InFlight(limit=2), jnp.float32(0)
+    for number in range(1, 6):
+        x = jax.jit(lambda x: x + 1)(x)
+        x.block_until_ready()
+        window.admit(x)
+        found = read(launched)
+        assert found is not None
+        assert (found.begun, found.finished) == (number, number)
+    assert window.outstanding == 2
+
+
+def test_a_step_that_has_not_finished_is_not_counted(launched, monkeypatch):
+    ready: set[int] = set()
+    steps = [jnp.float32(number) for number in range(5)]
+    kind = type(steps[0])
+    monkeypatch.setattr(kind, "is_ready", lambda self: int(self) in ready)
+    monkeypatch.setattr(kind, "block_until_ready", lambda self: ready.add(int(self)))
+    window = InFlight(limit=2)
+
+    def finished_after(number: int) -> int:
+        window.admit(steps[number])
+        found = read(launched)
+        assert found is not None
+        return found.finished
+
+    assert [finished_after(0), finished_after(1)] == [0, 0]
+    assert finished_after(2) == 1  # the window waited for step 0
+    ready.add(1)
+    assert finished_after(3) == 2
+    ready |= {2, 3}
+    assert finished_after(4) == 4

@@ -1,0 +1,92 @@
+"""Test the environment by which a launcher gives an instance its place."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipu_jax.distributed.environment import Place, check_division, place_of
+
+ADDRESS = "127.0.0.1:40001"
+TWO = Place(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)
+
+
+def test_the_variables_of_the_original_are_set():
+    variables = TWO.variables()
+    assert {name: value for name, value in variables.items() if name.startswith("POPDIST_")} == {
+        "POPDIST_NUM_TOTAL_REPLICAS": "8",
+        "POPDIST_NUM_IPUS_PER_REPLICA": "2",
+        "POPDIST_NUM_LOCAL_REPLICAS": "4",
+        "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
+        "POPDIST_REPLICA_INDEX_OFFSET": "4",
+        "POPDIST_LOCAL_INSTANCE_INDEX": "1",
+    }
+    assert variables["JAX_NUM_CPU_DEVICES"] == "8"
+    assert variables["JAX_COORDINATOR_ADDRESS"] == variables["JAX_COORDINATOR_BIND_ADDRESS"] == ADDRESS
+
+
+@given(
+    local=st.integers(1, 4), instances=st.integers(1, 5), ipus=st.integers(1, 4), spans=st.booleans(), data=st.data()
+)
+def test_a_place_is_read_as_it_was_written(local, instances, ipus, spans, data):
+    replicas, ipus = (local, ipus * instances) if spans else (local * instances, ipus)
+    count = local * instances if spans else instances
+    place = Place(
+        data.draw(st.integers(0, count - 1)),
+        count,
+        0,
+        replicas=replicas,
+        ipus_per_replica=ipus,
+        coordinator=ADDRESS,
+        bind=ADDRESS,
+        attempt=2,
+        run_dir=Path("/a b"),
+    )
+    assert place_of(place.variables()) == place
+    assert place.local_ipus * count == replicas * ipus
+
+
+@pytest.mark.parametrize(
+    ("replicas", "instances", "ipus", "expected"),
+    [
+        # by hand: instances 0 and 1 have two IPUs of replica 0 each, 2 and 3 of replica 1
+        (2, 4, 4, [(1, 0, 2), (1, 0, 2), (1, 1, 2), (1, 1, 2)]),
+        (4, 2, 1, [(2, 0, 2), (2, 2, 2)]),
+        (1, 3, 3, [(1, 0, 1), (1, 0, 1), (1, 0, 1)]),
+    ],
+)
+def test_instances_have_their_replicas_in_order(replicas, instances, ipus, expected):
+    places = [Place(i, instances, i, replicas, ipus, ADDRESS, ADDRESS) for i in range(instances)]
+    assert [(place.local_replicas, place.first_replica, place.local_ipus) for place in places] == expected
+
+
+@pytest.mark.parametrize(("replicas", "instances", "ipus"), [(8, 3, 2), (2, 3, 3), (2, 8, 2), (3, 2, 2)])
+def test_what_instances_cannot_share_is_refused(replicas, instances, ipus):
+    message = (
+        f"num_replicas={replicas} cannot be shared by num_instances={instances}: give a number of instances that "
+        f"divides {replicas}, or a multiple of {replicas} that divides all {replicas * ipus} IPUs"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_division(replicas, instances, ipus)
+
+
+def test_without_a_launcher_there_is_no_place():
+    assert place_of({"PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"IPU_JAX_INSTANCES": None}, "the environment has IPU_JAX_INSTANCE, but not IPU_JAX_INSTANCES: start"),
+        ({"IPU_JAX_INSTANCE": "one"}, "IPU_JAX_INSTANCE='one' is not a whole number of at least 0: start"),
+        ({"IPU_JAX_INSTANCE": "2"}, "IPU_JAX_INSTANCE=2 is none of IPU_JAX_INSTANCES=2: start"),
+        ({"POPDIST_NUM_TOTAL_REPLICAS": "0"}, "POPDIST_NUM_TOTAL_REPLICAS='0' is not a whole number of at least 1"),
+        ({"IPU_JAX_INSTANCES": "3"}, "num_replicas=8 cannot be shared by num_instances=3"),
+    ],
+)
+def test_an_environment_that_no_launcher_made_is_refused(change, message):
+    variables = {name: value for name, value in {**TWO.variables(), **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        place_of(variables)

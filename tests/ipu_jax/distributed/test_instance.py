@@ -1,0 +1,229 @@
+"""Test how an instance ends and what its launcher can see of it, with real processes and jax's own distributed runtime.
+
+The limits are far below those of jax alone: a process that raises waits five minutes for the others, and loses its exit
+code.
+"""
+
+import json
+
+import pytest
+
+from ipu_jax import _beacon
+from ipu_jax._beacon import Phase
+from support.programs import places, run_programs
+
+ENDS = """
+    import sys
+    from ipu_jax import popdist
+
+    popdist.init()
+    import jax
+
+    own, how = popdist.get_instance_index(), sys.argv[1]
+    jax.devices()
+    popdist.count_steps(3)
+    popdist.barrier()
+    if own == 1 and how == "raise":
+        raise ValueError("a loss of 7")
+    if own == 1 and how == "exit":
+        sys.exit(7)
+    if own == 1 and how == "exit with a text":
+        sys.exit("no more")
+    if own == 1 and how == "another hook":
+        sys.excepthook = sys.__excepthook__
+        raise KeyError("other")
+    import time; time.sleep(0 if how == "well" else 4)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "kind", "said"),
+    [
+        ("raise", 1, "ValueError", "ValueError: a loss of 7"),
+        pytest.param("exit", 7, "SystemExit", "", marks=pytest.mark.slow),
+        pytest.param("exit with a text", 1, "SystemExit", "no more", marks=pytest.mark.slow),
+        pytest.param("another hook", 1, "KeyError", "KeyError: 'other'", marks=pytest.mark.slow),
+    ],
+)
+def test_an_instance_that_fails_ends_at_once_with_its_exit_code(tmp_path, how, code, kind, said):
+    own = places(2, run_dir=tmp_path)
+    first, second = run_programs(tmp_path, ENDS, own, arguments=[[how]] * 2, seconds=12)
+    assert second.code == code
+    assert said in second.stderr
+    assert first.lines == ["done"]  # nothing ended it before; at its end it waits for jax to miss the other
+    assert second.seconds < first.seconds
+    record = json.loads((tmp_path / "error.1.json").read_text())
+    assert (record["type"], record["begun"], record["finished"]) == (kind, 3, 3)
+    assert not (tmp_path / "error.0.json").exists()
+    found = _beacon.read(tmp_path / "beacon.1")
+    assert found is not None
+    assert found.phase is Phase.FAILED
+    assert found.label.startswith(kind)
+    assert found.pid == record["pid"]
+
+
+def test_instances_that_end_well_end_together_with_0(tmp_path):
+    ended = run_programs(tmp_path, ENDS, places(2, run_dir=tmp_path), arguments=[["well"]] * 2)
+    assert [(one.code, one.lines) for one in ended] == [(0, ["done"])] * 2, ended[0].stderr + ended[1].stderr
+    for number in range(2):
+        found = _beacon.read(tmp_path / f"beacon.{number}")
+        assert found is not None
+        assert (found.phase, found.begun, found.finished) == (Phase.ENDING, 3, 3)
+
+
+# of a user who knows nothing of ipu_jax
+UNCHANGED = """
+    import sitecustomize, subprocess, sys
+    import jax
+    jax.distributed.initialize()
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.make_array_from_callback((6,), NamedSharding(mesh, P("x")), lambda i: jnp.arange(6.0)[i])
+    total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(rows)
+    child = subprocess.run([sys.executable, "-c", "import jax; print(len(jax.devices()))"], capture_output=True)
+    counts = jax.process_index(), jax.process_count(), jax.local_device_count()
+    print(*counts, float(total), child.stdout.decode().strip())
+"""
+
+
+def test_an_unchanged_program_finds_its_place(tmp_path):
+    own = places(2, replicas=1, ipus_per_replica=6, run_dir=tmp_path)
+    ended = run_programs(tmp_path, UNCHANGED, own)
+    assert [one.code for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    # a process that the program starts, and that does not join, is a program of its own
+    assert [one.lines for one in ended] == [["0 2 3 15.0 3"], ["1 2 3 15.0 3"]]
+    assert _beacon.read(tmp_path / "beacon.1") is not None
+
+
+WATCHED = """
+    import json, os, pathlib, signal, time
+    from ipu_jax import InFlight, _beacon, popdist
+
+    popdist.init()
+    import jax, jax.numpy as jnp
+
+    beacon, seen = _beacon.current(), []
+    slow = jax.jit(lambda x: seen.append(beacon.phase.name) or sum(jnp.sin(x * k) for k in range(3)))
+    window, x = InFlight(), jnp.ones(4)
+    window.admit(slow(x))
+    x = slow(x).block_until_ready()
+    window.admit(x)
+    steps = beacon.steps
+    window.admit(jax.jit(lambda x: seen.append(beacon.phase.name) or x + 1)(x))
+    after = beacon.phase.name
+    with popdist.busy("resting", seconds=5):
+        resting = beacon.phase.name
+    pid = os.fork()
+    if pid == 0:
+        popdist.count_steps()  # not the instance's own
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.2)
+    stacks = pathlib.Path(os.environ["IPU_JAX_RUN_DIR"], "stacks.0").read_text()
+    print(json.dumps([seen, steps, after, resting, beacon.steps, "program.py" in stacks]))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_compilations_and_stacks_can_be_watched(tmp_path):
+    (one,) = run_programs(tmp_path, WATCHED, [places(1, run_dir=tmp_path)[0] | {"PYTHONWARNINGS": "default"}])
+    assert one.code == 0, one.stderr
+    seen, steps, after, resting, after_fork, has_stacks = json.loads(one.lines[-1])
+    # a program is traced before its first report; what is traced inside it reports first
+    assert seen[0] in ("STARTING", "COMPILING")
+    assert steps == [2, 2]
+    assert after == "STEPPING"
+    assert resting == "BUSY"
+    assert after_fork == [3, 3]
+    assert has_stacks
+
+
+SLURM = [
+    {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(i),
+        "SLURM_LOCALID": str(i),
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+    for i in range(2)
+]
+OPEN_MPI = [
+    {
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(i),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
+    }
+    for i in range(2)
+]
+# what jax asks Kubernetes' own package for, of a job with two pods
+KUBERNETES = """
+    import os, sys, types
+
+    def thing(**fields):
+        return types.SimpleNamespace(**fields)
+
+    index = os.environ["JOB_COMPLETION_INDEX"]
+    owner = thing(controller=True, kind="Job", name="train")
+    labels = {"job-name": "train", "batch.kubernetes.io/job-completion-index": index}
+    pod = thing(metadata=thing(name="pod", labels=labels, owner_references=[owner], annotations=labels),
+                spec=thing(subdomain="jaxpods"))
+    job = thing(metadata=thing(name="train", labels={}), spec=thing(completions=2, parallelism=2))
+    core = thing(list_namespaced_pod=lambda **_: thing(items=[pod]), list_namespaced_service=lambda *_: thing(items=[]))
+    batch = thing(read_namespaced_job=lambda **_: job)
+    sys.modules["kubernetes"] = thing(
+        config=thing(load_incluster_config=lambda: None),
+        client=thing(CoreV1Api=lambda: core, BatchV1Api=lambda: batch, exceptions=thing(ApiException=RuntimeError)),
+    )
+    import socket, jax
+    from jax._src.clusters import K8sCluster
+    socket.gethostbyname = lambda name: "127.0.0.1"
+    K8sCluster._namespace = classmethod(lambda cls: "default")
+    K8sCluster.get_coordinator_address = classmethod(
+        lambda cls, given=K8sCluster.get_coordinator_address.__func__, **how: given(cls, **how).replace(
+            "train-0.jaxpods", "127.0.0.1"))
+"""
+JOINS = """
+    from ipu_jax import popdist
+
+    popdist.init()
+    own = popdist.get_instance_index()
+    print(own, popdist.get_num_instances(), popdist.all_reduce(own + 1, "sum"))
+"""
+
+
+@pytest.mark.parametrize("cluster", ["SLURM", "Open MPI", "Kubernetes"])
+def test_under_other_launchers_the_same_program_needs_none_of_ours(tmp_path, cluster):
+    environments = {
+        "SLURM": SLURM,
+        "Open MPI": OPEN_MPI,
+        "Kubernetes": [
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(i), "HOSTNAME": "pod"} for i in range(2)
+        ],
+    }[cluster]
+    program = (KUBERNETES if cluster == "Kubernetes" else "") + JOINS
+    ended = run_programs(tmp_path, program, environments)
+    assert [one.code for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    assert [one.lines for one in ended] == [["0 2 3"], ["1 2 3"]]
+
+
+@pytest.mark.slow
+def test_other_flags_are_refused_under_other_launchers_too(tmp_path):
+    ended = run_programs(tmp_path, JOINS, SLURM, arguments=[["--epochs", "2"], ["--epochs", "3"]])
+    assert [one.code for one in ended] == [1, 1]
+    said = "InstancesDifferError: instance 1 has flags '--epochs 3', instance 0 has '--epochs 2'"
+    for one in ended:
+        assert said in one.stderr
+        assert one.seconds < 20
+
+
+@pytest.mark.slow
+def test_poprun_goes_before_the_cluster_in_which_it_runs(tmp_path):
+    own = [{**one, **SLURM[0], "SLURM_NTASKS": "1"} for one in places(2)]
+    ended = run_programs(tmp_path, UNCHANGED, own)
+    assert [one.lines[-1].split()[:2] for one in ended] == [["0", "2"], ["1", "2"]]

@@ -1,0 +1,101 @@
+"""Start instances, real processes that work together, run one function in each, and collect what it returns.
+
+    run_instances(training.losses, [4, 4], precision="16.32")     two processes with four CPU devices each
+
+The function returns `{name: array or text}`. A process that raises ends at once, and its stderr is shown. All are
+killed when one has failed or time is up, because the others would wait in a collective for ever.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("instance_worker.py")
+
+Results = dict[str, np.ndarray]
+
+
+class InstanceError(AssertionError):
+    """An instance failed, or did not end in time; the message has what it wrote to stderr."""
+
+
+def run_instances(
+    function: Callable[..., Results] | str, devices: Sequence[int], *, seconds: float = 120, **arguments: Any
+) -> list[Results]:
+    """Return what the function returns on each instance.
+
+    Args:
+        function: of a module under tests/, or its name "module:function".
+        devices: per instance, its number of CPU devices.
+        seconds: after which all are killed.
+        arguments: of the function, as JSON can hold them.
+    """
+    name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        listening.close()
+        errors = [Path(folder, f"{number}.txt") for number in range(len(devices))]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for number, count in enumerate(devices):
+                settings = [name, f"127.0.0.1:{port}", str(len(devices)), str(number), folder, json.dumps(arguments)]
+                with errors[number].open("wb") as stderr:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, str(WORKER), *settings],
+                            cwd=ROOT,
+                            env=_environment(count, sum(devices)),
+                            stdout=subprocess.DEVNULL,  # gloo writes to it
+                            stderr=stderr,
+                        )
+                    )
+            _wait(processes, errors, time.monotonic() + seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [_loaded(Path(folder, f"{number}.npz")) for number in range(len(devices))]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], errors: list[Path], deadline: float) -> None:
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [number for number, code in enumerate(codes) if code]
+        if failed:
+            number = failed[0]
+            raise InstanceError(f"instance {number} ended with {codes[number]}:\n{errors[number].read_text()[-4000:]}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            number = codes.index(None)
+            raise InstanceError(f"instance {number} did not end in time:\n{errors[number].read_text()[-4000:]}")
+        time.sleep(0.05)
+
+
+def _environment(devices: int, of_all: int) -> dict[str, str]:
+    # pytest's own settings are for 8 devices in one process; its XLA flags (fast compiling, no endless waiting) do
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "PJRT_"))}
+    paths = [str(ROOT), str(ROOT / "tests")]
+    return own | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PJRT_NPROC": str(devices + (os.cpu_count() or 1)),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "error",
+    }
+
+
+def _loaded(path: Path) -> Results:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
