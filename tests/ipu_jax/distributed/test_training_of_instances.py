@@ -113,9 +113,9 @@ def test_an_epoch_of_a_feed_trains_as_on_one_instance(devices):
 @pytest.mark.parametrize("devices", [(1, 1), (2, 1), (1, 1, 1, 1)])
 def test_random_programs_on_instances(devices, kind):
     """They have states, random keys, skips, aux, frozen weights and half types. Each process has a dense twin."""
-    options = {"kind": kind, "seed": 11, "first": 40 * len(devices), "count": 2}
+    options = {"kind": kind, "seed": 11, "first": 40 * len(devices), "count": 1}
     for results in run_instances(across.random_cases, devices, seconds=250, **options):
-        assert len(results["checked"]) == 2
+        assert len(results["checked"]) == 1
 
 
 def test_results_of_one_process_are_left_as_they_are():
