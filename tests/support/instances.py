@@ -30,7 +30,7 @@ class InstanceError(AssertionError):
 
 
 def run_instances(
-    function: Callable[..., Results] | str, devices: Sequence[int], *, seconds: float = 120, **arguments: Any
+    function: Callable[..., Results] | str, devices: Sequence[int], *, seconds: float = 240, **arguments: Any
 ) -> list[Results]:
     """Return what the function returns on each instance.
 
