@@ -32,14 +32,19 @@ _SIZE: Final = 4096
 
 
 class Phase(enum.IntEnum):
-    """What an instance does. Only in `STEPPING` is a time without a finished step a sign that it is stuck."""
+    """What an instance does. Only in `STEPPING` is a time without a finished step a sign that it is stuck.
+
+    `BUSY` is with something else that takes its time, such as saving, and others may wait for it. `WAITING` is for
+    other instances, outside a step; they are what may be stuck. The label says with what, or where.
+    """
 
     STARTING = 1  # until its first step
     COMPILING = 2
     STEPPING = 3
-    BUSY = 4  # with something else that takes its time, such as saving; the label says what
+    BUSY = 4
     ENDING = 5  # its program has ended; it waits for the others
     FAILED = 6  # its program has raised an exception; the label says which
+    WAITING = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +200,24 @@ def current() -> Beacon | None:
     if _current is not None and _current.pid != os.getpid():
         _current = None
     return _current
+
+
+@contextlib.contextmanager
+def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
+    """Be in another phase for the time of a `with` block, or of a function that this decorates.
+
+    A phase other than stepping and starting goes on: only the outermost block counts.
+    """
+    beacon = current()
+    if beacon is None or beacon.phase not in (Phase.STARTING, Phase.COMPILING, Phase.STEPPING):
+        yield
+    else:
+        with beacon.during(phase, label, limit):
+            yield
+
+
+LONG: Final = 600.0
+"""Seconds that a piece of the library's own work on the host may take, such as placing weights."""
 
 
 def _bytes_of(path: Path) -> bytes | None:

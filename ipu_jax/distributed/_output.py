@@ -27,7 +27,7 @@ _HANDLES: Final[dict[Stream, int]] = {"stdout": 1, "stderr": 2}
 # stdout of each instance, whatever its logging is set to; its threads write into each other's lines.
 _NOISE_BEGINS: Final = re.compile(rb"\[Gloo\] Rank ")
 _NOISE_ENDS: Final = re.compile(
-    rb"\d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
+    rb"(?:\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
 )
 _LONG_AGO: Final = 40
 _KEPT: Final = 20
@@ -206,8 +206,8 @@ def without_noise(line: bytes, ends_to_come: int) -> tuple[bytes | None, int]:
     """
     if not line and ends_to_come:
         return None, ends_to_come - 1
-    text, begun = _NOISE_BEGINS.subn(b"", line)
-    text, ended = _NOISE_ENDS.subn(b"", text)
+    text, ended = _NOISE_ENDS.subn(b"", line)
+    text, begun = _NOISE_BEGINS.subn(b"", text)
     if not begun and not ended:
         return line, ends_to_come
     return text or None, max(0, ends_to_come + ended - 1)

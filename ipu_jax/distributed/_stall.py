@@ -5,6 +5,7 @@ What is an instance doing, and for how long may it?
     STARTING, COMPILING   the compile limit
     STEPPING              max(5 s, 5 x the median step), from the second step on
     BUSY                  the limit that it gave itself
+    WAITING               the limit that it gave itself; it waits for the others
     ENDING                for ever: it waits for the others
     FAILED                5 s: its exception should have ended it
     stopped (state T)     5 s in any phase
@@ -29,6 +30,7 @@ LEAST: Final = 5.0
 TIMES: Final = 5
 """How many median steps may pass without one."""
 _KEPT: Final = 1001
+_FOR_OTHERS: Final = (Phase.WAITING, Phase.ENDING)
 _PREPARING: Final = (Phase.STARTING, Phase.COMPILING)
 
 
@@ -157,7 +159,7 @@ class Judge:
     def _excused(self, watched: _Watched, now: float) -> bool:
         """Return whether others may have to wait for an instance that does something else than a step."""
         progress = watched.progress
-        if progress is None or progress.phase in (Phase.STEPPING, Phase.ENDING, Phase.FAILED):
+        if progress is None or progress.phase in (Phase.STEPPING, Phase.WAITING, Phase.ENDING, Phase.FAILED):
             return False
         limit = self._compiling if progress.phase in _PREPARING else progress.limit
         return now - max(progress.phase_at, self._resumed_at) <= limit
@@ -181,9 +183,10 @@ class Judge:
         if progress.phase in _PREPARING and in_phase > self._compiling:
             doing = "has not started" if progress.phase is Phase.STARTING else "has not compiled"
             return _Late(doing, in_phase, self._compiling, "--compile-timeout")
-        if progress.phase is Phase.BUSY and in_phase > progress.limit:
-            what = f" with {progress.label}" if progress.label else ""
-            return _Late(f"was busy{what}", in_phase, progress.limit, "its own limit", waits=False)
+        if progress.phase in (Phase.BUSY, Phase.WAITING) and in_phase > progress.limit:
+            what = f" {progress.label}" if progress.label else ""
+            doing = f"was busy{what and ' with'}{what}" if progress.phase is Phase.BUSY else f"waited{what}"
+            return _Late(doing, in_phase, progress.limit, "its own limit", waits=False)
         if progress.phase is Phase.FAILED and in_phase > LEAST:
             return _Late("has not exited", in_phase, LEAST, "an exception ends a program", waits=False)
         if progress.phase is Phase.STEPPING:
@@ -202,8 +205,8 @@ class Judge:
     def _culprit(self, of_steps: bool) -> int:
         """Return the instance that the others wait for: stopped, or else with the fewest steps begun, or else silent.
 
-        Those that have ended their program wait for the others. One without a beacon may be what the others wait for
-        as long as they prepare; steps of theirs have ended without it.
+        Those that wait for the others, also at the end of their program, are none. One without a beacon may be what the
+        others wait for as long as they prepare; steps of theirs have ended without it.
         """
 
         def rank(instance: int) -> tuple[bool, int, float]:
@@ -217,6 +220,6 @@ class Judge:
             i
             for i, watched in self._watched.items()
             if watched.letter == "T"
-            or (not of_steps if watched.progress is None else watched.progress.phase is not Phase.ENDING)
+            or (not of_steps if watched.progress is None else watched.progress.phase not in _FOR_OTHERS)
         ]
         return min(candidates, key=rank)

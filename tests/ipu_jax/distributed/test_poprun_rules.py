@@ -58,6 +58,23 @@ def test_steps_that_were_seen_at_once_have_a_duration_from_the_second_on():
     assert stuck.limit == 5
 
 
+def test_who_waits_in_a_barrier_is_not_stuck_and_excuses_nobody():
+    judge = judge_of(2)
+    stepped(judge, 2, 10, 0.1)
+    for now in (1.0, 4.0, 6.1):
+        beat(judge, 0, now, begun=10, finished=10, finished_at=1.0, phase=Phase.WAITING, phase_at=1.0, limit=310.0)
+        beat(judge, 1, now, begun=10, finished=10, finished_at=1.0, phase_at=0.1)
+    stuck = judge.verdict(6.1)
+    assert stuck is not None
+    assert (stuck.instance, stuck.limit) == (1, 5)
+    beat(judge, 1, 300, begun=11, finished=11, finished_at=300.0, phase_at=0.1)
+    assert judge.verdict(300.0) is None
+    beat(judge, 1, 312, begun=12, finished=12, finished_at=312.0, phase_at=0.1)
+    late = judge.verdict(312.0)  # its own error should have ended it
+    assert late is not None
+    assert (late.instance, late.doing) == (0, "waited")
+
+
 def test_one_long_step_does_not_move_the_median():
     judge = judge_of(1)
     end = stepped(judge, 1, 50, 1.0)
