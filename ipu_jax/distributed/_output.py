@@ -27,7 +27,8 @@ _HANDLES: Final[dict[Stream, int]] = {"stdout": 1, "stderr": 2}
 # stdout of each instance, whatever its logging is set to; its threads write into each other's lines.
 _NOISE_BEGINS: Final = re.compile(rb"\[Gloo\] Rank ")
 _NOISE_ENDS: Final = re.compile(
-    rb"(?:\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
+    rb"(?:\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
 )
 _LONG_AGO: Final = 40
 _KEPT: Final = 20
