@@ -25,7 +25,7 @@ from typing import Final
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
-_LAYOUT: Final = struct.Struct("<4sIqqqqqqqd128s")
+_LAYOUT: Final = struct.Struct("<4sIqqqqqqqqd128s")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 1
 _SIZE: Final = 4096
@@ -51,6 +51,7 @@ class Reading:
         beat_ns: when it was last written to.
         begun: steps that were given to the devices so far.
         finished: steps that the devices have finished, as far as the instance has noticed.
+        first_ns: when the first of them was; 0 before it. It may have included the compilation.
         finished_ns: when `finished` last grew; 0 before the first.
         phase: what the instance does.
         phase_ns: since when.
@@ -62,6 +63,7 @@ class Reading:
     beat_ns: int
     begun: int
     finished: int
+    first_ns: int
     finished_ns: int
     phase: Phase
     phase_ns: int
@@ -87,7 +89,7 @@ class Beacon:
         finally:
             os.close(handle)
         self.pid = os.getpid()
-        self._begun = self._finished = self._finished_ns = 0
+        self._begun = self._finished = self._first_ns = self._finished_ns = 0
         self._phase, self._phase_ns, self._limit, self._label = Phase.STARTING, time.monotonic_ns(), float("inf"), ""
         self._write()
 
@@ -100,6 +102,7 @@ class Beacon:
         """Count steps that the devices have finished."""
         self._finished += steps
         self._finished_ns = time.monotonic_ns()
+        self._first_ns = self._first_ns or self._finished_ns
         if self._phase in (Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
@@ -141,6 +144,7 @@ class Beacon:
             time.monotonic_ns(),
             self._begun,
             self._finished,
+            self._first_ns,
             self._finished_ns,
             int(self._phase),
             self._phase_ns,
@@ -158,11 +162,12 @@ def read(path: Path) -> Reading | None:
             break
     if found is None:
         return None
-    magic, version, pid, beat, begun, finished, finished_ns, phase, phase_ns, limit, label = _LAYOUT.unpack(found)
+    magic, version, *numbers, limit, label = _LAYOUT.unpack(found)
+    pid, beat, begun, finished, first, last, phase, phase_ns = numbers
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
     text = label.rstrip(b"\0").decode(errors="replace")
-    return Reading(pid, beat, begun, finished, finished_ns, Phase(phase), phase_ns, limit, text)
+    return Reading(pid, beat, begun, finished, first, last, Phase(phase), phase_ns, limit, text)
 
 
 def path_of(run_dir: Path, instance: int) -> Path:

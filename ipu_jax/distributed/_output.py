@@ -23,8 +23,12 @@ JOB: Final = 1
 """The number of the job in the tags, as mpirun writes it: there is one."""
 
 _HANDLES: Final[dict[Stream, int]] = {"stdout": 1, "stderr": 2}
-# gloo's C++ writes this to stdout of each instance, whatever its logging is set to
-_NOISE: Final = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer")
+# gloo's C++ writes "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1" to
+# stdout of each instance, whatever its logging is set to; its threads write into each other's lines.
+_NOISE_BEGINS: Final = re.compile(rb"\[Gloo\] Rank ")
+_NOISE_ENDS: Final = re.compile(
+    rb"\d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
+)
 _LONG_AGO: Final = 40
 _KEPT: Final = 20
 
@@ -34,6 +38,7 @@ class _Source:
     splitter: Splitter
     tail: collections.deque[tuple[int, str]]  # the last lines, and how many had been shown when each was; -1: hidden
     file: FileIO | None = None
+    ends_of_noise: int = 0  # line ends of gloo's that are still to come
 
 
 class Display:
@@ -142,9 +147,13 @@ class Display:
         key, screen = f"{instance} {stream}", self._screens[stream]
         hidden = stream == "stdout" and self._only not in (None, instance)
         for piece in pieces:
-            if stream == "stdout" and _NOISE.match(piece.text):
-                continue
-            tail = self._sources[instance, stream].tail
+            source = self._sources[instance, stream]
+            if stream == "stdout" and piece.kind != "state":
+                text, source.ends_of_noise = without_noise(piece.text, source.ends_of_noise)
+                if text is None:
+                    continue
+                piece = dataclasses.replace(piece, text=text)
+            tail = source.tail
             if piece.kind == "state":
                 if instance == 0 and not hidden:
                     self._put(stream, screen.state(key, self._tag(instance, stream), piece.text, time.monotonic()))
@@ -180,3 +189,25 @@ def _columns(handle: int) -> int | None:
     if not os.isatty(handle) or os.environ.get("TERM") == "dumb":
         return None
     return os.get_terminal_size(handle).columns or 80
+
+
+def without_noise(line: bytes, ends_to_come: int) -> tuple[bytes | None, int]:
+    """Return a line of stdout without what gloo has written into it, and how many of gloo's line ends are to come.
+
+    The line is None if nothing else was in it.
+
+    >>> said = b"is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    >>> without_noise(b"[Gloo] Rank [Gloo] Rank 1 " + said + b"0 " + said, 0)  # its second line end follows
+    (None, 1)
+    >>> without_noise(b"", 1), without_noise(b"", 0)
+    ((None, 0), (b'', 0))
+    >>> without_noise(b"loss 2.3[Gloo] Rank 0 " + said, 0)
+    (b'loss 2.3', 0)
+    """
+    if not line and ends_to_come:
+        return None, ends_to_come - 1
+    text, begun = _NOISE_BEGINS.subn(b"", line)
+    text, ended = _NOISE_ENDS.subn(b"", text)
+    if not begun and not ended:
+        return line, ends_to_come
+    return text or None, max(0, ends_to_come + ended - 1)

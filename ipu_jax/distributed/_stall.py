@@ -146,6 +146,9 @@ class Judge:
             return
         if before is None or before.finished == 0:
             self._first_step = max(self._first_step, after.finished_at - watched.started_at)
+            if steps > 1:  # since nobody has looked, all but the first, which may have been compiled, are alike
+                self._durations.append((after.finished_at - after.first_at) / (steps - 1))
+                self._median = None
         # a phase that began between the two was something else than a step; the first step is followed by one at once
         elif after.phase is Phase.STEPPING and after.phase_at <= before.finished_at + 0.05:
             self._durations.append((after.finished_at - before.finished_at) / steps)

@@ -30,6 +30,7 @@ from ipu_jax.distributed._output import Display
 from ipu_jax.distributed._remote import RemoteHost, Shell
 from ipu_jax.distributed._signals import STOPPING, Signals
 from ipu_jax.distributed._writer import Writer
+from ipu_jax.distributed.environment import TERMINAL_WIDTH
 from ipu_jax.distributed.topology import Topology, is_this_host, ranges
 from ipu_jax.tools import process
 
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer, only=options.only_output_from_instance, timestamps=options.timestamps, folder=options.output_dir
     )
     if display.columns and "COLUMNS" not in os.environ:  # bars that are drawn into a pipe look there for their width
-        environments = {name: {**values, "COLUMNS": str(display.columns)} for name, values in environments.items()}
+        width = {"COLUMNS": str(display.columns), TERMINAL_WIDTH: str(display.columns)}
+        environments = {name: {**values, **width} for name, values in environments.items()}
     run = Run(options, topology, environments, coordinator, bind, display, writer, signals)
     if options.print_topology:
         display.draw(box(topology))

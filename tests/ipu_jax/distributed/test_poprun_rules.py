@@ -14,8 +14,8 @@ from ipu_jax.distributed._stall import Judge
 from ipu_jax.distributed._supervisor import Outcome
 
 
-def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf):
-    return Progress(begun, finished, finished_at, phase, phase_at, limit, "")
+def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, first_at=0.0):
+    return Progress(begun, finished, finished_at, phase, phase_at, limit, "", first_at)
 
 
 def judge_of(instances, stall=None, compiling=1800.0):
@@ -47,6 +47,15 @@ def test_the_limit_is_five_median_steps_and_at_least_five_seconds(duration, step
     assert stuck is not None
     assert stuck.limit == pytest.approx(limit)
     assert stuck.seconds == pytest.approx(1.01 * limit)
+
+
+def test_steps_that_were_seen_at_once_have_a_duration_from_the_second_on():
+    judge = judge_of(1)
+    beat(judge, 0, 20.5, begun=31, finished=31, first_at=20.0, finished_at=20.3, phase_at=20.0)
+    assert judge.median_step() == pytest.approx(0.01)
+    stuck = judge.verdict(25.4)
+    assert stuck is not None
+    assert stuck.limit == 5
 
 
 def test_one_long_step_does_not_move_the_median():
