@@ -129,6 +129,7 @@ class Attempt:
         self._outcome: Outcome | None = None
         self._report: list[str] = []
         self._kill_at = self._give_up_at = self._stacks_until = self._speak_at = float("inf")
+        self._failing_since = float("inf")  # when the first failed exit was seen
         self._ending = self._held = False
         self._passed_on = 0
         self._began = self._looked = time.monotonic()
@@ -223,6 +224,7 @@ class Attempt:
         self._judge.exited(instance)
         if status and self._passed_on == 0 and self._outcome is None:
             self._failures[instance] = failure_of(instance, status, event.at, event.error)
+            self._failing_since = min(self._failing_since, now)
         how = f"was ended by {_report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
         beacon = "" if instance in self._beacons else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
@@ -253,8 +255,7 @@ class Attempt:
 
     def _look_for_failure(self, now: float) -> None:
         if self._failures:
-            since = min(failure.at for failure in self._failures.values())
-            if now >= since + MOMENT or len(self._statuses) == self._topology.instances:
+            if now >= self._failing_since + MOMENT or len(self._statuses) == self._topology.instances:
                 self._failed(first([*self._failures.values(), *self._earlier_records()]))
         elif self._stuck is not None:
             if self._stacks is not None or now >= self._stacks_until:

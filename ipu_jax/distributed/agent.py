@@ -15,8 +15,8 @@ import time
 from typing import Any, Final
 
 from ipu_jax.distributed._events import Event, Note, line_of
-from ipu_jax.distributed._host import LocalHost
 from ipu_jax.distributed._launch import Launch
+from ipu_jax.distributed._local import LocalHost
 from ipu_jax.distributed._signals import STOPPING, Signals
 
 _LOOK_EVERY: Final = 0.05

@@ -3,7 +3,7 @@
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
 
     _options    the command line            topology    which host has which instances and replicas
-    _attempts   restarts                    _host       this host;  _remote, agent: another one
+    _attempts   restarts                    _local      this host;  _remote, agent: another one
     _supervisor one attempt                 _output     what is shown
     _stall      who is stuck                _failure    who failed first;  _report: what is said of it
 
@@ -22,8 +22,9 @@ from typing import Final, NoReturn
 from ipu_jax.distributed import _config
 from ipu_jax.distributed._attempts import CannotStartError, Run
 from ipu_jax.distributed._box import box
-from ipu_jax.distributed._host import Host, LocalHost, free_port
+from ipu_jax.distributed._host import Host
 from ipu_jax.distributed._launch import available_cores, nodes_of_cores
+from ipu_jax.distributed._local import LocalHost, free_port
 from ipu_jax.distributed._options import Options, PoprunParser, named_values, options_of
 from ipu_jax.distributed._output import Display
 from ipu_jax.distributed._remote import RemoteHost, Shell

@@ -188,6 +188,26 @@ def test_those_that_fail_because_of_another_are_not_blamed(tmp_path, how):
         assert ran.err.splitlines()[-1].startswith("poprun: instance 1 ")
 
 
+def test_an_exception_is_told_even_if_its_program_takes_its_time_to_end(tmp_path):
+    body = """
+    if me == 0:
+        error = ValueError("mine")
+        write_error(error)
+        beacon.enter(_beacon.Phase.FAILED, "ValueError")
+        (run_dir / "failed").touch()
+        time.sleep(60)
+    while not (run_dir / "failed").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    write_error(KeyError("yours"))
+    os._exit(4)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert ran.status == 1
+    assert ran.err.splitlines()[-1].startswith("poprun: instance 0 ")
+    assert ran.err.endswith("failed with ValueError: mine\n")
+
+
 def test_an_exception_of_a_program_that_ends_well_is_not_believed(tmp_path):
     ran = poprun(*TWO, *program(tmp_path, "write_error(ValueError('handled'))"))
     assert (ran.status, ran.out) == (0, "")

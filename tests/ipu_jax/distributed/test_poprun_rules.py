@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ipu_jax._beacon import Phase
 from ipu_jax.distributed._attempts import FRUITLESS, LONG, History
-from ipu_jax.distributed._events import Beat, ErrorRecord, Progress
+from ipu_jax.distributed._events import Beat, Ended, ErrorRecord, Exited, Output, Progress, Started, event_of, line_of
 from ipu_jax.distributed._failure import failure_of, first
 from ipu_jax.distributed._stall import Judge
 from ipu_jax.distributed._supervisor import Outcome
@@ -215,6 +215,31 @@ def test_a_limit_that_is_off_is_none():
     judge = judge_of(1, stall=math.inf)
     end = stepped(judge, 1, 5, 0.1)
     assert judge.verdict(end + 1e6) is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Beat(1, 7, "S", progress(3, 2, 50.0, phase_at=40.0), None),
+        Beat(1, 7, "S", None, ErrorRecord(60.0, "ValueError", "no", 3)),
+        Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)),
+        Output(0, "stderr", bytes(range(256))),
+        Started(0, 9, "3", (1, 2)),
+        Ended((4, 5)),
+    ],
+)
+def test_what_happens_travels_to_another_clock(event):
+    there, here = 1000.0, 100.0
+    came = event_of(line_of(event, there), here)
+    assert type(came) is type(event)
+    assert event_of(line_of(came, here), there) == event
+
+
+def test_times_travel_as_ages():
+    came = event_of(line_of(Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)), 1000.0), 100.0)
+    assert came == Exited(0, -9, 70.0 - 900, ErrorRecord(60.0 - 900, "ValueError", "no", 3))
+    came = event_of(line_of(Beat(1, 7, "S", progress(3, 2, 50.0, phase_at=40.0)), 1000.0), 100.0)
+    assert came == Beat(1, 7, "S", progress(3, 2, 50.0 - 900, phase_at=40.0 - 900))
 
 
 def record(at, message="no", kind="ValueError"):

@@ -7,13 +7,14 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ipu_jax.distributed import poprun as launcher
 from ipu_jax.distributed.environment import place_of
-from support.launched import POPRUN, environment, marked, poprun, program
+from support.launched import POPRUN, environment, gone_within, marked, poprun, program, start
 
 TWO = ("--num-instances", "2", "--num-replicas", "2")
 ENVIRONMENTS = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -300,6 +301,24 @@ def test_a_host_that_is_lost_ends_the_run(tmp_path, shell):
     assert ran.status == 255
     assert "poprun: host far: the connection was closed" in ran.err
     assert marked("lost") == set()
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
+
+
+def test_nothing_is_left_on_other_hosts_when_poprun_is_killed(shell):
+    process = start("--remote-shell", shell, "--host", "near,far", *TWO, "sleep", "70", POPRUN_TEST="killed")
+    until = time.monotonic() + 20
+    while sum(b"sleep" in command_of(pid) for pid in marked("killed")) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    gone_within("killed", 3)
 
 
 def test_a_host_that_was_lost_is_reached_again_by_a_restart(tmp_path, shell):
