@@ -30,6 +30,9 @@ _NOISE_ENDS: Final = re.compile(
     rb"(?:\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
 )
+# What moves the cursor, or erases, hides or shows something: a bar that has a terminal to itself may overwrite its own
+# lines, but here it would erase tags, and lines of others. Colours stay.
+_MOVES: Final = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 _LONG_AGO: Final = 40
 _KEPT: Final = 20
 
@@ -149,6 +152,10 @@ class Display:
         hidden = stream == "stdout" and self._only not in (None, instance)
         for piece in pieces:
             source = self._sources[instance, stream]
+            if _MOVES.search(piece.text):
+                piece = dataclasses.replace(piece, text=_MOVES.sub(b"", piece.text))
+                if not piece.text and not piece.goes_on:
+                    continue
             if stream == "stdout" and piece.kind != "state":
                 text, source.ends_of_noise = without_noise(piece.text, source.ends_of_noise)
                 if text is None:

@@ -375,3 +375,13 @@ def test_the_launcher_can_be_called_as_a_function(capsys):
     assert capsys.readouterr().err == (
         "poprun: unrecognized arguments: --num-replica: did you mean --num-replicas? --help lists all flags\n"
     )
+
+
+def test_a_bar_cannot_erase_tags_or_move_into_the_lines_of_others():
+    script = r"printf '\033[?25l\r\033[2K 10%%\r\033[2Kepoch \033[32m1\033[0m\n\033[1A\033[2Kend\n\033[?25h\n'"
+    ran = poprun("bash", "-c", script)
+    assert ran.status == 0, ran.err
+    shown = ran.out.splitlines()
+    assert "[1,0]<stdout>:epoch \x1b[32m1\x1b[0m" in shown  # colours stay
+    assert "[1,0]<stdout>:end" in shown
+    assert not [line for line in shown if re.search(r"\x1b\[[^m]*[A-HJK]|\x1b\[\?", line)]
