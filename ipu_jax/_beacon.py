@@ -45,6 +45,7 @@ class Phase(enum.IntEnum):
     ENDING = 5  # its program has ended; it waits for the others
     FAILED = 6  # its program has raised an exception; the label says which
     WAITING = 7
+    SILENT = 8  # its program has told of no step so far, and may never do so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,8 @@ class Beacon:
 
     def begun(self, steps: int = 1) -> None:
         """Count steps that were given to the devices."""
+        if self._phase is Phase.SILENT:
+            self.enter(Phase.STARTING)
         self._begun += steps
         self._write()
 
@@ -209,12 +212,14 @@ def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
     A phase other than stepping and starting goes on: only the outermost block counts.
     """
     beacon = current()
-    if beacon is None or beacon.phase not in (Phase.STARTING, Phase.COMPILING, Phase.STEPPING):
+    if beacon is None or beacon.phase not in _INTERRUPTED:
         yield
     else:
         with beacon.during(phase, label, limit):
             yield
 
+
+_INTERRUPTED: Final = (Phase.STARTING, Phase.COMPILING, Phase.STEPPING, Phase.SILENT)
 
 LONG: Final = 600.0
 """Seconds that a piece of the library's own work on the host may take, such as placing weights."""

@@ -7,6 +7,7 @@ What is an instance doing, and for how long may it?
     BUSY                  the limit that it gave itself
     WAITING               the limit that it gave itself; it waits for the others
     ENDING                for ever: it waits for the others
+    SILENT                for ever: its program may never tell of a step
     FAILED                5 s: its exception should have ended it
     stopped (state T)     5 s in any phase
 
@@ -159,7 +160,13 @@ class Judge:
     def _excused(self, watched: _Watched, now: float) -> bool:
         """Return whether others may have to wait for an instance that does something else than a step."""
         progress = watched.progress
-        if progress is None or progress.phase in (Phase.STEPPING, Phase.WAITING, Phase.ENDING, Phase.FAILED):
+        if progress is None or progress.phase in (
+            Phase.STEPPING,
+            Phase.WAITING,
+            Phase.ENDING,
+            Phase.SILENT,
+            Phase.FAILED,
+        ):
             return False
         limit = self._compiling if progress.phase in _PREPARING else progress.limit
         return now - max(progress.phase_at, self._resumed_at) <= limit

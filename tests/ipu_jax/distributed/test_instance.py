@@ -84,6 +84,8 @@ UNCHANGED = """
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(rows)
     child = subprocess.run([sys.executable, "-c", "import jax; print(len(jax.devices()))"], capture_output=True)
     counts = jax.process_index(), jax.process_count(), jax.local_device_count()
+    from ipu_jax import _beacon
+    assert _beacon.current().phase is _beacon.Phase.SILENT  # it is not taken for a program that starts for ever
     print(*counts, float(total), child.stdout.decode().strip())
 """
 
@@ -94,7 +96,9 @@ def test_an_unchanged_program_finds_its_place(tmp_path):
     assert [one.code for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     # a process that the program starts, and that does not join, is a program of its own
     assert [one.lines for one in ended] == [["0 2 3 15.0 3"], ["1 2 3 15.0 3"]]
-    assert _beacon.read(tmp_path / "beacon.1") is not None
+    found = _beacon.read(tmp_path / "beacon.1")
+    assert found is not None
+    assert (found.phase, found.begun) == (Phase.ENDING, 0)
 
 
 WATCHED = """

@@ -76,6 +76,13 @@ def test_who_waits_in_a_barrier_is_not_stuck_and_excuses_nobody():
     assert (late.instance, late.doing) == (0, "waited")
 
 
+def test_a_program_that_tells_of_no_steps_may_run_for_ever():
+    judge = judge_of(2)
+    for i in range(2):
+        beat(judge, i, 1e6, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=1.0)
+    assert judge.verdict(1e6) is None
+
+
 def test_one_long_step_does_not_move_the_median():
     judge = judge_of(1)
     end = stepped(judge, 1, 50, 1.0)
