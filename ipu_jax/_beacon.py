@@ -38,14 +38,14 @@ class Phase(enum.IntEnum):
     other instances, outside a step; they are what may be stuck. The label says with what, or where.
     """
 
-    STARTING = 1  # until its first step
+    SILENT = 8  # its program has told of no step so far, and may never do so
+    STARTING = 1  # from the dispatch of its first step until that has finished
     COMPILING = 2
     STEPPING = 3
     BUSY = 4
     ENDING = 5  # its program has ended; it waits for the others
     FAILED = 6  # its program has raised an exception; the label says which
     WAITING = 7
-    SILENT = 8  # its program has told of no step so far, and may never do so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Beacon:
             os.close(handle)
         self.pid = os.getpid()
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
-        self._phase, self._phase_ns, self._limit, self._label = Phase.STARTING, time.monotonic_ns(), float("inf"), ""
+        self._phase, self._phase_ns, self._limit, self._label = Phase.SILENT, time.monotonic_ns(), float("inf"), ""
         self._write()
 
     def begun(self, steps: int = 1) -> None:
@@ -111,7 +111,7 @@ class Beacon:
         self._finished += steps
         self._finished_ns = time.monotonic_ns()
         self._first_ns = self._first_ns or self._finished_ns
-        if self._phase in (Phase.STARTING, Phase.COMPILING):
+        if self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
             self._write()

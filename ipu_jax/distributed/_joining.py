@@ -8,8 +8,6 @@ from typing import Final
 
 import jax
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax.distributed import _instance
 from ipu_jax.distributed._exchange import gather
 from ipu_jax.distributed._fingerprint import difference, fingerprint
@@ -55,7 +53,7 @@ def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
     _compare(seconds, flags)
 
 
-def join(place: Place, *, seconds: float, flags: bool = True, silent: bool = False) -> None:
+def join(place: Place, *, seconds: float, flags: bool = True) -> None:
     """Prepare this process to be watched, and wait until all instances are here. A second call does nothing.
 
     Communicates over TCP with instance 0.
@@ -64,7 +62,6 @@ def join(place: Place, *, seconds: float, flags: bool = True, silent: bool = Fal
         place: of this instance.
         seconds: how long to wait for the others.
         flags: whether all must have the same command line.
-        silent: whether the program may know nothing of us, and never tell of a step.
 
     Raises:
         InstancesDifferError, InstancesMissingError, PortTakenError: as `meet` raises them.
@@ -74,9 +71,6 @@ def join(place: Place, *, seconds: float, flags: bool = True, silent: bool = Fal
         _instance.prepare()
         meet(place, fingerprint(place, flags=flags), seconds=seconds)
         _joined = place
-        beacon = _beacon.current()
-        if silent and beacon is not None:
-            beacon.enter(Phase.SILENT)
 
 
 def _compare(seconds: float, flags: bool) -> None:

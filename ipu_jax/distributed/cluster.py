@@ -44,7 +44,7 @@ class PoprunCluster(ClusterEnv):
         from ipu_jax.distributed import _joining  # needs the whole of jax
 
         place = cls._place()
-        _joining.join(place, seconds=_MEET_SECONDS, silent=True)
+        _joining.join(place, seconds=_MEET_SECONDS)
         return place.instance
 
     @staticmethod

@@ -217,7 +217,7 @@ class PlacedStages:
             return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
-        self._window.begin()
+        self._window.begin(args)
         result = program(*args)
         self._window.admit(result)  # otherwise a loop that never waits would exhaust the threads of the CPU backend
         return result

@@ -197,7 +197,7 @@ class Replicas:
                 compiled.
         """
         self.check(params, batch, key)
-        self._window.begin()
+        self._window.begin((params, batch))
         (loss, aux), gradients = self._value_and_grad((params, key), batch)
         self._window.admit(loss)
         return (loss if aux is None else (loss, aux)), gradients
@@ -205,7 +205,7 @@ class Replicas:
     def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
         """Return the loss, or `(loss, aux)`, without gradients."""
         self.check(params, batch, key)
-        self._window.begin()
+        self._window.begin((params, batch))
         loss, aux = self._loss((params, key), batch)
         self._window.admit(loss)
         return loss if aux is None else (loss, aux)

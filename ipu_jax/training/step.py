@@ -224,7 +224,7 @@ class TrainStep:
                 Nothing has been compiled by then.
         """
         batch = self._checked_batch(state, batch)
-        self._window.begin()
+        self._window.begin((state, batch))
         with ShortTracebacks():
             state, outputs = self._program(state, batch)
         self._window.admit(outputs.loss)
