@@ -60,7 +60,7 @@ COMMANDS = (
     "mnist_example.benchmark_dataset",
     "mnist_example.inputs",
     "ipu_jax.distributed.poprun",
-    "ipu_jax.distributed.agent",
+    "ipu_jax.distributed.launcher.agent",
 )
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
@@ -70,7 +70,7 @@ PLAIN = (
     "data.prefetch",
     "_beacon",
     "distributed.poprun",
-    "distributed.agent",
+    "distributed.launcher",
     "distributed.environment",
 )
 # They import jax only in functions that need it.

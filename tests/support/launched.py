@@ -100,7 +100,12 @@ def marked(mark: str) -> set[int]:
             command = (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if wanted in words and letter != b"Z" and b"ipu_jax.distributed" not in command and b"_watcher" not in command:
+        if (
+            wanted in words
+            and letter != b"Z"
+            and b"ipu_jax.distributed" not in command
+            and b"launcher/watcher" not in command
+        ):
             found.add(int(path.name))
     return found
 

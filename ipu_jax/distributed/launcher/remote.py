@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ipu_jax.distributed._events import Ended, Event, Lost, Note, event_of
-from ipu_jax.distributed._launch import Launch
+from ipu_jax.distributed.launcher.events import Ended, Event, Lost, Note, event_of
+from ipu_jax.distributed.launcher.launch import Launch
 
 CONNECTED_WITHIN: Final = 20.0
 """Seconds in which a host must answer."""
@@ -42,7 +42,7 @@ class Shell:
         options = [word for option in _SSH_OPTIONS for word in ("-o", option)] if self.command[0] == "ssh" else []
         path = os.environ.get("PYTHONPATH")
         environment = [f"PYTHONPATH={path}"] if path else []
-        agent = shlex.join(["env", *environment, sys.executable, "-m", "ipu_jax.distributed.agent"])
+        agent = shlex.join(["env", *environment, sys.executable, "-m", "ipu_jax.distributed.launcher.agent"])
         return [*self.command, *options, host, f"cd {shlex.quote(self.folder)} && exec {agent}"]
 
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from ipu_jax.distributed.topology import Topology, ranges
+from ipu_jax.distributed.launcher.topology import Topology, ranges
 
 WIDEST: Final = 120
 _TITLE: Final = "poprun topology"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.topology import LOCALHOST, host_names, hosts_in_file
+from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
 from ipu_jax.tools.command_line import MOST_IPUS, Parser, number_that, shown, whole_number
 
 GRACE: Final = 1.5

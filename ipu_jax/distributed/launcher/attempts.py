@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from ipu_jax.distributed._events import Lost, Ready, Refused
-from ipu_jax.distributed._host import Host
-from ipu_jax.distributed._launch import Launch
-from ipu_jax.distributed._options import GRACE, Options
-from ipu_jax.distributed._output import Display
-from ipu_jax.distributed._signals import STOPPING, Signals
-from ipu_jax.distributed._supervisor import LEAVING, LOST_HOST, Attempt, Outcome, Rules
-from ipu_jax.distributed._writer import Writer
-from ipu_jax.distributed.topology import Topology
+from ipu_jax.distributed.launcher.events import Lost, Ready, Refused
+from ipu_jax.distributed.launcher.host import Host
+from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.options import GRACE, Options
+from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.signals import STOPPING, Signals
+from ipu_jax.distributed.launcher.supervisor import LEAVING, LOST_HOST, Attempt, Outcome, Rules
+from ipu_jax.distributed.launcher.topology import Topology
+from ipu_jax.distributed.launcher.writer import Writer
 
 FRUITLESS: Final = 3
 """Restarts in a row without progress after which there is no other."""

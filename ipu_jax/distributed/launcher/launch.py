@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ipu_jax.distributed.environment import THREADS, Place
 
-BOOTSTRAP: Final = Path(__file__).with_name("bootstrap")
+BOOTSTRAP: Final = Path(__file__).parents[1] / "bootstrap"
 """The folder whose `sitecustomize` runs first in each instance."""
 
 

@@ -8,11 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipu_jax._beacon import Phase
-from ipu_jax.distributed._attempts import FRUITLESS, LONG, History
-from ipu_jax.distributed._events import Beat, Ended, ErrorRecord, Exited, Output, Progress, Started, event_of, line_of
-from ipu_jax.distributed._failure import failure_of, first
-from ipu_jax.distributed._stall import Judge
-from ipu_jax.distributed._supervisor import Outcome
+from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
+from ipu_jax.distributed.launcher.events import (
+    Beat,
+    Ended,
+    ErrorRecord,
+    Exited,
+    Output,
+    Progress,
+    Started,
+    event_of,
+    line_of,
+)
+from ipu_jax.distributed.launcher.failure import failure_of, first
+from ipu_jax.distributed.launcher.stall import Judge
+from ipu_jax.distributed.launcher.supervisor import Outcome
 
 
 def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, first_at=0.0):

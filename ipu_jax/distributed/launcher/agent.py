@@ -3,7 +3,7 @@
 It reads commands and writes events, a line of JSON each. When the pipe from poprun ends, however that comes, all
 instances are killed.
 
-    python -m ipu_jax.distributed.agent
+    python -m ipu_jax.distributed.launcher.agent
 
 Nothing here imports jax.
 """
@@ -14,10 +14,10 @@ import sys
 import time
 from typing import Any, Final
 
-from ipu_jax.distributed._events import Event, Note, line_of
-from ipu_jax.distributed._launch import Launch
-from ipu_jax.distributed._local import LocalHost
-from ipu_jax.distributed._signals import STOPPING, Signals
+from ipu_jax.distributed.launcher.events import Event, Note, line_of
+from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.local import LocalHost
+from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 
 _LOOK_EVERY: Final = 0.05
 _ALIVE_EVERY: Final = 2.0

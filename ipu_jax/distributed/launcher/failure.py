@@ -18,7 +18,7 @@ import signal
 from collections.abc import Iterable
 from typing import Final
 
-from ipu_jax.distributed._events import ErrorRecord
+from ipu_jax.distributed.launcher.events import ErrorRecord
 
 MOMENT: Final = 0.3
 """Seconds after the first failure in which others are looked at."""

@@ -23,8 +23,9 @@ from typing import Final
 
 from ipu_jax import _beacon
 from ipu_jax._beacon import Phase
-from ipu_jax.distributed import _watcher
-from ipu_jax.distributed._events import (
+from ipu_jax.distributed.environment import THREADS
+from ipu_jax.distributed.launcher import watcher
+from ipu_jax.distributed.launcher.events import (
     Beat,
     Ended,
     ErrorRecord,
@@ -39,9 +40,8 @@ from ipu_jax.distributed._events import (
     Stream,
     progress_of,
 )
-from ipu_jax.distributed._host import STACKS_WITHIN
-from ipu_jax.distributed._launch import Launch
-from ipu_jax.distributed.environment import THREADS
+from ipu_jax.distributed.launcher.host import STACKS_WITHIN
+from ipu_jax.distributed.launcher.launch import Launch
 
 BEAT_EVERY: Final = 0.2
 """Seconds between two looks at a beacon."""
@@ -161,7 +161,7 @@ class LocalHost:
             return
         groups = [instance.process.pid for instance in self._instances.values()]
         self._wait_for_strays(groups, patience)
-        left = _watcher.kill(str(self._run_dir), groups, _CANNOT_DIE)
+        left = watcher.kill(str(self._run_dir), groups, _CANNOT_DIE)
         for instance in self._instances.values():
             self._waiting += self._outputs(instance, most=1 << 24)
             for pipe in list(instance.pipes):  # a process that cannot die may hold it
@@ -186,7 +186,7 @@ class LocalHost:
     def _wait_for_strays(self, groups: list[int], patience: float) -> None:
         """Let processes that the instances have left behind end: some tidy up when they find that they are alone."""
         begun, told = time.monotonic(), False
-        while time.monotonic() < begun + patience and (left := _watcher.members(str(self._run_dir), groups)):
+        while time.monotonic() < begun + patience and (left := watcher.members(str(self._run_dir), groups)):
             if not told and time.monotonic() > begun + patience / 2:
                 told = True
                 for pid in left:
@@ -274,14 +274,14 @@ class LocalHost:
 
     def _tell(self, line: str) -> None:
         if self._watcher is None:
-            command = [sys.executable, "-I", "-S", _watcher.__file__]
+            command = [sys.executable, "-I", "-S", watcher.__file__]
             self._watcher = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # if we are an instance of another poprun, its end must not take the watcher before it has done its work
-                env={name: value for name, value in os.environ.items() if name != _watcher.VARIABLE},
+                env={name: value for name, value in os.environ.items() if name != watcher.VARIABLE},
                 cwd="/",
                 start_new_session=True,
             )

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from ipu_jax.distributed import _report
-from ipu_jax.distributed._events import (
+from ipu_jax.distributed.launcher import report
+from ipu_jax.distributed.launcher.events import (
     Beat,
     Ended,
     Event,
@@ -31,14 +31,14 @@ from ipu_jax.distributed._events import (
     Stacks,
     Started,
 )
-from ipu_jax.distributed._failure import MOMENT, PORT_TAKEN, Failure, failure_of, first
-from ipu_jax.distributed._host import STACKS_WITHIN, Host
-from ipu_jax.distributed._launch import Launch
-from ipu_jax.distributed._output import Display
-from ipu_jax.distributed._signals import STOPPING, Signals
-from ipu_jax.distributed._stall import Judge, Stuck
-from ipu_jax.distributed._writer import Writer
-from ipu_jax.distributed.topology import Topology, ranges
+from ipu_jax.distributed.launcher.failure import MOMENT, PORT_TAKEN, Failure, failure_of, first
+from ipu_jax.distributed.launcher.host import STACKS_WITHIN, Host
+from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.signals import STOPPING, Signals
+from ipu_jax.distributed.launcher.stall import Judge, Stuck
+from ipu_jax.distributed.launcher.topology import Topology, ranges
+from ipu_jax.distributed.launcher.writer import Writer
 
 STUCK: Final = 124
 """The exit status after an instance was stuck, as timeout's."""
@@ -61,7 +61,7 @@ class Rules:
     """What an attempt is supervised by.
 
     Attributes:
-        stall: seconds without a step; None for the rule of `_stall`; infinite for no limit.
+        stall: seconds without a step; None for the rule of `stall.py`; infinite for no limit.
         compiling: seconds that starting and compiling may take.
         grace: seconds from SIGTERM to SIGKILL, after a failure.
         leaving: the same, after a signal of the user's.
@@ -187,7 +187,7 @@ class Attempt:
                 self._gone.add(host.name)
                 if left:
                     pids = ", ".join(map(str, left))
-                    self._report.append(f"host {host.name}: cannot be killed, and left behind: processes {pids}")
+                    self.report.append(f"host {host.name}: cannot be killed, and left behind: processes {pids}")
             case Lost(reason):
                 self._lost(host, reason)
             case Note(text):
@@ -225,7 +225,7 @@ class Attempt:
         if status and self._passed_on == 0 and self._outcome is None:
             self._failures[instance] = failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
-        how = f"was ended by {_report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        how = f"was ended by {report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
         beacon = "" if instance in self._beacons else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
 
@@ -241,7 +241,7 @@ class Attempt:
             self._look_for_failure(now)
         if now >= self._speak_at and not self._ending:
             self._speak_at = float("inf")
-            name, left = _report.signal_name(self._passed_on), self._rules.leaving
+            name, left = report.signal_name(self._passed_on), self._rules.leaving
             self._display.say(
                 f"{name} was passed on to all instances: they may take {left:g} s, and another kills them"
             )
@@ -274,9 +274,7 @@ class Attempt:
         error = failure.error
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
-        said = _report.failure(
-            failure, self._host_of(instance).name, self._pids[instance], self._steps(instance), lines
-        )
+        said = report.failure(failure, self._host_of(instance).name, self._pids[instance], self._steps(instance), lines)
         taken = error is not None and error.type == PORT_TAKEN
         status = failure.exit_status
         self._decide(Outcome(status, again=status not in NOT_STARTED, port_taken=taken), said)
@@ -284,7 +282,7 @@ class Attempt:
     def _say_stuck(self, stuck: Stuck) -> None:
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
-        said = _report.stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        said = report.stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
         if self._statuses:
             gone = ranges(sorted(self._statuses))
             said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")

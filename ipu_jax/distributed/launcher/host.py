@@ -14,8 +14,8 @@ Nothing here imports jax.
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from ipu_jax.distributed._events import Event
-from ipu_jax.distributed._launch import Launch
+from ipu_jax.distributed.launcher.events import Event
+from ipu_jax.distributed.launcher.launch import Launch
 
 STACKS_WITHIN: Final = 1.0
 """Seconds that an instance has to write its stacks."""

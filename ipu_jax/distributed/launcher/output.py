@@ -14,10 +14,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from ipu_jax.distributed._events import Stream
-from ipu_jax.distributed._lines import Piece, Splitter
-from ipu_jax.distributed._screen import Screen
-from ipu_jax.distributed._writer import Writer
+from ipu_jax.distributed.launcher.events import Stream
+from ipu_jax.distributed.launcher.lines import Piece, Splitter
+from ipu_jax.distributed.launcher.screen import Screen
+from ipu_jax.distributed.launcher.writer import Writer
 
 JOB: Final = 1
 """The number of the job in the tags, as mpirun writes it: there is one."""

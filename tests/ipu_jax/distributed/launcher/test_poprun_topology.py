@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipu_jax.distributed import _config
-from ipu_jax.distributed._box import WIDEST, box
-from ipu_jax.distributed._launch import Launch, nodes_of_cores, shares_of_cores
-from ipu_jax.distributed._options import PoprunParser
 from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.topology import Topology, host_names, hosts_in_file, ranges
+from ipu_jax.distributed.launcher import config
+from ipu_jax.distributed.launcher.box import WIDEST, box
+from ipu_jax.distributed.launcher.launch import Launch, nodes_of_cores, shares_of_cores
+from ipu_jax.distributed.launcher.options import PoprunParser
+from ipu_jax.distributed.launcher.topology import Topology, host_names, hosts_in_file, ranges
 
 ORIGINAL = """\
  ===========================================
@@ -179,8 +179,8 @@ def test_a_configuration_comes_back_as_it_was(tmp_path):
         "stall_timeout": float("inf"),
     }
     path = tmp_path / "run.json"
-    path.write_text(_config.exported({**values, "export_config": "x"}, ["python", "a b.py"]))
-    words, program = _config.imported(path)
+    path.write_text(config.exported({**values, "export_config": "x"}, ["python", "a b.py"]))
+    words, program = config.imported(path)
     assert program == ["python", "a b.py"]
     parsed = vars(PoprunParser().parse(words))
     assert {name: parsed[name] for name in values} == values
@@ -191,4 +191,4 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text):
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)):
-        _config.imported(path)
+        config.imported(path)

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Sequence
 from typing import Final
 
-from ipu_jax.distributed._failure import Failure
-from ipu_jax.distributed._stall import Stuck
+from ipu_jax.distributed.launcher.failure import Failure
+from ipu_jax.distributed.launcher.stall import Stuck
 
 MOST_LINES: Final = 20
 _MOST_FRAMES: Final = 40
