@@ -187,7 +187,7 @@ class Attempt:
                 self._gone.add(host.name)
                 if left:
                     pids = ", ".join(map(str, left))
-                    self.report.append(f"host {host.name}: cannot be killed, and left behind: processes {pids}")
+                    self._report.append(f"host {host.name}: cannot be killed, and left behind: processes {pids}")
             case Lost(reason):
                 self._lost(host, reason)
             case Note(text):
