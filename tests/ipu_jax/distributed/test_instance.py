@@ -228,6 +228,6 @@ def test_other_flags_are_refused_under_other_launchers_too(tmp_path):
 
 @pytest.mark.slow
 def test_poprun_goes_before_the_cluster_in_which_it_runs(tmp_path):
-    own = [{**one, **SLURM[0], "SLURM_NTASKS": "1"} for one in places(2)]
+    own = [{**one, **SLURM[0], "SLURM_NTASKS": "1"} for one in places(2, run_dir=tmp_path)]
     ended = run_programs(tmp_path, UNCHANGED, own)
     assert [one.lines[-1].split()[:2] for one in ended] == [["0", "2"], ["1", "2"]]
