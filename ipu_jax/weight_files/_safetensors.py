@@ -157,8 +157,8 @@ class SafetensorsFile:
         if checksum != expected:
             raise BadFileError(
                 f"{self.label} is damaged: the bytes of {name!r} are not those that were written (CRC-32 {checksum:08x} "
-                f"and not {expected:08x}). Export or download it again; if a program changed it on purpose, have it leave "
-                f"out the metadata entry {_CHECKSUMS!r}"
+                f"and not {expected:08x}). Export or download it again; if a program changed it on purpose, have it "
+                f"leave out the metadata entry {_CHECKSUMS!r}"
             )
 
 
