@@ -85,6 +85,8 @@ class NpzFile:
                     mend = "save torch's with safetensors.torch.save_file" if is_torch else "give one by numpy.savez"
                     what = "no array" if name == entry.filename else "there twice"
                     raise BadFileError(f"{label} is no npz file: its entry {entry.filename!r} is {what}; {mend}")
+                if entry.header_offset < 0:  # zipfile would hand the operating system's error on
+                    raise zipfile.BadZipFile(f"{entry.filename!r} lies before the file's beginning")
                 with self._archive.open(entry) as member:
                     self.tensors[name] = _info(member, entry)
                 self._entries[name] = entry

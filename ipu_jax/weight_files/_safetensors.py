@@ -156,8 +156,8 @@ class SafetensorsFile:
             checksum, size = zlib.crc32(memoryview(buffer)[:count], checksum), size - count
         if checksum != expected:
             raise BadFileError(
-                f"{self.label} is damaged: the bytes of {name!r} are not those that were written (CRC-32 {checksum:08x} "
-                f"and not {expected:08x}). Export or download it again; if a program changed it on purpose, have it "
+                f"{self.label} is damaged: the bytes of {name!r} are not those written (CRC-32 {checksum:08x} and "
+                f"not {expected:08x}). Export or download it again; if a program changed it on purpose, have it "
                 f"leave out the metadata entry {_CHECKSUMS!r}"
             )
 

@@ -93,7 +93,9 @@ def test_a_model_in_several_files_is_read(tmp_path):
     save_file({"a": TENSORS["half"]}, tmp_path / "1-of-2.safetensors")
     np.savez(tmp_path / "2-of-2.npz", b=TENSORS["ids"])
     paths = sorted(tmp_path.iterdir())
-    assert_same(import_weights(paths, {"a": TENSORS["half"], "b": TENSORS["ids"]}), {"a": TENSORS["half"], "b": TENSORS["ids"]})
+    assert_same(
+        import_weights(paths, {"a": TENSORS["half"], "b": TENSORS["ids"]}), {"a": TENSORS["half"], "b": TENSORS["ids"]}
+    )
     with pytest.raises(ValueError, match=re.escape(f"'a' is in {paths[0]} and in {paths[0]}: give one of them")):
         import_weights([paths[0], paths[0]], {"a": TENSORS["half"]})
 
@@ -103,7 +105,9 @@ def test_a_dtype_without_meaning_here_is_refused_only_where_it_is_needed(tmp_pat
     save_file({"w": TENSORS["half"], "other": np.zeros(4, np.uint8)}, path)
     path.write_bytes(path.read_bytes().replace(b'"U8"', b'"E9"'))
     assert_same(import_weights(path, {"w": TENSORS["half"]}, ignore=["other"]), {"w": TENSORS["half"]})
-    with pytest.raises(ValueError, match=r"dtype: leaf 'other' is uint8\[4\], and the array E9\[4\], which has no meaning"):
+    with pytest.raises(
+        ValueError, match=r"dtype: leaf 'other' is uint8\[4\], and the array E9\[4\], which has no meaning"
+    ):
         import_weights(path, {"other": np.zeros(4, np.uint8)}, ignore=["w"])
 
 
@@ -229,7 +233,11 @@ def test_a_torch_conv_net_predicts_as_by_hand(tmp_path, dtype):
 def test_flax_variables_are_imported():
     module = nn.Dense(10)
     variables = module.init(jax.random.key(0), jnp.ones((1, 9)))
-    pipeline = Pipeline([Stage(loss, params="head", ipu=ALL_IPUS)], mesh=make_mesh(1, 4), specs={"head": {"w": P(None, "ipu"), "b": P("ipu")}})
+    pipeline = Pipeline(
+        [Stage(loss, params="head", ipu=ALL_IPUS)],
+        mesh=make_mesh(1, 4),
+        specs={"head": {"w": P(None, "ipu"), "b": P("ipu")}},
+    )
     shape = jax.eval_shape(lambda: {"head": {"w": jnp.zeros((9, 10)), "b": jnp.zeros(10)}})
     mapping = {"head/w": "params/kernel", "head/b": "params/bias"}
     params = import_weights(variables, pipeline.shard_shapes(shape), mapping=mapping)

@@ -174,7 +174,12 @@ def test_plain_trees_come_back_with_wide_and_odd_dtypes(path):
 
 def test_large_arrays_in_pieces_come_back(path):
     large = bits(0, "bfloat16", 3, 700, 1500)  # 6.3 MB
-    whole = {"c": large, "turned": large.transpose(2, 0, 1), "turned otherwise": large.transpose(0, 2, 1), "flat": large.ravel()[::2]}
+    whole = {
+        "c": large,
+        "turned": large.transpose(2, 0, 1),
+        "turned otherwise": large.transpose(0, 2, 1),
+        "flat": large.ravel()[::2],
+    }
     export_weights(path, whole)
     assert_same_bits(import_weights(path, whole), whole)
 
@@ -186,7 +191,9 @@ def chain(ipus: int) -> tuple[Pipeline, dict]:
     whole["a table"] = {"t": draw(5, 7)}
     layer = lambda p, x, mb: jnp.tanh((mb if x is None else x) @ p["w"] + p["b"])  # noqa: E731
     stages = [Stage(layer, params=f"layer {k}", ipu=k) for k in range(ipus)]
-    stages.append(Stage(lambda p, x, mb: jax.lax.psum(jnp.mean((x @ p["t"]) ** 2), "ipu"), params="a table", ipu=ALL_IPUS))
+    stages.append(
+        Stage(lambda p, x, mb: jax.lax.psum(jnp.mean((x @ p["t"]) ** 2), "ipu"), params="a table", ipu=ALL_IPUS)
+    )
     frozen = {f"layer {k}": {"w": False, "b": False, "fixed": True} for k in range(ipus)}
     return Pipeline(stages, specs={"a table": P(None, "ipu")}, frozen=frozen, gradient_accumulation=2), whole
 
@@ -200,7 +207,9 @@ def test_a_training_state_gives_its_weights_and_their_average(path, ipus, option
     lead = (2, 2) if "replication_factor" in options else (2,)
     state, _ = step(state, np.random.default_rng(1).normal(size=(*lead, 4, 5)).astype(np.float32))
     expected = step.whole(state)
-    assert not np.array_equal(expected["ema"]["a table"]["t"], np.asarray(expected["params"]["a table"]["t"], "float32"))
+    assert not np.array_equal(
+        expected["ema"]["a table"]["t"], np.asarray(expected["params"]["a table"]["t"], "float32")
+    )
     for average, name in ((False, "params"), (True, "ema")):
         export_weights(path, state, average=average)
         assert_same_bits(import_weights(path, jax.tree.map(np.asarray, expected[name])), expected[name])

@@ -72,7 +72,9 @@ def test_a_leaf_is_made_as_numpy_makes_it(saved, expected):
     ids=str,
 )
 def test_a_step_that_cannot_be_done_is_named(saved, message):
-    with pytest.raises(ValueError, match=re.escape(f"leaf 'w' float32[6, 4] is {saved}, which cannot be made: {message}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"leaf 'w' float32[6, 4] is {saved}, which cannot be made: {message}")
+    ):
         made(saved, A)
 
 
@@ -186,7 +188,9 @@ def test_numbers_that_the_dtype_has_no_place_for_are_refused(stored, wanted, val
 
 
 def test_what_a_function_makes_is_checked_when_it_has_run():
-    with pytest.raises(ValueError, match=r"shape: leaf 'w' is float32\[6, 4\], and the array float32\[4\], by Saved\('a'\)"):
+    with pytest.raises(
+        ValueError, match=r"shape: leaf 'w' is float32\[6, 4\], and the array float32\[4\], by Saved\('a'\)"
+    ):
         made(Saved("a").apply(lambda array: array[0]), A)
     with pytest.raises(ValueError, match="dtype: leaf 'w'"):
         made(Saved("a").apply(lambda array: array.astype(np.float64)), A)
