@@ -83,7 +83,7 @@ class _Guesses:
     def nearest(self, name: str, names: Iterable[str]) -> str:
         """Return ": did you mean ...?", or nothing."""
         self._left -= 1
-        near = difflib.get_close_matches(name, names, n=1) if self._left >= 0 else []
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.75) if self._left >= 0 else []
         return f": did you mean {near[0]!r}?" if near else ""
 
 

@@ -48,9 +48,11 @@ def write(file: BinaryIO, infos: Sequence[tuple[str, TensorInfo]], arrays: Itera
 def _write_array(archive: zipfile.ZipFile, name: str, info: TensorInfo, array: np.ndarray) -> None:
     dtype = np.dtype(info.dtype)
     entry = zipfile.ZipInfo(f"{name}{_SUFFIX}", _FIRST_DAY)
+    stored = dtype
     if not _is_of_numpy(dtype):
         entry.comment = f"{_COMMENT}{dtype.name}".encode()
-    header = {"descr": dtype.str, "fortran_order": False, "shape": info.shape}
+        stored = np.dtype((np.void, dtype.itemsize))  # not dtype.str, which NumPy cannot read for 8-bit floats
+    header = {"descr": stored.str, "fortran_order": False, "shape": info.shape}
     with archive.open(entry, "w", force_zip64=array.nbytes >= _LIMIT) as file:
         np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
         for piece in byte_pieces(array):

@@ -82,8 +82,9 @@ def trained_and_written(folder: str, replicas: int, shard_optimizer: bool) -> Re
     """Write the weights of a training of two IPUs and their average, and those of replicas of a function."""
     stages = [Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="a", ipu=0)]
     stages.append(Stage(lambda p, x, mb: jnp.mean((x @ p["w"] + p["b"]) ** 2), params="b", ipu=1))
-    options = TrainOptions(ema_decay=0.5, replication_factor=replicas, shard_optimizer=shard_optimizer)
-    step = make_train_step(Pipeline(stages, gradient_accumulation=2), optax.sgd(0.5), options)
+    options = TrainOptions(ema_decay=0.5, shard_optimizer=shard_optimizer)
+    pipeline = Pipeline(stages, mesh=make_mesh(replicas, 2), gradient_accumulation=2)
+    step = make_train_step(pipeline, optax.sgd(0.5), options)
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     state = step.init({"a": draw(5, 3), "b": {"w": draw(3, 4), "b": draw(4)}})
@@ -131,7 +132,7 @@ def held(path: str, way: str, leaves: int, ipus: int = 4) -> Results:
     placed: Any = jax.block_until_ready(fill())
     export_weights(path, placed)
     if way == "import":
-        del placed
+        placed = None
     _forget_peak()
     before = _status("VmRSS")
     if way == "export":

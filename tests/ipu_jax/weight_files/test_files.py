@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
@@ -122,7 +121,11 @@ def test_whatever_fails_the_old_file_stays(path, monkeypatch, call):
 
 def test_an_interrupted_export_leaves_the_old_file(path, monkeypatch):
     export_weights(path, OLD)
-    monkeypatch.setattr(_replacing.os, "fsync", lambda descriptor: signal.raise_signal(signal.SIGINT))
+
+    def interrupted(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_replacing.os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export_weights(path, NEW)
     monkeypatch.undo()

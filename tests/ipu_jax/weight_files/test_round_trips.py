@@ -40,8 +40,8 @@ class Node:
 def bits(seed: int, dtype: str, *shape: int) -> np.ndarray:
     """Return an array of random bits, with -0.0, infinities and NaNs of any payload among them."""
     rng = np.random.default_rng(seed)
-    dtype = jnp.dtype(dtype)
-    return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
+    kind = jnp.dtype(dtype)
+    return rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
 
 
 def weights(dtype: str) -> dict:

@@ -1,6 +1,7 @@
 """Test how leaves are made of saved arrays, and that everything that does not fit is said at once."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ import pytest
 from ipu_jax import Saved, import_weights, make_train_step
 
 
-def draw(*shape, seed=0, dtype=np.float32):
+def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 A, B, C = draw(6, 4), draw(6, 4, seed=1), draw(2, 3, 5, 7, seed=2)
+NUMBER: Any = 3
+WRONG: Any = "3"
 TREE = {"a": A, "b": B, "c": C, "d": {"e": draw(3)}}
 
 
@@ -82,9 +85,9 @@ def test_a_step_that_cannot_be_done_is_named(saved, message):
     ("call", "message"),
     [
         (lambda: Saved(), "Saved() does not name arrays"),
-        (lambda: Saved("a", 3), "Saved('a', 3) does not name arrays"),
-        (lambda: Saved("a").transpose(1.0, 0), "transpose(1.0, 0) has what is no int"),
-        (lambda: Saved("a").part(0, of="3"), "part('3',) has what is no int"),
+        (lambda: Saved("a", NUMBER), "Saved('a', 3) does not name arrays"),
+        (lambda: Saved("a").transpose(WRONG, 0), "transpose('3', 0) has what is no int"),
+        (lambda: Saved("a").part(0, of=WRONG), "part('3',) has what is no int"),
         (lambda: Saved("a").astype("float17"), "dtype='float17' names no dtype"),
     ],
 )
