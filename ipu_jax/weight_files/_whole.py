@@ -5,7 +5,7 @@
     table    rows 0-3    rows 4-7    rows 8-9, 0 ...    rows 0-7: copies. Rows 8-9 are sent
 
 Only one leaf is whole at a time, and on the host of the instance that reads it only. A part on another instance is sent
-by one psum of it over all IPUs, which then hold that part once more; instances that do not read drop it at once.
+by one psum of it over all IPUs, which then hold such a part twice more; instances that do not read drop it at once.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax._keys import is_key
@@ -83,13 +84,22 @@ def whole_leaves(weights: Any, *, average: bool = False) -> WholeLeaves:
             f"average=True needs the average of a training: give the state of a step with TrainOptions(ema_decay=...), "
             f"not {'a state without one' if isinstance(weights, TrainState) else type(weights).__name__}"
         )
-    check_alive("weights", weights)
     params = weights.params if isinstance(weights, TrainState) else weights
-    mesh, reader = _mesh_and_reader(weights)
+    used = (params, weights.ema) if average else params
+    _check_concrete(used)
+    mesh, reader = _mesh_and_reader(used)
     leaves = _of_sharded(params) if isinstance(params, Sharded) else _of_tree(params)
     if average:
         leaves = _with_average(leaves, params, weights.ema or [])
     return WholeLeaves(leaves, mesh, reader)
+
+
+def _check_concrete(weights: Any) -> None:
+    """Raise `ValueError` for what has no values (any more)."""
+    for leaf in jax.tree.leaves(weights):
+        if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
+            raise ValueError(f"weights has {leaf}, which has no values: give arrays, and export outside of jax.jit")
+    check_alive("weights", weights)
 
 
 def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:

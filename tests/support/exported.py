@@ -3,6 +3,7 @@
 Functions are called alike in every process by `support.instances`. They return plain arrays.
 """
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ipu_jax import (
     make_train_step,
     replicate,
 )
+from ipu_jax.weight_files import _npz
 from support.instances import Results
 
 SPECS = {"table": {"rows": PartitionSpec("ipu"), "columns": PartitionSpec(None, "ipu"), "whole": PartitionSpec()}}
@@ -103,13 +105,29 @@ def trained_and_written(folder: str, replicas: int, shard_optimizer: bool) -> Re
 def refused(folder: str, ipus: int) -> Results:
     """Return the error of each instance where the first cannot write, and whether the instances can go on."""
     placed = unlike_pipeline(ipus, 1).shard(unlike_weights(ipus))
-    try:
-        export_weights(Path(folder, "none", "weights.npz"), placed)
-        error = "nothing was raised"
-    except OSError as raised:
-        error = str(raised)
+    no_folder = _error(Path(folder, "none", "weights.npz"), placed)
+    write, written = _npz._write_array, []
+
+    def full_in_the_middle(*args: Any) -> None:
+        written.append(args)
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args)
+
+    _npz._write_array = full_in_the_middle
+    full = _error(Path(folder, "full.npz"), placed)
+    _npz._write_array = write
     export_weights(Path(folder, "weights.npz"), placed)
-    return {"error": np.array(error), "went on": np.array(Path(folder, "weights.npz").exists())}
+    went_on = np.array(Path(folder, "weights.npz").exists())
+    return {"no folder": np.array(no_folder), "full": np.array(full), "went on": went_on}
+
+
+def _error(path: Path, weights: Any) -> str:
+    try:
+        export_weights(path, weights)
+    except OSError as raised:
+        return str(raised)
+    return "nothing was raised"
 
 
 def held(path: str, way: str, leaves: int, ipus: int = 4) -> Results:

@@ -220,7 +220,13 @@ def test_wrong_weights_are_refused(tmp_path):
     gone.delete()
     with pytest.raises(ValueError, match="weights: an earlier call reused the buffers"):
         export_weights(tmp_path / "w.npz", {"w": gone})
+    with pytest.raises(
+        ValueError, match=r"weights has .*, which has no values: give arrays, and export outside of jax.jit"
+    ):
+        jax.jit(lambda tree: export_weights(tmp_path / "w.npz", tree))({"w": jnp.ones(3)})
     shapes = Pipeline([Stage(lambda p, x, mb: x, params="a", ipu=0)]).shard_shapes({"a": np.ones(3, np.float32)})
+    with pytest.raises(ValueError, match="weights has ShapeDtypeStruct"):
+        export_weights(tmp_path / "w.npz", shapes)
     unplaced = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype), shapes)
     with pytest.raises(ValueError, match=r"says not where it is: give what pipeline.shard_shapes"):
         import_weights({"a": np.ones(3, np.float32)}, unplaced)

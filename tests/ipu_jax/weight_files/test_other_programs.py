@@ -4,6 +4,7 @@ torch is not needed: a `state_dict` is names and arrays, which the library's Num
 """
 
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,7 +22,7 @@ from ipu_jax import ALL_IPUS, Pipeline, Saved, Stage, export_weights, import_wei
 RNG = np.random.default_rng(0)
 
 
-def draw(*shape, dtype=np.float32):
+def draw(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.asarray(RNG.normal(size=shape), dtype)
 
 
@@ -85,8 +86,9 @@ def test_numpys_files_are_read_and_ours_by_numpy(tmp_path, save):
         found = {name.replace("~1", "/"): file[name] for name in file.files}
     found["brain"] = found["brain"].view(ml_dtypes.bfloat16)
     assert_same(found, {name: TENSORS[name] for name in found})
-    with jnp.load(tmp_path / "ours.npz") as file:
-        assert file["plain.weight"].shape == (3, 5)
+    loaded: Any = jnp.load(tmp_path / "ours.npz")
+    with loaded:
+        assert loaded["plain.weight"].shape == (3, 5)
 
 
 def test_a_model_in_several_files_is_read(tmp_path):

@@ -46,7 +46,14 @@ def test_a_training_over_instances(tmp_path, replicas, shard_optimizer):
 def test_all_instances_hear_that_the_first_cannot_write(tmp_path):
     first, second = run_instances(exported.refused, [1, 1], folder=str(tmp_path), ipus=2)
     path = tmp_path / "none" / "weights.npz"
-    assert str(first["error"]).startswith("[Errno 2] No such file or directory: could not write it, no file was left")
-    assert str(second["error"]) == f"[Errno 2] No such file or directory: instance 0 could not write it: '{path}'"
+    assert str(first["no folder"]).startswith(
+        "[Errno 2] No such file or directory: could not write it, no file was left"
+    )
+    assert str(second["no folder"]) == f"[Errno 2] No such file or directory: instance 0 could not write it: '{path}'"
+    assert str(first["full"]).startswith(
+        "[Errno 28] No space left on device: could not write it, no file was left there"
+    )
+    assert str(second["full"]).startswith("[Errno 28] No space left on device: instance 0 could not write it")
+    assert [file.name for file in tmp_path.iterdir()] == ["weights.npz"]
     assert first["went on"]
     assert second["went on"]
