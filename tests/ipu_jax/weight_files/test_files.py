@@ -352,6 +352,14 @@ def test_an_archive_of_something_else_is_refused(tmp_path, entries, message):
         import_weights(path, OLD)
 
 
+def test_bytes_behind_an_array_are_damage(tmp_path):
+    np.save(tmp_path / "w.npy", OLD["w"])
+    with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
+        archive.writestr("w.npy", (tmp_path / "w.npy").read_bytes() + b"more")
+    with pytest.raises(ValueError, match=r"w.npz is damaged: 'w' has bytes behind its array"):
+        import_weights(tmp_path / "w.npz", OLD)
+
+
 def test_pickles_are_never_opened(tmp_path):
     np.savez(tmp_path / "w.npz", w=np.array([{"an": "object"}], object))
     with pytest.raises(ValueError, match=r"w.npz is damaged: 'w.npy' has Python objects"):

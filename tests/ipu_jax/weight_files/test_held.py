@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import make_mesh
-from ipu_jax.weight_files import _whole
+from ipu_jax.weight_files import _placing, _whole
 from support import exported
 from support.instances import run_instances
 
@@ -47,6 +47,18 @@ def test_a_part_is_sent_bit_by_bit_and_no_other_part_is(spec, dtype):
     assert analysis.output_size_in_bytes == nbytes
     assert analysis.temp_size_in_bytes <= 2 * nbytes + 1024
     assert "all-gather" not in compiled.as_text()
+
+
+def test_every_device_has_memory_of_its_own():
+    """A CPU's array shares the memory of an aligned NumPy array; two that shared it would be donated as one."""
+
+    def block(index):
+        memory = np.zeros(128, np.uint8)
+        start = -memory.ctypes.data % 64
+        return memory[start : start + 16].view(np.float32)
+
+    array = _placing._on_devices((8,), NamedSharding(make_mesh(4, 2), PartitionSpec("ipu")), block)
+    assert len({shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}) == 8
 
 
 def test_of_a_slot_only_the_row_is_read(monkeypatch):

@@ -3,6 +3,7 @@
 torch is not needed: a `state_dict` is names and arrays, which the library's NumPy flavour writes to the same bytes.
 """
 
+import json
 import re
 from typing import Any
 
@@ -60,8 +61,12 @@ def test_ours_are_read_by_the_library(tmp_path):
     with safe_open(path, "numpy") as file:
         assert list(file.metadata()) == ["ipu_jax.crc32"]
         assert sorted(file.keys()) == sorted(name.replace("/", "~1") for name in TENSORS)
-    header = int.from_bytes(path.read_bytes()[:8], "little")
-    assert header % 8 == 0
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(data[8 : 8 + length])
+    for name, value in TENSORS.items():  # each begins at a multiple of the size of its elements
+        assert header[name.replace("/", "~1")]["data_offsets"][0] % value.itemsize == 0
 
 
 @pytest.mark.parametrize("tree", [{}, {"w": None}, np.ones(3, np.float32)], ids=["empty", "none", "one leaf"])

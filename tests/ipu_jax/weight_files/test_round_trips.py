@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,8 @@ def test_equal_weights_make_equal_files(tmp_path):
         for file, made in zip(files, [pipeline(2), pipeline(8), pipeline(2, 4)], strict=True):
             export_weights(file, made.shard(weights("bfloat16")))
         assert len({file.read_bytes() for file in files}) == 1
+    with zipfile.ZipFile(tmp_path / "0.npz") as archive:
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
 
 
 def test_trained_weights_whose_arrays_a_program_made_come_back(path):
