@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ipu_jax.training.state import StepOutputs, TrainState
     from ipu_jax.training.step import TrainStep, make_train_step
     from ipu_jax.verification import VerificationError, VerificationReport, verify
+    from ipu_jax.weight_files.exporting import export_weights
+    from ipu_jax.weight_files.importing import import_weights
+    from ipu_jax.weight_files.saved import Saved
     from ipu_jax.weights.packing import Sharded
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "Precision",
     "Reduction",
     "Replicas",
+    "Saved",
     "Schedule",
     "Sharded",
     "Stage",
@@ -78,9 +82,11 @@ __all__ = [
     "canonical_name",
     "configure",
     "equinox_stage",
+    "export_weights",
     "find_schedule",
     "flops_of",
     "gather_stages",
+    "import_weights",
     "linen_stage",
     "make_mesh",
     "make_schedule",

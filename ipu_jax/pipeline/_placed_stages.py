@@ -99,6 +99,17 @@ class PlacedStages:
         """
         return packing.shard_tree(params, self._groups.layout(params), self.mesh)
 
+    def shard_shapes(self, params: Mapping[str, Any]) -> Sharded:
+        """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`.
+
+        Args:
+            params: `{group: pytree}` of whole arrays or their shapes, such as `jax.eval_shape(init, key)` returns.
+
+        Raises:
+            ValueError: as in `shard`.
+        """
+        return packing.shapes_on(self._groups.layout(params), self.mesh)
+
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves may have any dtype.
 

@@ -43,6 +43,7 @@ WINGS: dict[str, set[str]] = {
     "verification": {"reference", "pipeline", "weights"},
     "optimizer": {"weights"},
     "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
+    "weight_files": {"training", "optimizer", "weights"},
     "data": set(),
     "distributed": set(),
     "modules": set(),
