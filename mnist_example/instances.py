@@ -73,7 +73,13 @@ def first_of_host_first(load: Callable[[], _Result]) -> _Result:
     return load() if loaded is None else loaded
 
 
+def wait_for_all(where: str, seconds: float = 300.0) -> None:
+    """Wait until all instances have come here, for so many seconds at most; a single one goes on at once."""
+    if popdist.get_num_instances() > 1:
+        with popdist.busy(f"waiting for the others at {where}", seconds):
+            popdist.barrier(where, timeout=seconds)
+
+
 def end_together() -> None:
     """Wait for the other instances, which come to the same end, so that none is stopped before it has said why."""
-    if popdist.get_num_instances() > 1:
-        popdist.barrier("the end of the training", timeout=60)
+    wait_for_all("the end of the training", 60)
