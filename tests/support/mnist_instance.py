@@ -59,7 +59,7 @@ def _save_what_is_trained(folder: Path) -> None:
 
 
 def _record(trainer: Any, found: dict[str, Any]) -> list[Any]:
-    """Have the trainer keep its states after each epoch, and the numbers of the images it gets, by epoch and replica."""
+    """Keep a trainer's states after each epoch, and the numbers of the images that it got by epoch and replica."""
     mesh, feed, states = trainer.pipeline.mesh, trainer.feed, []
     row_of = {device: row for row, devices in enumerate(mesh.devices) for device in devices}
     usual_run, usual_epoch = trainer.run_epoch, feed.epoch
