@@ -8,6 +8,7 @@ from ipu_jax._version import __version__
 # Type checkers read these imports. When the program runs, a name is imported where it is first asked for: a command
 # line is then checked, and a schedule printed, before jax is there. Importing jax takes a second.
 if TYPE_CHECKING:
+    from ipu_jax._instances import on_host
     from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
     from ipu_jax.analysis.cost import flops_of
     from ipu_jax.analysis.report import PipelineReport
@@ -87,6 +88,7 @@ __all__ = [
     "measure_costs",
     "nnx_stage",
     "normalise",
+    "on_host",
     "popdist",
     "reference_predict",
     "reference_value_and_grad",

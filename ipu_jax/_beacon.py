@@ -25,21 +25,26 @@ from typing import Final
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
-_LAYOUT: Final = struct.Struct("<4sIqqqqqqqd128s")
+_LAYOUT: Final = struct.Struct("<4sIqqqqqqqqd128s")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 1
 _SIZE: Final = 4096
 
 
 class Phase(enum.IntEnum):
-    """What an instance does. Only in `STEPPING` is a time without a finished step a sign that it is stuck."""
+    """What an instance does. Only in `STEPPING` is a time without a finished step a sign that it is stuck.
+
+    `BUSY` is with something else that takes its time, such as saving, and others may wait for it. `WAITING` is for
+    other instances, outside a step; they are what may be stuck. The label says with what, or where.
+    """
 
     STARTING = 1  # until its first step
     COMPILING = 2
     STEPPING = 3
-    BUSY = 4  # with something else that takes its time, such as saving; the label says what
+    BUSY = 4
     ENDING = 5  # its program has ended; it waits for the others
     FAILED = 6  # its program has raised an exception; the label says which
+    WAITING = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Reading:
         beat_ns: when it was last written to.
         begun: steps that were given to the devices so far.
         finished: steps that the devices have finished, as far as the instance has noticed.
+        first_ns: when the first of them was; 0 before it. It may have included the compilation.
         finished_ns: when `finished` last grew; 0 before the first.
         phase: what the instance does.
         phase_ns: since when.
@@ -62,6 +68,7 @@ class Reading:
     beat_ns: int
     begun: int
     finished: int
+    first_ns: int
     finished_ns: int
     phase: Phase
     phase_ns: int
@@ -87,7 +94,7 @@ class Beacon:
         finally:
             os.close(handle)
         self.pid = os.getpid()
-        self._begun = self._finished = self._finished_ns = 0
+        self._begun = self._finished = self._first_ns = self._finished_ns = 0
         self._phase, self._phase_ns, self._limit, self._label = Phase.STARTING, time.monotonic_ns(), float("inf"), ""
         self._write()
 
@@ -100,6 +107,7 @@ class Beacon:
         """Count steps that the devices have finished."""
         self._finished += steps
         self._finished_ns = time.monotonic_ns()
+        self._first_ns = self._first_ns or self._finished_ns
         if self._phase in (Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
@@ -141,6 +149,7 @@ class Beacon:
             time.monotonic_ns(),
             self._begun,
             self._finished,
+            self._first_ns,
             self._finished_ns,
             int(self._phase),
             self._phase_ns,
@@ -158,11 +167,12 @@ def read(path: Path) -> Reading | None:
             break
     if found is None:
         return None
-    magic, version, pid, beat, begun, finished, finished_ns, phase, phase_ns, limit, label = _LAYOUT.unpack(found)
+    magic, version, *numbers, limit, label = _LAYOUT.unpack(found)
+    pid, beat, begun, finished, first, last, phase, phase_ns = numbers
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
     text = label.rstrip(b"\0").decode(errors="replace")
-    return Reading(pid, beat, begun, finished, finished_ns, Phase(phase), phase_ns, limit, text)
+    return Reading(pid, beat, begun, finished, first, last, Phase(phase), phase_ns, limit, text)
 
 
 def path_of(run_dir: Path, instance: int) -> Path:
@@ -190,6 +200,24 @@ def current() -> Beacon | None:
     if _current is not None and _current.pid != os.getpid():
         _current = None
     return _current
+
+
+@contextlib.contextmanager
+def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
+    """Be in another phase for the time of a `with` block, or of a function that this decorates.
+
+    A phase other than stepping and starting goes on: only the outermost block counts.
+    """
+    beacon = current()
+    if beacon is None or beacon.phase not in (Phase.STARTING, Phase.COMPILING, Phase.STEPPING):
+        yield
+    else:
+        with beacon.during(phase, label, limit):
+            yield
+
+
+LONG: Final = 600.0
+"""Seconds that a piece of the library's own work on the host may take, such as placing weights."""
 
 
 def _bytes_of(path: Path) -> bytes | None:

@@ -168,11 +168,23 @@ class InFlight:
         self._limit = check_count("limit", limit)
         self._steps: collections.deque[list[Any]] = collections.deque()
         self._counted = 0  # of the oldest steps, how many the beacon counts as finished
+        self._is_begun = False
 
     @property
     def outstanding(self) -> int:
         """Return the number of steps that were admitted and not yet waited for."""
         return len(self._steps)
+
+    def begin(self) -> None:
+        """Tell poprun, if it runs this process, that a step is about to be dispatched; `admit` takes its outputs.
+
+        A dispatch may wait for other instances. Of instances that are stuck, the one that has begun the fewest steps is
+        the one that the others wait for. Without a call of this, `admit` counts the step as begun.
+        """
+        beacon = _beacon.current()
+        if beacon is not None and not self._is_begun:
+            self._is_begun = True
+            beacon.begun()
 
     def admit(self, outputs: Any) -> None:
         """Remember a step that was just dispatched; wait for the oldest ones until `limit` are outstanding.
@@ -193,9 +205,10 @@ class InFlight:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
         smallest = min(leaf.nbytes for leaf in leaves)
         self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
+        self.begin()
+        self._is_begun = False
         beacon = _beacon.current()
         if beacon is not None:
-            beacon.begun()
             self._count_ready(beacon)
         while len(self._steps) > self._limit:
             self._wait_for_oldest()

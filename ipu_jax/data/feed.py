@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from ipu_jax import _beacon
+from ipu_jax._beacon import Phase
 from ipu_jax._checks import as_int, check_choice, check_count
 from ipu_jax.data.batch import FeedBatch, Sender, share_of
 from ipu_jax.data.dims import REMAINDERS, BatchDims
@@ -32,6 +34,8 @@ from ipu_jax.data.source import ArraySource, ExampleSource, has_numbers
 from ipu_jax.data.stream import Stream
 
 __all__ = ["Feed", "FeedBatch"]
+
+_MARGIN = 10.0
 
 
 class Feed:
@@ -258,15 +262,9 @@ class Feed:
         if self._closed:
             raise ValueError("the feed is closed: read inside its `with` block")
         try:
-            if self._run is None:
-                self._run = self._reader.run(self._position)
-            if not self.prefetch:
-                batch, self._position = self._run(self._position)
-            else:
-                if self._ahead is None:
-                    positions, options = self._run.positions(), {"workers": self.workers, "seconds": self._timeout}
-                    self._ahead = Prefetcher(self._run, positions, ahead=self.prefetch, **options)
-                batch, self._position = self._ahead.take()
+            # a slow source is not a stuck step; the margin lets our own error, which says what the workers do, go first
+            with _beacon.during(Phase.BUSY, "reading a batch", self._timeout + _MARGIN):
+                batch, self._position = self._read()
         except FeedTimeoutError:
             raise  # the batch may still arrive: the next call waits for it again
         except BaseException as error:  # Ctrl-C, too, may arrive after a batch is taken and before it is counted
@@ -275,6 +273,16 @@ class Feed:
                 raise RuntimeError("the source raised StopIteration") from error
             raise
         return batch
+
+    def _read(self) -> tuple[FeedBatch | None, Position]:
+        if self._run is None:
+            self._run = self._reader.run(self._position)
+        if not self.prefetch:
+            return self._run(self._position)
+        if self._ahead is None:
+            positions, options = self._run.positions(), {"workers": self.workers, "seconds": self._timeout}
+            self._ahead = Prefetcher(self._run, positions, ahead=self.prefetch, **options)
+        return self._ahead.take()
 
     def _drop(self) -> None:
         ahead, self._ahead, self._run = self._ahead, None, None

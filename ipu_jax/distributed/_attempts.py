@@ -7,7 +7,7 @@ Nothing here imports jax.
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ipu_jax.distributed._events import Lost, Ready, Refused
@@ -25,6 +25,7 @@ FRUITLESS: Final = 3
 LONG: Final = 60.0
 """Seconds after which an attempt of a program without beacons counts as progress."""
 _PREPARED_WITHIN: Final = 30.0
+_PORT_WITHIN: Final = 5.0
 
 
 class CannotStartError(Exception):
@@ -41,7 +42,6 @@ class Run:
 
     options: Options
     topology: Topology
-    hosts: Sequence[Host]
     environments: Mapping[str, Mapping[str, str]]
     coordinator: str
     bind: str
@@ -49,18 +49,22 @@ class Run:
     writer: Writer
     signals: Signals
 
-    def to_its_end(self) -> int:
-        """Return the exit status of the last attempt."""
+    def to_its_end(self, hosts: list[Host], connect: Callable[[str], Host]) -> int:
+        """Return the exit status of the last attempt; `connect` replaces a host that was lost before the next one."""
         history = History(self.options.max_restarts)
         number = 0
         while True:
-            port = self._port()
-            outcome = self._attempt(number, port)
+            port = self._port(hosts, number)
+            outcome = self._attempt(hosts, number, port)
             why = history.restart(outcome, port_is_given=self.options.coordinator_port != 0)
             if why is None or self.writer.error is not None:
                 self.display.say(*history.last_words)
                 return outcome.status
             number += 1
+            for i, host in enumerate(hosts):
+                if host.lost:
+                    host.close()
+                    hosts[i] = connect(host.name)
             self.display.say(f"attempt {number}: {why}")
 
     def launches(self, port: int, number: int) -> list[Launch]:
@@ -79,7 +83,7 @@ class Run:
             for name in self.topology.hosts
         ]
 
-    def _attempt(self, number: int, port: int) -> Outcome:
+    def _attempt(self, hosts: Sequence[Host], number: int, port: int) -> Outcome:
         options = self.options
         rules = Rules(
             stall=options.stall_timeout,
@@ -93,26 +97,38 @@ class Run:
                 f"attempt {number}: {self.topology.instances} instances, coordinator {self.coordinator}:{port}, "
                 f"max restarts {options.max_restarts}"
             )
-        attempt = Attempt(self.topology, self.hosts, rules, self.display, self.writer, self.signals, number)
+        attempt = Attempt(self.topology, hosts, rules, self.display, self.writer, self.signals, number)
         return attempt.run(self.launches(port, number))
 
-    def _port(self) -> int:
-        """Return the coordinator's port, which is free on the host of instance 0."""
-        host = self.hosts[0]
-        host.prepare(self.bind, self.options.coordinator_port)
-        until = time.monotonic() + _PREPARED_WITHIN
-        while time.monotonic() < until:
-            for event in host.events():
-                if isinstance(event, Ready):
-                    return event.port
-                if isinstance(event, Refused):
-                    raise CannotStartError(f"{event.reason}: give another --coordinator-port", 2)
-                if isinstance(event, Lost):
-                    raise CannotStartError(f"host {host.name} is lost: {event.reason}", LOST_HOST)
-            taken = self.signals.wait(host.files(), 0.05)
+    def _port(self, hosts: Sequence[Host], number: int) -> int:
+        """Return the coordinator's port, which is free on the host of instance 0, once all hosts answer.
+
+        A given port may still be in use by the attempt before for a moment.
+        """
+        port, until = 0, time.monotonic() + _PREPARED_WITHIN
+        free_until = time.monotonic() + (_PORT_WITHIN if number else 0)
+        waiting = {host.name: host for host in hosts}
+        for host in hosts:
+            first = host is hosts[0]
+            host.prepare(self.bind if first else "", self.options.coordinator_port if first else 0)
+        while waiting:
+            if time.monotonic() > until:
+                raise CannotStartError(f"host {next(iter(waiting))} does not answer", LOST_HOST)
+            for host in list(waiting.values()):
+                for event in host.events():
+                    if isinstance(event, Ready):
+                        del waiting[host.name]
+                        port = event.port if host is hosts[0] else port
+                    elif isinstance(event, Refused) and time.monotonic() < free_until:
+                        host.prepare(self.bind, self.options.coordinator_port)
+                    elif isinstance(event, Refused):
+                        raise CannotStartError(f"{event.reason}: give another --coordinator-port or -bind", 2)
+                    elif isinstance(event, Lost):
+                        raise CannotStartError(f"host {host.name}: {event.reason}", LOST_HOST)
+            taken = self.signals.wait([file for host in hosts for file in host.files()], 0.05)
             if stopping := [number for number in taken if number in STOPPING]:
                 raise CannotStartError("stopped before anything was started", 128 + stopping[0])
-        raise CannotStartError(f"host {host.name} does not answer", LOST_HOST)
+        return port
 
 
 class History:

@@ -29,6 +29,7 @@ class Progress:
     phase_at: float
     limit: float
     label: str
+    first_at: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ _KINDS: Final = {
     kind.__name__: kind
     for kind in (Started, NotStarted, Output, Beat, Exited, Stacks, Ready, Refused, Ended, Lost, Note)
 }
-_TIMES: Final = ("at", "finished_at", "phase_at")
+_TIMES: Final = ("at", "first_at", "finished_at", "phase_at")
 
 
 def progress_of(reading: Reading) -> Progress:
@@ -151,6 +152,7 @@ def progress_of(reading: Reading) -> Progress:
         phase_at=reading.phase_ns / 1e9,
         limit=reading.limit,
         label=reading.label,
+        first_at=reading.first_ns / 1e9,
     )
 
 

@@ -15,10 +15,13 @@ import numpy as np
 from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
 from jax.experimental import multihost_utils
 
+from ipu_jax import _beacon
+from ipu_jax._beacon import Phase
 from ipu_jax.distributed._fingerprint import named
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError
 
 _SMALL: Final = 1 << 18
+_MARGIN: Final = 10.0  # poprun waits a little longer than we, whose error names who is missing
 _ROOM: Final = "ipu_jax/exchange"
 
 _numbers = itertools.count()
@@ -49,14 +52,19 @@ def gather(what: str, form: str, payload: bytes, *, seconds: float, root: int | 
         InstancesMissingError: some did not come in time.
         InstancesDifferError: they make different exchanges, or of different forms.
     """
-    own, count = process()
-    client = distributed.global_state.client
+    client, count = distributed.global_state.client, process()[1]
     if count == 1 or client is None:
         return [payload]
+    with _beacon.during(Phase.WAITING, f"in {what}", seconds + _MARGIN):
+        return _gathered(client, what, form, payload, seconds=seconds, root=root)
+
+
+def _gathered(client: Any, what: str, form: str, payload: bytes, *, seconds: float, root: int | None) -> list[bytes]:
+    own, count = process()
     number = next(_numbers)
     key = lambda exchange, instance: f"{_ROOM}/{exchange}/{instance}"  # noqa: E731
     is_small, is_sent = len(payload) <= _SMALL, root in (None, own)
-    header = f"{what} {form}".encode() + b"\n"
+    header = " ".join(f"{what} {form}".split()).encode() + b"\n"
     client.key_value_set_bytes(key(number, own), header + payload if is_small and is_sent else header)
     deadline = time.monotonic() + seconds
     found: list[bytes] = []

@@ -6,8 +6,8 @@ first. So all that fails within a moment is laid out by the time at which it hap
     instance 1   ValueError at 10.00 s, exit seen at 10.20 s      <- first
     instance 0   connection lost at 10.19 s, exit seen at 10.21 s
 
-An exception tells its own time. A death by a signal is known from when it was seen, a little late. So a failure that
-looks like a lost connection is blamed only if there is no other.
+An exception tells its own time. Another death is known from when it was seen, a little late. And a failure that looks
+like a lost connection is blamed only if there is no other.
 
 Nothing here imports jax.
 """
@@ -30,8 +30,7 @@ _LOST_PEER: Final = re.compile(
     r"|unavailable|barrier|deadline.exceeded|peer.* (gone|lost|died|unhealthy)",
     re.IGNORECASE,
 )
-# a coordination service that has lost a task ends the others with SIGABRT or SIGSEGV
-_OF_PEERS: Final = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+_SEEN_LATE: Final = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Failure:
         """Return whether another's failure may be the reason."""
         if self.error is not None:
             return _LOST_PEER.search(f"{self.error.type}: {self.error.message}") is not None
-        return self.status in _OF_PEERS
+        return self.status == -signal.SIGABRT  # so does jax's coordination service end those that it has lost one of
 
     @property
     def exit_status(self) -> int:
@@ -85,4 +84,9 @@ def first(failures: Iterable[Failure]) -> Failure:
     >>> first([failure_of(0, 1, 10.21, lost), failure_of(1, -9, 10.25, None)]).instance
     1
     """
-    return min(failures, key=lambda failure: (failure.looks_like_a_lost_peer, failure.at))
+
+    def rank(failure: Failure) -> tuple[bool, float]:
+        late = _SEEN_LATE if failure.error is None else 0.0
+        return (failure.looks_like_a_lost_peer, failure.at - late)
+
+    return min(failures, key=rank)

@@ -18,7 +18,7 @@ STATE_AFTER: Final = 0.1
 """Seconds after which a passing text without an end is shown."""
 PART_AFTER: Final = 1.0
 """Seconds after which a text without an end that follows a newline is handed on."""
-LONGEST: Final = 1 << 16
+LONGEST: Final = 1 << 20
 """Bytes of a line after which it is handed on in parts."""
 
 _END: Final = re.compile(rb"\r\n|\n|\r")
@@ -91,6 +91,10 @@ class Splitter:
             return [Piece("state", self._rest)]
         return [self._part(now)] if waited >= PART_AFTER else []
 
+    def wait(self, now: float) -> None:
+        """Begin to wait anew for the end of what has none, since nobody has read the stream for a while."""
+        self._since = now
+
     def finish(self) -> list[Piece]:
         """Return what is left at the end of the stream: a last line need not have an end."""
         text, self._rest = self._rest, b""
@@ -103,8 +107,8 @@ class Splitter:
         followed, self._passing = self._passing, passing
         self._shown = True
         if passing:
-            if not text and not goes_on:
-                return []  # a bar that begins with its carriage return
+            if text == self._state and not goes_on:
+                return []  # it stands there, or a bar begins with its carriage return
             self._state = text
             return [Piece("line", text, goes_on) if goes_on else Piece("state", text)]
         if not text and followed and not goes_on:

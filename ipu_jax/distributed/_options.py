@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.topology import LOCALHOST, host_names, hosts_in_file
 from ipu_jax.tools.command_line import MOST_IPUS, Parser, number_that, shown, whole_number
 
@@ -30,6 +31,7 @@ _TRUE: Final = ("yes", "true", "on", "1")
 _FALSE: Final = ("no", "false", "off", "0")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST: Final = 1e7
+_ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path()).variables())
 
 _NO_VIPU: Final = "there is no V-IPU server here: an instance makes its IPUs of the devices of its host"
 _NO_PARTITION: Final = "there are no partitions here: an instance makes its IPUs of the devices of its host"
@@ -103,25 +105,31 @@ class PoprunParser(Parser):
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own words, and the program with its arguments."""
-        i = 0
+        own, i = list[str](), 0
         while i < len(argv):
             word = argv[i]
             if word == "--":
-                return list(argv[:i]), list(argv[i + 1 :])
+                return own, list(argv[i + 1 :])
             if not word.startswith("-") or word == "-":
                 break
             name, equals, _ = word.partition("=")
             action = self._option_string_actions.get(name)
             i += 1
+            own.append(word)
             if action is None:
                 joined = re.match(r"-[xH].", word)
                 if joined is None and not re.fullmatch(r"-v+", word):
-                    return list(argv[:i]), list(argv[i:])  # an unknown one: it is refused
-            elif not equals and action.nargs == "?":
-                i += i < len(argv) and argv[i] in (*_TRUE, *_FALSE)
-            elif not equals and action.nargs != 0:
+                    break  # an unknown one: it is refused
+            elif equals or action.nargs == 0 or i == len(argv):
+                continue
+            elif action.nargs != "?":
+                # mpirun's options are values here, although they look like options of ours
+                own[-1:] = [f"{name}={argv[i]}"] if name in WITHOUT_EFFECT else [word, argv[i]]
                 i += 1
-        return list(argv[:i]), list(argv[i:])
+            elif argv[i] in (*_TRUE, *_FALSE) and i + 1 < len(argv):  # the last word is the program: `true`
+                own.append(argv[i])
+                i += 1
+        return own, list(argv[i:])
 
     def _add_truth(self, name: str, meaning: str) -> None:
         """Add an option that is yes if it is given, and may also be given as =yes or =no, as in the original."""
@@ -291,6 +299,8 @@ def _variable(parser: Parser, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name) or "\0" in value:
         parser.error(f"argument -x: {shown(text)!r} is no variable: give NAME=VALUE, or the NAME of one that is set")
+    if name in _ITS_OWN:
+        parser.error(f"argument -x: poprun sets {name} itself, by instance: leave it out")
     if not equals:
         if name not in os.environ:
             parser.error(f"argument -x: {name} is not set in this environment: give {name}=VALUE, or set it")

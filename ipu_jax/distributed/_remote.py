@@ -69,6 +69,11 @@ class RemoteHost:
         self._asked_at = time.monotonic()
         self._gone = False
 
+    @property
+    def lost(self) -> bool:
+        """Return whether nothing more can be asked of it."""
+        return self._gone
+
     def files(self) -> list[int]:
         """Return what to wait on until something may have happened."""
         return [] if self._gone else [self._out.fileno()]
@@ -121,9 +126,9 @@ class RemoteHost:
         """Leave what the instances write in their pipes, or read it again."""
         self._ask("hold", on=on)
 
-    def end(self) -> None:
-        """Kill what is left of the attempt: `Ended` follows."""
-        self._ask("end")
+    def end(self, patience: float) -> None:
+        """Kill what is left of the attempt, after a time in which it may end by itself: `Ended` follows."""
+        self._ask("end", patience=patience)
 
     def close(self) -> None:
         """Let go of the host: the end of its pipe tells the agent to kill what is left, and to exit."""
@@ -159,12 +164,12 @@ class RemoteHost:
         said = " ".join((self._said + _read(self._err.fileno())[0]).decode(errors="replace").split())
         if silent:
             what = (
-                f"it did not answer within {CONNECTED_WITHIN:g} s"
+                f"did not answer within {CONNECTED_WITHIN:g} s"
                 if not self._heard
-                else f"it said nothing for {SILENT_FOR:g} s"
+                else f"said nothing for {SILENT_FOR:g} s"
             )
         else:
-            what = "the connection was closed" if self._heard else "it cannot be reached"
+            what = "the connection was closed" if self._heard else "cannot be reached"
         return f"{what}: {said[-500:]}" if said else what
 
 

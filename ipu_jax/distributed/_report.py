@@ -82,19 +82,17 @@ def failure(failed: Failure, host: str, pid: int, finished: int | None, lines: S
     return [f"{where} {what}", *quoted("its last lines", lines)]
 
 
-def stall(
-    stuck: Stuck, host: str, pid: int, letter: str, finished: int | None, stacks: str, lines: Sequence[str]
-) -> list[str]:
+def stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[str]:
     """Return the lines that tell of an instance that is stuck.
 
     Args:
         stuck: which, and by what rule.
-        host, pid, letter: where, which process, and its state.
-        finished: the steps that it had finished, if known.
+        host: where.
         stacks: its Python stacks, if it could be asked for them.
         lines: the last of its output.
     """
-    where = f"instance {stuck.instance} (host {host}, pid {pid}, {step_of(finished)})"
+    letter = stuck.letter
+    where = f"instance {stuck.instance} (host {host}, pid {stuck.pid}, {step_of(stuck.finished)})"
     how_long = f"for {stuck.seconds:.1f} s; the limit is {stuck.limit:.3g} s ({stuck.rule})"
     said = [
         f"{where} is stuck: it {stuck.doing} {how_long}",

@@ -10,30 +10,23 @@ import os
 import select
 import signal
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Final
 
 STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_CAUGHT: Final = (*STOPPING, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD)
+_CAUGHT: Final = (*STOPPING, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD, signal.SIGWINCH)
 
 
 class Signals:
-    """Collects signals from when it is entered on; it stays in charge until the process ends."""
+    """Collects signals, from when it is made until the process ends."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
-
-    def __enter__(self) -> "Signals":
         for number in _CAUGHT:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _nothing)  # without a handler of Python's nothing is written to the pipe
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        pass
 
     def wait(self, files: Iterable[int], seconds: float) -> list[int]:
         """Wait until a file can be read, a signal comes, or a time has passed; return the signals."""

@@ -5,6 +5,7 @@ What is an instance doing, and for how long may it?
     STARTING, COMPILING   the compile limit
     STEPPING              max(5 s, 5 x the median step), from the second step on
     BUSY                  the limit that it gave itself
+    WAITING               the limit that it gave itself; it waits for the others
     ENDING                for ever: it waits for the others
     FAILED                5 s: its exception should have ended it
     stopped (state T)     5 s in any phase
@@ -29,6 +30,7 @@ LEAST: Final = 5.0
 TIMES: Final = 5
 """How many median steps may pass without one."""
 _KEPT: Final = 1001
+_FOR_OTHERS: Final = (Phase.WAITING, Phase.ENDING)
 _PREPARING: Final = (Phase.STARTING, Phase.COMPILING)
 
 
@@ -39,16 +41,30 @@ class Stuck:
     Attributes:
         instance: its number.
         doing: what it did, as in "finished no step".
+        pid, letter, finished: its process, that one's state, and the steps that it had finished, if known.
         seconds: for how long.
         limit: how long it may.
         rule: where the limit comes from.
     """
 
     instance: int
+    pid: int
+    letter: str
+    finished: int | None
     doing: str
     seconds: float
     limit: float
     rule: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Late:
+    doing: str
+    seconds: float
+    limit: float
+    rule: str
+    waits: bool = True  # whether another instance may be what it waits for
+    of_steps: bool = False
 
 
 @dataclasses.dataclass
@@ -105,11 +121,6 @@ class Judge:
         if self._excused(watched, now):
             self._since = max(self._since, now)
 
-    def finished(self, instance: int) -> int | None:
-        """Return the steps that an instance has finished, as far as is known."""
-        watched = self._watched.get(instance)
-        return None if watched is None or watched.progress is None else watched.progress.finished
-
     def median_step(self) -> float | None:
         """Return the median of the times of the steps so far, in seconds."""
         if self._median is None and self._durations:
@@ -118,13 +129,18 @@ class Judge:
 
     def verdict(self, now: float) -> Stuck | None:
         """Return the instance that is stuck, or None if all may go on."""
-        late = next((late for i in self._watched if (late := self._late(i, now))), None)
-        if late is None:
-            return None
-        if late.doing.startswith(("was stopped", "was busy", "has not ended")):
-            return late  # it waits for nobody
-        culprit = self._culprit(of_steps=late.doing == "finished no step")
-        return dataclasses.replace(late, instance=culprit, seconds=self._silence(self._watched[culprit], now))
+        for instance, watched in self._watched.items():
+            late = self._late(watched, now)
+            if late is not None:
+                if late.waits:
+                    instance = self._culprit(of_steps=late.of_steps)
+                    watched = self._watched[instance]
+                    late = dataclasses.replace(late, seconds=self._silence(watched, now))
+                finished = watched.progress.finished if watched.progress else None
+                return Stuck(
+                    instance, watched.pid, watched.letter, finished, late.doing, late.seconds, late.limit, late.rule
+                )
+        return None
 
     def _measure(self, watched: _Watched, before: Progress | None, after: Progress) -> None:
         steps = after.finished - (before.finished if before else 0)
@@ -132,6 +148,9 @@ class Judge:
             return
         if before is None or before.finished == 0:
             self._first_step = max(self._first_step, after.finished_at - watched.started_at)
+            if steps > 1:  # since nobody has looked, all but the first, which may have been compiled, are alike
+                self._durations.append((after.finished_at - after.first_at) / (steps - 1))
+                self._median = None
         # a phase that began between the two was something else than a step; the first step is followed by one at once
         elif after.phase is Phase.STEPPING and after.phase_at <= before.finished_at + 0.05:
             self._durations.append((after.finished_at - before.finished_at) / steps)
@@ -140,7 +159,7 @@ class Judge:
     def _excused(self, watched: _Watched, now: float) -> bool:
         """Return whether others may have to wait for an instance that does something else than a step."""
         progress = watched.progress
-        if progress is None or progress.phase in (Phase.STEPPING, Phase.ENDING, Phase.FAILED):
+        if progress is None or progress.phase in (Phase.STEPPING, Phase.WAITING, Phase.ENDING, Phase.FAILED):
             return False
         limit = self._compiling if progress.phase in _PREPARING else progress.limit
         return now - max(progress.phase_at, self._resumed_at) <= limit
@@ -153,27 +172,28 @@ class Judge:
             return max(LEAST, TIMES * self._first_step), f"the larger of {LEAST:g} s and {TIMES} x the first step"
         return max(LEAST, TIMES * median), f"the larger of {LEAST:g} s and {TIMES} x the median step of {median:.3g} s"
 
-    def _late(self, instance: int, now: float) -> Stuck | None:
-        watched = self._watched[instance]
+    def _late(self, watched: _Watched, now: float) -> _Late | None:
         progress = watched.progress
         stopped = now - watched.stopped_since
-        if stopped > LEAST:
-            return Stuck(instance, "was stopped", stopped, LEAST, "a process that is stopped does nothing")
+        if stopped > LEAST and self._stall != math.inf:
+            return _Late("was stopped", stopped, LEAST, "a process that is stopped does nothing", waits=False)
         if progress is None:
             return None
         in_phase = now - max(progress.phase_at, self._resumed_at)
         if progress.phase in _PREPARING and in_phase > self._compiling:
-            doing = "has started" if progress.phase is Phase.STARTING else "has compiled"
-            return Stuck(instance, f"{doing} without an end", in_phase, self._compiling, "--compile-timeout")
-        if progress.phase is Phase.BUSY and in_phase > progress.limit:
-            what = f" with {progress.label}" if progress.label else ""
-            return Stuck(instance, f"was busy{what}", in_phase, progress.limit, "its own limit")
+            doing = "has not started" if progress.phase is Phase.STARTING else "has not compiled"
+            return _Late(doing, in_phase, self._compiling, "--compile-timeout")
+        if progress.phase in (Phase.BUSY, Phase.WAITING) and in_phase > progress.limit:
+            what = f" {progress.label}" if progress.label else ""
+            doing = f"was busy{what and ' with'}{what}" if progress.phase is Phase.BUSY else f"waited{what}"
+            return _Late(doing, in_phase, progress.limit, "its own limit", waits=False)
         if progress.phase is Phase.FAILED and in_phase > LEAST:
-            return Stuck(instance, "has not ended after its exception", in_phase, LEAST, "an exception ends a program")
-        limit, rule = self._step_limit()
-        silence = self._silence(watched, now)
-        if progress.phase is Phase.STEPPING and silence > limit:
-            return Stuck(instance, "finished no step", silence, limit, rule)
+            return _Late("has not exited", in_phase, LEAST, "an exception ends a program", waits=False)
+        if progress.phase is Phase.STEPPING:
+            limit, rule = self._step_limit()
+            silence = self._silence(watched, now)
+            if silence > limit:
+                return _Late("finished no step", silence, limit, rule, of_steps=True)
         return None
 
     def _silence(self, watched: _Watched, now: float) -> float:
@@ -185,8 +205,8 @@ class Judge:
     def _culprit(self, of_steps: bool) -> int:
         """Return the instance that the others wait for: stopped, or else with the fewest steps begun, or else silent.
 
-        Those that have ended their program wait for the others. One without a beacon may be what the others wait for
-        as long as they prepare; steps of theirs have ended without it.
+        Those that wait for the others, also at the end of their program, are none. One without a beacon may be what the
+        others wait for as long as they prepare; steps of theirs have ended without it.
         """
 
         def rank(instance: int) -> tuple[bool, int, float]:
@@ -200,6 +220,6 @@ class Judge:
             i
             for i, watched in self._watched.items()
             if watched.letter == "T"
-            or (not of_steps if watched.progress is None else watched.progress.phase is not Phase.ENDING)
+            or (not of_steps if watched.progress is None else watched.progress.phase not in _FOR_OTHERS)
         ]
         return min(candidates, key=rank)

@@ -52,6 +52,8 @@ LEAVING: Final = 30.0
 _LOOK_EVERY: Final = 0.05
 _JUMP: Final = 2.0
 _ENDED_WITHIN: Final = 15.0
+_STRAYS: Final = 0.5
+_SPEAK_AFTER: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,6 @@ class Attempt:
         self._display, self._writer, self._signals = display, writer, signals
         self._judge = Judge(rules.stall, rules.compiling)
         self._pids: dict[int, int] = {}
-        self._letters: dict[int, str] = {}
         self._finished: dict[int, int] = {}
         self._beacons: set[int] = set()
         self._statuses: dict[int, int] = {}
@@ -127,7 +128,8 @@ class Attempt:
         self._gone: set[str] = set()
         self._outcome: Outcome | None = None
         self._report: list[str] = []
-        self._kill_at = self._give_up_at = self._stacks_until = float("inf")
+        self._kill_at = self._give_up_at = self._stacks_until = self._speak_at = float("inf")
+        self._failing_since = float("inf")  # when the first failed exit was seen
         self._ending = self._held = False
         self._passed_on = 0
         self._began = self._looked = time.monotonic()
@@ -162,7 +164,8 @@ class Attempt:
         for host in self._hosts:
             for event in host.events():
                 self._happened(host, event, now)
-        self._display.tick()
+        if not self._held:
+            self._display.tick()
         self._hold(now)
         self._advance(now)
 
@@ -205,7 +208,7 @@ class Attempt:
         )
 
     def _beat(self, event: Beat, now: float) -> None:
-        self._pids[event.instance], self._letters[event.instance] = event.pid, event.letter
+        self._pids[event.instance] = event.pid
         if event.progress is not None:
             self._finished[event.instance] = event.progress.finished
             if event.instance not in self._beacons:
@@ -221,13 +224,14 @@ class Attempt:
         self._judge.exited(instance)
         if status and self._passed_on == 0 and self._outcome is None:
             self._failures[instance] = failure_of(instance, status, event.at, event.error)
+            self._failing_since = min(self._failing_since, now)
         how = f"was ended by {_report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
         beacon = "" if instance in self._beacons else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
 
     def _lost(self, host: Host, reason: str) -> None:
         self._gone.add(host.name)
-        self._decide(Outcome(LOST_HOST, again=True), [f"host {host.name} is lost: {reason}"])
+        self._decide(Outcome(LOST_HOST, again=True), [f"host {host.name}: {reason}"])
 
     def _advance(self, now: float) -> None:
         """Do what it is time for."""
@@ -235,18 +239,23 @@ class Attempt:
             self._decide(Outcome(0), [], at_once=True)  # the command says what became of the output
         if self._outcome is None and not self._passed_on:
             self._look_for_failure(now)
+        if now >= self._speak_at and not self._ending:
+            self._speak_at = float("inf")
+            name, left = _report.signal_name(self._passed_on), self._rules.leaving
+            self._display.say(
+                f"{name} was passed on to all instances: they may take {left:g} s, and another kills them"
+            )
         everyone = len(self._statuses) == self._topology.instances
         done = everyone and (self._outcome is not None or self._passed_on != 0 or not self._failures)
         if not self._ending and (done or now >= self._kill_at):
             self._ending, self._give_up_at = True, now + _ENDED_WITHIN
             for host in self._hosts:
                 if host.name not in self._gone:
-                    host.end()
+                    host.end(_STRAYS if done else 0)
 
     def _look_for_failure(self, now: float) -> None:
         if self._failures:
-            since = min(failure.at for failure in self._failures.values())
-            if now >= since + MOMENT or len(self._statuses) == self._topology.instances:
+            if now >= self._failing_since + MOMENT or len(self._statuses) == self._topology.instances:
                 self._failed(first([*self._failures.values(), *self._earlier_records()]))
         elif self._stuck is not None:
             if self._stacks is not None or now >= self._stacks_until:
@@ -275,10 +284,10 @@ class Attempt:
     def _say_stuck(self, stuck: Stuck) -> None:
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
-        host, letter = self._host_of(instance).name, self._letters.get(instance, "?")
-        said = _report.stall(
-            stuck, host, self._pids[instance], letter, self._steps(instance), self._stacks or "", lines
-        )
+        said = _report.stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        if self._statuses:
+            gone = ranges(sorted(self._statuses))
+            said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
         self._decide(Outcome(STUCK, again=True), said)
 
     def _decide(self, outcome: Outcome, report: list[str], *, at_once: bool = False) -> None:
@@ -303,7 +312,6 @@ class Attempt:
 
     def _signal(self, number: int) -> None:
         now = time.monotonic()
-        name = _report.signal_name(number)
         if number == signal.SIGTSTP:
             self._send(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -312,11 +320,11 @@ class Attempt:
             self._judge.resumed(self._looked)
         elif number == signal.SIGCONT:
             self._judge.resumed(now)
+        elif number == signal.SIGWINCH:
+            self._display.resize()
         elif number in STOPPING and not self._passed_on and self._outcome is None:
             self._passed_on, self._kill_at = number, now + self._rules.leaving
-            self._verbose(
-                f"{name} is passed on to all instances; they have {self._rules.leaving:g} s, a second kills them"
-            )
+            self._speak_at = now + _SPEAK_AFTER
             self._send(signal.SIGCONT, number)
         elif number in STOPPING:
             if self._outcome is not None:
@@ -334,6 +342,7 @@ class Attempt:
         if self._writer.full != self._held and (self._writer.full or self._writer.low):
             self._held = not self._held
             self._judge.resumed(now)
+            self._display.resume()
             for host in self._hosts:
                 host.hold(self._held)
 

@@ -10,15 +10,14 @@ Nothing here imports jax.
 
 import json
 import os
-import signal
 import sys
 import time
 from typing import Any, Final
 
 from ipu_jax.distributed._events import Event, Note, line_of
-from ipu_jax.distributed._host import LocalHost
 from ipu_jax.distributed._launch import Launch
-from ipu_jax.distributed._signals import Signals
+from ipu_jax.distributed._local import LocalHost
+from ipu_jax.distributed._signals import STOPPING, Signals
 
 _LOOK_EVERY: Final = 0.05
 _ALIVE_EVERY: Final = 2.0
@@ -40,20 +39,19 @@ class Agent:
         """Serve until the pipe from poprun ends, or a signal comes."""
         for handle in (0, 1):
             os.set_blocking(handle, False)
-        with Signals() as signals:
-            while not self._gone:
-                taken = signals.wait([0, *self._host.files()], _LOOK_EVERY)
-                if {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} & set(taken):
-                    break
-                self._read()
-                for event in self._host.events():
-                    self._say(event)
-                if time.monotonic() >= self._say_alive_at:
-                    self._say(Note(""))
-                self._flush()
-                # poprun does not read: the instances have to wait, so that nothing here grows without bound
-                self._host.hold(self._held or len(self._to_send) > _MOST_WAITING)
-            self._host.close()
+        signals = Signals()
+        while not self._gone:
+            if set(STOPPING) & set(signals.wait([0, *self._host.files()], _LOOK_EVERY)):
+                break
+            self._read()
+            for event in self._host.events():
+                self._say(event)
+            if time.monotonic() >= self._say_alive_at:
+                self._say(Note(""))
+            self._flush()
+            # if poprun does not read, the instances have to wait, so that nothing here grows without bound
+            self._host.hold(self._held or len(self._to_send) > _MOST_WAITING)
+        self._host.close()
 
     def _read(self) -> None:
         try:
@@ -81,8 +79,8 @@ class Agent:
                 self._host.ask_stacks(instance)
             case {"do": "hold", "on": on}:
                 self._held = on
-            case {"do": "end"}:
-                self._host.end()
+            case {"do": "end", "patience": patience}:
+                self._host.end(patience)
             case _:
                 raise ValueError(f"{command!r} is nothing that an agent does: is poprun of the same version there?")
 

@@ -32,6 +32,9 @@ THREADS: Final = "PJRT_NPROC"
 INSTANCES: Final = "IPU_JAX_INSTANCES"
 ATTEMPT: Final = "IPU_JAX_ATTEMPT"
 
+TERMINAL_WIDTH: Final = "POPRUN_TERMINAL_WIDTH"
+"""Says that poprun's own output is a terminal, and how many columns a line of an instance has beside its tag."""
+
 _NUMBERS: Final = (INSTANCE, INSTANCES, LOCAL_INSTANCE, TOTAL_REPLICAS, IPUS_PER_REPLICA)
 
 

@@ -266,12 +266,8 @@ def busy(what: str, seconds: float = 600.0) -> Iterator[None]:
     >>> with busy("drawing the losses", seconds=60):
     ...     pass
     """
-    beacon = _beacon.current()
-    if beacon is None:
+    with _beacon.during(Phase.BUSY, what, seconds):
         yield
-    else:
-        with beacon.during(Phase.BUSY, what, seconds):
-            yield
 
 
 def count_steps(steps: int = 1) -> None:

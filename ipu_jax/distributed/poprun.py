@@ -3,7 +3,7 @@
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
 
     _options    the command line            topology    which host has which instances and replicas
-    _attempts   restarts                    _host       this host;  _remote, agent: another one
+    _attempts   restarts                    _local      this host;  _remote, agent: another one
     _supervisor one attempt                 _output     what is shown
     _stall      who is stuck                _failure    who failed first;  _report: what is said of it
 
@@ -22,13 +22,15 @@ from typing import Final, NoReturn
 from ipu_jax.distributed import _config
 from ipu_jax.distributed._attempts import CannotStartError, Run
 from ipu_jax.distributed._box import box
-from ipu_jax.distributed._host import Host, LocalHost, free_port
+from ipu_jax.distributed._host import Host
 from ipu_jax.distributed._launch import available_cores, nodes_of_cores
+from ipu_jax.distributed._local import LocalHost, free_port
 from ipu_jax.distributed._options import Options, PoprunParser, named_values, options_of
 from ipu_jax.distributed._output import Display
 from ipu_jax.distributed._remote import RemoteHost, Shell
-from ipu_jax.distributed._signals import Signals
+from ipu_jax.distributed._signals import STOPPING, Signals
 from ipu_jax.distributed._writer import Writer
+from ipu_jax.distributed.environment import TERMINAL_WIDTH
 from ipu_jax.distributed.topology import Topology, is_this_host, ranges
 from ipu_jax.tools import process
 
@@ -66,35 +68,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: _environment(options, os.environ if is_local else _travelling(os.environ))
         for name, is_local in zip(topology.hosts, local, strict=True)
     }
-    with Signals() as signals:
-        writer = Writer()
-        display = Display(
-            writer,
-            only=options.only_output_from_instance,
-            timestamps=options.timestamps,
-            folder=options.output_dir,
-        )
-        hosts: list[Host] = [
-            LocalHost(name) if is_local else RemoteHost(name, _shell(options))
-            for name, is_local in zip(topology.hosts, local, strict=True)
-        ]
-        if display.columns and "COLUMNS" not in os.environ:
-            environments = {name: {**values, "COLUMNS": str(display.columns)} for name, values in environments.items()}
-        run = Run(options, topology, hosts, environments, coordinator, bind, display, writer, signals)
-        if options.print_topology:
-            display.draw(box(topology))
-        if options.offline_mode or options.dry_run:
-            display.draw(_commands(run))
-            return _written(run, 0)
-        try:
-            status = run.to_its_end()
-        except CannotStartError as error:
-            display.say(str(error))
-            status = error.status
-        finally:
-            for host in hosts:
-                host.close()
-        return _written(run, status)
+    writer, signals = Writer(), Signals()
+    display = Display(
+        writer, only=options.only_output_from_instance, timestamps=options.timestamps, folder=options.output_dir
+    )
+    if display.columns and "COLUMNS" not in os.environ:  # bars that are drawn into a pipe look there for their width
+        width = {"COLUMNS": str(display.columns), TERMINAL_WIDTH: str(display.columns)}
+        environments = {name: {**values, **width} for name, values in environments.items()}
+    run = Run(options, topology, environments, coordinator, bind, display, writer, signals)
+    if options.print_topology:
+        display.draw(box(topology))
+    if options.offline_mode or options.dry_run:
+        display.draw(_commands(run))
+        return _written(run, 0)
+    shell = Shell(tuple(shlex.split(options.remote_shell)), os.getcwd())
+    hosts: list[Host] = []
+
+    def connect(name: str) -> Host:
+        return LocalHost(name) if is_this_host(name, here) else RemoteHost(name, shell)
+
+    try:
+        for name in topology.hosts:
+            hosts.append(connect(name))
+        status = run.to_its_end(hosts, connect)
+    except CannotStartError as error:
+        display.say(str(error))
+        status = error.status
+    finally:
+        for host in hosts:
+            host.close()
+    return _written(run, status)
 
 
 def command() -> NoReturn:
@@ -128,7 +131,7 @@ def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
 def _written(run: Run, status: int) -> int:
     """Wait until all is written, or a signal ends the waiting; return the exit status."""
     while not run.writer.close(0.05):
-        if run.signals.wait([], 0):
+        if set(STOPPING) & set(run.signals.wait([], 0)):
             return status
     if run.writer.error is None:
         return status
@@ -214,10 +217,6 @@ def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
 
 def _travelling(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)}
-
-
-def _shell(options: Options) -> Shell:
-    return Shell(tuple(shlex.split(options.remote_shell)), os.getcwd())
 
 
 def _commands(run: Run) -> str:

@@ -41,7 +41,7 @@ class Topology:
     ipus_per_replica: int
 
     def __post_init__(self) -> None:
-        check_division(self.replicas, self.instances, self.ipus_per_replica)
+        _check_division(self.replicas, self.instances, self.ipus_per_replica)
         if self.instances % len(self.hosts):
             below = self.instances // len(self.hosts) * len(self.hosts)
             near = " or ".join(str(n) for n in (below, below + len(self.hosts)) if n)
@@ -76,6 +76,22 @@ class Topology:
             bind=bind,
             attempt=attempt,
         )
+
+
+def _check_division(replicas: int, instances: int, ipus_per_replica: int) -> None:
+    """Raise `ValueError` unless the instances can share the replicas, with the nearest numbers that would do."""
+    try:
+        check_division(replicas, instances, ipus_per_replica)
+    except ValueError as error:
+        fit = {n for n in range(1, replicas + 1) if replicas % n == 0}
+        fit |= {replicas * n for n in range(1, ipus_per_replica + 1) if ipus_per_replica % n == 0}
+        near = (max((n for n in fit if n < instances), default=0), min((n for n in fit if n > instances), default=0))
+        give = " or ".join(str(n) for n in near if n)
+        enough = -(-replicas // instances) * instances
+        raise ValueError(
+            f"num_replicas={replicas} cannot be shared by num_instances={instances}: "
+            f"give {give} instance{'' if give == '1' else 's'}, or {enough} replicas"
+        ) from error
 
 
 def is_this_host(name: str, own_names: Iterable[str]) -> bool:

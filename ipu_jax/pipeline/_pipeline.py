@@ -80,7 +80,8 @@ class Pipeline(PlacedStages):
         Args:
             params: from `shard`.
             batch: a pytree whose leaves are (M, micro-batch, ...), or (replicas, M, micro-batch, ...) if there are
-                several replicas.
+                several replicas. Across several instances it is a `Feed`'s, or the whole batch as NumPy arrays, the
+                same on each instance.
             state: from `shard_state` or from the step before, if a stage has state.
             key: a typed key, `jax.random.key(...)`, if a stage is random. Give each step another one.
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from ipu_jax import _beacon
+from ipu_jax._beacon import Phase
 from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
 from ipu_jax._tracebacks import ShortTracebacks
@@ -78,6 +80,7 @@ class PlacedStages:
         """Return the schedule, or "auto" if none has been found yet."""
         return self._choice.schedule_or_name
 
+    @_beacon.during(Phase.BUSY, "placing weights", _beacon.LONG)
     def shard(self, params: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of weights}` on the IPUs.
 
@@ -104,6 +107,7 @@ class PlacedStages:
         """
         return packing.shard_tree(state, self._groups.state_layout(state), self.mesh)
 
+    @_beacon.during(Phase.BUSY, "gathering weights", _beacon.LONG)
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
         """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
 
@@ -213,6 +217,7 @@ class PlacedStages:
             return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
+        self._window.begin()
         result = program(*args)
         self._window.admit(result)  # otherwise a loop that never waits would exhaust the threads of the CPU backend
         return result

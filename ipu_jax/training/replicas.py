@@ -173,7 +173,7 @@ class Replicas:
         return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
 
     def unshard(self, sharded: Any) -> Any:
-        """Return the whole tree, on the default device: the inverse of `shard`."""
+        """Return the whole tree, on this instance's default device: the inverse of `shard`. Communicates nothing."""
         check_alive("sharded", sharded)
         return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), sharded)
 
@@ -184,7 +184,8 @@ class Replicas:
 
         Args:
             params: from `shard`.
-            batch: a pytree whose leaves are (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1.
+            batch: a pytree whose leaves are (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1. Across
+                several instances as `Pipeline.value_and_grad` takes it.
             key: a typed key, where the function is random.
 
         Returns:
@@ -196,6 +197,7 @@ class Replicas:
                 compiled.
         """
         self.check(params, batch, key)
+        self._window.begin()
         (loss, aux), gradients = self._value_and_grad((params, key), batch)
         self._window.admit(loss)
         return (loss if aux is None else (loss, aux)), gradients
@@ -203,6 +205,7 @@ class Replicas:
     def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
         """Return the loss, or `(loss, aux)`, without gradients."""
         self.check(params, batch, key)
+        self._window.begin()
         loss, aux = self._loss((params, key), batch)
         self._window.admit(loss)
         return loss if aux is None else (loss, aux)

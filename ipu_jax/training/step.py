@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from ipu_jax import _beacon
+from ipu_jax._beacon import Phase
 from ipu_jax._keys import is_one_key
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.data.feed import FeedBatch
@@ -103,6 +105,7 @@ class TrainStep:
 
     # state
 
+    @_beacon.during(Phase.BUSY, "placing the state", _beacon.LONG)
     def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
         """Place whole weights, and the optimizer's first state for them, on the IPUs.
 
@@ -120,6 +123,7 @@ class TrainStep:
         self._check_key(key)
         return self._placement.first(params, stages, key)
 
+    @_beacon.during(Phase.BUSY, "placing the state", _beacon.LONG)
     def restore(self, whole: dict[str, Any]) -> TrainState:
         """Return the state to continue with from what `whole` returned.
 
@@ -139,6 +143,7 @@ class TrainStep:
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
         return self._placement.placed(whole)
 
+    @_beacon.during(Phase.BUSY, "gathering the state", _beacon.LONG)
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.
 
@@ -209,6 +214,7 @@ class TrainStep:
                 are 1; or the `FeedBatch` of such a `Feed`. If only some of its updates have real examples, only these
                 are made (a program of its own, compiled once for each number of updates). Rows that fill an update up
                 are rows like any other here: have the model count them as 0, and the options be `weighted=True`.
+                Across several instances, arrays that are not a `Feed`'s are the whole batch, the same on each instance.
 
         Returns:
             The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.
@@ -218,6 +224,7 @@ class TrainStep:
                 Nothing has been compiled by then.
         """
         batch = self._checked_batch(state, batch)
+        self._window.begin()
         with ShortTracebacks():
             state, outputs = self._program(state, batch)
         self._window.admit(outputs.loss)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 import ipu_jax
+from ipu_jax.distributed import poprun
 from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
 from mnist_example import benchmark_dataset, inputs, run_sharded_mnist
 
@@ -25,6 +26,7 @@ MODULES = {
     "sharded-embedding-tool": sharded_embedding_tool,
     "sharded-matmul-tool": sharded_matmul_tool,
     "python -m ipu_jax": self_test,
+    "poprun": poprun,
 }
 PROGRAMS = {
     "m": ("run-sharded-mnist", ""),
@@ -34,6 +36,7 @@ PROGRAMS = {
     "e": ("sharded-embedding-tool", ""),
     "x": ("sharded-matmul-tool", ""),
     "p": ("python -m ipu_jax", ""),
+    "r": ("poprun", ""),
 }
 
 

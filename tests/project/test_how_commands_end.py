@@ -49,7 +49,15 @@ def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_p
     assert out.count("\n") == (module == "ipu_jax")  # it prints the versions first
 
 
-@pytest.mark.parametrize(("module", "flag"), [*((module, "--version") for module in COMMANDS), ("ipu_jax", "--help")])
+@pytest.mark.parametrize(
+    ("module", "flag"),
+    [
+        *((module, "--version") for module in (*COMMANDS, "ipu_jax.distributed.poprun")),
+        ("ipu_jax", "--help"),
+        ("ipu_jax.distributed.poprun", "--help"),
+        ("ipu_jax.distributed.poprun", "--num-instances 2 --num-replicas 2 --print-topology --dry-run true"),
+    ],
+)
 def test_an_output_that_nobody_reads_or_that_cannot_be_written_gives_no_traceback(module, flag):
     assert run('"$@" | true; exit ${PIPESTATUS[0]}', module, flag) == (141, "", "")
     status, out, err = run('"$@" > /dev/full', module, flag)

@@ -6,7 +6,6 @@ returns plain arrays, so that the results of any number of processes can be comp
 
 import dataclasses
 import importlib
-import json
 import time
 from typing import Any
 
@@ -18,12 +17,9 @@ from jax.experimental import multihost_utils
 
 from ipu_jax import (
     DynamicScale,
-    Feed,
     Pipeline,
     TrainOptions,
     VerificationError,
-    configure,
-    make_mesh,
     make_train_step,
     reference_predict,
     reference_value_and_grad,
@@ -144,7 +140,7 @@ def predictions(replicas: int, ipus: int) -> Results:
 
 
 def options_of(given: dict[str, Any]) -> TrainOptions:
-    dynamic = {"loss_scale": DynamicScale(initial=16.0)} if given.get("loss_scale") == "dynamic" else {}
+    dynamic: dict[str, Any] = {"loss_scale": DynamicScale(initial=16.0)} if given.get("loss_scale") == "dynamic" else {}
     return TrainOptions(**(given | dynamic))
 
 
@@ -208,76 +204,6 @@ def function_trained(replicas: int, options: dict[str, Any] | None = None) -> Re
     return found
 
 
-# feeds
-
-
-def fed(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
-    """Return, for each feed, the rows on this process's IPUs by batch and replica, and its state at the end.
-
-    Each has the options of a `Feed`, and "examples", whether it is a "stream", and after how many "batches" it ends.
-    """
-    mesh, found = make_mesh(replicas, ipus), {}
-    rows_of_device = {device: row for row, devices in enumerate(mesh.devices) for device in devices}
-    for number, given in enumerate(each):
-        options = {"remainder": "pad", "fill": -1, "prefetch": 0, "epochs": 1} | given
-        stream, batches = options.pop("stream", False), options.pop("batches", None)
-        numbers, reads = np.arange(options.pop("examples", 37)), [np.zeros(0, int)]
-        source: Any = _Loader(numbers) if stream else _Numbers(numbers, reads)
-        options |= {"items": "batches"} if stream else {}
-        with Feed(source, mesh=mesh, micro_batch=2, gradient_accumulation=2, **options) as feed:
-            for at, batch in enumerate(feed):
-                for shard in batch.data["n"].addressable_shards:
-                    row, values = rows_of_device[shard.device], np.asarray(shard.data).reshape(-1)
-                    # the IPUs of a replica have the same rows
-                    same = found.setdefault(f"{number} batch {at} replica {row}", values)
-                    np.testing.assert_array_equal(values, same)
-                found[f"{number} batch {at} counts"] = np.array([batch.examples, batch.updates])
-                found[f"{number} batch {at} is real"] = batch.is_real
-                if at + 1 == batches:
-                    break
-            found[f"{number} state"] = np.array(json.dumps(feed.state()))
-        found[f"{number} reads"] = np.unique(np.concatenate(reads))
-    return found
-
-
-class _Numbers:
-    """Notes which examples are read."""
-
-    def __init__(self, numbers: np.ndarray, reads: list[np.ndarray]):
-        self._numbers, self._reads = numbers, reads
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, indices: np.ndarray) -> Any:
-        self._reads.append(np.asarray(indices))
-        return {"n": self._numbers[indices]}
-
-
-class _Loader:
-    def __init__(self, numbers: np.ndarray):
-        self._numbers = numbers
-
-    def __iter__(self) -> Any:
-        return iter([{"n": self._numbers[first : first + 5]} for first in range(0, len(self._numbers), 5)])
-
-
-def feed_trains(replicas: int, ipus: int) -> Results:
-    """Return a pipeline's weights after an epoch of a feed, two updates a call, the last call cut short."""
-    model = model_of(replicas, ipus)
-    rng = np.random.default_rng(3)
-    examples = MICRO_BATCHES * replicas * 3 * 5
-    source = {name: rng.integers(10, size=examples).astype(np.int32) for name in ("ids", "labels")}
-    source["x"] = rng.normal(size=(examples, 6)).astype(np.float32)
-    step = make_train_step(model.pipeline(ipus), optax.sgd(0.1), TrainOptions(device_iterations=2))
-    state = step.init(model.params)
-    options = {"gradient_accumulation": MICRO_BATCHES, "device_iterations": 2, "remainder": "updates"}
-    with Feed(source, mesh=step.model.mesh, micro_batch=3, epochs=1, **options) as feed:
-        for batch in feed:
-            state, _ = step(state, batch)
-    return named("whole", step.whole(state))
-
-
 # random programs
 
 
@@ -301,28 +227,6 @@ def random_cases(kind: str, seed: int, first: int, count: int) -> Results:
             checked.append(case)
         case += 1
     return {"checked": np.array(checked)}
-
-
-# refusals
-
-
-def refusals() -> Results:
-    """Return the errors of wrong meshes and feeds, with two processes of 2 and 1 devices."""
-    mesh = make_mesh(1, 3)
-    numbers = {"n": np.arange(6)}
-    of_first = jax.sharding.Mesh(
-        np.array([[device for device in jax.devices() if device.process_index == 0]]), mesh.axis_names
-    )
-    feed = lambda mesh, **options: refusal(lambda: Feed(numbers, mesh=mesh, micro_batch=1, **options))  # noqa: E731
-    return {
-        "too few": refusal(lambda: make_mesh(2, 2)),
-        "too few here": refusal(lambda: configure(3)),
-        "an idle instance": refusal(lambda: make_mesh(1, 2)),
-        "another count": feed(mesh, instances=3),
-        "another instance": feed(mesh, instance=1 - jax.process_index()),
-        "a mesh of others": feed(of_first),
-        "right": feed(mesh, instances=2, instance=jax.process_index()),
-    }
 
 
 def verify_on_one_side() -> Results:

@@ -1,6 +1,6 @@
 """Run a function in one of several processes that work together: see `support.instances`.
 
-usage: instance_worker.py module:function coordinator processes process folder arguments
+usage: instance_worker.py module:function coordinator processes process folder seconds arguments
 """
 
 import faulthandler
@@ -15,7 +15,11 @@ import jax
 import numpy as np
 
 
-def main(function: str, coordinator: str, processes: str, process: str, folder: str, arguments: str) -> None:
+def main(
+    function: str, coordinator: str, processes: str, process: str, folder: str, seconds: str, arguments: str
+) -> None:
+    # says where it waits, before it is killed
+    faulthandler.dump_traceback_later(max(float(seconds) - 3, 1))
     if int(processes) > 1:
         jax.distributed.initialize(
             coordinator,

@@ -30,7 +30,7 @@ class InstanceError(AssertionError):
 
 
 def run_instances(
-    function: Callable[..., Results] | str, devices: Sequence[int], *, seconds: float = 120, **arguments: Any
+    function: Callable[..., Results] | str, devices: Sequence[int], *, seconds: float = 240, **arguments: Any
 ) -> list[Results]:
     """Return what the function returns on each instance.
 
@@ -49,7 +49,8 @@ def run_instances(
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for number, count in enumerate(devices):
-                settings = [name, f"127.0.0.1:{port}", str(len(devices)), str(number), folder, json.dumps(arguments)]
+                settings = [name, f"127.0.0.1:{port}", *map(str, (len(devices), number, folder, seconds))]
+                settings.append(json.dumps(arguments))
                 with errors[number].open("wb") as stderr:
                     processes.append(
                         subprocess.Popen(

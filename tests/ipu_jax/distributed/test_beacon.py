@@ -98,6 +98,28 @@ def test_steps_in_flight_are_counted_when_they_begin_and_when_they_have_finished
     assert window.outstanding == 2
 
 
+def test_a_step_counts_as_begun_before_its_dispatch(launched):
+    window = InFlight()
+    window.begin()
+    found = read(launched)
+    assert found is not None
+    assert found.begun == 1  # a dispatch that waits for others is seen
+    window.admit(jnp.float32(1))
+    found = read(launched)
+    assert found is not None
+    assert found.begun == 1
+
+
+def test_only_the_outermost_piece_of_work_counts(launched):
+    beacon = _beacon.current()
+    assert beacon is not None
+    with _beacon.during(Phase.BUSY, "saving", 60):
+        with _beacon.during(Phase.WAITING, "in a barrier", 5):
+            assert beacon.phase is Phase.BUSY
+        assert beacon.phase is Phase.BUSY
+    assert beacon.phase is Phase.STARTING
+
+
 def test_a_step_that_has_not_finished_is_not_counted(launched, monkeypatch):
     ready: set[int] = set()
     steps = [jnp.float32(number) for number in range(5)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import across
+from support import across_feeds
 from support.instances import Results, run_instances
 
 REPLICAS, IPUS, PER_REPLICA = 2, 2, 4  # an update is 2 micro-batches of 2 examples on each replica
@@ -51,7 +51,7 @@ def check_rows(found: list[Results], number: int, options: Any, owned: list[list
 @pytest.mark.parametrize("devices", PLACEMENTS)
 def test_each_instance_reads_the_rows_of_its_own_replicas(devices):
     """It is also resumed by other numbers of instances than those that began the epoch."""
-    began = across.fed(REPLICAS, IPUS, [{"batches": 2}])  # in this process alone
+    began = across_feeds.fed(REPLICAS, IPUS, [{"batches": 2}])  # in this process alone
     state = json.loads(str(began["0 state"]))
     each: list[dict[str, Any]] = [
         {},
@@ -61,18 +61,18 @@ def test_each_instance_reads_the_rows_of_its_own_replicas(devices):
         {"batches": 2},
         {"stream": True, "batches": 2},
     ]
-    found = run_instances(across.fed, devices, replicas=REPLICAS, ipus=IPUS, each=each)
+    found = run_instances(across_feeds.fed, devices, replicas=REPLICAS, ipus=IPUS, each=each)
     for number, options in enumerate(each):
         check_rows(found, number, options, PLACEMENTS[devices], first=2 * (number == 3))
     states = {tuple(str(results[f"{number} state"]) for number in range(len(each))) for results in found}
     assert len(states) == 1, "a state is the same on all instances"
     for number in (4, 5):
         again = {**each[number], "batches": None, "state": json.loads(str(found[0][f"{number} state"]))}
-        check_rows([across.fed(REPLICAS, IPUS, [again])], 0, again, [[0, 1]], first=2)
+        check_rows([across_feeds.fed(REPLICAS, IPUS, [again])], 0, again, [[0, 1]], first=2)
 
 
 def test_wrong_meshes_and_feeds_say_what_is_right():
-    found = run_instances(across.refusals, [2, 1])
+    found = run_instances(across_feeds.refusals, [2, 1])
     counts = "replicas=1 x ipus_per_replica=2"
     for number, results in enumerate(found):
         said = {name: str(text) for name, text in results.items()}

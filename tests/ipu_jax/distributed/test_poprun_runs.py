@@ -1,0 +1,387 @@
+"""Test what poprun starts and shows: environments, tags, bars, files, restarts, other hosts, wrong command lines."""
+
+import json
+import os
+import pty
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ipu_jax.distributed import poprun as launcher
+from ipu_jax.distributed.environment import place_of
+from support.launched import POPRUN, environment, gone_within, marked, poprun, program, start
+
+TWO = ("--num-instances", "2", "--num-replicas", "2")
+ENVIRONMENTS = "import json, os; print(json.dumps(dict(os.environ)))"
+
+# Takes the place of ssh: runs the command here. Host "away" cannot be reached.
+SHELL = """#!/bin/bash
+host=$1; shift
+if [ "$host" = away ]; then echo "ssh: Could not resolve hostname away" >&2; exit 255; fi
+echo "Welcome to $host"
+export POPRUN_TEST_HOST=$host
+exec bash -c "$*"
+"""
+
+
+@pytest.fixture
+def shell(tmp_path):
+    path = tmp_path / "shell"
+    path.write_text(SHELL)
+    path.chmod(0o755)
+    return str(path)
+
+
+def environments_of(ran):
+    """Return the environment of each instance."""
+    assert ran.status == 0, ran.err
+    found = {}
+    for line in ran.out.splitlines():
+        tag, _, text = line.partition(":")
+        found[int(tag[3])] = json.loads(text)
+    return [found[i] for i in sorted(found)]
+
+
+def test_each_instance_has_its_place_its_threads_and_the_bootstrap():
+    words = ("--num-replicas", "4", "--num-instances", "2", "--ipus-per-replica", "2", "-x", "MINE=a b")
+    found = environments_of(poprun(*words, sys.executable, "-c", ENVIRONMENTS))
+    places = [place_of(variables) for variables in found]
+    assert [place.instance for place in places if place] == [0, 1]
+    assert [place.local_ipus for place in places if place] == [4, 4]
+    assert len({place.coordinator for place in places if place}) == 1
+    assert places[0] is not None
+    host, port = places[0].coordinator.split(":")
+    assert (host, places[0].bind) == ("127.0.0.1", f"127.0.0.1:{port}")
+    cores = len(os.sched_getaffinity(0))
+    assert [int(variables["PJRT_NPROC"]) for variables in found] == [4 + max(1, cores // 2)] * 2
+    assert {variables["MINE"] for variables in found} == {"a b"}
+    for variables in found:
+        assert variables["PYTHONPATH"].split(os.pathsep)[0].endswith("ipu_jax/distributed/bootstrap")
+        assert not Path(variables["IPU_JAX_RUN_DIR"]).exists()  # it is gone with the run
+
+
+def test_settings_of_the_user_are_kept_and_the_cache_is_set(tmp_path):
+    cache = tmp_path / "new" / "cache"
+    words = ("--executable-cache-path", str(cache), *TWO)
+    (first, _) = environments_of(poprun(*words, sys.executable, "-c", ENVIRONMENTS, PJRT_NPROC="9"))
+    assert first["PJRT_NPROC"] == "9"
+    assert first["JAX_COMPILATION_CACHE_DIR"] == str(cache)
+    assert first["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
+    assert first["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] == "-1"
+    assert cache.is_dir()
+
+
+def test_lines_have_tags_and_go_where_they_were_written():
+    script = "echo out; echo err >&2; printf 'a\\r\\nno end'; printf '\\xff\\n' >&2"
+    ran = poprun(*TWO, "bash", "-c", script)
+    assert ran.status == 0
+    lines = sorted(f"[1,{i}]<stdout>:{text}" for i in (0, 1) for text in ("out", "a", "no end"))
+    assert sorted(ran.out.split("\n")) == ["", *lines]
+    lines = sorted(f"[1,{i}]<stderr>:{text}" for i in (0, 1) for text in ("err", "\udcff"))
+    assert sorted(ran.err.split("\n")) == ["", *lines]
+
+
+def test_bars_are_those_of_instance_0_and_noise_is_dropped():
+    script = (
+        "for n in 1 2 3; do printf '\\r %s/3 of %s' $n $IPU_JAX_INSTANCE >&2; sleep 0.2; done; "
+        "test $IPU_JAX_INSTANCE = 1 || echo >&2; "
+        "echo '[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1'"
+    )
+    ran = poprun(*TWO, "bash", "-c", script)
+    assert ran.out == ""
+    assert ran.err.splitlines() == ["[1,0]<stderr>: 1/3 of 0", "[1,0]<stderr>: 3/3 of 0", "[1,1]<stderr>: 3/3 of 1"]
+
+
+def test_only_stdout_of_one_instance_and_stderr_of_all():
+    script = "echo out; echo err >&2; exit $IPU_JAX_INSTANCE"
+    ran = poprun(*TWO, "--only-output-from-instance", "0", "bash", "-c", script)
+    assert (ran.status, ran.out) == (1, "[1,0]<stdout>:out\n")
+    assert "[1,0]<stderr>:err\n" in ran.err
+    assert "[1,1]<stderr>:err\n" in ran.err
+    assert ran.err.endswith("exited with status 1\npoprun:   its last lines:\npoprun:     out\n")  # they were hidden
+
+
+def test_files_and_times(tmp_path):
+    words = ("--output-dir", str(tmp_path / "logs"), "--timestamps", *TWO)
+    ran = poprun(*words, "bash", "-c", "printf 'a\\rb\\n'; echo c >&2")
+    assert re.fullmatch(r"(\[1,[01]\]<stdout>\[\d\d:\d\d:\d\d\.\d{3}\]:(a|b)\n){2,4}", ran.out)
+    files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*.std*")}
+    assert files == {
+        f"logs/attempt-0/instance-{i}.{stream}": text
+        for i in (0, 1)
+        for stream, text in (("stdout", b"a\rb\n"), ("stderr", b"c\n"))
+    }
+    again = poprun(*words, "true")
+    assert again.status == 2
+    assert "has files of another run: give another folder" in again.err
+
+
+def test_the_topology_is_drawn_before_anything_else():
+    ran = poprun("--print-topology", *TWO, "echo", "hi")
+    assert ran.out.startswith(" =")
+    assert "| instances |  0  |  1  |" in ran.out.split("[1,")[0]
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--offline-mode"])
+def test_what_would_be_run_can_be_run_by_hand(flag):
+    ran = poprun(flag, *TWO, sys.executable, "-c", "import os; print(os.environ['IPU_JAX_INSTANCE'], 'a b')")
+    lines = [line for line in ran.out.splitlines() if not line.startswith("#")]
+    assert (ran.status, ran.err, len(lines)) == (0, "", 2)
+    for i, line in enumerate(lines):
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment())
+        assert done.stdout == f"{i} a b\n"
+
+
+def test_numa_awareness_says_what_it_does():
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    ran = poprun("--numa-aware", *TWO, sys.executable, "-c", code)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= 2:
+        bound = [json.loads(line.partition(":")[2]) for line in sorted(ran.out.splitlines())]
+        assert sorted(core for share in bound for core in share) == cores
+    assert ran.err.startswith("poprun: --numa-aware: ")
+    many = str(len(cores) + 1)
+    ran = poprun("--numa-aware", "--num-instances", many, "--num-replicas", many, "true")
+    assert f"{many} instances have {len(cores)} cores: they share all of them, and none is bound" in ran.err
+
+
+def test_options_of_the_original_without_effect_are_said_once():
+    ran = poprun(
+        "--vipu-partition=p", "--update-partition=no", "--reset-partition", "--mpi-global-args", "--tag-output", "true"
+    )
+    assert ran.status == 0
+    said = ran.err.splitlines()
+    assert sorted(line.split()[1] for line in said) == ["--mpi-global-args", "--reset-partition", "--vipu-partition"]
+    assert all(" has no effect: " in line for line in said)
+
+
+def test_a_configuration_is_written_and_read(tmp_path):
+    path = tmp_path / "run.json"
+    assert poprun("--export-config", str(path), *TWO, "echo", "hi").status == 0
+    assert poprun("--import-config", str(path)).out.count("hi\n") == 2
+    assert poprun("--import-config", str(path), "--num-instances", "1", "echo", "ho").out == "[1,0]<stdout>:ho\n"
+    assert poprun("--export-config", str(path), "true").status == 2
+    assert poprun("--export-config", str(path), "--overwrite-config", "true").status == 0
+
+
+def test_restarts_have_new_ports_and_end_when_it_works(tmp_path):
+    body = """
+    print(f"port={os.environ['JAX_COORDINATOR_ADDRESS']} attempt={attempt}", flush=True)
+    for n in range(3):
+        step(n)
+    sys.exit(5 if attempt < 2 and me == 0 else 0)
+    """
+    ran = poprun("--max-restarts", "4", *TWO, *program(tmp_path, body))
+    assert ran.status == 0
+    assert "poprun: attempt 1: restart 1 of 4\n" in ran.err
+    assert "poprun: attempt 2: restart 2 of 4\n" in ran.err
+    assert len(set(re.findall(r"port=(\S+)", ran.out))) == 3
+
+
+def test_restarts_end_when_none_is_left_or_nothing_is_gained(tmp_path):
+    body = "step(0); sys.exit(6)"
+    ran = poprun("--max-restarts", "1", *TWO, *program(tmp_path, body))
+    assert ran.status == 6
+    assert ran.err.endswith("poprun: no restart is left: --max-restarts 1\n")
+    ran = poprun("--max-restarts", "9", *TWO, *program(tmp_path, "sys.exit(6)"))
+    assert ran.status == 6
+    assert ran.err.count(": restart ") == 3
+    assert ran.err.endswith("poprun: 3 restarts in a row have finished no step: there is no other\n")
+
+
+@pytest.mark.parametrize("status", [2, 127])
+def test_a_wrong_command_line_of_the_program_is_not_tried_again(status):
+    ran = poprun("--max-restarts", "9", *TWO, "bash", "-c", f"exit {status}")
+    assert ran.status == status
+    assert "restart" not in ran.err
+
+
+PORT_TAKEN = """
+if me == 0 and (attempt == 0 or {always}):
+    class PortTakenError(OSError): pass
+    write_error(PortTakenError("127.0.0.1:1 is taken"))
+    os._exit(1)
+"""
+
+
+def test_a_port_that_was_taken_meanwhile_is_no_failure(tmp_path):
+    ran = poprun(*TWO, *program(tmp_path, PORT_TAKEN.format(always=False)))
+    assert ran.status == 0
+    assert "attempt 1: another port, since the coordinator's was taken in the meantime" in ran.err
+    ran = poprun(*TWO, *program(tmp_path, PORT_TAKEN.format(always=True)))
+    assert (ran.status, ran.err.count("another port")) == (1, 1)
+
+
+def test_a_given_port_that_is_taken_is_refused_at_once():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        ran = poprun("--coordinator-port", str(port), *TWO, "echo", "started")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == (
+        f"poprun: port {port} of 127.0.0.1 on localhost cannot be used: Address already in use: "
+        "give another --coordinator-port or -bind\n"
+    )
+    assert f":{port}" in poprun("--coordinator-port", str(port), "bash", "-c", "echo $JAX_COORDINATOR_ADDRESS").out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "line"),
+    [
+        (["no-such-program"], 127, "there is no program 'no-such-program': give one in PATH, or its path"),
+        (
+            ["./train.py"],
+            126,
+            "./train.py is not executable: make it so with chmod +x, or start it with: python ./train.py",
+        ),
+        (["train.py"], 126, "train.py is not executable: make it so with chmod +x, or start it with: python train.py"),
+        ([], 2, "no program is given: name one after the options, such as: poprun --num-instances 2 python train.py"),
+    ],
+)
+def test_a_program_that_is_not_there_is_one_line(tmp_path, words, status, line):
+    (tmp_path / "train.py").write_text("print(1)")
+    ran = poprun(*words, cwd=tmp_path)
+    assert (ran.status, ran.out, ran.err) == (status, "", f"poprun: {line}\n")
+
+
+def test_other_hosts_run_their_instances(tmp_path, shell):
+    body = """
+    print(os.environ["POPRUN_TEST_HOST"], os.environ["POPDIST_LOCAL_INSTANCE_INDEX"], os.getcwd(), os.environ["MINE"])
+    for n in range(5):
+        (Path(os.environ["MEET"]) / f"{n}.{me}").touch()
+        step_alone = beacon.begun(), beacon.finished()
+    """
+    words = ("-v", "--remote-shell", shell, "--host", "pod[0-1]", "--num-instances", "4", "--num-replicas", "4")
+    ran = poprun(*words, "-x", "MINE=x y", "-x", f"MEET={tmp_path}", *program(tmp_path, body), cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert sorted(ran.out.splitlines()) == [f"[1,{i}]<stdout>:pod{i // 2} {i % 2} {tmp_path} x y" for i in range(4)]
+    assert re.search(r"coordinator pod0:\d+", ran.err)
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 124, "the process is in state T (stopped)"),
+        ("write_error(ValueError('far')); os._exit(4)", 4, "failed with ValueError: far (exit status 4)"),
+    ],
+)
+def test_what_happens_on_another_host_is_seen_as_well(tmp_path, shell, how, status, said):
+    body = f"""
+    for n in range(1000):
+        if me == 1 and n == 6:
+            {how}
+        beacon.begun(); time.sleep(0.02); beacon.finished()
+        if me == 0 and n == 6:
+            time.sleep(100)
+    """
+    ran = poprun("--remote-shell", shell, "--host", "near,far", *TWO, *program(tmp_path, body), POPRUN_TEST="far" + how)
+    assert ran.status == status
+    assert "instance 1 (host far, pid" in ran.err
+    assert said in ran.err
+    assert marked("far" + how) == set()
+
+
+def test_a_host_that_cannot_be_reached_is_one_line_and_nothing_is_started(tmp_path, shell):
+    ran = poprun("--remote-shell", shell, "--host", "near,away", *TWO, "touch", str(tmp_path / "started"))
+    assert (ran.status, ran.out) == (255, "")
+    assert ran.err == "poprun: host away: cannot be reached: ssh: Could not resolve hostname away\n"
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_host_that_is_lost_ends_the_run(tmp_path, shell):
+    script = "test $IPU_JAX_INSTANCE = 0 || { sleep 0.5; kill -9 $PPID; }; sleep 70"  # the agent's
+    ran = poprun("--remote-shell", shell, "--host", "near,far", *TWO, "bash", "-c", script, POPRUN_TEST="lost")
+    assert ran.status == 255
+    assert "poprun: host far: the connection was closed" in ran.err
+    assert marked("lost") == set()
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
+
+
+def test_nothing_is_left_on_other_hosts_when_poprun_is_killed(shell):
+    process = start("--remote-shell", shell, "--host", "near,far", *TWO, "sleep", "70", POPRUN_TEST="killed")
+    until = time.monotonic() + 20
+    while sum(b"sleep" in command_of(pid) for pid in marked("killed")) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    gone_within("killed", 3)
+
+
+def test_a_host_that_was_lost_is_reached_again_by_a_restart(tmp_path, shell):
+    script = "test $IPU_JAX_INSTANCE$IPU_JAX_ATTEMPT != 10 || { sleep 0.5; kill -9 $PPID; sleep 70; }; sleep 1"
+    words = ("--max-restarts", "1", "--remote-shell", shell, "--host", "near,far")
+    ran = poprun(*words, *TWO, "bash", "-c", script, POPRUN_TEST="again")
+    assert ran.status == 0
+    assert "restart 1 of 1" in ran.err
+    assert marked("again") == set()
+
+
+def test_a_bar_on_a_terminal_stays_on_its_row(tmp_path):
+    body = """
+    for n in range(4):
+        if me == 0:
+            sys.stderr.write(f"\\r {n}/3")
+            sys.stderr.flush()
+        time.sleep(0.3)
+        if me == 1 and n == 1:
+            print("a line", os.environ["COLUMNS"])
+        meet(n)
+    if me == 0:
+        sys.stderr.write("\\n")
+    """
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*POPRUN, *TWO, *program(tmp_path, body)],
+        env=environment(TERM="xterm"),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while data := os.read(controller, 4096):
+            shown += data
+    except OSError:  # its other end is closed
+        pass
+    os.close(controller)
+    assert process.wait(timeout=10) == 0
+    text = shown.decode().replace("\r\n", "\n")
+    bar = "[1,0]<stderr>: "
+    assert text.startswith(f"\r{bar}0/3\r\x1b[K\r{bar}1/3\r\x1b[K")
+    assert re.search(r"\r\x1b\[K\[1,1\]<stdout>:a line \d+\n\r\[1,0\]<stderr>: 1/3", text)
+    assert text.endswith(f"\r\x1b[K{bar}3/3\n")
+    assert text.count("\n") == 2
+
+
+def test_the_launcher_can_be_called_as_a_function(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        launcher.main(["--num-replica", "2", "true"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == (
+        "poprun: unrecognized arguments: --num-replica: did you mean --num-replicas? --help lists all flags\n"
+    )
+
+
+def test_a_bar_cannot_erase_tags_or_move_into_the_lines_of_others():
+    script = r"printf '\033[?25l\r\033[2K 10%%\r\033[2Kepoch \033[32m1\033[0m\n\033[1A\033[2Kend\n\033[?25h\n'"
+    ran = poprun("bash", "-c", script)
+    assert ran.status == 0, ran.err
+    shown = ran.out.splitlines()
+    assert "[1,0]<stdout>:epoch \x1b[32m1\x1b[0m" in shown  # colours stay
+    assert "[1,0]<stdout>:end" in shown
+    assert not [line for line in shown if re.search(r"\x1b\[[^m]*[A-HJK]|\x1b\[\?", line)]

@@ -1,0 +1,121 @@
+"""Test that poprun keeps its promises for a real training: a pipeline that two instances compute together.
+
+The others wait for the instance that fails in a collective of gloo, which no time limit of jax's ends within half an
+hour. Each program prints the moment of its fault, on the monotonic clock.
+"""
+
+import sys
+
+import pytest
+
+from support.launched import gone_within, poprun
+
+TRAINING = """
+import ctypes, os, signal, sys, time
+from ipu_jax import popdist
+
+kind, culprit = sys.argv[1], int(sys.argv[2])
+popdist.init()
+import jax, numpy as np, optax
+from ipu_jax import Pipeline, Stage, make_mesh, make_train_step
+
+mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica())
+body = Stage(lambda w, x, batch: jax.numpy.tanh(batch @ w), params="body", ipu=0)
+head = Stage(lambda w, x, batch: jax.numpy.mean((x @ w) ** 2), params="head", ipu=1)
+step = make_train_step(Pipeline([body, head], mesh=mesh, gradient_accumulation=2), optax.sgd(0.1))
+draw = np.random.default_rng(0).standard_normal
+state = step.init({"body": draw((4, 6)), "head": draw((6, 1))})
+batch = draw((2, 3, 4)).astype(np.float32)
+for number in range(10_000 if kind != "none" else 30):
+    if number == 30 and popdist.get_instance_index() == culprit:
+        print(f"fault={time.monotonic()}", flush=True)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "lock":
+            ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock
+        if kind == "raise":
+            raise ValueError("a loss of 7")
+        if kind == "exit":
+            sys.exit(9)
+    state, outputs = step(state, batch)
+    if number % 10 == 0:
+        float(outputs.loss)
+print("trained", float(outputs.loss), flush=True)
+"""
+
+
+def trained(tmp_path, kind, culprit, *options):
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    words = ("-v", "--num-instances", "2", "--ipus-per-replica", "2", *options)
+    return poprun(*words, sys.executable, str(path), kind, str(culprit), POPRUN_TEST=str(tmp_path), timeout=120)
+
+
+def test_a_training_over_two_instances_ends_well_and_leaves_nothing(tmp_path):
+    ran = trained(tmp_path, "none", 0)
+    assert ran.status == 0, ran.err
+    lines = sorted(line for line in ran.out.splitlines() if "trained" in line)
+    assert [line.split()[0] for line in lines] == ["[1,0]<stdout>:trained", "[1,1]<stdout>:trained"]
+    assert len({line.split()[1] for line in lines}) == 1
+    assert "Gloo" not in ran.out
+    assert "peer ranks" not in ran.out
+    gone_within(str(tmp_path), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "culprit", "status", "said"),
+    [
+        ("raise", 1, 1, "ValueError: a loss of 7"),
+        pytest.param("raise", 0, 1, "ValueError: a loss of 7", marks=pytest.mark.slow),
+        pytest.param("kill", 1, 137, "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("kill", 0, 137, "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("exit", 1, 9, "9", marks=pytest.mark.slow),
+    ],
+)
+def test_an_instance_that_is_lost_is_named_and_all_are_gone_within_3_s(tmp_path, kind, culprit, status, said):
+    ran = trained(tmp_path, kind, culprit)
+    assert ran.status == status, ran.err
+    (report,) = [line for line in ran.err.splitlines() if line.startswith("poprun: instance") and " (host " in line]
+    assert report.startswith(f"poprun: instance {culprit} "), "the other one fails, too, since its peer is gone"
+    assert said in report
+    gone_within(str(tmp_path), 0.5)
+    fault = ran.stamp("fault")
+    assert ran.seen(f"instance {culprit} (?:was ended by SIGKILL|exited with status {status})") - fault < 1.5
+    assert ran.ended - fault < 3.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "culprit"), [("stop", 1), ("stop", 0), ("lock", 1), ("lock", 0)])
+def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit):
+    ran = trained(tmp_path, kind, culprit)
+    assert ran.status == 124, ran.err
+    seen = ran.seen(f"instance {culprit} is stuck") - ran.stamp("fault")
+    assert 4 < seen < 7
+    if kind == "lock":
+        assert "train.py" in ran.err  # its Python stack
+    gone_within(str(tmp_path), 0.5)
+
+
+@pytest.mark.slow
+def test_an_instance_with_other_flags_is_refused_by_name(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    words = f'exec "{sys.executable}" "{path}" none $IPU_JAX_INSTANCE'
+    ran = poprun("--num-instances", "2", "--ipus-per-replica", "2", "bash", "-c", words, POPRUN_TEST=str(tmp_path))
+    assert ran.status == 1
+    assert "InstancesDifferError: instance 1 has flags 'none 1', instance 0 has 'none 0'" in ran.err
+    assert ran.seconds < 10
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_is_started_again(tmp_path):
+    path = tmp_path / "train.py"
+    once = TRAINING.replace("number == 30 and", "number == 5 and os.environ['IPU_JAX_ATTEMPT'] == '0' and")
+    path.write_text(once.replace('10_000 if kind != "none" else 30', "20"))
+    words = ("--num-instances", "2", "--ipus-per-replica", "2", "--max-restarts", "2", sys.executable, str(path))
+    ran = poprun(*words, "kill", "0", POPRUN_TEST=str(tmp_path), timeout=120)
+    assert ran.status == 0, ran.err
+    assert ran.out.count("trained") == 2
+    assert "restart 1 of 2" in ran.err

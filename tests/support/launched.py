@@ -1,0 +1,114 @@
+"""Run poprun as a user does, with small programs that write beacons and need no jax."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+POPRUN = [sys.executable, "-W", "error", "-m", "ipu_jax.distributed.poprun"]
+# What the programs of tests begin with. `step()` waits for nobody; `meet(n)` until all instances have come to n.
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from ipu_jax import _beacon
+me, run_dir = int(os.environ["IPU_JAX_INSTANCE"]), Path(os.environ["IPU_JAX_RUN_DIR"])
+instances, attempt = int(os.environ["IPU_JAX_INSTANCES"]), int(os.environ["IPU_JAX_ATTEMPT"])
+beacon = _beacon.current()
+def meet(n):
+    (run_dir / f"met.{n}.{me}").touch()
+    while not all((run_dir / f"met.{n}.{i}").exists() for i in range(instances)):
+        time.sleep(0.005)
+def step(n, seconds=0.05):
+    beacon.begun(); meet(n); time.sleep(seconds); beacon.finished()
+def write_error(error, **values):
+    record = {"monotonic_ns": time.monotonic_ns(), "pid": os.getpid(), "type": type(error).__name__,
+              "message": str(error), "traceback": "", "begun": 0, "finished": 0, **values}
+    (run_dir / f"error.{me}.json").write_text(json.dumps(record))
+"""
+
+
+@dataclasses.dataclass
+class Ran:
+    """How poprun ended, what it printed, how long it took, and when it had ended, on the monotonic clock."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+    ended: float
+
+    def seen(self, what: str) -> float:
+        """Return when poprun saw something, on the monotonic clock, which -v tells."""
+        found = re.search(rf"{what}, (?:seen )?at ([\d.]+) s of the monotonic clock", self.err)
+        assert found, self.err
+        return float(found[1])
+
+    def stamp(self, name: str) -> float:
+        """Return a time that a program has printed as `name=...`."""
+        found = re.search(rf"{name}=([\d.]+)", self.out)
+        assert found, self.out
+        return float(found[1])
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "COLUMNS")}
+    return {**inherited, "PYTHONPATH": str(ROOT), **variables}
+
+
+def program(folder: Path, body: str) -> list[str]:
+    """Return the command of a program that an instance runs."""
+    path = folder / "program.py"
+    path.write_text(PRELUDE + textwrap.dedent(body))
+    return [sys.executable, str(path)]
+
+
+def poprun(*words: str, timeout: float = 60, cwd: Path | None = None, **variables: str) -> Ran:
+    """Run poprun to its end."""
+    before = time.monotonic()
+    done = subprocess.run(
+        [*POPRUN, *words],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=timeout,
+        cwd=cwd,
+    )
+    now = time.monotonic()
+    return Ran(done.returncode, done.stdout, done.stderr, now - before, now)
+
+
+def start(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """Start poprun."""
+    return subprocess.Popen(
+        [*POPRUN, *words], env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def marked(mark: str) -> set[int]:
+    """Return the living processes whose environment has POPRUN_TEST=mark, but for those of poprun itself."""
+    wanted, found = f"POPRUN_TEST={mark}".encode(), set[int]()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+            letter = (path / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            command = (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if wanted in words and letter != b"Z" and b"ipu_jax.distributed" not in command and b"_watcher" not in command:
+            found.add(int(path.name))
+    return found
+
+
+def gone_within(mark: str, seconds: float) -> float:
+    """Return how long it took until no process with a mark was left."""
+    begun = time.monotonic()
+    while left := marked(mark):
+        assert time.monotonic() - begun < seconds, f"processes {left} are left"
+        time.sleep(0.02)
+    return time.monotonic() - begun
