@@ -82,7 +82,7 @@ def weights(seed: int = 0) -> dict[str, Any]:
 def make_step(replicas: int, ipus: int = 1) -> TrainStep:
     """Return a training step for so many replicas, of all instances."""
     stages = [Stage(body, params="body", ipu=0), Stage(head, params="head", ipu=ipus - 1)]
-    return make_train_step(Pipeline(stages, mesh=make_mesh(replicas, ipus)), optax.adam(2e-3))
+    return make_train_step(Pipeline(stages, mesh=make_mesh(replicas, ipus)), optax.adam(5e-3))
 
 
 def parse_arguments() -> argparse.Namespace:

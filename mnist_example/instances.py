@@ -98,5 +98,10 @@ def wait_for_all(where: str, seconds: float = 300.0) -> None:
 
 
 def end_together() -> None:
-    """Wait for the other instances, which come to the same end, so that none is stopped before it has said why."""
+    """Wait for the other instances, which come to the same end, so that none is stopped before it has said why.
+
+    The first instance ends first, so that it is the one that poprun names.
+    """
     wait_for_all("the end of the training", 60)
+    if not is_first():
+        time.sleep(_FIRST_SPEAKS_SECONDS)
