@@ -71,8 +71,11 @@ class _Worker:
             loss = float(program(batch))
             whole = program.step.whole(program.state)["params"]
             layers = {**whole["mlp"], "classifier": whole["classifier"]}
-            found = {f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()}
-            np.savez(self._folder / f"result-{self._rank}.npz", loss=np.float32(loss), **found)
+            found: dict[str, Any] = {
+                f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()
+            }
+            found["loss"] = np.float32(loss)
+            np.savez(self._folder / f"result-{self._rank}.npz", **found)
             return {}
         if order["do"] == "collectives":
             return {"hlo": program.step.lower(program.state, batch).compile().as_text()}

@@ -4,6 +4,7 @@ The unsharded run, without poprun, is the oracle. Under poprun all replicas are 
 however many instances share them, so that the bits are equal; the plain run adds them in another order.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -205,7 +206,7 @@ def test_instances_share_an_executable_cache(tmp_path):
     step.write_bytes(content[:1000])
     third = poprun(tmp_path / "third", 2, 2, 2, TRAIN, *flags, images=20)
     assert third.status == 0, third.err
-    assert [TAG.match(line)[1] for line in third.err.splitlines()] == ["0"], third.err
+    assert re.findall(TAG.pattern, third.err, re.MULTILINE) == ["0"], third.err
     assert "an entry of jit__run_updates" in third.err
     assert_equal(third, first, "basic", 2)
     assert not list(cache.glob("*.aside"))
@@ -295,13 +296,8 @@ def place(monkeypatch):
     return become
 
 
-def arguments(**given):
-    class Arguments:
-        ipus = replicas = None
-
-    args = Arguments()
-    vars(args).update(given)
-    return args
+def arguments(ipus=None, replicas=None):
+    return argparse.Namespace(ipus=ipus, replicas=replicas)
 
 
 def test_counts_are_those_of_poprun(place):
