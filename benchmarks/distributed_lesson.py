@@ -2,7 +2,7 @@
 
 It runs `examples/distributed.py`, whose examples are decoded one by one in Python, and once more with a wait for each
 example, as if it were read from a slow disk. Threads of the feed help where reading waits. Decoding holds Python's
-lock, and there only instances help. Rates are those of the last epoch, relative to one replica's in the same round.
+lock, and there only instances help. Rates are relative to one replica's in the same round.
 
     python benchmarks/distributed_lesson.py [--check] [--plot docs/pictures/distributed.png]
 """
@@ -34,18 +34,19 @@ STEPS = {
 KINDS = {"decoding": [], "waiting": [*WAIT]}
 # what the lesson says of them
 BOUNDS = {
-    ("decoding", "8 replicas on 2 instances"): 1.25,
+    ("decoding", "8 replicas on 2 instances"): 1.2,
     ("waiting", "8 replicas, 4 workers"): 1.5,
 }
 
 
 def rate_of(command: list[str]) -> float:
-    """Return the examples per second of the last epoch that a command tells."""
+    """Return the examples per second that a command tells, over all epochs but the first, which compiles."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return float(re.findall(r"([\d,]+) examples/s", done.stdout)[-1].replace(",", ""))
+    rates = [float(text.replace(",", "")) for text in re.findall(r"([\d,]+) examples/s", done.stdout)]
+    return statistics.harmonic_mean(rates[1:])
 
 
 def measured(rounds: int) -> dict[str, dict[str, float]]:
@@ -76,7 +77,7 @@ def draw(ratios: dict[str, dict[str, float]], path: Path) -> None:
     axes.axvline(1, color="#636363", linewidth=0.8)
     axes.set_xlabel("examples a second, over those of one replica")
     axes.set_title("What makes the training faster: 2 cores, one host")
-    axes.legend(loc="lower right", fontsize=9)
+    axes.legend(loc="upper right", fontsize=9)
     axes.margins(x=0.12)
     figure.savefig(path, dpi=150)
 

@@ -19,7 +19,7 @@ import optax
 from ipu_jax import Feed, Pipeline, Stage, TrainStep, configure, make_mesh, make_train_step, popdist
 
 SIDE, POINTS = 28, 400  # pixels of a drawing's side, and points that the pen makes on each line of it
-UPDATE = 128  # examples of a weight update, whatever the number of replicas
+UPDATE = 512  # examples of a weight update, whatever the number of replicas
 CORNERS = {"a": (8, 4), "b": (20, 4), "c": (8, 14), "d": (20, 14), "e": (8, 24), "f": (20, 24)}
 DIGITS = ("abfea", "bf", "abdcef", "abdcdfe", "acdbf", "bacdfe", "baefdc", "abf", "cabdcefd", "dcabfe")
 
@@ -82,7 +82,7 @@ def weights(seed: int = 0) -> dict[str, Any]:
 def make_step(replicas: int, ipus: int = 1) -> TrainStep:
     """Return a training step for so many replicas, of all instances."""
     stages = [Stage(body, params="body", ipu=0), Stage(head, params="head", ipu=ipus - 1)]
-    return make_train_step(Pipeline(stages, mesh=make_mesh(replicas, ipus)), optax.adam(5e-3))
+    return make_train_step(Pipeline(stages, mesh=make_mesh(replicas, ipus)), optax.adam(1e-2))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     if not popdist.is_popdist_env_set():  # otherwise poprun says how many there are
         parser.add_argument("--replicas", type=int, default=1, help="copies of the model (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=1, help="threads that read ahead (default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=2048, help="of an epoch (default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=4096, help="of an epoch (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--wait", type=float, default=0.0, help="seconds that reading an example waits (default: 0)")
     parser.add_argument("--only-read", action="store_true", help="read the batches, and do nothing with them")
@@ -109,7 +109,7 @@ def main() -> None:
     step = make_step(replicas, ipus)
     state = step.init(weights())
     source = Drawings(draw(args.examples), args.wait)
-    options = {"workers": args.workers, "prefetch": 2 * args.workers}
+    options = {"workers": args.workers, "prefetch": max(2, args.workers)}
     with Feed(source, items="examples", mesh=step.model.mesh, micro_batch=UPDATE // replicas, **options) as feed:
         for epoch in range(1, args.epochs + 1):
             losses, examples, start = [], 0, time.perf_counter()
