@@ -74,7 +74,6 @@ def draw(ratios: dict[str, dict[str, float]], path: Path) -> None:
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.axvline(1, color="#636363", linewidth=0.8)
     axes.set_xlabel("examples a second, over those of one replica")
     axes.set_title("What makes the training faster: 2 cores, one host")
     axes.legend(loc="upper right", fontsize=9)
