@@ -66,6 +66,9 @@ class Unsharded:
         self.params, self.state, loss = self.update(self.params, self.state, batch)
         return loss
 
+    def weights(self) -> Any:
+        return self.params
+
 
 class Replicated:
     """The training step of ipu_jax, on replicas."""
@@ -78,6 +81,9 @@ class Replicated:
     def __call__(self, batch: Any) -> Any:
         self.state, outputs = self.step(self.state, batch)
         return outputs.loss
+
+    def weights(self) -> Any:
+        return self.state.params
 
 
 def collectives_of(hlo: str) -> dict[str, tuple[int, int]]:

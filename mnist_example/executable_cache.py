@@ -7,6 +7,9 @@ therefore repaired like this:
     jax cannot read an entry, and warns     ->   the entries with that program's name are set aside
     jax compiles, and writes the missing entry
     jax looks for the next program          ->   the other entries with that name are put back
+
+Instances of poprun share one folder. jax writes on the first of them only, so that one alone repairs entries. Another
+instance may read an entry while it is being written; it then compiles that program itself and leaves the entry alone.
 """
 
 import contextlib
@@ -20,6 +23,7 @@ from typing import Any, Final
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from mnist_example.instances import is_first
 from mnist_example.places import writable_folder
 
 _log = logging.getLogger(__name__)
@@ -111,11 +115,13 @@ class ExecutableCache:
         """Set entries aside if the warning says that one cannot be read, since jax does not overwrite existing files.
 
         Returns:
-            Whether the warning says that.
+            Whether the warning says that; then it need not be shown.
         """
         found = _PROGRAM.fullmatch(warning)
         if found is None:
             return False
+        if not is_first():
+            return True
         program, reason = found.groups()
         _log.warning(
             "executable cache: an entry of %s in %s cannot be read (%s): it is compiled and written anew",
@@ -131,6 +137,8 @@ class ExecutableCache:
 
     def _put_back(self) -> None:
         """Put back the entries that were set aside and not written anew."""
+        if not is_first():
+            return
         for aside in self._folder.glob(f"*{_ASIDE}"):
             entry = aside.with_name(aside.name.removesuffix(_ASIDE))
             if entry.exists():

@@ -12,7 +12,7 @@ from typing import Final, get_args
 from ipu_jax import SCHEDULES, Half, Precision, Reduction, canonical_name
 from ipu_jax.tools.command_line import Parser
 from mnist_example import flag_types
-from mnist_example.instances import fill_in_counts
+from mnist_example.instances import InstanceParser, fill_in_counts
 from mnist_example.layouts import MODES
 from mnist_example.network import MLP_UPDATES, RESNET_UPDATES, network_of
 from mnist_example.network import NAMES as MODELS
@@ -51,7 +51,7 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_parser(prog: str, description: str) -> Parser:
     """Return a parser of the training flags."""
-    parser = Parser(
+    parser = InstanceParser(
         prog,
         description,
         epilog="Gradients are summed over the accumulation and the replicas unless you say --reduction mean: an update "

@@ -7,15 +7,32 @@ anything. Nothing here imports jax before `connect`.
 """
 
 import argparse
+import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from ipu_jax import popdist
+from ipu_jax.tools.command_line import Parser
 
 _Result = TypeVar("_Result")
 
 _IPUS: Final = 2
 _LOAD_SECONDS: Final = 600.0
+_FIRST_SPEAKS_SECONDS: Final = 3.0
+
+
+class InstanceParser(Parser):
+    """A parser whose errors the first instance prints, although all instances come to them.
+
+    Another instance waits a moment with an error. Where the first one has it too, poprun ends the other meanwhile; an
+    error that the other one alone has, such as of a folder that its host lacks, is printed.
+    """
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exit with the message; an instance other than the first one waits before it."""
+        if status and not is_first():
+            time.sleep(_FIRST_SPEAKS_SECONDS)
+        super().exit(status, message)
 
 
 def is_first() -> bool:
@@ -45,8 +62,8 @@ def fill_in_counts(args: argparse.Namespace) -> None:
 
 
 def explained(error: Exception) -> Exception:
-    """Return the error, and under poprun whose flags give the counts in it."""
-    if not popdist.is_popdist_env_set():
+    """Return the error; under poprun, with the flags of poprun that give the counts in it."""
+    if not popdist.is_popdist_env_set() or not any(name in str(error) for name in ("ipus", "replicas")):
         return error
     return ValueError(f"{error} (under poprun, --ipus is its --ipus-per-replica, and --replicas its --num-replicas)")
 
@@ -73,7 +90,18 @@ def first_of_host_first(load: Callable[[], _Result]) -> _Result:
     return load() if loaded is None else loaded
 
 
-def end_together() -> None:
-    """Wait for the other instances, which come to the same end, so that none is stopped before it has said why."""
+def wait_for_all(where: str, seconds: float = 300.0) -> None:
+    """Wait until all instances have come here, for so many seconds at most; a single one goes on at once."""
     if popdist.get_num_instances() > 1:
-        popdist.barrier("the end of the training", timeout=60)
+        with popdist.busy(f"waiting for the others at {where}", seconds):
+            popdist.barrier(where, timeout=seconds)
+
+
+def end_together() -> None:
+    """Wait for the other instances, which come to the same end, so that none is stopped before it has said why.
+
+    The first instance ends first, so that it is the one that poprun names.
+    """
+    wait_for_all("the end of the training", 60)
+    if not is_first():
+        time.sleep(_FIRST_SPEAKS_SECONDS)

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import Mesh
 
-from ipu_jax import Feed, FeedBatch, make_mesh
+from ipu_jax import Feed, FeedBatch, make_mesh, popdist
 from mnist_example.batches import Batches
 from mnist_example.data import MNIST
 from mnist_example.feeding import make_feed
 from mnist_example.flag_checks import feed_options, updates_of
+from mnist_example.instances import wait_for_all
 from mnist_example.progress import progress_bar, say, shows_progress
 
 
@@ -35,12 +36,15 @@ def _read_epochs(args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: F
         for epoch in range(-(-total // per_epoch)):
             updates = min(per_epoch, total - epoch * per_epoch)
             examples = megabytes = 0.0
+            wait_for_all("the start of an epoch")
             start = time.perf_counter()
             for batch in _of_updates(args, batches, mesh, feed, updates):
                 jax.block_until_ready(batch.data)
                 examples += batch.examples
-                megabytes += batch.nbytes / 1e6
+                megabytes += sum(leaf.nbytes for leaf in jax.tree.leaves(batch.data)) / 1e6  # of all instances
                 progress.update(bar, advance=batch.updates)
+                popdist.count_steps()
+            wait_for_all("the end of an epoch")  # an epoch takes as long as the slowest instance
             seconds = time.perf_counter() - start
             say(
                 f"Epoch {epoch + 1}: {examples:,.0f} samples in {seconds:.2f} s, {examples / seconds:,.0f} samples/s, "

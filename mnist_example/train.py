@@ -42,6 +42,7 @@ NO_LABEL = -1
 
 _CALLS_AHEAD = 1
 _POLL_SECONDS = 0.005
+_ACCURACY_SECONDS = 1800.0
 
 
 class DivergedError(ArithmeticError):
@@ -220,7 +221,8 @@ class Trainer:
         batches = {"images": padded.reshape(*shape, *images.shape[1:]), "labels": filled.reshape(shape)}
         of_instance = lambda leaf: jax.make_array_from_callback(leaf.shape, self._of_passes, lambda i: leaf[i])  # noqa: E731
         on_ipus = jax.tree.map(of_instance, batches)
-        return int(self._count_correct(state.params, state.stages, on_ipus)) / len(images)
+        with popdist.busy("measuring the accuracy", _ACCURACY_SECONDS):
+            return int(self._count_correct(state.params, state.stages, on_ipus)) / len(images)
 
     @property
     def _micro_batches(self) -> tuple[int, ...]:
@@ -260,6 +262,7 @@ class Trainer:
                 f"use a learning rate below {self.learning_rate:g}"
             )
         done += count
-        popdist.count_steps(count)
+        # one for the call: poprun takes an instance for stuck after several times its usual step, and calls are long
+        popdist.count_steps()
         on_call(Call(losses, int(results.skipped), done, done / self.batches.updates_per_epoch))
         return done

@@ -1,0 +1,215 @@
+"""Measure what it costs to have two replicas on two host processes (instances) rather than on one.
+
+The MNIST example's network with plain SGD, on two replicas of one virtual IPU each. Two instances, which exchange
+gradients by gloo over the loopback, are compared with one process that has both replicas, and with one program that has
+the whole batch and both cores. `DDP` is torch's `DistributedDataParallel` with two processes over gloo; it is compared
+with one torch process that does the whole batch with two threads. An overhead is the step of two processes over that of
+the same framework's one program. CPU work is that of all processes. All programs run in turn.
+
+Start-up is the time from starting the command to the first step's loss, with a warm executable cache: under poprun with
+two instances, over one process with two replicas.
+
+    python benchmarks/instances.py [--check]
+"""
+
+import argparse
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from figures import Cost, Figures, median_ratio
+from mnist_example.model import init_params
+from replicas import REPLICAS, collectives_of
+from rivals_of.torch_pipeline import TorchPipeline
+from rivals_of.workers import Workers, torch_is_installed
+
+ROUNDS, STEPS, STARTS = 12, 5, 7
+OURS = Path(__file__).with_name("rivals_of") / "jax_instance.py"
+TORCH = Path(__file__).with_name("rivals_of") / "torch_replica.py"
+FIRST_STEP = Path(__file__).with_name("rivals_of") / "first_step.py"
+POPRUN = [sys.executable, "-m", "ipu_jax.distributed.poprun", "--num-replicas", "2", "--num-instances", "2"]
+# global batch, bound for the step of two instances over one with two replicas, bound for our overhead over torch's
+SIZES = ((256, 1.8, 1.0), (2048, 1.15, 1.0))
+KINDS = ("replicated", "sharded")
+
+
+def weights() -> dict[str, np.ndarray]:
+    params = init_params(0)
+    layers = {**params["mlp"], "classifier": params["classifier"]}
+    return {f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()}
+
+
+def batches() -> dict[str, dict[str, np.ndarray]]:
+    random = np.random.default_rng(1)
+    return {
+        str(size): {
+            "images": random.integers(0, 256, (REPLICAS, size // REPLICAS, 28, 28), np.uint8),
+            "labels": random.integers(0, 10, (REPLICAS, size // REPLICAS), np.int32),
+        }
+        for size, *_ in SIZES
+    }
+
+
+def instances(count: int, files: dict[str, Any]) -> Workers:
+    """Return the processes of a run of ours."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        run = {"instances": np.array(count), "port": np.array(free.getsockname()[1])}
+    return Workers("instances", OURS, files={**files, "run": run}, count=count, each="instance")
+
+
+def step_figures(figures: Figures, rounds: int) -> None:
+    fed, start = batches(), weights()
+    files = {"weights": start, **{f"batch-{name}": batch for name, batch in fed.items()}}
+    with instances(2, files) as two, instances(1, files) as one:
+        for size, most, _ in SIZES:
+            name = str(size)
+            check_results(figures, two, one, name)
+            programs: dict[str, Callable[[], list[Cost]]] = {"alone": steps_of(one, name, program="alone")}
+            for kind in KINDS:
+                programs[f"{kind}, 2 instances"] = steps_of(two, name, program=kind)
+                programs[f"{kind}, 1 instance"] = steps_of(one, name, program=kind)
+            costs = in_turn(programs, rounds)
+            for kind in KINDS:
+                of_two, of_one = costs[f"{kind}, 2 instances"], costs[f"{kind}, 1 instance"]
+                what = f"2 instances / 1 instance, {kind}, batch {name}"
+                figures.add(f"step time, {what}", ratio(of_two, of_one, "wall"), most if kind == "sharded" else None)
+                figures.add(f"CPU work, {what}", ratio(of_two, of_one, "cpu"))
+                figures.add(
+                    f"step time, 2 instances / one program on both cores, {kind}, batch {name}",
+                    ratio(of_two, costs["alone"], "wall"),
+                )
+        for kind in KINDS:
+            (answer, _) = two.order(do="collectives", program=kind, batch=str(SIZES[0][0]))
+            for collective, (count, _) in collectives_of(answer["hlo"]).items():
+                figures.add(f"{collective}s in a step of 2 instances, {kind}", count, 4)
+        if torch_is_installed():
+            torch_figures(figures, two, one, start, fed, rounds)
+        else:
+            print("torch is not installed: pip install 'ipu-jax[rivals]' for its figures")
+
+
+def check_results(figures: Figures, two: Workers, one: Workers, batch: str) -> None:
+    """Compare the loss and the weights after one update of both runs."""
+    for workers in (two, one):
+        workers.order(do="result", program="sharded", batch=batch)
+    (found, other), (expected,) = two.results(), one.results()
+    worst = max(
+        float(np.abs(result[name] - array).max() / np.abs(array).max())
+        for result in (found, other)
+        for name, array in expected.items()
+    )
+    figures.add(f"loss and weights, 2 instances / 1 instance, relative difference, batch {batch}", worst, 1e-5)
+
+
+def torch_figures(
+    figures: Figures, two: Workers, one: Workers, start: dict[str, Any], fed: dict[str, Any], rounds: int
+) -> None:
+    with TorchPipeline(start, fed, program=TORCH) as torch:
+        for size, _, bound in SIZES:
+            name = str(size)
+            costs = in_turn(
+                {
+                    "ours": steps_of(two, name, program="sharded"),
+                    "our one": steps_of(one, name, program="alone"),
+                    "DDP": steps_of(torch, name, threads=1),
+                    "torch's one": steps_of(torch, name, do="alone", threads=2),
+                },
+                rounds,
+            )
+            figures.add(
+                f"step time, DDP / torch on both cores, batch {name}", ratio(costs["DDP"], costs["torch's one"], "wall")
+            )
+            figures.add(
+                f"CPU work, DDP / torch on both cores, batch {name}", ratio(costs["DDP"], costs["torch's one"], "cpu")
+            )
+            figures.add(
+                f"step time, 2 instances / DDP, sharded, batch {name}", ratio(costs["ours"], costs["DDP"], "wall")
+            )
+            figures.add(
+                f"CPU work, 2 instances / DDP, sharded, batch {name}", ratio(costs["ours"], costs["DDP"], "cpu")
+            )
+            overheads = [
+                [a.wall / b.wall for a, b in zip(costs[ours], costs[base], strict=True)]
+                for ours, base in (("ours", "our one"), ("DDP", "torch's one"))
+            ]
+            figures.add(f"overhead / torch's overhead, sharded, batch {name}", median_ratio(*overheads), bound)
+
+
+def steps_of(workers: Workers, batch: str, **order: Any) -> Callable[[], list[Cost]]:
+    return partial(workers.costs, batch=batch, steps=STEPS, **order)
+
+
+def in_turn(programs: dict[str, Callable[[], list[Cost]]], rounds: int) -> dict[str, list[Cost]]:
+    """Return each program's cost in each round after a warm-up round: the medians of a few steps."""
+    costs: dict[str, list[Cost]] = {name: [] for name in programs}
+    for _ in range(rounds + 1):
+        for name, steps in programs.items():
+            found = steps()
+            costs[name].append(Cost(*(statistics.median(getattr(c, kind) for c in found) for kind in ("wall", "cpu"))))
+    return {name: of_rounds[1:] for name, of_rounds in costs.items()}
+
+
+def ratio(ones: list[Cost], others: list[Cost], kind: str) -> float:
+    return median_ratio([getattr(cost, kind) for cost in ones], [getattr(cost, kind) for cost in others])
+
+
+def start_figures(figures: Figures, rounds: int) -> None:
+    """Start both commands in turn, each with a cache of its own that the first start has filled."""
+    with tempfile.TemporaryDirectory(prefix="instances-") as folder:
+        commands = {"poprun": [*POPRUN, sys.executable, str(FIRST_STEP)], "alone": [sys.executable, str(FIRST_STEP)]}
+        costs = in_turn(
+            {name: lambda n=name, c=command: [start_of(c, Path(folder, n))] for name, command in commands.items()},
+            rounds,
+        )
+    what = "to the first step's loss, poprun with 2 instances / 1 process, warm cache"
+    figures.add(f"time {what}", ratio(costs["poprun"], costs["alone"], "wall"), 1.3)
+    figures.add(f"CPU work {what}", ratio(costs["poprun"], costs["alone"], "cpu"))
+
+
+def start_of(command: list[str], cache: Path) -> Cost:
+    """Return the time from the start of a command to the loss that it prints, and the CPU time of its whole tree."""
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = float(done.stdout.partition("time=")[2].split()[0])
+    return Cost(ended - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("steps", "start"), help="measure a part only")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of steps (default: %(default)s)")
+
+
+def main() -> int:
+    figures = Figures("instances: two replicas on two host processes over both on one, beside torch's", flags=flags)
+    jax.config.update("jax_platforms", "cpu")  # the weights are made here, and the devices are for the others
+    if figures.args.only != "start":
+        step_figures(figures, figures.args.rounds)
+    if figures.args.only != "steps":
+        start_figures(figures, min(figures.args.rounds, STARTS))
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

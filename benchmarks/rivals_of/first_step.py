@@ -1,0 +1,34 @@
+"""Make one training step of MNIST's network on two replicas, alone or under poprun, and print the time at its loss."""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import optax
+
+from ipu_jax import configure, popdist
+from mnist_example.model import init_params
+from replicas import REPLICAS, Replicated
+
+ROWS = 128
+
+
+def main() -> None:
+    popdist.init()
+    configure(popdist.get_num_local_ipus() if popdist.is_popdist_env_set() else REPLICAS)
+    rng = np.random.default_rng(0)
+    batch = {
+        "images": rng.integers(0, 256, (REPLICAS, 1, ROWS, 28, 28), np.uint8),
+        "labels": rng.integers(0, 10, (REPLICAS, 1, ROWS), np.int32),
+    }
+    program = Replicated(init_params(0), optax.sgd(0.1), shard_optimizer=True)
+    loss = float(program(batch))
+    if popdist.get_instance_index() == 0:
+        print(f"time={time.time():.6f} loss={loss:.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

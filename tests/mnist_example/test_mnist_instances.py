@@ -1,0 +1,321 @@
+"""Test the commands under poprun: losses, weights and images are those of one process, and one instance speaks.
+
+The unsharded run, without poprun, is the oracle. Under poprun all replicas are added in the order of their ranks,
+however many instances share them, so that the bits are equal; the plain run adds them in another order.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mnist_example.instances import InstanceParser, fill_in_counts
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parents[1] / "support" / "mnist_instance.py"
+IMAGES = 170
+FLAGS = ["--synthetic-data", "--batch-size", "2", "--gradient-accumulation-count", "2", "--epochs", "2"]
+FLAGS += ["--no-progress", "--repeat-count", "2", "--learning-rate", "0.002"]
+BASIC, CONCURRENT = ["--pipeline-mode", "basic"], ["--pipeline-mode", "concurrent"]
+TRAIN, READ = "run_sharded_mnist", "benchmark_dataset"
+TAG = re.compile(r"^\[1,(\d+)\]<\w+>:")
+# gloo's threads write into each other's lines, of which poprun leaves out whole ones only
+GLOO = re.compile(r"Gloo|peer ranks|^\s*\d*\s*$")
+
+
+class Ran:
+    """How a run ended: its status, the lines of each instance on stdout and stderr, and what each one wrote."""
+
+    def __init__(self, folder, command, **variables):
+        # pytest's own jax has 8 devices in one process
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PJRT_", "POPRUN_", "MNIST_DIR"))}
+        environment = {**own, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **variables}
+        environment["PYTHONWARNINGS"] = "error"
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
+        self.folder, self.status, self.err = folder, done.returncode, done.stderr
+        self.out = [line for line in done.stdout.splitlines() if not GLOO.search(TAG.sub("", line))]
+
+    def said_by(self, instance):
+        """Return the lines of an instance on stdout, without their tags."""
+        tag = f"[1,{instance}]<stdout>:"
+        return [line.removeprefix(tag) for line in self.out if line.startswith(tag)]
+
+    def files(self, mode):
+        """Return what each instance wrote about a mode: losses, weights and images."""
+        found = []
+        for path in sorted(self.folder.glob(f"{mode}-*.npz")):
+            with np.load(path) as file:
+                found.append(dict(file))
+        return found
+
+
+def alone(folder, command, *flags, images=IMAGES):
+    folder.mkdir()
+    return Ran(folder, [sys.executable, str(PROGRAM), str(folder), str(images), command, *flags])
+
+
+def poprun(folder, replicas, instances, ipus, command, *flags, images=IMAGES, **variables):
+    folder.mkdir(exist_ok=True)
+    counts = ["--num-replicas", str(replicas), "--num-instances", str(instances), "--ipus-per-replica", str(ipus)]
+    program = [sys.executable, str(PROGRAM), str(folder), str(images), command, *flags]
+    return Ran(folder, [sys.executable, "-m", "ipu_jax.distributed.poprun", *counts, *program], **variables)
+
+
+def without_times(lines):
+    """Return the lines about the training, which no time depends on."""
+    return [re.sub(r" in [\d.]+ s, .*", "", line) for line in lines if not line.startswith("Compiled")]
+
+
+def is_value(name):
+    return name.startswith(("losses", "weights"))
+
+
+def assert_equal(ran, expected, mode, replicas, *, exactly=True):
+    """Compare the losses, weights and images on every instance of a run with those of another run."""
+    (first, *_), found = expected.files(mode), ran.files(mode)
+    assert found
+    for of_instance in found:
+        for name in filter(is_value, first):
+            if exactly:
+                np.testing.assert_array_equal(of_instance[name], first[name], err_msg=name)
+            else:
+                atol = 1e-5 * np.abs(first[name]).max()
+                np.testing.assert_allclose(of_instance[name], first[name], rtol=0, atol=atol, err_msg=name)
+    images, expected_images = images_of(found), images_of(expected.files(mode))
+    assert images.keys() == expected_images.keys()
+    for name, numbers in images.items():
+        np.testing.assert_array_equal(numbers, expected_images[name], err_msg=name)
+    for epoch in {name.split()[1] for name in images}:
+        of_epoch = np.concatenate([images[f"images {epoch} {replica}"] for replica in range(replicas)])
+        assert len(of_epoch) == len(np.unique(of_epoch)), "an image was seen twice in an epoch"
+
+
+def images_of(files):
+    """Return the numbers of the images by epoch and replica, which instances that share a replica read alike."""
+    images = {}
+    for of_instance in files:
+        for name in (name for name in of_instance if name.startswith("images")):
+            np.testing.assert_array_equal(images.setdefault(name, of_instance[name]), of_instance[name])
+    return images
+
+
+def assert_ended_well(ran, instances):
+    assert ran.status == 0, ran.err
+    assert ran.err == ""
+    assert all(ran.said_by(k) == [] for k in range(1, instances))
+
+
+def test_two_instances_train_as_one_process_does(tmp_path):
+    one = alone(tmp_path / "one", TRAIN, *BASIC, *FLAGS, "--replicas", "2", images=20)
+    two = poprun(tmp_path / "two", 2, 2, 2, TRAIN, *BASIC, *FLAGS, images=20)
+    assert_ended_well(two, 2)
+    assert_equal(two, one, "basic", 2)  # a sum of two replicas has one order only
+    assert without_times(two.said_by(0)) == without_times(one.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [BASIC, CONCURRENT], ids=["basic", "concurrent"])
+def test_eight_replicas_on_one_two_and_four_instances_have_equal_bits(mode, tmp_path):
+    plain = alone(tmp_path / "plain", TRAIN, *mode, *FLAGS, "--replicas", "8")
+    runs = [poprun(tmp_path / str(count), 8, count, 2, TRAIN, *mode, *FLAGS) for count in (1, 2, 4)]
+    for run, instances in zip(runs, (1, 2, 4), strict=True):
+        assert_ended_well(run, instances)
+        assert_equal(run, runs[0], mode[-1], 8)
+        assert_equal(run, plain, mode[-1], 8, exactly=False)
+        assert without_times(run.said_by(0)) == without_times(plain.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "replicas", "instances", "ipus"),
+    [(BASIC, 1, 2, 2), (CONCURRENT, 1, 2, 2), (CONCURRENT, 2, 4, 4)],
+    ids=["basic 1x2x2", "concurrent 1x2x2", "concurrent 2x4x4"],
+)
+def test_a_replica_may_span_instances(mode, replicas, instances, ipus, tmp_path):
+    flags = [*mode, *FLAGS]
+    own = ["--replicas", str(replicas), "--ipus", str(ipus)]
+    one = alone(tmp_path / "one", TRAIN, *flags, *own, images=50)
+    spanning = poprun(tmp_path / "spanning", replicas, instances, ipus, TRAIN, *flags, images=50)
+    assert_ended_well(spanning, instances)
+    assert_equal(spanning, one, mode[-1], replicas, exactly=replicas == 1)
+    assert without_times(spanning.said_by(0)) == without_times(one.out)
+
+
+HALF = ["--precision", "16.32", "--half", "float16"]
+
+
+@pytest.mark.slow(one_in=13)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [*BASIC, "--optimizer", "momentum"],
+        [*BASIC, "--optimizer", "adam", "--shard-optimizer"],
+        [*CONCURRENT, "--optimizer", "adamw", "--shard-optimizer"],
+        [*CONCURRENT, "--optimizer", "lamb", "--shard-optimizer"],
+        [*BASIC, "--precision", "16.16"],
+        [*CONCURRENT, *HALF],
+        [*CONCURRENT, *HALF, "--optimizer", "adam", "--shard-optimizer"],
+        [*BASIC, "--async-dataloader", "--num-workers", "3"],
+        [*BASIC, "--no-eight-bit-io", "--no-shuffle"],
+        [*BASIC, "--pipeline-schedule", "auto", "--run-single-step"],
+        [*BASIC, "--explain", "--run-single-step", "--reduction", "mean"],
+        [*BASIC, "--model", "resnet18", "--batch-size", "4", "--run-single-step"],
+        [*BASIC, "--replicas", "2", "--ipus", "2", "--seed", "7", "--pipeline-schedule", "1f1b"],
+    ],
+    ids=" ".join,
+)
+def test_every_flag_gives_what_it_gives_in_one_process(flags, tmp_path):
+    own = [] if "--replicas" in flags else ["--replicas", "2"]
+    one = alone(tmp_path / "one", TRAIN, *FLAGS, *flags, *own, images=50)
+    two = poprun(tmp_path / "two", 2, 2, 2, TRAIN, *FLAGS, *flags, images=50)
+    assert_ended_well(two, 2)
+    assert_equal(two, one, flags[1], 2, exactly="--precision" not in flags and "resnet18" not in flags)
+    assert without_times(two.said_by(0)) == without_times(one.out)
+
+
+@pytest.mark.slow
+def test_both_modes_are_compared_and_drawn_once(tmp_path):
+    pytest.importorskip("matplotlib")
+    ran = poprun(tmp_path, 2, 2, 2, TRAIN, "--compare", "--plot", "losses.png", *FLAGS, images=50)
+    assert_ended_well(ran, 2)
+    assert ran.said_by(0)[-1] == "Picture: losses.png"
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    basic, concurrent = ran.files("basic"), ran.files("concurrent")
+    for one, other in zip(basic, concurrent, strict=True):
+        np.testing.assert_allclose(one["losses"], other["losses"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_instances_share_an_executable_cache(tmp_path):
+    cache = tmp_path / "cache"
+    flags = [*BASIC, *FLAGS, "--executable-cache", str(cache)]
+    first, second = (poprun(tmp_path / name, 2, 2, 2, TRAIN, *flags, images=20) for name in ("first", "second"))
+    for run in (first, second):
+        assert_ended_well(run, 2)
+    assert re.search(r"executable cache: 0 hits, \d+ misses", first.said_by(0)[-1])
+    assert re.search(r"executable cache: \d+ hits, 0 misses", second.said_by(0)[-1])
+    assert_equal(second, first, "basic", 2)
+    # a third start mends what was damaged, and the other instance leaves it alone
+    (step,) = cache.glob("jit__run_updates-*")
+    content = step.read_bytes()
+    step.write_bytes(content[:1000])
+    third = poprun(tmp_path / "third", 2, 2, 2, TRAIN, *flags, images=20)
+    assert third.status == 0, third.err
+    assert re.findall(TAG.pattern, third.err, re.MULTILINE) == ["0"], third.err
+    assert "an entry of jit__run_updates" in third.err
+    assert_equal(third, first, "basic", 2)
+    assert not list(cache.glob("*.aside"))
+    assert len(step.read_bytes()) > len(content) / 2
+
+
+def test_reading_counts_the_samples_and_bytes_of_all_instances(tmp_path):
+    flags = [*FLAGS, "--epochs", "1.5", "--async-dataloader", "--num-workers", "2"]
+    ran = poprun(tmp_path, 2, 2, 2, READ, *flags, images=50)
+    assert_ended_well(ran, 2)
+    head, whole, half = ran.said_by(0)
+    assert head == (
+        "synthetic data, seed 0, to 2 replicas of 2 IPUs: 6 updates an epoch, each of 2 micro-batches of 2 on each"
+    )
+    for line, samples in ((whole, 48), (half, 24)):
+        found = re.fullmatch(r"Epoch \d: (\d+) samples in [\d.]+ s, ([\d,]+) samples/s, ([\d.,]+) MB/s", line)
+        assert found, line
+        assert int(found[1]) == samples
+        per_second, megabytes = (float(text.replace(",", "")) for text in found.groups()[1:])
+        np.testing.assert_allclose(megabytes / per_second, (28 * 28 + 1) / 1e6, rtol=0.05)
+
+
+WRONG = {
+    "a folder": ([*BASIC, "--data-dir", "/nowhere"], "--data-dir /nowhere is not a folder: put the four MNIST files"),
+    "a choice": ([*BASIC, "--optimizer", "rmsprop"], "argument --optimizer: optimizer='rmsprop' is unknown"),
+    "replicas": ([*BASIC, "--replicas", "4"], "--replicas 4, but poprun runs --num-replicas 2: leave --replicas out"),
+    "ipus": ([*BASIC, "--ipus", "3"], "--ipus 3, but poprun runs --ipus-per-replica 2: leave --ipus out"),
+    "a batch": (
+        [*BASIC, "--synthetic-data", "--batch-size", "99"],
+        "--batch-size 99 x --gradient-accumulation-count 4 x --replicas 2 takes 792 images for an update, but there "
+        "are 170: lower one of the three (under poprun, --ipus is its --ipus-per-replica",
+    ),
+}
+
+
+@pytest.mark.slow(one_in=5)
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_command_line_is_refused_once(case, tmp_path):
+    flags, text = WRONG[case]
+    ran = poprun(tmp_path, 2, 2, 2, TRAIN, *flags)
+    assert ran.status == 2
+    assert ran.out == []
+    error, report = ran.err.splitlines()
+    assert error.startswith(f"[1,0]<stderr>:run-sharded-mnist: {text}"), error
+    assert report.startswith("poprun: instance 0 ")
+    assert ("under poprun" in error) == (case == "a batch")
+
+
+@pytest.mark.slow
+def test_a_training_that_diverges_says_so_once(tmp_path):
+    ran = poprun(tmp_path, 2, 2, 2, TRAIN, *BASIC, *FLAGS, "--learning-rate", "1e6")
+    assert ran.status == 1
+    error, report = ran.err.splitlines()
+    assert re.fullmatch(r"\[1,0\]<stderr>:run-sharded-mnist: the loss of update \d is (nan|inf): training .*", error)
+    assert report.startswith("poprun: instance 0 ")
+    assert ran.said_by(1) == []
+
+
+@pytest.mark.slow(one_in=2)
+@pytest.mark.parametrize("command", [TRAIN, READ])
+def test_there_is_a_bar_if_poprun_writes_to_a_terminal(command, tmp_path):
+    flags = [flag for flag in [*BASIC, *FLAGS] if flag != "--no-progress"]
+    ran = poprun(tmp_path, 2, 2, 2, command, *flags, images=50, POPRUN_TERMINAL_WIDTH="60")
+    assert_ended_well(ran, 2)
+    assert any("updates" in line and "\x1b[" in line for line in ran.said_by(0))
+
+
+# without processes
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Return a function that makes this process an instance of a run of 4 replicas of 2 IPUs."""
+
+    def become(instance):
+        variables = {
+            "IPU_JAX_INSTANCE": str(instance),
+            "IPU_JAX_INSTANCES": "2",
+            "POPDIST_LOCAL_INSTANCE_INDEX": str(instance),
+            "POPDIST_NUM_TOTAL_REPLICAS": "4",
+            "POPDIST_NUM_IPUS_PER_REPLICA": "2",
+            "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
+        }
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return become
+
+
+def arguments(ipus=None, replicas=None):
+    return argparse.Namespace(ipus=ipus, replicas=replicas)
+
+
+def test_counts_are_those_of_poprun(place):
+    place(0)
+    args = arguments()
+    fill_in_counts(args)
+    assert (args.ipus, args.replicas) == (2, 4)
+    fill_in_counts(arguments(ipus=2, replicas=4))
+    with pytest.raises(ValueError, match=r"^--replicas 2, but poprun runs --num-replicas 4: leave --replicas out$"):
+        fill_in_counts(arguments(replicas=2))
+
+
+@pytest.mark.parametrize("instance", [0, 1])
+def test_another_instance_waits_before_it_refuses(instance, place, monkeypatch, capsys):
+    place(instance)
+    waited = []
+    monkeypatch.setattr("mnist_example.instances.time.sleep", waited.append)
+    with pytest.raises(SystemExit, match="2"):
+        InstanceParser("some", "A command.").error("wrong")
+    assert waited == [3.0] * instance
+    assert capsys.readouterr().err == "some: wrong\n"
