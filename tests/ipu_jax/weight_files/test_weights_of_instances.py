@@ -15,6 +15,7 @@ def check(results) -> None:
             assert np.all(value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "replicas", "ipus"), [([1, 2], 1, 3)])
 def test_a_replica_on_two_instances(tmp_path, devices, replicas, ipus):
     check(run_instances(exported.written, devices, folder=str(tmp_path), replicas=replicas, ipus=ipus))
@@ -26,7 +27,7 @@ def test_a_replica_on_two_instances(tmp_path, devices, replicas, ipus):
         assert alone.read_bytes() == path.read_bytes()
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "replicas", "ipus"),
     [([1, 1, 1, 1], 1, 4), ([4, 4], 1, 8), ([2, 2], 2, 2), ([1, 1, 1, 1], 2, 2), ([3, 1], 2, 2)],
@@ -35,7 +36,7 @@ def test_weights_over_instances(tmp_path, devices, replicas, ipus):
     check(run_instances(exported.written, devices, folder=str(tmp_path), replicas=replicas, ipus=ipus))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "shard_optimizer"), [(1, False), (2, True)])
 def test_a_training_over_instances(tmp_path, replicas, shard_optimizer):
     devices = [1] * (2 * replicas)
@@ -43,6 +44,7 @@ def test_a_training_over_instances(tmp_path, replicas, shard_optimizer):
     check(run_instances(exported.trained_and_written, devices, folder=str(tmp_path), **options))
 
 
+@pytest.mark.slow
 def test_all_instances_hear_that_the_first_cannot_write(tmp_path):
     first, second = run_instances(exported.refused, [1, 1], folder=str(tmp_path), ipus=2)
     path = tmp_path / "none" / "weights.npz"

@@ -75,6 +75,7 @@ def test_an_instance_that_lives_but_is_stuck_is_found_after_five_seconds(tmp_pat
     assert "    stuck=" in ran.err  # its last line
 
 
+@pytest.mark.slow
 def test_a_slow_program_is_not_stuck(tmp_path):
     body = """
     for n in range(3):
@@ -113,6 +114,7 @@ def test_compiling_is_bounded_by_its_option(tmp_path):
     assert "the limit is 1 s (--compile-timeout)" in ran.err
 
 
+@pytest.mark.slow
 def test_stall_timeout_may_be_shorter_or_off(tmp_path):
     body = """
     step(0), step(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launched import POPRUN, environment, gone_within, marked, program, start
+from support.launched import POPRUN, environment, gone_within, heed_signals, marked, program, start
 
 TWO = ("--num-instances", "2", "--num-replicas", "2")
 READY = """
@@ -122,6 +122,7 @@ def test_nothing_outlives_a_poprun_that_is_killed(started, mark, body):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_poprun_that_was_suspended_starts_its_clocks_anew(started, mark):
     body = """
 step(0), step(1)
@@ -194,6 +195,7 @@ def test_an_output_that_cannot_be_written_is_said(tmp_path, mark):
     assert marked(mark) == set()
 
 
+@pytest.mark.slow
 def test_a_slow_reader_loses_nothing_and_is_nobodys_fault(tmp_path, mark):
     body = """
     for n in range(100):
@@ -233,6 +235,11 @@ def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
 def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
     body = READY + "\ntry:\n    ready(), time.sleep(70)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
     controller, terminal = pty.openpty()
+
+    def begin() -> None:
+        heed_signals()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its own terminal, on which Ctrl-C is a signal
+
     process = subprocess.Popen(
         [*POPRUN, *TWO, *program(tmp_path, body)],
         env=environment(POPRUN_TEST=mark, TERM="xterm"),
@@ -240,7 +247,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # its own terminal, on which Ctrl-C is a signal
+        preexec_fn=begin,
     )
     os.close(terminal)
     shown = b""
