@@ -67,7 +67,7 @@ def check_model(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -
             parts = [f"has no {missing[0]}, which this training has"] if missing else []
             parts += [f"has {unknown[0]}, which this training does not have"] if unknown else []
             raise ValueError(
-                f"{where} has another {what}: it {', and '.join(parts)}; resume with the model and the "
+                f"{where} has other {what}: it {', and '.join(parts)}; resume with the model and the "
                 "optimizer that it was saved with, or save to another folder"
             )
         for path, text in of_here.items():

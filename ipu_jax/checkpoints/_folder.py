@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from ipu_jax.checkpoints.errors import CheckpointError
 
 _NAME: Final = re.compile(r"step-(\d+)")
 _LEFT_OVER: Final = re.compile(r"step-\d+\.(orbax-checkpoint-tmp.*|removed)")
+_TRIES: Final = 20
 _METADATA: Final = 1 << 20  # bytes that orbax and the seal write besides the arrays, at most
 
 
@@ -56,14 +58,29 @@ def found_at(path: Path) -> Found:
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
-    """Return all folders that are named like a checkpoint: what was saved last first, and those without a seal last."""
+    """Return all folders that are named like a checkpoint, what was saved last first.
+
+    One without a seal comes before those of earlier steps, because nobody knows when it was saved.
+    """
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     except FileNotFoundError:
         return []
     found = [found_at(folder / name) for name in names if _NAME.fullmatch(name)]
-    step = lambda each: int(each.path.name.removeprefix("step-"))  # noqa: E731
-    return sorted(found, key=lambda each: (each.number, step(each)), reverse=True)
+    sealed = sorted((each for each in found if each.seal), key=lambda each: -each.number)
+    for each in sorted((each for each in found if not each.seal), key=_step):
+        before = [i for i, other in enumerate(sealed) if _step(other) < _step(each)]
+        sealed.insert(before[0] if before else len(sealed), each)
+    return sealed
+
+
+def next_number(folder: Path) -> int:
+    """Return the number of a checkpoint that is saved after all that are there."""
+    return 1 + max((found.number for found in checkpoints_in(folder)), default=0)
+
+
+def _step(found: Found) -> int:
+    return int(found.path.name.removeprefix("step-"))
 
 
 def left_over_in(folder: Path) -> list[Path]:
@@ -87,8 +104,7 @@ def make_room(folder: Path, step: int, size: int) -> None:
     """
     path = path_for(folder, step)
     remove(path)
-    for each in left_over_in(folder):
-        remove(each)
+    remove_left_over(folder)
     probe = folder / f".probe-{os.getpid()}"
     probe.touch()
     probe.unlink()
@@ -105,6 +121,16 @@ def remove(path: Path) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
             path.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Remove what saves that failed or were killed left over, as far as that is possible."""
+    for _ in range(_TRIES):  # some of orbax's threads may still be writing after another one has failed
+        for each in left_over_in(folder):
+            shutil.rmtree(each, ignore_errors=True)
+        if not left_over_in(folder):
+            return
+        time.sleep(0.05)
 
 
 def remove_all_but(folder: Path, keep: int) -> None:

@@ -5,6 +5,7 @@ each process writes the shards that it has. Its barriers are those of jax's coor
 limit: `active_processes` chooses them, since orbax's default is a collective without one.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ class Store:
 
     def __init__(self, seconds: float):
         self._ocp = ocp = import_orbax()
+        logging.getLogger("absl").addFilter(_is_news)
         processes = set(range(jax.process_count()))
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
         # random bits don't compress, and compression would take the steps' time; replicas are written once
@@ -118,6 +120,12 @@ class Store:
         args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
         found = self._checkpointer.restore(folder, args)
         return {name: _as_key(found[name], saved[name]["dtype"]) for name in names}
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for what orbax's threads log of an error that they also raise: hundreds of lines, several times."""
+    of_a_thread = record.levelno == logging.ERROR and record.funcName in ("run", "_thread_func")
+    return not (of_a_thread and "orbax" in record.pathname)
 
 
 def _as_key(array: Any, dtype: str) -> Any:

@@ -79,10 +79,13 @@ class Writer:
             own, count = jax.process_index(), jax.process_count()
             _seal.write_checksums(job.path, own, count)
             if own == 0:
-                _seal.write_seal(job.path, job.content, count, seconds=self._seconds)
+                content = {**job.content, "number": _folder.next_number(job.path.parent)}
+                _seal.write_seal(job.path, content, count, seconds=self._seconds)
                 _seal.sync_folder(job.path.parent)
             self.last = job
             if own == 0:
                 _folder.remove_all_but(job.path.parent, self._keep)
         except BaseException as error:
+            if jax.process_index() == 0:
+                _folder.remove_left_over(job.path.parent)  # on a full disk, others need the room
             self._error = error

@@ -124,7 +124,6 @@ class Checkpoints:
         self._writer = Writer(self._store, keep=keep, seconds=timeout)
         self._versions = _description.versions()
         self._failed_at: Job | None = None
-        self._number = 0
         self._is_open = True
 
     def __repr__(self) -> str:
@@ -178,27 +177,36 @@ class Checkpoints:
 
     def _whole_one(self, path: Path | None, like: TrainState) -> _folder.Found | None:
         """Return the last checkpoint that is whole, or the one at a path; name those that are not."""
-        candidates = _folder.checkpoints_in(self.folder) if path is None else [_folder.found_at(path)]
-        self._number = 1 + max((found.number for found in candidates), default=0)
-        if path is None:
-            for left_over in _folder.left_over_in(self.folder):
-                self._warn(f"{left_over} is left over from a save that did not end: it is skipped")
+        candidates = _folder.checkpoints_in(self.folder)
         here = _description.description_of(self._step, like)
-        for found in candidates:
-            wrong = found.wrong
-            if found.seal is not None:
-                _description.check_words(str(found.path), found.seal["describes"], self._words)
-                _description.check_model(str(found.path), found.seal["model"], here)
-            if self._anywhere(found.seal is None):
-                wrong = wrong or "another instance cannot read its seal"
-            elif found.seal is not None:
-                wrong = self._check_files(found.path, found.seal["files"])
-            if not wrong:
-                return found
-            if path is not None:
+        if path is not None:
+            found = _folder.found_at(path)
+            if wrong := self._wrong_with(found, here):
                 raise CheckpointError(f"{path} cannot be restored: {wrong}")
-            self._warn(f"{found.path} cannot be restored, {wrong}: it is skipped")
+            return found
+        for left_over in _folder.left_over_in(self.folder):
+            self._warn(f"{left_over} is left over from a save that did not end: it is skipped")
+        for found in candidates:
+            wrong = self._wrong_with(found, here)
+            if wrong:
+                self._warn(f"{found.path} cannot be restored, {wrong}: it is skipped")
+            elif found.seal is not None:
+                return found
         return None
+
+    def _wrong_with(self, found: _folder.Found, here: Mapping[str, Any]) -> str:
+        """Return what is wrong with a checkpoint, the same on all instances, or "".
+
+        Raises:
+            ValueError: it is of another training.
+        """
+        if found.seal is not None:
+            _description.check_words(str(found.path), found.seal["describes"], self._words)
+            _description.check_model(str(found.path), found.seal["model"], here)
+        if self._anywhere(found.seal is None):
+            return found.wrong or "another instance cannot read its seal"
+        assert found.seal is not None, "all instances have read it"
+        return self._check_files(found.path, found.seal["files"])
 
     def _check_files(self, path: Path, files: dict[str, Sequence[int]]) -> str:
         """Return what is wrong with the files of a checkpoint, or ""; each instance reads its share of them."""
@@ -272,7 +280,6 @@ class Checkpoints:
         self._due.restart(number)
         arrays = named(state)
         content = {
-            "number": self._number,
             "step": number,
             "versions": self._versions,
             "describes": self._words,
@@ -281,7 +288,6 @@ class Checkpoints:
             "extra": _seal.as_plain("extra", extra),
         }
         job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
-        self._number += 1
         error = self._begin(job, arrays)
         self._report(error, job)
         return error is None
@@ -338,12 +344,7 @@ class Checkpoints:
     def _verify(self, last: Job) -> None:
         # instance 0 has sealed it before it came here
         popdist.barrier("the last checkpoint is sealed", timeout=self._timeout)
-        found = _folder.found_at(last.path)
-        wrong = found.wrong
-        if self._anywhere(found.seal is None):
-            wrong = wrong or "another instance cannot read its seal"
-        elif found.seal is not None:
-            wrong = self._check_files(last.path, found.seal["files"])
+        wrong = self._wrong_with(_folder.found_at(last.path), last.content["model"])
         if wrong:
             self._report(CheckpointError(f"it was written, but {wrong}"), last)
 
@@ -376,7 +377,9 @@ class Checkpoints:
             raise error
         self._failed_at, number = job, errno_of(error)
         reason = f"[Errno {number}] {os.strerror(number)}" if number is not None else type(error).__name__
-        last = f"the last good one is of step {self.last}" if self.last is not None else "there is none before it"
+        last = "there is none before it" if self.last is None else f"the last good one is of step {self.last}"
+        if self.last == job.step:  # sealed, and damaged since
+            last = "restore() finds the one before it"
         first = " ".join(str(error).split())
         text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
         if self._stops:

@@ -25,14 +25,14 @@ class CheckpointWarning(UserWarning):
 def errno_of(error: BaseException) -> int | None:
     """Return the operating system's number of an error, also from the text of one of tensorstore's.
 
-    >>> errno_of(OSError(28, "No space left")), errno_of(ValueError("[OS error 28: ENOSPC No space left on device]"))
+    >>> errno_of(OSError(28, "No space left")), errno_of(ValueError("No space left on device [os_error_code='28']"))
     (28, 28)
     """
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:
             return seen.errno
-        found = re.search(r"OS error (\d+)", str(seen))
+        found = re.search(r"os_error_code='(\d+)'", str(seen))
         if found:
             return int(found[1])
         seen = seen.__cause__ or seen.__context__

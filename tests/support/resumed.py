@@ -6,7 +6,6 @@ on one IPU, or split unevenly over all of them. The data are shuffled.
 
 import dataclasses
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -157,17 +156,19 @@ def plain(step: Any, state: Any) -> Results:
 
 
 def saved_by_processes(folder: str, topology: str, calls: int, every: int = 4) -> Results:
-    """Train and save; return losses, the whole state and what the folder holds."""
+    """Train and save, without any call the first state; return losses, the whole state and the last checkpoint."""
     step = step_for(TOPOLOGIES[topology])
     state = first_state(step)
     with Checkpoints(folder, step, every=every, timeout=60) as checkpoints:
         assert checkpoints.restore(state) is None
+        if calls == 0:
+            checkpoints.save(state, now=True)
         state, losses, _ = train(step, state, calls, checkpoints=checkpoints)
     last = np.array(-1 if checkpoints.last is None else checkpoints.last)
     return {"losses": np.array(losses), "last": last, **plain(step, state)}
 
 
-def restored_by_processes(folder: str, topology: str, calls: int, continue_to: str = "") -> Results:
+def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
     """Restore, and train on; return what was restored, the losses and the state in the end."""
     step = step_for(TOPOLOGIES[topology])
     with warnings.catch_warnings(record=True) as seen:
@@ -185,8 +186,3 @@ def restored_by_processes(folder: str, topology: str, calls: int, continue_to: s
         **{f"restored{name}": value for name, value in before.items()},
         **plain(step, state),
     }
-
-
-def sizes(folder: Path) -> int:
-    """Return the bytes of all files under a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
