@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Final
 
-from ipu_jax import __version__
+from ipu_jax._version import __version__
 from ipu_jax.checkpoints._arrays import described, named
 from ipu_jax.training.state import TrainState
 from ipu_jax.training.step import TrainStep

@@ -43,6 +43,7 @@ WINGS: dict[str, set[str]] = {
     "verification": {"reference", "pipeline", "weights"},
     "optimizer": {"weights"},
     "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
+    "checkpoints": {"training", "data", "distributed", "weights"},
     "data": set(),
     "distributed": set(),
     "modules": set(),
@@ -72,6 +73,7 @@ PLAIN = (
     "distributed.poprun",
     "distributed.agent",
     "distributed.environment",
+    "checkpoints.errors",
 )
 # They import jax only in functions that need it.
 PLAIN_AT_FIRST = ("distributed.popdist",)

@@ -152,16 +152,29 @@ def plain(step: Any, state: Any) -> Results:
     return across.named("", step.whole(state))
 
 
+def as_if_trained(step: Any, state: Any) -> Any:
+    """Return a state of 4 updates with drawn numbers, for which nothing was compiled."""
+    rng = np.random.default_rng(4)
+
+    def drawn(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.asarray(rng.uniform(0.5, 1, leaf.shape), leaf.dtype)
+
+    return step.restore(jax.tree.map(drawn, step.whole(state)) | {"step": 4})
+
+
 # in several processes
 
 
 def saved_by_processes(folder: str, topology: str, calls: int, every: int = 4) -> Results:
-    """Train and save, without any call the first state; return losses, the whole state and the last checkpoint."""
+    """Train and save, or without any call save a drawn state; return losses, the state and the last checkpoint."""
     step = step_for(TOPOLOGIES[topology])
     state = first_state(step)
     with Checkpoints(folder, step, every=every, timeout=60) as checkpoints:
         assert checkpoints.restore(state) is None
         if calls == 0:
+            state = as_if_trained(step, state)
             checkpoints.save(state, now=True)
         state, losses, _ = train(step, state, calls, checkpoints=checkpoints)
     last = np.array(-1 if checkpoints.last is None else checkpoints.last)

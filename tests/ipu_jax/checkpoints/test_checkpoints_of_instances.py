@@ -16,38 +16,43 @@ def bitwise(found: Results, expected: Results, begin: str = "") -> list[str]:
     return [name for name in names if not np.array_equal(found[f"{begin}{name}"], expected[name])]
 
 
-def saved(folder: Path, devices: list[int], topology: str, calls: int = 2) -> list[Results]:
+def saved(folder: Path, devices: list[int], topology: str, calls: int) -> list[Results]:
     return run_instances(resumed.saved_by_processes, devices, folder=str(folder), topology=topology, calls=calls)
 
 
-def restored(folder: Path, devices: list[int], topology: str, calls: int = 1) -> list[Results]:
+def restored(folder: Path, devices: list[int], topology: str, calls: int) -> list[Results]:
     return run_instances(resumed.restored_by_processes, devices, folder=str(folder), topology=topology, calls=calls)
 
 
 def test_two_processes_save_and_one_restores(tmp_path):
     """The cheap sample of this file, which always runs: a stage in each process, and no step is compiled."""
     both = saved(tmp_path, [1, 1], "basic", calls=0)
-    assert [int(results["last"]) for results in both] == [0, 0]
-    written = sorted(path.name for path in (tmp_path / "step-0").glob("ocdbt.process_*"))
+    assert [int(results["last"]) for results in both] == [4, 4]
+    written = sorted(path.name for path in (tmp_path / "step-4").glob("ocdbt.process_*"))
     assert written == ["ocdbt.process_0", "ocdbt.process_1"]
     for topology in ("basic", "concurrent"):
         found = resumed.restored_by_processes(str(tmp_path), topology, calls=0)
-        assert (int(found["step"]), str(found["topology"])) == (0, "same" if topology == "basic" else "other")
+        assert (int(found["step"]), str(found["topology"])) == (4, "same" if topology == "basic" else "other")
         assert not bitwise(found, both[0], "restored")
 
 
-@pytest.mark.slow(one_in=4)
-@pytest.mark.parametrize("devices", [[2], [1, 1], [1, 1, 1, 1], [2, 2]], ids=lambda devices: f"{len(devices)}")
-@pytest.mark.parametrize("topology", ["basic", "two replicas", "concurrent", "concurrent, four IPUs"])
-def test_any_number_of_processes_restores(tmp_path, devices, topology):
-    """Two processes save; 1, 2 and 4 restore, on the same topology and on another one."""
-    needed = resumed.TOPOLOGIES[topology].ipus * resumed.TOPOLOGIES[topology].replicas
-    if sum(devices) != needed:
-        devices = [needed // len(devices)] * len(devices)
-    if 0 in devices:
-        pytest.skip("a process needs a device")
-    both = saved(tmp_path, [1, 1], "basic")
-    for found in restored(tmp_path, devices, topology):
+@pytest.mark.slow(one_in=8)
+@pytest.mark.parametrize(
+    ("topology", "devices"),
+    [
+        ("basic", [2]),
+        ("basic", [1, 1]),
+        ("concurrent", [1, 1]),
+        ("two replicas", [4]),
+        ("two replicas", [1, 1, 1, 1]),
+        ("two replicas", [3, 1]),
+        ("concurrent, four IPUs", [1, 1, 1, 1]),
+        ("concurrent, four IPUs", [2, 2]),
+    ],
+)
+def test_any_number_of_processes_restores_what_two_saved(tmp_path, topology, devices):
+    both = saved(tmp_path, [1, 1], "basic", calls=0)
+    for found in restored(tmp_path, devices, topology, calls=0):
         assert int(found["step"]) == 4
         assert str(found["topology"]) == ("same" if topology == "basic" else "other")
         assert not bitwise(found, both[0], "restored")
