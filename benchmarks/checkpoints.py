@@ -1,4 +1,4 @@
-"""Measure what saving costs the steps around it, how many bytes it takes on disk and in memory, and how long reading is.
+"""Measure what saving costs the steps around it, its bytes on disk and in memory, and how long restoring takes.
 
 The program is the training step of the MNIST example with adam, in basic mode on two IPUs. A round is 50 steps, with
 one checkpoint saved at its beginning and without one, in turn in one run.
@@ -37,7 +37,7 @@ class PeakMemory:
     """Notes the most memory that the process has in a `with` block, every millisecond."""
 
     def __enter__(self) -> "PeakMemory":
-        self.before = self.most = resident_bytes()
+        self.most = resident_bytes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -61,7 +61,7 @@ class Training:
         self.state: TrainState = self.first()
         rng = np.random.default_rng(0)
         source = {
-            "images": rng.normal(size=(4096, 784)).astype(np.float32),
+            "images": rng.uniform(size=(4096, 28, 28)).astype(np.float32),
             "labels": rng.integers(0, 10, 4096).astype(np.int32),
         }
         options: dict[str, Any] = {"micro_batch": ROWS, "gradient_accumulation": MICRO_BATCHES}
@@ -117,11 +117,13 @@ def main() -> int:
         figures.add("save() until the next step may begin / a step", sorted(blocked)[ROUNDS // 2] / a_step)
 
         checkpoints.wait()
-        jax.block_until_ready(training.steps())
-        with PeakMemory() as with_save:
+        with PeakMemory() as alone:
+            jax.block_until_ready(training.steps())
+        with PeakMemory() as saved:
             jax.block_until_ready(training.steps(checkpoints))
             checkpoints.wait()
-        figures.add("host memory that a save adds / the state of this host's IPUs", with_save_growth(with_save, held), 1.2)
+        added = (saved.most - alone.most) / held
+        figures.add("memory that a save adds / the state of this host's IPUs", added, 1.2)
 
         last = Path(folder) / f"step-{checkpoints.last}"
         written = sum(path.stat().st_size for path in files_in(last))
@@ -129,7 +131,6 @@ def main() -> int:
         figures.add("bytes of the state, MB", held / 1e6)
 
         like = training.first()
-        reading, restoring = Costs([]), Costs([])
         calls: list[tuple[Cost, Cost]] = []
         for _ in range(ROUNDS):
             calls.append((timed(lambda: read(last)), timed(lambda: checkpoints.restore(like))))
@@ -138,10 +139,6 @@ def main() -> int:
         figures.add("restore, checksums and all / reading the bytes", ratio)
         figures.add("restore, s", restoring.wall)
     return figures.status()
-
-
-def with_save_growth(memory: PeakMemory, held: int) -> float:
-    return (memory.most - memory.before) / held
 
 
 def timed(call: Any) -> Cost:
