@@ -123,7 +123,7 @@ class Checkpoints:
         self._store = Store(timeout)
         self._writer = Writer(self._store, keep=keep, seconds=timeout)
         self._versions = _description.versions()
-        self._failed_at: Job | None = None
+        self._has_failed = False
         self._is_open = True
 
     def __repr__(self) -> str:
@@ -293,17 +293,19 @@ class Checkpoints:
         return error is None
 
     def _begin(self, job: Job, arrays: dict[str, Any]) -> BaseException | None:
+        """Begin to write; return what went wrong on this instance or another one."""
         error: BaseException | None = None
-        with _beacon.during(Phase.BUSY, "beginning a save", max(_beacon.LONG, self._timeout)):
-            if jax.process_index() == 0:
+        if jax.process_index() == 0:
+            with _beacon.during(Phase.BUSY, "making room for a save", _beacon.LONG):
                 try:
-                    if self._writer.last is None and self._failed_at is None:
+                    if self._writer.last is None and not self._has_failed:
                         self.folder.mkdir(parents=True, exist_ok=True)  # later on, a folder that is gone is an error
                     _folder.make_room(self.folder, job.step, job.size)
                 except OSError as failed:
                     error = failed
-            if self._anywhere(error is not None):
-                return error or CheckpointError("instance 0 cannot write to the folder")
+        if self._anywhere(error is not None):
+            return error or CheckpointError("instance 0 cannot write to the folder")
+        with _beacon.during(Phase.BUSY, "beginning a save", max(_beacon.LONG, self._timeout)):
             try:
                 self._writer.begin(job, arrays)
             except (OSError, ValueError, RuntimeError) as failed:
@@ -315,11 +317,12 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it failed, under `on_save_error="stop"`.
+            InstancesMissingError: an instance did not come in time.
         """
         with _beacon.during(Phase.BUSY, "waiting for a save", 2 * self._timeout + 60):
             error = self._writer.take_error()
-            if self._anywhere(error is not None):
-                self._report(error or CheckpointError("another instance could not write its part"))
+        if self._anywhere(error is not None):
+            self._report(error or CheckpointError("another instance could not write its part"))
 
     def close(self) -> None:
         """Wait for the last save, and read it again to verify it. A second call does nothing.
@@ -375,7 +378,7 @@ class Checkpoints:
             return
         if not isinstance(error, Exception):
             raise error
-        self._failed_at, number = job, errno_of(error)
+        self._has_failed, number = True, errno_of(error)
         reason = f"[Errno {number}] {os.strerror(number)}" if number is not None else type(error).__name__
         last = "there is none before it" if self.last is None else f"the last good one is of step {self.last}"
         if self.last == job.step:  # sealed, and damaged since

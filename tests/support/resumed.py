@@ -5,6 +5,7 @@ on one IPU, or split unevenly over all of them. The data are shuffled.
 """
 
 import dataclasses
+import time
 import warnings
 from typing import Any
 
@@ -27,6 +28,7 @@ from ipu_jax import (
     make_mesh,
     make_train_step,
 )
+from ipu_jax.distributed.errors import InstancesMissingError
 from support import across
 from support.instances import Results
 
@@ -199,3 +201,17 @@ def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
         **{f"restored{name}": value for name, value in before.items()},
         **plain(step, state),
     }
+
+
+def one_does_not_save(folder: str) -> Results:
+    """Return the error of instance 0, which saves alone, and the seconds until then."""
+    step = step_for(TOPOLOGIES["basic"])
+    state, begin = first_state(step), time.monotonic()
+    checkpoints = Checkpoints(folder, step, timeout=3)
+    error = ""
+    if jax.process_index() == 0:
+        try:
+            checkpoints.save(state, now=True)
+        except InstancesMissingError as raised:
+            error = str(raised)
+    return {"error": np.array(error), "seconds": np.array(time.monotonic() - begin)}

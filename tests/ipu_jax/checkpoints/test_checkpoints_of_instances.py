@@ -79,3 +79,10 @@ def test_what_one_process_finds_wrong_is_known_to_all(tmp_path):
     assert [int(found["step"]) for found in both] == [4, 4]
     warned = f"{tmp_path}/step-8 cannot be restored, manifest.ocdbt has another size: it is skipped"
     assert [found["warned"].tolist() for found in both] == [[warned], []]
+
+
+@pytest.mark.slow
+def test_an_instance_that_does_not_save_is_named_in_time(tmp_path):
+    first, _ = run_instances(resumed.one_does_not_save, [1, 1], folder=str(tmp_path))
+    assert "instance 1 of 2 did not come within 3 s" in str(first["error"])
+    assert float(first["seconds"]) < 30
