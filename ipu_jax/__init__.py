@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
     from ipu_jax.analysis.cost import flops_of
     from ipu_jax.analysis.report import PipelineReport
+    from ipu_jax.checkpoints.checkpoints import CheckpointError, Checkpoints, CheckpointWarning, Restored
     from ipu_jax.data.feed import Feed, FeedBatch
     from ipu_jax.data.order import EpochOrder, Position
     from ipu_jax.data.prefetch import FeedTimeoutError
@@ -47,6 +48,9 @@ __all__ = [
     "IPU_AXIS",
     "REPLICA_AXIS",
     "SCHEDULES",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpoints",
     "DynamicScale",
     "EpochOrder",
     "Feed",
@@ -65,6 +69,7 @@ __all__ = [
     "Precision",
     "Reduction",
     "Replicas",
+    "Restored",
     "Saved",
     "Schedule",
     "Sharded",

@@ -44,6 +44,7 @@ WINGS: dict[str, set[str]] = {
     "optimizer": {"weights"},
     "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
     "weight_files": {"training", "optimizer", "weights"},
+    "checkpoints": {"training", "data", "distributed", "weights"},
     "data": set(),
     "distributed": set(),
     "modules": set(),
@@ -73,6 +74,7 @@ PLAIN = (
     "distributed.poprun",
     "distributed.launcher",
     "distributed.environment",
+    "checkpoints.errors",
 )
 # They import jax only in functions that need it.
 PLAIN_AT_FIRST = ("distributed.popdist",)
