@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 _IPUS: Final = 2
 _LOAD_SECONDS: Final = 600.0
 _FIRST_SPEAKS_SECONDS: Final = 3.0
-_FIRST_ENDS_SECONDS: Final = 3.0
+_FIRST_ENDS_SECONDS: Final = 1.0
 
 
 class InstanceParser(Parser):
