@@ -14,6 +14,7 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # If not all IPUs take part in a collective, XLA waits for a minute or for ever. Here it warns after 20 s and aborts
 # after 40 s. A tenth of that would do on a quiet machine. But with 8 virtual IPUs and several test workers on 2 cores,
@@ -34,6 +35,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".stri
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 _ONE_IN = 16
+
+settings.register_profile("any load", deadline=None)  # on a machine with other work an example may take long
+settings.load_profile("any load")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

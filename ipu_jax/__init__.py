@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
     from ipu_jax.analysis.cost import flops_of
     from ipu_jax.analysis.report import PipelineReport
+    from ipu_jax.checkpoints.checkpoints import CheckpointError, Checkpoints, CheckpointWarning, Restored
     from ipu_jax.data.feed import Feed, FeedBatch
     from ipu_jax.data.order import EpochOrder, Position
     from ipu_jax.data.prefetch import FeedTimeoutError
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from ipu_jax.training.state import StepOutputs, TrainState
     from ipu_jax.training.step import TrainStep, make_train_step
     from ipu_jax.verification import VerificationError, VerificationReport, verify
+    from ipu_jax.weight_files.exporting import export_weights
+    from ipu_jax.weight_files.importing import import_weights
+    from ipu_jax.weight_files.saved import Saved
     from ipu_jax.weights.packing import Sharded
 
 __all__ = [
@@ -44,6 +48,9 @@ __all__ = [
     "IPU_AXIS",
     "REPLICA_AXIS",
     "SCHEDULES",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpoints",
     "DynamicScale",
     "EpochOrder",
     "Feed",
@@ -62,6 +69,8 @@ __all__ = [
     "Precision",
     "Reduction",
     "Replicas",
+    "Restored",
+    "Saved",
     "Schedule",
     "Sharded",
     "Stage",
@@ -78,9 +87,11 @@ __all__ = [
     "canonical_name",
     "configure",
     "equinox_stage",
+    "export_weights",
     "find_schedule",
     "flops_of",
     "gather_stages",
+    "import_weights",
     "linen_stage",
     "make_mesh",
     "make_schedule",

@@ -38,7 +38,8 @@ class Phase(enum.IntEnum):
     other instances, outside a step; they are what may be stuck. The label says with what, or where.
     """
 
-    STARTING = 1  # until its first step
+    SILENT = 8  # its program has told of no step so far, and may never do so
+    STARTING = 1  # from the dispatch of its first step until that has finished
     COMPILING = 2
     STEPPING = 3
     BUSY = 4
@@ -95,11 +96,13 @@ class Beacon:
             os.close(handle)
         self.pid = os.getpid()
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
-        self._phase, self._phase_ns, self._limit, self._label = Phase.STARTING, time.monotonic_ns(), float("inf"), ""
+        self._phase, self._phase_ns, self._limit, self._label = Phase.SILENT, time.monotonic_ns(), float("inf"), ""
         self._write()
 
     def begun(self, steps: int = 1) -> None:
         """Count steps that were given to the devices."""
+        if self._phase is Phase.SILENT:
+            self.enter(Phase.STARTING)
         self._begun += steps
         self._write()
 
@@ -108,7 +111,7 @@ class Beacon:
         self._finished += steps
         self._finished_ns = time.monotonic_ns()
         self._first_ns = self._first_ns or self._finished_ns
-        if self._phase in (Phase.STARTING, Phase.COMPILING):
+        if self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
             self._write()
@@ -209,12 +212,14 @@ def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
     A phase other than stepping and starting goes on: only the outermost block counts.
     """
     beacon = current()
-    if beacon is None or beacon.phase not in (Phase.STARTING, Phase.COMPILING, Phase.STEPPING):
+    if beacon is None or beacon.phase not in _INTERRUPTED:
         yield
     else:
         with beacon.during(phase, label, limit):
             yield
 
+
+_INTERRUPTED: Final = (Phase.STARTING, Phase.COMPILING, Phase.STEPPING, Phase.SILENT)
 
 LONG: Final = 600.0
 """Seconds that a piece of the library's own work on the host may take, such as placing weights."""

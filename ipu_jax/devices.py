@@ -175,14 +175,20 @@ class InFlight:
         """Return the number of steps that were admitted and not yet waited for."""
         return len(self._steps)
 
-    def begin(self) -> None:
+    def begin(self, arguments: Any = None) -> None:
         """Tell poprun, if it runs this process, that a step is about to be dispatched; `admit` takes its outputs.
 
         A dispatch may wait for other instances. Of instances that are stuck, the one that has begun the fewest steps is
-        the one that the others wait for. Without a call of this, `admit` counts the step as begun.
+        the one that the others wait for. Without a call of this, `admit` counts the step as begun. Inside a `jax.jit`
+        nothing is dispatched yet, and nothing is done.
+
+        Args:
+            arguments: those of the step, a pytree.
         """
         beacon = _beacon.current()
-        if beacon is not None and not self._is_begun:
+        if beacon is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
+            return
+        if not self._is_begun:
             self._is_begun = True
             beacon.begun()
 

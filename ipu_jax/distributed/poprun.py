@@ -2,10 +2,10 @@
 
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
 
-    _options    the command line            topology    which host has which instances and replicas
-    _attempts   restarts                    _local      this host;  _remote, agent: another one
-    _supervisor one attempt                 _output     what is shown
-    _stall      who is stuck                _failure    who failed first;  _report: what is said of it
+    options     the command line            topology    which host has which instances and replicas
+    attempts    restarts                    local       this host;  remote, agent: another one
+    supervisor  one attempt                 output      what is shown
+    stall       who is stuck                failure     who failed first;  report: what is said of it
 
 Nothing here imports jax.
 """
@@ -19,19 +19,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from ipu_jax.distributed import _config
-from ipu_jax.distributed._attempts import CannotStartError, Run
-from ipu_jax.distributed._box import box
-from ipu_jax.distributed._host import Host
-from ipu_jax.distributed._launch import available_cores, nodes_of_cores
-from ipu_jax.distributed._local import LocalHost, free_port
-from ipu_jax.distributed._options import Options, PoprunParser, named_values, options_of
-from ipu_jax.distributed._output import Display
-from ipu_jax.distributed._remote import RemoteHost, Shell
-from ipu_jax.distributed._signals import STOPPING, Signals
-from ipu_jax.distributed._writer import Writer
 from ipu_jax.distributed.environment import TERMINAL_WIDTH
-from ipu_jax.distributed.topology import Topology, is_this_host, ranges
+from ipu_jax.distributed.launcher import config
+from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
+from ipu_jax.distributed.launcher.box import box
+from ipu_jax.distributed.launcher.host import Host
+from ipu_jax.distributed.launcher.launch import available_cores, nodes_of_cores
+from ipu_jax.distributed.launcher.local import LocalHost, free_port
+from ipu_jax.distributed.launcher.options import Options, PoprunParser, named_values, options_of
+from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.remote import RemoteHost, Shell
+from ipu_jax.distributed.launcher.signals import STOPPING, Signals
+from ipu_jax.distributed.launcher.topology import Topology, is_this_host, ranges
+from ipu_jax.distributed.launcher.writer import Writer
 from ipu_jax.tools import process
 
 NOT_FOUND: Final = 127
@@ -111,7 +111,7 @@ def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
     parsed = parser.parse(own)
     if parsed.import_config is not None:
         try:
-            words, imported = _config.imported(Path(parsed.import_config))
+            words, imported = config.imported(Path(parsed.import_config))
         except ValueError as error:
             parser.error(f"argument --import-config: {error}")
         program = program or imported
@@ -122,7 +122,7 @@ def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
         if path.exists() and not parsed.overwrite_config:
             parser.error(f"argument --export-config: {path} is there: give another file, or --overwrite-config")
         try:
-            path.write_text(_config.exported(named_values(parsed, parser), program))
+            path.write_text(config.exported(named_values(parsed, parser), program))
         except OSError as error:
             parser.error(f"argument --export-config: {path} cannot be written ({error.strerror})")
     return options

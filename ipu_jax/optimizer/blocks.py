@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
 from ipu_jax.weights.packing import Sharded
+from ipu_jax.weights.place import Place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,15 @@ class Blocks:
             return of_ipu(block.leaves.index(leaf) if block.is_slot else 0)[: math.prod(shape)].reshape(shape)
         padded = np.concatenate([of_ipu(ipu).reshape(block.shape) for ipu in range(self.ipus)], block.split)
         return padded[tuple(map(slice, shape))]
+
+    def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
+        """Return where a leaf is in an array of `global_shape` with this name, whose dtype is `at_least` this one."""
+        block, own = self.blocks[self.block_of(leaf)], self.leaves[leaf]
+        dtype = own.dtype if at_least is None else jnp.promote_types(own.dtype, at_least).name
+        if block.split is not None:
+            return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split)
+        ipu = block.leaves.index(leaf) if block.is_slot else 0
+        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu)
 
     def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
         """Return the widths that pad a split leaf until all IPUs' shards have one size."""

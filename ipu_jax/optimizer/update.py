@@ -24,6 +24,7 @@ from ipu_jax.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.optimizer._evaluate import LeafEvaluator
 from ipu_jax.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
 from ipu_jax.optimizer.blocks import Blocks
+from ipu_jax.weights.place import Place
 
 # (leaf, the block's arrays, evaluator) -> arrays, of the same shapes for each leaf of a block
 _LeafProgram = Callable[[int, Sequence[Any], LeafEvaluator], list[Any]]
@@ -171,6 +172,33 @@ class ShardedUpdate:
                 else:
                     leaves[i] = jnp.asarray(self.blocks.host_leaf(leaf, array))
         return jax.tree.unflatten(self.analysis.state_treedef, leaves)
+
+    def places(self, prefix: str) -> list[Place]:
+        """Return where each leaf of the optimizer's own state is, in the order of `analysis.state_treedef`.
+
+        The arrays of an `OptimizerState` are named `prefix.block.number` and `prefix.replicated.number`.
+        """
+        paths, _ = jax.tree.flatten_with_path(
+            jax.tree.unflatten(self.analysis.state_treedef, list(range(len(self._state))))
+        )
+        places = []
+        for i, (path, _) in enumerate(paths):
+            aval, leaf = self._state[i].aval, self.analysis.leaf_of_state.get(i)
+            own = {
+                "path": f"{prefix}{jax.tree_util.keystr(path)}",
+                "shape": tuple(aval.shape),
+                "dtype": str(aval.dtype),
+            }
+            if leaf is None:
+                places.append(Place(**own, array=f"{prefix}.replicated.{self._replicated.index(i)}"))
+                continue
+            k = self.blocks.block_of(leaf)
+            array = f"{prefix}.{k}.{self._array_of[leaf][i]}"
+            if self._is_flat(i):
+                places.append(Place(**own, array=array, ipus=1, ipu=self.blocks[k].leaves.index(leaf)))
+            else:
+                places.append(dataclasses.replace(self.blocks.place(leaf, array), **own))
+        return places
 
     # inside the program
 

@@ -99,6 +99,17 @@ class PlacedStages:
         """
         return packing.shard_tree(params, self._groups.layout(params), self.mesh)
 
+    def shard_shapes(self, params: Mapping[str, Any]) -> Sharded:
+        """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`.
+
+        Args:
+            params: `{group: pytree}` of whole arrays or their shapes, such as `jax.eval_shape(init, key)` returns.
+
+        Raises:
+            ValueError: as in `shard`.
+        """
+        return packing.shapes_on(self._groups.layout(params), self.mesh)
+
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves may have any dtype.
 
@@ -217,7 +228,7 @@ class PlacedStages:
             return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
     def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
-        self._window.begin()
+        self._window.begin(args)
         result = program(*args)
         self._window.admit(result)  # otherwise a loop that never waits would exhaust the threads of the CPU backend
         return result

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from ipu_jax.training.state import TrainState
 from ipu_jax.weights import packing
 from ipu_jax.weights.packed_layout import WHOLE
 from ipu_jax.weights.packing import Sharded
+from ipu_jax.weights.place import Place, places_of_layout
 
 
 class Placement:
@@ -113,6 +115,43 @@ class Placement:
             "ema": None if state.ema is None else self._whole_average(update.blocks, state, params),
         }
 
+    def places(self, state: TrainState) -> dict[str, list[Place]]:
+        """Return where each leaf of `whole` is in the arrays of a state, under "params", "optimizer", "stages", "ema".
+
+        The names of arrays are those of the checkpoints. Of the average, there are the leaves that are trained.
+        """
+        update = self.update_for(state.params)
+        if isinstance(state.params, Sharded):
+            params = places_of_layout(state.params.layout, "params")
+        else:
+            params = [
+                Place(leaf.path, leaf.shape, leaf.dtype, f"params.{i}") for i, leaf in enumerate(update.blocks.leaves)
+            ]
+        blocks, stages = update.blocks, state.stages
+        averages = range(0 if state.ema is None else len(blocks.leaves))
+        return {
+            "params": params,
+            "optimizer": update.places("optimizer"),
+            "stages": [] if stages is None else places_of_layout(stages.layout, "stages"),
+            "ema": [blocks.place(leaf, f"ema.{blocks.block_of(leaf)}", jnp.float32) for leaf in averages],
+        }
+
+    def assembled(self, state: TrainState, leaves: dict[str, list[Any]]) -> dict[str, Any]:
+        """Return the first part of what `whole` returns, from leaves in the order of `places` of a state like it."""
+        update = self.update_for(state.params)
+        trees: dict[str, Any] = {"optimizer": jax.tree.unflatten(update.analysis.state_treedef, leaves["optimizer"])}
+        for name, like in (("params", state.params), ("stages", state.stages)):
+            if isinstance(like, Sharded):
+                following = iter(leaves[name])
+                trees[name] = {
+                    group.name: jax.tree.unflatten(group.treedef, [next(following) for _ in group.leaves])
+                    for group in like.layout.groups
+                }
+            else:
+                trees[name] = None if like is None else jax.tree.unflatten(jax.tree.structure(like), leaves[name])
+        ema = None if state.ema is None else self._with_trained(state, trees["params"], leaves["ema"])
+        return {**trees, "ema": ema}
+
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
         everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
@@ -147,7 +186,11 @@ class Placement:
 
     def _whole_average(self, blocks: Blocks, state: TrainState, params: Any) -> Any:
         """Return the weights with the average in place of those that are trained."""
-        following = iter(whole_average(blocks, state.ema or []))
+        return self._with_trained(state, params, whole_average(blocks, state.ema or []))
+
+    def _with_trained(self, state: TrainState, params: Any, trained: Sequence[Any]) -> Any:
+        """Return whole weights with others in place of those that are trained."""
+        following = iter(trained)
         leaves, treedef = jax.tree.flatten(params)
         both = zip(leaves, _frozen(state.params), strict=True)
         return jax.tree.unflatten(treedef, [w if is_frozen else next(following) for w, is_frozen in both])

@@ -172,6 +172,14 @@ class Replicas:
         """Place a pytree of whole weights on every replica. Communicates from host to device only."""
         return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
 
+    def shard_shapes(self, params: Any) -> Any:
+        """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`."""
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        shape_of = lambda leaf: jax.ShapeDtypeStruct(  # noqa: E731
+            leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding
+        )
+        return jax.tree.map(shape_of, params)
+
     def unshard(self, sharded: Any) -> Any:
         """Return the whole tree, on this instance's default device: the inverse of `shard`. Communicates nothing."""
         check_alive("sharded", sharded)
@@ -197,7 +205,7 @@ class Replicas:
                 compiled.
         """
         self.check(params, batch, key)
-        self._window.begin()
+        self._window.begin((params, batch))
         (loss, aux), gradients = self._value_and_grad((params, key), batch)
         self._window.admit(loss)
         return (loss if aux is None else (loss, aux)), gradients
@@ -205,7 +213,7 @@ class Replicas:
     def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
         """Return the loss, or `(loss, aux)`, without gradients."""
         self.check(params, batch, key)
-        self._window.begin()
+        self._window.begin((params, batch))
         loss, aux = self._loss((params, key), batch)
         self._window.admit(loss)
         return loss if aux is None else (loss, aux)

@@ -97,6 +97,11 @@ class TrainStep:
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
 
+    @property
+    def placement(self) -> Placement:
+        """Return what places this step's states, for checkpoints."""
+        return self._placement
+
     def __repr__(self) -> str:
         default = TrainOptions()
         fields = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
@@ -224,7 +229,7 @@ class TrainStep:
                 Nothing has been compiled by then.
         """
         batch = self._checked_batch(state, batch)
-        self._window.begin()
+        self._window.begin((state, batch))
         with ShortTracebacks():
             state, outputs = self._program(state, batch)
         self._window.admit(outputs.loss)

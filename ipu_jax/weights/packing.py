@@ -65,6 +65,22 @@ def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> S
     return Sharded(slots, concurrent, layout)
 
 
+def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
+    """Return what `shard_tree` returns, with the shape, dtype and sharding of each array in place of the array."""
+
+    def shape_of(shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sizes = [size + (-size % layout.ipus if axis == IPU_AXIS else 0) for size, axis in dims_with_axes(shape, spec)]
+        return jax.ShapeDtypeStruct(tuple(sizes), jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+
+    slots = [shape_of((layout.ipus, *slot.shape), slot.dtype, PartitionSpec(IPU_AXIS)) for slot in layout.slots]
+    concurrent = {
+        group.name: [shape_of(leaf.shape, leaf.dtype, leaf.spec) for leaf in group.leaves]
+        for group in layout.groups
+        if group.ipu is None
+    }
+    return Sharded(slots, concurrent, layout)
+
+
 def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     # from a callback, so that each device takes its own block; copied, so that later changes on the host don't reach it
     return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index].copy())

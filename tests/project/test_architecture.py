@@ -43,6 +43,8 @@ WINGS: dict[str, set[str]] = {
     "verification": {"reference", "pipeline", "weights"},
     "optimizer": {"weights"},
     "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
+    "weight_files": {"training", "optimizer", "weights"},
+    "checkpoints": {"training", "data", "distributed", "weights"},
     "data": set(),
     "distributed": set(),
     "modules": set(),
@@ -60,7 +62,7 @@ COMMANDS = (
     "mnist_example.benchmark_dataset",
     "mnist_example.inputs",
     "ipu_jax.distributed.poprun",
-    "ipu_jax.distributed.agent",
+    "ipu_jax.distributed.launcher.agent",
 )
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
@@ -70,8 +72,9 @@ PLAIN = (
     "data.prefetch",
     "_beacon",
     "distributed.poprun",
-    "distributed.agent",
+    "distributed.launcher",
     "distributed.environment",
+    "checkpoints.errors",
 )
 # They import jax only in functions that need it.
 PLAIN_AT_FIRST = ("distributed.popdist",)

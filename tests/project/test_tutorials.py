@@ -7,7 +7,7 @@ import pytest
 from support import documents
 
 TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
-GUIDES = [documents.ROOT / "docs/sharded-ops.md", documents.ROOT / "docs/losses.md", documents.ROOT / "docs/popdist.md"]
+GUIDES = [documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "losses", "popdist", "weights", "checkpoints")]
 TRAINING = documents.ROOT / "docs/training.md"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -78,15 +79,27 @@ def poprun(*words: str, timeout: float = 60, cwd: Path | None = None, **variable
         errors="surrogateescape",
         timeout=timeout,
         cwd=cwd,
+        preexec_fn=heed_signals,
     )
     now = time.monotonic()
     return Ran(done.returncode, done.stdout, done.stderr, now - before, now)
 
 
+def heed_signals() -> None:
+    """Heed signals that the tests themselves may have been started to ignore, by nohup or in the background."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(*words: str, **variables: str) -> subprocess.Popen[str]:
     """Start poprun."""
     return subprocess.Popen(
-        [*POPRUN, *words], env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*POPRUN, *words],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
     )
 
 
@@ -100,7 +113,12 @@ def marked(mark: str) -> set[int]:
             command = (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if wanted in words and letter != b"Z" and b"ipu_jax.distributed" not in command and b"_watcher" not in command:
+        if (
+            wanted in words
+            and letter != b"Z"
+            and b"ipu_jax.distributed" not in command
+            and b"launcher/watcher" not in command
+        ):
             found.add(int(path.name))
     return found
 

@@ -15,8 +15,9 @@ from ipu_jax._beacon import Beacon, Phase, read
 def test_a_beacon_says_what_was_written(tmp_path):
     before = time.monotonic_ns()
     beacon = Beacon(tmp_path / "one")
-    assert (beacon.phase, beacon.steps) == (Phase.STARTING, (0, 0))
+    assert (beacon.phase, beacon.steps) == (Phase.SILENT, (0, 0))
     beacon.begun(3)
+    assert beacon.phase is Phase.STARTING
     beacon.finished(2)
     found = read(tmp_path / "one")
     assert found is not None
@@ -117,7 +118,22 @@ def test_only_the_outermost_piece_of_work_counts(launched):
         with _beacon.during(Phase.WAITING, "in a barrier", 5):
             assert beacon.phase is Phase.BUSY
         assert beacon.phase is Phase.BUSY
-    assert beacon.phase is Phase.STARTING
+    assert beacon.phase is Phase.SILENT
+
+
+def test_a_step_inside_jit_is_not_dispatched(launched):
+    window = InFlight()
+
+    def own_loop(x):
+        window.begin(x)
+        y = x + 1
+        window.admit(y)
+        return y
+
+    jax.jit(own_loop)(jnp.float32(1))
+    beacon = _beacon.current()
+    assert beacon is not None
+    assert (beacon.phase, beacon.steps) == (Phase.SILENT, (0, 0))  # a loop of the user's own, which may tell nothing
 
 
 def test_a_step_that_has_not_finished_is_not_counted(launched, monkeypatch):

@@ -54,7 +54,7 @@ def test_a_replica_on_two_instances():
     assert_close(found, across.whole_pipeline(1, 2), rtol=1e-6, but=MEASURED)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sampled=False)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("devices", "replicas", "ipus"),
@@ -76,7 +76,7 @@ def test_pipelines_over_instances(devices, replicas, ipus, dtype):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sampled=False)
 @pytest.mark.parametrize(("devices", "replicas", "ipus"), [((1, 1), 1, 2), ((1, 2, 1), 2, 2), ((2, 1), 1, 3)])
 def test_layers_predict_on_instances(devices, replicas, ipus):
     found = assert_same_everywhere(run_instances(across.predictions, devices, replicas=replicas, ipus=ipus))

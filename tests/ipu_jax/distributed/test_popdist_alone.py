@@ -1,6 +1,7 @@
 """Test popdist where there is one instance, and what it reads from poprun's environment."""
 
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,12 +55,12 @@ def test_names_of_the_original_work(name, second_of_four):
 
 
 def test_one_instance_exchanges_with_itself():
-    tree = {"a": 1, "b": [2.5, np.float32([1, 2])], "c": True}
+    tree: dict[str, Any] = {"a": 1, "b": [2.5, np.array([1, 2], np.float32)], "c": True}
     for op in ("mean", "sum"):
-        reduced = popdist.all_reduce(tree, op)
+        reduced: Any = popdist.all_reduce(tree, op)
         assert reduced["a"] == 1
         assert reduced["b"][0] == 2.5
-        np.testing.assert_array_equal(reduced["b"][1], np.float32([1, 2]))
+        assert reduced["b"][1].tolist() == [1, 2]
         assert reduced["b"][1].dtype == np.float32
     key = jax.random.key(3)
     assert (jax.random.key_data(popdist.broadcast(key)) == jax.random.key_data(key)).all()

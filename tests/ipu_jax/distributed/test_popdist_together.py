@@ -104,7 +104,8 @@ def test_large_arrays_go_over_the_devices(found):
     arrays = []
     for own in range(3):
         draw = np.random.default_rng(own).standard_normal
-        draw((3, 2)), draw(5)
+        for before in ((3, 2), 5):
+            draw(before)
         arrays.append(draw(200_000).astype(np.float32))
     total = (arrays[0].astype(np.float64) + arrays[1] + arrays[2]).astype(np.float32)
     assert found[0]["large"] == total.tobytes().hex()[:4000]

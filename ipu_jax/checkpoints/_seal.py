@@ -1,0 +1,166 @@
+"""Seal a folder of files: checksums of all files, and what belongs to them, in a file that is written last.
+
+    step-300/...                 written by orbax and renamed at once
+    step-300/checksums.0.json    by each instance, of the files that it wrote
+    step-300/ipu_jax.json        by instance 0, when all of those are there: the seal
+
+A folder without a seal was not finished. A file that is missing, too short or changed does not fit its seal.
+Tensorstore has checksums for its own indices, but none for the arrays: a wrong bit is read as another number.
+
+Nothing here imports jax.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ipu_jax.checkpoints.errors import CheckpointError
+
+SEAL: Final = "ipu_jax.json"
+FORMAT: Final = 1
+
+_CHUNK: Final = 1 << 20
+
+FINE, MISSING, SHORT, CHANGED = range(4)
+"""What a file may be, compared with its seal."""
+
+
+def as_plain(name: str, value: Any) -> Any:
+    """Return a value as JSON gives it back.
+
+    Raises:
+        ValueError: it is not plain data.
+
+    >>> as_plain("extra", {"lr": 0.1, "sizes": [1, 2]})
+    {'lr': 0.1, 'sizes': [1, 2]}
+    """
+    try:
+        text = json.dumps(value, allow_nan=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}={value!r} is not plain data ({error}): give numbers, strings, None, lists and dicts of these"
+        ) from error
+    back = json.loads(text)
+    if back != value and value == value:  # tuples become lists, and numbers as keys strings
+        raise ValueError(f"{name}={value!r} would come back as {back!r}: give lists, and dicts with strings as keys")
+    return back
+
+
+def write_checksums(folder: Path, instance: int, instances: int) -> None:
+    """Write the checksums of the files that an instance wrote; instance 0 has those that are nobody's.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    own = {
+        name: list(_checksum(folder / name))
+        for name in _names(folder)
+        if _writer(name, instances) == instance and not name.startswith("checksums.") and name != SEAL
+    }
+    _write(folder / f"checksums.{instance}.json", own)
+
+
+def write_seal(folder: Path, content: dict[str, Any], instances: int, *, seconds: float) -> None:
+    """Write the seal when the checksums of all instances are there.
+
+    Raises:
+        CheckpointError: some did not come in time.
+        OSError: a file cannot be read or written.
+    """
+    parts = [folder / f"checksums.{instance}.json" for instance in range(instances)]
+    deadline = time.monotonic() + seconds
+    while missing := [part.name for part in parts if not part.exists()]:
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{folder} has no {', '.join(missing)} after {seconds:g} s: an instance is gone")
+        time.sleep(0.01)
+    files: dict[str, Any] = {}
+    for part in parts:
+        files |= _read(part)
+        files[part.name] = list(_checksum(part))
+    _write(folder / SEAL, {"format": FORMAT, **content, "files": files})
+    sync_folder(folder)
+
+
+def read_seal(folder: Path) -> dict[str, Any]:
+    """Return what a seal says.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another version. The message says which.
+    """
+    try:
+        content = _read(folder / SEAL)
+    except FileNotFoundError:
+        raise CheckpointError("it was not finished") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{SEAL} is damaged ({error})") from None
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"it has format {content.get('format')!r}, and this version reads format {FORMAT}")
+    return content
+
+
+def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str]) -> dict[str, int]:
+    """Return, of these files, those that don't fit their seal, and what is wrong: MISSING, SHORT or CHANGED."""
+    wrong: dict[str, int] = {}
+    for name in own:
+        size, checksum = files[name]
+        try:
+            if (folder / name).stat().st_size != size:
+                wrong[name] = SHORT
+            elif _checksum(folder / name) != (size, checksum):
+                wrong[name] = CHANGED
+        except FileNotFoundError:
+            wrong[name] = MISSING
+        except OSError:
+            wrong[name] = CHANGED
+    return wrong
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the operating system write a folder's entries to disk, so that a power cut does not undo a rename."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _writer(name: str, instances: int) -> int:
+    """Return the instance that checks a file: the one that wrote it, as orbax names it."""
+    first = name.split(os.sep)[0]
+    number = first.removeprefix("ocdbt.process_")
+    return int(number) if number.isdigit() and int(number) < instances else 0
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """Return the size and the CRC-32 of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return size, checksum
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write a file at once, whole or not at all: a line with its checksum, then the content."""
+    text = json.dumps(content).encode()
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(b"%d\n" % zlib.crc32(text) + text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    checksum, _, text = path.read_bytes().partition(b"\n")
+    if not checksum.isdigit() or int(checksum) != zlib.crc32(text):
+        raise ValueError("its checksum differs")
+    return json.loads(text)

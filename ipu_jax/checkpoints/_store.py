@@ -1,0 +1,142 @@
+"""Write named arrays to a folder by orbax while the training goes on, and read them.
+
+Orbax's stable interface is used, `AsyncCheckpointer`: it writes to a temporary folder and renames it at the end, and
+each process writes the shards that it has. Its barriers are those of jax's coordination service, which end by a time
+limit: `active_processes` chooses them, since orbax's default is a collective without one.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from ipu_jax.checkpoints._arrays import key_impl, stored
+
+_READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it puts together
+
+
+def import_orbax() -> Any:
+    """Return orbax.checkpoint.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError("orbax.checkpoint cannot be imported: pip install 'ipu-jax[checkpoints]'") from error
+    return ocp
+
+
+class Store:
+    """Writes and reads the arrays of one training.
+
+    Args:
+        seconds: the time limit of one save, and of waiting for other instances.
+    """
+
+    def __init__(self, seconds: float):
+        self._ocp = ocp = import_orbax()
+        logging.getLogger("absl").addFilter(_is_news)
+        processes = set(range(jax.process_count()))
+        together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
+        # random bits don't compress, and compression would take the steps' time; replicas are written once
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)
+        self._checkpointer = ocp.AsyncCheckpointer(
+            handler,
+            timeout_secs=max(1, math.ceil(seconds)),
+            multiprocessing_options=together,
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+        )
+
+    def begin(self, folder: Path, arrays: dict[str, Any]) -> None:
+        """Copy the arrays to the host, and write them in the background. Arrays without elements are left out.
+
+        When this returns, the next step may reuse their buffers. Where host and device share memory, as on CPUs, the
+        copy is jax's: a buffer that is being read is not reused, and the next step takes new ones.
+        """
+        held = {name: stored(array) for name, array in arrays.items() if array.size}
+        self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))
+
+    def wait(self) -> None:
+        """Wait until all is written; raise what went wrong."""
+        self._checkpointer.wait_until_finished()
+
+    def read(self, folder: Path, like: dict[str, Any], shardings: dict[str, Any]) -> dict[str, Any]:
+        """Return arrays on the devices; each process reads the parts that its devices need.
+
+        Args:
+            folder: where they were written.
+            like: by name, what has the shape and dtype of the array.
+            shardings: by name.
+        """
+        wanted: dict[str, Any] = {}
+        for name, array in like.items():
+            data = jax.eval_shape(stored, array)
+            if data.size:
+                wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=shardings[name])
+        how = {
+            name: self._ocp.ArrayRestoreArgs(sharding=each.sharding, global_shape=each.shape, dtype=each.dtype)
+            for name, each in wanted.items()
+        }
+        found = self._checkpointer.restore(folder, self._ocp.args.PyTreeRestore(item=wanted, restore_args=how))
+        for name, array in like.items():
+            if not array.size:
+                empty = np.zeros(array.shape, array.dtype)
+                found[name] = jax.make_array_from_callback(
+                    empty.shape, shardings[name], lambda i, empty=empty: empty[i]
+                )
+        return {name: _as_key(found[name], str(array.dtype)) for name, array in like.items()}
+
+    def whole(self, folder: Path, saved: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) of whole arrays on the host, some at a time; typed keys as such.
+
+        Args:
+            folder: where they were written.
+            saved: by name, the shape and dtype that were saved.
+            names: of the arrays to read.
+        """
+        together: list[str] = []
+        for i, name in enumerate(names):
+            if math.prod(saved[name]["shape"]):
+                together.append(name)
+            else:
+                yield name, np.zeros(saved[name]["shape"], jax.numpy.dtype(saved[name]["dtype"]))
+            if together and (i + 1 == len(names) or sum(_bytes(saved[each]) for each in together) >= _READ_AT_ONCE):
+                yield from self._read_whole(folder, saved, together).items()
+                together = []
+
+    def close(self) -> None:
+        """Free what orbax holds; it has nothing to write any more."""
+        self._checkpointer.close()
+
+    def _read_whole(self, folder: Path, saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
+        item = dict.fromkeys(names, 0)
+        how = {name: self._ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+        found = self._checkpointer.restore(folder, args)
+        return {name: _as_key(found[name], saved[name]["dtype"]) for name in names}
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for what orbax's threads log of an error that they also raise: hundreds of lines, several times."""
+    of_a_thread = record.levelno == logging.ERROR and record.funcName in ("run", "_thread_func")
+    return not (of_a_thread and "orbax" in record.pathname)
+
+
+def _as_key(array: Any, dtype: str) -> Any:
+    impl = key_impl(dtype)
+    return array if impl is None else jax.random.wrap_key_data(array, impl=_IMPLS.get(impl, impl))
+
+
+# dtypes of keys are printed with short names
+_IMPLS: Final = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+
+
+def _bytes(described: dict[str, Any]) -> int:
+    is_key = key_impl(described["dtype"]) is not None
+    return math.prod(described["shape"]) * (16 if is_key else jax.numpy.dtype(described["dtype"]).itemsize)

@@ -1,0 +1,91 @@
+"""Write one checkpoint after the other in the background: arrays, checksums, seal, and then what is no longer kept.
+
+main thread      begin: copies arrays to the host        the next steps                wait: raises what went wrong
+background              arrays -> rename -> checksums -> seal -> old checkpoints removed
+"""
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ipu_jax.checkpoints import _folder, _seal
+from ipu_jax.checkpoints._store import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A checkpoint to write.
+
+    Attributes:
+        path: where.
+        step: its number of updates.
+        size: its bytes.
+        content: of its seal.
+    """
+
+    path: Path
+    step: int
+    size: int
+    content: dict[str, Any]
+
+
+class Writer:
+    """Writes checkpoints, one at a time.
+
+    Args:
+        store: writes the arrays.
+        keep: how many checkpoints are kept.
+        seconds: to wait for the checksums of other instances.
+
+    Attributes:
+        job: the checkpoint that is being written, or that was written last.
+        last: the last one that was sealed.
+    """
+
+    def __init__(self, store: Store, *, keep: int, seconds: float):
+        self._store, self._keep, self._seconds = store, keep, seconds
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.job: Job | None = None
+        self.last: Job | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, job: Job, arrays: dict[str, Any]) -> None:
+        """Begin to write; `take_error` has returned None since the one before."""
+        assert not self.is_busy, "one checkpoint at a time: orbax's own thread is waited for by ours"
+        self.job = job
+        self._store.begin(job.path, arrays)
+        self._thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def take_error(self) -> BaseException | None:
+        """Wait until nothing is being written; return what went wrong since the last call, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def _finish(self, job: Job) -> None:
+        try:
+            self._store.wait()
+            own, count = jax.process_index(), jax.process_count()
+            _seal.write_checksums(job.path, own, count)
+            if own == 0:
+                content = {**job.content, "number": _folder.next_number(job.path.parent)}
+                _seal.write_seal(job.path, content, count, seconds=self._seconds)
+                _seal.sync_folder(job.path.parent)
+            self.last = job
+            if own == 0:
+                _folder.remove_all_but(job.path.parent, self._keep)
+        except BaseException as error:
+            if jax.process_index() == 0:
+                _folder.remove_left_over(job.path.parent)  # on a full disk, others need the room
+            self._error = error

@@ -1,0 +1,403 @@
+"""Save a training while it goes on, and resume it: `Checkpoints`.
+
+state = step.init(params)
+with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoints:
+    found = checkpoints.restore(state)                        # None: nothing there yet
+    if found:
+        state = found.state
+    with Feed(data, ..., state=found and found.feed) as feed:
+        for batch in feed:
+            state, outputs = step(state, batch)
+            checkpoints.save(state, feed)                     # does nothing unless a save is due
+
+save     [main thread: a copy on the host] -> [background: arrays, checksums, the seal] -> a checkpoint
+restore  the last one that is whole; a damaged one is named and skipped
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+
+from ipu_jax import _beacon
+from ipu_jax._beacon import Phase
+from ipu_jax._checks import check_choice, check_count
+from ipu_jax.checkpoints import _description, _folder, _reading, _seal
+from ipu_jax.checkpoints._arrays import named, stored
+from ipu_jax.checkpoints._due import Due
+from ipu_jax.checkpoints._store import Store
+from ipu_jax.checkpoints._writer import Job, Writer
+from ipu_jax.checkpoints.errors import CheckpointError, CheckpointWarning, errno_of
+from ipu_jax.data.feed import Feed
+from ipu_jax.distributed import popdist
+from ipu_jax.training.state import TrainState
+from ipu_jax.training.step import TrainStep
+
+__all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored"]
+
+_WORDS: Final = {_seal.MISSING: "is missing", _seal.SHORT: "has another size", _seal.CHANGED: "was changed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds.
+
+    Attributes:
+        state: on the IPUs, to go on with.
+        step: the number of updates that it has made.
+        feed: the data position, for `Feed(state=...)`; None if none was saved.
+        extra: the user's own data; None if none was saved.
+        path: the checkpoint.
+        topology: "same" if its arrays were read as they are, "other" if leaves were read out of them.
+    """
+
+    state: TrainState
+    step: int
+    feed: dict[str, Any] | None
+    extra: Any
+    path: Path
+    topology: Literal["same", "other"]
+
+
+class Checkpoints:
+    """Saves the states of a training step in a folder, and restores them.
+
+    A checkpoint holds all that the training goes on from: weights, optimizer, stages' state, loss scale, random key,
+    average and number of updates, the data position, and the user's own data. It is written in the background, and
+    counts once its seal with the checksums of all files is there.
+
+    Across several instances all of them make the same calls, and see the same folder.
+
+    Args:
+        folder: of all checkpoints of one training. It is made if it is missing.
+        step: the training step, of `make_train_step`.
+        keep: how many checkpoints are kept. An older one is removed when a newer one is sealed.
+        every: save every this many updates.
+        minutes: save every this many minutes, by the clock of instance 0.
+        describes: what the state does not show of model, optimizer and data, as plain data by names, such as
+            `{"data": "mnist", "optimizer": "adamw(1e-3)"}`. A checkpoint with another description is refused.
+        on_save_error: "stop" for an error when a save fails, by the next call that saves or closes; "continue" for a
+            `CheckpointWarning`. In both cases the last good checkpoint stays.
+        timeout: seconds that a save, and waiting for other instances, may take.
+
+    Attributes:
+        folder: as an absolute path.
+
+    Raises:
+        ValueError: an argument is outside its rule.
+        ImportError: orbax is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        step: TrainStep,
+        *,
+        keep: int = 3,
+        every: int | None = None,
+        minutes: float | None = None,
+        describes: Mapping[str, Any] | None = None,
+        on_save_error: str = "stop",
+        timeout: float = 300.0,
+    ):
+        if not isinstance(step, TrainStep):
+            raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+        check_count("keep", keep)
+        if every is not None:
+            check_count("every", every)
+        for name, value, such_as in (("minutes", minutes, 10), ("timeout", timeout, 300)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value!r} is not a positive number: give one such as {such_as}")
+        self.folder = Path(folder).absolute()
+        self._step, self._timeout = step, timeout
+        self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
+        self._words = _seal.as_plain("describes", dict(describes or {}))
+        self._due = Due(every, minutes)
+        self._store = Store(timeout)
+        self._writer = Writer(self._store, keep=keep, seconds=timeout)
+        self._versions = _description.versions()
+        self._has_failed = False
+        self._is_open = True
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.folder)!r}, last={self.last})"
+
+    @property
+    def last(self) -> int | None:
+        """Return the number of updates of the last checkpoint that was sealed in this run, or None."""
+        return None if self._writer.last is None else self._writer.last.step
+
+    # restore
+
+    def restore(self, like: TrainState, *, resume: str | os.PathLike[str] = "auto") -> Restored | None:
+        """Return what the last whole checkpoint holds, or None for a fresh start. Call it before the first save.
+
+        The IPUs, replicas, schedule and places of stages may be others than those that saved: then each host reads the
+        whole state. Otherwise each instance reads the shards of its own devices. Nothing is compiled before the
+        checkpoint is known to fit.
+
+        Communicates, across several instances, what each found wrong with its share of the files.
+
+        Args:
+            like: a state of this step, such as the one that `step.init` returned. Its values don't matter.
+            resume: "auto" for the last whole checkpoint, or None if there is none; "must" for the last whole one;
+                "never" for None, in a folder without checkpoints; or the path of one checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is of another model, optimizer or description; or `resume="never"` in a folder
+                with checkpoints.
+            CheckpointError: there is no whole checkpoint where one must be.
+        """
+        self._due.restart(int(like.step))
+        if resume == "never":
+            if found := _folder.checkpoints_in(self.folder):
+                raise ValueError(
+                    f"resume='never', but {self.folder} holds {found[0].path.name}: give another folder, or "
+                    "resume='auto'"
+                )
+            return None
+        is_path = resume not in ("auto", "must")
+        with _beacon.during(Phase.BUSY, "restoring a checkpoint", max(_beacon.LONG, self._timeout)):
+            found = self._whole_one(Path(resume).absolute() if is_path else None, like)
+            if found is None and resume == "auto":
+                return None
+            if found is None:
+                raise CheckpointError(
+                    f"{resume if is_path else self.folder} holds no checkpoint that is whole: give the path of "
+                    "one, or resume='auto' for a fresh start"
+                )
+            return self._read(found, like)
+
+    def _whole_one(self, path: Path | None, like: TrainState) -> _folder.Found | None:
+        """Return the last checkpoint that is whole, or the one at a path; name those that are not."""
+        candidates = _folder.checkpoints_in(self.folder)
+        here = _description.description_of(self._step, like)
+        if path is not None:
+            found = _folder.found_at(path)
+            if wrong := self._wrong_with(found, here):
+                raise CheckpointError(f"{path} cannot be restored: {wrong}")
+            return found
+        for left_over in _folder.left_over_in(self.folder):
+            self._warn(f"{left_over} is left over from a save that did not end: it is skipped")
+        for found in candidates:
+            wrong = self._wrong_with(found, here)
+            if wrong:
+                self._warn(f"{found.path} cannot be restored, {wrong}: it is skipped")
+            elif found.seal is not None:
+                return found
+        return None
+
+    def _wrong_with(self, found: _folder.Found, here: Mapping[str, Any]) -> str:
+        """Return what is wrong with a checkpoint, the same on all instances, or "".
+
+        Raises:
+            ValueError: it is of another training.
+        """
+        if found.seal is not None:
+            _description.check_words(str(found.path), found.seal["describes"], self._words)
+            _description.check_model(str(found.path), found.seal["model"], here)
+        if self._anywhere(found.seal is None):
+            return found.wrong or "another instance cannot read its seal"
+        assert found.seal is not None, "all instances have read it"
+        return self._check_files(found.path, found.seal["files"])
+
+    def _check_files(self, path: Path, files: dict[str, Sequence[int]]) -> str:
+        """Return what is wrong with the files of a checkpoint, or ""; each instance reads its share of them."""
+        names = sorted(files)
+        own = names[jax.process_index() :: jax.process_count()]
+        codes = np.zeros(len(names), np.int64)
+        for name, code in _seal.check_files(path, files, own).items():
+            codes[names.index(name)] = code
+        codes = np.asarray(popdist.all_reduce(codes, "sum", timeout=self._timeout))
+        wrong = [f"{name} {_WORDS[code]}" for name, code in zip(names, codes.tolist(), strict=True) if code]
+        return wrong[0] + (f", and so on for {len(wrong)} files" if len(wrong) > 1 else "") if wrong else ""
+
+    def _read(self, found: _folder.Found, like: TrainState) -> Restored:
+        seal: Any = found.seal
+        here, saved = _description.description_of(self._step, like), seal["model"]
+        is_same = _description.same_places(saved, here)
+        if is_same:
+            state = _reading.read_as_saved(self._store, found.path, self._step, like)
+        else:
+            state = _reading.read_by_leaves(self._store, found.path, self._step, like, saved=saved, here=here)
+        self._due.restart(seal["step"])
+        topology = "same" if is_same else "other"
+        return Restored(state, seal["step"], seal["feed"], seal["extra"], found.path, topology)
+
+    # save
+
+    def save(
+        self,
+        state: TrainState,
+        feed: Feed | Mapping[str, Any] | None = None,
+        *,
+        extra: Any = None,
+        now: bool = False,
+    ) -> bool:
+        """Save the state if it is due, and return whether it was. Call it after each step.
+
+        If nothing is due, it counts the step and returns. A save waits for the steps so far, copies the state to the
+        host, and returns: the next step may reuse the state's buffers. The rest happens in the background.
+
+        A step is counted as `device_iterations` updates; at each save the real number is read.
+
+        Communicates nothing; across several instances, a few numbers per save.
+
+        Args:
+            state: what the step returned.
+            feed: the feed, or what its `state()` returned; the data go on behind the last batch that it returned.
+            extra: plain data of the user, such as flags.
+            now: save now, whatever is due.
+
+        Raises:
+            CheckpointError: the save before this one failed, or this one does, under `on_save_error="stop"`. The
+                message has the path, the operating system's error and the bytes.
+            ValueError: `extra` or the feed's state is not plain data.
+            InstancesMissingError: an instance did not come in time.
+        """
+        if not self._is_open:
+            raise ValueError("the checkpoints are closed: save inside their `with` block")
+        if self._due.step is None:
+            self._due.restart(int(state.step))
+            is_due = False
+        else:
+            is_due = self._due.after(self._step.options.device_iterations)
+        if jax.process_count() == 1 and not self._writer.is_busy:
+            self._report(self._writer.take_error())  # at once; several instances report together, at the next save
+        if not (is_due or now):
+            return False
+        self.wait()
+        position = feed.state() if isinstance(feed, Feed) else feed
+        with _beacon.during(Phase.BUSY, "waiting for the steps before a save", max(_beacon.LONG, self._timeout)):
+            number = int(state.step)
+        self._due.restart(number)
+        arrays = named(state)
+        content = {
+            "step": number,
+            "versions": self._versions,
+            "describes": self._words,
+            "model": _description.description_of(self._step, state),
+            "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
+            "extra": _seal.as_plain("extra", extra),
+        }
+        job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
+        error = self._begin(job, arrays)
+        self._report(error, job)
+        return error is None
+
+    def _begin(self, job: Job, arrays: dict[str, Any]) -> BaseException | None:
+        """Begin to write; return what went wrong on this instance or another one."""
+        error: BaseException | None = None
+        if jax.process_index() == 0:
+            with _beacon.during(Phase.BUSY, "making room for a save", _beacon.LONG):
+                try:
+                    if self._writer.last is None and not self._has_failed:
+                        self.folder.mkdir(parents=True, exist_ok=True)  # later on, a folder that is gone is an error
+                    _folder.make_room(self.folder, job.step, job.size)
+                except OSError as failed:
+                    error = failed
+        if self._anywhere(error is not None):
+            return error or CheckpointError("instance 0 cannot write to the folder")
+        with _beacon.during(Phase.BUSY, "beginning a save", max(_beacon.LONG, self._timeout)):
+            try:
+                self._writer.begin(job, arrays)
+            except (OSError, ValueError, RuntimeError) as failed:
+                return failed
+        return None
+
+    def wait(self) -> None:
+        """Wait until the save that is going on is sealed.
+
+        Raises:
+            CheckpointError: it failed, under `on_save_error="stop"`.
+            InstancesMissingError: an instance did not come in time.
+        """
+        with _beacon.during(Phase.BUSY, "waiting for a save", 2 * self._timeout + 60):
+            error = self._writer.take_error()
+        if self._anywhere(error is not None):
+            self._report(error or CheckpointError("another instance could not write its part"))
+
+    def close(self) -> None:
+        """Wait for the last save, and read it again to verify it. A second call does nothing.
+
+        Raises:
+            CheckpointError: the last save failed, or what was written is not what can be read.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        last = None
+        try:
+            self.wait()
+            last = self._writer.last
+            if last is not None:
+                with _beacon.during(Phase.BUSY, "verifying a checkpoint", max(_beacon.LONG, self._timeout)):
+                    self._verify(last)
+        finally:
+            with contextlib.suppress(Exception):  # it has been waited for, and its errors are known
+                self._store.close()
+
+    def _verify(self, last: Job) -> None:
+        # instance 0 has sealed it before it came here
+        popdist.barrier("the last checkpoint is sealed", timeout=self._timeout)
+        wrong = self._wrong_with(_folder.found_at(last.path), last.content["model"])
+        if wrong:
+            self._report(CheckpointError(f"it was written, but {wrong}"), last)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        if jax.process_count() > 1:  # the others don't come any more
+            self._is_open = False
+            failed = self._writer.take_error()
+            if failed is not None:
+                error.add_note(f"and a save failed: {failed}")
+            return
+        try:
+            self.close()
+        except CheckpointError as failed:
+            error.add_note(f"and {failed}")
+
+    # what goes wrong
+
+    def _report(self, error: BaseException | None, job: Job | None = None) -> None:
+        """Raise or warn about a save that failed."""
+        job = job or self._writer.job
+        if error is None or job is None:
+            return
+        if not isinstance(error, Exception):
+            raise error
+        self._has_failed, number = True, errno_of(error)
+        reason = f"[Errno {number}] {os.strerror(number)}" if number is not None else type(error).__name__
+        last = "there is none before it" if self.last is None else f"the last good one is of step {self.last}"
+        if self.last == job.step:  # sealed, and damaged since
+            last = "restore() finds the one before it"
+        first = " ".join(str(error).split())
+        text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
+        if self._stops:
+            raise CheckpointError(text, number) from error
+        self._warn(text)
+
+    def _anywhere(self, here: bool) -> bool:
+        """Return whether something is so on any instance."""
+        return bool(popdist.all_reduce(int(here), "sum", timeout=self._timeout))
+
+    def _warn(self, text: str) -> None:
+        if jax.process_index() == 0:
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
+
+
+def _size(arrays: dict[str, Any]) -> int:
+    """Return the bytes of all arrays, each once."""
+    return sum(data.size * data.dtype.itemsize for data in (jax.eval_shape(stored, array) for array in arrays.values()))

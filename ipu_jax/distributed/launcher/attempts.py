@@ -1,0 +1,173 @@
+"""Start a run again after a failure, as often as the user allows and as long as it gets anywhere.
+
+Every attempt has a new coordinator's port and a new run folder, since the last one's may still be in use.
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from ipu_jax.distributed.launcher.events import Lost, Ready, Refused
+from ipu_jax.distributed.launcher.host import Host
+from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.options import GRACE, Options
+from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.signals import STOPPING, Signals
+from ipu_jax.distributed.launcher.supervisor import LEAVING, LOST_HOST, Attempt, Outcome, Rules
+from ipu_jax.distributed.launcher.topology import Topology
+from ipu_jax.distributed.launcher.writer import Writer
+
+FRUITLESS: Final = 3
+"""Restarts in a row without progress after which there is no other."""
+LONG: Final = 60.0
+"""Seconds after which an attempt of a program without beacons counts as progress."""
+_PREPARED_WITHIN: Final = 30.0
+_PORT_WITHIN: Final = 5.0
+
+
+class CannotStartError(Exception):
+    """Raised if a host cannot do its part; `status` is what poprun exits with."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is run, where, and how it is watched."""
+
+    options: Options
+    topology: Topology
+    environments: Mapping[str, Mapping[str, str]]
+    coordinator: str
+    bind: str
+    display: Display
+    writer: Writer
+    signals: Signals
+
+    def to_its_end(self, hosts: list[Host], connect: Callable[[str], Host]) -> int:
+        """Return the exit status of the last attempt; `connect` replaces a host that was lost before the next one."""
+        history = History(self.options.max_restarts)
+        number = 0
+        while True:
+            port = self._port(hosts, number)
+            outcome = self._attempt(hosts, number, port)
+            why = history.restart(outcome, port_is_given=self.options.coordinator_port != 0)
+            if why is None or self.writer.error is not None:
+                self.display.say(*history.last_words)
+                return outcome.status
+            number += 1
+            for i, host in enumerate(hosts):
+                if host.lost:
+                    host.close()
+                    hosts[i] = connect(host.name)
+            self.display.say(f"attempt {number}: {why}")
+
+    def launches(self, port: int, number: int) -> list[Launch]:
+        """Return what each host starts."""
+        coordinator, bind = f"{self.coordinator}:{port}", f"{self.bind}:{port}"
+        return [
+            Launch(
+                command=self.options.program,
+                places=tuple(
+                    self.topology.place(instance, coordinator, bind, number)
+                    for instance in self.topology.instances_of(name)
+                ),
+                environment=self.environments[name],
+                numa_aware=self.options.numa_aware,
+            )
+            for name in self.topology.hosts
+        ]
+
+    def _attempt(self, hosts: Sequence[Host], number: int, port: int) -> Outcome:
+        options = self.options
+        rules = Rules(
+            stall=options.stall_timeout,
+            compiling=options.compile_timeout,
+            grace=GRACE if options.grace is None else options.grace,
+            leaving=LEAVING if options.grace is None else options.grace,
+            verbose=options.verbose,
+        )
+        if options.verbose:
+            self.display.say(
+                f"attempt {number}: {self.topology.instances} instances, coordinator {self.coordinator}:{port}, "
+                f"max restarts {options.max_restarts}"
+            )
+        attempt = Attempt(self.topology, hosts, rules, self.display, self.writer, self.signals, number)
+        return attempt.run(self.launches(port, number))
+
+    def _port(self, hosts: Sequence[Host], number: int) -> int:
+        """Return the coordinator's port, which is free on the host of instance 0, once all hosts answer.
+
+        A given port may still be in use by the attempt before for a moment.
+        """
+        port, until = 0, time.monotonic() + _PREPARED_WITHIN
+        free_until = time.monotonic() + (_PORT_WITHIN if number else 0)
+        waiting = {host.name: host for host in hosts}
+        for host in hosts:
+            first = host is hosts[0]
+            host.prepare(self.bind if first else "", self.options.coordinator_port if first else 0)
+        while waiting:
+            if time.monotonic() > until:
+                raise CannotStartError(f"host {next(iter(waiting))} does not answer", LOST_HOST)
+            for host in list(waiting.values()):
+                for event in host.events():
+                    if isinstance(event, Ready):
+                        del waiting[host.name]
+                        port = event.port if host is hosts[0] else port
+                    elif isinstance(event, Refused) and time.monotonic() < free_until:
+                        host.prepare(self.bind, self.options.coordinator_port)
+                    elif isinstance(event, Refused):
+                        raise CannotStartError(f"{event.reason}: give another --coordinator-port or -bind", 2)
+                    elif isinstance(event, Lost):
+                        raise CannotStartError(f"host {host.name}: {event.reason}", LOST_HOST)
+            taken = self.signals.wait([file for host in hosts for file in host.files()], 0.05)
+            if stopping := [number for number in taken if number in STOPPING]:
+                raise CannotStartError("stopped before anything was started", 128 + stopping[0])
+        return port
+
+
+class History:
+    """Decides whether there is another attempt.
+
+    >>> history = History(max_restarts=1)
+    >>> history.restart(Outcome(1, again=True, stepped=True))
+    'restart 1 of 1'
+    >>> history.restart(Outcome(1, again=True, stepped=True)), history.last_words
+    (None, ['no restart is left: --max-restarts 1'])
+    """
+
+    def __init__(self, max_restarts: int):
+        self._most = max_restarts
+        self._restarts = self._fruitless = 0
+        self._other_port = False
+        self.last_words: list[str] = []
+        """What to say if there is no other attempt."""
+
+    def restart(self, outcome: Outcome, *, port_is_given: bool = False) -> str | None:
+        """Return why there is another attempt after one with that outcome, or None if there is none."""
+        if not outcome.again:
+            return None
+        if outcome.port_taken and not port_is_given and not self._other_port:
+            self._other_port = True  # once: two ports in a row are no accident
+            return "another port, since the coordinator's was taken in the meantime"
+        self._other_port = False
+        if self._restarts:
+            self._fruitless = 0 if _progress(outcome) else self._fruitless + 1
+        if self._restarts == self._most:
+            if self._most:
+                self.last_words = [f"no restart is left: --max-restarts {self._most}"]
+            return None
+        if self._fruitless == FRUITLESS:
+            self.last_words = [f"{FRUITLESS} restarts in a row have finished no step: there is no other"]
+            return None
+        self._restarts += 1
+        return f"restart {self._restarts} of {self._most}"
+
+
+def _progress(outcome: Outcome) -> bool:
+    return outcome.seconds >= LONG if outcome.stepped is None else outcome.stepped

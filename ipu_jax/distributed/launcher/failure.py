@@ -1,0 +1,92 @@
+"""Find the failure that came first among several: the others are its consequences.
+
+When an instance dies, its peers lose their connections to it and fail as well, some before the launcher has seen the
+first. So all that fails within a moment is laid out by the time at which it happened:
+
+    instance 1   ValueError at 10.00 s, exit seen at 10.20 s      <- first
+    instance 0   connection lost at 10.19 s, exit seen at 10.21 s
+
+An exception tells its own time. Another death is known from when it was seen, a little late. And a failure that looks
+like a lost connection is blamed only if there is no other.
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+import re
+import signal
+from collections.abc import Iterable
+from typing import Final
+
+from ipu_jax.distributed.launcher.events import ErrorRecord
+
+MOMENT: Final = 0.3
+"""Seconds after the first failure in which others are looked at."""
+PORT_TAKEN: Final = "PortTakenError"
+"""The exception of an instance 0 that finds its coordinator's port taken."""
+
+_LOST_PEER: Final = re.compile(
+    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|gloo|socket closed|heartbeat|coordination"
+    r"|unavailable|barrier|deadline.exceeded|peer.* (gone|lost|died|unhealthy)",
+    re.IGNORECASE,
+)
+_SEEN_LATE: Final = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How an instance has failed.
+
+    Attributes:
+        instance: its number.
+        at: when it failed.
+        status: its exit status, or the negative number of the signal that ended it; None if it still lives.
+        error: its exception, if it has written one down.
+    """
+
+    instance: int
+    at: float
+    status: int | None
+    error: ErrorRecord | None = None
+
+    @property
+    def looks_like_a_lost_peer(self) -> bool:
+        """Return whether another's failure may be the reason."""
+        if self.error is not None:
+            return _LOST_PEER.search(f"{self.error.type}: {self.error.message}") is not None
+        return self.status == -signal.SIGABRT  # so does jax's coordination service end those that it has lost one of
+
+    @property
+    def exit_status(self) -> int:
+        """Return what the launcher exits with: as a shell does, 128 + the number of a signal."""
+        if self.status is None or self.status == 0:
+            return 1
+        return self.status if self.status > 0 else 128 - self.status
+
+
+def failure_of(instance: int, status: int | None, seen_at: float, error: ErrorRecord | None) -> Failure:
+    """Return the failure of an instance whose exit, or whose exception, was seen.
+
+    An exception is believed only of an instance that has not been ended by a signal, which it cannot have survived.
+    """
+    if error is not None and (status is None or status > 0):
+        return Failure(instance, min(error.at, seen_at), status, error)
+    return Failure(instance, seen_at, status)
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that the others follow from.
+
+    >>> lost = ErrorRecord(at=10.19, type="XlaRuntimeError", message="Connection closed by peer", finished=7)
+    >>> mistake = ErrorRecord(at=10.0, type="ValueError", message="no", finished=7)
+    >>> first([failure_of(0, 1, 10.21, lost), failure_of(1, 3, 10.20, mistake)]).instance
+    1
+    >>> first([failure_of(0, 1, 10.21, lost), failure_of(1, -9, 10.25, None)]).instance
+    1
+    """
+
+    def rank(failure: Failure) -> tuple[bool, float]:
+        late = _SEEN_LATE if failure.error is None else 0.0
+        return (failure.looks_like_a_lost_peer, failure.at - late)
+
+    return min(failures, key=rank)

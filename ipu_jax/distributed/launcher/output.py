@@ -1,0 +1,221 @@
+"""Show what the instances write: a tag before each line, a bar where there is a terminal, files if they are wanted.
+
+    Output(1, "stdout", b"a\\nb")  -->  files  -->  Splitter  -->  Screen  -->  Writer  -->  [1,1]<stdout>:a
+
+Nothing here imports jax.
+"""
+
+import collections
+import dataclasses
+import os
+import re
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+from ipu_jax.distributed.launcher.events import Stream
+from ipu_jax.distributed.launcher.lines import Piece, Splitter
+from ipu_jax.distributed.launcher.screen import Screen
+from ipu_jax.distributed.launcher.writer import Writer
+
+JOB: Final = 1
+"""The number of the job in the tags, as mpirun writes it: there is one."""
+
+_HANDLES: Final[dict[Stream, int]] = {"stdout": 1, "stderr": 2}
+# gloo's C++ writes "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1" to
+# stdout of each instance, whatever its logging is set to; its threads write into each other's lines.
+_NOISE_BEGINS: Final = re.compile(rb"\[Gloo\] Rank ")
+_NOISE_ENDS: Final = re.compile(
+    rb"(?:\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
+)
+# What moves the cursor, or erases, hides or shows something: a bar that has a terminal to itself may overwrite its own
+# lines, but here it would erase tags, and lines of others. Colours stay.
+_MOVES: Final = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+_LONG_AGO: Final = 40
+_KEPT: Final = 20
+
+
+@dataclasses.dataclass
+class _Source:
+    splitter: Splitter
+    tail: collections.deque[tuple[int, str]]  # the last lines, and how many had been shown when each was; -1: hidden
+    file: FileIO | None = None
+    ends_of_noise: int = 0  # line ends of gloo's that are still to come
+
+
+class Display:
+    """Shows what the instances of a run write.
+
+    Args:
+        writer: what writes to stdout and stderr.
+        only: the instance whose stdout is shown, or None for all.
+        timestamps: whether a tag has the time at which the line was read.
+        folder: where each stream also has a file; None for nowhere.
+    """
+
+    def __init__(self, writer: Writer, *, only: int | None, timestamps: bool, folder: Path | None):
+        self._writer, self._only, self._timestamps, self._folder = writer, only, timestamps, folder
+        self._sources: dict[tuple[int, Stream], _Source] = {}
+        self._screens = _screens()
+        self._attempt = 0
+        self._shown = 0
+
+    @property
+    def columns(self) -> int | None:
+        """Return the columns that a line of an instance has beside its tag on the terminal; None if there is none."""
+        columns = self._screens["stderr"].columns
+        return None if columns is None else max(20, columns - len("[1,0]<stderr>:") - 1)
+
+    def resize(self) -> None:
+        """Look up the width of the terminal again."""
+        for stream, screen in self._screens.items():
+            screen.columns = _columns(_HANDLES[stream])
+
+    def begin(self, attempt: int) -> None:
+        """Begin an attempt, whose streams are new ones."""
+        self._attempt, self._sources = attempt, {}
+
+    def show(self, instance: int, stream: Stream, data: bytes) -> None:
+        """Show what an instance has written; nothing is the end of the stream."""
+        source, now = self._source(instance, stream), time.monotonic()
+        if data:
+            self._keep(source, data)
+            self._pieces(instance, stream, source.splitter.feed(data, now))
+            return
+        self._pieces(instance, stream, source.splitter.finish())
+        self._put(stream, self._screens[stream].finish(f"{instance} {stream}"))
+        if source.file is not None:
+            source.file.close()
+            source.file = None
+
+    def tick(self) -> None:
+        """Show what has waited for its end for too long."""
+        now = time.monotonic()
+        for (instance, stream), source in self._sources.items():
+            self._pieces(instance, stream, source.splitter.tick(now))
+        for stream, screen in self._screens.items():
+            self._put(stream, screen.tick(now))
+
+    def resume(self) -> None:
+        """Begin to wait anew for the ends of lines, since nobody has read the streams for a while."""
+        for source in self._sources.values():
+            source.splitter.wait(time.monotonic())
+
+    def say(self, *lines: str) -> None:
+        """Write lines of poprun's own to stderr."""
+        for line in lines:
+            self._put("stderr", self._screens["stderr"].line("poprun", b"", f"poprun: {line}".encode(errors="replace")))
+
+    def draw(self, text: str) -> None:
+        """Write a drawing to stdout, in one piece."""
+        self._put("stdout", text.encode())
+
+    def tail(self, instance: int, stream: Stream = "stderr", *, seen: bool = False) -> list[str]:
+        """Return the last lines of an instance that are not, or with `seen` also those that are, on the screen."""
+        source = self._sources.get((instance, stream))
+        lines = list(source.tail) if source else []
+        return [text for number, text in lines if seen or number < 0 or self._shown - number > _LONG_AGO]
+
+    def close(self) -> None:
+        """End the last line, and close the files."""
+        for (instance, stream), source in self._sources.items():
+            if source.file is not None:
+                self.show(instance, stream, b"")
+        for stream, screen in self._screens.items():
+            self._put(stream, screen.close())
+
+    def _source(self, instance: int, stream: Stream) -> _Source:
+        key = (instance, stream)
+        if key not in self._sources:
+            file = None
+            if self._folder is not None:
+                folder = self._folder / f"attempt-{self._attempt}"
+                folder.mkdir(parents=True, exist_ok=True)
+                file = (folder / f"instance-{instance}.{stream}").open("wb", buffering=0)
+            self._sources[key] = _Source(Splitter(), collections.deque(maxlen=_KEPT), file)
+        return self._sources[key]
+
+    def _keep(self, source: _Source, data: bytes) -> None:
+        """Write to a stream's file; if that fails, as on a full disk, say so once and go on without it."""
+        if source.file is not None:
+            try:
+                source.file.write(data)
+            except OSError as error:
+                self.say(f"{source.file.name} cannot be written ({error.strerror}): the run goes on without it")
+                source.file.close()
+                source.file = None
+
+    def _pieces(self, instance: int, stream: Stream, pieces: list[Piece]) -> None:
+        key, screen = f"{instance} {stream}", self._screens[stream]
+        hidden = stream == "stdout" and self._only not in (None, instance)
+        for piece in pieces:
+            source = self._sources[instance, stream]
+            if _MOVES.search(piece.text):
+                piece = dataclasses.replace(piece, text=_MOVES.sub(b"", piece.text))
+                if not piece.text and not piece.goes_on:
+                    continue
+            if stream == "stdout" and piece.kind != "state":
+                text, source.ends_of_noise = without_noise(piece.text, source.ends_of_noise)
+                if text is None:
+                    continue
+                piece = dataclasses.replace(piece, text=text)
+            tail = source.tail
+            if piece.kind == "state":
+                if instance == 0 and not hidden:
+                    self._put(stream, screen.state(key, self._tag(instance, stream), piece.text, time.monotonic()))
+                continue
+            self._shown += not hidden
+            tail.append((-1 if hidden else self._shown, piece.text.decode(errors="replace")))
+            if not hidden:
+                draw = screen.line if piece.kind == "line" else screen.part
+                self._put(stream, draw(key, self._tag(instance, stream), piece.text, goes_on=piece.goes_on))
+
+    def _tag(self, instance: int, stream: Stream) -> bytes:
+        at = ""
+        if self._timestamps:
+            seconds = time.time()
+            at = time.strftime("[%H:%M:%S", time.localtime(seconds)) + f".{int(seconds % 1 * 1000):03}]"
+        return f"[{JOB},{instance}]<{stream}>{at}:".encode()
+
+    def _put(self, stream: Stream, data: bytes) -> None:
+        self._writer.put(_HANDLES[stream], data)
+
+
+def _screens() -> dict[Stream, Screen]:
+    """Return the screens of stdout and stderr, which are one if both go to the same terminal, file or pipe."""
+    places = {stream: os.fstat(handle) for stream, handle in _HANDLES.items()}
+    screens: dict[Stream, Screen] = {stream: Screen(_columns(handle)) for stream, handle in _HANDLES.items()}
+    out, err = places["stdout"], places["stderr"]
+    if (out.st_dev, out.st_ino, out.st_rdev) == (err.st_dev, err.st_ino, err.st_rdev):
+        screens["stdout"] = screens["stderr"]
+    return screens
+
+
+def _columns(handle: int) -> int | None:
+    if not os.isatty(handle) or os.environ.get("TERM") == "dumb":
+        return None
+    return os.get_terminal_size(handle).columns or 80
+
+
+def without_noise(line: bytes, ends_to_come: int) -> tuple[bytes | None, int]:
+    """Return a line of stdout without what gloo has written into it, and how many of gloo's line ends are to come.
+
+    The line is None if nothing else was in it.
+
+    >>> said = b"is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    >>> without_noise(b"[Gloo] Rank [Gloo] Rank 1 " + said + b"0 " + said, 0)  # its second line end follows
+    (None, 1)
+    >>> without_noise(b"", 1), without_noise(b"", 0)
+    ((None, 0), (b'', 0))
+    >>> without_noise(b"loss 2.3[Gloo] Rank 0 " + said, 0)
+    (b'loss 2.3', 0)
+    """
+    if not line and ends_to_come:
+        return None, ends_to_come - 1
+    text, ended = _NOISE_ENDS.subn(b"", line)
+    text, begun = _NOISE_BEGINS.subn(b"", text)
+    if not begun and not ended:
+        return line, ends_to_come
+    return text or None, max(0, ends_to_come + ended - 1)

@@ -1,0 +1,187 @@
+"""Speak with the agent on another host, over the pipe of a remote shell such as ssh.
+
+    poprun  -- {"do": "begin", ...} -->  agent
+            <-- {"event": "Exited", ...} --
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ipu_jax.distributed.launcher.events import Ended, Event, Lost, Note, event_of
+from ipu_jax.distributed.launcher.launch import Launch
+
+CONNECTED_WITHIN: Final = 20.0
+"""Seconds in which a host must answer."""
+SILENT_FOR: Final = 20.0
+"""Seconds without a word from a host after which it is lost."""
+# BatchMode: ask for no password, of which nobody would see the question
+_SSH_OPTIONS: Final = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+_AT_ONCE: Final = 1 << 16
+_ALIVE: Final = Note("")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shell:
+    """How commands are started on other hosts: a command that takes a host and a line, and the folder to run in."""
+
+    command: tuple[str, ...]
+    folder: str
+
+    def agent_on(self, host: str) -> list[str]:
+        """Return the command that starts an agent on a host."""
+        options = [word for option in _SSH_OPTIONS for word in ("-o", option)] if self.command[0] == "ssh" else []
+        path = os.environ.get("PYTHONPATH")
+        environment = [f"PYTHONPATH={path}"] if path else []
+        agent = shlex.join(["env", *environment, sys.executable, "-m", "ipu_jax.distributed.launcher.agent"])
+        return [*self.command, *options, host, f"cd {shlex.quote(self.folder)} && exec {agent}"]
+
+
+class RemoteHost:
+    """A host that is reached by a remote shell."""
+
+    def __init__(self, name: str, shell: Shell):
+        self.name = name
+        self._process = subprocess.Popen(
+            shell.agent_on(name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C on the terminal must not end it before it has done its work
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._in, self._out, self._err = self._process.stdin, self._process.stdout, self._process.stderr
+        for file in (self._in, self._out, self._err):
+            os.set_blocking(file.fileno(), False)
+        self._to_send = self._rest = self._said = b""
+        self._heard_at, self._heard = time.monotonic(), False
+        self._asked_at = time.monotonic()
+        self._gone = False
+
+    @property
+    def lost(self) -> bool:
+        """Return whether nothing more can be asked of it."""
+        return self._gone
+
+    def files(self) -> list[int]:
+        """Return what to wait on until something may have happened."""
+        return [] if self._gone else [self._out.fileno()]
+
+    def events(self) -> list[Event]:
+        """Return what has happened, without waiting."""
+        if self._gone:
+            return []
+        asked, self._asked_at = self._asked_at, time.monotonic()
+        if self._asked_at - asked > 2:  # we were suspended: what the host has said meanwhile is about to be read
+            self._heard_at = self._asked_at
+        self._flush()
+        data, ended = _read(self._out.fileno())
+        said, _ = _read(self._err.fileno())
+        self._said = (self._said + said)[-4096:]
+        now = time.monotonic()
+        if data:
+            self._heard_at, self._heard = now, True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events: list[Event] = []
+        for line in filter(None, lines):
+            try:
+                events.append(event_of(line, now))
+            except ValueError:
+                self._said += line + b"\n"  # of the login's own files
+        silent = now - self._heard_at > (SILENT_FOR if self._heard else CONNECTED_WITHIN)
+        if ended or silent:
+            self._gone = True
+            if not any(isinstance(event, Ended) for event in events):
+                events.append(Lost(self._reason(silent and not ended)))
+        return [event for event in events if event != _ALIVE]
+
+    def prepare(self, bind: str, port: int) -> None:
+        """Look for a port that is free (or whether this one is) at an address: `Ready` or `Refused` follows."""
+        self._ask("prepare", bind=bind, port=port)
+
+    def begin(self, launch: Launch) -> None:
+        """Start the instances: a `Started` or `NotStarted` follows for each."""
+        self._ask("begin", launch=launch.to_json())
+
+    def send(self, number: int, instances: Iterable[int] | None = None) -> None:
+        """Send a signal to the process groups of some instances, or of all."""
+        self._ask("send", number=int(number), instances=None if instances is None else list(instances))
+
+    def ask_stacks(self, instance: int) -> None:
+        """Ask an instance for its Python stacks: `Stacks` follows."""
+        self._ask("ask_stacks", instance=instance)
+
+    def hold(self, on: bool) -> None:
+        """Leave what the instances write in their pipes, or read it again."""
+        self._ask("hold", on=on)
+
+    def end(self, patience: float) -> None:
+        """Kill what is left of the attempt, after a time in which it may end by itself: `Ended` follows."""
+        self._ask("end", patience=patience)
+
+    def close(self) -> None:
+        """Let go of the host: the end of its pipe tells the agent to kill what is left, and to exit."""
+        with contextlib.suppress(OSError):
+            self._flush()
+        for file in (self._in, self._out, self._err):
+            with contextlib.suppress(OSError):
+                file.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._gone = True
+
+    def _ask(self, what: str, **values: Any) -> None:
+        if not self._gone:
+            self._to_send += json.dumps({"do": what, **values}).encode() + b"\n"
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._to_send:
+                self._to_send = self._to_send[os.write(self._in.fileno(), self._to_send) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it is gone, and its output says so
+            self._to_send = b""
+
+    def _reason(self, silent: bool) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1)
+        said = " ".join((self._said + _read(self._err.fileno())[0]).decode(errors="replace").split())
+        if silent:
+            what = (
+                f"did not answer within {CONNECTED_WITHIN:g} s"
+                if not self._heard
+                else f"said nothing for {SILENT_FOR:g} s"
+            )
+        else:
+            what = "the connection was closed" if self._heard else "cannot be reached"
+        return f"{what}: {said[-500:]}" if said else what
+
+
+def _read(handle: int) -> tuple[bytes, bool]:
+    """Return what can be read without waiting, and whether nothing more will come."""
+    data = b""
+    try:
+        while len(data) < 1 << 22:
+            piece = os.read(handle, _AT_ONCE)
+            if not piece:
+                return data, True
+            data += piece
+    except BlockingIOError:
+        pass
+    return data, False

@@ -1,0 +1,355 @@
+"""Supervise one attempt: start the instances, watch them, and end them all when one fails, is stuck, or the user stops.
+
+    running --a failure, or a stuck instance--> stopping: SIGTERM --grace--> SIGKILL --> gone
+       |                                            ^
+       +------- Ctrl-C, SIGTERM: passed on -------> leaving
+
+One loop does it all. It waits for output, signals and exits, and looks at the beacons several times a second.
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from ipu_jax.distributed.launcher import report
+from ipu_jax.distributed.launcher.events import (
+    Beat,
+    Ended,
+    Event,
+    Exited,
+    Lost,
+    Note,
+    NotStarted,
+    Output,
+    Ready,
+    Refused,
+    Stacks,
+    Started,
+)
+from ipu_jax.distributed.launcher.failure import MOMENT, PORT_TAKEN, Failure, failure_of, first
+from ipu_jax.distributed.launcher.host import STACKS_WITHIN, Host
+from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.signals import STOPPING, Signals
+from ipu_jax.distributed.launcher.stall import Judge, Stuck
+from ipu_jax.distributed.launcher.topology import Topology, ranges
+from ipu_jax.distributed.launcher.writer import Writer
+
+STUCK: Final = 124
+"""The exit status after an instance was stuck, as timeout's."""
+LOST_HOST: Final = 255
+"""The exit status after a host could not be reached or was lost, as ssh's."""
+NOT_STARTED: Final = (2, 126, 127)
+"""Exit statuses of a command line that is wrong: another attempt would end alike."""
+LEAVING: Final = 30.0
+"""Seconds in which a program may end after a signal that the user has sent to poprun, unless --grace says otherwise."""
+
+_LOOK_EVERY: Final = 0.05
+_JUMP: Final = 2.0
+_ENDED_WITHIN: Final = 15.0
+_STRAYS: Final = 0.5
+_SPEAK_AFTER: Final = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What an attempt is supervised by.
+
+    Attributes:
+        stall: seconds without a step; None for the rule of `stall.py`; infinite for no limit.
+        compiling: seconds that starting and compiling may take.
+        grace: seconds from SIGTERM to SIGKILL, after a failure.
+        leaving: the same, after a signal of the user's.
+        verbose: 0, 1 or 2.
+    """
+
+    stall: float | None
+    compiling: float
+    grace: float
+    leaving: float
+    verbose: int
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How an attempt has ended.
+
+    Attributes:
+        status: what poprun exits with, if it is the last.
+        again: whether another attempt may end otherwise.
+        port_taken: whether only the coordinator's port was in the way.
+        stepped: whether every instance has finished a step; None if none of them writes a beacon.
+        seconds: how long it took.
+    """
+
+    status: int
+    again: bool = False
+    port_taken: bool = False
+    stepped: bool | None = None
+    seconds: float = 0.0
+
+
+class Attempt:
+    """One start of all instances.
+
+    Args:
+        topology: which host has which instances.
+        hosts: the hosts, in its order.
+        rules, display, writer, signals: what they are supervised by, shown by, written by and stopped by.
+        number: how many attempts came before.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        hosts: Sequence[Host],
+        rules: Rules,
+        display: Display,
+        writer: Writer,
+        signals: Signals,
+        number: int,
+    ):
+        self._topology, self._hosts, self._rules, self._number = topology, hosts, rules, number
+        self._display, self._writer, self._signals = display, writer, signals
+        self._judge = Judge(rules.stall, rules.compiling)
+        self._pids: dict[int, int] = {}
+        self._finished: dict[int, int] = {}
+        self._beacons: set[int] = set()
+        self._statuses: dict[int, int] = {}
+        self._failures: dict[int, Failure] = {}
+        self._records: dict[int, Failure] = {}  # of instances that have raised an exception, and still live
+        self._stuck: Stuck | None = None
+        self._stacks: str | None = None
+        self._gone: set[str] = set()
+        self._outcome: Outcome | None = None
+        self._report: list[str] = []
+        self._kill_at = self._give_up_at = self._stacks_until = self._speak_at = float("inf")
+        self._failing_since = float("inf")  # when the first failed exit was seen
+        self._ending = self._held = False
+        self._passed_on = 0
+        self._began = self._looked = time.monotonic()
+
+    def run(self, launches: Sequence[Launch]) -> Outcome:
+        """Run the attempt to its end, with a launch for each host, and say why it has failed if it has."""
+        self._display.begin(self._number)
+        for host, launch in zip(self._hosts, launches, strict=True):
+            host.begin(launch)
+        while len(self._gone) < len(self._hosts) and time.monotonic() < self._give_up_at:
+            self._turn()
+        self._display.close()
+        self._display.say(*self._report)
+        outcome = self._outcome or self._natural()
+        outcome.seconds = time.monotonic() - self._began
+        if len(self._beacons) == self._topology.instances:
+            outcome.stepped = all(self._finished.get(i, 0) for i in range(self._topology.instances))
+        elif self._beacons:
+            outcome.stepped = False
+        return outcome
+
+    def _turn(self) -> None:
+        """Wait until something happens, and do what has to be done."""
+        files = [file for host in self._hosts for file in host.files()]
+        taken = self._signals.wait(files, _LOOK_EVERY)
+        now = time.monotonic()
+        if now - self._looked > _JUMP or self._held:
+            self._judge.resumed(now)  # we were suspended, or held the instances up ourselves
+        self._looked = now
+        for number in taken:
+            self._signal(number)
+        for host in self._hosts:
+            for event in host.events():
+                self._happened(host, event, now)
+        if not self._held:
+            self._display.tick()
+        self._hold(now)
+        self._advance(now)
+
+    def _happened(self, host: Host, event: Event, now: float) -> None:
+        match event:
+            case Output(instance, stream, data):
+                self._display.show(instance, stream, data)
+            case Beat():
+                self._beat(event, now)
+            case Started():
+                self._started(event, now)
+            case Exited():
+                self._exited(event, now)
+            case NotStarted(instance, status, reason):
+                self._decide(Outcome(status), [f"instance {instance} cannot be started: {reason}"], at_once=True)
+            case Stacks(_, text):
+                self._stacks = text
+            case Ended(left):
+                self._gone.add(host.name)
+                if left:
+                    pids = ", ".join(map(str, left))
+                    self._report.append(f"host {host.name}: cannot be killed, and left behind: processes {pids}")
+            case Lost(reason):
+                self._lost(host, reason)
+            case Note(text):
+                self._display.say(f"host {host.name}: {text}")
+            case Ready() | Refused():
+                pass
+
+    def _started(self, event: Started, now: float) -> None:
+        self._pids[event.instance] = event.pid
+        self._judge.started(event.instance, now)
+        place = self._topology.place(event.instance, "", "", self._number)
+        ipus = ranges(range(event.instance * place.local_ipus, (event.instance + 1) * place.local_ipus))
+        replicas = ranges(range(place.first_replica, place.first_replica + place.local_replicas))
+        cores = f" cores {ranges(event.cores)}" if event.cores else ""
+        self._verbose(
+            f"attempt {self._number}: instance {event.instance} pid {event.pid} replicas {replicas} IPUs {ipus} "
+            f"threads {event.threads}{cores}"
+        )
+
+    def _beat(self, event: Beat, now: float) -> None:
+        self._pids[event.instance] = event.pid
+        if event.progress is not None:
+            self._finished[event.instance] = event.progress.finished
+            if event.instance not in self._beacons:
+                self._beacons.add(event.instance)
+                self._verbose(f"instance {event.instance} writes a beacon: its steps are supervised", level=2)
+        if event.error is not None:
+            self._records[event.instance] = failure_of(event.instance, None, now, event.error)
+        self._judge.beat(event, now)
+
+    def _exited(self, event: Exited, now: float) -> None:
+        instance, status = event.instance, event.status
+        self._statuses[instance] = status
+        self._judge.exited(instance)
+        if status and self._passed_on == 0 and self._outcome is None:
+            self._failures[instance] = failure_of(instance, status, event.at, event.error)
+            self._failing_since = min(self._failing_since, now)
+        how = f"was ended by {report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        beacon = "" if instance in self._beacons else "; it had no beacon, so that only its exit was supervised"
+        self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
+
+    def _lost(self, host: Host, reason: str) -> None:
+        self._gone.add(host.name)
+        self._decide(Outcome(LOST_HOST, again=True), [f"host {host.name}: {reason}"])
+
+    def _advance(self, now: float) -> None:
+        """Do what it is time for."""
+        if self._writer.error is not None and self._outcome is None:
+            self._decide(Outcome(0), [], at_once=True)  # the command says what became of the output
+        if self._outcome is None and not self._passed_on:
+            self._look_for_failure(now)
+        if now >= self._speak_at and not self._ending:
+            self._speak_at = float("inf")
+            name, left = report.signal_name(self._passed_on), self._rules.leaving
+            self._display.say(
+                f"{name} was passed on to all instances: they may take {left:g} s, and another kills them"
+            )
+        everyone = len(self._statuses) == self._topology.instances
+        done = everyone and (self._outcome is not None or self._passed_on != 0 or not self._failures)
+        if not self._ending and (done or now >= self._kill_at):
+            self._ending, self._give_up_at = True, now + _ENDED_WITHIN
+            for host in self._hosts:
+                if host.name not in self._gone:
+                    host.end(_STRAYS if done else 0)
+
+    def _look_for_failure(self, now: float) -> None:
+        if self._failures:
+            if now >= self._failing_since + MOMENT or len(self._statuses) == self._topology.instances:
+                self._failed(first([*self._failures.values(), *self._earlier_records()]))
+        elif self._stuck is not None:
+            if self._stacks is not None or now >= self._stacks_until:
+                self._say_stuck(self._stuck)
+        elif (stuck := self._judge.verdict(now)) is not None:
+            self._stuck, self._stacks_until = stuck, now + STACKS_WITHIN + 1
+            self._verbose(f"instance {stuck.instance} is stuck, seen at {now:.3f} s of the monotonic clock")
+            self._host_of(stuck.instance).ask_stacks(stuck.instance)
+
+    def _earlier_records(self) -> list[Failure]:
+        """Return the exceptions of instances that take their time to exit."""
+        return [failure for i, failure in self._records.items() if i not in self._statuses]
+
+    def _failed(self, failure: Failure) -> None:
+        instance = failure.instance
+        error = failure.error
+        lines = [] if error else self._display.tail(instance)
+        lines = lines or self._display.tail(instance, "stdout") if error is None else []
+        said = report.failure(failure, self._host_of(instance).name, self._pids[instance], self._steps(instance), lines)
+        taken = error is not None and error.type == PORT_TAKEN
+        status = failure.exit_status
+        self._decide(Outcome(status, again=status not in NOT_STARTED, port_taken=taken), said)
+
+    def _say_stuck(self, stuck: Stuck) -> None:
+        instance = stuck.instance
+        lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
+        said = report.stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        if self._statuses:
+            gone = ranges(sorted(self._statuses))
+            said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
+        self._decide(Outcome(STUCK, again=True), said)
+
+    def _decide(self, outcome: Outcome, report: list[str], *, at_once: bool = False) -> None:
+        """End the attempt with an outcome, unless it has one."""
+        if self._outcome is not None:
+            return
+        self._outcome, self._report = outcome, report
+        now = time.monotonic()
+        left = self._topology.instances - len(self._statuses)
+        if left and report:
+            self._verbose(f"stopping {left} instances, at {now:.3f} s of the monotonic clock")
+        if not at_once:
+            self._send(signal.SIGCONT, signal.SIGTERM)
+        self._kill_at = now if at_once else min(self._kill_at, now + self._rules.grace)
+
+    def _natural(self) -> Outcome:
+        """Return the outcome of an attempt whose instances have all exited, with 0 or after a signal of the user's."""
+        ended_well = all(status == 0 for status in self._statuses.values()) and bool(self._statuses)
+        if self._passed_on == 0 or (ended_well and self._passed_on != signal.SIGINT):
+            return Outcome(0)
+        return Outcome(128 + self._passed_on)
+
+    def _signal(self, number: int) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTSTP:
+            self._send(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._looked = time.monotonic()
+            self._send(signal.SIGCONT)
+            self._judge.resumed(self._looked)
+        elif number == signal.SIGCONT:
+            self._judge.resumed(now)
+        elif number == signal.SIGWINCH:
+            self._display.resize()
+        elif number in STOPPING and not self._passed_on and self._outcome is None:
+            self._passed_on, self._kill_at = number, now + self._rules.leaving
+            self._speak_at = now + _SPEAK_AFTER
+            self._send(signal.SIGCONT, number)
+        elif number in STOPPING:
+            if self._outcome is not None:
+                self._outcome.again = False
+            self._kill_at = now
+
+    def _send(self, *numbers: int) -> None:
+        for number in numbers:
+            for host in self._hosts:
+                if host.name not in self._gone:
+                    host.send(number)
+
+    def _hold(self, now: float) -> None:
+        """Let the instances wait while the reader of our output does not keep up, and not count that against them."""
+        if self._writer.full != self._held and (self._writer.full or self._writer.low):
+            self._held = not self._held
+            self._judge.resumed(now)
+            self._display.resume()
+            for host in self._hosts:
+                host.hold(self._held)
+
+    def _host_of(self, instance: int) -> Host:
+        return self._hosts[self._topology.hosts.index(self._topology.host_of(instance))]
+
+    def _steps(self, instance: int) -> int | None:
+        return self._finished.get(instance)
+
+    def _verbose(self, line: str, level: int = 1) -> None:
+        if self._rules.verbose >= level:
+            self._display.say(line)

@@ -1,0 +1,122 @@
+"""Decide which saved arrays each leaf is made of, and say everything that does not fit in one error."""
+
+import difflib
+import fnmatch
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ipu_jax.weight_files._tensors import TensorInfo, WeightSource
+from ipu_jax.weight_files.saved import Saved
+
+_GUESSES = 50  # names for which the nearest is looked for: in thousands that are all wrong it would take minutes
+
+
+def fit(
+    wanted: Mapping[str, TensorInfo],
+    source: WeightSource,
+    mapping: Mapping[str, Saved | str] | None,
+    ignore: Iterable[str],
+    *,
+    cast: bool,
+) -> dict[str, Saved]:
+    """Return, per leaf, of what it is made.
+
+    Args:
+        wanted: per leaf, its shape and dtype.
+        source: the saved arrays.
+        mapping: per leaf, the name of its array or a `Saved`. Other leaves are made of the array of their own name.
+        ignore: patterns of names of arrays that no leaf needs.
+        cast: whether a leaf may have fewer values than the array can have.
+
+    Raises:
+        ValueError: names every leaf without an array, array without a leaf, wrong shape and wrong dtype.
+    """
+    plans = {name: Saved(name) for name in wanted} | {
+        name: saved if isinstance(saved, Saved) else Saved(saved) for name, saved in (mapping or {}).items()
+    }
+    used = {name for leaf in wanted for name in plans[leaf].names}
+    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
+    unused = sorted(
+        name for name in source.tensors.keys() - used if not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+    )
+    guess = _Guesses()
+    problems = [
+        f"mapping has {name!r}, which is no leaf{guess.nearest(name, wanted)}" for name in plans.keys() - wanted.keys()
+    ]
+    for name, info in wanted.items():
+        problems += _problems(name, info, plans[name], source, unused, guess, cast)
+    missing = [leaf for leaf in wanted if not source.tensors.keys() >= set(plans[leaf].names)]
+    problems += [
+        f"unexpected: {name!r} {source.tensors[name]}, which no leaf takes{guess.nearest(name, missing)}"
+        for name in unused
+    ]
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        raise ValueError(
+            f"{source.label} does not fit `like`, {count}:{lines}\nSay mapping={{leaf: Saved(name)}} for other names "
+            "or shapes, ignore=[pattern] for arrays that no leaf needs, cast=True to round"
+        )
+    return {name: plans[name] for name in wanted}
+
+
+def holds(stored: np.dtype[Any] | str, wanted: np.dtype[Any] | str) -> bool:
+    """Return whether every value of one dtype is a value of the other.
+
+    >>> holds(np.dtype("float16"), np.dtype("float32")), holds(np.dtype("float32"), np.dtype("float16"))
+    (True, False)
+    """
+    if isinstance(stored, str) or isinstance(wanted, str):
+        return False
+    return stored == wanted or np.can_cast(stored, wanted, "safe")
+
+
+class _Guesses:
+    """Finds the nearest names, for the first names that are wrong."""
+
+    def __init__(self):
+        self._left = _GUESSES
+
+    def nearest(self, name: str, names: Iterable[str]) -> str:
+        """Return ": did you mean ...?", or nothing."""
+        self._left -= 1
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.75) if self._left >= 0 else []
+        return f": did you mean {near[0]!r}?" if near else ""
+
+
+def _problems(
+    name: str, info: TensorInfo, saved: Saved, source: WeightSource, unused: list[str], guess: _Guesses, cast: bool
+) -> list[str]:
+    absent = [part for part in saved.names if part not in source.tensors]
+    if absent:
+        whose = lambda part: "" if part == name else f", for leaf {name!r}"  # noqa: E731
+        return [f"missing: {part!r}{whose(part)}{guess.nearest(part, unused)}" for part in absent]
+    try:
+        made = saved.info(dict(source.tensors))
+    except ValueError as error:
+        return [f"leaf {name!r} {info} is {saved}, which cannot be made: {error}"]
+    return [] if made is None else misfit(name, info, saved, made, cast=cast)
+
+
+def misfit(name: str, info: TensorInfo, saved: Saved, made: TensorInfo, *, cast: bool) -> list[str]:
+    """Return what is wrong with a leaf of which shape and dtype are known, as texts."""
+    origin = "" if saved.names == (name,) and repr(saved) == f"Saved({name!r})" else f", by {saved}"
+    problems = []
+    if made.shape != info.shape:
+        problems.append(f"shape: leaf {name!r} is {info}, and the array {made}{origin}{_hint(info.shape, made.shape)}")
+    if isinstance(made.dtype, str) or not (cast or holds(made.dtype, info.dtype)):
+        mend = "which has no meaning here" if isinstance(made.dtype, str) else "which may lose digits: cast=True rounds"
+        problems.append(f"dtype: leaf {name!r} is {info}, and the array {made}{origin}, {mend}")
+    return problems
+
+
+def _hint(wanted: Sequence[int], made: Sequence[int]) -> str:
+    orders = [(1, 0), (2, 3, 1, 0)]  # torch's Linear and Conv2d
+    orders += [order for order in itertools.permutations(range(len(made))) if len(made) == 3]
+    for order in orders:
+        if len(order) == len(made) and tuple(made[d] for d in order) == tuple(wanted):
+            return f": .transpose({', '.join(map(str, order))}) would fit"
+    return ""

@@ -1,0 +1,71 @@
+"""Write a file so that at every moment its path has either the old file or the whole new one."""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`, which becomes `path` at the end of the block.
+
+    The new file has reached the disk when it gets its name. If the block raises, or the disk refuses, the temporary
+    file is removed, and a file that was there before is unchanged. A symbolic link stays one, and what it leads to is
+    replaced. The permissions are those of the file before, or those that any new file gets.
+
+    Raises:
+        OSError: the file cannot be written. Its `filename` is `path`.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
+    try:
+        mode = _permissions(target)
+        # closed before the rename: on some network disks only closing tells that writing failed
+        with temporary.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            before = "the file that was there is unchanged" if target.exists() else "no file was left there"
+            reason = error.strerror or str(error)
+            raise type(error)(error.errno, f"{reason}: could not write it, {before}", os.fspath(path)) from error
+        raise
+
+
+def _permissions(target: Path) -> int | None:
+    """Return the permissions of a file, or None if there is none; raise `OSError` for what is not a plain file."""
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Is no plain file, which alone can be replaced")
+    return stat.S_IMODE(mode)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the new name reach the disk as well, on file systems that can: the file itself is there in any case."""
+    with contextlib.suppress(OSError):
+        _sync(folder)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

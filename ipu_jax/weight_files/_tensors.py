@@ -1,0 +1,75 @@
+"""Describe arrays in files, and pass their bytes on in pieces."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+_PIECE = 1 << 22  # bytes: enough for a disk's speed, and little beside a leaf
+
+
+class TensorInfo(NamedTuple):
+    """The shape and dtype of an array; the dtype is a text where NumPy has none, or none is known for it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class WeightSource(Protocol):
+    """A set of named arrays that are read one by one.
+
+    Attributes:
+        label: what error messages call it.
+        tensors: per name, shape and dtype.
+    """
+
+    label: str
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> np.ndarray:
+        """Return an array, from which only what is used is read if the source can do so. It must not be written to."""
+        ...
+
+
+class BadFileError(ValueError):
+    """A file is not what its format says, or not what was written; the message names it."""
+
+
+def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
+    """Return an iterator over the bytes of an array in C order, in pieces of a few megabytes.
+
+    Nothing is copied if the array is contiguous, otherwise one piece at a time.
+
+    >>> [piece.tolist() for piece in byte_pieces(np.array([[1, 2], [3, 4]], np.uint8).T)]
+    [[1, 3, 2, 4]]
+    """
+    if array.flags.c_contiguous:
+        flat = array.reshape(-1).view(np.uint8)
+        yield from (flat[start : start + _PIECE].data for start in range(0, flat.size, _PIECE))
+    elif array.nbytes <= _PIECE:
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    elif array.nbytes // len(array) > _PIECE:
+        for row in array:
+            yield from byte_pieces(row)
+    else:
+        rows = _PIECE // (array.nbytes // len(array))
+        for start in range(0, len(array), rows):
+            yield from byte_pieces(array[start : start + rows])
+
+
+@contextlib.contextmanager
+def naming(label: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of a library that reads a damaged file into a `BadFileError` that names the file."""
+    try:
+        yield
+    except BadFileError:
+        raise
+    except errors as error:
+        reason = f"{error}".rstrip(".") or type(error).__name__
+        raise BadFileError(f"{label} is damaged: {reason}. Export or download it again") from error

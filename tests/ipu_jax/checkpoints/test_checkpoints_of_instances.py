@@ -1,0 +1,88 @@
+"""Test checkpoints of several real processes: each writes its own shards, and any number of processes restores them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import resumed
+from support.instances import Results, run_instances
+
+
+def bitwise(found: Results, expected: Results, begin: str = "") -> list[str]:
+    """Return the names of the leaves of a state that differ in any bit."""
+    names = [name for name in expected if name.startswith("[")]
+    assert names
+    return [name for name in names if not np.array_equal(found[f"{begin}{name}"], expected[name])]
+
+
+def saved(folder: Path, devices: list[int], topology: str, calls: int) -> list[Results]:
+    return run_instances(resumed.saved_by_processes, devices, folder=str(folder), topology=topology, calls=calls)
+
+
+def restored(folder: Path, devices: list[int], topology: str, calls: int) -> list[Results]:
+    return run_instances(resumed.restored_by_processes, devices, folder=str(folder), topology=topology, calls=calls)
+
+
+def test_two_processes_save_and_one_restores(tmp_path):
+    """The cheap sample of this file, which always runs: a stage in each process, and no step is compiled."""
+    both = saved(tmp_path, [1, 1], "basic", calls=0)
+    assert [int(results["last"]) for results in both] == [4, 4]
+    written = sorted(path.name for path in (tmp_path / "step-4").glob("ocdbt.process_*"))
+    assert written == ["ocdbt.process_0", "ocdbt.process_1"]
+    for topology in ("basic", "concurrent"):
+        found = resumed.restored_by_processes(str(tmp_path), topology, calls=0)
+        assert (int(found["step"]), str(found["topology"])) == (4, "same" if topology == "basic" else "other")
+        assert not bitwise(found, both[0], "restored")
+
+
+@pytest.mark.slow(one_in=8)
+@pytest.mark.parametrize(
+    ("topology", "devices"),
+    [
+        ("basic", [2]),
+        ("basic", [1, 1]),
+        ("concurrent", [1, 1]),
+        ("two replicas", [4]),
+        ("two replicas", [1, 1, 1, 1]),
+        ("two replicas", [3, 1]),
+        ("concurrent, four IPUs", [1, 1, 1, 1]),
+        ("concurrent, four IPUs", [2, 2]),
+    ],
+)
+def test_any_number_of_processes_restores_what_two_saved(tmp_path, topology, devices):
+    both = saved(tmp_path, [1, 1], "basic", calls=0)
+    for found in restored(tmp_path, devices, topology, calls=0):
+        assert int(found["step"]) == 4
+        assert str(found["topology"]) == ("same" if topology == "basic" else "other")
+        assert not bitwise(found, both[0], "restored")
+
+
+@pytest.mark.slow
+def test_a_training_of_two_processes_is_resumed_as_if_it_had_not_stopped(tmp_path):
+    """With the optimizer's state in parts over replicas, each of which is on another process."""
+    whole = saved(tmp_path / "whole", [2, 2], "two replicas", calls=4)
+    first = saved(tmp_path / "parts", [2, 2], "two replicas", calls=2)
+    then = restored(tmp_path / "parts", [2, 2], "two replicas", calls=2)
+    for each, before, after in zip(whole, first, then, strict=True):
+        assert str(after["topology"]) == "same"
+        assert [*before["losses"], *after["losses"]] == [*each["losses"]]
+        assert not bitwise(after, each)
+
+
+@pytest.mark.slow
+def test_what_one_process_finds_wrong_is_known_to_all(tmp_path):
+    saved(tmp_path, [1, 1], "basic", calls=4)
+    array = tmp_path / "step-8" / "manifest.ocdbt"
+    array.write_bytes(array.read_bytes()[:-1])
+    both = restored(tmp_path, [1, 1], "basic", calls=0)
+    assert [int(found["step"]) for found in both] == [4, 4]
+    warned = f"{tmp_path}/step-8 cannot be restored, manifest.ocdbt has another size: it is skipped"
+    assert [found["warned"].tolist() for found in both] == [[warned], []]
+
+
+@pytest.mark.slow
+def test_an_instance_that_does_not_save_is_named_in_time(tmp_path):
+    first, _ = run_instances(resumed.one_does_not_save, [1, 1], folder=str(tmp_path))
+    assert "instance 1 of 2 did not come within 3 s" in str(first["error"])
+    assert float(first["seconds"]) < 30

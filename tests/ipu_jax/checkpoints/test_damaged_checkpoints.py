@@ -1,0 +1,211 @@
+"""Test that a checkpoint that is damaged in any way is found, named and skipped for the one before it."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, TrainOptions, make_train_step
+from ipu_jax.checkpoints._seal import SEAL
+from support.harness import exactly
+
+
+def step_of(replicas: int = 2) -> Any:
+    def loss_fn(params: Any, rows: Any) -> Any:
+        return jnp.mean((rows @ params["w"]) ** 2)
+
+    return make_train_step(loss_fn, optax.adam(0.1), TrainOptions(replication_factor=replicas, donate=False))
+
+
+def state_with(step: Any, value: int) -> Any:
+    """Return a state of so many updates, whose weights are this number, too."""
+    whole = step.whole(step.init({"w": np.full((700, 3), value, np.float32)}))
+    return step.restore({**whole, "step": value})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Return a folder with the checkpoints step-1 and step-2."""
+    folder, step = tmp_path_factory.mktemp("saved"), step_of()
+    with Checkpoints(folder, step) as checkpoints:
+        for value in (1, 2):
+            checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """Return a copy of that folder."""
+    return Path(shutil.copytree(saved, tmp_path / "runs"))
+
+
+def restored(folder: Path, resume: Any = "auto") -> tuple[Any, list[str]]:
+    """Return what was restored, and the warnings."""
+    step = step_of()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Checkpoints(folder, step) as checkpoints:
+            found = checkpoints.restore(state_with(step, 0), resume=resume)
+    if found is not None:
+        assert np.all(np.asarray(found.state.params["w"]) == found.step), "the weights are of another checkpoint"
+        assert found.feed == {"epoch": found.step}
+    assert {each.category for each in seen} <= {CheckpointWarning}
+    return found, [str(each.message) for each in seen]
+
+
+def largest(checkpoint: Path) -> Path:
+    """Return the file with the arrays."""
+    return max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 16
+    path.write_bytes(content)
+
+
+def test_an_undamaged_folder_gives_the_last_one(folder):
+    found, warned = restored(folder)
+    assert (found.step, warned) == (2, [])
+
+
+def test_one_flipped_bit_in_any_file_is_found(folder):
+    names = [path.relative_to(folder / "step-2") for path in (folder / "step-2").rglob("*") if path.is_file()]
+    assert len(names) > 8
+    for name in names:
+        path = folder / "step-2" / name
+        before = path.read_bytes()
+        flip(path, len(before) // 2)
+        found, warnings_ = restored(folder)
+        assert len(warnings_) == 1, name
+        (warned,) = warnings_
+        assert found.step == 1, name
+        why = "ipu_jax.json is damaged (its checksum differs)" if name.name == SEAL else f"{name} was changed"
+        assert warned == f"{folder}/step-2 cannot be restored, {why}: it is skipped"
+        path.write_bytes(before)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "a truncated file": (lambda at: cut(largest(at)), "{name} has another size"),
+    "an empty file": (lambda at: largest(at).write_bytes(b""), "{name} has another size"),
+    "a missing file": (lambda at: largest(at).unlink(), "{name} is missing"),
+    "half of the files": (
+        lambda at: [shutil.rmtree(at / "ocdbt.process_0"), shutil.rmtree(at / "d")],
+        " is missing, and so on for ",
+    ),
+    "no seal": (lambda at: (at / SEAL).unlink(), "it was not finished"),
+    "an empty folder": (lambda at: [shutil.rmtree(at), at.mkdir()], "it was not finished"),
+    "half a seal": (lambda at: cut(at / SEAL), "ipu_jax.json is damaged (its checksum differs)"),
+    "an empty seal": (lambda at: (at / SEAL).write_bytes(b""), "ipu_jax.json is damaged (its checksum differs)"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_skipped(folder, name):
+    damage, why = DAMAGES[name]
+    at = folder / "step-2"
+    why = why.format(name=largest(at).relative_to(at))
+    damage(at)
+    found, (warned,) = restored(folder)
+    assert found.step == 1
+    assert warned.startswith(f"{at} cannot be restored, ")
+    assert warned.endswith(": it is skipped")
+    assert why in warned
+    assert "\n" not in warned
+
+
+def test_a_format_of_the_future_is_not_guessed(folder):
+    from ipu_jax.checkpoints import _seal
+
+    seal = json.loads((folder / "step-2" / SEAL).read_bytes().split(b"\n", 1)[1])
+    _seal._write(folder / "step-2" / SEAL, seal | {"format": 7})
+    found, (warned,) = restored(folder)
+    assert found.step == 1
+    assert "it has format 7, and this version reads format 1" in warned
+
+
+def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder):
+    left_over = folder / "step-3.orbax-checkpoint-tmp"
+    shutil.copytree(folder / "step-2", left_over)
+    found, (warned,) = restored(folder)
+    assert found.step == 2
+    assert warned == f"{left_over} is left over from a save that did not end: it is skipped"
+    step = step_of()
+    with Checkpoints(folder, step) as checkpoints:
+        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+    assert restored(folder)[0].step == 3
+    assert not left_over.exists()
+
+
+def test_other_files_and_copies_in_the_folder_do_not_matter(folder):
+    (folder / "step-9").write_text("a file")
+    (folder / "notes.txt").write_text("mine")
+    shutil.copytree(folder / "step-2", folder / "step-2 (copy)")
+    assert restored(folder)[0].step == 2
+
+
+def test_if_all_are_damaged_the_caller_decides(folder):
+    for number in (1, 2):
+        cut(largest(folder / f"step-{number}"))
+    found, warned = restored(folder)
+    assert found is None
+    assert [text.split(" ")[0] for text in warned] == [f"{folder}/step-2", f"{folder}/step-1"]
+    none = f"{folder} holds no checkpoint that is whole: give the path of one, or resume='auto' for a fresh start"
+    with pytest.raises(CheckpointError, match=exactly(none)):
+        restored(folder, "must")
+
+
+def test_one_checkpoint_is_restored_by_its_path(folder):
+    found, _ = restored(folder, folder / "step-1")
+    assert (found.step, found.path) == (1, folder / "step-1")
+    moved = folder.parent / "best"
+    (folder / "step-1").rename(moved)
+    assert restored(folder, str(moved))[0].step == 1
+    flip(largest(moved), 5)
+    changed = largest(moved).relative_to(moved)
+    with pytest.raises(CheckpointError, match=exactly(f"{moved} cannot be restored: {changed} was changed")):
+        restored(folder, moved)
+    with pytest.raises(CheckpointError, match=exactly(f"{folder}/none cannot be restored: it was not finished")):
+        restored(folder, folder / "none")
+
+
+def test_never_is_for_folders_without_checkpoints(folder, tmp_path):
+    instead = "give another folder, or resume='auto'"
+    with pytest.raises(ValueError, match=exactly(f"resume='never', but {folder} holds step-2: {instead}")):
+        restored(folder, "never")
+    assert restored(tmp_path / "new", "never") == (None, [])
+    assert restored(tmp_path / "new", "auto") == (None, [])
+
+
+def test_a_damaged_one_is_replaced_when_the_training_passes_it_again(folder):
+    flip(largest(folder / "step-2"), 3)
+    step = step_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        with Checkpoints(folder, step) as checkpoints:
+            found = checkpoints.restore(state_with(step, 0))
+            assert found is not None
+            assert found.step == 1
+            checkpoints.save(state_with(step, 2), {"epoch": 2}, now=True)
+    assert restored(folder)[0].step == 2
+
+
+def test_the_order_is_that_of_saving_not_of_steps(folder):
+    """A training that went back to step 1 by its path keeps what it saves then."""
+    step = step_of()
+    for number in (5, 6):
+        shutil.copytree(folder / "step-2", folder / f"step-{number}")
+    with Checkpoints(folder, step, keep=2) as checkpoints:
+        assert checkpoints.restore(state_with(step, 0), resume=folder / "step-1") is not None
+        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+    assert restored(folder)[0].step == 3

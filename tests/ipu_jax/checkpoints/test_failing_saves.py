@@ -1,0 +1,185 @@
+"""Test what happens when the disk fails for real: it is full, read-only or gone. The last good checkpoint stays."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, TrainOptions, make_train_step
+from ipu_jax.checkpoints import _folder
+
+# tensorstore calls back an event loop that orbax has closed after the error
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+BYTES = 400_000 * 4 + 4
+"""Of the state: weights, and the number of the step."""
+
+
+@contextlib.contextmanager
+def _mounted(at: Path, size: str) -> Iterator[Path]:
+    at.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """Return a folder on a disk of its own with room for two checkpoints and a bit more."""
+    with _mounted(tmp_path / "disk", "5M") as at:
+        yield at
+
+
+def step_of() -> Any:
+    return make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.sgd(0.1), TrainOptions(donate=False))
+
+
+def state_of(step: Any, value: int) -> Any:
+    whole = step.whole(step.init(np.full((4, 100_000), value, np.float32)))
+    return step.restore({**whole, "step": value})
+
+
+def last_in(folder: Path) -> int | None:
+    """Return the step of the checkpoint that is restored, and check that it is whole."""
+    step = step_of()
+    with Checkpoints(folder, step) as checkpoints:
+        found = checkpoints.restore(state_of(step, 0))
+    if found is None:
+        return None
+    assert np.all(np.asarray(found.state.params) == found.step)
+    return found.step
+
+
+def fill(folder: Path, left: int) -> Path:
+    """Write a file that leaves so many bytes free."""
+    path = folder / "other data"
+    path.write_bytes(bytes(shutil.disk_usage(folder).free - left))
+    return path
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(small_disk):
+    step, runs = step_of(), small_disk / "runs"
+    with Checkpoints(runs, step) as checkpoints:
+        checkpoints.save(state_of(step, 1), now=True)
+        checkpoints.wait()
+        fill(small_disk, 1_000_000)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoints.save(state_of(step, 2), now=True)
+        assert raised.value.errno == 28
+        text = str(raised.value)
+        begin = f"saving {runs}/step-2 failed, [Errno 28] No space left on device, of {BYTES:,} bytes: "
+        assert text.startswith(begin)
+        assert " bytes are free" in text
+        assert text.endswith("; the last good one is of step 1")
+    assert os.listdir(runs) == ["step-1"]
+    assert last_in(runs) == 1
+
+
+@pytest.mark.parametrize("left", [0, 700_000, 1_603_000], ids=["at once", "half way", "at the end"])
+def test_a_disk_that_gets_full_meanwhile_leaves_the_last_good_checkpoint(small_disk, monkeypatch, left):
+    """Others fill the disk after the room was looked at: the errors are the file system's own."""
+    step, runs = step_of(), small_disk / "runs"
+    monkeypatch.setattr(_folder, "_METADATA", -(10**9))
+    checkpoints = Checkpoints(runs, step)
+    checkpoints.save(state_of(step, 1), now=True)
+    checkpoints.wait()
+    others = fill(small_disk, left)
+    checkpoints.save(state_of(step, 2), now=True)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.close()
+    assert raised.value.errno == 28
+    assert f"saving {runs}/step-2 failed, [Errno 28] No space left on device, of {BYTES:,} bytes" in str(raised.value)
+    assert str(raised.value).endswith("; the last good one is of step 1")
+    assert os.listdir(runs) == ["step-1"], "what was written half keeps room from others"
+    others.unlink()
+    assert last_in(runs) == 1
+
+
+def test_a_training_that_goes_on_saves_again_when_there_is_room(small_disk):
+    step, runs = step_of(), small_disk / "runs"
+    with Checkpoints(runs, step, keep=1, on_save_error="continue") as checkpoints:
+        assert checkpoints.save(state_of(step, 1), now=True)
+        checkpoints.wait()
+        others = fill(small_disk, 0)
+        with pytest.warns(CheckpointWarning, match=r"step-2 failed, \[Errno 28\].* the last good one is of step 1$"):
+            assert not checkpoints.save(state_of(step, 2), now=True)
+        others.unlink()
+        assert checkpoints.save(state_of(step, 3), now=True)
+    assert last_in(runs) == 3
+
+
+def test_a_late_error_is_a_warning_for_a_training_that_goes_on(small_disk, monkeypatch):
+    step, runs = step_of(), small_disk / "runs"
+    monkeypatch.setattr(_folder, "_METADATA", -(10**9))
+    with Checkpoints(runs, step, on_save_error="continue") as checkpoints:
+        checkpoints.save(state_of(step, 1), now=True)
+        checkpoints.wait()
+        others = fill(small_disk, 700_000)
+        checkpoints.save(state_of(step, 2), now=True)
+        with pytest.warns(CheckpointWarning, match=r"step-2 failed, \[Errno 28\]"):
+            checkpoints.wait()
+        others.unlink()
+        checkpoints.save(state_of(step, 3), now=True)
+    assert last_in(runs) == 3
+
+
+def test_a_disk_that_cannot_be_written_to_is_named(small_disk):
+    step, runs = step_of(), small_disk / "runs"
+    with Checkpoints(runs, step) as checkpoints:
+        checkpoints.save(state_of(step, 1), now=True)
+        checkpoints.wait()
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        with pytest.raises(CheckpointError, match=r"step-2 failed, \[Errno 30\] Read-only file system, of 1,600,004"):
+            checkpoints.save(state_of(step, 2), now=True)
+        assert last_in(runs) == 1  # reading needs no room
+    assert checkpoints.last == 1
+
+
+def test_a_folder_that_has_vanished_is_named(tmp_path):
+    step, runs = step_of(), tmp_path / "runs"
+    with Checkpoints(runs, step) as checkpoints:
+        checkpoints.save(state_of(step, 1), now=True)
+        checkpoints.wait()
+        runs.rename(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match=r"step-2 failed, \[Errno 2\] No such file or directory"):
+            checkpoints.save(state_of(step, 2), now=True)
+        (tmp_path / "elsewhere").rename(runs)
+        checkpoints.save(state_of(step, 3), now=True)
+    assert last_in(runs) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "a file").write_text("")
+    step = step_of()
+    wrong = r"failed, \[Errno 20\] Not a directory.*; there is none before it$"
+    with Checkpoints(tmp_path / "a file" / "runs", step) as checkpoints, pytest.raises(CheckpointError, match=wrong):
+        checkpoints.save(state_of(step, 1), now=True)
+
+
+def test_a_save_after_one_that_failed_is_no_warning(tmp_path):
+    """A warning is given once, and not again at the end."""
+    step, runs = step_of(), tmp_path / "runs"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Checkpoints(runs, step, on_save_error="continue") as checkpoints:
+            checkpoints.save(state_of(step, 1), now=True)
+            checkpoints.wait()
+            runs.rename(tmp_path / "elsewhere")
+            checkpoints.save(state_of(step, 2), now=True)
+            (tmp_path / "elsewhere").rename(runs)
+            checkpoints.save(state_of(step, 3), now=True)
+    assert len([each for each in seen if each.category is CheckpointWarning]) == 1

@@ -1,0 +1,119 @@
+"""Test that a training that is stopped and resumed is the one that was not, also on other IPUs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipu_jax import Checkpoints
+from support import resumed
+from support.resumed import TOPOLOGIES
+from support.trained import quick_compiles
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def bitwise(found: Any, expected: Any) -> list[str]:
+    """Return the names of what differs in any bit."""
+    assert found.keys() == expected.keys()
+    equal = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)  # noqa: E731
+    return [name for name, value in expected.items() if not equal(found[name], value)]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Return a folder with checkpoints of steps 4 and 8, the losses up to step 12, and the states at 8 and 12."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with quick_compiles():
+        step = resumed.step_for(TOPOLOGIES["basic"])
+        with Checkpoints(folder, step, every=4) as checkpoints:
+            state = resumed.first_state(step)
+            assert checkpoints.restore(state) is None
+            state, losses, position = resumed.train(step, state, 4, checkpoints=checkpoints, extra={"rate": 0.02})
+        at_8 = resumed.plain(step, state)
+        state, more, _ = resumed.train(step, state, 2, position=position)
+    return folder, losses + more, at_8, resumed.plain(step, state)
+
+
+def restored(folder: Any, step: Any) -> Any:
+    with Checkpoints(folder, step) as checkpoints:
+        return checkpoints.restore(resumed.first_state(step), resume="must")
+
+
+def test_a_training_that_was_stopped_is_the_one_that_was_not(stopped):
+    """With state of stages, dropout, a dynamic loss scale, an average, two updates a call and shuffled data."""
+    folder, losses, at_8, at_12 = stopped
+    step = resumed.step_for(TOPOLOGIES["basic"])
+    found = restored(folder, step)
+    assert (found.step, found.topology, found.extra) == (8, "same", {"rate": 0.02})
+    assert found.path == folder / "step-8"
+    assert not bitwise(resumed.plain(step, found.state), at_8)
+    state, more, _ = resumed.train(step, found.state, 2, position=found.feed)
+    assert more == losses[4:]
+    assert not bitwise(resumed.plain(step, state), at_12)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_topology_restores_the_same_bits(stopped, name):
+    folder, _, at_8, _ = stopped
+    step = resumed.step_for(TOPOLOGIES[name])
+    found = restored(folder, step)
+    assert found.topology == ("same" if name in ("basic", "other schedule") else "other")
+    assert not bitwise(resumed.plain(step, found.state), at_8)
+
+
+@pytest.mark.slow(one_in=6)
+@pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name not in ("basic", "two replicas")])
+def test_losses_go_on_on_other_ipus(stopped, name):
+    folder, losses, _, _ = stopped
+    step = resumed.step_for(TOPOLOGIES[name])
+    found = restored(folder, step)
+    _, more, _ = resumed.train(step, found.state, 2, position=found.feed)
+    np.testing.assert_allclose(more, losses[4:], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there_and_back", [("two replicas", "basic"), ("concurrent, four IPUs", "two replicas")])
+def test_a_topology_that_divides_arrays_is_read_by_another(tmp_path, there_and_back):
+    """Dropout and running means depend on the rows of a replica, so that losses are those of `step.restore`."""
+    one, other = (resumed.step_for(TOPOLOGIES[name]) for name in there_and_back)
+    with Checkpoints(tmp_path, one) as checkpoints:
+        state, _, position = resumed.train(one, resumed.first_state(one), 2)
+        checkpoints.save(state, position, now=True)
+    found = restored(tmp_path, other)
+    assert found.topology == "other"
+    assert not bitwise(resumed.plain(other, found.state), resumed.plain(one, state))
+    _, losses, _ = resumed.train(other, other.restore(one.whole(state)), 2, position=position)
+    assert resumed.train(other, found.state, 2, position=found.feed)[1] == losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shard_optimizer": True},
+        {"precision": "16.16", "stochastic_rounding": True},
+        {"precision": "16.32", "ema_decay": None},
+    ],
+)
+def test_a_training_is_resumed_under_other_options(tmp_path, options):
+    topology = TOPOLOGIES["two replicas"]
+    given = {"shard_optimizer": False} | options
+    make = lambda: resumed.step_for(  # noqa: E731
+        resumed.dataclasses.replace(topology, shard_optimizer=given["shard_optimizer"]),
+        **{name: value for name, value in given.items() if name != "shard_optimizer"},
+    )
+    step = make()
+    state, _, position = resumed.train(step, resumed.first_state(step), 2)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state, position, now=True)
+    state, losses, _ = resumed.train(step, state, 2, position=position)
+    again = make()
+    found = restored(tmp_path, again)
+    after, more, _ = resumed.train(again, found.state, 2, position=found.feed)
+    assert (found.topology, more) == ("same", losses)
+    assert not bitwise(resumed.plain(again, after), resumed.plain(step, state))

@@ -1,0 +1,344 @@
+"""Test when and what is saved, that the next steps may go on meanwhile, and what is refused by name."""
+
+import itertools
+import re
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import CheckpointError, Checkpoints, DynamicScale, TrainOptions, make_train_step
+from ipu_jax.checkpoints import _due, _seal
+from ipu_jax.checkpoints._due import Due
+from ipu_jax.checkpoints._store import Store
+from support import resumed
+from support.harness import exactly
+from support.refusals import refused
+
+WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(3, 2), "b": np.ones(2, np.float32)}
+ROWS = np.random.default_rng(0).normal(size=(1, 4, 3)).astype(np.float32)
+
+
+def loss_fn(params: Any, rows: Any) -> Any:
+    return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"]) ** 2)
+
+
+def step_of(optimizer: Any = None, **options: Any) -> Any:
+    return make_train_step(loss_fn, optimizer or optax.adam(0.1), TrainOptions(**options))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Let the background wait before it writes, until the event is set."""
+    may_write, wait = threading.Event(), Store.wait
+    monkeypatch.setattr(Store, "wait", lambda self: (may_write.wait(20), wait(self)))
+    return may_write
+
+
+# when
+
+
+@pytest.mark.parametrize(("every", "iterations", "saved"), [(4, 1, [4, 8]), (4, 3, [6, 9, 12]), (1, 2, [2, 4, 6])])
+def test_a_save_is_due_when_its_number_of_updates_is_reached_or_passed(every, iterations, saved):
+    due, found = Due(every, None), []
+    due.restart(0)
+    while len(found) < len(saved):
+        if due.after(iterations):
+            assert due.step is not None
+            found.append(due.step)
+            due.restart(due.step)
+    assert found == saved
+
+
+def test_after_a_resume_the_next_save_is_due_at_the_next_multiple():
+    due = Due(100, None)
+    due.restart(150)
+    assert [due.after(10) for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_minutes_are_those_since_the_last_save():
+    now = itertools.count(0, 20)
+    due = Due(None, 1, clock=lambda: next(now))
+    due.restart(0)  # at 20 s
+    assert [due.after(1) for _ in range(3)] == [False, False, True]
+    due.restart(3)  # at 100 s
+    assert [due.after(1) for _ in range(3)] == [False, False, True]
+
+
+def test_several_instances_ask_the_first_one_a_few_times_only(monkeypatch):
+    """A step takes 0.1 s, and a save is due every 60 s: 600 calls."""
+    calls, asked = itertools.count(), []
+    monkeypatch.setattr(_due.popdist, "get_num_instances", lambda: 2)
+    monkeypatch.setattr(_due.popdist, "broadcast", lambda wait: asked.append(wait) or wait)
+    at = 0
+    due = Due(None, 1, clock=lambda: 0.1 * at)
+    due.restart(0)
+    for at in calls:
+        if at and due.after(1):
+            break
+    assert 600 <= at <= 603
+    assert len(asked) <= 10
+
+
+def test_only_the_last_ones_are_kept(tmp_path):
+    step = step_of(donate=False)
+    state = step.init(WEIGHTS)
+    with Checkpoints(tmp_path / "new" / "runs", step, keep=2, every=1) as checkpoints:
+        for _ in range(4):
+            state, _ = step(state, ROWS)
+            checkpoints.save(state)
+            checkpoints.wait()
+    assert sorted(path.name for path in (tmp_path / "new" / "runs").iterdir()) == ["step-3", "step-4"]
+    assert checkpoints.last == 4
+
+
+def test_a_call_that_saves_nothing_waits_for_nothing(tmp_path):
+    """It neither reads the state, whose step may not have run yet, nor writes."""
+    step = step_of()
+    with Checkpoints(tmp_path, step, every=1000) as checkpoints:
+        checkpoints.restore(step.init(WEIGHTS))
+        nothing: Any = None
+        begin = time.perf_counter()
+        assert not any(checkpoints.save(nothing) for _ in range(500))
+        assert (time.perf_counter() - begin) / 500 < 1e-3
+    assert not list(tmp_path.iterdir())
+
+
+# what
+
+
+def test_the_next_steps_may_reuse_the_buffers_of_a_state_that_is_being_saved(tmp_path, slow_disk):
+    """The background writes only after ten more steps, which donate the state that is being saved."""
+    step = step_of()
+    state, _ = step(step.init(WEIGHTS), ROWS)
+    expected = jax.tree.map(np.array, step.whole(state))
+    with Checkpoints(tmp_path, step) as checkpoints:
+        begin = time.perf_counter()
+        assert checkpoints.save(state, now=True)
+        assert time.perf_counter() - begin < 15, "it waited for the disk"
+        for _ in range(10):
+            state, _ = step(state, ROWS)
+        jax.block_until_ready(state.params)
+        assert checkpoints.last is None
+        slow_disk.set()
+    with Checkpoints(tmp_path, step) as checkpoints:
+        found = checkpoints.restore(state)
+    assert found is not None
+    jax.tree.map(np.testing.assert_array_equal, step.whole(found.state), expected)
+    assert found.step == 1 < int(state.step)
+
+
+def test_the_users_data_and_the_feeds_position_come_back(tmp_path):
+    step = step_of()
+    state = step.init(WEIGHTS)
+    extra = {"flags": ["--lr", "0.1"], "rate": 0.1, "none": None}
+    position = {"epoch": 3, "position": 7, "source": {"shard": "a", "rows": [1, 2]}}
+    with Checkpoints(tmp_path, step, describes={"data": "rows"}) as checkpoints:
+        checkpoints.save(state, position, extra=extra, now=True)
+        wrong = (
+            "extra={'sizes': (1, 2)} would come back as {'sizes': [1, 2]}: give lists, and dicts with strings as keys"
+        )
+        with pytest.raises(ValueError, match=exactly(wrong)):
+            checkpoints.save(state, extra={"sizes": (1, 2)}, now=True)
+        with pytest.raises(ValueError, match="is not plain data"):
+            checkpoints.save(state, {"source": object()}, now=True)
+    seal = _seal.read_seal(tmp_path / "step-0")
+    assert seal["versions"].keys() == {"ipu_jax", "jax", "orbax-checkpoint", "optax"}
+    with Checkpoints(tmp_path, step, describes={"data": "rows"}) as checkpoints:
+        found = checkpoints.restore(state)
+    assert found is not None
+    assert (found.extra, found.feed) == (extra, position)
+
+
+def test_empty_arrays_and_keys_of_an_optimizer_are_restored(tmp_path):
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(0.1))
+    weights = WEIGHTS | {"empty": np.zeros((0, 3), np.float32)}
+    step, other = (step_of(optimizer, replication_factor=n, shard_optimizer=n > 1) for n in (2, 1))
+    state = step.init(weights)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state, now=True)
+    numbers = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf  # noqa: E731
+    for again, topology in ((step, "same"), (other, "other")):
+        with Checkpoints(tmp_path, again) as checkpoints:
+            found = checkpoints.restore(again.init(weights))
+        assert found is not None
+        assert found.topology == topology
+        wholes = [each["optimizer"] for each in (again.whole(found.state), step.whole(state))]
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(numbers(a), numbers(b)), *wholes)
+
+
+# who
+
+
+def test_another_training_is_refused_by_name(tmp_path):
+    step = step_of()
+    with Checkpoints(tmp_path, step, describes={"data": "rows"}) as checkpoints:
+        checkpoints.save(step.init(WEIGHTS), now=True)
+    at, same = f"{tmp_path}/step-0", {"describes": {"data": "rows"}}
+    resume = "resume with the model and the optimizer that it was saved with, or save to another folder"
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (
+            step,
+            {"describes": {"data": "spirals"}},
+            f"{at} is of data 'rows', but this training's data is 'spirals': resume with the same data, or save to "
+            "another folder",
+        ),
+        (
+            step,
+            {"describes": {"data": "rows", "model": "mlp"}},
+            f"{at} is of model not given, but this training's model is 'mlp': resume with the same model, or save to "
+            "another folder",
+        ),
+        (
+            step_of(optax.sgd(0.1, momentum=0.9)),
+            same,
+            f"{at} has other optimizer state: it has no optimizer[0].trace['a'], which this training has, and has "
+            f"optimizer[0].count, which this training does not have; {resume}",
+        ),
+        (
+            step_of(ema_decay=0.9),
+            same,
+            f"{at} has no average of the weights: leave ema_decay out",
+        ),
+        (
+            step_of(loss_scale=DynamicScale()),
+            same,
+            f"{at} has no scale, and this training has float32. It is a dynamic loss scale: give the step "
+            "TrainOptions(loss_scale=DynamicScale()), as when it was saved",
+        ),
+        (
+            step_of(precision="16.16"),
+            same,
+            f"{at} has other weights: params['a'] is float32[3, 2] in it, and bfloat16[3, 2] in this training; resume "
+            "with the sizes and the precision that it was saved with, or save to another folder",
+        ),
+    ]
+    for other, options, message in cases:
+        state = other.init(WEIGHTS)
+        with Checkpoints(tmp_path, other, **options) as checkpoints, refused(message):
+            checkpoints.restore(state)
+
+
+def test_a_model_of_other_groups_is_refused_by_name(tmp_path):
+    one, other = (resumed.step_for(resumed.TOPOLOGIES["basic"], dropout=dropout) for dropout in (False, True))
+    with Checkpoints(tmp_path, one) as checkpoints:
+        checkpoints.save(resumed.first_state(one), now=True)
+    state = resumed.first_state(other)
+    message = (
+        f"{tmp_path}/step-0 has no key, and this training has key<fry>. It is a random key: the model or the rounding "
+        "must be random, as when it was saved"
+    )
+    with Checkpoints(tmp_path, other) as checkpoints, refused(message):
+        checkpoints.restore(state)
+    step = step_of()
+    with Checkpoints(tmp_path, step) as checkpoints, pytest.raises(ValueError, match="has other weights: it has no"):
+        checkpoints.restore(step.init(WEIGHTS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep=0"),
+        ({"every": 0}, "every=0"),
+        ({"minutes": 0}, "minutes=0 is not a positive number: give one such as 10"),
+        ({"timeout": float("inf")}, "timeout=inf is not a positive number: give one such as 300"),
+        ({"on_save_error": "ignore"}, "on_save_error='ignore'"),
+        ({"describes": {"f": len}}, "describes={'f': <built-in function len>} is not plain data"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=rf"\A{re.escape(message)}"):
+        Checkpoints(tmp_path, step_of(), **options)
+
+
+def test_what_is_no_step_is_refused(tmp_path):
+    wrong: Any = loss_fn
+    with pytest.raises(ValueError, match=r"is not a training step: make it with make_train_step\(\.\.\.\)$"):
+        Checkpoints(tmp_path, wrong)
+
+
+def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(
+        ImportError, match=exactly("orbax.checkpoint cannot be imported: pip install 'ipu-jax[checkpoints]'")
+    ):
+        Checkpoints(tmp_path, step_of())
+
+
+# the end
+
+
+def test_the_last_save_is_waited_for_and_verified(tmp_path):
+    step = step_of()
+    checkpoints = Checkpoints(tmp_path, step)
+    checkpoints.save(step.init(WEIGHTS), now=True)
+    checkpoints.wait()
+    index = tmp_path / "step-0" / "manifest.ocdbt"
+    index.write_bytes(index.read_bytes()[:-1])
+    wrong = r"it was written, but manifest.ocdbt has another size; restore\(\) finds the one before it$"
+    with pytest.raises(CheckpointError, match=wrong):
+        checkpoints.close()
+    checkpoints.close()  # does nothing any more
+    with pytest.raises(ValueError, match=r"^the checkpoints are closed: save inside their `with` block$"):
+        checkpoints.save(step.init(WEIGHTS))
+
+
+def test_an_error_of_the_program_is_not_hidden_by_one_of_the_last_save(tmp_path, monkeypatch):
+    step, wait = step_of(), Store.wait
+
+    def fails(self: Any) -> None:
+        wait(self)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Store, "wait", fails)
+
+    def program() -> None:
+        with Checkpoints(tmp_path, step) as checkpoints:
+            checkpoints.save(step.init(WEIGHTS), now=True)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as raised:
+        program()
+    (note,) = raised.value.__notes__
+    assert "step-0 failed, [Errno 5] Input/output error, of " in note
+
+
+def test_an_error_in_the_last_save_is_raised_at_the_end(tmp_path, monkeypatch):
+    step, wait = step_of(), Store.wait
+
+    def fails(self: Any) -> None:
+        wait(self)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Store, "wait", fails)
+    with pytest.raises(CheckpointError, match="Errno 5"), Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(step.init(WEIGHTS), now=True)
+
+
+def test_the_launcher_is_told_that_a_save_is_no_stuck_step(tmp_path, monkeypatch):
+    from ipu_jax import _beacon
+
+    run = tmp_path / "run"
+    run.mkdir()
+    beacon = _beacon.Beacon(run / "beacon.0")
+    beacon.enter(_beacon.Phase.STEPPING)
+    monkeypatch.setattr(_beacon, "current", lambda: beacon)
+    seen = []
+    begin = Store.begin
+    monkeypatch.setattr(
+        Store, "begin", lambda self, *a: (seen.append((beacon.phase, _beacon.read(run / "beacon.0"))), begin(self, *a))
+    )
+    step = step_of()
+    with warnings.catch_warnings(), Checkpoints(tmp_path / "c", step) as checkpoints:
+        checkpoints.save(step.init(WEIGHTS), now=True)
+    ((phase, reading),) = seen
+    assert phase is _beacon.Phase.BUSY
+    assert (reading.label, reading.limit) == ("beginning a save", 600.0)
+    assert beacon.phase is _beacon.Phase.STEPPING

@@ -1,0 +1,243 @@
+"""Test that a dead, failing or stuck instance is found in time and named, and that nothing is left behind."""
+
+import signal
+import time
+import uuid
+
+import pytest
+
+from support.launched import gone_within, marked, poprun, program
+
+TWO = ("-v", "--num-instances", "2", "--num-replicas", "2")
+THREE = ("-v", "--num-instances", "3", "--num-replicas", "3")
+
+
+@pytest.fixture
+def mark():
+    return uuid.uuid4().hex
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_instance_is_noticed_within_half_a_second_and_all_are_gone_within_three(tmp_path, mark, victim):
+    body = f"""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # survivors may be stuck
+    for n in range(1000):
+        if me == {victim} and n == 7:
+            print(f"killed={{time.monotonic()}}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(n)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body), POPRUN_TEST=mark)
+    left = time.monotonic()
+    assert ran.status == 128 + signal.SIGKILL
+    assert ran.seen(f"instance {victim} was ended by SIGKILL") - ran.stamp("killed") < 0.5
+    assert left - ran.stamp("killed") < 3
+    assert marked(mark) == set()
+    last = ran.err.splitlines()[-1]
+    assert last.startswith(f"poprun: instance {victim} (host localhost, pid ")
+    assert "last finished step 7) was ended by SIGKILL" in last
+
+
+@pytest.mark.parametrize(
+    ("hang", "letter", "stacks"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "T (stopped)", False),
+        # with the interpreter's lock held, so that no thread of Python runs
+        ("re.match('(a+)+$', 'a' * 64 + 'b')", "R (running)", True),
+        ("threading.Event().wait()", "S (sleeping)", True),
+    ],
+)
+def test_an_instance_that_lives_but_is_stuck_is_found_after_five_seconds(tmp_path, mark, hang, letter, stacks):
+    body = f"""
+    import faulthandler, re, threading
+    faulthandler.register(signal.SIGUSR1, file=open(run_dir / f"stacks.{{me}}", "w"))
+    def the_culprit():
+        print(f"stuck={{time.monotonic()}}", flush=True)
+        {hang}
+    for n in range(1000):
+        if me == 1 and n == 6:
+            the_culprit()
+        beacon.begun(4 if n == 0 else 1)  # the others have dispatched up to 4 more
+        meet(n)
+        beacon.finished()
+        time.sleep(0.05)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body), POPRUN_TEST=mark)
+    assert ran.status == 124
+    found = ran.seen("instance 1 is stuck") - ran.stamp("stuck")
+    assert 4.5 < found < 6.5
+    assert marked(mark) == set()
+    assert "instance 1 (host localhost, pid " in ran.err
+    assert "last finished step 6) is stuck: it finished no step for " in ran.err
+    assert "the limit is 5 s (the larger of 5 s and 5 x the median step of 0." in ran.err
+    assert f"the process is in state {letter}" in ran.err
+    assert ("in the_culprit" in ran.err) == stacks
+    assert "    stuck=" in ran.err  # its last line
+
+
+@pytest.mark.slow
+def test_a_slow_program_is_not_stuck(tmp_path):
+    body = """
+    for n in range(3):
+        step(n, seconds=2.5)  # less than 5 x the median
+    with beacon.during(_beacon.Phase.BUSY, "saving", limit=60) if me == 0 else beacon.during(beacon.phase):
+        if me == 0:
+            time.sleep(6.5)  # the other one waits for it, and is not stuck either
+    step(3)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert (ran.status, ran.out) == (0, "")
+
+
+def test_a_phase_may_take_its_own_limit_only(tmp_path):
+    body = """
+    step(0)
+    if me == 1:
+        beacon.enter(_beacon.Phase.BUSY, "saving", limit=1)
+        time.sleep(60)
+    step(1)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert ran.status == 124
+    assert "instance 1 (host" in ran.err
+    assert "is stuck: it was busy with saving for 1." in ran.err
+    assert "the limit is 1 s (its own limit)" in ran.err
+
+
+def test_compiling_is_bounded_by_its_option(tmp_path):
+    body = """
+    beacon.enter(_beacon.Phase.COMPILING)
+    time.sleep(60)
+    """
+    ran = poprun("--compile-timeout", "1", *TWO, *program(tmp_path, body))
+    assert ran.status == 124
+    assert "the limit is 1 s (--compile-timeout)" in ran.err
+
+
+@pytest.mark.slow
+def test_stall_timeout_may_be_shorter_or_off(tmp_path):
+    body = """
+    step(0), step(1)
+    if me == 0:
+        time.sleep(7)
+    step(2)
+    """
+    ran = poprun("--stall-timeout", "1", *TWO, *program(tmp_path, body))
+    assert ran.status == 124
+    assert "instance 0 (host" in ran.err
+    assert "(--stall-timeout)" in ran.err
+    assert poprun("--stall-timeout", "off", *TWO, *program(tmp_path, body)).status == 0
+
+
+def test_those_that_wait_for_one_that_has_ended_say_so(tmp_path):
+    body = """
+    step(0), step(1)
+    if me == 0:
+        time.sleep(60)
+    """
+    ran = poprun("--stall-timeout", "1", *TWO, *program(tmp_path, body))
+    assert ran.status == 124
+    assert "of the other instances, 1 had exited with status 0: it may have waited for them" in ran.err
+
+
+def test_an_exception_names_its_instance_and_its_status_is_that_of_poprun(tmp_path, mark):
+    body = """
+    for n in range(1000):
+        if me == 2 and n == 3:
+            error = ValueError("no such thing")
+            write_error(error)
+            sys.stderr.write("a traceback\\n")
+            os._exit(7)
+        step(n)
+    """
+    ran = poprun(*THREE, *program(tmp_path, body), POPRUN_TEST=mark)
+    assert ran.status == 7
+    assert "[1,2]<stderr>:a traceback" in ran.err
+    assert ran.err.endswith("last finished step 3) failed with ValueError: no such thing (exit status 7)\n")
+    assert ran.seconds < 5
+    assert marked(mark) == set()
+
+
+@pytest.mark.parametrize(
+    "how", ["os.kill(os.getpid(), signal.SIGKILL)", "write_error(ValueError('mine')); os._exit(9)"]
+)
+def test_those_that_fail_because_of_another_are_not_blamed(tmp_path, how):
+    # The peers see the connection of instance 1 end at once, write their errors, and exit before it is seen to.
+    body = f"""
+    import socket
+    path = str(run_dir / "socket")
+    if me == 1:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        peers = [server.accept()[0] for _ in range(instances - 1)]
+        time.sleep(0.3)
+        {how}
+    while True:
+        try:
+            peer = socket.socket(socket.AF_UNIX)
+            peer.connect(path)
+            break
+        except OSError:
+            time.sleep(0.01)
+    peer.recv(1)
+    write_error(RuntimeError("Gloo: Connection closed by peer"))
+    os._exit(1)
+    """
+    for _ in range(3):
+        ran = poprun(*THREE, *program(tmp_path, body))
+        assert ran.status in (9, 137)
+        assert ran.err.splitlines()[-1].startswith("poprun: instance 1 ")
+
+
+def test_an_exception_is_told_even_if_its_program_takes_its_time_to_end(tmp_path):
+    body = """
+    if me == 0:
+        error = ValueError("mine")
+        write_error(error)
+        beacon.enter(_beacon.Phase.FAILED, "ValueError")
+        (run_dir / "failed").touch()
+        time.sleep(60)
+    while not (run_dir / "failed").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    write_error(KeyError("yours"))
+    os._exit(4)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert ran.status == 1
+    assert ran.err.splitlines()[-1].startswith("poprun: instance 0 ")
+    assert ran.err.endswith("failed with ValueError: mine\n")
+
+
+def test_an_exception_of_a_program_that_ends_well_is_not_believed(tmp_path):
+    ran = poprun(*TWO, *program(tmp_path, "write_error(ValueError('handled'))"))
+    assert (ran.status, ran.out) == (0, "")
+    assert "handled" not in ran.err
+
+
+def test_a_shell_in_between_changes_nothing(tmp_path, mark):
+    command = " ".join(program(tmp_path, "time.sleep(60) if me else os._exit(5)"))
+    ran = poprun(*TWO, "bash", "-c", f"sleep 70 & {command}; exit $?", POPRUN_TEST=mark)
+    assert ran.status == 5
+    assert ran.seconds < 5
+    assert marked(mark) == set()
+
+
+def test_processes_that_instances_leave_behind_are_ended(tmp_path, mark):
+    body = """
+    subprocess.Popen(["sleep", "70"], stdout=subprocess.DEVNULL)
+    subprocess.Popen(["sleep", "70"], start_new_session=True)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body), POPRUN_TEST=mark)
+    assert ran.status == 0
+    assert ran.seconds < 5
+    gone_within(mark, 0.5)
+
+
+def test_a_foreign_program_is_supervised_by_its_exit_alone(mark):
+    ran = poprun(*TWO, "bash", "-c", "echo it >&2; test $IPU_JAX_INSTANCE = 0 || exit 3; sleep 50", POPRUN_TEST=mark)
+    assert ran.status == 3
+    assert "it had no beacon, so that only its exit was supervised" in ran.err
+    assert "instance 1 (host localhost, pid" in ran.err
+    assert marked(mark) == set()

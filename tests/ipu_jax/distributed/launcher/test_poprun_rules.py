@@ -1,0 +1,336 @@
+"""Test the rules of supervision with times that are given: who is stuck, who failed first, whether to start again."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipu_jax._beacon import Phase
+from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
+from ipu_jax.distributed.launcher.events import (
+    Beat,
+    Ended,
+    ErrorRecord,
+    Exited,
+    Output,
+    Progress,
+    Started,
+    event_of,
+    line_of,
+)
+from ipu_jax.distributed.launcher.failure import failure_of, first
+from ipu_jax.distributed.launcher.stall import Judge
+from ipu_jax.distributed.launcher.supervisor import Outcome
+
+
+def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, first_at=0.0):
+    return Progress(begun, finished, finished_at, phase, phase_at, limit, "", first_at)
+
+
+def judge_of(instances, stall=None, compiling=1800.0):
+    judge = Judge(stall, compiling)
+    for i in range(instances):
+        judge.started(i, 0.0)
+    return judge
+
+
+def beat(judge, instance, now, letter="S", **values):
+    judge.beat(Beat(instance, 100 + instance, letter, progress(**values)), now)
+
+
+def stepped(judge, instances, steps, duration):
+    """Let all instances finish steps; return when the last one has ended."""
+    for n in range(1, steps + 1):
+        for i in range(instances):
+            beat(judge, i, n * duration, begun=n, finished=n, finished_at=n * duration, phase_at=duration)
+    return steps * duration
+
+
+@given(st.floats(0.01, 30), st.integers(2, 20))
+def test_the_limit_is_five_median_steps_and_at_least_five_seconds(duration, steps):
+    judge = judge_of(2)
+    end = stepped(judge, 2, steps, duration)
+    limit = max(5, 5 * duration)
+    assert judge.verdict(end + 0.99 * limit) is None
+    stuck = judge.verdict(end + 1.01 * limit)
+    assert stuck is not None
+    assert stuck.limit == pytest.approx(limit)
+    assert stuck.seconds == pytest.approx(1.01 * limit)
+
+
+def test_steps_that_were_seen_at_once_have_a_duration_from_the_second_on():
+    judge = judge_of(1)
+    beat(judge, 0, 20.5, begun=31, finished=31, first_at=20.0, finished_at=20.3, phase_at=20.0)
+    assert judge.median_step() == pytest.approx(0.01)
+    stuck = judge.verdict(25.4)
+    assert stuck is not None
+    assert stuck.limit == 5
+
+
+def test_who_waits_in_a_barrier_is_not_stuck_and_excuses_nobody():
+    judge = judge_of(2)
+    stepped(judge, 2, 10, 0.1)
+    for now in (1.0, 4.0, 6.1):
+        beat(judge, 0, now, begun=10, finished=10, finished_at=1.0, phase=Phase.WAITING, phase_at=1.0, limit=310.0)
+        beat(judge, 1, now, begun=10, finished=10, finished_at=1.0, phase_at=0.1)
+    stuck = judge.verdict(6.1)
+    assert stuck is not None
+    assert (stuck.instance, stuck.limit) == (1, 5)
+    beat(judge, 1, 300, begun=11, finished=11, finished_at=300.0, phase_at=0.1)
+    assert judge.verdict(300.0) is None
+    beat(judge, 1, 312, begun=12, finished=12, finished_at=312.0, phase_at=0.1)
+    late = judge.verdict(312.0)  # its own error should have ended it
+    assert late is not None
+    assert (late.instance, late.doing) == (0, "waited")
+
+
+def test_a_program_that_tells_of_no_steps_may_run_for_ever():
+    judge = judge_of(2)
+    for i in range(2):
+        beat(judge, i, 1e6, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=1.0)
+    assert judge.verdict(1e6) is None
+
+
+def test_one_long_step_does_not_move_the_median():
+    judge = judge_of(1)
+    end = stepped(judge, 1, 50, 1.0)
+    beat(judge, 0, end + 20, begun=51, finished=51, finished_at=end + 20, phase_at=1.0)
+    assert judge.median_step() == pytest.approx(1.0)
+
+
+def test_a_time_in_which_it_did_something_else_is_no_step():
+    judge = judge_of(1)
+    end = stepped(judge, 1, 3, 1.0)
+    # saving took 100 s; the phase has ended since, and began anew
+    beat(judge, 0, end + 101, begun=4, finished=4, finished_at=end + 101, phase_at=end + 100)
+    assert judge.median_step() == pytest.approx(1.0)
+    beat(judge, 0, end + 103, begun=5, finished=5, finished_at=end + 103, phase_at=end + 100)
+    assert judge.median_step() == pytest.approx(1.0)
+
+
+def test_the_first_step_compiles_and_bounds_the_second():
+    judge = judge_of(1)
+    beat(judge, 0, 40, begun=1, finished=1, finished_at=40, phase_at=40)
+    assert judge.verdict(40 + 199) is None
+    stuck = judge.verdict(40 + 201)
+    assert stuck is not None
+    assert "the first step" in stuck.rule
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.COMPILING, Phase.BUSY])
+def test_others_may_wait_for_one_that_does_something_else(phase):
+    judge = judge_of(2)
+    end = stepped(judge, 2, 5, 0.1)
+    for now in range(1, 100):
+        beat(judge, 0, end + now, begun=5, finished=5, finished_at=end, phase=phase, phase_at=end + 0.5)
+        beat(judge, 1, end + now, begun=6, finished=5, finished_at=end, phase_at=0.1)
+        assert judge.verdict(end + now) is None
+    # from its end on, the steps have their usual time
+    beat(judge, 0, end + 99.5, begun=5, finished=5, finished_at=end, phase_at=end + 99.5)
+    assert judge.verdict(end + 103) is None
+    stuck = judge.verdict(end + 105)
+    assert stuck is not None
+    assert stuck.instance == 0
+
+
+@given(
+    begun=st.lists(st.integers(10, 14), min_size=2, max_size=6),
+    stopped=st.sets(st.integers(0, 5)),
+    ended=st.sets(st.integers(0, 5)),
+)
+def test_the_culprit_is_stopped_or_has_begun_the_fewest_steps(begun, stopped, ended):
+    judge = judge_of(len(begun))
+    end = stepped(judge, len(begun), 10, 0.1)
+    for i, steps in enumerate(begun):
+        phase = Phase.ENDING if i in ended else Phase.STEPPING
+        letter = "T" if i in stopped else "S"
+        beat(judge, i, end + 1, letter, begun=steps, finished=10, finished_at=end, phase=phase, phase_at=0.1)
+    stuck = judge.verdict(end + 5.5)
+    alive = [i for i in range(len(begun)) if i not in ended or i in stopped]
+    stepping = [i for i in range(len(begun)) if i not in ended]
+    if not stepping:
+        assert stuck is None  # those that are stopped are found a little later
+        return
+    assert stuck is not None
+    of_kind = [i for i in alive if i in stopped] or stepping
+    assert stuck.instance in of_kind
+    assert begun[stuck.instance] == min(begun[i] for i in of_kind)
+    assert stuck.letter == ("T" if stuck.instance in stopped else "S")
+
+
+def test_of_two_that_have_begun_as_much_the_longer_silent_one_is_it():
+    judge = judge_of(2)
+    end = stepped(judge, 2, 10, 0.1)
+    beat(judge, 0, end + 1, begun=11, finished=11, finished_at=end + 0.3, phase_at=0.1)
+    beat(judge, 1, end + 1, begun=11, finished=10, finished_at=end, phase_at=0.1)
+    stuck = judge.verdict(end + 6)
+    assert stuck is not None
+    assert stuck.instance == 1
+
+
+def test_steps_of_others_do_not_wait_for_one_without_a_beacon():
+    judge = judge_of(3)
+    end = stepped(judge, 2, 10, 0.1)
+    judge.beat(Beat(2, 102, "S", None), end)
+    beat(judge, 0, end + 1, begun=11, finished=10, finished_at=end, phase_at=0.1)
+    stuck = judge.verdict(end + 6)
+    assert stuck is not None
+    assert stuck.instance == 1
+
+
+def test_ending_is_no_stuckness_and_neither_is_having_no_beacon():
+    judge = judge_of(2)
+    beat(judge, 0, 10, begun=9, finished=9, finished_at=1, phase=Phase.ENDING, phase_at=1)
+    judge.beat(Beat(1, 101, "S", None), 10)
+    assert judge.verdict(1e6) is None
+
+
+def test_stopped_is_stuck_in_any_phase_after_five_seconds():
+    judge = judge_of(1)
+    for now in (10.0, 12.0, 14.9):
+        judge.beat(Beat(0, 100, "T", None), now)
+        assert judge.verdict(now) is None
+    stuck = judge.verdict(15.1)
+    assert stuck is not None
+    assert stuck.doing == "was stopped"
+    judge.beat(Beat(0, 100, "S", None), 15.2)
+    assert judge.verdict(30) is None
+
+
+def test_an_exception_that_does_not_end_its_program_is_stuck():
+    judge = judge_of(1)
+    beat(judge, 0, 11, begun=1, finished=1, finished_at=1, phase=Phase.FAILED, phase_at=10)
+    assert judge.verdict(14.9) is None
+    assert judge.verdict(15.1) is not None
+
+
+def test_compiling_has_its_limit_and_names_the_one_that_has_not_come():
+    judge = judge_of(2, compiling=100)
+    beat(judge, 0, 50, begun=1, finished=0, finished_at=0, phase=Phase.COMPILING, phase_at=1)
+    judge.beat(Beat(1, 101, "S", None), 50)  # it has not even used jax
+    assert judge.verdict(100) is None
+    stuck = judge.verdict(102)
+    assert stuck is not None
+    assert (stuck.instance, stuck.rule) == (1, "--compile-timeout")
+
+
+def test_the_clocks_start_anew_when_nobody_has_looked():
+    judge = judge_of(1, compiling=100)
+    end = stepped(judge, 1, 5, 0.1)
+    judge.resumed(end + 1000)
+    assert judge.verdict(end + 1004) is None
+    assert judge.verdict(end + 1006) is not None
+    judge = judge_of(1, compiling=100)
+    beat(judge, 0, 1, begun=0, finished=0, finished_at=0, phase=Phase.STARTING, phase_at=1)
+    judge.resumed(1000)
+    assert judge.verdict(1099) is None
+    assert judge.verdict(1101) is not None
+
+
+def test_a_limit_that_is_off_is_none():
+    judge = judge_of(1, stall=math.inf)
+    end = stepped(judge, 1, 5, 0.1)
+    assert judge.verdict(end + 1e6) is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Beat(1, 7, "S", progress(3, 2, 50.0, phase_at=40.0), None),
+        Beat(1, 7, "S", None, ErrorRecord(60.0, "ValueError", "no", 3)),
+        Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)),
+        Output(0, "stderr", bytes(range(256))),
+        Started(0, 9, "3", (1, 2)),
+        Ended((4, 5)),
+    ],
+)
+def test_what_happens_travels_to_another_clock(event):
+    there, here = 1000.0, 100.0
+    came = event_of(line_of(event, there), here)
+    assert type(came) is type(event)
+    assert event_of(line_of(came, here), there) == event
+
+
+def test_times_travel_as_ages():
+    came = event_of(line_of(Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)), 1000.0), 100.0)
+    assert came == Exited(0, -9, 70.0 - 900, ErrorRecord(60.0 - 900, "ValueError", "no", 3))
+    at = {"first_at": 45.0, "finished_at": 50.0, "phase_at": 40.0}
+    beat = Beat(1, 7, "S", dataclasses.replace(progress(3, 2, 0.0), **at))
+    came = event_of(line_of(beat, 1000.0), 100.0)
+    assert isinstance(came, Beat)
+    assert came.progress is not None
+    assert {name: getattr(came.progress, name) + 900 for name in at} == at
+
+
+def record(at, message="no", kind="ValueError"):
+    return ErrorRecord(at, kind, message, 0)
+
+
+def test_the_first_failure_is_the_one_whose_exception_came_first():
+    late = failure_of(0, 1, seen_at=10.0, error=record(9.9))
+    early = failure_of(1, 1, seen_at=10.2, error=record(9.8))
+    assert first([late, early]).instance == 1
+
+
+@pytest.mark.parametrize("status", [-9, -11, -6, 3])
+def test_a_lost_connection_is_a_consequence_even_if_it_is_seen_first(status):
+    lost = failure_of(0, 1, seen_at=10.0, error=record(9.9, "Gloo: Connection closed by peer", "XlaRuntimeError"))
+    cause = failure_of(1, status, seen_at=9.95, error=None)
+    assert first([lost, cause]).instance == 1
+
+
+def test_if_all_have_lost_a_connection_the_first_is_told():
+    failures = [failure_of(i, 1, 10.0, record(9.9 - i, "connection reset")) for i in range(3)]
+    assert first(failures).instance == 2
+
+
+def test_an_exception_is_not_believed_of_an_instance_that_a_signal_has_ended():
+    assert failure_of(0, -9, 10.0, record(1.0)).error is None
+    assert failure_of(0, -9, 10.0, record(1.0)).exit_status == 137
+
+
+def outcome(**values):
+    return Outcome(1, **{"again": True, "stepped": True, **values})
+
+
+def restarts_of(most, outcomes):
+    """Return how often a run is started again."""
+    history, count = History(most), 0
+    for one in outcomes:
+        if history.restart(one) is None:
+            return count, history.last_words
+        count += 1
+    return count, history.last_words
+
+
+def test_a_run_is_started_again_as_often_as_it_is_allowed():
+    for most in range(4):
+        count, words = restarts_of(most, [outcome()] * 10)
+        assert count == most
+        assert len(words) == (most > 0)
+
+
+def test_restarts_end_when_they_get_nowhere():
+    count, words = restarts_of(100, [outcome(stepped=False)] * 10)
+    assert count == FRUITLESS
+    assert words == ["3 restarts in a row have finished no step: there is no other"]
+    pattern = [outcome(), *[outcome(stepped=False)] * 2, outcome(), *[outcome(stepped=False)] * 9]
+    assert restarts_of(100, pattern)[0] == 3 + FRUITLESS
+
+
+def test_a_program_without_beacons_gets_on_if_it_runs_for_a_while():
+    assert restarts_of(100, [outcome(stepped=None, seconds=LONG)] * 10)[0] == 10
+    assert restarts_of(100, [outcome(stepped=None, seconds=1)] * 10)[0] == FRUITLESS
+
+
+def test_what_cannot_end_otherwise_is_not_started_again():
+    assert restarts_of(5, [outcome(again=False)])[0] == 0
+
+
+def test_a_taken_port_is_no_restart():
+    history = History(0)
+    assert history.restart(outcome(port_taken=True)) is not None
+    assert history.restart(outcome(port_taken=True)) is None
+    assert History(0).restart(outcome(port_taken=True), port_is_given=True) is None

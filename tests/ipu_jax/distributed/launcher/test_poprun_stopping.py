@@ -1,0 +1,280 @@
+"""Test that poprun stops its instances when its user, its reader or its own death asks for it, and leaves none."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import termios
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from support.launched import POPRUN, environment, gone_within, heed_signals, marked, program, start
+
+TWO = ("--num-instances", "2", "--num-replicas", "2")
+READY = """
+def ready():
+    (run_dir / f"ready.{me}").touch()
+    while not all((run_dir / f"ready.{i}").exists() for i in range(instances)):
+        time.sleep(0.005)
+    if me == 0:
+        print("ready", flush=True)
+"""
+
+
+@pytest.fixture
+def mark():
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def started(tmp_path, mark):
+    """Return a function that starts poprun with a program, and waits until all instances are ready."""
+    processes = []
+
+    def begin(body, *words):
+        process = start(*TWO, *words, *program(tmp_path, READY + body), POPRUN_TEST=mark)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[1,0]<stdout>:ready\n"
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+    for pid in marked(mark):
+        os.kill(pid, signal.SIGKILL)
+
+
+SLEEP = "\nready()\ntime.sleep(70)\n"
+IGNORE = "\nfor number in (1, 2, 15):\n    signal.signal(number, signal.SIG_IGN)" + SLEEP
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
+)
+def test_a_signal_is_passed_on_and_ends_all(started, mark, number, status):
+    process = started(SLEEP)
+    process.send_signal(number)
+    assert process.wait(timeout=5) == status
+    assert marked(mark) == set()
+
+
+def test_a_program_may_save_and_end_well(started, tmp_path):
+    body = f"""
+def save(*_):
+    time.sleep(2)
+    (Path({str(tmp_path)!r}) / f"saved.{{me}}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+ready()
+time.sleep(70)
+"""
+    process = started(body)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+    assert {path.name for path in tmp_path.glob("saved.*")} == {"saved.0", "saved.1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_second_signal_kills_at_once(started, mark, number):
+    process = started(IGNORE)
+    process.send_signal(number)
+    time.sleep(1.5)
+    assert process.poll() is None
+    begun = time.monotonic()
+    process.send_signal(number)
+    assert process.wait(timeout=5) == 128 + number
+    assert time.monotonic() - begun < 2
+    assert marked(mark) == set()
+    assert process.stderr is not None
+    assert f"{number.name} was passed on to all instances: they may take 30 s" in process.stderr.read()
+
+
+def test_grace_bounds_what_a_program_may_take(started, mark):
+    process = started(IGNORE, "--grace", "0.5")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 143
+    assert marked(mark) == set()
+
+
+@pytest.mark.parametrize("body", [SLEEP, "\nsubprocess.Popen(['sleep', '70'], start_new_session=True)" + IGNORE])
+def test_nothing_outlives_a_poprun_that_is_killed(started, mark, body):
+    process = started(body)
+    folders = {
+        value.split(b"=", 1)[1].decode()
+        for pid in marked(mark)
+        for value in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if value.startswith(b"IPU_JAX_RUN_DIR=")
+    }
+    assert len(folders) == 1
+    assert os.path.isdir(*folders)
+    process.kill()
+    gone_within(mark, 3)
+    until = time.monotonic() + 3
+    while os.path.exists(*folders):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_poprun_that_was_suspended_starts_its_clocks_anew(started, mark):
+    body = """
+step(0), step(1)
+ready()
+n = 1
+while not (run_dir / "end").exists():
+    n += 1
+    step(n)
+    if n == 40:
+        (run_dir / "end").touch()
+"""
+    process = started(body)
+    instances = marked(mark)
+    process.send_signal(signal.SIGSTOP)
+    for pid in instances:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6.5)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(1)  # for a while nothing happens: that is none of the instances' fault
+    for pid in instances:
+        os.kill(pid, signal.SIGCONT)
+    assert process.wait(timeout=20) == 0
+
+
+def letters(pids):
+    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+
+def test_ctrl_z_stops_the_instances_and_goes_on_with_them(started, mark):
+    process = started(SLEEP)
+    instances = marked(mark)
+    process.send_signal(signal.SIGTSTP)
+    until = time.monotonic() + 3
+    while letters([*instances, process.pid]) != {"T"}:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGCONT)
+    until = time.monotonic() + 3
+    while "T" in letters([*instances, process.pid]):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_reader_that_has_gone_ends_everything(tmp_path, mark):
+    body = "while True: print('line', flush=True); time.sleep(0.01)"
+    command = [*POPRUN, *TWO, *program(tmp_path, body)]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" | head -n 2; exit ${PIPESTATUS[0]}', "bash", *command],
+        env=environment(POPRUN_TEST=mark),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr) == (141, "")
+    assert done.stdout.count("\n") == 2
+    assert marked(mark) == set()
+
+
+def test_an_output_that_cannot_be_written_is_said(tmp_path, mark):
+    command = [*POPRUN, *TWO, *program(tmp_path, "print('line', flush=True); time.sleep(70)")]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" > /dev/full', "bash", *command],
+        env=environment(POPRUN_TEST=mark),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 74
+    assert done.stderr == "poprun: the output cannot be written (No space left on device): write it elsewhere\n"
+    assert marked(mark) == set()
+
+
+@pytest.mark.slow
+def test_a_slow_reader_loses_nothing_and_is_nobodys_fault(tmp_path, mark):
+    body = """
+    for n in range(100):
+        step(n, 0.001)
+        print("x" * 100_000)
+    """
+    process = start(*TWO, "-v", *program(tmp_path, body), POPRUN_TEST=mark)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    # 20 MB are more than the pipes and the queue hold: the instances wait, for longer than a step may take
+    time.sleep(8)
+    assert marked(mark)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert len(re.findall(r"^\[1,[01]\]<stdout>:x{100000}$", out, re.MULTILINE)) == 200
+    assert "stuck" not in err
+
+
+def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
+    body = """
+    if me == 1:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        print("x" * 100_000)
+    """
+    process = start(*TWO, "-v", *program(tmp_path, body), POPRUN_TEST=mark)
+    until = time.monotonic() + 10
+    while not marked(mark):
+        assert time.monotonic() < until
+    time.sleep(2)
+    gone_within(mark, 6)  # although not one line was read
+    process.communicate(timeout=30)
+    assert process.returncode == 137
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
+    body = READY + "\ntry:\n    ready(), time.sleep(70)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
+    controller, terminal = pty.openpty()
+
+    def begin() -> None:
+        heed_signals()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its own terminal, on which Ctrl-C is a signal
+
+    process = subprocess.Popen(
+        [*POPRUN, *TWO, *program(tmp_path, body)],
+        env=environment(POPRUN_TEST=mark, TERM="xterm"),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=begin,
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while b"ready" not in shown:
+            shown += os.read(controller, 4096)
+        os.write(controller, b"\x03")
+        while True:
+            shown += os.read(controller, 4096)
+    except OSError:  # the terminal has no process left
+        pass
+    assert process.wait(timeout=10) == 130
+    assert shown.count(b"interrupted\r\n") == 2
+    assert marked(mark) == set()
+    os.close(controller)
+
+
+def test_nohup_is_respected(tmp_path, mark):
+    command = [*POPRUN, *TWO, *program(tmp_path, "print('up', flush=True); time.sleep(1.5)")]
+    process = subprocess.Popen(
+        ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *command],
+        env=environment(POPRUN_TEST=mark),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=20)
+    assert process.returncode == 0

@@ -1,0 +1,194 @@
+"""Test how replicas, instances, hosts, cores and words of a command line are divided."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.launcher import config
+from ipu_jax.distributed.launcher.box import WIDEST, box
+from ipu_jax.distributed.launcher.launch import Launch, nodes_of_cores, shares_of_cores
+from ipu_jax.distributed.launcher.options import PoprunParser
+from ipu_jax.distributed.launcher.topology import Topology, host_names, hosts_in_file, ranges
+
+ORIGINAL = """\
+ ===========================================
+|              poprun topology              |
+|===========================================|
+| hosts     |           localhost           |
+|-----------|-------------------------------|
+| ILDs      |               0               |
+|-----------|-------------------------------|
+| instances |       0       |       1       |
+|-----------|-------------------------------|
+| replicas  | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
+ -------------------------------------------
+"""
+
+
+def test_the_box_is_that_of_the_original():
+    assert box(Topology(("localhost",), instances=2, replicas=8, ipus_per_replica=1)) == ORIGINAL
+
+
+def test_many_replicas_are_told_by_instance():
+    drawing = box(Topology(("a", "b"), instances=4, replicas=256, ipus_per_replica=1))
+    assert "|   0-63  |  64-127 | 128-191 | 192-255 |" in drawing
+    drawing = box(Topology(tuple(f"h{i}" for i in range(64)), instances=256, replicas=256, ipus_per_replica=1))
+    assert "h0 ... h63 (64 hosts)" in drawing
+
+
+@st.composite
+def topologies(draw):
+    hosts = draw(st.integers(1, 40))
+    instances = hosts * draw(st.integers(1, 12))
+    if draw(st.booleans()):
+        return Topology(tuple(f"host{i}" for i in range(hosts)), instances, instances * draw(st.integers(1, 20)), 2)
+    replicas = draw(st.sampled_from([n for n in range(1, instances + 1) if instances % n == 0]))
+    return Topology(tuple(f"host{i}" for i in range(hosts)), instances, replicas, instances // replicas)
+
+
+@given(topologies())
+def test_every_box_is_a_rectangle_that_fits(topology):
+    lines = box(topology).splitlines()
+    assert len({len(line) for line in lines[1:-1]}) == 1
+    assert len(lines[1]) <= WIDEST
+
+
+@given(topologies())
+def test_instances_share_replicas_and_hosts_equally(topology):
+    places = [topology.place(i, "h:1", "h:1", 0) for i in range(topology.instances)]
+    assert sum(place.local_ipus for place in places) == topology.replicas * topology.ipus_per_replica
+    for name in topology.hosts:
+        of_host = [places[i] for i in topology.instances_of(name)]
+        assert [place.local_instance for place in of_host] == list(range(topology.instances_per_host))
+        assert {topology.host_of(place.instance) for place in of_host} == {name}
+
+
+@pytest.mark.parametrize(
+    ("counts", "mend"),
+    [
+        ((1, 2, 1), "give 1 instance, or 2 replicas"),
+        ((8, 3, 2), "give 2 or 4 instances, or 9 replicas"),
+        ((4, 99, 1), "give 4 instances, or 99 replicas"),
+        ((4, 5, 2), "give 4 or 8 instances, or 5 replicas"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_would(counts, mend):
+    replicas, instances, ipus_per_replica = counts
+    with pytest.raises(
+        ValueError, match=f"num_replicas={replicas} cannot be shared by num_instances={instances}: {mend}"
+    ):
+        Topology(("a",), instances, replicas, ipus_per_replica)
+    near = [int(word) for word in mend.split(" instance")[0].split() if word.isdigit()]
+    for n in near:
+        Topology(("a",), n, replicas, ipus_per_replica)
+    Topology(("a",), instances, int(mend.split()[-2]), ipus_per_replica)
+
+
+def test_instances_that_hosts_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="num_instances=4 cannot be shared by 3 hosts: give 3 or 6 instances"):
+        Topology(("a", "b", "c"), 4, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "a,a", "pod[0-1],pod1", "-oX", "a;b"]
+)
+def test_a_wrong_list_of_hosts_is_refused(text):
+    with pytest.raises(ValueError, match="host"):
+        host_names(text)
+
+
+def test_hosts_of_a_file(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# ours\npod[0-1] slots=4\n\nlogin # the head\n")
+    assert hosts_in_file(path) == ("pod0", "pod1", "login")
+    path.write_text("# none\n")
+    with pytest.raises(ValueError, match="names no host"):
+        hosts_in_file(path)
+    with pytest.raises(ValueError, match="No such file"):
+        hosts_in_file(tmp_path / "none")
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_ranges_say_all_numbers(numbers):
+    found = set()
+    for part in filter(None, ranges(sorted(numbers)).split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == numbers
+
+
+@given(st.integers(1, 12), st.sets(st.integers(0, 31), min_size=1), st.integers(1, 5))
+def test_cores_are_shared_fairly_and_never_over_two_nodes(instances, cores, count):
+    cores = sorted(cores)
+    nodes = [[core for core in range(32) if core % count == node] for node in range(count)]
+    shares = shares_of_cores(instances, cores, nodes)
+    assert len(shares) == instances
+    usable = [set(node) & set(cores) for node in nodes if set(node) & set(cores)]
+    if len(usable) <= instances:
+        assert all(any(set(share) <= node for node in usable) for share in shares)
+        if all(len(node) >= instances for node in usable):
+            assert sorted(core for share in shares for core in share) == cores
+    assert all(share and set(share) <= set(cores) for share in shares)
+
+
+def test_nodes_are_read_where_linux_writes_them(tmp_path):
+    for node, cores in ((0, "0-1,4"), (10, "5"), (2, "2-3"), (3, "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    assert nodes_of_cores(tmp_path) == [[0, 1, 4], [2, 3], [5]]
+    assert nodes_of_cores(tmp_path / "none") == []
+
+
+def test_a_size_of_the_thread_pool_that_the_user_set_is_kept():
+    place = Place(0, 1, 0, 1, 2, "h:1", "h:1")
+    assert Launch(("x",), (place,), {}).variables(place, cores=3)["PJRT_NPROC"] == "5"
+    assert Launch(("x",), (place,), {"PJRT_NPROC": "7"}).variables(place, cores=3)["PJRT_NPROC"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "program"),
+    [
+        ("python x.py --num-replicas 3", 0, ["python", "x.py", "--num-replicas", "3"]),
+        ("--num-replicas 2 -- --odd", 2, ["--odd"]),
+        ("--num-replicas=2 -v prog -v", 2, ["prog", "-v"]),
+        ("--numa-aware prog", 1, ["prog"]),
+        ("--numa-aware yes prog", 2, ["prog"]),
+        ("--update-partition --remove-partition no prog", 3, ["prog"]),
+        ("--print-topology true", 1, ["true"]),
+        ("-x A=1 -xB=2 -Ha,b -vv prog", 5, ["prog"]),
+        ("--stall-timeout off prog", 2, ["prog"]),
+    ],
+)
+def test_the_options_end_at_the_first_word_that_is_none(line, own, program):
+    words = line.split()
+    assert PoprunParser().split(words) == (words[:own], program)
+
+
+def test_a_value_of_mpirun_may_look_like_an_option():
+    words = ["--mpi-global-args", "--tag-output", "prog"]
+    assert PoprunParser().split(words) == (["--mpi-global-args=--tag-output"], ["prog"])
+
+
+def test_a_configuration_comes_back_as_it_was(tmp_path):
+    values = {
+        "num_replicas": 8,
+        "numa_aware": True,
+        "env": ["A=1", "B=a b"],
+        "verbose": 2,
+        "stall_timeout": float("inf"),
+    }
+    path = tmp_path / "run.json"
+    path.write_text(config.exported({**values, "export_config": "x"}, ["python", "a b.py"]))
+    words, program = config.imported(path)
+    assert program == ["python", "a b.py"]
+    parsed = vars(PoprunParser().parse(words))
+    assert {name: parsed[name] for name in values} == values
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"program": "x"}', '{"program": [1]}', '{"dry-run": true}'])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, text):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=str(path)):
+        config.imported(path)

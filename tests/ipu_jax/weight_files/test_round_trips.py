@@ -1,0 +1,238 @@
+"""Test that weights come back from files with the same bits, wherever they were and wherever they go."""
+
+import dataclasses
+import json
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import (
+    ALL_IPUS,
+    Pipeline,
+    Stage,
+    TrainOptions,
+    export_weights,
+    import_weights,
+    make_mesh,
+    make_train_step,
+    replicate,
+)
+
+FORMATS = ("safetensors", "npz")
+
+
+@pytest.fixture(params=FORMATS)
+def path(request, tmp_path):
+    return tmp_path / f"weights.{request.param}"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Node:
+    gain: object
+    rest: object
+
+
+def bits(seed: int, dtype: str, *shape: int) -> np.ndarray:
+    """Return an array of random bits, with -0.0, infinities and NaNs of any payload among them."""
+    rng = np.random.default_rng(seed)
+    kind = jnp.dtype(dtype)
+    return rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
+
+
+def weights(dtype: str) -> dict:
+    """Return groups with every kind of node, names to be escaped, scalars, empty arrays and unlike sizes."""
+    draw = lambda seed, *shape: bits(seed, dtype, *shape)  # noqa: E731
+    return {
+        "first/half": {"a/b~c": [draw(0, 3, 4), None, (draw(1, 5),)], "scalar": draw(2), "1": {"": draw(3, 7)}},
+        "second": Node(draw(4, 9, 2), {"empty": draw(5, 0, 3), "counts": np.arange(4), "on": np.array([True, False])}),
+        "table": {"rows": draw(6, 10, 3), "columns": draw(7, 2, 5), "whole": draw(8, 3), "none": draw(9, 0, 4)},
+        "alone": draw(10, 3, 3),
+    }
+
+
+NAMES = {
+    "alone": (3, 3),
+    "first~1half/1/": (7,),
+    "first~1half/a~1b~0c/0": (3, 4),
+    "first~1half/a~1b~0c/2/0": (5,),
+    "first~1half/scalar": (),
+    "second/gain": (9, 2),
+    "second/rest/counts": (4,),
+    "second/rest/empty": (0, 3),
+    "second/rest/on": (2,),
+    "table/columns": (2, 5),
+    "table/none": (0, 4),
+    "table/rows": (10, 3),
+    "table/whole": (3,),
+}
+SPECS = {"table": {"rows": P("ipu"), "columns": P(None, "ipu"), "whole": P(), "none": P()}}
+FROZEN = {"second": Node(False, {"empty": False, "counts": True, "on": True})}
+
+
+def pipeline(ipus: int, replicas: int = 1, reverse: bool = False) -> Pipeline:
+    """Return a pipeline of these groups; the table is that of two stages."""
+    places = [0, min(1, ipus - 1), ipus - 1]
+    stages = [
+        Stage(lambda p, x, mb: mb, params=name, ipu=ipu)
+        for name, ipu in zip(("first/half", "second", "alone"), places[::-1] if reverse else places, strict=True)
+    ]
+    tied = Stage(lambda p, x, mb: x, params="table", ipu=ALL_IPUS)
+    return Pipeline([tied, *stages, tied], mesh=make_mesh(replicas, ipus), specs=SPECS, frozen=FROZEN)
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        f, e = np.asarray(f), np.asarray(e)
+        assert (f.dtype, f.shape) == (e.dtype, e.shape)
+        assert f.tobytes() == e.tobytes()
+
+
+def assert_same_placement(found, like):
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True):
+        assert f.sharding.is_equivalent_to(e.sharding, f.ndim)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("ipus", "replicas"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 4)])
+def test_a_pipelines_weights_come_back_on_any_number_of_ipus(path, ipus, replicas, dtype):
+    whole = weights(dtype)
+    given = pipeline(ipus, replicas).shard(whole)
+    export_weights(path, given)
+    for other in (pipeline(ipus, replicas), pipeline(3, 2, reverse=True)):
+        expected = other.shard(whole)
+        for like in (expected, other.shard_shapes(whole)):
+            found = import_weights(path, like)
+            assert_same_bits(found, expected)
+            assert_same_placement(found, expected)
+    plain = jax.tree.map(lambda leaf: jnp.asarray(leaf), whole)
+    assert_same_bits(import_weights(path, jax.tree.map(np.asarray, plain)), plain)
+
+
+def test_shapes_are_those_of_shard():
+    for ipus, replicas in ((1, 1), (4, 2), (8, 1)):
+        made = pipeline(ipus, replicas)
+        placed, shapes = made.shard(weights("bfloat16")), made.shard_shapes(weights("bfloat16"))
+        assert jax.tree.structure(placed) == jax.tree.structure(shapes)
+        for array, shape in zip(jax.tree.leaves(placed), jax.tree.leaves(shapes), strict=True):
+            assert (array.shape, array.dtype, array.sharding) == (shape.shape, shape.dtype, shape.sharding)
+
+
+def test_names_and_shapes_are_those_of_the_whole_leaves_once(tmp_path):
+    given = pipeline(4).shard(weights("float32"))
+    export_weights(tmp_path / "w.npz", given)
+    with np.load(tmp_path / "w.npz") as file:
+        assert sorted((name, file[name].shape) for name in file.files) == sorted(NAMES.items())
+    export_weights(tmp_path / "w.safetensors", given)
+    data = (tmp_path / "w.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    shapes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    assert shapes == NAMES
+
+
+def test_equal_weights_make_equal_files(tmp_path):
+    for suffix in FORMATS:
+        files = [tmp_path / f"{number}.{suffix}" for number in range(3)]
+        for file, made in zip(files, [pipeline(2), pipeline(8), pipeline(2, 4)], strict=True):
+            export_weights(file, made.shard(weights("bfloat16")))
+        assert len({file.read_bytes() for file in files}) == 1
+    with zipfile.ZipFile(tmp_path / "0.npz") as archive:
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+
+
+def test_trained_weights_whose_arrays_a_program_made_come_back(path):
+    made = pipeline(4)
+    whole = jax.tree.map(lambda leaf: np.nan_to_num(leaf) if leaf.dtype.kind == "f" else leaf, weights("float32"))
+    given = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf[::1], tree))(made.shard(whole))
+    export_weights(path, given)
+    assert_same_bits(import_weights(path, given), made.shard(whole))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_of_replicas_come_back(path, dtype):
+    made = replicate(lambda p, rows: jnp.mean(rows), replication_factor=4)
+    for whole in ({"a": [bits(0, dtype, 3, 2), bits(1, dtype)], "b": None}, bits(2, dtype, 4)):
+        placed = made.shard(whole)
+        export_weights(path, placed)
+        for like in (placed, made.shard_shapes(whole)):
+            found = import_weights(path, like)
+            assert_same_bits(found, whole)
+            assert_same_placement(found, placed)
+
+
+def test_plain_trees_come_back_with_wide_and_odd_dtypes(path):
+    kinds = ["float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "complex64"]
+    whole = {kind: bits(number, kind, 2, 3) for number, kind in enumerate([*kinds, "float8_e4m3fn", "float8_e5m2"])}
+    whole |= {"big-endian": np.arange(3, dtype=">i4"), "columns first": np.asfortranarray(bits(20, "float32", 4, 3))}
+    whole["rows apart"] = bits(21, "float16", 6, 4)[::2, 1:3]
+    export_weights(path, whole)
+    assert_same_bits(import_weights(path, whole), whole)
+
+
+def test_large_arrays_in_pieces_come_back(path):
+    large = bits(0, "bfloat16", 3, 700, 1500)  # 6.3 MB
+    whole = {
+        "c": large,
+        "turned": large.transpose(2, 0, 1),
+        "turned otherwise": large.transpose(0, 2, 1),
+        "flat": large.ravel()[::2],
+    }
+    export_weights(path, whole)
+    assert_same_bits(import_weights(path, whole), whole)
+
+
+def chain(ipus: int) -> tuple[Pipeline, dict]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    whole = {f"layer {k}": {"w": draw(5, 5), "b": draw(5), "fixed": draw(3 + k)} for k in range(ipus)}
+    whole["a table"] = {"t": draw(5, 7)}
+    layer = lambda p, x, mb: jnp.tanh((mb if x is None else x) @ p["w"] + p["b"])  # noqa: E731
+    stages = [Stage(layer, params=f"layer {k}", ipu=k) for k in range(ipus)]
+    stages.append(
+        Stage(lambda p, x, mb: jax.lax.psum(jnp.mean((x @ p["t"]) ** 2), "ipu"), params="a table", ipu=ALL_IPUS)
+    )
+    frozen = {f"layer {k}": {"w": False, "b": False, "fixed": True} for k in range(ipus)}
+    return Pipeline(stages, specs={"a table": P(None, "ipu")}, frozen=frozen, gradient_accumulation=2), whole
+
+
+@pytest.mark.slow(one_in=6)
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True, "replication_factor": 2}, {"precision": "16.16"}])
+@pytest.mark.parametrize("ipus", [1, 3])
+def test_a_training_state_gives_its_weights_and_their_average(path, ipus, options):
+    made, whole = chain(ipus)
+    step = make_train_step(made, optax.sgd(0.5), TrainOptions(ema_decay=0.5, **options))
+    state = step.init(whole)
+    lead = (2, 2) if "replication_factor" in options else (2,)
+    state, _ = step(state, np.random.default_rng(1).normal(size=(*lead, 4, 5)).astype(np.float32))
+    expected = step.whole(state)
+    assert not np.array_equal(
+        expected["ema"]["a table"]["t"], np.asarray(expected["params"]["a table"]["t"], "float32")
+    )
+    for average, name in ((False, "params"), (True, "ema")):
+        export_weights(path, state, average=average)
+        assert_same_bits(import_weights(path, jax.tree.map(np.asarray, expected[name])), expected[name])
+
+
+def test_a_functions_state_gives_its_average(path):
+    step = make_train_step(
+        lambda w, rows: jnp.mean((rows @ w) ** 2),
+        optax.sgd(0.1),
+        TrainOptions(replication_factor=2, ema_decay=0.5, shard_optimizer=True),
+    )
+    state, _ = step(step.init(jnp.ones(3)), jnp.ones((2, 1, 4, 3)))
+    export_weights(path, state, average=True)
+    assert_same_bits(import_weights(path, np.zeros(3, np.float32)), step.whole(state)["ema"])
+
+
+def test_the_state_of_stages_comes_back(path):
+    stage = Stage(lambda p, x, mb, *, state: (mb, state), state="counts", ipu=1)
+    made = Pipeline([Stage(lambda p, x, mb: mb, ipu=0), stage])
+    placed = made.shard_state({"counts": {"n": np.arange(5), "flag": np.array(True)}})
+    export_weights(path, placed)
+    assert_same_bits(import_weights(path, placed), placed)

@@ -1,0 +1,224 @@
+"""Test how leaves are made of saved arrays, and that everything that does not fit is said at once."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import Saved, import_weights, make_train_step
+from ipu_jax.weight_files import _fit
+
+
+def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+A, B, C = draw(6, 4), draw(6, 4, seed=1), draw(2, 3, 5, 7, seed=2)
+NUMBER: Any = 3
+WRONG: Any = "3"
+TREE = {"a": A, "b": B, "c": C, "d": {"e": draw(3)}}
+
+
+def made(saved, like, **options):
+    used = {name for name in ("a", "b", "c", "d/e") if name not in saved.names}
+    return import_weights(TREE, {"w": like}, mapping={"w": saved}, ignore=used, **options)["w"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (Saved("a"), A),
+        (Saved("d/e"), TREE["d"]["e"]),
+        (Saved("a").transpose(), A.T),
+        (Saved("c").transpose(2, 3, 1, 0), C.transpose(2, 3, 1, 0)),
+        (Saved("c").transpose(-1, 0, 1, 2), C.transpose(3, 0, 1, 2)),
+        (Saved("a").reshape(8, 3), A.reshape(8, 3)),
+        (Saved("a").reshape(2, -1), A.reshape(2, 12)),
+        (Saved("a").part(1, of=3), A[2:4]),
+        (Saved("a").part(0, of=[1, 3], dim=1), A[:, :1]),
+        (Saved("a").part(1, of=[1, 3], dim=-1).transpose(), A[:, 1:].T),
+        (Saved("a", "b").join(0), np.concatenate([A, B])),
+        (Saved("a", "b").transpose().join(-1), np.concatenate([A.T, B.T], 1)),
+        (Saved("a", "b").part(0, of=2, dim=1).stack(), np.stack([A[:, :2], B[:, :2]])),
+        (Saved("a", "b", "a").stack(-1), np.stack([A, B, A], -1)),
+        (Saved("a").astype("bfloat16"), A.astype(ml_dtypes.bfloat16)),
+        (Saved("a").apply(np.flipud).transpose(), A[::-1].T),
+        (Saved("a", "b").apply(np.abs).join(0), abs(np.concatenate([A, B]))),
+    ],
+    ids=str,
+)
+def test_a_leaf_is_made_as_numpy_makes_it(saved, expected):
+    for like in (expected, jax.ShapeDtypeStruct(expected.shape, expected.dtype), jnp.zeros_like(expected)):
+        found = made(saved, like)
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (Saved("a").transpose(0, 0), "transpose(0, 0): float32[6, 4] has 2 dims: name each of them once"),
+        (Saved("a").transpose(0, 2), "transpose(0, 2): float32[6, 4] has no dim 2"),
+        (Saved("a").reshape(5, -1), "reshape(5, -1): float32[6, 4] has 24 elements"),
+        (Saved("a").reshape(-1, -1), "reshape(-1, -1): float32[6, 4] has 24 elements"),
+        (Saved("a").part(3, of=3), "part(3, of=3, dim=0): dim 0 of float32[6, 4] has no part 3 of 3"),
+        (Saved("a").part(0, of=4), "part(0, of=4, dim=0): dim 0 of float32[6, 4] has no part 0 of 4"),
+        (Saved("a").part(0, of=[2, 3]), "part(0, of=[2, 3], dim=0): dim 0 of float32[6, 4] has no part 0 of (2, 3)"),
+        (Saved("a", "c").join(0), "join(0): float32[6, 4], float32[2, 3, 5, 7] cannot be joined along dim 0"),
+        (Saved("a", "b").stack(3), "stack(3): float32[6, 4], float32[6, 4] cannot be stacked along dim 3"),
+        (Saved("a", "b"), "2 arrays remain: add .join(dim) or .stack(dim)"),
+    ],
+    ids=str,
+)
+def test_a_step_that_cannot_be_done_is_named(saved, message):
+    with pytest.raises(
+        ValueError, match=re.escape(f"leaf 'w' float32[6, 4] is {saved}, which cannot be made: {message}")
+    ):
+        made(saved, A)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Saved(), "Saved() does not name arrays"),
+        (lambda: Saved("a", NUMBER), "Saved('a', 3) does not name arrays"),
+        (lambda: Saved("a").transpose(WRONG, 0), "transpose('3', 0) has what is no int"),
+        (lambda: Saved("a").part(0, of=WRONG), "part('3',) has what is no int"),
+        (lambda: Saved("a").astype("float17"), "dtype='float17' names no dtype"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused_at_once(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_everything_that_does_not_fit_is_one_error():
+    tree = {
+        "layer": {"weigth": draw(2, 3), "bias": draw(3), "conv": draw(8, 4, 3, 3)},
+        "extra": draw(1),
+        "wide": draw(2, dtype=np.float64),
+        "both": draw(2, dtype=np.float64),
+    }
+    like = {
+        "layer": {"weight": draw(2, 3), "bias": draw(4), "conv": draw(3, 3, 4, 8)},
+        "wide": draw(2),
+        "both": draw(3),
+        "gone": draw(2),
+    }
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        import_weights(tree, like, mapping={"layer/bais": "layer/bias", "gone": Saved("x", "extra").join(0)})
+    first, *problems, last = str(caught.value).splitlines()
+    assert first == "the tree does not fit `like`, 9 problems:"
+    assert [problem.strip() for problem in problems] == [
+        "mapping has 'layer/bais', which is no leaf: did you mean 'layer/bias'?",
+        "shape: leaf 'both' is float32[3], and the array float64[2]",
+        "dtype: leaf 'both' is float32[3], and the array float64[2], which may lose digits: cast=True rounds",
+        "missing: 'x', for leaf 'gone'",
+        "shape: leaf 'layer/bias' is float32[4], and the array float32[3]",
+        "shape: leaf 'layer/conv' is float32[3, 3, 4, 8], and the array float32[8, 4, 3, 3]: "
+        ".transpose(2, 3, 1, 0) would fit",
+        "missing: 'layer/weight': did you mean 'layer/weigth'?",
+        "dtype: leaf 'wide' is float32[2], and the array float64[2], which may lose digits: cast=True rounds",
+        "unexpected: 'layer/weigth' float32[2, 3], which no leaf takes: did you mean 'layer/weight'?",
+    ]
+    assert last.startswith("Say mapping=")
+
+
+def test_thousands_of_wrong_names_are_all_said_and_soon(monkeypatch):
+    guesses = []
+    monkeypatch.setattr(_fit.difflib, "get_close_matches", lambda *args, **options: guesses.append(args) or [])
+    tree = {f"model.layers.{k}.weight": draw(1) for k in range(3000)}
+    like = {f"blocks/{k}": draw(1) for k in range(3000)}
+    with pytest.raises(ValueError, match="6000 problems") as caught:
+        import_weights(tree, like)
+    assert all(f"{name!r}" in str(caught.value) for name in (*tree, "blocks~12999"))
+    assert 0 < len(guesses) <= 50
+
+
+@pytest.mark.parametrize("patterns", ["*", ["a*"], ("a", "a?")])
+def test_ignored_arrays_are_not_unexpected(patterns):
+    found = import_weights({"w": A, "a": A, "ab": A}, {"w": A}, ignore=patterns)
+    np.testing.assert_array_equal(found["w"], A)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [("float16", "float32"), ("bfloat16", "float32"), ("int8", "int32"), ("int16", "float32"), ("float32", "float64")],
+)
+def test_what_a_dtype_holds_exactly_is_converted_unasked(stored, wanted):
+    values = np.array([1.5, -0.0, 3, np.inf] if "float" in stored else [1, -2, 127, 0], jnp.dtype(stored))
+    found = import_weights([values], [np.zeros(4, wanted)])[0]
+    assert found.dtype == wanted
+    np.testing.assert_array_equal(found, values.astype(wanted))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "values", "expected"),
+    [
+        ("float64", "float32", [1 + 2.0**-25, -0.0, 1e-60, np.inf], [1, -0.0, 0, np.inf]),
+        ("float32", "bfloat16", [1.0, 1.00390625, 1.01171875, np.nan], [1, 1, 1.015625, np.nan]),  # ties: to even
+        ("float32", "float16", [65504.0, 1 + 2.0**-12, -0.5, 0], [65504, 1, -0.5, 0]),
+        ("int64", "int32", [2**31 - 1, -5, 0, 1], [2**31 - 1, -5, 0, 1]),
+        ("float32", "int32", [1.0, -5.0, 0.0, 2.0**24], [1, -5, 0, 2**24]),
+    ],
+)
+def test_numbers_are_rounded_where_asked(stored, wanted, values, expected):
+    source = [np.array(values, stored)]
+    with pytest.raises(ValueError, match="may lose digits: cast=True rounds"):
+        import_weights(source, [np.zeros(4, jnp.dtype(wanted))])
+    found = import_weights(source, [np.zeros(4, jnp.dtype(wanted))], cast=True)[0]
+    np.testing.assert_array_equal(found.astype(np.float64), expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "value"),
+    [
+        ("float32", "float16", 1e6),
+        ("float64", "bfloat16", 1e300),
+        ("int64", "int32", 2**31),
+        ("float32", "int32", 1.5),
+        ("float32", "int32", np.nan),
+        ("int32", "bool", 2),
+    ],
+)
+def test_numbers_that_the_dtype_has_no_place_for_are_refused(stored, wanted, value):
+    dtype = jnp.dtype(wanted)
+    with pytest.raises(ValueError, match=rf"leaf '0': {stored}\[2\] has numbers that {wanted} does not hold"):
+        import_weights([np.array([1, value], stored)], [np.zeros(2, dtype)], cast=True)
+    with pytest.raises(ValueError, match="does not hold"):
+        import_weights([np.array([1, value], stored)], [np.zeros(2, dtype)], mapping={"0": Saved("0").astype(dtype)})
+
+
+def test_what_a_function_makes_is_checked_when_it_has_run():
+    with pytest.raises(
+        ValueError, match=r"shape: leaf 'w' is float32\[6, 4\], and the array float32\[4\], by Saved\('a'\)"
+    ):
+        made(Saved("a").apply(lambda array: array[0]), A)
+    with pytest.raises(ValueError, match="dtype: leaf 'w'"):
+        made(Saved("a").apply(lambda array: array.astype(np.float64)), A)
+
+
+def test_wrong_sources_and_likes_are_refused():
+    with pytest.raises(ValueError, match=r"the source's leaf 'w' is 3, which is no array"):
+        import_weights({"w": 3}, {"w": A})
+    with pytest.raises(ValueError, match=r"like has the leaf 'w', 3, which is no array"):
+        import_weights({"w": A}, {"w": 3})
+    with pytest.raises(ValueError, match="like has the leaf 'k'"):
+        import_weights({"k": A}, {"k": jax.random.key(0)})
+    state = make_train_step(lambda w, rows: jnp.mean(rows * w), optax.sgd(0.1)).init(jnp.ones(3))
+    with pytest.raises(ValueError, match=re.escape("give like=state.params")):
+        import_weights({"w": A}, state)
+
+
+def test_imported_arrays_share_no_memory_with_their_source():
+    source = {"w": np.ones(64, np.float32)}
+    for like in ({"w": np.zeros(64, np.float32)}, {"w": jnp.zeros(64)}):
+        found = import_weights(source, like)
+        source["w"][:] = 7
+        assert float(found["w"].sum()) == 64
+        source["w"][:] = 1

@@ -1,0 +1,217 @@
+"""Train a small model that holds all that a checkpoint can hold, on any topology, in any number of processes.
+
+Three stages: a layer with dropout and a running mean, like batch norm's; a layer; and a head over 7 columns, which is
+on one IPU, or split unevenly over all of them. The data are shuffled.
+"""
+
+import dataclasses
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ipu_jax import (
+    ALL_IPUS,
+    Checkpoints,
+    DynamicScale,
+    Feed,
+    Outputs,
+    Pipeline,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+)
+from ipu_jax.distributed.errors import InstancesMissingError
+from support import across
+from support.instances import Results
+
+COLUMNS, EXAMPLES, PER_UPDATE = 7, 64, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Where a training runs: the places of its stages (None: all IPUs), IPUs, replicas and schedule."""
+
+    places: tuple[int | None, int | None, int | None] = (0, 1, 1)
+    ipus: int = 2
+    replicas: int = 1
+    schedule: str = "grouped"
+    shard_optimizer: bool = False
+
+
+TOPOLOGIES = {
+    "basic": Topology(),
+    "one IPU": Topology((0, 0, 0), ipus=1),
+    "concurrent": Topology((0, 1, None)),
+    "other schedule": Topology(schedule="1f1b"),
+    "stages elsewhere": Topology((1, 0, 1), ipus=3),
+    "two replicas": Topology(replicas=2, shard_optimizer=True),
+    "concurrent, four IPUs": Topology((3, 1, None), ipus=4),
+}
+
+EVERYTHING: dict[str, Any] = {"loss_scale": DynamicScale(initial=16.0, growth_interval=2), "ema_decay": 0.75}
+
+
+def data() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    draw = lambda n: rng.normal(size=(EXAMPLES, n)).astype(np.float32)  # noqa: E731
+    return {"x": draw(5), "y": draw(COLUMNS)}
+
+
+def weights() -> tuple[dict[str, Any], dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: rng.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
+    params = {"first": {"w": draw(5, 6)}, "middle": {"w": draw(6, 4), "b": draw(4)}, "head": {"w": draw(4, COLUMNS)}}
+    return params, {"mean": np.zeros(6, np.float32)}
+
+
+def _first(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
+    hidden = jnp.tanh(mb["x"] @ p["w"])
+    kept = hidden if key is None else hidden * jax.random.bernoulli(key, 0.9, hidden.shape) / 0.9
+    return Outputs(kept - state, state=0.9 * state + 0.1 * lax.stop_gradient(hidden.mean(0)))
+
+
+def _first_without_dropout(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
+    return _first(p, x, mb, state=state, key=None)
+
+
+def _middle(p: Any, x: Any, mb: Any) -> Any:
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def _head(p: Any, x: Any, mb: Any) -> Any:
+    return jnp.mean((x @ p["w"] - mb["y"]) ** 2)
+
+
+def _split_head(p: Any, x: Any, mb: Any) -> Any:
+    outputs = lax.all_gather(x @ p["w"], "ipu", axis=1, tiled=True)[:, :COLUMNS]
+    return jnp.mean((outputs - mb["y"]) ** 2)
+
+
+def step_for(topology: Topology, *, device_iterations: int = 2, dropout: bool = True, **options: Any) -> Any:
+    """Return a training step; without dropout the first stage takes no key."""
+    at = [ALL_IPUS if place is None else place for place in topology.places]
+    split = topology.places[2] is None
+    no_key = lambda p, x, mb, *, state: _first(p, x, mb, state=state, key=None)  # noqa: E731
+    pipeline = Pipeline(
+        [
+            Stage(_first, params="first", state="mean", ipu=at[0], random=True, evaluate=_first_without_dropout)
+            if dropout
+            else Stage(no_key, params="first", state="mean", ipu=at[0]),
+            Stage(_middle, params="middle", ipu=at[1]),
+            Stage(_split_head if split else _head, params="head", ipu=at[2]),
+        ],
+        mesh=make_mesh(topology.replicas, topology.ipus),
+        specs={"head": {"w": PartitionSpec(None, "ipu")}} if split else None,
+        gradient_accumulation=2,
+        schedule=topology.schedule,
+    )
+    chosen = TrainOptions(
+        device_iterations=device_iterations, shard_optimizer=topology.shard_optimizer, **(EVERYTHING | options)
+    )
+    return make_train_step(pipeline, optax.chain(optax.trace(0.9), optax.adam(0.02)), chosen)
+
+
+def first_state(step: Any) -> Any:
+    params, stages = weights()
+    return step.init(params, stages=stages, key=jax.random.key(3) if step.random else None)
+
+
+def feed_for(step: Any, state: Any = None) -> Feed:
+    return Feed(
+        data(),
+        mesh=step.model.mesh,
+        micro_batch=PER_UPDATE // 2 // step.model.replicas,
+        gradient_accumulation=2,
+        device_iterations=step.options.device_iterations,
+        seed=5,
+        state=state,
+        prefetch=0,
+    )
+
+
+def train(step: Any, state: Any, calls: int, *, position: Any = None, checkpoints: Any = None, **save: Any) -> Any:
+    """Return the state after some calls, the losses, and the data position; save after each call."""
+    losses = []
+    with feed_for(step, position) as feed:
+        for _ in range(calls):
+            state, outputs = step(state, next(feed))
+            losses.append(float(outputs.loss))
+            if checkpoints is not None:
+                checkpoints.save(state, feed, **save)
+        return state, losses, feed.state()
+
+
+def plain(step: Any, state: Any) -> Results:
+    """Return a whole state as arrays by name."""
+    return across.named("", step.whole(state))
+
+
+def as_if_trained(step: Any, state: Any) -> Any:
+    """Return a state of 4 updates with drawn numbers, for which nothing was compiled."""
+    rng = np.random.default_rng(4)
+
+    def drawn(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.asarray(rng.uniform(0.5, 1, leaf.shape), leaf.dtype)
+
+    return step.restore(jax.tree.map(drawn, step.whole(state)) | {"step": 4})
+
+
+# in several processes
+
+
+def saved_by_processes(folder: str, topology: str, calls: int, every: int = 4) -> Results:
+    """Train and save, or without any call save a drawn state; return losses, the state and the last checkpoint."""
+    step = step_for(TOPOLOGIES[topology])
+    state = first_state(step)
+    with Checkpoints(folder, step, every=every, timeout=60) as checkpoints:
+        assert checkpoints.restore(state) is None
+        if calls == 0:
+            state = as_if_trained(step, state)
+            checkpoints.save(state, now=True)
+        state, losses, _ = train(step, state, calls, checkpoints=checkpoints)
+    last = np.array(-1 if checkpoints.last is None else checkpoints.last)
+    return {"losses": np.array(losses), "last": last, **plain(step, state)}
+
+
+def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
+    """Restore, and train on; return what was restored, the losses and the state in the end."""
+    step = step_for(TOPOLOGIES[topology])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Checkpoints(folder, step, timeout=60) as checkpoints:
+            found = checkpoints.restore(first_state(step), resume="must")
+    assert found is not None
+    before = plain(step, found.state)
+    state, losses, _ = train(step, found.state, calls, position=found.feed)
+    return {
+        "losses": np.array(losses),
+        "step": np.array(found.step),
+        "topology": np.array(found.topology),
+        "warned": np.array([str(each.message) for each in seen if "checkpoint" in str(each.category).lower()]),
+        **{f"restored{name}": value for name, value in before.items()},
+        **plain(step, state),
+    }
+
+
+def one_does_not_save(folder: str) -> Results:
+    """Return the error of instance 0, which saves alone, and the seconds until then."""
+    step = step_for(TOPOLOGIES["basic"])
+    state, begin = first_state(step), time.monotonic()
+    checkpoints = Checkpoints(folder, step, timeout=3)
+    error = ""
+    if jax.process_index() == 0:
+        try:
+            checkpoints.save(state, now=True)
+        except InstancesMissingError as raised:
+            error = str(raised)
+    return {"error": np.array(error), "seconds": np.array(time.monotonic() - begin)}
