@@ -145,7 +145,7 @@ def torch_figures(
                 [a.wall / b.wall for a, b in zip(costs[ours], costs[base], strict=True)]
                 for ours, base in (("ours", "our one"), ("DDP", "torch's one"))
             ]
-            figures.add(f"overhead / torch's overhead, sharded, batch {name}", median_ratio(*overheads), bound)
+            figures.add(f"overhead of 2 instances / DDP's, sharded, batch {name}", median_ratio(*overheads), bound)
 
 
 def steps_of(workers: Workers, batch: str, **order: Any) -> Callable[[], list[Cost]]:

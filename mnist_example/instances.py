@@ -19,6 +19,7 @@ _Result = TypeVar("_Result")
 _IPUS: Final = 2
 _LOAD_SECONDS: Final = 600.0
 _FIRST_SPEAKS_SECONDS: Final = 3.0
+_FIRST_ENDS_SECONDS: Final = 1.0
 
 
 class InstanceParser(Parser):
@@ -100,8 +101,8 @@ def wait_for_all(where: str, seconds: float = 300.0) -> None:
 def end_together() -> None:
     """Wait for the other instances, which come to the same end, so that none is stopped before it has said why.
 
-    The first instance ends first, so that it is the one that poprun names.
+    The first instance ends last, since the others would lose the coordinator, which it runs, and complain of that.
     """
     wait_for_all("the end of the training", 60)
-    if not is_first():
-        time.sleep(_FIRST_SPEAKS_SECONDS)
+    if is_first() and popdist.get_num_instances() > 1:
+        time.sleep(_FIRST_ENDS_SECONDS)

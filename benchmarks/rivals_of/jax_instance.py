@@ -34,16 +34,23 @@ def main() -> None:
 
 def _connect(rank: int, folder: Path) -> int:
     from ipu_jax import configure, popdist
-    from ipu_jax.distributed.environment import Place
 
     with np.load(folder / "run.npz") as run:
         instances, port = int(run["instances"]), int(run["port"])
     local = REPLICAS // instances
     if instances > 1:
         address = f"127.0.0.1:{port}"
-        place = Place(rank, instances, rank, REPLICAS, ipus_per_replica=1, coordinator=address, bind=address)
-        threads = local + max(1, (os.cpu_count() or 1) // instances)
-        os.environ.update(place.variables() | {"PJRT_NPROC": str(threads)})
+        place = {
+            "IPU_JAX_INSTANCE": rank,
+            "IPU_JAX_INSTANCES": instances,
+            "POPDIST_LOCAL_INSTANCE_INDEX": rank,
+            "POPDIST_NUM_TOTAL_REPLICAS": REPLICAS,
+            "POPDIST_NUM_IPUS_PER_REPLICA": 1,
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_COORDINATOR_BIND_ADDRESS": address,
+            "PJRT_NPROC": local + max(1, (os.cpu_count() or 1) // instances),
+        }
+        os.environ.update({name: str(value) for name, value in place.items()})
     popdist.init(check_flags=False)  # each has its own number as an argument
     configure(local)
     return instances
