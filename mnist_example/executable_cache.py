@@ -8,8 +8,7 @@ therefore repaired like this:
     jax compiles, and writes the missing entry
     jax looks for the next program          ->   the other entries with that name are put back
 
-Instances of poprun share one folder. jax writes on the first of them only, so that one alone repairs entries. Another
-instance may read an entry while it is being written; it then compiles that program itself and leaves the entry alone.
+Under poprun each instance has a folder of its own in it, `popdist.own_cache`.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from typing import Any, Final
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from mnist_example.instances import is_first
+from ipu_jax import popdist
 from mnist_example.places import writable_folder
 
 _log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class ExecutableCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self._folder = writable_folder("--executable-cache", folder)
+        self._folder = writable_folder("--executable-cache", popdist.own_cache(folder))
         self._settings: dict[str, Any] = {
             "jax_compilation_cache_dir": str(self._folder),
             "jax_enable_compilation_cache": True,
@@ -120,8 +119,6 @@ class ExecutableCache:
         found = _PROGRAM.fullmatch(warning)
         if found is None:
             return False
-        if not is_first():
-            return True
         program, reason = found.groups()
         _log.warning(
             "executable cache: an entry of %s in %s cannot be read (%s): it is compiled and written anew",
@@ -137,8 +134,6 @@ class ExecutableCache:
 
     def _put_back(self) -> None:
         """Put back the entries that were set aside and not written anew."""
-        if not is_first():
-            return
         for aside in self._folder.glob(f"*{_ASIDE}"):
             entry = aside.with_name(aside.name.removesuffix(_ASIDE))
             if entry.exists():

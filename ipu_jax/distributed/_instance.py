@@ -24,10 +24,11 @@ from typing import Any, Final, NoReturn
 
 import jax
 import jax.monitoring
-from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
+from jax._src import compiler, distributed  # the cache's writer and the coordination service's client: not exported
 
 from ipu_jax import _beacon
 from ipu_jax._beacon import Beacon, Phase
+from ipu_jax.distributed.environment import cache_of
 
 _BACKEND_COMPILE: Final = "/jax/core/compile/backend_compile_duration"
 _COMPILE: Final = "/jax/core/compile/"
@@ -47,10 +48,36 @@ def prepare() -> None:
     if beacon is not None:
         jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
         _stacks_on_request()
+    _keep_executables()
     end = _End(beacon)
     sys.excepthook, end.usual_hook = end.hook, sys.excepthook
     sys.exit, end.usual_exit = end.exit, sys.exit
     atexit.register(end.at_exit)  # exit functions run last first: this one before jax's barrier
+
+
+def _keep_executables() -> None:
+    """Let each instance write the programs that it compiles to the executable cache.
+
+    jax lets process 0 alone write, to spare file systems of many hosts. But on a CPU the keys of programs differ
+    between processes, so that the others would compile everything at each start. A folder that `cache_of` names is an
+    instance's own, and it may write there.
+    """
+    write = getattr(compiler, "_cache_write", None)
+    if write is None:
+        return  # jax has changed: then the others compile
+
+    def write_to_own(*args: Any, **kwargs: Any) -> Any:
+        state = distributed.global_state
+        folder = Path(jax.config.values["jax_compilation_cache_dir"] or ".")
+        if folder != cache_of(folder.parent, state.process_id):
+            return write(*args, **kwargs)
+        own, state.process_id = state.process_id, 0
+        try:
+            return write(*args, **kwargs)
+        finally:
+            state.process_id = own
+
+    compiler._cache_write = write_to_own  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def file_of(kind: str) -> Path | None:

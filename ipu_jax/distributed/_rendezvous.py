@@ -3,7 +3,7 @@
     instance 1 --- hello: its number, what it must share ---> instance 0, on the coordinator's port
     instance 2 --- hello ----------------------------------->
                <-- welcome, or who differs and in what ------
-    then instance 0 frees the port, and jax's coordination service takes it
+    then instance 0 frees the port, jax's coordination service takes it, and the others go on once it answers
 
 jax itself waits for five minutes for an instance that never comes, and does not notice that one has other flags, other
 packages, or counts other instances. It crashes if the port is taken.
@@ -25,6 +25,7 @@ from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingErr
 
 _RETRY_SECONDS: Final = 0.05
 _HELLO_SECONDS: Final = 2.0
+_SERVICE_SECONDS: Final = 5.0
 _MOST_BYTES: Final = 1 << 20
 
 
@@ -78,6 +79,7 @@ def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: flo
                 _answer(guests, {"differ": problem})
                 raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
             come[number] = theirs
+        listener.close()
         _answer(guests, {"welcome": True})
         # Who closes first keeps the port busy for a while: the guests do.
         for guest in guests:
@@ -102,10 +104,21 @@ def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float
                 "this host reaches that address"
             )
         time.sleep(_RETRY_SECONDS)
+    if "welcome" in answer:
+        _await_service(address)
     if "differ" in answer:
         raise InstancesDifferError(f"{answer['differ']}. Start all with the same program, flags and packages")
     if "missing" in answer:
         raise InstancesMissingError(answer["missing"])
+
+
+def _await_service(address: tuple[str, int]) -> None:
+    """Wait until jax's service listens. Its clients wait for a second before they try again."""
+    deadline = time.monotonic() + _SERVICE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=_SERVICE_SECONDS):
+            return
+        time.sleep(_RETRY_SECONDS / 5)
 
 
 def _listening(place: Place) -> socket.socket:

@@ -32,6 +32,8 @@ THREADS: Final = "PJRT_NPROC"
 INSTANCES: Final = "IPU_JAX_INSTANCES"
 ATTEMPT: Final = "IPU_JAX_ATTEMPT"
 
+CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
+
 TERMINAL_WIDTH: Final = "POPRUN_TERMINAL_WIDTH"
 """Says that poprun's own output is a terminal, and how many columns a line of an instance has beside its tag."""
 
@@ -108,6 +110,15 @@ class Place:
         if self.run_dir is not None:
             values[RUN_DIR] = self.run_dir
         return {name: str(value) for name, value in values.items()}
+
+
+def cache_of(folder: Path, instance: int) -> Path:
+    """Return an instance's own part of a folder for compiled programs. `popdist.init` lets it write there.
+
+    >>> cache_of(Path("executables"), 1).as_posix()
+    'executables/instance-1'
+    """
+    return folder / f"instance-{instance}"
 
 
 def check_division(replicas: int, instances: int, ipus_per_replica: int) -> None:

@@ -19,12 +19,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from ipu_jax import _beacon
 from ipu_jax._beacon import Phase
 from ipu_jax._checks import check_choice, check_count
-from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, place_of
+from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, place_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "get_replica_index_offset",
     "init",
     "is_popdist_env_set",
+    "own_cache",
 ]
 
 _Tree = TypeVar("_Tree")
@@ -268,6 +270,18 @@ def busy(what: str, seconds: float = 600.0) -> Iterator[None]:
     """
     with _beacon.during(Phase.BUSY, what, seconds):
         yield
+
+
+def own_cache(folder: str | os.PathLike[str]) -> Path:
+    """Return this instance's part of a folder for compiled programs: the folder itself if there is one instance.
+
+    jax alone writes to its executable cache in the first process only, and the others compile everything at each start.
+    After `init`, an instance also writes to the folder that this returns.
+
+    >>> own_cache("executables").as_posix()
+    'executables'
+    """
+    return Path(folder) if get_num_instances() == 1 else cache_of(Path(folder), get_instance_index())
 
 
 def count_steps(steps: int = 1) -> None:

@@ -209,7 +209,6 @@ def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of all instances of a host, but for those of their places."""
     environment = {**base, **dict(options.env)}
     if options.executable_cache_path is not None:
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(options.executable_cache_path)
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     return environment

@@ -200,8 +200,11 @@ def test_instances_share_an_executable_cache(tmp_path):
     assert re.search(r"executable cache: 0 hits, \d+ misses", first.said_by(0)[-1])
     assert re.search(r"executable cache: \d+ hits, 0 misses", second.said_by(0)[-1])
     assert_equal(second, first, "basic", 2)
-    # a third start mends what was damaged, and the other instance leaves it alone
-    (step,) = cache.glob("jit__run_updates-*")
+    # each has programs of its own, and the second start compiles on none
+    names = [sorted(path.name for path in (cache / f"instance-{i}").iterdir()) for i in range(2)]
+    assert all(any(name.startswith("jit__run_updates-") for name in of_instance) for of_instance in names)
+    # a third start mends what was damaged
+    (step,) = (cache / "instance-0").glob("jit__run_updates-*-cache")
     content = step.read_bytes()
     step.write_bytes(content[:1000])
     third = poprun(tmp_path / "third", 2, 2, 2, TRAIN, *flags, images=20)
@@ -209,7 +212,7 @@ def test_instances_share_an_executable_cache(tmp_path):
     assert re.findall(TAG.pattern, third.err, re.MULTILINE) == ["0"], third.err
     assert "an entry of jit__run_updates" in third.err
     assert_equal(third, first, "basic", 2)
-    assert not list(cache.glob("*.aside"))
+    assert not list(cache.rglob("*.aside"))
     assert len(step.read_bytes()) > len(content) / 2
 
 

@@ -70,6 +70,7 @@ class Run:
     def launches(self, port: int, number: int) -> list[Launch]:
         """Return what each host starts."""
         coordinator, bind = f"{self.coordinator}:{port}", f"{self.bind}:{port}"
+        executables = self.options.executable_cache_path
         return [
             Launch(
                 command=self.options.program,
@@ -79,6 +80,7 @@ class Run:
                 ),
                 environment=self.environments[name],
                 numa_aware=self.options.numa_aware,
+                executables=executables and str(executables),
             )
             for name in self.topology.hosts
         ]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ipu_jax.distributed.environment import THREADS, Place
+from ipu_jax.distributed.environment import CACHE, THREADS, Place, cache_of
 
 BOOTSTRAP: Final = Path(__file__).parents[1] / "bootstrap"
 """The folder whose `sitecustomize` runs first in each instance."""
@@ -25,12 +25,14 @@ class Launch:
         places: the places of this host's instances.
         environment: variables of all instances, besides those of a place.
         numa_aware: whether each instance is bound to cores of one NUMA node.
+        executables: a folder for compiled programs, in which each instance has its own.
     """
 
     command: tuple[str, ...]
     places: tuple[Place, ...]
     environment: Mapping[str, str]
     numa_aware: bool = False
+    executables: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return this as plain data."""
@@ -41,7 +43,7 @@ class Launch:
     def from_json(cls, values: Mapping[str, Any]) -> "Launch":
         """Return the launch of which `to_json` made `values`."""
         places = tuple(Place(**place) for place in values["places"])
-        return cls(tuple(values["command"]), places, values["environment"], values["numa_aware"])
+        return cls(tuple(values["command"]), places, values["environment"], values["numa_aware"], values["executables"])
 
     def shares(self) -> list[list[int]]:
         """Return the cores of each instance, which add up to those of this host."""
@@ -56,6 +58,8 @@ class Launch:
         environment = {**self.environment, **place.variables()}
         environment.setdefault(THREADS, str(threads_of(place.local_ipus, cores)))
         environment.setdefault("PYTHONUNBUFFERED", "1")
+        if self.executables is not None:
+            environment[CACHE] = str(cache_of(Path(self.executables), place.instance))
         before = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *([before] if before else [])])
         return environment

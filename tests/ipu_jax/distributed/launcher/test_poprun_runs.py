@@ -70,7 +70,7 @@ def test_settings_of_the_user_are_kept_and_the_cache_is_set(tmp_path):
     words = ("--executable-cache-path", str(cache), *TWO)
     (first, _) = environments_of(poprun(*words, sys.executable, "-c", ENVIRONMENTS, PJRT_NPROC="9"))
     assert first["PJRT_NPROC"] == "9"
-    assert first["JAX_COMPILATION_CACHE_DIR"] == str(cache)
+    assert first["JAX_COMPILATION_CACHE_DIR"] == str(cache / "instance-0")
     assert first["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
     assert first["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] == "-1"
     assert cache.is_dir()
