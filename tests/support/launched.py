@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -11,7 +10,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-POPRUN = [sys.executable, "-W", "error", "-m", "ipu_jax.distributed.poprun"]
+PLAIN_POPRUN = [sys.executable, "-W", "error", "-m", "ipu_jax.distributed.poprun"]
+# Heeds signals that the tests themselves may have been started to ignore, by nohup or in the background. Not by
+# `preexec_fn`: that would fork this process, in which jax may run.
+HEED_SIGNALS = "import os, signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]; "
+POPRUN = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])", *PLAIN_POPRUN]
 # What the programs of tests begin with. `step()` waits for nobody; `meet(n)` until all instances have come to n.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -79,16 +82,9 @@ def poprun(*words: str, timeout: float = 60, cwd: Path | None = None, **variable
         errors="surrogateescape",
         timeout=timeout,
         cwd=cwd,
-        preexec_fn=heed_signals,
     )
     now = time.monotonic()
     return Ran(done.returncode, done.stdout, done.stderr, now - before, now)
-
-
-def heed_signals() -> None:
-    """Heed signals that the tests themselves may have been started to ignore, by nohup or in the background."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def start(*words: str, **variables: str) -> subprocess.Popen[str]:
@@ -99,7 +95,6 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_signals,
     )
 
 

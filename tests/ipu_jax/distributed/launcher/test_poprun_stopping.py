@@ -1,19 +1,18 @@
 """Test that poprun stops its instances when its user, its reader or its own death asks for it, and leaves none."""
 
-import fcntl
 import os
 import pty
 import re
 import signal
 import subprocess
-import termios
+import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
-from support.launched import POPRUN, environment, gone_within, heed_signals, marked, program, start
+from support.launched import HEED_SIGNALS, PLAIN_POPRUN, POPRUN, environment, gone_within, marked, program, start
 
 TWO = ("--num-instances", "2", "--num-replicas", "2")
 READY = """
@@ -236,18 +235,15 @@ def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
     body = READY + "\ntry:\n    ready(), time.sleep(70)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
     controller, terminal = pty.openpty()
 
-    def begin() -> None:
-        heed_signals()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its own terminal, on which Ctrl-C is a signal
-
+    # its own terminal, on which Ctrl-C is a signal
+    own = f"{HEED_SIGNALS}import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
-        [*POPRUN, *TWO, *program(tmp_path, body)],
+        [sys.executable, "-c", own, *PLAIN_POPRUN, *TWO, *program(tmp_path, body)],
         env=environment(POPRUN_TEST=mark, TERM="xterm"),
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=begin,
     )
     os.close(terminal)
     shown = b""
@@ -266,7 +262,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
 
 
 def test_nohup_is_respected(tmp_path, mark):
-    command = [*POPRUN, *TWO, *program(tmp_path, "print('up', flush=True); time.sleep(1.5)")]
+    command = [*PLAIN_POPRUN, *TWO, *program(tmp_path, "print('up', flush=True); time.sleep(1.5)")]
     process = subprocess.Popen(
         ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *command],
         env=environment(POPRUN_TEST=mark),
