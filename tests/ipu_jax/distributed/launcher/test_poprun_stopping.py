@@ -236,7 +236,8 @@ def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
     controller, terminal = pty.openpty()
 
     # its own terminal, on which Ctrl-C is a signal
-    own = f"{HEED_SIGNALS}import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    own = f"{HEED_SIGNALS}import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    own += "os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", own, *PLAIN_POPRUN, *TWO, *program(tmp_path, body)],
         env=environment(POPRUN_TEST=mark, TERM="xterm"),
