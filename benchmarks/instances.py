@@ -169,7 +169,8 @@ def ratio(ones: list[Cost], others: list[Cost], kind: str) -> float:
 def start_figures(figures: Figures, rounds: int) -> None:
     """Start both commands in turn, each with a cache of its own that the first start has filled."""
     with tempfile.TemporaryDirectory(prefix="instances-") as folder:
-        commands = {"poprun": [*POPRUN, sys.executable, str(FIRST_STEP)], "alone": [sys.executable, str(FIRST_STEP)]}
+        program, own = [sys.executable, str(FIRST_STEP)], ["--executable-cache-path", str(Path(folder, "poprun"))]
+        commands = {"poprun": [*POPRUN, *own, *program], "alone": program}
         costs = in_turn(
             {name: lambda n=name, c=command: [start_of(c, Path(folder, n))] for name, command in commands.items()},
             rounds,

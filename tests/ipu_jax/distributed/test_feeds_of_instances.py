@@ -48,6 +48,7 @@ def check_rows(found: list[Results], number: int, options: Any, owned: list[list
             np.testing.assert_array_equal(results[f"{number} reads"], np.setdiff1d(np.union1d(own, [0]), [-1]))
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("devices", PLACEMENTS)
 def test_each_instance_reads_the_rows_of_its_own_replicas(devices):
     """It is also resumed by other numbers of instances than those that began the epoch."""
@@ -71,6 +72,7 @@ def test_each_instance_reads_the_rows_of_its_own_replicas(devices):
         check_rows([across_feeds.fed(REPLICAS, IPUS, [again])], 0, again, [[0, 1]], first=2)
 
 
+@pytest.mark.slow
 def test_wrong_meshes_and_feeds_say_what_is_right():
     found = run_instances(across_feeds.refusals, [2, 1])
     counts = "replicas=1 x ipus_per_replica=2"

@@ -99,6 +99,7 @@ def test_what_is_wrong_on_one_instance_fails_on_all():
     assert report(first) == report(last)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(("how", "said"), [("raises", "RuntimeError: of instance 1"), ("waits", "did not end in time")])
 def test_the_harness_ends_all_instances_and_says_what_failed(how, said):
     """An instance that raises leaves the other one in a collective, which has no end."""
