@@ -56,7 +56,9 @@ class ExecutableCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self._folder = writable_folder("--executable-cache", popdist.own_cache(folder))
+        self._folder = writable_folder(
+            "--executable-cache", popdist.own_cache(writable_folder("--executable-cache", folder))
+        )
         self._settings: dict[str, Any] = {
             "jax_compilation_cache_dir": str(self._folder),
             "jax_enable_compilation_cache": True,

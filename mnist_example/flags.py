@@ -85,14 +85,14 @@ def make_parser(prog: str, description: str) -> Parser:
         "--ipus",
         type=flag_types.count,
         metavar="N",
-        help="IPUs of a replica; the mlp's basic mode takes 2 (default: poprun's --ipus-per-replica, else 2)",
+        help="IPUs of a replica; the mlp's basic mode takes 2; under poprun its --ipus-per-replica (default: 2)",
     )
     add(
         "--replicas",
         type=flag_types.count,
         metavar="N",
-        help="pipelines side by side, each with micro-batches of its own, on N times --ipus (default: poprun's "
-        "--num-replicas, else 1)",
+        help="pipelines side by side, each with micro-batches of its own, on N times --ipus; under poprun its "
+        "--num-replicas (default: 1)",
     )
 
     training = parser.add_argument_group("training")

@@ -16,7 +16,13 @@ def test_there_are_tutorials():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [*TUTORIALS, TRAINING], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(pytest.param(path, marks=pytest.mark.slow(sampled=path.stem != "gpt"), id=path.stem) for path in TUTORIALS),
+        pytest.param(TRAINING, id=TRAINING.stem),
+    ],
+)
 def test_a_tutorial_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)
 

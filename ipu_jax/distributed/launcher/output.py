@@ -24,11 +24,15 @@ JOB: Final = 1
 
 _HANDLES: Final[dict[Stream, int]] = {"stdout": 1, "stderr": 2}
 # gloo's C++ writes "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1" to
-# stdout of each instance, whatever its logging is set to; its threads write into each other's lines.
-_NOISE_BEGINS: Final = re.compile(rb"\[Gloo\] Rank ")
-_NOISE_ENDS: Final = re.compile(
+# stdout of each instance, whatever its logging is set to. It writes each piece of that by itself, and its threads write
+# into each other's lines, so that any mixture of the pieces may come.
+_NOISE: Final = re.compile(
     rb"(?:\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
+)
+_NOISE_BEGINS: Final = b"[Gloo] Rank "
+_PIECES_OF_NOISE: Final = re.compile(
+    rb"\[Gloo\] Rank |is connected to |peer ranks\. Expected number of connected peer ranks is : "
 )
 # What moves the cursor, or erases, hides or shows something: a bar that has a terminal to itself may overwrite its own
 # lines, but here it would erase tags, and lines of others. Colours stay.
@@ -209,13 +213,14 @@ def without_noise(line: bytes, ends_to_come: int) -> tuple[bytes | None, int]:
     (None, 1)
     >>> without_noise(b"", 1), without_noise(b"", 0)
     ((None, 0), (b'', 0))
+    >>> without_noise(b"[Gloo] Rank 2 is connected to [Gloo] Rank 7", 0), without_noise(b"7", 1), without_noise(b"7", 0)
+    ((None, 1), (None, 0), (b'7', 0))
     >>> without_noise(b"loss 2.3[Gloo] Rank 0 " + said, 0)
     (b'loss 2.3', 0)
     """
-    if not line and ends_to_come:
-        return None, ends_to_come - 1
-    text, ended = _NOISE_ENDS.subn(b"", line)
-    text, begun = _NOISE_BEGINS.subn(b"", text)
-    if not begun and not ended:
-        return line, ends_to_come
-    return text or None, max(0, ends_to_come + ended - 1)
+    begun = line.count(_NOISE_BEGINS)
+    rest, pieces = _PIECES_OF_NOISE.subn(b"", line)
+    if (pieces or ends_to_come) and not rest.strip(b"0123456789 "):
+        return None, max(0, ends_to_come + begun - 1)
+    text, whole = _NOISE.subn(b"", line)
+    return text, max(0, ends_to_come + begun - (whole > 0))
