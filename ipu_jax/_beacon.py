@@ -32,7 +32,7 @@ _SIZE: Final = 4096
 
 
 class Phase(enum.IntEnum):
-    """What an instance does. Only in `STEPPING` is a time without a finished step a sign that it is stuck.
+    """Name what an instance does. Only in `STEPPING` is a time without a finished step a sign that it is stuck.
 
     `BUSY` is with something else that takes its time, such as saving, and others may wait for it. `WAITING` is for
     other instances, outside a step; they are what may be stuck. The label says with what, or where.
@@ -50,7 +50,7 @@ class Phase(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a beacon says.
+    """Hold what a beacon says.
 
     Attributes:
         pid: the process that writes it.

@@ -47,7 +47,7 @@ _WORDS: Final = {_seal.MISSING: "is missing", _seal.SHORT: "has another size", _
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint holds.
+    """Hold what was restored from a checkpoint.
 
     Attributes:
         state: on the IPUs, to go on with.

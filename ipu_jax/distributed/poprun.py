@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """Run poprun as a process, whose exit status docs/design/command-lines.md tells."""
+    """Run poprun as a process; docs/design/command-lines.md lists its exit statuses."""
     process.run("poprun", main)
 
 

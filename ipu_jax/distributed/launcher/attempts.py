@@ -38,7 +38,7 @@ class CannotStartError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is run, where, and how it is watched."""
+    """Describe a run: its program, its hosts, and how it is watched."""
 
     options: Options
     topology: Topology

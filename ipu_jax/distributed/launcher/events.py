@@ -20,7 +20,7 @@ Stream = Literal["stdout", "stderr"]
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a beacon says, with times in seconds on this host's monotonic clock."""
+    """Hold what a beacon says, with times in seconds on this host's monotonic clock."""
 
     begun: int
     finished: int
@@ -72,7 +72,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """How an instance is: the letter of its process's state in /proc, and its beacon, if it has one."""
+    """Describe the state of an instance: the letter of its process's state in /proc, and its beacon, if it has one."""
 
     instance: int
     pid: int

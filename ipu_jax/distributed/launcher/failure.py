@@ -35,7 +35,7 @@ _SEEN_LATE: Final = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """How an instance has failed.
+    """Describe the failure of an instance.
 
     Attributes:
         instance: its number.

@@ -18,7 +18,7 @@ BOOTSTRAP: Final = Path(__file__).parents[1] / "bootstrap"
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a host starts.
+    """Describe what a host starts.
 
     Attributes:
         command: the program and its arguments.

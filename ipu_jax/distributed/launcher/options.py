@@ -61,7 +61,7 @@ TRUTHS_WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a command line says. Names are those of the options; `program` is the program with its arguments."""
+    """Hold what a command line says. Names are those of the options; `program` is the program with its arguments."""
 
     program: tuple[str, ...]
     num_replicas: int

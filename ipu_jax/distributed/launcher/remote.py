@@ -32,7 +32,7 @@ _ALIVE: Final = Note("")
 
 @dataclasses.dataclass(frozen=True)
 class Shell:
-    """How commands are started on other hosts: a command that takes a host and a line, and the folder to run in."""
+    """Start commands on other hosts by a command that takes a host and a line, and the folder to run in."""
 
     command: tuple[str, ...]
     folder: str
@@ -131,7 +131,7 @@ class RemoteHost:
         self._ask("end", patience=patience)
 
     def close(self) -> None:
-        """Let go of the host: the end of its pipe tells the agent to kill what is left, and to exit."""
+        """Let go of the host: at the end of its pipe the agent kills what is left, and exits."""
         with contextlib.suppress(OSError):
             self._flush()
         for file in (self._in, self._out, self._err):

@@ -58,7 +58,7 @@ def step_of(finished: int | None) -> str:
 
 
 def failure(failed: Failure, host: str, pid: int, finished: int | None, lines: Sequence[str]) -> list[str]:
-    """Return the lines that tell of a failure.
+    """Return the lines that describe a failure.
 
     Args:
         failed: which.
@@ -83,7 +83,7 @@ def failure(failed: Failure, host: str, pid: int, finished: int | None, lines: S
 
 
 def stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[str]:
-    """Return the lines that tell of an instance that is stuck.
+    """Return the lines that describe an instance that is stuck.
 
     Args:
         stuck: which, and by what rule.

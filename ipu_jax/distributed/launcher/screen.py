@@ -33,7 +33,7 @@ class _Bar:
 
 
 class Screen:
-    """What stands on one terminal, or at the end of one file or pipe.
+    """Draw what stands on one terminal, or at the end of one file or pipe.
 
     Args:
         columns: the width of the terminal; None if it is none.

@@ -58,7 +58,7 @@ _SPEAK_AFTER: Final = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What an attempt is supervised by.
+    """Hold the limits by which an attempt is supervised.
 
     Attributes:
         stall: seconds without a step; None for the rule of `stall.py`; infinite for no limit.
@@ -77,7 +77,7 @@ class Rules:
 
 @dataclasses.dataclass
 class Outcome:
-    """How an attempt has ended.
+    """Describe the end of an attempt.
 
     Attributes:
         status: what poprun exits with, if it is the last.

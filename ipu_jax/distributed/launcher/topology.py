@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:@%-]+")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Which host has which instances, replicas and IPUs.
+    """Place instances on hosts: which host has which instances, replicas and IPUs.
 
     Attributes:
         hosts: their names; instances are shared equally by them, in this order.
