@@ -161,7 +161,7 @@ def _coordinator(options: Options, topology: Topology, local: Sequence[bool], he
 
 
 def _check_program(parser: PoprunParser, program: str, path: str | None) -> None:
-    """Exit as a shell does if there is no such program."""
+    """Exit as a shell does if the program cannot be found or executed."""
     if shutil.which(program, path=path) is not None:
         return
     beside = Path(sys.executable).with_name(program)
