@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ipu_jax.data.source import normalise
     from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
     from ipu_jax.distributed import popdist
+    from ipu_jax.distributed.stopping import StopRequest
     from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
     from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
     from ipu_jax.pipeline import Pipeline
@@ -76,6 +77,7 @@ __all__ = [
     "Stage",
     "StageCosts",
     "StepOutputs",
+    "StopRequest",
     "Task",
     "TrainOptions",
     "TrainState",

@@ -19,6 +19,7 @@ from mnist_example.network import NAMES as MODELS
 from mnist_example.optimizers import NAMES as OPTIMIZERS
 from mnist_example.optimizers import default_learning_rate
 
+ON_SAVE_ERROR: Final = ("stop", "continue")
 PICTURE: Final = Path("mnist-losses.png")
 
 _REDUCTIONS: Final[tuple[Reduction, ...]] = get_args(Reduction)
@@ -202,6 +203,44 @@ def make_parser(prog: str, description: str) -> Parser:
     )
     add("--run-single-step", action="store_true", help="stop after one weight update, to see that all works")
     add("--no-progress", action="store_true", help="no progress bar; there is one on a terminal only, anyway")
+
+    saving = parser.add_argument_group(
+        "saving", "With --checkpoint-dir, SIGTERM saves and ends the training; the same command goes on from there."
+    )
+    add = saving.add_argument
+    add(
+        "--checkpoint-dir",
+        type=flag_types.path,
+        metavar="FOLDER",
+        help="save the training there while it goes on and at its end, and resume it from there",
+    )
+    add(
+        "--checkpoint-every",
+        type=flag_types.count,
+        metavar="N",
+        help="save every N updates, at the end of the device call (default: at the end of each epoch)",
+    )
+    add(
+        "--checkpoint-minutes",
+        type=flag_types.positive,
+        metavar="X",
+        help="save when X minutes have passed since the last time (default: 10, unless --checkpoint-every is given)",
+    )
+    add(
+        "--resume",
+        type=flag_types.resume,
+        metavar="{auto,never,PATH}",
+        help="auto: from the last whole checkpoint there, if there is one. never: the folder must have none. PATH: from "
+        "this checkpoint (default: auto)",
+    )
+    add("--keep", type=flag_types.count, metavar="N", help="how many checkpoints are kept (default: 3)")
+    add(
+        "--on-save-error",
+        type=flag_types.one_of("on_save_error", ON_SAVE_ERROR),
+        metavar=braces(ON_SAVE_ERROR),
+        help="stop: a save that fails ends the training. continue: it goes on, and tries again at the next "
+        "(default: stop)",
+    )
 
     data = parser.add_argument_group("data")
     data.add_argument(

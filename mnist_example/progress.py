@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +94,18 @@ class LossLines:
 
     def end(self, epoch: float) -> None:
         """Print a line for the calls since the last one, if there are any; the training ends with this epoch."""
-        if self._losses:
+        if sum(map(len, self._losses)):
             self._print(f"{epoch:.1f}" if round(10 * epoch) != self._tenths or not self._tenths else f"{epoch:.2f}")
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next line depends on, as plain data."""
+        losses = [float(loss) for call in self._losses for loss in call]
+        return {"tenths": self._tenths, "losses": losses, "skipped": self._skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned: the next line is the one that would have come."""
+        self._tenths, self._skipped = state["tenths"], state["skipped"]
+        self._losses = [np.array(state["losses"], np.float32)]
 
     def _print(self, epoch: str) -> None:
         losses = np.concatenate(self._losses)

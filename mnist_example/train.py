@@ -8,10 +8,11 @@ gathered, by the caller or by workers of the feed.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,8 @@ from mnist_example.optimizers import make_optimizer
 
 NO_LABEL = -1
 """The label of images that fill up a batch: they count neither as right nor as wrong."""
+
+AfterCall = Callable[[TrainState, int, Callable[[], None]], bool]
 
 _CALLS_AHEAD = 1
 _POLL_SECONDS = 0.005
@@ -128,9 +131,15 @@ class Trainer:
         options = TrainOptions(precision=precision, half=half, shard_optimizer=shard_optimizer, loss_scale=loss_scale)
         self.step = make_train_step(pipeline, make_optimizer(optimizer, learning_rate), options)
         self.pipeline: Pipeline = self.step.model
-        self.feed = make_feed(
-            batches, pipeline.mesh, repeat_count=repeat_count, eight_bit_io=eight_bit_io, num_workers=num_workers
+        self._make_feed = functools.partial(
+            make_feed,
+            batches,
+            pipeline.mesh,
+            repeat_count=repeat_count,
+            eight_bit_io=eight_bit_io,
+            num_workers=num_workers,
         )
+        self.feed = self._make_feed()
         of_replicas = PartitionSpec() if pipeline.replicas == 1 else PartitionSpec(None, REPLICA_AXIS)
         self._of_passes = NamedSharding(pipeline.mesh, of_replicas)
         self._everywhere = NamedSharding(pipeline.mesh, PartitionSpec())
@@ -167,16 +176,31 @@ class Trainer:
         report = self.pipeline.report(state.params, batch, state.stages, compile=False)
         return f"{self.pipeline.schedule}\n{report}"
 
+    def go_to(self, position: Mapping[str, int]) -> None:
+        """Let the feed go on from what its `state()` returned."""
+        self.feed.close()
+        self.feed = self._make_feed(state=position)
+
     def run_epoch(
-        self, state: TrainState, epoch: int, *, on_call: Callable[[Call], None], updates: int | None = None
+        self,
+        state: TrainState,
+        epoch: int,
+        *,
+        on_call: Callable[[Call], None],
+        updates: int | None = None,
+        start: int = 0,
+        after_call: AfterCall | None = None,
     ) -> TrainState:
-        """Train for one epoch, or the first `updates` of it.
+        """Train for one epoch, or for its updates from `start` to `updates`.
 
         Args:
             state: from `init` or the epoch before. Its arrays are donated, and cannot be used afterwards.
             epoch: counted from 0; it decides the order of the images.
             on_call: called for each device call, in order, while the next one already runs.
-            updates: the number of updates; None for the whole epoch.
+            updates: the number of updates, with those before `start`; None for the whole epoch.
+            start: updates of this epoch that were made before; the feed is there already, by `go_to`.
+            after_call: called when a device call is dispatched, with the state that it returns, its number of updates,
+                and a function that waits for all calls so far. The epoch ends here if it returns True.
 
         Returns:
             The state after the epoch.
@@ -187,20 +211,27 @@ class Trainer:
         if self._program is None:
             self.compile(state)
         assert self._program is not None, "compile sets it"
-        left = self.batches.updates_per_epoch if updates is None else updates
-        done = epoch * self.batches.updates_per_epoch
+        left = (self.batches.updates_per_epoch if updates is None else updates) - start
+        done = epoch * self.batches.updates_per_epoch + start
         pending: collections.deque[tuple[_CallResults, int]] = collections.deque()
-        self.feed.seek(epoch)
+
+        def report_all_but(waiting: int) -> None:
+            nonlocal done
+            while len(pending) > waiting:
+                done = self._report(*pending.popleft(), done, on_call)
+
+        if not start:
+            self.feed.seek(epoch)
         for batch in itertools.islice(self.feed.epoch(), -(-left // self.updates_per_call)):
             count = min(batch.updates, left)
             state, results = self._program(state, batch.data, np.int32(count))
             left -= count
             pending.append((results, count))
             # At most one call runs and one waits: many queued calls with collectives deadlock XLA's CPU backend.
-            while len(pending) > _CALLS_AHEAD:
-                done = self._report(*pending.popleft(), done, on_call)
-        while pending:
-            done = self._report(*pending.popleft(), done, on_call)
+            report_all_but(_CALLS_AHEAD)
+            if after_call is not None and after_call(state, count, lambda: report_all_but(0)):
+                break
+        report_all_but(0)
         return state
 
     def accuracy(self, state: TrainState, images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> float:
