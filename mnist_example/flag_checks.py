@@ -58,7 +58,7 @@ def _check_saving(args: argparse.Namespace) -> None:
         return
     if args.compare:
         raise ValueError(
-            "--compare trains from the start in both modes: give --checkpoint-dir with one --pipeline-mode"
+            "--compare trains two modes from the start: give --checkpoint-dir with one --pipeline-mode"
         )
     if importlib.util.find_spec("orbax") is None:
         raise ValueError("--checkpoint-dir needs orbax, which is not installed: pip install 'ipu-jax[checkpoints]'")

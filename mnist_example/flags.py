@@ -230,8 +230,8 @@ def make_parser(prog: str, description: str) -> Parser:
         "--resume",
         type=flag_types.resume,
         metavar="{auto,never,PATH}",
-        help="auto: from the last whole checkpoint there, if there is one. never: the folder must have none. PATH: from "
-        "this checkpoint (default: auto)",
+        help="auto: from the last whole checkpoint there, if there is one. never: the folder must have none. PATH: "
+        "from this checkpoint (default: auto)",
     )
     add("--keep", type=flag_types.count, metavar="N", help="how many checkpoints are kept (default: 3)")
     add(

@@ -120,8 +120,8 @@ class Saver:
 def _description(args: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     """Return what must be the same of two trainings, and what their state does not show."""
     batches = trainer.batches
-    crc = zlib.crc32(batches.labels, zlib.crc32(batches.images))
-    return {
+    crc = zlib.crc32(batches.labels.tobytes(), zlib.crc32(batches.images.tobytes()))
+    described = {
         "model": args.model,
         "data": f"{len(batches.images):,} images, CRC-32 {crc:08x}",
         "images per update": batches.images_per_update,
@@ -131,6 +131,9 @@ def _description(args: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
         "precision": args.precision + (f" {args.half}" if args.half else ""),
         "reduction": args.reduction,
     }
+    if args.reduction == "sum":  # an update grows with their number
+        described["micro-batches per update"] = batches.gradient_accumulation * batches.replicas
+    return described
 
 
 @contextlib.contextmanager

@@ -122,12 +122,13 @@ class StopRequest:
     def _take(self) -> None:
         if self._has_come:
             os._exit(_STATUS)
-        self._has_come = self.asked = True
+        self._has_come = True
         self._timer = threading.Timer(self._grace, self._give_up)
         self._timer.daemon = True
         self._timer.start()
         if self._agreed is not None:
             self._agreed.ask()
+        self.asked = True
 
     def _give_up(self) -> None:
         print(f"SIGTERM: not ended within {self._grace:g} s, so the process is stopped", file=sys.stderr, flush=True)
