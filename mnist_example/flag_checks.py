@@ -57,9 +57,7 @@ def _check_saving(args: argparse.Namespace) -> None:
     if args.checkpoint_dir is None:
         return
     if args.compare:
-        raise ValueError(
-            "--compare trains two modes from the start: give --checkpoint-dir with one --pipeline-mode"
-        )
+        raise ValueError("--compare trains two modes from the start: give --checkpoint-dir with one --pipeline-mode")
     if importlib.util.find_spec("orbax") is None:
         raise ValueError("--checkpoint-dir needs orbax, which is not installed: pip install 'ipu-jax[checkpoints]'")
     writable_folder("--checkpoint-dir", args.checkpoint_dir)
