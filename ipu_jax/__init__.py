@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         make_schedule,
     )
     from ipu_jax.stage import Outputs, Stage
+    from ipu_jax.training.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
     from ipu_jax.training.replicas import Replicas, replicate
     from ipu_jax.training.state import StepOutputs, TrainState
     from ipu_jax.training.step import TrainStep, make_train_step
@@ -62,6 +63,9 @@ __all__ = [
     "InFlight",
     "LayerPlacement",
     "ModuleStage",
+    "NonFinite",
+    "NonFiniteLossError",
+    "NonFiniteLossWarning",
     "Outputs",
     "Pipeline",
     "PipelineOptions",
