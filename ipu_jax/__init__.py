@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ipu_jax.distributed import popdist
     from ipu_jax.distributed.stopping import StopRequest
     from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
-    from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
+    from ipu_jax.options import DynamicScale, Half, OnNonFinite, PipelineOptions, Precision, Reduction, TrainOptions
     from ipu_jax.pipeline import Pipeline
     from ipu_jax.reference import reference_predict, reference_value_and_grad
     from ipu_jax.schedules import (
@@ -66,6 +66,7 @@ __all__ = [
     "NonFinite",
     "NonFiniteLossError",
     "NonFiniteLossWarning",
+    "OnNonFinite",
     "Outputs",
     "Pipeline",
     "PipelineOptions",

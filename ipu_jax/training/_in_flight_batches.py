@@ -78,7 +78,7 @@ class BatchesInFlight:
         at = number - 1 - int(call.first)
         batch = call.batch
         if self._options.device_iterations > 1:
-            batch = jax.tree.map(lambda leaf: leaf[at], batch)
+            batch = _update_of(batch, at)
         found = self._find(state, batch, number)
         text = str(found) if found else f"update {number}: its loss or a gradient is not finite"
         if not found:
@@ -96,3 +96,8 @@ class BatchesInFlight:
             number,
             found,
         )
+
+
+@jax.jit  # an array of several instances can be indexed in a program only
+def _update_of(batch: Any, at: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[at], batch)

@@ -42,6 +42,8 @@ class NonFinite:
         where += [] if self.microbatch is None else [f"micro-batch {self.microbatch}"]
         where += [] if self.stage is None else [f"stage {self.stage}, {self.name!r}"]
         of = "update" if self.microbatch is None else "micro-batch"
+        if self.what in ("its loss", "the loss"):
+            return f"{', '.join(where)}: {self.what} is {self.loss:g}"
         return f"{', '.join(where)}: {self.what} is not finite, and the loss of the {of} is {self.loss:g}"
 
 
@@ -168,8 +170,10 @@ def _backward(flags: Flags) -> Iterator[tuple[int, int, int, str]]:
 
 def _named(step: int, flags: Flags, replica: int, microbatch: int, stage: int, what: str) -> NonFinite:
     loss = float(flags.losses[replica, microbatch])
+    if stage == len(flags.stages) - 1 and what == "its output":
+        what = "its loss"
     if flags.names is None:
-        what = {"its output": "the loss"}.get(what, what.replace("its weight", "the weight"))
+        what = what.replace("its ", "the ")
         return NonFinite(step, replica, microbatch, None, None, what, loss)
     return NonFinite(step, replica, microbatch, stage, flags.names[stage], what, loss)
 

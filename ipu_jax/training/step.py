@@ -292,7 +292,7 @@ class TrainStep:
         ...     return jnp.mean(jnp.log(rows @ w))
         >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(gradient_accumulation=3))
         >>> print(step.find_nonfinite(step.init(jnp.ones(2)), jnp.ones((3, 4, 2)).at[1, 2].set(0)))
-        update 1, replica 0, micro-batch 1: the loss is not finite, and the loss of the micro-batch is -inf
+        update 1, replica 0, micro-batch 1: the loss is -inf
         """
         self._checked_update(state)
         check_alive("batch", batch)
