@@ -84,7 +84,7 @@ class Diagnosis:
         for stage, own, probe in zip(self._model.stages, flags, gradients, strict=True):
             leaves = () if stage.params is None else layout.group(stage.params).leaves
             held = () if stage.state is None or state.stages is None else state.stages.layout.group(stage.state).leaves
-            of_state = _float_paths(held)
+            of_state = [path.replace("state", "stages", 1) for path in _float_paths(held)]
             outputs = own.get("outputs", np.zeros((*probe.shape[:1], probe.shape[-1], 0)))
             trained = {leaf.path: probe[:, 1 + i] > 0 for i, leaf in enumerate(leaves) if not leaf.frozen}
             stages.append(

@@ -66,36 +66,42 @@ class BatchesInFlight:
         while len(self._calls) > keep:
             call = self._calls.popleft()
             numbers = np.atleast_1d(np.asarray(call.numbers))
-            for number in dict.fromkeys(numbers[numbers > 0].tolist()):
-                self._tell(state, call, number)
+            if numbers.any():
+                self._tell(state, call, set(numbers[numbers > 0].tolist()))
 
-    def _tell(self, state: TrainState, call: _Call, number: int) -> None:
-        limit, before = limit_of(self._options), int(state.step)
-        in_a_row = int(state.nonfinite)
-        stopped = in_a_row >= limit
-        # every update from `number` on was not made, so the state is the one before it
-        is_same = number > before + stopped - in_a_row
-        at = number - 1 - int(call.first)
-        batch = call.batch
-        if self._options.device_iterations > 1:
-            batch = _update_of(batch, at)
-        found = self._find(state, batch, number)
-        text = str(found) if found else f"update {number}: its loss or a gradient is not finite"
-        if not found:
-            text += f", but with the state after update {before} both are" if not is_same else ", for no cause found"
-        elif not is_same:
-            text += f" (with the state after update {before})"
-        if not stopped or number != before + 1:
-            warnings.warn(f"{text}; the update was skipped", NonFiniteLossWarning, stacklevel=4)
-            return
-        self._calls.clear()
-        skipped = f", the last of {limit} in a row" if limit > 1 else ""
-        raise NonFiniteLossError(
-            f"{text}{skipped}. No update was made since, and the state is the one before it: mend the data, lower the "
-            "learning rate, or go on without this batch from step.restore(step.whole(state))",
-            number,
-            found,
-        )
+    def _tell(self, state: TrainState, call: _Call, numbers: set[int]) -> None:
+        """Warn of the updates of a call with these numbers, and raise if it has the one that stopped the state."""
+        limit, before, first = limit_of(self._options), int(state.step), int(call.first)
+        several = self._options.device_iterations > 1
+        last = first + (jax.tree.leaves(call.batch)[0].shape[0] if several else 1)
+        stopped = int(state.nonfinite) >= limit
+        # the outputs may name an earlier one in its place
+        stops = before + 1 if stopped and first <= before < last else None
+        for number in sorted(numbers if stops is None else {number for number in numbers if number < stops} | {stops}):
+            batch = _update_of(call.batch, number - 1 - first) if several else call.batch
+            found = self._find(state, batch, number)
+            # if no later update was made, the state is still the one before it
+            is_same = number > before + stopped - int(state.nonfinite)
+            text = _described(found, number, None if is_same else before)
+            if number != stops:
+                warnings.warn(f"{text}; the update was skipped", NonFiniteLossWarning, stacklevel=4)
+                continue
+            self._calls.clear()
+            skipped = f", the last of {limit} in a row" if limit > 1 else ""
+            raise NonFiniteLossError(
+                f"{text}{skipped}. No update was made since, and the state is the one before it: mend the data, lower "
+                "the learning rate, or go on without this batch from step.restore(step.whole(state))",
+                number,
+                found,
+            )
+
+
+def _described(found: NonFinite | None, number: int, now: int | None) -> str:
+    """Return a text about an update; `now` is the number of updates before the state if later ones changed it."""
+    text = f"update {number}: its loss or a gradient is not finite" if found is None else str(found)
+    if now is not None:
+        return f"{text} ({'but not ' if found is None else ''}with the state after update {now})"
+    return text if found else f"{text}, but all is when it is computed again"
 
 
 @jax.jit  # an array of several instances can be indexed in a program only

@@ -124,7 +124,8 @@ def first_nonfinite(step: int, flags: Flags) -> NonFinite | None:
     if found is not None:
         microbatch, stage, replica, what = found
         return _named(step, flags, replica, microbatch, -stage, what)
-    loss = float(flags.losses.sum(dtype=np.float32) / flags.losses.size)
+    with np.errstate(over="ignore"):
+        loss = float(flags.losses.sum(dtype=np.float32) / flags.losses.size)
     if not np.isfinite(loss):
         return NonFinite(step, None, None, None, None, "the sum of the losses", loss)
     if not flags.sums_are_finite:
