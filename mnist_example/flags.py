@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
 
-from ipu_jax import SCHEDULES, Half, Precision, Reduction, canonical_name
+from ipu_jax import SCHEDULES, Half, OnNonFinite, Precision, Reduction, canonical_name
 from ipu_jax.tools.command_line import Parser
 from mnist_example import flag_types
 from mnist_example.instances import InstanceParser, fill_in_counts
@@ -25,6 +25,7 @@ PICTURE: Final = Path("mnist-losses.png")
 _REDUCTIONS: Final[tuple[Reduction, ...]] = get_args(Reduction)
 _PRECISIONS: Final[tuple[Precision, ...]] = ("16.16", "16.32", "32.32")
 _HALVES: Final[tuple[Half, ...]] = get_args(Half)
+_ON_NONFINITE: Final[tuple[OnNonFinite, ...]] = get_args(OnNonFinite)
 # names that the library's errors give to what has a flag of another name here
 _CALLED: Final = {
     "mode": "--pipeline-mode",
@@ -169,6 +170,14 @@ def make_parser(prog: str, description: str) -> Parser:
         metavar=braces(_HALVES),
         help="the 16 of --precision; under float16 the loss is scaled, and an update that overflows is skipped "
         "(default: bfloat16)",
+    )
+    add(
+        "--on-nonfinite",
+        type=flag_types.one_of("on_nonfinite", _ON_NONFINITE),
+        default="stop",
+        metavar=braces(_ON_NONFINITE),
+        help="an update whose loss or gradients are not finite is not made, and is named with its replica, micro-batch "
+        "and stage. stop: training ends. skip: it goes on, up to 10 of them in a row (default: %(default)s)",
     )
 
     running = parser.add_argument_group("running")

@@ -86,7 +86,7 @@ class LossLines:
     def add(self, call: Call) -> None:
         """Take in the next device call, and print a line if it ends in another tenth of an epoch."""
         self._losses.append(call.losses)
-        self._skipped += call.skipped
+        self._skipped += call.skipped + len(call.nonfinite)
         tenths = 10 * call.updates // self._updates_per_epoch
         if tenths > self._tenths:
             self._tenths = tenths
@@ -99,7 +99,8 @@ class LossLines:
 
     def state(self) -> dict[str, Any]:
         """Return what the next line depends on, as plain data."""
-        losses = [float(loss) for call in self._losses for loss in call]
+        # JSON has no NaN: None is read as one
+        losses = [float(loss) if np.isfinite(loss) else None for call in self._losses for loss in call]
         return {"tenths": self._tenths, "losses": losses, "skipped": self._skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -110,7 +111,9 @@ class LossLines:
     def _print(self, epoch: str) -> None:
         losses = np.concatenate(self._losses)
         skipped = f", {self._skipped} of {len(losses)} updates skipped" if self._skipped else ""
-        say(f"Epoch {epoch}, Mean loss: {losses.mean():.3f}{skipped}")
+        finite = losses[np.isfinite(losses)]
+        mean = f"{finite.mean():.3f}" if len(finite) else "not finite"
+        say(f"Epoch {epoch}, Mean loss: {mean}{skipped}")
         self._losses, self._skipped = [], 0
 
 

@@ -44,6 +44,7 @@ def make_trainers(args: argparse.Namespace, batches: Batches) -> dict[Mode, Trai
             precision=args.precision,
             half=args.half or "bfloat16",
             loss_scale=DynamicScale() if args.half == "float16" else 1.0,
+            on_nonfinite=args.on_nonfinite,
             **feed_options(args, batches),
         )
         for mode, count in ipus_of(args).items()
@@ -129,6 +130,8 @@ def train(
     say(f"Test accuracy: {result.accuracy:.2%} after {images:,} images{speed}")
     if result.skipped:
         say(f"{result.skipped} of {total} updates were skipped: their gradients overflowed {args.half}")
+    if result.nonfinite:
+        say(f"{result.nonfinite} of {len(result.losses)} updates were skipped: they were not finite")
     if cache:
         say(f"With evaluation, {cache}")
     return result.losses
@@ -136,10 +139,11 @@ def train(
 
 @dataclasses.dataclass
 class _Result:
-    """The loss of every update that was made, float32 (updates,); how many were skipped, and the rest."""
+    """The loss of every update that was tried, float32 (updates,); how many were skipped and why, and the rest."""
 
     losses: _Losses
     skipped: int
+    nonfinite: int = 0
     seconds: float = 0.0
     accuracy: float = 0.0
 
@@ -164,6 +168,9 @@ def _train_on(
         result.skipped += call.skipped
         if saver:
             saver.skipped = result.skipped
+        result.nonfinite += len(call.nonfinite)
+        for text in call.nonfinite:
+            say(f"Skipped {text}")
         lines.add(call)
         progress.update(bar, completed=call.updates)
 

@@ -287,12 +287,14 @@ class Checkpoints:
                 message has the path, the operating system's error and the bytes.
             ValueError: `extra` or the feed's state is not plain data, or the checkpoints are closed.
             InstancesMissingError: an instance did not come in time.
+            NonFiniteLossError: the state is stopped, under `TrainOptions(on_nonfinite=)`.
         """
         if not (now or self.due(state)):
             return False
         if not self._is_open:
             raise ValueError("the checkpoints are closed: save inside their `with` block")
         self.wait()
+        self._step.check(state)  # a state that is stopped has not learned of all batches before the feed's position
         position = feed.state() if isinstance(feed, Feed) else feed
         with _beacon.during(Phase.BUSY, "waiting for the steps before a save", max(_beacon.LONG, self._timeout)):
             number = int(state.step)

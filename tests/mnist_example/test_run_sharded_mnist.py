@@ -507,7 +507,8 @@ def test_a_training_that_diverges_exits_with_1(few_digits, capsys):
     assert main([*CONCURRENT, *TINY, "--learning-rate", "1e9"]) == 1
     out, err = capsys.readouterr()
     assert re.fullmatch(
-        r"run-sharded-mnist: the loss of update \d is (nan|inf): training diverged; use a learning rate below 1e\+09\n",
+        r"run-sharded-mnist: update \d, replica 0, micro-batch \d, stage \d, '(mlp|classifier)': .* is .*(nan|inf): "
+        r"training diverged; use a learning rate below 1e\+09\n",
         err,
     )
     assert "Mean loss" not in out
