@@ -11,6 +11,7 @@ from mnist_example.layouts import MODES, Mode
 from mnist_example.network import network_of
 from mnist_example.optimizers import keeps_state_in_float16
 from mnist_example.places import check_picture, writable_folder
+from mnist_example.schedule_pictures import check_pictures
 
 _MOST_EPOCHS: Final = 1_000_000
 _MOST_WORKERS: Final = 1024
@@ -44,6 +45,7 @@ def check_flags(args: argparse.Namespace) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--compare draws with matplotlib, which is not installed: pip install 'ipu-jax[plots]'")
         check_picture("--plot", args.plot or PICTURE)
+    check_pictures(args)
     if args.executable_cache is not None:
         writable_folder("--executable-cache", args.executable_cache)
 
