@@ -286,7 +286,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         ValueError: path='1f1b.pdf' ends neither in .svg nor in .png: give such a name, or save the figure that plot() \
 returns
         """
-        return plot.plot(self, path, simulation, self.bubble())
+        return plot.plot(self, path, simulation, self.bubble)
 
     def to_svg(self, *, simulation: Simulation | None = None) -> str:
         """Return the picture that `plot` draws as the text of an SVG file, without matplotlib.
@@ -304,7 +304,7 @@ returns
         >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
         >>> svg = schedule.to_svg(simulation=schedule.simulate(forward=1, backward=2, transfer=0.1))
         """
-        return plot.svg(self, simulation, self.bubble())
+        return plot.svg(self, simulation, self.bubble)
 
 
 def placement_of(placement: Any) -> Placement:

@@ -13,30 +13,33 @@ Labels = list[tuple[float, str]]
 """Where the middle of each text is, and the text."""
 
 
-def tick_words(ticks: tuple[float, ...], left: float, unit: float) -> Labels:
+def tick_words(ticks: tuple[float, ...], first: int, left: float, unit: float) -> Labels:
     """Return the numbers of ticks, each below the middle of its tick: all of them, every second, fifth, and so on.
 
     Args:
         ticks: the start of each tick, and the end of the last.
+        first: the number of the first tick.
         left: where the axis begins.
         unit: the width of one unit.
     """
     for step in _steps(1):
-        labels = [(left + unit * (ticks[i] + ticks[i + 1]) / 2, str(i)) for i in range(0, len(ticks) - 1, int(step))]
+        numbers = range(-(-first // int(step)) * int(step), first + len(ticks) - 1, int(step))
+        labels = [(left + unit * (ticks[i - first] + ticks[i - first + 1]) / 2, str(i)) for i in numbers]
         if _have_room(labels):
             return labels
     raise AssertionError("a single number always has room")
 
 
-def time_words(end: float, left: float, unit: float) -> Labels:
-    """Return times from 0 to the end, at round distances.
+def time_words(start: float, end: float, left: float, unit: float) -> Labels:
+    """Return times from `start` to `end`, at round distances.
 
     Args:
-        end: the end of the last task.
+        start, end: the times at both ends of the axis.
         left, unit: as above.
     """
-    for step in _steps(10.0 ** math.floor(math.log10(end) - 2)):
-        labels = [(left + unit * step * i, f"{step * i:g}") for i in range(math.floor(end / step) + 1)]
+    for step in _steps(10.0 ** math.floor(math.log10(end - start) - 2)):
+        numbers = range(math.ceil(start / step), math.floor(end / step) + 1)
+        labels = [(left + unit * (step * i - start), f"{step * i:g}") for i in numbers]
         if _have_room(labels):
             return labels
     raise AssertionError("a single number always has room")

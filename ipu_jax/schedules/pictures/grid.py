@@ -11,7 +11,10 @@ width. So ramp-up has no empty halves of ticks, and under the two-phase clock th
 together. By time, a task fills the time in which a `Simulation` says it ran.
 """
 
+import bisect
 import dataclasses
+import itertools
+from collections import Counter
 from functools import cached_property
 
 from ipu_jax.schedules._simulate import Simulation
@@ -40,7 +43,9 @@ class Box:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        return tuple(Task(stage, self.kind, self.microbatch) for stage in self.stages)
+        """Return the tasks of the stages in the order in which they run."""
+        stages = self.stages if self.kind == "F" else reversed(self.stages)
+        return tuple(Task(stage, self.kind, self.microbatch) for stage in stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Grid:
         ticks: the start of each tick and the end of the last one; empty if the axis is time.
         end: the end of the last task.
         bubble: the idle share that the title states.
+        first_tick, first_time: what stands at 0 of the axis, if this is a part of a schedule.
     """
 
     table: Timetable
@@ -71,11 +77,35 @@ class Grid:
     ticks: tuple[float, ...]
     end: float
     bubble: float
+    first_tick: int = 0
+    first_time: float = 0.0
+
+    def parts(self, count: int) -> "list[Grid]":
+        """Return the schedule in parts of about the same width that follow each other. No tick is cut in two."""
+        cuts = [self.end * i / count for i in range(1, count)]
+        if self.ticks:
+            cuts = sorted({self.ticks[bisect.bisect_left(self.ticks, cut)] for cut in cuts} - {0.0, self.end})
+        return [self._part(start, end) for start, end in itertools.pairwise([0.0, *cuts, self.end])]
+
+    def _part(self, start: float, end: float) -> "Grid":
+        inside = lambda some: tuple(  # noqa: E731
+            dataclasses.replace(one, start=max(start, one.start) - start, end=min(end, one.end) - start)
+            for one in some
+            if one.start < end and one.end > start
+        )
+        ticks = tuple(at - start for at in self.ticks if start <= at <= end)
+        first_tick = self.ticks.index(start) if ticks else 0
+        return Grid(
+            self.table, inside(self.boxes), inside(self.spans), ticks, end - start, self.bubble, first_tick, start
+        )
 
     @cached_property
     def chunks(self) -> int:
         """Return the largest number of local segments on one IPU."""
-        return 1 + max((box.chunk for box in self.boxes if box.chunk is not None), default=0)
+        locals_of = Counter(
+            self.table.placement[stages[0]] for stages in segments_of(self.table.placement) if stages not in self.joint
+        )
+        return max(locals_of.values(), default=1)
 
     @cached_property
     def joint(self) -> tuple[range, ...]:

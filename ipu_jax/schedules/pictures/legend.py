@@ -5,7 +5,7 @@ import dataclasses
 from ipu_jax.schedules._timetable import Kind
 from ipu_jax.schedules.pictures.grid import Grid
 from ipu_jax.schedules.pictures.paints import FAINT_INK, IDLE, INK, LINE, Paint, paint_of
-from ipu_jax.schedules.pictures.shapes import Dot, Rectangle, Words, baseline, width_of
+from ipu_jax.schedules.pictures.shapes import Dot, Rectangle, Shape, Words, baseline, width_of
 
 _SIZE = 11.0
 _LINE = 20.0
@@ -30,11 +30,9 @@ class Entry:
         return self.patches + width_of(self.text, _SIZE)
 
 
-def legend_of(
-    entries: list[Entry], left: float, top: float, right: float
-) -> tuple[list[Rectangle | Dot | Words], float]:
+def legend_of(entries: list[Entry], left: float, top: float, right: float) -> tuple[list[Shape], float]:
     """Return the shapes of entries, in as many lines between `left` and `right` as they need, and where these end."""
-    shapes: list[Rectangle | Dot | Words] = []
+    shapes: list[Shape] = []
     x, y = left, top
     for entry in entries:
         if x > left and x + entry.width > right:

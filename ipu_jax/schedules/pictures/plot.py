@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,12 @@ _MOST_CELLS = 200_000  # 4 MB of SVG, and on a page about one to a pixel
 _DOTS_PER_INCH = 200
 
 
-def svg(table: Timetable, simulation: Simulation | None, bubble: float) -> str:
+def svg(table: Timetable, simulation: Simulation | None, bubble: Callable[[], float]) -> str:
     """Return the picture as SVG; `Schedule.to_svg` documents the arguments."""
     return svg_of(scene_of(_grid(table, simulation, bubble)))
 
 
-def plot(table: Timetable, path: object, simulation: Simulation | None, bubble: float) -> "Figure":
+def plot(table: Timetable, path: object, simulation: Simulation | None, bubble: Callable[[], float]) -> "Figure":
     """Return the picture as a figure, and write it to `path`; `Schedule.plot` documents the arguments."""
     file = None if path is None else _checked(path)
     scene = scene_of(_grid(table, simulation, bubble))
@@ -40,7 +41,7 @@ def plot(table: Timetable, path: object, simulation: Simulation | None, bubble: 
     return figure
 
 
-def _grid(table: Timetable, simulation: Simulation | None, bubble: float) -> Grid:
+def _grid(table: Timetable, simulation: Simulation | None, bubble: Callable[[], float]) -> Grid:
     cells = len(table.forward[0]) * sum(
         len([kind for kind, _ in tables_of(table)]) if ipu is not None else 2 * table.ipus
         for ipu in (table.placement[stages[0]] for stages in segments_of(table.placement))
@@ -50,7 +51,7 @@ def _grid(table: Timetable, simulation: Simulation | None, bubble: float) -> Gri
             f"schedule {table.name!r} has {cells:,} cells, more than a picture can show: draw one of "
             f"{_MOST_CELLS:,} at most; with fewer micro-batches it looks alike"
         )
-    return grid_by_tick(table, bubble) if simulation is None else grid_by_time(table, simulation)
+    return grid_by_tick(table, bubble()) if simulation is None else grid_by_time(table, simulation)
 
 
 def _checked(path: object) -> Path:

@@ -7,99 +7,70 @@
     IPU 1      0  1  2  0 ...                              |
     tick    0  1  2  3    ...
 
-The rows' width is that of a page whatever the schedule is. Where a cell is too small for the number of its
-micro-batch, dots in the cells of a few micro-batches show how these pass through the IPUs instead.
+The picture is as wide as a page. Where cells are too small for the numbers of their micro-batches, dots in those of a
+few micro-batches show how these pass through the IPUs instead. Where cells would be too narrow to be told apart, the
+rows go on in further bands below, like lines of music.
 """
 
-import dataclasses
+import math
+import statistics
 
-from ipu_jax.schedules.pictures.axis import tick_words, time_words
-from ipu_jax.schedules.pictures.grid import Box, Grid
+from ipu_jax.schedules.pictures.band import ABOVE, BELOW, UPDATE_GAP, UPDATE_WIDTH, Frame, band_of
+from ipu_jax.schedules.pictures.grid import Grid
 from ipu_jax.schedules.pictures.legend import entries_of, legend_of
-from ipu_jax.schedules.pictures.paints import CARD, FAINT_INK, IDLE, INK, LINE, UPDATE, paint_of, text_on
-from ipu_jax.schedules.pictures.shapes import Anchor, Dot, Rectangle, Scene, Words, baseline, size_for, width_of
+from ipu_jax.schedules.pictures.numbers import Cells
+from ipu_jax.schedules.pictures.paints import CARD, FAINT_INK, INK
+from ipu_jax.schedules.pictures.shapes import Dot, Rectangle, Scene, Shape, Words, size_for, width_of
 
 _WIDTH = 960.0
 _MARGIN = 16.0
 _TITLE = 16.0
-_TEXT = 12.0
-_LEAST = 6.0  # smaller text cannot be read
 _WIDEST_UNIT = 64.0
-_UPDATE, _UPDATE_GAP = 44.0, 8.0
-_MOST_MARKED = 8  # at most so many micro-batches are marked by dots
-_UPDATE_NAME = "weight", "update"  # in two lines
-
-
-@dataclasses.dataclass(frozen=True)
-class _Frame:
-    """Where the rows are.
-
-    Attributes:
-        left, right, top: of the rows; the weight update is to the right of them.
-        unit: the width of one unit of the axis.
-        row, gap: the height of a row and of the gap below it.
-    """
-
-    left: float
-    right: float
-    top: float
-    unit: float
-    row: float
-    gap: float
-    rows: int
-
-    @property
-    def bottom(self) -> float:
-        return self.top + self.rows * (self.row + self.gap) - self.gap
-
-    @property
-    def update(self) -> float:
-        return self.right + _UPDATE_GAP
-
-    def x(self, at: float) -> float:
-        return self.left + at * self.unit
-
-    def y(self, ipu: int) -> float:
-        return self.top + ipu * (self.row + self.gap)
+_NARROWEST_CELL = 3.0
+_MOST_BANDS = 6
+_BETWEEN_BANDS = 8.0
 
 
 def scene_of(grid: Grid) -> Scene:
     """Return the picture of a schedule."""
     title = title_of(grid)
-    numbers = _Numbers(grid, _frame(grid, 0.0))
-    heading = [Words(_MARGIN, _MARGIN + _TITLE, title, size_for(title, _WIDTH - 2 * _MARGIN, _TITLE), INK, bold=True)]
-    heading.append(Words(_MARGIN, _MARGIN + _TITLE + 18.0, _meaning_of_bubble(grid), 11.0, FAINT_INK))
-    entries = entries_of(grid, numbers=numbers.shown, stages=numbers.stages, dots=_marked(grid, numbers))
-    legend, below = legend_of(entries, _MARGIN, _MARGIN + _TITLE + 32.0, _WIDTH - _MARGIN)
-    frame = _frame(grid, below + 46.0)
-    gridlines = _gridlines(grid, frame)
-    axis = (
-        tick_words(grid.ticks, frame.left, frame.unit) if grid.ticks else time_words(grid.end, frame.left, frame.unit)
+    rows = grid.table.ipus
+    row = 38.0 if rows <= 4 else 30.0 if rows <= 8 else 20.0 if rows <= 16 else max(3.0, 400.0 / rows)
+    left = _MARGIN + max(width_of(f"IPU {rows - 1}", 11.0), width_of("time", 11.0)) + 8.0
+    room = _WIDTH - _MARGIN - UPDATE_WIDTH - UPDATE_GAP - left
+    cell = statistics.median(box.end - box.start for box in grid.boxes) * room / grid.end
+    parts = grid.parts(min(_MOST_BANDS, math.ceil(_NARROWEST_CELL / cell)) if cell > 0 else 1)
+    unit = room / max(part.end for part in parts)
+    if grid.ticks:
+        unit = min(unit, _WIDEST_UNIT)
+    cells = Cells(grid, unit, row)
+    shapes: list[Shape] = [
+        Words(_MARGIN, _MARGIN + _TITLE, title, size_for(title, _WIDTH - 2 * _MARGIN, _TITLE), INK, bold=True),
+        Words(_MARGIN, _MARGIN + _TITLE + 18.0, _meaning_of_bubble(grid), 11.0, FAINT_INK),
+    ]
+    entries = entries_of(grid, numbers=cells.numbers, stages=cells.stages, dots=cells.marked)
+    legend, y = legend_of(entries, _MARGIN, _MARGIN + _TITLE + 32.0, _WIDTH - _MARGIN)
+    shapes += legend
+    for part in parts:
+        y += _BETWEEN_BANDS + ABOVE
+        frame = Frame(_MARGIN, left, y, part.end, unit, row, 3.0 if row >= 12.0 else 1.0, rows)
+        shapes += band_of(part, frame, cells, is_last=part is parts[-1])
+        y = frame.bottom + BELOW
+    height = y + _MARGIN
+    return Scene(
+        _WIDTH,
+        height,
+        title,
+        _description(grid),
+        (Rectangle(0.0, 0.0, _WIDTH, height, CARD), *(shape for shape in shapes if isinstance(shape, Rectangle))),
+        tuple(sorted((shape for shape in shapes if isinstance(shape, Dot)), key=lambda dot: dot.paint.light)),
+        tuple(sorted((shape for shape in shapes if isinstance(shape, Words)), key=_style)),
     )
-    axis_y = frame.bottom + 18.0
-    rectangles = [
-        Rectangle(0.0, 0.0, _WIDTH, axis_y + _MARGIN, CARD),
-        *(r for r in legend if isinstance(r, Rectangle)),
-        *(
-            Rectangle(frame.left, frame.y(k), frame.x(grid.end) - frame.left, frame.row, IDLE)
-            for k in range(frame.rows)
-        ),
-        *gridlines,
-        *_cells(grid, frame),
-        *_span_lines(grid, frame),
-        *(Rectangle(frame.update, frame.y(k), _UPDATE, frame.row, UPDATE) for k in range(frame.rows)),
-    ]
-    words = [
-        *heading,
-        *(word for word in legend if isinstance(word, Words)),
-        *_span_words(grid, frame),
-        *_row_words(frame),
-        Words(_MARGIN, axis_y, "tick" if grid.ticks else "time", 11.0, FAINT_INK),
-        *(Words(x, axis_y, text, 11.0, FAINT_INK, "middle") for x, text in axis),
-        *numbers.words(frame),
-    ]
-    dots = [*(dot for dot in legend if isinstance(dot, Dot)), *_dots(grid, frame, numbers)]
-    return Scene(_WIDTH, axis_y + _MARGIN, title, _description(grid), tuple(rectangles), tuple(dots), tuple(words))
+
+
+def _style(word: Words) -> tuple[str, float, str]:
+    """Return what words are sorted by, so that those of one style are written at once."""
+    return word.paint.light, word.size, word.anchor
 
 
 # words about all of it
@@ -145,160 +116,3 @@ def _description(grid: Grid) -> str:
         f"A row for each IPU, from left to right what it does {'in each tick' if grid.ticks else 'in time'}. "
         f"{'; '.join(spans)}; then the weight update. The {unit} axis is below. Placement: {', '.join(places)}."
     )
-
-
-# the rows
-
-
-def _frame(grid: Grid, top: float) -> _Frame:
-    rows = grid.table.ipus
-    row = 38.0 if rows <= 4 else 30.0 if rows <= 8 else 20.0 if rows <= 16 else max(3.0, 400.0 / rows)
-    left = _MARGIN + max(width_of(f"IPU {rows - 1}", 11.0), width_of("time", 11.0)) + 8.0
-    room = _WIDTH - _MARGIN - _UPDATE - _UPDATE_GAP - left
-    unit = room / grid.end
-    if grid.ticks:
-        unit = min(unit, _WIDEST_UNIT)
-    return _Frame(left, left + unit * grid.end, top, unit, row, 3.0 if row >= 12.0 else 1.0, rows)
-
-
-def _row_words(frame: _Frame) -> list[Words]:
-    step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * (frame.row + frame.gap) >= 11.0)
-    return [
-        Words(_MARGIN, baseline(frame.y(k) + frame.row / 2, 11.0), f"IPU {k}", 11.0, INK)
-        for k in range(0, frame.rows, step)
-    ]
-
-
-def _cells(grid: Grid, frame: _Frame) -> list[Rectangle]:
-    cells: list[Rectangle] = []
-    for box in grid.boxes:
-        width = (box.end - box.start) * frame.unit
-        inset = min(1.0, 0.15 * width)  # so that neighbouring cells are seen as two
-        # a concurrent stage bridges the gaps between the rows: all IPUs work on it together
-        height = frame.row + (frame.gap if box.chunk is None and box.ipu + 1 < frame.rows else 0.0)
-        paint = paint_of(box.kind, box.chunk, grid.chunks)
-        if width > 0:
-            cells.append(Rectangle(frame.x(box.start), frame.y(box.ipu), width - inset, height, paint))
-    return sorted(cells, key=lambda cell: cell.paint.light)  # those of one colour are drawn at once
-
-
-def _gridlines(grid: Grid, frame: _Frame) -> list[Rectangle]:
-    """Return lines where ticks begin, if they leave room to see what is between them."""
-    if not grid.ticks or (grid.end / (len(grid.ticks) - 1)) * frame.unit < 8.0:
-        return []
-    height = frame.bottom - frame.top + 4.0
-    return [Rectangle(frame.x(at) - 1.0, frame.top, 1.0, height, LINE) for at in grid.ticks]
-
-
-# the parts of the update
-
-
-def _span_lines(grid: Grid, frame: _Frame) -> list[Rectangle]:
-    """Return a line over each part and the weight update, and one down where the next part begins."""
-    y = frame.top - 8.0
-    lines = [
-        Rectangle(frame.x(span.start), y, max(1.0, (span.end - span.start) * frame.unit - 3.0), 2.0, INK)
-        for span in grid.spans
-    ]
-    lines += [
-        Rectangle(frame.x(span.start) - 2.0, y, 1.0, frame.bottom - y, INK) for span in grid.spans if span.start > 0
-    ]
-    return [*lines, Rectangle(frame.update, y, _UPDATE, 2.0, INK)]
-
-
-def _span_words(grid: Grid, frame: _Frame) -> list[Words]:
-    """Return the names over the parts. A part that is too narrow lends room from its neighbours, if they have it."""
-    y = frame.top - 14.0
-    middle = frame.update + _UPDATE / 2
-    names = [Words(middle, y - 13.0 * i, name, 11.0, INK, "middle") for i, name in enumerate(reversed(_UPDATE_NAME))]
-    # the outer parts first: they have one neighbour only
-    for span in sorted(grid.spans, key=lambda span: span.name == "main"):
-        at, anchor = frame.x((span.start + span.end) / 2), "middle"
-        if width_of(span.name, 11.0) > (span.end - span.start) * frame.unit:
-            at, anchor = _lent(grid, frame, span.start, span.end)
-        name = Words(at, y, span.name, 11.0, INK, anchor)
-        if all(name.right + 4.0 < other.left or other.right + 4.0 < name.left for other in names):
-            names.append(name)
-    return names
-
-
-def _lent(grid: Grid, frame: _Frame, start: float, end: float) -> tuple[float, Anchor]:
-    """Return where the name of a narrow part begins or ends: it reaches into the rows, not out of them."""
-    return (frame.x(start), "start") if start + end < grid.end else (frame.x(end), "end")
-
-
-# numbers and dots
-
-
-class _Numbers:
-    """Decide which cells show the number of their micro-batch, and how large.
-
-    Attributes:
-        shown: whether cells show numbers. If not, some micro-batches are marked by dots.
-        stages: whether cells show their stages below it.
-    """
-
-    def __init__(self, grid: Grid, frame: _Frame):
-        self.grid = grid
-        self.longest = str(len(grid.table.forward[0]) - 1)
-        sizes = [self._size(box, frame) for box in grid.boxes]
-        self.shown = 2 * sum(size >= _LEAST for size in sizes) > len(sizes)
-        self.stages = self.shown and any(self._below(box, frame).startswith("s") for box in grid.boxes)
-
-    def words(self, frame: _Frame) -> list[Words]:
-        words = [word for box in self.grid.boxes for word in self._words(box, frame)] if self.shown else []
-        return sorted(words, key=lambda word: (word.paint.light, word.size))  # those of one style are written at once
-
-    def _size(self, box: Box, frame: _Frame) -> float:
-        return size_for(self.longest, (box.end - box.start) * frame.unit - 3.0, min(_TEXT, 0.6 * frame.row))
-
-    def _below(self, box: Box, frame: _Frame) -> str:
-        """Return the second line of a cell, or "" if there is none."""
-        text = below_number(box, self.grid)
-        fits = size_for(text, (box.end - box.start) * frame.unit - 3.0, 9.0) >= 7.0
-        return text if fits and frame.row >= 26.0 else ""
-
-    def _words(self, box: Box, frame: _Frame) -> list[Words]:
-        size = self._size(box, frame)
-        if size < _LEAST:
-            return []
-        x = frame.x((box.start + box.end) / 2) - 0.5
-        middle = frame.y(box.ipu) + frame.row / 2
-        paint = text_on(box.kind, box.chunk)
-        below = self._below(box, frame)
-        if not below:
-            return [Words(x, baseline(middle, size), str(box.microbatch), size, paint, "middle")]
-        small = size_for(below, (box.end - box.start) * frame.unit - 3.0, 9.0)
-        return [
-            Words(x, baseline(middle - 6.0, size), str(box.microbatch), size, paint, "middle"),
-            Words(x, baseline(middle + 9.0, small), below, small, paint, "middle"),
-        ]
-
-
-def below_number(box: Box, grid: Grid) -> str:
-    """Return what tells a cell apart from others of its colour: its stages, or F or B of a concurrent stage."""
-    kind = box.kind if box.chunk is None else ""
-    if (len(grid.joint) if box.chunk is None else grid.chunks) == 1:
-        return kind
-    first, last = box.stages[0], box.stages[-1]
-    return (f"s{first}" if first == last else f"s{first}-{last}") + kind
-
-
-def _marked(grid: Grid, numbers: _Numbers) -> tuple[int, ...]:
-    """Return the micro-batches that are marked by dots: a few at equal distances, if cells have no numbers."""
-    micro_batches = len(grid.table.forward[0])
-    return () if numbers.shown else tuple(range(0, micro_batches, -(-micro_batches // _MOST_MARKED)))
-
-
-def _dots(grid: Grid, frame: _Frame, numbers: _Numbers) -> list[Dot]:
-    marked = set(_marked(grid, numbers))
-    return [
-        Dot(
-            frame.x((box.start + box.end) / 2) - 0.5,
-            frame.y(box.ipu) + frame.row / 2,
-            min(2.0, 0.35 * (box.end - box.start) * frame.unit, 0.3 * frame.row),
-            text_on(box.kind, box.chunk),
-        )
-        for box in grid.boxes
-        if box.microbatch in marked
-    ]

@@ -56,6 +56,9 @@ class Words:
         return self.left + width_of(self.text, self.size)
 
 
+Shape = Rectangle | Dot | Words
+
+
 @dataclasses.dataclass(frozen=True)
 class Scene:
     """A picture, whichever program draws it.
