@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from ipu_jax.schedules.pictures.paints import CARD, FAINT_INK, IDLE, INK, UPDATE, paint_of, text_on
+from ipu_jax.schedules._timetable import Kind
+from ipu_jax.schedules.pictures.paints import CARD, FAINT_INK, IDLE, INK, UPDATE, Paint, paint_of, text_on
 
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency",
 # severity 1.0, for linear RGB
@@ -19,8 +20,9 @@ VISIONS = {
     ),
 }
 # for all numbers of chunks: those between lie between the ends
-LOCAL = {kind: [paint_of(kind, chunk, 3) for chunk in range(3)] for kind in ("F", "B", "W")}
-CLASSES = {**LOCAL, "concurrent": [paint_of("F", None), paint_of("B", None)], "idle": [IDLE]}
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
+LOCAL: dict[Kind, list[Paint]] = {kind: [paint_of(kind, chunk, 3) for chunk in range(3)] for kind in KINDS}
+CLASSES: dict[str, list[Paint]] = {**LOCAL, "concurrent": [paint_of("F", None), paint_of("B", None)], "idle": [IDLE]}
 
 
 def luminance(colour: str, vision: str = "normal") -> float:

@@ -3,7 +3,7 @@
 import re
 import sys
 import xml.etree.ElementTree as ET
-from collections import Counter
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -13,6 +13,7 @@ from ipu_jax.schedules.pictures.grid import Span, grid_by_tick, grid_by_time
 from ipu_jax.schedules.pictures.paints import IDLE, UPDATE, paint_of
 from ipu_jax.schedules.pictures.scene import scene_of
 from ipu_jax.schedules.pictures.shapes import width_of
+from support import documents
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -111,7 +112,7 @@ def rectangles_of(svg):
 def texts_of(svg):
     """Return (text, x, y) of each text of an SVG picture."""
     for text in ET.fromstring(svg).iter(f"{SVG}text"):
-        yield text.text, float(text.attrib["x"]), float(text.attrib["y"])
+        yield text.text or "", float(text.attrib["x"]), float(text.attrib["y"])
 
 
 def test_the_svg_file_shows_the_grid_that_is_drawn_by_hand():
@@ -120,9 +121,9 @@ def test_the_svg_file_shows_the_grid_that_is_drawn_by_hand():
     (top, left, width), (_, _, _) = idle
     unit, found = width / 8, set()
     numbers = [(text, x, y) for text, x, y in texts_of(svg) if text.isdecimal()]
-    for kind in ("F", "B"):
+    for kind, cell in (("F", paint_of("F")), ("B", paint_of("B"))):
         for fill, x, y, w, h in rectangles_of(svg):
-            if fill == paint_of(kind).light and y >= top:
+            if fill == cell.light and y >= top:
                 (number,) = (text for text, a, b in numbers if x < a < x + w and y < b < y + h)
                 row = int(y > top + h)
                 found.add((row, round((x - left) / unit), f"{row}{kind}{number}"))
@@ -199,7 +200,7 @@ def test_the_bands_of_a_long_schedule_are_the_whole_cut_between_ticks(is_time):
     assert len(parts) == 3
     assert [part.first_time for part in parts] + [whole.end] == [0, *(part.first_time + part.end for part in parts)]
     assert max(part.end for part in parts) - min(part.end for part in parts) < 4
-    area: Counter[Task] = Counter()
+    area: defaultdict[Task, float] = defaultdict(float)
     for part in parts:
         for box in part.boxes:
             assert 0 <= box.start < box.end <= part.end
@@ -292,9 +293,10 @@ def test_the_figure_shows_the_same_cells_as_the_svg_file(tmp_path):
     pixels = imread(tmp_path / "x.png")
     scale = pixels.shape[1] / 960
     svg = schedule.to_svg()
-    kinds = {paint_of(kind, chunk).light for kind, chunk in (("F", 0), ("B", 0), ("W", 0), ("F", None), ("B", None))}
-    cells = [cell for cell in rectangles_of(svg) if cell[0] in kinds]
-    assert {cell[0] for cell in cells} == kinds
+    kinds = {paint_of("F"), paint_of("B"), paint_of("W"), paint_of("F", None), paint_of("B", None)}
+    fills = {paint.light for paint in kinds}
+    cells = [cell for cell in rectangles_of(svg) if cell[0] in fills]
+    assert {cell[0] for cell in cells} == fills
     for fill, x, y, _, h in cells:
         found = pixels[round((y + 0.9 * h) * scale), round((x + 2.5) * scale)]  # beside the texts
         assert "#" + "".join(f"{round(255 * part):02x}" for part in found[:3]) == fill
@@ -336,6 +338,17 @@ def test_svg_needs_no_matplotlib_and_the_figure_says_what_to_install(monkeypatch
     with pytest.raises(ImportError) as raised:
         schedule.plot()
     assert str(raised.value) == "matplotlib cannot be imported: pip install 'ipu-jax[plots]'; to_svg() needs none"
+
+
+def test_the_guide_draws_the_pictures_that_it_shows(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    page = documents.ROOT / "docs/pictures.md"
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(documents.blocks(page, "python")), {})
+    shown = re.findall(r"\]\(pictures/(.*)\)", page.read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shown)
+    for name in shown:
+        assert (tmp_path / name).read_text() == (page.parent / "pictures" / name).read_text(), name
 
 
 # what cannot be drawn
