@@ -39,7 +39,7 @@ def scene_of(grid: Grid) -> Scene:
     left = _MARGIN + max(width_of(f"IPU {rows - 1}", 11.0), width_of("time", 11.0)) + 8.0
     room = _WIDTH - _MARGIN - UPDATE_WIDTH - UPDATE_GAP - left
     cell = statistics.median(box.end - box.start for box in grid.boxes) * room / grid.end
-    parts = grid.parts(min(_MOST_BANDS, math.ceil(_NARROWEST_CELL / cell)) if cell > 0 else 1)
+    parts = grid.parts(math.ceil(_NARROWEST_CELL / max(cell, _NARROWEST_CELL / _MOST_BANDS)))
     unit = room / max(part.end for part in parts)
     if grid.ticks:
         unit = min(unit, _WIDEST_UNIT)
@@ -79,7 +79,7 @@ def _style(word: Words) -> tuple[str, float, str]:
 def title_of(grid: Grid) -> str:
     """Return the title, in the words of the schedule's text."""
     table = grid.table
-    ticks = _count(len(grid.ticks) - 1, "tick") if grid.ticks else f"makespan {grid.end:g}"
+    ticks = _count(len(grid.ticks) - 1, "tick") if grid.ticks else f"makespan {grid.end:.4g}"
     return (
         f"{table.name}: {_count(len(table.placement), 'stage')} on {_count(table.ipus, 'IPU')}, "
         f"{_count(len(table.forward[0]), 'micro-batch', 'es')}, {ticks}, bubble {grid.bubble:.1%}"

@@ -267,6 +267,14 @@ def test_letters_are_not_wider_than_they_are_taken_for():
         assert measured <= width_of(text, 10) + 0.5, text
 
 
+@pytest.mark.parametrize("costs", [(1e-9, 2e-9), (0, 1), (1e12, 1e-12), (0.1, 1e-320)])
+def test_costs_of_any_size_can_be_drawn(costs):
+    schedule = make_schedule("1f1b", ipus=3, micro_batches=4)
+    svg = schedule.to_svg(simulation=schedule.simulate(*costs))
+    assert re.search("nan|inf", svg) is None
+    assert all(width > 0 for *_, width, _ in rectangles_of(svg))
+
+
 # files
 
 
