@@ -11,6 +11,7 @@ from mnist_example.layouts import MODES, Mode
 from mnist_example.network import network_of
 from mnist_example.optimizers import keeps_state_in_float16
 from mnist_example.places import check_picture, writable_folder
+from mnist_example.schedule_pictures import check_pictures
 
 _MOST_EPOCHS: Final = 1_000_000
 _MOST_WORKERS: Final = 1024
@@ -45,6 +46,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--compare draws with matplotlib, which is not installed: pip install 'ipu-jax[plots]'")
         check_picture("--plot", args.plot or PICTURE)
     _check_saving(args)
+    check_pictures(args)
     if args.executable_cache is not None:
         writable_folder("--executable-cache", args.executable_cache)
 

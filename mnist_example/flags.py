@@ -192,6 +192,13 @@ def make_parser(prog: str, description: str) -> Parser:
         "(default: %(default)s)",
     )
     add(
+        "--plot-schedule",
+        type=flag_types.path,
+        metavar="FILE",
+        help="before training, draw the schedule into this .svg or .png file; with --compare a file per mode, as in "
+        "FILE-basic.svg",
+    )
+    add(
         "--repeat-count",
         "--device-iterations",
         type=flag_types.count,

@@ -23,6 +23,7 @@ from mnist_example.layouts import Mode
 from mnist_example.network import network_of
 from mnist_example.progress import LossLines, progress_bar, say, shows_progress, spinner
 from mnist_example.saving import ResumeError, Saver
+from mnist_example.schedule_pictures import SchedulePictures
 from mnist_example.train import Call, DivergedError, Trainer
 
 _Losses = npt.NDArray[np.floating]
@@ -64,16 +65,17 @@ def _make_pipeline(args: argparse.Namespace, mode: Mode, ipus: int) -> Pipeline:
 
 def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], data: MNIST) -> int:
     """Train in each mode, with --compare tell and draw how far the losses are apart, and return the exit status."""
+    pictures = SchedulePictures(args)
     try:
         with ExecutableCache(args.executable_cache) if args.executable_cache else contextlib.nullcontext() as cache:
-            losses = {mode: train(args, mode, trainer, data, cache) for mode, trainer in trainers.items()}
+            losses = {mode: train(args, mode, trainer, data, cache, pictures) for mode, trainer in trainers.items()}
     except (DivergedError, ResumeError, CheckpointError) as error:
         if is_first():
             print(f"run-sharded-mnist: {error}", file=sys.stderr)
         end_together()
         return 1 if isinstance(error, DivergedError) else 2 if isinstance(error, ResumeError) else CANNOT_WRITE
     if not args.compare or not is_first():
-        return 0
+        return pictures.status
     say(comparison.describe(losses["basic"], losses["concurrent"]))
     picture = args.plot or PICTURE
     try:
@@ -84,11 +86,16 @@ def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], d
         print(f"run-sharded-mnist: --plot {picture} was not drawn ({reason}): the figures are above", file=sys.stderr)
         return CANNOT_WRITE
     say(f"Picture: {picture}")
-    return 0
+    return pictures.status
 
 
 def train(
-    args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST, cache: ExecutableCache | None
+    args: argparse.Namespace,
+    mode: Mode,
+    trainer: Trainer,
+    data: MNIST,
+    cache: ExecutableCache | None,
+    pictures: SchedulePictures,
 ) -> _Losses:
     """Train in one mode and print the lines of that run; return the loss of every update."""
     pipeline, batches, network = trainer.pipeline, trainer.batches, network_of(args.model)
@@ -115,6 +122,8 @@ def train(
                 seconds = trainer.compile(state)
             found = f"; schedule auto chose {_found_name(pipeline)}" if args.pipeline_schedule == "auto" else ""
             say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
+        if done < total or args.pipeline_schedule != "auto":
+            pictures.draw(mode, pipeline.schedule)  # under "auto" it is known only now
         with trainer.feed, progress_bar(shown=shown) as progress:
             bar = progress.add_task(mode, total=total, completed=done, images=batches.images_per_update)
             result = _train_on(trainer, state, data, range(done, total), lines, saver, progress, bar)
