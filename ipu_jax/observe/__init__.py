@@ -1,0 +1,1 @@
+"""Look at programs from outside: what runs on which IPUs."""
