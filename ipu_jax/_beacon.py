@@ -123,15 +123,15 @@ class Beacon:
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
         self._updates = self._samples = self._device_bytes = 0
         self._older = self._newer = Mark(0, 0, 0)
-        self._phase, self._phase_ns, self._limit, self._label = Phase.SILENT, time.monotonic_ns(), float("inf"), ""
-        self._write()
+        self.enter(Phase.SILENT)
 
     def begun(self, steps: int = 1) -> None:
         """Count steps that were given to the devices."""
         if self._phase is Phase.SILENT:
             self.enter(Phase.STARTING)
         self._begun += steps
-        self._write()
+        if self.launched:  # otherwise nobody asks who has begun, until the next step has finished
+            self._write()
 
     def finished(self, steps: int = 1, updates: int | None = None, samples: int = 0) -> None:
         """Count steps that the devices have finished, with their weight updates (by default one each) and examples."""
@@ -145,14 +145,15 @@ class Beacon:
             self._older = self._newer = Mark(now, self._updates, self._samples)
         elif now - self._newer.ns > _MARK_EVERY_NS:
             self._older, self._newer = self._newer, Mark(now, self._updates, self._samples)
-        if self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
+        if self._phase is not Phase.STEPPING and self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
-            self._write()
+            self._write(now)
 
     def enter(self, phase: Phase, label: str = "", limit: float = float("inf")) -> None:
         """Begin another phase."""
         self._phase, self._phase_ns, self._label, self._limit = phase, time.monotonic_ns(), label, limit
+        self._encoded = label.encode(errors="replace")[:127]
         self._write()
 
     @contextlib.contextmanager
@@ -185,12 +186,12 @@ class Beacon:
         """Return how many steps were begun and finished."""
         return self._begun, self._finished
 
-    def _write(self) -> None:
+    def _write(self, now: int = 0) -> None:
         content = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
             self.pid,
-            time.monotonic_ns(),
+            now or time.monotonic_ns(),
             self._begun,
             self._finished,
             self._first_ns,
@@ -202,7 +203,7 @@ class Beacon:
             self._phase,
             self._phase_ns,
             self._limit,
-            self._label.encode(errors="replace")[:127],
+            self._encoded,
         )
         for memory in self._memories:
             memory[: len(content)] = content
@@ -279,9 +280,15 @@ def current() -> Beacon | None:
             # the folder may be gone when a process outlives its launcher
             with contextlib.suppress(OSError, ValueError):
                 _current = Beacon(path_of(Path(run_dir), int(instance)))
-    if _current is not None and _current.pid != os.getpid():
-        _current = None
     return _current
+
+
+def _forget() -> None:
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_forget)  # to ask for the process's number at each step would be a system call
 
 
 def write_to(memory: mmap.mmap) -> None:

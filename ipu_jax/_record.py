@@ -166,14 +166,14 @@ class _Record:
 
 
 _record: _Record | None = None
-_asked_by: int | None = None
+_asked = False
 
 
 def begin() -> Beacon | None:
     """Begin the record of this process, unless it has one; return its beacon, or None if there is none."""
-    global _record, _asked_by
-    if _asked_by != os.getpid():
-        _asked_by, _record = os.getpid(), None
+    global _record, _asked
+    if not _asked:
+        _asked = True
         if not is_off():
             with contextlib.suppress(OSError, ValueError):
                 identity = own_identity()
@@ -189,9 +189,17 @@ def note(**values: Any) -> None:
     Args:
         values: of the JSON, as `docs/monitor.md` names them.
     """
-    if _record is not None and _record.identity.pid == os.getpid():
+    if _record is not None:
         with contextlib.suppress(OSError, ValueError):
             _record.note(**values)
+
+
+def _forget() -> None:
+    global _record, _asked
+    _record, _asked = None, False
+
+
+os.register_at_fork(after_in_child=_forget)  # it may begin a record of its own
 
 
 def _new_file(name: str, folder: int) -> int:

@@ -20,7 +20,6 @@ Importing this module touches no device.
 import collections
 import contextlib
 import enum
-import math
 import os
 import re
 import time
@@ -177,7 +176,7 @@ class InFlight:
         self._counted = 0  # of the oldest steps, how many the beacon counts as finished
         self._work: collections.deque[tuple[int, int]] = collections.deque()  # of steps that it does not
         self._is_begun = False
-        self._ask_memory_at = 0.0
+        self._ask_memory_at, self._devices_tell = 0.0, True
         _recording.begin()
 
     @property
@@ -233,7 +232,7 @@ class InFlight:
             self._count_ready(beacon)
         while len(self._steps) > self._limit:
             self._wait_for_oldest()
-            if beacon is not None:
+            if beacon is not None and self._counted < len(self._steps):
                 self._count_ready(beacon)
 
     def _wait_for_oldest(self) -> None:
@@ -253,10 +252,12 @@ class InFlight:
             ready += 1
         if ready > self._counted:
             updates = samples = 0
-            for _ in range(min(ready - self._counted, len(self._work))):  # a beacon may have come between
-                of_step = self._work.popleft()
-                updates, samples = updates + of_step[0], samples + of_step[1]
-            self._hold_memory(beacon)
+            for _ in range(ready - self._counted):
+                if self._work:  # there was perhaps no beacon when the step was admitted
+                    of_step = self._work.popleft()
+                    updates, samples = updates + of_step[0], samples + of_step[1]
+            if self._devices_tell:
+                self._hold_memory(beacon)
             beacon.finished(ready - self._counted, updates, samples)
             self._counted = ready
 
@@ -266,7 +267,7 @@ class InFlight:
         if now >= self._ask_memory_at:
             held = _recording.device_bytes()
             beacon.hold(held)
-            self._ask_memory_at = now + _ASK_MEMORY_EVERY if held else math.inf
+            self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
 
 
 def local_devices() -> list[Any]:

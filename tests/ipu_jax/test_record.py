@@ -21,7 +21,7 @@ from support.recorded import environment
 def folder(tmp_path, monkeypatch):
     """Let this process begin a record of its own, in a new folder."""
     monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    for module, name in ((_record, "_asked_by"), (_record, "_record"), (_beacon, "_current"), (_beacon, "_looked")):
+    for module, name in ((_record, "_asked"), (_record, "_record"), (_beacon, "_current"), (_beacon, "_looked")):
         monkeypatch.setattr(module, name, None)
     yield tmp_path / "records"
     if _record._record is not None:
@@ -105,20 +105,25 @@ def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch)
 
 def test_only_the_user_may_read_it_and_it_goes_with_the_process(tmp_path):
     code = """
-import os
-from ipu_jax import _record
+import json, os
+from ipu_jax import _beacon, _record
 _record.begin(), _record.note(replicas=3)
 folder = _record.own_folder()
 print(*(oct(path.stat().st_mode & 0o777) for path in (folder, *sorted(folder.iterdir()))))
 if os.fork() == 0:
-    raise SystemExit  # whose exit is not the end of this process
+    print(_beacon.current(), flush=True)
+    _record.note(replicas=4)  # of which it has no record
+    _record.begin()
+    _record.note(replicas=5)
+    print(len(list(folder.iterdir())), flush=True)
+    raise SystemExit  # whose exit is not the end of the other process
 os.wait()
-print(len(list(folder.iterdir())))
+print(*(json.loads(path.read_text())["replicas"] for path in folder.glob("*.json")))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(tmp_path / "records"), capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout, done.stderr) == ("0o700 0o600 0o600\n2\n", "")
+    assert (done.stdout, done.stderr) == ("0o700 0o600 0o600\nNone\n4\n3\n", "")
     assert list((tmp_path / "records").iterdir()) == []
 
 
@@ -180,15 +185,6 @@ def test_without_proc_there_is_no_record(folder, monkeypatch, tmp_path):
 def test_a_record_that_can_no_longer_be_changed_changes_nothing(folder):
     _record.begin()
     folder.chmod(0o777)
-    _record.note(replicas=7)
-    assert written(folder)[0]["replicas"] is None
-
-
-def test_a_process_that_was_forked_off_begins_its_own(folder, monkeypatch):
-    beacon = _record.begin()
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert _beacon.current() is None
-    monkeypatch.setattr(_beacon, "_current", beacon)
     _record.note(replicas=7)
     assert written(folder)[0]["replicas"] is None
 
