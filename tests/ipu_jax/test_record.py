@@ -68,6 +68,25 @@ def test_a_training_writes_its_ipus_stages_updates_and_examples(folder):
     assert reading.device_bytes == 0  # those of a CPU do not say
 
 
+def test_devices_that_tell_are_asked_for_their_memory_now_and_then(folder, monkeypatch):
+    asked: list[int] = []
+
+    class Device:
+        def memory_stats(self):
+            asked.append(1)
+            return {"bytes_in_use": 1000 * len(asked)}
+
+    clock = [0.0]
+    monkeypatch.setattr("ipu_jax.devices.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jax.local_devices", lambda: [Device()])
+    window, output = InFlight(), jnp.ones(()).block_until_ready()
+    held: list[int] = []
+    for clock[0] in (0.0, 1.0, 1.9, 2.1, 3.0, 9.0):
+        window.admit(output)
+        held.append(written(folder)[1].device_bytes)
+    assert held == [1000, 1000, 1000, 2000, 2000, 3000]
+
+
 def test_gradients_are_updates_and_losses_are_none(folder):
     pipeline, batch = pipeline_of_two(), jnp.ones((2, 4, 3))
     params = pipeline.shard(WEIGHTS)
