@@ -98,6 +98,12 @@ def process(pid: int) -> Process | None:
         return None
 
 
+def living(identity: Identity) -> Process | None:
+    """Return the process with this identity, which must count as one's own does, or None if it has ended."""
+    found = process(identity.pid)
+    return None if found is None or found.start != identity.start or found.letter in "ZXx" else found
+
+
 def own_identity() -> Identity | None:
     """Return the identity of this process, or None where there is no /proc to learn it from."""
     found = process(os.getpid())

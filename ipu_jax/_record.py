@@ -7,7 +7,8 @@ A *record* is two files in a folder that only its user may read:
         3207-918273-3437d34c-4026531836.beacon   what each step changes: `_beacon.py`, mapped into memory
 
 The name is the process's `Identity`. The JSON is replaced as a whole when something in it becomes known, which no step
-does. The files go when the process ends; those of a killed one are removed by the next `ipu-monitor`.
+does. The files go when the process ends; those of a killed one are removed by the next process or
+`ipu-monitor`.
 
 A record never fails a run: where none can be written, there is none. `IPU_JAX_MONITOR=off` asks for none, and
 `IPU_JAX_MONITOR=/some/folder` for another folder.
@@ -28,7 +29,7 @@ from typing import Any, Final
 
 from ipu_jax import _beacon
 from ipu_jax._beacon import Beacon
-from ipu_jax._processes import Identity, own_identity
+from ipu_jax._processes import Identity, living, own_identity
 from ipu_jax._version import __version__
 
 SWITCH: Final = "IPU_JAX_MONITOR"
@@ -78,6 +79,12 @@ def temporary_folder(uid: int) -> Path:
 def own_folder() -> Path:
     """Return the folder in which this process's record would lie."""
     return chosen_folder() or runtime_folder() or temporary_folder(os.geteuid())
+
+
+def identity_of(name: str) -> Identity | None:
+    """Return the identity of the process to whose record a file belongs, by its name; None if it is of no record."""
+    end = next((end for end in (SCRATCH, STATIC, DYNAMIC) if name.endswith(end)), "")
+    return Identity.parse(name.removesuffix(end)) if end else None
 
 
 @contextlib.contextmanager
@@ -149,12 +156,21 @@ class _Record:
 
     def _begin(self) -> None:
         with opened(self._folder, os.geteuid()) as folder:
+            self._remove_left_over(folder)
             self._write(folder)
             handle = _new_file(f"{self.identity}{DYNAMIC}", folder)
             try:
                 _beacon.write_to(_beacon.mapped(handle))
             finally:
                 os.close(handle)
+
+    def _remove_left_over(self, folder: int) -> None:
+        """Remove what killed processes have left, so that it does not add up where nobody runs ipu-monitor."""
+        for name in os.listdir(folder):
+            identity = identity_of(name)
+            if identity is not None and identity.counts_as(self.identity) and living(identity) is None:
+                with contextlib.suppress(FileNotFoundError):  # another process does the same
+                    os.unlink(name, dir_fd=folder)
 
     def _write(self, folder: int) -> None:
         scratch = f"{self.identity}{SCRATCH}"
@@ -181,6 +197,11 @@ def begin() -> Beacon | None:
             if _record is not None:
                 atexit.register(_record.remove)
     return _beacon.current()
+
+
+def is_begun() -> bool:
+    """Return whether this process has a record."""
+    return _record is not None
 
 
 def note(**values: Any) -> None:

@@ -32,6 +32,8 @@ def note_mesh(mesh: Mesh, stages: Sequence[tuple[str, int | None]] = ()) -> None
         stages: the name of each stage and its IPU, None for all, if they are known.
     """
     begin()
+    if not _record.is_begun():
+        return
     own = jax.process_index()
     ipus: list[dict[str, Any]] = []
     for (replica, ipu), device in np.ndenumerate(mesh.devices):

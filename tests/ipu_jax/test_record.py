@@ -208,6 +208,18 @@ def test_a_record_that_can_no_longer_be_changed_changes_nothing(folder):
     assert written(folder)[0]["replicas"] is None
 
 
+def test_what_killed_processes_have_left_is_removed_by_the_next(folder):
+    own = own_identity()
+    assert own is not None
+    folder.mkdir(mode=0o700)
+    left = [f"{own._replace(start=own.start - 1)}{end}" for end in (".json", ".beacon", ".json.new")]
+    others = [f"{own._replace(start=1, boot='00000000')}.json", f"{own._replace(start=1)}.txt", "notes"]
+    for name in (*left, *others):
+        (folder / name).write_text("")
+    _record.begin()
+    assert {path.name for path in folder.iterdir()} == {*others, f"{own}.json", f"{own}.beacon"}
+
+
 def test_a_long_command_is_shortened(folder, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["train", "x" * 5000, "more"])
     _record.begin()

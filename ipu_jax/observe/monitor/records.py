@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from ipu_jax import _beacon, _record
 from ipu_jax._beacon import Reading
-from ipu_jax._processes import Identity, Process, process
-from ipu_jax._record import DYNAMIC, FORMAT, SCRATCH, STATIC, UnsafeFolderError
+from ipu_jax._processes import Identity, Process, living
+from ipu_jax._record import DYNAMIC, FORMAT, STATIC, UnsafeFolderError
 
 _LARGEST: Final = 1 << 20
 _OF_USERS: Final = Path("/run/user")
@@ -125,19 +125,18 @@ def _folders() -> Iterator[tuple[Path, int]]:
 
 def _found(name: str, folder: int, uid: int, own: Identity) -> Record | str | None:
     """Return the record that a file of a folder begins, why it is ignored, or None if it is another part of one."""
-    end = next((end for end in (SCRATCH, STATIC, DYNAMIC) if name.endswith(end)), "")
-    identity = Identity.parse(name.removesuffix(end)) if end else None
+    identity, is_static = _record.identity_of(name), name.endswith(STATIC)
     if identity is None:
         return "has no name of a record"
     if not identity.counts_as(own):
-        return None if end != STATIC else "is of another container or host, or from before a restart of this one"
-    found = process(identity.pid)
-    if found is None or found.start != identity.start or found.letter in "ZXx":
+        return "is of another container or host, or from before a restart of this one" if is_static else None
+    found = living(identity)
+    if found is None:
         if uid == os.geteuid():
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
         return None
-    if end != STATIC:
+    if not is_static:
         return None
     if found.uid not in (uid, _ROOT):  # a process that may not be looked into seems to be root's
         return f"names a process of user {found.uid}"

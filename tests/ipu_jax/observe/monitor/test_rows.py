@@ -135,7 +135,7 @@ def test_the_busy_share_is_of_the_cores_that_a_process_may_use(folder, monkeypat
         now, found = time.monotonic(), process(first.pid)
         assert found is not None
         later = dataclasses.replace(found, cpu_seconds=found.cpu_seconds + 3)
-        monkeypatch.setattr("ipu_jax.observe.monitor.records.process", lambda pid: later)
+        monkeypatch.setattr("ipu_jax.observe.monitor.records.living", lambda identity: later)
         monkeypatch.setattr("time.monotonic", lambda: now + 2)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5})
         (second,) = looks.look().rows
