@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
     from ipu_jax.distributed import popdist
     from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
+    from ipu_jax.observe.tracing.errors import TraceError
+    from ipu_jax.observe.tracing.recording import Recording, trace
+    from ipu_jax.observe.tracing.report import TraceReport
+    from ipu_jax.observe.tracing.timeline import Timeline
     from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
     from ipu_jax.pipeline import Pipeline
     from ipu_jax.reference import reference_predict, reference_value_and_grad
@@ -67,6 +71,7 @@ __all__ = [
     "PipelineReport",
     "Position",
     "Precision",
+    "Recording",
     "Reduction",
     "Replicas",
     "Restored",
@@ -77,6 +82,9 @@ __all__ = [
     "StageCosts",
     "StepOutputs",
     "Task",
+    "Timeline",
+    "TraceError",
+    "TraceReport",
     "TrainOptions",
     "TrainState",
     "TrainStep",
@@ -104,6 +112,7 @@ __all__ = [
     "reference_predict",
     "reference_value_and_grad",
     "replicate",
+    "trace",
     "verify",
 ]
 

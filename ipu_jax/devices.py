@@ -29,7 +29,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
-from ipu_jax import _beacon
+from ipu_jax import _beacon, _observer
 from ipu_jax._checks import check_choice, check_count
 
 Cores = Literal["shared", "one per IPU"]
@@ -150,6 +150,7 @@ class InFlight:
 
     Args:
         limit: steps that may be outstanding after `admit` returns, at least 1.
+        updates: how many weight updates each of them makes; a trace counts these.
 
     Raises:
         ValueError: `limit` is not a positive int.
@@ -164,8 +165,9 @@ class InFlight:
     (100, 2)
     """
 
-    def __init__(self, limit: int = 4):
+    def __init__(self, limit: int = 4, *, updates: int = 1):
         self._limit = check_count("limit", limit)
+        self._updates = updates
         self._steps: collections.deque[list[Any]] = collections.deque()
         self._counted = 0  # of the oldest steps, how many the beacon counts as finished
         self._is_begun = False
@@ -220,6 +222,9 @@ class InFlight:
             self._wait_for_oldest()
             if beacon is not None:
                 self._count_ready(beacon)
+        observer = _observer.current()
+        if observer is not None:
+            observer.admit(self, self._steps[-1], self._updates)
 
     def _wait_for_oldest(self) -> None:
         while self._steps:

@@ -93,7 +93,7 @@ class TrainStep:
         if options.max_gradient_norm is not None:
             optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
         self._placement = Placement(self.model, optimizer, options)
-        self._window = InFlight()
+        self._window = InFlight(updates=options.device_iterations)
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
 

@@ -1,0 +1,1 @@
+"""Watch a run: traces of what each IPU ran when."""
