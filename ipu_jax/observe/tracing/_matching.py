@@ -70,10 +70,6 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
     return Measured(steps, slices)
 
 
-def _in_update(event: Event) -> bool:
-    return event.operation.role == "update" or event.operation.in_update
-
-
 def _ended(loops: list[Event], events: list[Event]) -> list[Event]:
     """Return the loops of a step with their true ends: no later than the next loop, which waits for the one before.
 

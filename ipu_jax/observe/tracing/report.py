@@ -180,11 +180,8 @@ def split_of(schedule: Schedule, seconds: Sequence[float], names: Sequence[str])
         if ipu != schedule.placement[stage]
     ]
     if not moves or max(best.loads) > (1 - _WORTH_MOVING) * max(now):
-        why = (
-            "no IPU has two stages that follow one another; cut the slowest finer"
-            if len(local) == len(runs)
-            else "no split is more even"
-        )
+        is_finest = len(local) == len(runs)
+        why = "no IPU has two stages in a row; cut the slowest one finer" if is_finest else "no split is more even"
         return f"nothing to move: {why}"
     change = f"the largest load falls from {1e3 * max(now):.2f} ms to {1e3 * max(best.loads):.2f} ms a micro-batch"
     return f"move {', '.join(moves)}: {change}"
