@@ -20,6 +20,7 @@ from mnist_example.instances import end_together, is_first
 from mnist_example.layouts import Mode
 from mnist_example.network import network_of
 from mnist_example.progress import LossLines, progress_bar, say, shows_progress, spinner
+from mnist_example.tracing import tracings_of
 from mnist_example.train import Call, DivergedError, Trainer
 
 _Losses = npt.NDArray[np.floating]
@@ -31,6 +32,7 @@ def make_trainers(args: argparse.Namespace, batches: Batches) -> dict[Mode, Trai
     Raises:
         ValueError: flags that do not go together.
     """
+    tracings = tracings_of(args, batches, list(ipus_of(args)), say)
     return {
         mode: Trainer(
             _make_pipeline(args, mode, count),
@@ -42,6 +44,7 @@ def make_trainers(args: argparse.Namespace, batches: Batches) -> dict[Mode, Trai
             half=args.half or "bfloat16",
             loss_scale=DynamicScale() if args.half == "float16" else 1.0,
             **feed_options(args, batches),
+            tracing=tracings[mode],
         )
         for mode, count in ipus_of(args).items()
     }
@@ -68,8 +71,9 @@ def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], d
             print(f"run-sharded-mnist: {error}", file=sys.stderr)
         end_together()
         return 1
+    traced = CANNOT_WRITE if any(trainer.tracing.has_failed for trainer in trainers.values()) else 0
     if not args.compare or not is_first():
-        return 0
+        return traced
     say(comparison.describe(losses["basic"], losses["concurrent"]))
     picture = args.plot or PICTURE
     try:
@@ -80,7 +84,7 @@ def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], d
         print(f"run-sharded-mnist: --plot {picture} was not drawn ({reason}): the figures are above", file=sys.stderr)
         return CANNOT_WRITE
     say(f"Picture: {picture}")
-    return 0
+    return traced
 
 
 def train(
@@ -108,7 +112,7 @@ def train(
     losses: list[_Losses] = []
     lines = LossLines(per_epoch)
     skipped, seconds, accuracy = 0, 0.0, 0.0
-    with trainer.feed, progress_bar(shown=shown) as progress:
+    with trainer.feed, trainer.tracing, progress_bar(shown=shown) as progress:
         bar = progress.add_task(mode, total=total, images=batches.images_per_update)
 
         def on_call(call: Call) -> None:

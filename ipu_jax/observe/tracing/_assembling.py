@@ -46,7 +46,7 @@ def measured_by_device(plan: PlanNames, runs: list[Run], meshes: list[Mesh], cou
         TraceError: the profile does not fit the plan, or no mesh says where a device stands.
     """
     found: list[Measured] = []
-    devices = {device.local_hardware_id: device for device in jax.local_devices()}
+    devices = {device.id: device for device in jax.local_devices()}
     for number in sorted({run.device for run in runs}):
         place, done = _place_of(devices[number], plan, meshes), 0
         steps, slices = list[Step](), list[Slice]()

@@ -6,7 +6,8 @@
     update                                                                    |--|
 
 Every loop runs once in each tick, also where the IPU has no task: then its body does not run. So the plan says in which
-ticks the body must have run, and the profile in which it did. If they differ, a `TraceError` says where.
+ticks the body must have run, and the profile in which it did. If they differ, a `TraceError` says where. XLA makes one
+kernel of a loop with little to do; then the plan alone says in which ticks that was a task.
 """
 
 import bisect
@@ -51,7 +52,10 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
             of_scan[k].append(event)
     steps: list[Step] = []
     slices: list[Slice] = []
-    begin = run.start
+    # what a call of several steps does before its loop over them belongs to none
+    loops_over_steps = [e for e in run.events if e.operation.role == "outside" and e.operation.name == "while"]
+    around = [loop for loop in loops_over_steps if scans and loop.start < scans[0].start < scans[0].end <= loop.end]
+    begin = max((loop.start for loop in around), default=run.start)
     for scan, events in zip(scans, of_scan, strict=True):
         if scan.operation.plan is not plan:  # such as an evaluation in the same program
             begin = max([begin, *(event.end for event in events if event.operation.role == "guard")])
@@ -63,7 +67,8 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
         of_step += _update(place, number, [event for event in events if _in_update(event) and event.start >= scanned])
         collectives = [event for event in events if event.operation.role == "collective"]
         of_step += _collectives(place, number, collectives, [one for one in of_step if one.kind == "exchange"])
-        end = run.end if scan is scans[-1] else max([scanned, *(one.end for one in of_step)])
+        is_last = scan is scans[-1] and not around
+        end = run.end if is_last else max([scanned, *(one.end for one in of_step)])
         steps.append(Step(place.instance, place.replica, place.ipu, number, begin, end))
         slices += sorted(of_step, key=lambda one: (one.start, -one.end))
         begin = end
@@ -110,7 +115,9 @@ def _tasks(plan: PlanNames, place: Place, step: int, loops: list[Event], events:
             microbatch = int(rows[tick, place.ipu])
             at = bisect.bisect_left(ran, loop.start)
             has_run = at < len(ran) and ran[at] < loop.end
-            if has_run != (microbatch >= 0):
+            if loop.operation.is_opaque:
+                has_run = microbatch >= 0
+            elif has_run != (microbatch >= 0):
                 did, planned = ("ran", "no task") if has_run else ("did not run", f"micro-batch {microbatch}")
                 raise TraceError(
                     f"step {step}, tick {tick}, IPU {place.ipu} of replica {place.replica}: {guard[0]} of class "

@@ -9,7 +9,6 @@ with their event.
 import dataclasses
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,7 +51,7 @@ class Profiler:
     """Record a profile between `start` and `stop`.
 
     Args:
-        folder: where XLA writes it; it is read and removed in `runs`.
+        folder: where XLA writes it, until `discard`.
     """
 
     def __init__(self, folder: Path):
@@ -64,7 +63,11 @@ class Profiler:
         options.python_tracer_level = 0
         options.host_tracer_level = 2  # at 1 operations are no events
         self._into = tempfile.TemporaryDirectory(dir=self._folder, prefix=".profile-")
-        jax.profiler.start_trace(self._into.name, profiler_options=options)
+        try:
+            jax.profiler.start_trace(self._into.name, profiler_options=options)
+        except BaseException:
+            self.discard()
+            raise
         _mark_clock()
 
     def stop(self) -> None:
@@ -74,13 +77,11 @@ class Profiler:
     def runs(self) -> list[Run]:
         """Return what each device did in each run, in the order of their starts."""
         (path,) = Path(self._into.name).rglob("*.xplane.pb")
-        try:
-            profile = path.read_bytes()
-            return _runs(ProfileData.from_serialized_xspace(profile), programs_in(profile))
-        finally:
-            self._into.cleanup()
+        profile = path.read_bytes()
+        return _runs(ProfileData.from_serialized_xspace(profile), programs_in(profile))
 
     def discard(self) -> None:
+        """Remove the profile."""
         if self._into is not None:
             self._into.cleanup()
 
@@ -125,11 +126,3 @@ def _runs(profile: Any, programs: dict[int, Program]) -> list[Run]:
     for run in runs.values():
         run.events.sort(key=lambda event: event.start)
     return sorted(runs.values(), key=lambda run: run.start)
-
-
-def by_device(runs: list[Run]) -> dict[int, list[Run]]:
-    """Return the runs of each device, in their order."""
-    found: dict[int, list[Run]] = defaultdict(list)
-    for run in runs:
-        found[run.device].append(run)
-    return dict(found)

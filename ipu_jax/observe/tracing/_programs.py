@@ -30,10 +30,11 @@ class Operation:
     Attributes:
         role: the scan over ticks; the loop of a guard; an operation in the body of such a loop ("inner"); a collective,
             anywhere; an operation of the weight update; any other outside the scan.
-        name: of a collective, its opcode.
+        name: of a collective and of what is outside the scan, its opcode.
         plan: of a scan.
         guard: of a guard, and of an operation in its body, kind and number.
         in_update: whether a collective belongs to the weight update.
+        is_opaque: whether the loop of a guard is one kernel, whose body shows no operations.
     """
 
     role: Role
@@ -41,6 +42,7 @@ class Operation:
     plan: PlanNames | None = None
     guard: tuple[Label, int] | None = None
     in_update: bool = False
+    is_opaque: bool = False
 
 
 Program = dict[str, Operation]
@@ -68,7 +70,8 @@ def _operations(proto: bytes) -> Program:
     computations = [part for field, part in _fields(_first(proto, 1) or b"") if field == 3]
     found: Program = {}
     bodies: dict[int, tuple[Label, int]] = {}  # by the number of the computation
-    instructions: list[tuple[int, str, str, str]] = []
+    instructions: list[tuple[int, str, str, str, list[int]]] = []
+    loops_in: dict[int, tuple[Label, int]] = {}  # by the number of the computation in which the loop stands
     calls: dict[int, set[int]] = {}
     inside: set[int] = set()  # computations of scans
     for computation in computations:
@@ -77,11 +80,12 @@ def _operations(proto: bytes) -> Program:
             if field != 2:
                 continue
             name, opcode, op_name, called = _instruction(instruction)
-            instructions.append((number, name, opcode, op_name))
+            instructions.append((number, name, opcode, op_name, called))
             calls.setdefault(number, set()).update(called)
             guard = labels.guard_named(op_name) if opcode == "while" else None
             if guard is not None:
                 bodies[called[0]] = guard  # the body comes first, then the condition
+                loops_in[number] = guard
             elif opcode == "while" and _SCAN.search(op_name):
                 inside |= {*called}
     left = [*inside]
@@ -89,11 +93,13 @@ def _operations(proto: bytes) -> Program:
         new = calls.get(left.pop(), set()) - inside
         inside |= new
         left += new
-    for number, name, opcode, op_name in instructions:
+    for number, name, opcode, op_name, called in instructions:
         guard, in_update = bodies.get(number), UPDATE in op_name
         own = labels.guard_named(op_name) if opcode == "while" else None
         if own is not None:
-            found[name] = Operation("guard", guard=own, plan=labels.plan_named(op_name))
+            found[name] = Operation("guard", guard=own)
+        elif opcode == "call" and called[0] in loops_in:  # XLA makes one kernel of a loop with little to do
+            found[name] = Operation("guard", guard=loops_in[called[0]], is_opaque=True)
         elif opcode == "while" and _SCAN.search(op_name):
             found[name] = Operation("scan", plan=labels.plan_named(op_name))
         elif opcode.removesuffix("-start") in _COLLECTIVES:
@@ -101,7 +107,7 @@ def _operations(proto: bytes) -> Program:
         elif guard is not None:
             found[name] = Operation("inner", guard=guard)
         elif number not in inside:
-            found[name] = Operation("update" if in_update else "outside", in_update=in_update)
+            found[name] = Operation("update" if in_update else "outside", opcode, in_update=in_update)
     return found
 
 

@@ -221,8 +221,9 @@ class Recording:
                 )
             self._plan = main_plan(self._runs)
             found = measured_by_device(self._plan, self._runs, self._meshes, self.steps)
-        except TraceError as error:
-            return {"error": str(error)}
+        except Exception as error:  # the other instances wait: all must hear of it
+            self._error = self._error or error
+            return {"error": str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"}
         return {
             "steps": [vars(step) for one in found for step in one.steps],
             "slices": [vars(of_ipu) for one in found for of_ipu in one.slices],

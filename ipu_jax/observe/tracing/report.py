@@ -163,15 +163,15 @@ def split_of(schedule: Schedule, seconds: Sequence[float], names: Sequence[str])
     move 'c' from IPU 0 to IPU 1: the largest load falls from 6.00 ms to 4.00 ms a micro-batch
     """
     local = [stage for stage, place in enumerate(schedule.placement) if place is not None]
-    if not any(seconds[stage] for stage in local):
-        return "there are no local stages to move"
+    if len(local) < schedule.ipus or not any(seconds[stage] for stage in local):
+        return f"nothing to move: {len(local)} local stages for {schedule.ipus} IPUs; cut the slowest finer"
     now = [0.0] * schedule.ipus
     for stage in local:
         now[schedule.placement[stage] or 0] += seconds[stage]
-    places = [schedule.placement[stage] for stage in local]
+    places = [schedule.placement[stage] or 0 for stage in local]
     runs = [place for k, place in enumerate(places) if k == 0 or place != places[k - 1]]
-    rounds = len(runs) // schedule.ipus
-    if runs != [k % schedule.ipus for k in range(rounds * schedule.ipus)]:
+    rounds = 1 if runs == sorted(runs) else len(runs) // schedule.ipus
+    if runs != sorted(runs) and runs != [k % schedule.ipus for k in range(rounds * schedule.ipus)]:
         return f"the stages do not go round IPUs 0 to {schedule.ipus - 1} in order, as balance_layers places them"
     best = balance_layers(local, [seconds[stage] for stage in local], schedule.ipus, rounds=rounds)
     moves = [
