@@ -33,8 +33,8 @@ def main_plan(runs: list[Run]) -> PlanNames:
                 seconds[id(plan)] = seconds.get(id(plan), 0.0) + event.end - event.start
     if not plans:
         raise TraceError(
-            "the recorded programs have no scan over ticks that this process has planned: a schedule of one tick has "
-            "none, and neither has a program from a cache of executables that another version of ipu_jax filled"
+            "the recorded programs have no scan over ticks that this process has planned: Replicas have none, nor a "
+            "schedule of one tick, nor a program from a cache of executables that another version of ipu_jax filled"
         )
     return plans[max(seconds, key=lambda key: seconds[key])]
 

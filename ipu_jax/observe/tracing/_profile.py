@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
-from ipu_jax.observe.tracing._programs import Operation, Program, programs_in
+from ipu_jax.observe.tracing._programs import Operation, Programs, programs_in
 
 _CLOCK: Final = "ipu_jax clock"
 
@@ -93,7 +93,7 @@ def _mark_clock() -> None:
             pass
 
 
-def _runs(profile: Any, programs: dict[int, Program]) -> list[Run]:
+def _runs(profile: Any, programs: Programs) -> list[Run]:
     ends: dict[int, float] = {}
     begun: list[tuple[int, int, int, Operation | None, float, float, int]] = []
     offsets: list[float] = []
@@ -108,8 +108,9 @@ def _runs(profile: Any, programs: dict[int, Program]) -> list[Run]:
                     offsets.append(start - int(dict(event.stats)["ns"]))
                 elif not name.startswith("ThreadpoolListener"):
                     stats = dict(event.stats)
-                    program = programs.get(stats.get("program_id", -1))
-                    if program is not None and "hlo_op" in stats:
+                    named = stats.get("hlo_module", ""), stats.get("program_id", -1)
+                    program = programs.find(*named) if "hlo_op" in stats else None
+                    if program is not None:
                         where = stats["run_id"], stats["device_ordinal"], stats["program_id"]
                         end = start + event.duration_ns
                         begun.append((*where, program.get(stats["hlo_op"]), start, end, stats.get("_p", -1)))

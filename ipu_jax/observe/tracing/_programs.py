@@ -48,9 +48,24 @@ class Operation:
 Program = dict[str, Operation]
 
 
-def programs_in(profile: bytes) -> dict[int, Program]:
-    """Return, by their numbers in the profile, the operations of each program that has a scan over ticks."""
-    programs: dict[int, Program] = {}
+class Programs:
+    """Hold the operations of each program that has a scan over ticks, by its name and its number in the profile."""
+
+    def __init__(self, programs: dict[tuple[str, int], Program]):
+        self._programs = programs
+
+    def find(self, name: str, number: int) -> Program | None:
+        """Return the program of an event; None if there is none, or if one of several cannot be told."""
+        if (name, number) in self._programs:
+            return self._programs[name, number]
+        # events of a program from a cache of executables have another number than the program
+        alike = [program for (own, _), program in self._programs.items() if own == name]
+        return alike[0] if len(alike) == 1 else None
+
+
+def programs_in(profile: bytes) -> Programs:
+    """Return the programs of a profile."""
+    programs: dict[tuple[str, int], Program] = {}
     for field, plane in _fields(profile):
         if field != 1 or _first(plane, 2) != b"/host:metadata":
             continue
@@ -58,12 +73,12 @@ def programs_in(profile: bytes) -> dict[int, Program]:
             metadata = _first(entry, 2) if field_of_plane == 4 else None
             if not isinstance(metadata, bytes):
                 continue
-            number = re.search(rb"\((\d+)\)$", _first(metadata, 2) or b"")
+            named = re.fullmatch(r"(.*)\((\d+)\)", (_first(metadata, 2) or b"").decode())
             for field_of_metadata, stat in _fields(metadata):
                 proto = _first(stat, 6) if field_of_metadata == 5 else None
-                if number and proto and b"ipu_jax.plan." in proto:
-                    programs[int(number[1])] = _operations(proto)
-    return programs
+                if named and proto and b"ipu_jax.plan." in proto:
+                    programs[named[1], int(named[2])] = _operations(proto)
+    return Programs(programs)
 
 
 def _operations(proto: bytes) -> Program:

@@ -214,7 +214,7 @@ class Recording:
         try:
             if self._error is not None:
                 raise TraceError(f"the profiler failed: {self._error}")
-            if not self._runs:
+            if not self._runs and not self._counted:
                 raise TraceError(
                     f"no step was recorded: {len(self._known)} programs ran inside, and the first call is not "
                     "recorded; make at least two calls of a TrainStep or of Pipeline.value_and_grad"

@@ -11,7 +11,7 @@ from ipu_jax.observe.tracing._assembling import merged
 from ipu_jax.observe.tracing._matching import Place, measured
 from ipu_jax.observe.tracing._merging import Part
 from ipu_jax.observe.tracing._profile import Event, Run
-from ipu_jax.observe.tracing._programs import Operation
+from ipu_jax.observe.tracing._programs import Operation, Programs
 from ipu_jax.observe.tracing.report import make_report, split_of
 from ipu_jax.observe.tracing.timeline import Slice, Step
 from ipu_jax.schedules import make_schedule
@@ -156,3 +156,10 @@ def test_a_loop_that_is_one_kernel_is_a_task_where_the_plan_says_so():
 def test_what_to_move(placement, seconds, answer):
     schedule = make_schedule("sequential", ipus=2, micro_batches=2, placement=placement)
     assert split_of(schedule, seconds, "abcdef") == answer
+
+
+def test_a_program_of_a_cache_is_found_by_its_name_unless_another_has_it():
+    one, other = {"a": Operation("scan")}, {"b": Operation("scan")}
+    assert Programs({("step", 56): one, ("loss", 54): other}).find("step", 54) is one
+    assert Programs({("step", 56): one, ("step", 54): other}).find("step", 54) is other
+    assert Programs({("step", 56): one, ("step", 54): other}).find("step", 52) is None

@@ -210,7 +210,7 @@ def test_nothing_but_the_trace_is_left_in_the_folder(recorded):
 def recording_of(tmp_path, schedule, places, *, replicas=1, ipus=2):
     stages = [Stage(light, params=f"p{i}", ipu=place) for i, place in enumerate(places[:-1])]
     stages.append(Stage(loss, params=f"p{len(stages)}", ipu=places[-1]))
-    specs = {stage.params: PartitionSpec() for stage in stages if stage.ipu == ALL_IPUS}
+    specs = {str(stage.params): PartitionSpec() for stage in stages if stage.ipu == ALL_IPUS}
     pipeline = Pipeline(stages, mesh=make_mesh(replicas, ipus), schedule=schedule, gradient_accumulation=M, specs=specs)
     params = pipeline.shard(weights(*(stage.params for stage in stages)))
     batch = np.ones((M, 8, D) if replicas == 1 else (replicas, M, 8, D), np.float32)
@@ -287,6 +287,14 @@ def test_names_of_tasks_change_nothing_in_the_compiled_program(monkeypatch):
     assert "ipu_jax.update" in named
     assert "ipu_jax.F.0/while" not in unnamed
     assert without_metadata(named) == without_metadata(unnamed)
+
+
+def test_programs_without_a_scan_over_ticks_are_told_from_none(tmp_path):
+    recording = trace(tmp_path).__enter__()
+    for _ in range(5):
+        recording.run(jnp.sin, 1.0)
+    with pytest.raises(TraceError, match="have no scan over ticks that this process has planned: Replicas have none"):
+        recording.finish()
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path):
