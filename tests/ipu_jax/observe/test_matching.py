@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Timeline, TraceError
-from ipu_jax.engine.labels import PlanNames, SegmentNames
+from ipu_jax.engine.labels import Label, PlanNames, SegmentNames
 from ipu_jax.observe.tracing._assembling import merged
 from ipu_jax.observe.tracing._matching import Place, measured
 from ipu_jax.observe.tracing._merging import Part
@@ -17,7 +17,9 @@ from ipu_jax.observe.tracing.timeline import Slice, Step
 from ipu_jax.schedules import make_schedule
 
 SCHEDULE = make_schedule("gpipe", ipus=2, micro_batches=1)  # 0F0 | 1F0 | 1B0 | 0B0
-F, B, Y, DX = ("F", 0), ("B", 0), ("y", 0), ("dx", 0)
+F: tuple[Label, int] = ("F", 0)
+B: tuple[Label, int] = ("B", 0)
+Y: tuple[Label, int] = ("y", 0)
 PLAN = PlanNames(
     SCHEDULE,
     ipus=2,
