@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ipu_jax.distributed import popdist
     from ipu_jax.distributed.stopping import StopRequest
     from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
+    from ipu_jax.observe.tracing.errors import TraceError
+    from ipu_jax.observe.tracing.recording import Recording, trace
+    from ipu_jax.observe.tracing.report import TraceReport
+    from ipu_jax.observe.tracing.timeline import Timeline
     from ipu_jax.options import DynamicScale, Half, OnNonFinite, PipelineOptions, Precision, Reduction, TrainOptions
     from ipu_jax.pipeline import Pipeline
     from ipu_jax.reference import reference_predict, reference_value_and_grad
@@ -73,6 +77,7 @@ __all__ = [
     "PipelineReport",
     "Position",
     "Precision",
+    "Recording",
     "Reduction",
     "Replicas",
     "Restored",
@@ -84,6 +89,9 @@ __all__ = [
     "StepOutputs",
     "StopRequest",
     "Task",
+    "Timeline",
+    "TraceError",
+    "TraceReport",
     "TrainOptions",
     "TrainState",
     "TrainStep",
@@ -111,6 +119,7 @@ __all__ = [
     "reference_predict",
     "reference_value_and_grad",
     "replicate",
+    "trace",
     "verify",
 ]
 

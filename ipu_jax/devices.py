@@ -30,7 +30,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
-from ipu_jax import _beacon, _recording
+from ipu_jax import _beacon, _observer, _recording
 from ipu_jax._checks import check_choice, check_count
 
 Cores = Literal["shared", "one per IPU"]
@@ -214,7 +214,7 @@ class InFlight:
 
         Args:
             outputs: what the step returned, a pytree that contains a `jax.Array`.
-            updates: how many weight updates the step makes, for `ipu-monitor`.
+            updates: how many weight updates the step makes, for `ipu-monitor` and traces.
             samples: how many examples go into them, on all instances together; 0 if that is not known.
 
         Raises:
@@ -239,6 +239,9 @@ class InFlight:
             self._wait_for_oldest()
             if beacon is not None and self._counted < len(self._steps):
                 self._count_ready(beacon)
+        observer = _observer.current()
+        if observer is not None:
+            observer.admit(self, self._steps[-1], updates)
 
     def _wait_for_oldest(self) -> None:
         while self._steps:

@@ -47,6 +47,12 @@ def check_flags(args: argparse.Namespace) -> None:
         check_picture("--plot", args.plot or PICTURE)
     _check_saving(args)
     check_pictures(args)
+    if args.trace_steps is not None and args.trace is None:
+        raise ValueError("--trace-steps are those of --trace: give both, or neither")
+    if args.trace is not None:
+        if args.run_single_step:
+            raise ValueError("--trace does not record the first update, and --run-single-step makes no other: give one")
+        writable_folder("--trace", args.trace)
     if args.executable_cache is not None:
         writable_folder("--executable-cache", args.executable_cache)
 

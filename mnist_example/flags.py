@@ -217,6 +217,14 @@ def make_parser(prog: str, description: str) -> Parser:
         action="store_true",
         help="before training, print the schedule, and what each IPU stores, computes and sends in an update",
     )
+    add(
+        "--trace",
+        type=flag_types.path,
+        metavar="FOLDER",
+        help="record what each IPU runs in a few updates early in the training, print where its time went, and write "
+        "the timeline there, with the plan beside it, for https://ui.perfetto.dev",
+    )
+    add("--trace-steps", type=flag_types.count, metavar="N", help="updates that --trace records (default: 3)")
     add("--run-single-step", action="store_true", help="stop after one weight update, to see that all works")
     add("--no-progress", action="store_true", help="no progress bar; there is one on a terminal only, anyway")
 

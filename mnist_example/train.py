@@ -39,6 +39,7 @@ from mnist_example.checks import check_count
 from mnist_example.feeding import make_feed
 from mnist_example.nonfinite import told
 from mnist_example.optimizers import make_optimizer
+from mnist_example.tracing import Tracing
 
 NO_LABEL = -1
 """The label of images that fill up a batch: they count neither as right nor as wrong."""
@@ -96,6 +97,7 @@ class Trainer:
         shard_optimizer: let each replica keep and update its part of the optimizer's state.
         precision, half, loss_scale, on_nonfinite: as for `ipu_jax.TrainOptions`.
         repeat_count, eight_bit_io, num_workers: as for `make_feed`.
+        tracing: what runs the device calls.
 
     Attributes:
         pipeline: the model as it runs, in its precision.
@@ -121,6 +123,7 @@ class Trainer:
         repeat_count: int = 100,
         eight_bit_io: bool = True,
         num_workers: int = 0,
+        tracing: Tracing | None = None,
     ):
         if not (learning_rate > 0 and math.isfinite(learning_rate)):
             raise ValueError(f"learning_rate={learning_rate} is not a positive number")
@@ -134,7 +137,7 @@ class Trainer:
                 f"batches of replicas={batches.replicas} don't fit a pipeline of {pipeline.replicas}: "
                 "make both with the same"
             )
-        self.batches, self.learning_rate = batches, learning_rate
+        self.batches, self.learning_rate, self.tracing = batches, learning_rate, tracing or Tracing()
         self.updates_per_call = min(check_count("repeat_count", repeat_count), batches.updates_per_epoch)
         # not device_iterations: a step makes always the same number of them, and the last call of an epoch makes fewer
         options = TrainOptions(
@@ -239,7 +242,7 @@ class Trainer:
             self.feed.seek(epoch)
         for batch in itertools.islice(self.feed.epoch(), -(-left // self.updates_per_call)):
             count = min(batch.updates, left)
-            state, results = self._program(state, batch.data, np.int32(count))
+            state, results = self.tracing.run(self._program, state, batch.data, count)
             left -= count
             pending.append((results, count, batch.data))
             # At most one call runs and one waits: many queued calls with collectives deadlock XLA's CPU backend.

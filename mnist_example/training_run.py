@@ -24,6 +24,7 @@ from mnist_example.network import network_of
 from mnist_example.progress import LossLines, progress_bar, say, shows_progress, spinner
 from mnist_example.saving import ResumeError, Saver
 from mnist_example.schedule_pictures import SchedulePictures
+from mnist_example.tracing import tracings_of
 from mnist_example.train import Call, DivergedError, Trainer
 
 _Losses = npt.NDArray[np.floating]
@@ -35,6 +36,7 @@ def make_trainers(args: argparse.Namespace, batches: Batches) -> dict[Mode, Trai
     Raises:
         ValueError: flags that do not go together.
     """
+    tracings = tracings_of(args, batches, list(ipus_of(args)), say)
     return {
         mode: Trainer(
             _make_pipeline(args, mode, count),
@@ -47,6 +49,7 @@ def make_trainers(args: argparse.Namespace, batches: Batches) -> dict[Mode, Trai
             loss_scale=DynamicScale() if args.half == "float16" else 1.0,
             on_nonfinite=args.on_nonfinite,
             **feed_options(args, batches),
+            tracing=tracings[mode],
         )
         for mode, count in ipus_of(args).items()
     }
@@ -74,8 +77,9 @@ def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], d
             print(f"run-sharded-mnist: {error}", file=sys.stderr)
         end_together()
         return 1 if isinstance(error, DivergedError) else 2 if isinstance(error, ResumeError) else CANNOT_WRITE
+    ended = pictures.status or (CANNOT_WRITE if any(each.tracing.has_failed for each in trainers.values()) else 0)
     if not args.compare or not is_first():
-        return pictures.status
+        return ended
     say(comparison.describe(losses["basic"], losses["concurrent"]))
     picture = args.plot or PICTURE
     try:
@@ -86,7 +90,7 @@ def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], d
         print(f"run-sharded-mnist: --plot {picture} was not drawn ({reason}): the figures are above", file=sys.stderr)
         return CANNOT_WRITE
     say(f"Picture: {picture}")
-    return pictures.status
+    return ended
 
 
 def train(
@@ -124,7 +128,7 @@ def train(
             say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
         if done < total or args.pipeline_schedule != "auto":
             pictures.draw(mode, pipeline.schedule)  # under "auto" it is known only now
-        with trainer.feed, progress_bar(shown=shown) as progress:
+        with trainer.feed, trainer.tracing, progress_bar(shown=shown) as progress:
             bar = progress.add_task(mode, total=total, completed=done, images=batches.images_per_update)
             result = _train_on(trainer, state, data, range(done, total), lines, saver, progress, bar)
     if saver and saver.is_stopped:

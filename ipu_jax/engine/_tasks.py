@@ -17,6 +17,7 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.engine import _hooks
 from ipu_jax.engine._carry import Arguments, Carry
 from ipu_jax.engine._guard import Fence, guard
+from ipu_jax.engine.labels import label
 from ipu_jax.engine.plan import Exchange, Plan
 from ipu_jax.engine.stash import Key, Stash
 from ipu_jax.programs.gradient_sums import Sum
@@ -192,7 +193,7 @@ class Tasks:
                 part = self.write(("stash", c), part, microbatch, stash, fence)
             return part
 
-        return self.guarded(active, body, carry, ["stash", *self.results(c)], aux_of=i)
+        return self.guarded(active, body, carry, ["stash", *self.results(c)], label=label("F", c), aux_of=i)
 
     def results(self, c: int) -> list[str]:
         """Return the fields of the carry, beside the aux, that F of a class changes."""
@@ -223,7 +224,7 @@ class Tasks:
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
-        return self.guarded(active, body, carry, names)
+        return self.guarded(active, body, carry, names, label=label("B", c))
 
     def run_weight(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run W: compute dparams from the stash and from the weight residuals that B stored."""
@@ -238,7 +239,7 @@ class Tasks:
             totals = program.backward_weight(weights, inputs, stash, residuals, self.sums(c, part), fence.zero)
             return self.with_sums(c, totals, part)
 
-        return self.guarded(active, body, carry, ["stash", "sums", "concurrent_sums"])
+        return self.guarded(active, body, carry, ["stash", "sums", "concurrent_sums"], label=label("W", c))
 
     def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run F and B of the concurrent loss head together, so that nothing of it is stashed."""
@@ -258,7 +259,7 @@ class Tasks:
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
-        return self.guarded(active, body, carry, names, aux_of=self.plan.last)
+        return self.guarded(active, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
 
     def watch(self, kind: str, c: int, microbatch: Any, rows: Rows) -> None:
         if _hooks.WATCH is not None:
@@ -284,7 +285,7 @@ class Tasks:
             leaves, microbatch = fence((jax.tree.leaves(message), active))
             return self.write(key, part, microbatch, leaves, fence)
 
-        return self.guarded(active, body, carry, ["stash"])
+        return self.guarded(active, body, carry, ["stash"], label=label("queue", c))
 
     def exchange(self, kind: Exchange, k: int, rows: Rows, carry: Carry) -> Carry:
         """Send a channel's messages ("y"), or their gradients back ("dx"), if any IPU sends one in this tick."""
@@ -295,7 +296,8 @@ class Tasks:
         def body(fence: Fence, _: Any) -> Any:
             return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), fence(sent))
 
-        guards_run, arrived = guard(carry.guards_run, rows[kind][k], body, received[k])
+        with jax.named_scope(label(kind, k)):
+            guards_run, arrived = guard(carry.guards_run, rows[kind][k], body, received[k])
         changed = {f"{kind}_received": _replaced(received, k, arrived)}
         return dataclasses.replace(carry, **changed, guards_run=guards_run)
 
@@ -306,6 +308,7 @@ class Tasks:
         carry: Carry,
         names: list[str],
         *,
+        label: str,
         aux_of: int | None = None,
     ) -> Carry:
         """Run `body` on a part of the carry where `active` is a micro-batch, after all guards so far.
@@ -315,10 +318,12 @@ class Tasks:
             body: the task.
             carry: of the tick.
             names: the fields that the task reads or changes.
+            label: the task's name in the compiled program.
             aux_of: the segment whose aux it changes.
         """
         part = carry.part(names, aux_of=aux_of)
-        guards_run, part = guard(carry.guards_run, active >= 0, body, part)
+        with jax.named_scope(label):
+            guards_run, part = guard(carry.guards_run, active >= 0, body, part)
         return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
 
 

@@ -31,7 +31,7 @@ from jax import lax
 
 from ipu_jax._collectives import broadcast, state_over_replicas
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.engine import _hooks
+from ipu_jax.engine import _hooks, labels
 from ipu_jax.engine._carry import Arguments, Carry, first_carry
 from ipu_jax.engine._tasks import Rows, Tasks
 from ipu_jax.engine.plan import EXCHANGES, TABLES, Exchange, Plan
@@ -99,7 +99,8 @@ class _Program:
         rows |= {kind: jnp.asarray(self.plan.exchanges[kind][:ticks]) for kind in EXCHANGES}
         if _hooks.WATCH is not None:
             rows["tick"] = jnp.arange(ticks)
-        carry, _ = lax.scan(self.tick, first_carry(self.plan, self.args, self.tasks.stash), rows)
+        with jax.named_scope(labels.of_plan(self.plan)):
+            carry, _ = lax.scan(self.tick, first_carry(self.plan, self.args, self.tasks.stash), rows)
         place = self.plan.segments[-1].place
         if self.plan.role == "prediction":
             outputs = carry.outputs if place is None else broadcast(place, carry.outputs)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from ipu_jax._collectives import state_over_replicas
+from ipu_jax._observer import UPDATE
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.optimizer import zero
 from ipu_jax.optimizer.blocks import from_blocks, to_blocks
@@ -85,11 +86,19 @@ class Iteration:
 
     def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         """Run one update; batch leaves are (M, ...)."""
-        options, model, update = self.options, self.model, self.update
-        blocks, scale = update.blocks, current_scale(options, state.scale)
+        options, model, scale = self.options, self.model, current_scale(self.options, state.scale)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         loss_cotangent = scale if options.weighted or model.options.reduction == "sum" else scale / self._count
-        loss, aux, gradients, stages = self._gradients(state, batch, key if self.random else None, loss_cotangent)
+        results = self._gradients(state, batch, key if self.random else None, loss_cotangent)
+        with jax.named_scope(UPDATE):
+            return self._updated(state, *results, scale, key)
+
+    def _updated(
+        self, state: TrainState, loss: Any, aux: Any, gradients: list[Any], stages: Any, scale: Any, key: Any
+    ) -> tuple[TrainState, StepOutputs]:
+        """Return the new state and the outputs, from what `_gradients` returned."""
+        options, model, update = self.options, self.model, self.update
+        blocks = update.blocks
         loss, divisor = self._global_loss(loss, aux, scale)
 
         if blocks.replicas > 1:

@@ -78,6 +78,30 @@ def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digit
     )
 
 
+@pytest.mark.slow
+def test_a_trace_of_a_few_updates_changes_nothing_else(few_digits, tmp_path, capsys):
+    folder = tmp_path / "trace"
+    flags = [*CONCURRENT, *TINY, "--epochs", "1.6"]
+    assert main([*flags, "--trace", str(folder), "--trace-steps", "2"]) == 0
+    with_trace = capsys.readouterr().out
+    report = re.search(r"2 steps of (?s:.)*?Trace: .*\n", with_trace)
+    assert report, with_trace
+    assert f"Trace: {folder / 'trace.json.gz'}" in report[0]
+    assert re.search(r"replica +IPU +busy +waiting", report[0])
+    assert [path.name for path in folder.iterdir()] == ["trace.json.gz"]
+    assert main(flags) == 0
+    losses = lambda out: re.findall(r"Epoch.*", out)  # noqa: E731
+    assert losses(with_trace) == losses(capsys.readouterr().out)
+
+
+def test_a_trace_of_more_updates_than_there_are_is_refused(few_digits, nothing_runs, tmp_path, capsys):
+    line = (
+        "--trace records 5 updates after the first one, and the flags ask for 5: give more --epochs, or fewer "
+        "--trace-steps"
+    )
+    assert refused([*CONCURRENT, *TINY, "--trace", str(tmp_path), "--trace-steps", "5"], capsys) == line
+
+
 def test_the_schedule_that_was_found_is_named(few_digits, capsys):
     assert main(["--pipeline-mode", "basic", "--pipeline-schedule", "Auto", *TINY, "--run-single-step"]) == 0
     assert_lines(
@@ -458,6 +482,15 @@ def refused(argv, capsys):
             f"--executable-cache {__file__}/x cannot be made (Not a directory): give another folder",
         ),
         ([*SYNTHETIC, "--data-dir", "x"], "argument --data-dir: not allowed with argument --synthetic-data"),
+        ([*SYNTHETIC, "--trace-steps", "2"], "--trace-steps are those of --trace: give both, or neither"),
+        (
+            [*CONCURRENT, *TINY, "--trace", "x", "--run-single-step"],
+            "--trace does not record the first update, and --run-single-step makes no other: give one",
+        ),
+        (
+            [*CONCURRENT, *TINY, "--trace", __file__],
+            f"--trace {__file__} is not a folder: give one, or a name that is free",
+        ),
         ([*SYNTHETIC, "--plot", "x.png"], "--plot draws what --compare measures: give both, or neither"),
         ([*SYNTHETIC, "--compare", "--plot", "x.jpg"], "--plot x.jpg is no PNG file: give a name that ends in .png"),
         ([*SYNTHETIC, "--compare", "--plot", "no/x.png"], "--plot no/x.png: there is no folder no"),

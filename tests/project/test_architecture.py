@@ -26,6 +26,7 @@ GROUND = (
     "_instances",
     "_jaxprs",
     "_keys",
+    "_observer",
     "_on_demand",
     "_processes",
     "_record",
@@ -49,10 +50,10 @@ WINGS: dict[str, set[str]] = {
     "training": {"pipeline", "analysis", "optimizer", "data", "weights"},
     "weight_files": {"training", "optimizer", "weights"},
     "checkpoints": {"training", "data", "distributed", "weights"},
+    "observe": {"analysis", "engine", "schedules", "distributed"},
     "data": set(),
     "distributed": set(),
     "modules": set(),
-    "observe": {"distributed"},
 }
 # They use public names only, like a user's program.
 PROGRAMS = ("tools", "__main__")

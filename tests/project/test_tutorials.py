@@ -7,7 +7,10 @@ import pytest
 from support import documents
 
 TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
-GUIDES = [documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "losses", "popdist", "weights", "checkpoints")]
+GUIDES = [
+    documents.ROOT / f"docs/{name}.md"
+    for name in ("sharded-ops", "losses", "popdist", "weights", "checkpoints", "traces")
+]
 TRAINING = documents.ROOT / "docs/training.md"
 
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto import event_pb2
 
 from ipu_jax.observe.runs.log import RunLog, RunLogWarning
 
@@ -74,7 +74,7 @@ def test_tensorboard_gets_each_loss_at_its_update(tmp_path):
     content, found = file.read_bytes(), []
     while content:  # each record: its length in 8 bytes, 4 of a checksum, the record, 4 of a checksum
         length = int.from_bytes(content[:8], "little")
-        event = Event.FromString(content[12 : 12 + length])
+        event = event_pb2.Event.FromString(content[12 : 12 + length])  # pyright: ignore[reportAttributeAccessIssue]
         found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         content = content[16 + length :]
     assert found == [("loss", 2, 3.0), ("loss", 3, 2.5), ("samples_per_second", 3, 100.0), ("accuracy", 3, 0.75)]

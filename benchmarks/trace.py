@@ -1,0 +1,101 @@
+"""Measure what recording a trace costs the steps that are recorded, and that it costs the others nothing.
+
+The program is the training step of the MNIST example, in basic mode on two IPUs. A round is 6 steps that are recorded
+and 6 that are not, in turn in one run. Starting and stopping the profiler is not part of a step; it is a figure of its
+own.
+
+    python benchmarks/trace.py [--check]
+"""
+
+import contextlib
+import re
+import sys
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import optax
+
+from figures import Cost, Costs, Figures
+from ipu_jax import TrainStep, configure, make_train_step, trace
+from mnist_example.model import init_params, make_pipeline
+
+STEPS = 6
+ROUNDS = 7
+ROWS, MICRO_BATCHES = 64, 4
+
+
+class Training:
+    """The steps of a training that goes on."""
+
+    def __init__(self) -> None:
+        self.step = new_step()
+        self.state: Any = self.step.init(init_params(0))
+        rng = np.random.default_rng(0)
+        self.batch = {
+            "images": rng.uniform(size=(MICRO_BATCHES, ROWS, 28, 28)).astype(np.float32),
+            "labels": rng.integers(0, 10, (MICRO_BATCHES, ROWS)).astype(np.int32),
+        }
+
+    def steps(self, count: int = STEPS) -> Cost:
+        """Make steps, and return what they cost."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        outputs: Any = None
+        for _ in range(count):
+            self.state, outputs = self.step(self.state, self.batch)
+        jax.block_until_ready(outputs.loss)
+        return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+    def recorded_steps(self, folder: str) -> tuple[Cost, float]:
+        """Make steps while they are recorded; return what they cost, and the seconds that all else took."""
+        begin = time.perf_counter()
+        with trace(folder, steps=2 * STEPS):
+            before = self.steps(1)  # the profiler starts at its end
+            cost = self.steps()
+        return cost, time.perf_counter() - begin - before.wall - cost.wall
+
+
+def new_step() -> TrainStep:
+    return make_train_step(make_pipeline("basic", gradient_accumulation=MICRO_BATCHES), optax.sgd(1e-2))
+
+
+def compiled_lines(training: Training, *, named: bool) -> list[str]:
+    """Return the compiled program, made anew, without the names of its operations; `named` says if it has ours."""
+    text = new_step().lower(training.state, training.batch).compile().as_text()
+    assert ("ipu_jax.plan." in text) == named, "it would be compared with itself"
+    # names of operations, and the tables of source lines that they refer to
+    return re.sub(r", metadata=\{[^}]*\}", "", text.partition("\nFileNames")[0]).splitlines()
+
+
+def main() -> int:
+    figures = Figures("trace: steps that are recorded over steps that are not")
+    configure(2)
+    training = Training()
+    with mock.patch.object(jax, "named_scope", return_value=contextlib.nullcontext()):
+        unnamed = compiled_lines(training, named=False)
+    named = compiled_lines(training, named=True)
+    differing = sum(a != b for a, b in zip(named, unnamed, strict=False)) + abs(len(named) - len(unnamed))
+    figures.add("lines of the compiled program that names change", differing, 0)
+    training.steps()
+    plain: list[Cost] = []
+    recorded: list[Cost] = []
+    around: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(ROUNDS):
+            plain.append(training.steps())
+            cost, rest = training.recorded_steps(folder)
+            recorded.append(cost)
+            around.append(rest)
+    ratio = Costs(recorded) / Costs(plain)
+    figures.add("CPU work of recorded steps / of others", ratio.cpu, 1.05)
+    figures.add("time of recorded steps / of others", ratio.wall, 1.05)
+    figures.add_spread(f"{STEPS} steps", Costs(plain))
+    figures.add("starting, stopping, reading and writing, s", sorted(around)[ROUNDS // 2])
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Record what each IPU ran when, and compare it with the plan."""
