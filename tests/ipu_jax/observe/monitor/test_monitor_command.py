@@ -186,6 +186,7 @@ def test_it_is_drawn_anew_for_another_size_and_after_a_suspension(folder, termin
     assert b"processes on 0 IPUs" in wide
     terminal.resize(30)
     os.kill(terminal.process.pid, signal.SIGWINCH)
+    narrow = wide
     for _ in range(5):  # one that was due anyway may come first
         narrow = terminal.read_until(PICTURE_ENDS)
         if b"processes on 0 IPUs" not in narrow:
