@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ipu_jax.data.source import normalise
     from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
     from ipu_jax.distributed import popdist
+    from ipu_jax.distributed.stopping import StopRequest
     from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
-    from ipu_jax.options import DynamicScale, Half, PipelineOptions, Precision, Reduction, TrainOptions
+    from ipu_jax.options import DynamicScale, Half, OnNonFinite, PipelineOptions, Precision, Reduction, TrainOptions
     from ipu_jax.pipeline import Pipeline
     from ipu_jax.reference import reference_predict, reference_value_and_grad
     from ipu_jax.schedules import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         make_schedule,
     )
     from ipu_jax.stage import Outputs, Stage
+    from ipu_jax.training.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
     from ipu_jax.training.replicas import Replicas, replicate
     from ipu_jax.training.state import StepOutputs, TrainState
     from ipu_jax.training.step import TrainStep, make_train_step
@@ -61,6 +63,10 @@ __all__ = [
     "InFlight",
     "LayerPlacement",
     "ModuleStage",
+    "NonFinite",
+    "NonFiniteLossError",
+    "NonFiniteLossWarning",
+    "OnNonFinite",
     "Outputs",
     "Pipeline",
     "PipelineOptions",
@@ -76,6 +82,7 @@ __all__ = [
     "Stage",
     "StageCosts",
     "StepOutputs",
+    "StopRequest",
     "Task",
     "TrainOptions",
     "TrainState",

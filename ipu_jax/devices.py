@@ -171,6 +171,11 @@ class InFlight:
         self._is_begun = False
 
     @property
+    def limit(self) -> int:
+        """Return the number of steps that may be outstanding."""
+        return self._limit
+
+    @property
     def outstanding(self) -> int:
         """Return the number of steps that were admitted and not yet waited for."""
         return len(self._steps)

@@ -15,6 +15,7 @@ Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 Precision = Literal["32.32", "16.32", "16.16"]
 Half = Literal["bfloat16", "float16"]
+OnNonFinite = Literal["stop", "skip"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,13 @@ class TrainOptions:
             first weights: between 0 and 1, such as 0.999. `TrainStep.loss(..., ema=True)` evaluates it and
             `TrainStep.whole` returns it. It takes the bytes of the weights in float32, divided over the replicas under
             `shard_optimizer`. None for no average.
+        on_nonfinite: what becomes of an update whose loss or gradients are not finite. It is not made: weights,
+            optimizer state, stages' state and average keep their bits. "stop": no later update is made either, and a
+            later call raises `NonFiniteLossError`, which names update, replica, micro-batch and stage. "skip": the next
+            update is made, and a later call warns with the same names. None: it is made. Under a `DynamicScale`,
+            gradients that overflow beside a finite loss remain its own affair. The last few batches are kept until
+            their updates have ended.
+        max_skips: under on_nonfinite="skip", the last of so many such updates in a row stops as under "stop".
 
     Raises:
         ValueError: a value is outside its rule, or contradicts another.
@@ -124,6 +132,8 @@ class TrainOptions:
     donate: bool = True
     norms: bool = False
     ema_decay: float | None = None
+    on_nonfinite: OnNonFinite | None = None
+    max_skips: int = 10
 
     def __post_init__(self) -> None:
         for name in ("replication_factor", "gradient_accumulation"):
@@ -147,6 +157,14 @@ class TrainOptions:
             _keep(self, loss_scale=check_positive("loss_scale", self.loss_scale))
         check_choice("precision", self.precision, get_args(Precision))
         check_choice("half", self.half, get_args(Half))
+        if self.on_nonfinite is not None:
+            check_choice("on_nonfinite", self.on_nonfinite, get_args(OnNonFinite))
+        _keep(self, max_skips=check_count("max_skips", self.max_skips))
+        if self.max_skips != type(self).max_skips and self.on_nonfinite != "skip":
+            raise ValueError(
+                f"max_skips={self.max_skips} with on_nonfinite={self.on_nonfinite!r}: no update is skipped; give "
+                "on_nonfinite='skip' too, or leave it out"
+            )
         if self.stochastic_rounding and self.precision != "16.16":
             raise ValueError(
                 f"stochastic_rounding=True with precision={self.precision!r}: weights are held in float32, and nothing "

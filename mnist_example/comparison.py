@@ -16,9 +16,10 @@ def describe(basic: _Losses, concurrent: _Losses) -> str:
     """Return a line that says how far the losses of the two modes, (updates,) each, are apart."""
     difference = _relative(basic, concurrent)
     first = difference[:_FIRST_UPDATES]
+    # the loss of an update that was skipped may not be finite, and then has no difference
     return (
-        f"Largest relative difference of the losses: {first.max():.1e} over the first {len(first)} updates, "
-        f"{difference.max():.1e} over all {len(difference)}"
+        f"Largest relative difference of the losses: {np.fmax.reduce(first):.1e} over the first {len(first)} updates, "
+        f"{np.fmax.reduce(difference):.1e} over all {len(difference)}"
     )
 
 
@@ -39,7 +40,8 @@ def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
 
 
 def _relative(basic: _Losses, concurrent: _Losses) -> _Losses:
-    return np.abs(concurrent - basic) / basic
+    with np.errstate(invalid="ignore"):
+        return np.abs(concurrent - basic) / basic
 
 
 def _draw(basic: _Losses, concurrent: _Losses, difference: _Losses, file: io.BytesIO | Path) -> None:

@@ -28,6 +28,22 @@ class _AsFloats:
         return {"images": normalise(batches.images.take(indices, axis=0)), "labels": batches.labels[indices]}
 
 
+def position_after(batches: Batches, updates: int) -> dict[str, int]:
+    """Return the state of a feed from which so many updates have been made, whatever the size of a device call.
+
+    >>> position_after(Batches(np.zeros((7, 28, 28), np.uint8), np.arange(7), batch_size=1, gradient_accumulation=3), 3)
+    {'epoch': 1, 'position': 3, 'examples': 7, 'seed': 0, 'shuffle': 1}
+    """
+    epoch, left = divmod(updates, batches.updates_per_epoch)
+    return {
+        "epoch": epoch,
+        "position": left * batches.images_per_update,
+        "examples": len(batches.images),
+        "seed": batches.seed,
+        "shuffle": int(batches.shuffle),
+    }
+
+
 def make_feed(
     batches: Batches,
     mesh: Mesh,

@@ -11,6 +11,7 @@ from mnist_example.layouts import MODES, Mode
 from mnist_example.network import network_of
 from mnist_example.optimizers import keeps_state_in_float16
 from mnist_example.places import check_picture, writable_folder
+from mnist_example.schedule_pictures import check_pictures
 
 _MOST_EPOCHS: Final = 1_000_000
 _MOST_WORKERS: Final = 1024
@@ -44,8 +45,24 @@ def check_flags(args: argparse.Namespace) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--compare draws with matplotlib, which is not installed: pip install 'ipu-jax[plots]'")
         check_picture("--plot", args.plot or PICTURE)
+    _check_saving(args)
+    check_pictures(args)
     if args.executable_cache is not None:
         writable_folder("--executable-cache", args.executable_cache)
+
+
+def _check_saving(args: argparse.Namespace) -> None:
+    for name in ("checkpoint_every", "checkpoint_minutes", "resume", "keep", "on_save_error"):
+        if getattr(args, name) is not None and args.checkpoint_dir is None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is about the checkpoints of --checkpoint-dir: give both, or neither")
+    if args.checkpoint_dir is None:
+        return
+    if args.compare:
+        raise ValueError("--compare trains two modes from the start: give --checkpoint-dir with one --pipeline-mode")
+    if importlib.util.find_spec("orbax") is None:
+        raise ValueError("--checkpoint-dir needs orbax, which is not installed: pip install 'ipu-jax[checkpoints]'")
+    writable_folder("--checkpoint-dir", args.checkpoint_dir)
 
 
 def check_data_flags(args: argparse.Namespace) -> None:

@@ -29,6 +29,15 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def resume(text: str) -> str:
+    """Return "auto", "never" or the path of a checkpoint, which must be there. A `./` makes a path of such a word."""
+    if text in ("auto", "never"):
+        return text
+    if not path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no checkpoint: give its folder, or auto, or never")
+    return text
+
+
 def checked(check: Callable[[str], str]) -> Callable[[str], str]:
     """Return an argparse type for texts that `check` does not refuse by a ValueError, whose message is shown."""
 

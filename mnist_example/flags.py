@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
 
-from ipu_jax import SCHEDULES, Half, Precision, Reduction, canonical_name
+from ipu_jax import SCHEDULES, Half, OnNonFinite, Precision, Reduction, canonical_name
 from ipu_jax.tools.command_line import Parser
 from mnist_example import flag_types
 from mnist_example.instances import InstanceParser, fill_in_counts
@@ -19,11 +19,13 @@ from mnist_example.network import NAMES as MODELS
 from mnist_example.optimizers import NAMES as OPTIMIZERS
 from mnist_example.optimizers import default_learning_rate
 
+ON_SAVE_ERROR: Final = ("stop", "continue")
 PICTURE: Final = Path("mnist-losses.png")
 
 _REDUCTIONS: Final[tuple[Reduction, ...]] = get_args(Reduction)
 _PRECISIONS: Final[tuple[Precision, ...]] = ("16.16", "16.32", "32.32")
 _HALVES: Final[tuple[Half, ...]] = get_args(Half)
+_ON_NONFINITE: Final[tuple[OnNonFinite, ...]] = get_args(OnNonFinite)
 # names that the library's errors give to what has a flag of another name here
 _CALLED: Final = {
     "mode": "--pipeline-mode",
@@ -169,6 +171,14 @@ def make_parser(prog: str, description: str) -> Parser:
         help="the 16 of --precision; under float16 the loss is scaled, and an update that overflows is skipped "
         "(default: bfloat16)",
     )
+    add(
+        "--on-nonfinite",
+        type=flag_types.one_of("on_nonfinite", _ON_NONFINITE),
+        default="stop",
+        metavar=braces(_ON_NONFINITE),
+        help="an update whose loss or gradients are not finite is not made, and is named with its replica, micro-batch "
+        "and stage. stop: training ends. skip: it goes on, up to 10 of them in a row (default: %(default)s)",
+    )
 
     running = parser.add_argument_group("running")
     add = running.add_argument
@@ -180,6 +190,13 @@ def make_parser(prog: str, description: str) -> Parser:
         help="grouped: IPUs work on different micro-batches at once. sequential: one IPU works at a time. auto: the "
         "one that takes the least time at the stages' FLOPs. Names of PyTorch and JaxPP are understood, too "
         "(default: %(default)s)",
+    )
+    add(
+        "--plot-schedule",
+        type=flag_types.path,
+        metavar="FILE",
+        help="before training, draw the schedule into this .svg or .png file; with --compare a file per mode, as in "
+        "FILE-basic.svg",
     )
     add(
         "--repeat-count",
@@ -202,6 +219,44 @@ def make_parser(prog: str, description: str) -> Parser:
     )
     add("--run-single-step", action="store_true", help="stop after one weight update, to see that all works")
     add("--no-progress", action="store_true", help="no progress bar; there is one on a terminal only, anyway")
+
+    saving = parser.add_argument_group(
+        "saving", "With --checkpoint-dir, SIGTERM saves and ends the training; the same command goes on from there."
+    )
+    add = saving.add_argument
+    add(
+        "--checkpoint-dir",
+        type=flag_types.path,
+        metavar="FOLDER",
+        help="save the training there while it goes on and at its end, and resume it from there",
+    )
+    add(
+        "--checkpoint-every",
+        type=flag_types.count,
+        metavar="N",
+        help="save every N updates, at the end of the device call (default: at the end of each epoch)",
+    )
+    add(
+        "--checkpoint-minutes",
+        type=flag_types.positive,
+        metavar="X",
+        help="save when X minutes have passed since the last time (default: 10, unless --checkpoint-every is given)",
+    )
+    add(
+        "--resume",
+        type=flag_types.resume,
+        metavar="{auto,never,PATH}",
+        help="auto: from the last whole checkpoint there, if there is one. never: the folder must have none. PATH: "
+        "from this checkpoint (default: auto)",
+    )
+    add("--keep", type=flag_types.count, metavar="N", help="how many checkpoints are kept (default: 3)")
+    add(
+        "--on-save-error",
+        type=flag_types.one_of("on_save_error", ON_SAVE_ERROR),
+        metavar=braces(ON_SAVE_ERROR),
+        help="stop: a save that fails ends the training. continue: it goes on, and tries again at the next "
+        "(default: stop)",
+    )
 
     data = parser.add_argument_group("data")
     data.add_argument(

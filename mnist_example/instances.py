@@ -7,6 +7,7 @@ anything. Nothing here imports jax before `connect`.
 """
 
 import argparse
+import signal
 import time
 from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
@@ -72,6 +73,8 @@ def explained(error: Exception) -> Exception:
 def connect() -> None:
     """Connect this instance with the others, before jax is used for anything else."""
     popdist.init()
+    if popdist.get_num_instances() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # jax has set a handler that does nothing
 
 
 def local_ipus(replicas: int, ipus: int) -> int:

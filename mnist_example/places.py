@@ -34,18 +34,20 @@ def writable_folder(flag: str, folder: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{flag} {path} cannot be written to ({error.strerror}): give another folder") from error
 
 
-def check_picture(flag: str, picture: Path) -> None:
-    """Check that a PNG file can be written, by writing one of its size. A picture that is there stays as it is.
+def check_picture(flag: str, picture: Path, suffixes: tuple[str, ...] = (".png",)) -> None:
+    """Check that a picture can be written, by writing a file of its size. One that is there stays as it is.
 
     Args:
         flag: the flag that names it, for errors.
         picture: its path.
+        suffixes: how its name may end.
 
     Raises:
-        ValueError: its name does not end in .png, its folder is missing, or it cannot be written.
+        ValueError: its name ends in something else, its folder is missing, or it cannot be written.
     """
-    if picture.suffix.lower() != ".png":
-        raise ValueError(f"{flag} {picture} is no PNG file: give a name that ends in .png")
+    if picture.suffix.lower() not in suffixes:
+        formats = " or ".join(suffix[1:].upper() for suffix in suffixes)
+        raise ValueError(f"{flag} {picture} is no {formats} file: give a name that ends in {' or '.join(suffixes)}")
     try:
         if not picture.parent.is_dir():
             raise ValueError(f"{flag} {picture}: there is no folder {picture.parent}")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,7 @@ class LossLines:
     def add(self, call: Call) -> None:
         """Take in the next device call, and print a line if it ends in another tenth of an epoch."""
         self._losses.append(call.losses)
-        self._skipped += call.skipped
+        self._skipped += call.skipped + len(call.nonfinite)
         tenths = 10 * call.updates // self._updates_per_epoch
         if tenths > self._tenths:
             self._tenths = tenths
@@ -93,13 +94,26 @@ class LossLines:
 
     def end(self, epoch: float) -> None:
         """Print a line for the calls since the last one, if there are any; the training ends with this epoch."""
-        if self._losses:
+        if sum(map(len, self._losses)):
             self._print(f"{epoch:.1f}" if round(10 * epoch) != self._tenths or not self._tenths else f"{epoch:.2f}")
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next line depends on, as plain data."""
+        # JSON has no NaN: None is read as one
+        losses = [float(loss) if np.isfinite(loss) else None for call in self._losses for loss in call]
+        return {"tenths": self._tenths, "losses": losses, "skipped": self._skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned: the next line is the one that would have come."""
+        self._tenths, self._skipped = state["tenths"], state["skipped"]
+        self._losses = [np.array(state["losses"], np.float32)]
 
     def _print(self, epoch: str) -> None:
         losses = np.concatenate(self._losses)
         skipped = f", {self._skipped} of {len(losses)} updates skipped" if self._skipped else ""
-        say(f"Epoch {epoch}, Mean loss: {losses.mean():.3f}{skipped}")
+        finite = losses[np.isfinite(losses)]
+        mean = f"{finite.mean():.3f}" if len(finite) else "not finite"
+        say(f"Epoch {epoch}, Mean loss: {mean}{skipped}")
         self._losses, self._skipped = [], 0
 
 

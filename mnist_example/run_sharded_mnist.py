@@ -7,8 +7,9 @@
     run-sharded-mnist --compare --plot losses.png
     poprun --num-replicas 4 --num-instances 2 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode basic
 
-Exit status: 0 after training, 1 when it diverged, 2 for bad input (before anything is compiled), 74 when the picture or
-the output could not be written, 130 after Ctrl-C.
+Exit status: 0 after training, and when SIGTERM has ended and saved it; 1 when it diverged, 2 for bad input (before
+anything is compiled), 74 when the picture, a checkpoint or the output could not be written, 130 after Ctrl-C, 143 after
+a second SIGTERM.
 """
 
 import sys

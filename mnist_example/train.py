@@ -8,10 +8,11 @@ gathered, by the caller or by workers of the feed.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from ipu_jax import (
     REPLICA_AXIS,
     DynamicScale,
     Half,
+    OnNonFinite,
     Pipeline,
     Precision,
     TrainOptions,
@@ -35,10 +37,13 @@ from ipu_jax import (
 from mnist_example.batches import Batches
 from mnist_example.checks import check_count
 from mnist_example.feeding import make_feed
+from mnist_example.nonfinite import told
 from mnist_example.optimizers import make_optimizer
 
 NO_LABEL = -1
 """The label of images that fill up a batch: they count neither as right nor as wrong."""
+
+AfterCall = Callable[[TrainState, int, Callable[[], None]], bool]
 
 _CALLS_AHEAD = 1
 _POLL_SECONDS = 0.005
@@ -46,7 +51,7 @@ _ACCURACY_SECONDS = 1800.0
 
 
 class DivergedError(ArithmeticError):
-    """Raised if a loss is not finite."""
+    """Raised if the loss or the gradients of an update are not finite, or of many in a row under "skip"."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,19 +63,25 @@ class Call:
         skipped: how many of its updates were not made because their gradients overflowed; only with a `DynamicScale`.
         updates: how many updates were tried up to its end, including those of earlier epochs.
         epoch: the number of epochs up to its end, such as 0.5 in the middle of the first.
+        nonfinite: a text about each of its updates that was skipped since it was not finite.
     """
 
     losses: npt.NDArray[np.float32]
     skipped: int
     updates: int
     epoch: float
+    nonfinite: tuple[str, ...] = ()
 
 
 class _CallResults(NamedTuple):
-    """The results of a call besides the state: losses float32 (updates_per_call,), skipped int32 ()."""
+    """The results of a call besides the state.
+
+    Losses float32 (updates_per_call,), skipped int32 (), nonfinite int32 (updates_per_call,).
+    """
 
     losses: Any
     skipped: Any
+    nonfinite: Any
 
 
 class Trainer:
@@ -83,7 +94,7 @@ class Trainer:
             replicas, so with twice as many of these, plain SGD needs half the learning rate.
         optimizer: a name in `mnist_example.optimizers.NAMES`.
         shard_optimizer: let each replica keep and update its part of the optimizer's state.
-        precision, half, loss_scale: as for `ipu_jax.TrainOptions`.
+        precision, half, loss_scale, on_nonfinite: as for `ipu_jax.TrainOptions`.
         repeat_count, eight_bit_io, num_workers: as for `make_feed`.
 
     Attributes:
@@ -106,6 +117,7 @@ class Trainer:
         precision: Precision = "32.32",
         half: Half = "bfloat16",
         loss_scale: float | DynamicScale = 1.0,
+        on_nonfinite: OnNonFinite = "stop",
         repeat_count: int = 100,
         eight_bit_io: bool = True,
         num_workers: int = 0,
@@ -125,12 +137,24 @@ class Trainer:
         self.batches, self.learning_rate = batches, learning_rate
         self.updates_per_call = min(check_count("repeat_count", repeat_count), batches.updates_per_epoch)
         # not device_iterations: a step makes always the same number of them, and the last call of an epoch makes fewer
-        options = TrainOptions(precision=precision, half=half, shard_optimizer=shard_optimizer, loss_scale=loss_scale)
+        options = TrainOptions(
+            precision=precision,
+            half=half,
+            shard_optimizer=shard_optimizer,
+            loss_scale=loss_scale,
+            on_nonfinite=on_nonfinite,
+        )
         self.step = make_train_step(pipeline, make_optimizer(optimizer, learning_rate), options)
         self.pipeline: Pipeline = self.step.model
-        self.feed = make_feed(
-            batches, pipeline.mesh, repeat_count=repeat_count, eight_bit_io=eight_bit_io, num_workers=num_workers
+        self._make_feed = functools.partial(
+            make_feed,
+            batches,
+            pipeline.mesh,
+            repeat_count=repeat_count,
+            eight_bit_io=eight_bit_io,
+            num_workers=num_workers,
         )
+        self.feed = self._make_feed()
         of_replicas = PartitionSpec() if pipeline.replicas == 1 else PartitionSpec(None, REPLICA_AXIS)
         self._of_passes = NamedSharding(pipeline.mesh, of_replicas)
         self._everywhere = NamedSharding(pipeline.mesh, PartitionSpec())
@@ -167,40 +191,62 @@ class Trainer:
         report = self.pipeline.report(state.params, batch, state.stages, compile=False)
         return f"{self.pipeline.schedule}\n{report}"
 
+    def go_to(self, position: Mapping[str, int]) -> None:
+        """Let the feed go on from what its `state()` returned."""
+        self.feed.close()
+        self.feed = self._make_feed(state=position)
+
     def run_epoch(
-        self, state: TrainState, epoch: int, *, on_call: Callable[[Call], None], updates: int | None = None
+        self,
+        state: TrainState,
+        epoch: int,
+        *,
+        on_call: Callable[[Call], None],
+        updates: int | None = None,
+        start: int = 0,
+        after_call: AfterCall | None = None,
     ) -> TrainState:
-        """Train for one epoch, or the first `updates` of it.
+        """Train for one epoch, or for its updates from `start` to `updates`.
 
         Args:
             state: from `init` or the epoch before. Its arrays are donated, and cannot be used afterwards.
             epoch: counted from 0; it decides the order of the images.
             on_call: called for each device call, in order, while the next one already runs.
-            updates: the number of updates; None for the whole epoch.
+            updates: the number of updates, with those before `start`; None for the whole epoch.
+            start: updates of this epoch that were made before; the feed is there already, by `go_to`.
+            after_call: called when a device call is dispatched, with the state that it returns, its number of updates,
+                and a function that waits for all calls so far. The epoch ends here if it returns True.
 
         Returns:
             The state after the epoch.
 
         Raises:
-            DivergedError: the loss of an update is not finite; the message names the update.
+            DivergedError: an update is not finite; the message names update, replica, micro-batch and stage.
         """
         if self._program is None:
             self.compile(state)
         assert self._program is not None, "compile sets it"
-        left = self.batches.updates_per_epoch if updates is None else updates
-        done = epoch * self.batches.updates_per_epoch
-        pending: collections.deque[tuple[_CallResults, int]] = collections.deque()
-        self.feed.seek(epoch)
+        left = (self.batches.updates_per_epoch if updates is None else updates) - start
+        done = epoch * self.batches.updates_per_epoch + start
+        pending: collections.deque[tuple[_CallResults, int, Any]] = collections.deque()
+
+        def report_all_but(waiting: int) -> None:
+            nonlocal done
+            while len(pending) > waiting:
+                done = self._report(*pending.popleft(), done, on_call, state)
+
+        if not start:
+            self.feed.seek(epoch)
         for batch in itertools.islice(self.feed.epoch(), -(-left // self.updates_per_call)):
             count = min(batch.updates, left)
             state, results = self._program(state, batch.data, np.int32(count))
             left -= count
-            pending.append((results, count))
+            pending.append((results, count, batch.data))
             # At most one call runs and one waits: many queued calls with collectives deadlock XLA's CPU backend.
-            while len(pending) > _CALLS_AHEAD:
-                done = self._report(*pending.popleft(), done, on_call)
-        while pending:
-            done = self._report(*pending.popleft(), done, on_call)
+            report_all_but(_CALLS_AHEAD)
+            if after_call is not None and after_call(state, count, lambda: report_all_but(0)):
+                break
+        report_all_but(0)
         return state
 
     def accuracy(self, state: TrainState, images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> float:
@@ -235,12 +281,14 @@ class Trainer:
             calls = jax.tree.map(lambda leaf: leaf[None], calls)
 
         def update(i: jax.Array, carry: tuple[TrainState, _CallResults]) -> tuple[TrainState, _CallResults]:
-            state, (losses, skipped) = carry
+            state, (losses, skipped, nonfinite) = carry
             state, outputs = self.step(state, jax.tree.map(lambda leaf: leaf[i], calls))
-            made = 1 if outputs.updated is None else outputs.updated
-            return state, _CallResults(losses.at[i].set(outputs.loss), skipped + 1 - made)
+            has_overflowed = (outputs.updated == 0) & (outputs.nonfinite == 0)
+            nonfinite = nonfinite.at[i].set(outputs.nonfinite)
+            return state, _CallResults(losses.at[i].set(outputs.loss), skipped + has_overflowed, nonfinite)
 
-        results = _CallResults(jnp.zeros(self.updates_per_call, jnp.float32), jnp.int32(0))
+        zeros = jnp.zeros(self.updates_per_call, jnp.float32)
+        results = _CallResults(zeros, jnp.int32(0), zeros.astype(jnp.int32))
         return lax.fori_loop(0, count, update, (state, results))
 
     def _evaluate(self, params: Any, stages: Any, batches: dict[str, jax.Array]) -> jax.Array:
@@ -250,19 +298,29 @@ class Trainer:
 
         return lax.scan(count, jnp.int32(0), batches)[0]
 
-    def _report(self, results: _CallResults, count: int, done: int, on_call: Callable[[Call], None]) -> int:
+    def _report(
+        self,
+        results: _CallResults,
+        count: int,
+        calls: Any,
+        done: int,
+        on_call: Callable[[Call], None],
+        state: TrainState,
+    ) -> int:
         """Wait for a call, check its losses and pass them to `on_call`; return how many updates were tried up to it."""
         while not (results.losses.is_ready() and results.skipped.is_ready()):
             time.sleep(_POLL_SECONDS)  # inside XLA, Ctrl-C would have no effect until the call has ended
         losses = np.asarray(results.losses)[:count]
-        bad = np.flatnonzero(~np.isfinite(losses))
-        if len(bad):
-            raise DivergedError(
-                f"the loss of update {done + bad[0] + 1} is {losses[bad[0]]}: training diverged; "
-                f"use a learning rate below {self.learning_rate:g}"
-            )
+        nonfinite, numbers = [], np.asarray(results.nonfinite)[:count]
+        if numbers.any():
+            if self.updates_per_call == 1:
+                calls = jax.tree.map(lambda leaf: leaf[None], calls)
+            for text, stops in told(self.step, state, calls, losses, numbers):
+                if stops:
+                    raise DivergedError(f"{text}: training diverged; use a learning rate below {self.learning_rate:g}")
+                nonfinite.append(text)
         done += count
         # one for the call: poprun takes an instance for stuck after several times its usual step, and calls are long
         popdist.count_steps()
-        on_call(Call(losses, int(results.skipped), done, done / self.batches.updates_per_epoch))
+        on_call(Call(losses, int(results.skipped), done, done / self.batches.updates_per_epoch, tuple(nonfinite)))
         return done

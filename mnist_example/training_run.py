@@ -2,13 +2,15 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import time
 
 import numpy as np
 import numpy.typing as npt
+from rich.progress import Progress, TaskID
 
-from ipu_jax import DynamicScale, Pipeline, popdist
+from ipu_jax import CheckpointError, DynamicScale, Pipeline, TrainState, popdist
 from ipu_jax.tools.process import CANNOT_WRITE
 from mnist_example import comparison
 from mnist_example.batches import Batches
@@ -20,6 +22,8 @@ from mnist_example.instances import end_together, is_first
 from mnist_example.layouts import Mode
 from mnist_example.network import network_of
 from mnist_example.progress import LossLines, progress_bar, say, shows_progress, spinner
+from mnist_example.saving import ResumeError, Saver
+from mnist_example.schedule_pictures import SchedulePictures
 from mnist_example.train import Call, DivergedError, Trainer
 
 _Losses = npt.NDArray[np.floating]
@@ -41,6 +45,7 @@ def make_trainers(args: argparse.Namespace, batches: Batches) -> dict[Mode, Trai
             precision=args.precision,
             half=args.half or "bfloat16",
             loss_scale=DynamicScale() if args.half == "float16" else 1.0,
+            on_nonfinite=args.on_nonfinite,
             **feed_options(args, batches),
         )
         for mode, count in ipus_of(args).items()
@@ -60,16 +65,17 @@ def _make_pipeline(args: argparse.Namespace, mode: Mode, ipus: int) -> Pipeline:
 
 def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], data: MNIST) -> int:
     """Train in each mode, with --compare tell and draw how far the losses are apart, and return the exit status."""
+    pictures = SchedulePictures(args)
     try:
         with ExecutableCache(args.executable_cache) if args.executable_cache else contextlib.nullcontext() as cache:
-            losses = {mode: train(args, mode, trainer, data, cache) for mode, trainer in trainers.items()}
-    except DivergedError as error:
+            losses = {mode: train(args, mode, trainer, data, cache, pictures) for mode, trainer in trainers.items()}
+    except (DivergedError, ResumeError, CheckpointError) as error:
         if is_first():
             print(f"run-sharded-mnist: {error}", file=sys.stderr)
         end_together()
-        return 1
+        return 1 if isinstance(error, DivergedError) else 2 if isinstance(error, ResumeError) else CANNOT_WRITE
     if not args.compare or not is_first():
-        return 0
+        return pictures.status
     say(comparison.describe(losses["basic"], losses["concurrent"]))
     picture = args.plot or PICTURE
     try:
@@ -80,11 +86,16 @@ def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], d
         print(f"run-sharded-mnist: --plot {picture} was not drawn ({reason}): the figures are above", file=sys.stderr)
         return CANNOT_WRITE
     say(f"Picture: {picture}")
-    return 0
+    return pictures.status
 
 
 def train(
-    args: argparse.Namespace, mode: Mode, trainer: Trainer, data: MNIST, cache: ExecutableCache | None
+    args: argparse.Namespace,
+    mode: Mode,
+    trainer: Trainer,
+    data: MNIST,
+    cache: ExecutableCache | None,
+    pictures: SchedulePictures,
 ) -> _Losses:
     """Train in one mode and print the lines of that run; return the loss of every update."""
     pipeline, batches, network = trainer.pipeline, trainer.batches, network_of(args.model)
@@ -97,42 +108,98 @@ def train(
         f"{args.batch_size}{of_each}"
     )
     shown = shows_progress(args.no_progress)
-    state = trainer.init(network.init_params(args.seed), network.init_state())
-    if args.explain:
-        say(trainer.explain(state))
-    with spinner("Compiling") if shown else contextlib.nullcontext():
-        seconds = trainer.compile(state)
-    found = f"; schedule auto chose {_found_name(pipeline)}" if args.pipeline_schedule == "auto" else ""
-    say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
-
-    losses: list[_Losses] = []
     lines = LossLines(per_epoch)
-    skipped, seconds, accuracy = 0, 0.0, 0.0
-    with trainer.feed, progress_bar(shown=shown) as progress:
-        bar = progress.add_task(mode, total=total, images=batches.images_per_update)
-
-        def on_call(call: Call) -> None:
-            nonlocal skipped
-            losses.append(call.losses)
-            skipped += call.skipped
-            lines.add(call)
-            progress.update(bar, completed=call.updates)
-
-        for epoch in range(-(-total // per_epoch)):
-            updates = min(per_epoch, total - epoch * per_epoch)
-            start = time.perf_counter()
-            state = trainer.run_epoch(state, epoch, updates=updates, on_call=on_call)
-            seconds += time.perf_counter() - start
-            lines.end(epoch + updates / per_epoch)
-            accuracy = trainer.accuracy(state, data.test_images, data.test_labels)
-            say(f"Epoch {epoch + updates / per_epoch:.1f}, Test accuracy: {accuracy:.2%}")
-    images = total * batches.images_per_update
-    say(f"Test accuracy: {accuracy:.2%} after {images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
-    if skipped:
-        say(f"{skipped} of {total} updates were skipped: their gradients overflowed {args.half}")
+    saver = Saver(args, trainer, lines) if args.checkpoint_dir else None
+    with saver.running() if saver else contextlib.nullcontext():
+        state = trainer.init(network.init_params(args.seed), network.init_state())
+        if saver:
+            state = saver.restore(state)
+        if args.explain:
+            say(trainer.explain(state))
+        done = saver.done if saver else 0
+        if done < total:
+            with spinner("Compiling") if shown else contextlib.nullcontext():
+                seconds = trainer.compile(state)
+            found = f"; schedule auto chose {_found_name(pipeline)}" if args.pipeline_schedule == "auto" else ""
+            say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
+        if done < total or args.pipeline_schedule != "auto":
+            pictures.draw(mode, pipeline.schedule)  # under "auto" it is known only now
+        with trainer.feed, progress_bar(shown=shown) as progress:
+            bar = progress.add_task(mode, total=total, completed=done, images=batches.images_per_update)
+            result = _train_on(trainer, state, data, range(done, total), lines, saver, progress, bar)
+    if saver and saver.is_stopped:
+        say(saver.describe_stop())
+        return result.losses
+    images, new = (count * batches.images_per_update for count in (max(done, total), len(result.losses)))
+    if new:
+        of_which = f", {new:,} of them" if done else ""
+        speed = f"{of_which} in {result.seconds:.1f} s, {new / result.seconds:,.0f} images/s"
+    else:
+        speed = f", as {done:,} updates were made before"
+    say(f"Test accuracy: {result.accuracy:.2%} after {images:,} images{speed}")
+    if result.skipped:
+        say(f"{result.skipped} of {total} updates were skipped: their gradients overflowed {args.half}")
+    if result.nonfinite:
+        say(f"{result.nonfinite} of {len(result.losses)} updates were skipped: they were not finite")
     if cache:
         say(f"With evaluation, {cache}")
-    return np.concatenate(losses)
+    return result.losses
+
+
+@dataclasses.dataclass
+class _Result:
+    """The loss of every update that was tried, float32 (updates,); how many were skipped and why, and the rest."""
+
+    losses: _Losses
+    skipped: int
+    nonfinite: int = 0
+    seconds: float = 0.0
+    accuracy: float = 0.0
+
+
+def _train_on(
+    trainer: Trainer,
+    state: TrainState,
+    data: MNIST,
+    updates: range,
+    lines: LossLines,
+    saver: Saver | None,
+    progress: Progress,
+    bar: TaskID,
+) -> _Result:
+    """Make these updates, with the accuracy after each epoch."""
+    per_epoch = trainer.batches.updates_per_epoch
+    losses: list[_Losses] = [np.zeros(0, np.float32)]
+    result = _Result(losses[0], saver.skipped if saver else 0)
+
+    def on_call(call: Call) -> None:
+        losses.append(call.losses)
+        result.skipped += call.skipped
+        if saver:
+            saver.skipped = result.skipped
+        result.nonfinite += len(call.nonfinite)
+        for text in call.nonfinite:
+            say(f"Skipped {text}")
+        lines.add(call)
+        progress.update(bar, completed=call.updates)
+
+    after_call = saver.after_call if saver else None
+    for epoch in range(updates.start // per_epoch, -(-updates.stop // per_epoch) if updates else 0):
+        first, last = max(0, updates.start - epoch * per_epoch), min(per_epoch, updates.stop - epoch * per_epoch)
+        begun = time.perf_counter()
+        state = trainer.run_epoch(state, epoch, updates=last, start=first, on_call=on_call, after_call=after_call)
+        result.seconds += time.perf_counter() - begun
+        if saver and saver.is_stopped:
+            break
+        if saver and epoch * per_epoch + last == updates.stop:
+            saver.save(state)  # before the last line is printed: a longer training would not print it
+        lines.end(epoch + last / per_epoch)
+        result.accuracy = trainer.accuracy(state, data.test_images, data.test_labels)
+        say(f"Epoch {epoch + last / per_epoch:.1f}, Test accuracy: {result.accuracy:.2%}")
+    if not updates:
+        result.accuracy = trainer.accuracy(state, data.test_images, data.test_labels)
+    result.losses = np.concatenate(losses)
+    return result
 
 
 def _found_name(pipeline: Pipeline) -> str:

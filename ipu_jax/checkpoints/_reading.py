@@ -21,7 +21,8 @@ def read_as_saved(store: Store, path: Path, step: TrainStep, like: TrainState) -
     """Return the state of a checkpoint whose arrays are this step's own. Each process reads its own shards."""
     specs = named(step.placement.specs(like))
     shardings = {name: NamedSharding(step.model.mesh, spec) for name, spec in specs.items()}
-    return with_arrays(like, store.read(path, named(like), shardings))
+    state = with_arrays(like, store.read(path, named(like), shardings))
+    return dataclasses.replace(state, nonfinite=step.placement.no_streak())
 
 
 def read_by_leaves(

@@ -233,6 +233,32 @@ class Checkpoints:
 
     # save
 
+    def due(self, state: TrainState, updates: int | None = None) -> bool:
+        """Count updates, and return whether a save is due, for a loop that has something to do before it saves.
+
+        `save` asks it by itself; with `now=True` it does not ask. All instances call it alike.
+
+        Communicates nothing; with `minutes`, across several instances, a number from instance 0 in some calls.
+
+        Args:
+            state: what the step returned. It is waited for in the first call only, unless `restore` was called.
+            updates: made since the call before; by default the step's `device_iterations`.
+
+        Raises:
+            CheckpointError: the last save failed, under `on_save_error="stop"`.
+            ValueError: the checkpoints are closed.
+        """
+        if not self._is_open:
+            raise ValueError("the checkpoints are closed: save inside their `with` block")
+        if self._due.step is None:
+            self._due.restart(int(state.step))
+            is_due = False
+        else:
+            is_due = self._due.after(self._step.options.device_iterations if updates is None else updates)
+        if jax.process_count() == 1 and not self._writer.is_busy:
+            self._report(self._writer.take_error())  # at once; several instances report together, at the next save
+        return is_due
+
     def save(
         self,
         state: TrainState,
@@ -259,21 +285,16 @@ class Checkpoints:
         Raises:
             CheckpointError: the save before this one failed, or this one does, under `on_save_error="stop"`. The
                 message has the path, the operating system's error and the bytes.
-            ValueError: `extra` or the feed's state is not plain data.
+            ValueError: `extra` or the feed's state is not plain data, or the checkpoints are closed.
             InstancesMissingError: an instance did not come in time.
+            NonFiniteLossError: the state is stopped, under `TrainOptions(on_nonfinite=)`.
         """
+        if not (now or self.due(state)):
+            return False
         if not self._is_open:
             raise ValueError("the checkpoints are closed: save inside their `with` block")
-        if self._due.step is None:
-            self._due.restart(int(state.step))
-            is_due = False
-        else:
-            is_due = self._due.after(self._step.options.device_iterations)
-        if jax.process_count() == 1 and not self._writer.is_busy:
-            self._report(self._writer.take_error())  # at once; several instances report together, at the next save
-        if not (is_due or now):
-            return False
         self.wait()
+        self._step.check(state)  # a state that is stopped has not learned of all batches before the feed's position
         position = feed.state() if isinstance(feed, Feed) else feed
         with _beacon.during(Phase.BUSY, "waiting for the steps before a save", max(_beacon.LONG, self._timeout)):
             number = int(state.step)

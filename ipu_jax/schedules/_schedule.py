@@ -18,9 +18,10 @@ ticks in which an IPU would otherwise be idle.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipu_jax._checks import as_int, check_count
 from ipu_jax._deprecated import renamed_method
@@ -41,6 +42,10 @@ from ipu_jax.schedules._timetable import (
 )
 from ipu_jax.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.schedules._validate import validate
+from ipu_jax.schedules.pictures import plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +257,54 @@ IPUs takes until the next tick: move it to tick 3 or later
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, simulation: Simulation | None = None) -> "Figure":
+        """Draw the schedule: a row per IPU, and what it does in each tick, or in time.
+
+        The picture names ramp-up, main, ramp-down and the weight update, and is as wide as a page. Cells have the
+        numbers of their micro-batches; where they are too small for that, dots mark a few micro-batches.
+
+        Args:
+            path: an SVG or PNG file to write, as its ending says. None writes nothing. An SVG file is that of `to_svg`.
+            simulation: what `simulate` returned for this schedule. Then a task is as wide as it takes long. Default:
+                the planned ticks.
+
+        Returns:
+            A figure of matplotlib, the extra `plots`. `to_svg` does without it.
+
+        Raises:
+            ValueError: `path` ends in something else, `simulation` is not of this schedule, or the schedule is too
+                large to be seen.
+            ImportError: matplotlib is missing.
+            OSError: the file cannot be written; what was written of it is removed.
+
+        >>> from ipu_jax.schedules import make_schedule
+        >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
+        >>> schedule.plot("1f1b.pdf")
+        Traceback (most recent call last):
+        ...
+        ValueError: path='1f1b.pdf' ends neither in .svg nor in .png: give such a name, or save the figure that plot() \
+returns
+        """
+        return plot.plot(self, path, simulation, self.bubble)
+
+    def to_svg(self, *, simulation: Simulation | None = None) -> str:
+        """Return the picture that `plot` draws as the text of an SVG file, without matplotlib.
+
+        It needs no other file, may stand in a page of HTML as it is, and is dark where the page is. The same schedule
+        gives the same text.
+
+        Args:
+            simulation: as for `plot`.
+
+        Raises:
+            ValueError: `simulation` is not of this schedule, or the schedule is too large to be seen.
+
+        >>> from ipu_jax.schedules import make_schedule
+        >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
+        >>> svg = schedule.to_svg(simulation=schedule.simulate(forward=1, backward=2, transfer=0.1))
+        """
+        return plot.svg(self, simulation, self.bubble)
 
 
 def placement_of(placement: Any) -> Placement:

@@ -166,6 +166,7 @@ class Placement:
             step=WHOLE,
             key=everywhere(state.key),
             ema=None if state.ema is None else [blocks.spec(k) for k in range(len(blocks))],
+            nonfinite=everywhere(state.nonfinite),
         )
 
     def _placed_params(self, params: Any) -> tuple[Any, Any, list[Any]]:
@@ -211,7 +212,12 @@ class Placement:
             step=self._place(np.int32(step)),
             key=None if key is None else self._place(key),
             ema=None if ema is None else [place_block(k, array) for k, array in enumerate(ema)],
+            nonfinite=self.no_streak(),
         )
+
+    def no_streak(self) -> jax.Array | None:
+        """Return a new `TrainState.nonfinite`: no update in a row was not finite."""
+        return None if self._options.on_nonfinite is None else self._place(np.int32(0))
 
     def _placed_stages(self, stages: Any) -> Sharded | None:
         model = self._model

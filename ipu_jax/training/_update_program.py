@@ -22,6 +22,7 @@ from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._accumulate import accumulate_gradients, counts_of
 from ipu_jax.training._average import next_average
 from ipu_jax.training._loss_scale import current_scale, next_scale
+from ipu_jax.training._nonfinite import Verdict, first_of, judged
 from ipu_jax.training._norms import learning_rate_in, norms
 from ipu_jax.training._precision import stochastic_round
 from ipu_jax.training.replicas import Replicas
@@ -58,11 +59,12 @@ class Iteration:
             return lax.scan(self.one, state, batch)
 
         def keep_last(carry: Any, batch: Any) -> tuple[Any, None]:
-            state, summed = carry
+            state, before = carry
             state, outputs = self.one(state, batch)
+            nonfinite = first_of(before.nonfinite, outputs.nonfinite)
             if options.outputs == "sum":
-                outputs = jax.tree.map(jnp.add, summed, outputs)
-            return (state, outputs), None
+                outputs = jax.tree.map(jnp.add, before, outputs)
+            return (state, dataclasses.replace(outputs, nonfinite=nonfinite)), None
 
         def every(state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
             return lax.scan(keep_last, (state, blank), batch)[0]
@@ -95,7 +97,12 @@ class Iteration:
         elif model.replicas > 1:
             gradients = lax.psum(gradients, REPLICA_AXIS)
         dynamic = isinstance(options.loss_scale, DynamicScale)
-        finite = self._all_finite(gradients) if dynamic else None
+        verdict = None
+        if options.on_nonfinite is not None:
+            verdict = judged(options, state, loss, self._all_finite(gradients, reduced=blocks.replicas == 1))
+        elif dynamic:
+            finite = self._all_finite(gradients, reduced=False)
+            verdict = Verdict(finite, finite)
         if divisor is not None:
             gradients = [g.astype(jnp.float32) / divisor for g in gradients]
         exact_gradients = gradients
@@ -119,29 +126,35 @@ class Iteration:
             step=state.step,
             key=state.key,
             ema=ema,
+            nonfinite=state.nonfinite,
         )
-        if finite is not None:
-            new = self._unless_bad(finite, new, state)
+        if verdict is not None:
+            new = self._unless_bad(verdict, new, state)
         gradient_norm, parameter_norm = norms(blocks, exact_gradients, params) if options.norms else (None, None)
         rate = None if self._learning_rate is None else optimizer.replicated[self._learning_rate]
         outputs = StepOutputs(
             loss=loss,
             aux=jax.tree.map(lambda leaf: leaf[None], aux),
-            updated=None if finite is None else finite.astype(jnp.int32),
+            updated=None if verdict is None else verdict.made.astype(jnp.int32),
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm,
             learning_rate=None if rate is None else jnp.asarray(rate, jnp.float32),
+            nonfinite=None if verdict is None else verdict.number,
         )
-        return dataclasses.replace(new, step=state.step + 1), outputs
+        step = state.step + (1 if verdict is None or verdict.counts is None else verdict.counts)
+        return dataclasses.replace(new, step=step), outputs
 
-    def _unless_bad(self, finite: Any, new: TrainState, old: TrainState) -> TrainState:
-        """Return the new state if the gradients are finite, else the old one; each with the next loss scale."""
-        assert isinstance(self.options.loss_scale, DynamicScale), "there is no other reason to look"
-        assert old.scale is not None, "init makes it"
+    def _unless_bad(self, verdict: Verdict, new: TrainState, old: TrainState) -> TrainState:
+        """Return the new state if the update is made, else the old one; each with the next loss scale."""
         keyless = [dataclasses.replace(state, key=None, scale=None) for state in (new, old)]
-        chosen = jax.tree.map(lambda n, o: jnp.where(finite, n, o), *keyless)
-        scale = next_scale(self.options.loss_scale, old.scale, finite)
-        return dataclasses.replace(chosen, key=old.key, scale=scale)
+        chosen = jax.tree.map(lambda n, o: jnp.where(verdict.made, n, o), *keyless)
+        scale = old.scale
+        if isinstance(self.options.loss_scale, DynamicScale):
+            assert scale is not None, "init makes it"
+            scale = next_scale(self.options.loss_scale, scale, verdict.finite)
+            if verdict.number is not None:  # what is not finite by itself says nothing about the scale
+                scale = jax.tree.map(lambda n, o: jnp.where(verdict.number > 0, o, n), scale, old.scale)
+        return dataclasses.replace(chosen, key=old.key, scale=scale, nonfinite=verdict.streak)
 
     @property
     def _count(self) -> int:
@@ -179,12 +192,18 @@ class Iteration:
         count = jnp.where(count > 0, count, jnp.inf)
         return total / count, count * scale
 
-    def _all_finite(self, gradients: list[Any]) -> Any:
-        """Return whether all gradients of all IPUs are finite. Communicates one pmin of a number."""
+    def _all_finite(self, gradients: list[Any], *, reduced: bool) -> Any:
+        """Return whether all gradients of all IPUs are finite.
+
+        Communicates one pmin of a number; over the IPUs of a replica only, or nothing if there is one, where the
+        gradients are `reduced`: they are the same on all replicas.
+        """
         # where everything is frozen there are no gradients, and the answer is True
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
         axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
-        return lax.pmin(found, axes) > 0
+        if reduced:
+            axes = (IPU_AXIS,) if self.model.ipus > 1 else ()
+        return (lax.pmin(found, axes) if axes else found) > 0
 
     def _rounded(self, k: int, value: Any, key: Any) -> Any:
         """Return a block's new weights in its own dtype."""

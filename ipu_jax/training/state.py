@@ -38,6 +38,10 @@ class TrainState:
         key: the typed key from which each update's own key is folded, or None.
         ema: under `TrainOptions(ema_decay=)` the moving average of the trained weights, in float32 at least, in arrays
             that are laid out as those of the optimizer's state; else None. `TrainStep.whole` returns it as a tree.
+        nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number of updates in a row, up to the last one, that
+            were not made because they were not finite; else None. 1 under "stop", or `max_skips` under "skip", says
+            that the state is stopped: nothing changes it any more, and `step` is the number of updates before the one
+            that stopped it. It is not saved: `TrainStep.restore` returns a state that is not stopped.
     """
 
     params: Any
@@ -47,6 +51,7 @@ class TrainState:
     step: Any
     key: Any
     ema: list[Any] | None = None
+    nonfinite: Any = None
 
     def __repr__(self) -> str:
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self) if _is_concrete(leaf)):
@@ -56,6 +61,8 @@ class TrainState:
         parts += [f"{name} in {_bytes(tree)}" for name, tree in held.items() if jax.tree.leaves(tree)]
         if self.scale is not None:
             parts.append(f"loss scale {_value(self.scale.scale)}")
+        if self.nonfinite is not None and _value(self.nonfinite) != "0":
+            parts.append(f"{_value(self.nonfinite)} updates in a row were not finite")
         return f"TrainState({', '.join(parts)})"
 
 
@@ -67,7 +74,8 @@ class StepOutputs:
     Attributes:
         loss: over all micro-batches and replicas, unscaled.
         aux: what the model returned beside the loss, leaves (M, ...) or (replicas, M, ...); None if nothing.
-        updated: under a `DynamicScale`, int32: 1 where the update was made, 0 where it was skipped; else None.
+        updated: under a `DynamicScale` or `on_nonfinite`, int32: 1 where the update was made, 0 where it was not; else
+            None.
         gradient_norm: under `TrainOptions(norms=True)`, float32: the norm over all gradients of all IPUs, reduced over
             micro-batches and replicas, unscaled, and before `max_gradient_norm`; else None.
         parameter_norm: under `TrainOptions(norms=True)`, float32: the norm over all trained weights of all IPUs, with
@@ -75,6 +83,9 @@ class StepOutputs:
         learning_rate: float32, the one of this update, where the optimizer keeps it in its state, as
             `optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)` does; None where it is kept nowhere, as in
             `optax.adamw(schedule)`, or in several places.
+        nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number, counted from 1, of the first update that was
+            not made because it was not finite, of all updates since the outputs before; 0 if there is none. Updates
+            that a stopped state did not make have the number of the one that stopped it. None without the option.
     """
 
     loss: Any
@@ -83,6 +94,7 @@ class StepOutputs:
     gradient_norm: Any = None
     parameter_norm: Any = None
     learning_rate: Any = None
+    nonfinite: Any = None
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

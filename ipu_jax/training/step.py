@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ipu_jax import _beacon
@@ -29,11 +30,14 @@ from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._average import with_average
+from ipu_jax.training._diagnosis import Diagnosis
 from ipu_jax.training._evaluation import loss_of_batch
+from ipu_jax.training._in_flight_batches import BatchesInFlight
 from ipu_jax.training._model import described, model_for, on_ipus
 from ipu_jax.training._norms import clip
 from ipu_jax.training._placement import Placement, specs_of
 from ipu_jax.training._update_program import Iteration
+from ipu_jax.training.nonfinite import NonFinite
 from ipu_jax.training.replicas import Replicas
 from ipu_jax.training.state import StepOutputs, TrainState
 from ipu_jax.weights.arguments import check_alive, check_batch
@@ -96,6 +100,8 @@ class TrainStep:
         self._window = InFlight()
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
+        self._diagnosis = Diagnosis(self.model, options, random=self.random)
+        self._batches = None if options.on_nonfinite is None else BatchesInFlight(options, self._diagnosis.find)
 
     @property
     def placement(self) -> Placement:
@@ -192,6 +198,11 @@ class TrainStep:
             raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")
         if (state.ema is None) != (self.options.ema_decay is None):
             raise ValueError("the state and this step differ in whether they average the weights by ema_decay")
+        if (state.nonfinite is None) != (self.options.on_nonfinite is None):
+            raise ValueError(
+                "the state and this step differ in whether they look for what is not finite (on_nonfinite): give "
+                "step.restore(other.whole(state))"
+            )
         self._check_key(state.key)
         return update
 
@@ -227,13 +238,66 @@ class TrainStep:
         Raises:
             ValueError: the batch does not fit, or the state is not of this step or was given to an earlier call.
                 Nothing has been compiled by then.
+            NonFiniteLossError: under `on_nonfinite`, an update of an earlier call stopped the state. Nothing was
+                dispatched, so the state stays usable. Under "skip", a skipped update of an earlier call gives a
+                `NonFiniteLossWarning`.
         """
         batch = self._checked_batch(state, batch)
+        batches = None if isinstance(state.step, Tracer) else self._batches
+        if batches is not None:
+            batches.settle(state, keep=self._window.limit)
         self._window.begin((state, batch))
         with ShortTracebacks():
-            state, outputs = self._program(state, batch)
+            state, outputs, *before = self._program(state, batch)
         self._window.admit(outputs.loss)
+        if batches is not None:
+            batches.add(before[0], batch, outputs.nonfinite)
         return state, outputs
+
+    def check(self, state: TrainState) -> None:
+        """Wait for all calls, and tell what was not finite in them: call it after the last one of a loop.
+
+        Under `TrainOptions(on_nonfinite=)` each call tells of those that have ended by then, which are not the last
+        few. Without the option it does nothing. Across several instances all of them call it.
+
+        Args:
+            state: what the last call returned.
+
+        Raises:
+            NonFiniteLossError: as in a call.
+        """
+        if self._batches is not None:
+            self._batches.settle(state, keep=0)
+
+    def find_nonfinite(self, state: TrainState, batch: Any, *, step: int | None = None) -> NonFinite | None:
+        """Name the first value that is not finite in an update, by replica, micro-batch and stage. Nothing is updated.
+
+        Runs forward and backward once more, with the update's keys, state and loss scale, on the same IPUs. The first
+        call compiles this program. Weights, batch, state of stages, outputs, loss and gradients are looked at.
+
+        Communicates what a call does; across several instances all of them call it.
+
+        Args:
+            state: the one before the update, such as a stopped one.
+            batch: of one update: leaves (replicas, M, micro-batch, ...), without the first dim if it is 1.
+            step: the number of the update, counted from 1, for its random keys. Default: the state's next one.
+
+        Returns:
+            What was not finite; None if all is.
+
+        Raises:
+            ValueError: the batch or the state does not fit.
+
+        >>> def loss_fn(w, rows):
+        ...     return jnp.mean(jnp.log(rows @ w))
+        >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(gradient_accumulation=3))
+        >>> print(step.find_nonfinite(step.init(jnp.ones(2)), jnp.ones((3, 4, 2)).at[1, 2].set(0)))
+        update 1, replica 0, micro-batch 1: the loss is -inf
+        """
+        self._checked_update(state)
+        check_alive("batch", batch)
+        check_batch(batch, self.model.replicas, self.model.options.gradient_accumulation)
+        return self._diagnosis.find(state, batch, int(state.step) + 1 if step is None else step)
 
     def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:
         """Return the loss of a batch, or `(loss, aux)`, by the stages' `evaluate` functions, without an update.
@@ -311,14 +375,18 @@ class TrainStep:
             return batch
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
-    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
+    def _run(self, state: TrainState, batch: Any) -> Any:
+        """Return the new state and the outputs; and under `on_nonfinite`, the number of updates before the call."""
+        before = state.step
         several, alone = self.options.device_iterations > 1, self.model.replicas == 1
         if alone:  # the mapped program has a replica axis even for one replica
             batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, int(several)), batch)
         of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
         stacked = several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
         of_aux = PartitionSpec(*[None] * stacked, REPLICA_AXIS)
-        of_outputs = StepOutputs(WHOLE, of_aux, WHOLE, gradient_norm=WHOLE, parameter_norm=WHOLE, learning_rate=WHOLE)
+        of_outputs = StepOutputs(
+            WHOLE, of_aux, WHOLE, gradient_norm=WHOLE, parameter_norm=WHOLE, learning_rate=WHOLE, nonfinite=WHOLE
+        )
         of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
         iteration = Iteration(self.model, self.options, update, random=self.random)
         program = lambda state, batch: iteration.run(state, batch, stacked=stacked)  # noqa: E731
@@ -327,7 +395,7 @@ class TrainStep:
         if alone:
             aux = jax.tree.map(lambda leaf: jnp.squeeze(leaf, int(stacked)), outputs.aux)
             outputs = dataclasses.replace(outputs, aux=aux)
-        return state, outputs
+        return (state, outputs) if self.options.on_nonfinite is None else (state, outputs, before)
 
     def _run_average(self, params: Any, averages: list[Any]) -> Any:
         """Return the weights with their averages in place of those that are trained."""

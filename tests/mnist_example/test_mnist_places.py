@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_a_picture_that_is_there_and_a_link_to_one_stay_as_they_are(tmp_path):
     assert link.is_symlink()
     assert broken.is_symlink()
     assert not broken.exists()
+
+
+def test_a_picture_may_have_several_formats(tmp_path):
+    check_picture("--plot-schedule", tmp_path / "x.SVG", (".svg", ".png"))
+    line = "--plot-schedule x.pdf is no SVG or PNG file: give a name that ends in .svg or .png"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        check_picture("--plot-schedule", Path("x.pdf"), (".svg", ".png"))
 
 
 def test_a_disk_that_has_no_room_for_it_is_found_out(tmp_path):

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from ipu_jax import DynamicScale
+from ipu_jax import DynamicScale, Schedule
 from mnist_example import comparison, inputs, training_run
 from mnist_example.data import load_mnist, synthetic_mnist
 from mnist_example.flags import make_parser, parse
@@ -131,7 +131,7 @@ def test_every_flag_reaches_the_training(monkeypatch, few_digits):
     flags = "--ipus 5 --batch-size 2 --gradient-accumulation-count 3 --learning-rate 0.5 --reduction mean --seed 7"
     flags += " --no-shuffle --precision 16.32 --pipeline-schedule sequential --repeat-count 4 --epochs 0.5"
     assert main([*SYNTHETIC, *flags.split()]) == 0
-    ((args, mode, trainer, data, cache),) = runs
+    ((args, mode, trainer, data, cache, _),) = runs
     assert cache is None
     pipeline, batches = trainer.pipeline, trainer.batches
     assert (mode, pipeline.ipus, pipeline.schedule.name) == ("concurrent", 5, "sequential")
@@ -299,15 +299,20 @@ def test_a_picture_that_fails_leaves_the_figures(few_digits, capsys, tmp_path, m
     assert not picture.exists()
 
 
-def test_explain_prints_schedule_and_report_before_training(few_digits, capsys):
-    assert main([*CONCURRENT, *TINY, "--run-single-step", "--explain", "--replicas", "2"]) == 0
+def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits, capsys, tmp_path):
+    picture = tmp_path / "schedule.svg"
+    shown = ["--explain", "--plot-schedule", str(picture)]
+    assert main([*CONCURRENT, *TINY, "--run-single-step", *shown, "--replicas", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("grouped: 3 stages on 2 IPUs, 5 micro-batches")
     assert "IPU 0  " in lines[5]
     (columns,) = (number for number, line in enumerate(lines) if line.startswith("IPU  weights"))
     assert [line.split()[0] for line in lines[columns + 1 : columns + 3]] == ["0", "1"]
     (compiled,) = (number for number, line in enumerate(lines) if re.fullmatch(COMPILED, line))
-    assert columns < compiled < len(lines) - 1
+    (drawn,) = (number for number, line in enumerate(lines) if line == f"Schedule: {picture}")
+    assert columns < compiled < drawn < next(number for number, line in enumerate(lines) if line.startswith("Epoch"))
+    explained = "\n".join(lines[1 : columns - 1])  # the report begins with a line above its columns
+    assert picture.read_text() == Schedule.from_text(explained).to_svg()
 
 
 @pytest.mark.slow(sampled=False)
@@ -457,6 +462,18 @@ def refused(argv, capsys):
         ([*SYNTHETIC, "--compare", "--plot", "x.jpg"], "--plot x.jpg is no PNG file: give a name that ends in .png"),
         ([*SYNTHETIC, "--compare", "--plot", "no/x.png"], "--plot no/x.png: there is no folder no"),
         (
+            [*CONCURRENT, *TINY, "--plot-schedule", "x.pdf"],
+            "--plot-schedule x.pdf is no SVG or PNG file: give a name that ends in .svg or .png",
+        ),
+        (
+            [*SYNTHETIC, "--compare", "--plot-schedule", "no/x.svg"],
+            "--plot-schedule no/x-basic.svg: there is no folder no",
+        ),
+        (
+            [*SYNTHETIC, "--compare", "--plot-schedule", "x.png", "--plot", "./x-concurrent.png"],
+            "--plot-schedule would write x-concurrent.png, and so would --plot: give them different names",
+        ),
+        (
             [*SYNTHETIC, "--batch", "8"],
             "unrecognized arguments: --batch 8: did you mean --batch-size? --help lists all flags",
         ),
@@ -500,6 +517,16 @@ def test_compare_without_matplotlib_says_what_to_install(capsys, nothing_runs, m
     assert refused([*SYNTHETIC, "--compare"], capsys) == line
 
 
+def test_a_schedule_as_png_without_matplotlib_says_what_to_install(capsys, nothing_runs, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    line = (
+        "--plot-schedule draws PNG files with matplotlib, which is not installed: pip install 'ipu-jax[plots]', or "
+        "give a name that ends in .svg"
+    )
+    assert refused([*CONCURRENT, *TINY, "--plot-schedule", "x.png"], capsys) == line
+
+
 # how it ends
 
 
@@ -507,7 +534,8 @@ def test_a_training_that_diverges_exits_with_1(few_digits, capsys):
     assert main([*CONCURRENT, *TINY, "--learning-rate", "1e9"]) == 1
     out, err = capsys.readouterr()
     assert re.fullmatch(
-        r"run-sharded-mnist: the loss of update \d is (nan|inf): training diverged; use a learning rate below 1e\+09\n",
+        r"run-sharded-mnist: update \d, replica 0, micro-batch \d, stage \d, '(mlp|classifier)': .* is .*(nan|inf): "
+        r"training diverged; use a learning rate below 1e\+09\n",
         err,
     )
     assert "Mean loss" not in out

@@ -1,0 +1,135 @@
+"""Let SIGTERM end a training after its current step, so that it can be saved: `StopRequest`.
+
+with StopRequest() as stop, Checkpoints(folder, step) as checkpoints:
+    for batch in feed:
+        state, outputs = step(state, batch)
+        if stop.due():                                  # the same on all instances
+            checkpoints.save(state, feed, now=True)
+            break
+        checkpoints.save(state, feed)
+
+SIGTERM   the next due() is True          within `grace` seconds the block is left, or the process ends with 143
+again     the process ends at once, with 143
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+from types import TracebackType
+from typing import Any, Final
+
+from ipu_jax.distributed._agreed_stop import AgreedStop
+
+__all__ = ["StopRequest"]
+
+_STATUS: Final = 128 + signal.SIGTERM
+_CLOSE: Final = 0  # no signal has this number
+
+
+class StopRequest:
+    """Turns SIGTERM into a request to stop, for the time of a `with` block.
+
+    A scheduler or poprun sends SIGTERM before it kills. The signal is noticed at once, also while XLA runs or compiles.
+    jax's own handler, which several processes have, does nothing but remember the signal; here this one takes its
+    place, and after the block SIGTERM ends the process as usual.
+
+    Across several instances all of them enter the block and call `due` equally often. It is enough that one of them
+    gets the signal.
+
+    Args:
+        grace: seconds from the signal until the process ends with status 143, if it is still inside the block.
+
+    Attributes:
+        asked: whether the signal has come, to this instance or, as far as this one knows, to another.
+
+    Raises:
+        ValueError: `grace` is not a positive number, or this is not the main thread.
+
+    >>> with StopRequest() as stop:
+    ...     before = stop.due()
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     while not stop.due():
+    ...         pass
+    ...     before, stop.asked
+    (False, True)
+    """
+
+    def __init__(self, grace: float = 30.0):
+        if not (grace > 0 and math.isfinite(grace)):
+            raise ValueError(f"grace={grace!r} is not a number of seconds: give one such as 30")
+        self._grace = grace
+        self._agreed: AgreedStop | None = None
+        self._timer: threading.Timer | None = None
+        self._before: Any = signal.SIG_DFL
+        self._pipe = (-1, -1)
+        self._usual_fd = -1
+        self._has_come = False
+        self.asked = False
+
+    def due(self) -> bool:
+        """Return whether to stop here: SIGTERM has come to this instance or, in time for this call, to another one.
+
+        Communicates nothing before SIGTERM; after it a number from each instance to all others.
+
+        Raises:
+            InstancesMissingError: another instance did not say in time where it is.
+            ValueError: it is called outside the `with` block.
+        """
+        if self._agreed is None:
+            raise ValueError("due() is asked outside the block: call it inside of `with StopRequest() as stop:`")
+        due = self._agreed.due()
+        self.asked = self.asked or due
+        return due
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("StopRequest belongs to the main thread, which alone can take signals: enter it there")
+        self._agreed = AgreedStop(self._grace)
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        # Python runs handlers between two instructions only, which may be minutes apart; the pipe is read at once
+        self._usual_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="SIGTERM", daemon=True).start()
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.siginterrupt(signal.SIGTERM, False)
+        self._before = signal.SIG_DFL if before is None else before  # None: not Python's, and cannot be set again
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        signal.signal(signal.SIGTERM, self._before)
+        signal.set_wakeup_fd(self._usual_fd, warn_on_full_buffer=False)
+        os.write(self._pipe[1], bytes([_CLOSE]))
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._agreed is not None:
+            self._agreed.close()
+            self._agreed = None
+
+    def _watch(self) -> None:
+        read, write = self._pipe
+        while (number := os.read(read, 1)[0]) != _CLOSE:
+            if number == signal.SIGTERM:
+                self._take()
+            elif self._usual_fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._usual_fd, bytes([number]))
+        os.close(read)
+        os.close(write)
+
+    def _take(self) -> None:
+        if self._has_come:
+            os._exit(_STATUS)
+        self._has_come = True
+        self._timer = threading.Timer(self._grace, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+        if self._agreed is not None:
+            self._agreed.ask()
+        self.asked = True
+
+    def _give_up(self) -> None:
+        print(f"SIGTERM: not ended within {self._grace:g} s, so the process is stopped", file=sys.stderr, flush=True)
+        os._exit(_STATUS)

@@ -1,0 +1,170 @@
+"""Write down what happens in a run, for machines: a line of JSON per event, and TensorBoard's files.
+
+with RunLog("run.jsonl") as log:
+    log.event("start", command=sys.argv, samples_per_update=256)
+    for batch in feed:
+        state, outputs = step(state, batch)
+        log.event("losses", updates=n, losses=[float(outputs.loss)])
+
+{"event": "losses", "time": "2026-05-04T10:20:30.123+00:00", "seconds": 4.21, "updates": 5, "losses": [2.31, ...]}
+"""
+
+import contextlib
+import datetime
+import importlib.util
+import json
+import math
+import os
+import time
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+__all__ = ["RunLog", "RunLogWarning"]
+
+_CURVES: Final = ("accuracy", "samples_per_second")
+
+
+class RunLogWarning(UserWarning):
+    """Warns that a log could not be written; the run goes on."""
+
+
+class RunLog:
+    """Keeps the events of a run, and writes each at once to a file, a line of JSON each.
+
+    A file that is there is gone on with: the events in it are those of the run before it was stopped, and stay. A log
+    that cannot be written any more, as on a full disk, gives one `RunLogWarning`, and the run goes on.
+
+    An event has "event", its name; "time", in UTC; "seconds" since the log was opened; and whatever the caller says.
+    Names are the caller's. `write_report` understands start, resumed, compiled, losses, accuracy, saved, skipped,
+    failed, stopped and end; see docs/runs.md.
+
+    Args:
+        path: the file, or None to keep events only in memory.
+        tensorboard: a folder for TensorBoard's files with losses, accuracy and samples per second, or None.
+
+    Attributes:
+        events: all events, those of the file included; plain data.
+
+    Raises:
+        ValueError: the file holds something else than such a log; or tensorboardX is not installed.
+        OSError: the file cannot be opened.
+
+    >>> log = RunLog()
+    >>> log.event("losses", updates=2, losses=[0.5, 0.25])
+    >>> [(event["event"], event["updates"], event["losses"]) for event in log.events]
+    [('losses', 2, [0.5, 0.25])]
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, tensorboard: str | os.PathLike[str] | None = None
+    ):
+        self._began = time.monotonic()
+        self.events: list[dict[str, Any]] = []
+        self._file = self._board = None
+        if tensorboard is not None:
+            if importlib.util.find_spec("tensorboardX") is None:
+                raise ValueError(
+                    "tensorboard files need tensorboardX, which is not installed: pip install 'ipu-jax[tensorboard]'"
+                )
+            from tensorboardX import SummaryWriter  # an extra
+
+            self._board = SummaryWriter(str(tensorboard))
+        if path is not None:
+            self.events = _events_in(Path(path))
+            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def event(self, name: str, **values: Any) -> None:
+        """Write an event down.
+
+        Args:
+            name: what happened.
+            values: plain data: texts, numbers, lists and dicts of them. Numbers that JSON lacks become texts.
+        """
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        event = {"event": name, "time": now, "seconds": round(time.monotonic() - self._began, 3), **_plain(values)}
+        self.events.append(event)
+        if self._file is not None:
+            try:
+                self._file.write(json.dumps(event, allow_nan=False) + "\n")
+            except OSError as error:
+                self._give_up(f"{self._file.name} cannot be written any more ({error.strerror})")
+        if self._board is not None:
+            try:
+                self._draw(event)
+            except OSError as error:
+                self._board = None
+                warnings.warn(f"TensorBoard's files cannot be written any more ({error})", RunLogWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Close the files. A second call does nothing."""
+        file, self._file = self._file, None
+        board, self._board = self._board, None
+        with contextlib.suppress(OSError):
+            if file is not None:
+                file.close()
+            if board is not None:
+                board.close()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def _give_up(self, why: str) -> None:
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            if file is not None:
+                file.close()
+        warnings.warn(f"{why}: the run goes on without it", RunLogWarning, stacklevel=3)
+
+    def _draw(self, event: dict[str, Any]) -> None:
+        assert self._board is not None, "the caller looks"
+        updates = event.get("updates")
+        if not isinstance(updates, int):
+            return
+        losses = event.get("losses", [])
+        for i, loss in enumerate(losses):
+            self._board.add_scalar("loss", float(loss), updates - len(losses) + 1 + i)
+        for name in _CURVES:
+            if isinstance(event.get(name), int | float):
+                self._board.add_scalar(name, event[name], updates)
+
+
+def _events_in(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a file; of a last line that was cut off, as by a kill, nothing."""
+    if not path.is_file():
+        return []
+    content = path.read_text(encoding="utf-8", errors="replace")
+    lines = content.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        cut = lines.pop()
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - len(cut.encode("utf-8")))
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            is_event = isinstance(event, dict) and "event" in event
+        except ValueError:
+            event, is_event = {}, False
+        if not is_event:
+            raise ValueError(f"{path} holds no log of a run, see line {number}: give another file, or remove it")
+        events.append(event)
+    return events
+
+
+def _plain(value: Any) -> Any:
+    """Return plain data; what JSON has no number for, as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    item = getattr(value, "tolist", None)
+    return _plain(item()) if item is not None else str(value)

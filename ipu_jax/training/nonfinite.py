@@ -1,0 +1,184 @@
+"""Name what was not finite in an update, and decide which of many values that are not finite was the first.
+
+    flags of an update, per replica, micro-batch and stage        NonFinite
+    stage 0  weights ok  batch x: NaN  output: NaN         -->    replica 1, micro-batch 3, stage 0, batch['x']
+    stage 1  weights ok  batch x: NaN  output: NaN
+    loss NaN
+
+Nothing here runs on an IPU: `_probes.py` collects the flags.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """The first value of an update that is not finite.
+
+    Attributes:
+        step: the number of the update, counted from 1.
+        replica, microbatch: where it is, counted from 0; None if only the sum over them is not finite.
+        stage, name: the stage's number in the pipeline, from 0, and its name; None for a plain loss function.
+        what: what of the stage it is, such as "its output" or "its weight params['head']['w']".
+        loss: the loss of the micro-batch, or of the update where there is no single micro-batch.
+    """
+
+    step: int
+    replica: int | None
+    microbatch: int | None
+    stage: int | None
+    name: str | None
+    what: str
+    loss: float
+
+    def __str__(self) -> str:
+        where = [f"update {self.step}"]
+        where += [] if self.replica is None else [f"replica {self.replica}"]
+        where += [] if self.microbatch is None else [f"micro-batch {self.microbatch}"]
+        where += [] if self.stage is None else [f"stage {self.stage}, {self.name!r}"]
+        of = "update" if self.microbatch is None else "micro-batch"
+        if self.what in ("its loss", "the loss"):
+            return f"{', '.join(where)}: {self.what} is {self.loss:g}"
+        return f"{', '.join(where)}: {self.what} is not finite, and the loss of the {of} is {self.loss:g}"
+
+
+class NonFiniteLossError(ArithmeticError):
+    """Raised where the loss or the gradients of an update are not finite, under `TrainOptions(on_nonfinite=)`.
+
+    Attributes:
+        step: the number of the update, counted from 1.
+        found: what was not finite; None if it was not found again.
+    """
+
+    def __init__(self, message: str, step: int, found: NonFinite | None):
+        super().__init__(message)
+        self.step, self.found = step, found
+
+
+class NonFiniteLossWarning(UserWarning):
+    """Warns of an update that was skipped because it was not finite, under `TrainOptions(on_nonfinite="skip")`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageFlags:
+    """What of a stage is not finite: bool, (replicas, M) by the name of the value.
+
+    Attributes:
+        weights, batch, state: what the stage reads.
+        outputs, new_state: what it returns.
+        input_gradients, weight_gradients: what its backward returns; of what is trained only.
+    """
+
+    weights: Mapping[str, npt.NDArray[np.bool_]]
+    batch: Mapping[str, npt.NDArray[np.bool_]]
+    state: Mapping[str, npt.NDArray[np.bool_]]
+    outputs: Mapping[str, npt.NDArray[np.bool_]]
+    new_state: Mapping[str, npt.NDArray[np.bool_]]
+    input_gradients: Mapping[str, npt.NDArray[np.bool_]]
+    weight_gradients: Mapping[str, npt.NDArray[np.bool_]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flags:
+    """What of an update is not finite.
+
+    Attributes:
+        losses: of each micro-batch, (replicas, M).
+        stages: first stage first; a plain loss function is one without a name.
+        names: of the stages, or None.
+        sums_are_finite: whether the gradients are, summed over micro-batches and replicas.
+    """
+
+    losses: npt.NDArray[np.floating]
+    stages: Sequence[StageFlags]
+    names: Sequence[str] | None
+    sums_are_finite: bool
+
+
+def first_nonfinite(step: int, flags: Flags) -> NonFinite | None:
+    """Return the first value of an update that is not finite; None if all are finite.
+
+    If a loss is not finite, that is the first value in the order of the micro-batches and, within one, of the stages.
+    What is read counts before what is computed of it. A value that is infinite in a micro-batch with a finite loss,
+    such as a mask, is not counted: it does no harm. If all losses are finite, it is the first gradient in the order
+    of the backward pass.
+
+    Args:
+        step: the number of the update, from 1.
+        flags: those of the update.
+    """
+    is_bad = ~np.isfinite(flags.losses)
+    if is_bad.any():
+        found = min(_forward(flags, is_bad), default=None)
+        if found is None:
+            replica, microbatch = (int(at) for at in np.argwhere(is_bad)[0])
+            return _named(step, flags, replica, microbatch, len(flags.stages) - 1, "its output")
+        microbatch, stage, _, replica, what = found
+        return _named(step, flags, replica, microbatch, stage, what)
+    found = min(_backward(flags), default=None)
+    if found is not None:
+        microbatch, stage, replica, what = found
+        return _named(step, flags, replica, microbatch, -stage, what)
+    with np.errstate(over="ignore"):
+        loss = float(flags.losses.sum(dtype=np.float32) / flags.losses.size)
+    if not np.isfinite(loss):
+        return NonFinite(step, None, None, None, None, "the sum of the losses", loss)
+    if not flags.sums_are_finite:
+        what = "the sum of the gradients over micro-batches and replicas"
+        return NonFinite(step, None, None, None, None, what, loss)
+    return None
+
+
+def _forward(flags: Flags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, str]]:
+    """Yield (micro-batch, stage, rank, replica, what) of values that may be the first; the smallest of them is it."""
+    # a replica goes wrong in its first bad micro-batch, or before, if what a stage keeps as state goes wrong
+    first_bad = np.where(is_bad.any(1), is_bad.argmax(1), -1)
+    for number, stage in enumerate(flags.stages):
+        harmful = lambda flag: flag & ~(flag & ~is_bad).any()  # noqa: E731
+        causes = [
+            *((f"its weight {name}", harmful(flag)) for name, flag in stage.weights.items()),
+            *((name, harmful(flag)) for name, flag in stage.batch.items()),
+            *((f"its state {name}", harmful(flag)) for name, flag in stage.state.items()),
+        ]
+        # state that was infinite before the first micro-batch is so by intent, or its reader shows it
+        changed = {name: flag & ~stage.state[name] for name, flag in stage.new_state.items()}
+        changed = {name: flag & ~stage.state[name][:, :1] for name, flag in changed.items()}
+        effects = [
+            *(("its output", harmful(flag)) for flag in stage.outputs.values()),
+            *((f"its new state {name}", flag) for name, flag in changed.items()),
+        ]
+        for effect, flag in effects:
+            for replica, microbatch in np.argwhere(flag):
+                if microbatch > first_bad[replica]:
+                    continue
+                read = [what for what, cause in causes if cause[replica, microbatch]]
+                what = read[0] if read else effect
+                yield int(microbatch), number, 0 if read else 1, int(replica), what
+
+
+def _backward(flags: Flags) -> Iterator[tuple[int, int, int, str]]:
+    """Yield (micro-batch, -stage, replica, what) of gradients; the smallest is the first of the backward pass."""
+    for number, stage in enumerate(flags.stages):
+        for name, flag in (*stage.weight_gradients.items(), *stage.input_gradients.items()):
+            for replica, microbatch in np.argwhere(flag):
+                yield int(microbatch), -number, int(replica), f"the gradient of {name}"
+
+
+def _named(step: int, flags: Flags, replica: int, microbatch: int, stage: int, what: str) -> NonFinite:
+    loss = float(flags.losses[replica, microbatch])
+    if stage == len(flags.stages) - 1 and what == "its output":
+        what = "its loss"
+    if flags.names is None:
+        what = what.replace("its ", "the ")
+        return NonFinite(step, replica, microbatch, None, None, what, loss)
+    return NonFinite(step, replica, microbatch, stage, flags.names[stage], what, loss)
+
+
+def no_flags(**given: Mapping[str, Any]) -> StageFlags:
+    """Return the flags of a stage, of which those that are not given are empty."""
+    return StageFlags(**{field.name: given.get(field.name, {}) for field in dataclasses.fields(StageFlags)})

@@ -1,0 +1,253 @@
+"""Test the checkpoints of the command: a training that is stopped and resumed ends as one that is not."""
+
+import os
+import re
+import shutil
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from mnist_example import inputs, model, saving, training_run
+from mnist_example.data import synthetic_mnist
+from mnist_example.flags import make_parser, parse
+from mnist_example.progress import LossLines
+from mnist_example.run_sharded_mnist import main
+from mnist_example.saving import Saver
+
+# Two epochs of five updates, in calls of two; the last line is of half of a tenth.
+TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5", "--epochs", "2"]
+TINY += ["--repeat-count", "2", "--learning-rate", "0.003", "--executable-cache", ""]
+BASIC, CONCURRENT = ["--pipeline-mode", "basic"], ["--pipeline-mode", "concurrent"]
+MEAN = ["--reduction", "mean"]
+KEPT = ["--checkpoint-every", "2", "--keep", "20"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small(tmp_path_factory):
+    """Train a small network on 103 images, and compile each program once."""
+    TINY[-1] = str(tmp_path_factory.mktemp("executables"))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+    patch.setattr(model, "HIDDEN", 24)
+    patch.setattr(model, "FEATURES", 12)
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Return a function that lets a SIGTERM come while the device call that makes this update runs."""
+
+    def arrange(update):
+        usual = Saver.after_call
+
+        def after_call(self, state, updates, report):
+            if self.done < update <= self.done + updates:
+                os.kill(os.getpid(), signal.SIGTERM)
+                deadline = time.monotonic() + 10
+                while not self._stop.asked:
+                    assert time.monotonic() < deadline
+            return usual(self, state, updates, report)
+
+        monkeypatch.setattr(Saver, "after_call", after_call)
+
+    return arrange
+
+
+def losses_in(text):
+    return [line for line in text.splitlines() if re.fullmatch(r"Epoch \d\.\d+, Mean loss: .*", line)]
+
+
+def saved_in(folder, flags):
+    """Return the whole state of the last checkpoint, as leaves, and how many updates it has made."""
+    args = parse(make_parser("run-sharded-mnist", ""), [*flags, "--checkpoint-dir", str(folder)])
+    _, batches = inputs.prepare(args, args.ipus)
+    (trainer,) = training_run.make_trainers(args, batches).values()
+    saver = Saver(args, trainer, LossLines(batches.updates_per_epoch))
+    network = training_run.network_of(args.model)
+    state = saver.restore(trainer.init(network.init_params(args.seed), network.init_state()))
+    return jax.tree.leaves_with_path(trainer.step.whole(state)), saver.done
+
+
+def bits(leaves):
+    return {jax.tree_util.keystr(path): (np.asarray(leaf).dtype, np.asarray(leaf).tobytes()) for path, leaf in leaves}
+
+
+def test_stopped_at_any_call_and_resumed_it_ends_with_the_same_bits_and_lines(tmp_path, stop_after, capsys):
+    flags = [*CONCURRENT, *TINY, "--optimizer", "momentum", *KEPT]
+    assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
+    expected = losses_in(capsys.readouterr().out)
+    assert len(expected) == 6
+    whole, updates = saved_in(tmp_path / "whole", flags)
+    assert updates == 10
+    capsys.readouterr()
+
+    folder, lines = str(tmp_path / "stopped"), []
+    for stop, done in ((2, 2), (5, 5), (6, 7)):  # in the middle of an epoch, at its end, right after that
+        stop_after(stop)
+        assert main([*flags, "--checkpoint-dir", folder]) == 0
+        out = capsys.readouterr().out
+        assert f"SIGTERM: stopped after {done} updates, which are saved in {folder}; the same command" in out
+        lines += losses_in(out)
+    stop_after(0)
+    assert main([*flags, "--checkpoint-dir", folder]) == 0
+    out = capsys.readouterr().out
+    assert f"Resumed from {folder}/step-7, after 7 updates\n" in out
+    assert re.search(r"Test accuracy: .* after 200 images, 60 of them in .* s, .* images/s", out)
+    assert lines + losses_in(out) == expected
+    leaves, updates = saved_in(folder, flags)
+    assert updates == 10
+    assert bits(leaves) == bits(whole)
+
+
+@pytest.mark.slow(one_in=4)
+@pytest.mark.parametrize(
+    ("flags", "other"),
+    [
+        (BASIC, CONCURRENT),
+        (CONCURRENT, [*CONCURRENT, "--ipus", "4", "--pipeline-schedule", "1f1b"]),
+        (
+            [*BASIC, *MEAN, "--pipeline-schedule", "sequential"],
+            [*CONCURRENT, *MEAN, "--batch-size", "2", "--replicas", "2"],
+        ),
+        (
+            [*CONCURRENT, *MEAN, "--batch-size", "2", "--replicas", "2", "--shard-optimizer", "--optimizer", "adam"],
+            [*CONCURRENT, *MEAN, "--optimizer", "adam", "--repeat-count", "5"],
+        ),
+    ],
+)
+def test_onto_other_ipus_the_state_has_the_same_bits_and_the_losses_go_on(tmp_path, stop_after, capsys, flags, other):
+    flags, other = [[*TINY, *each, *KEPT] for each in (flags, other)]
+    assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
+    whole, _ = saved_in(tmp_path / "whole", flags)
+    folder = tmp_path / "stopped"
+    stop_after(4)
+    assert main([*flags, "--checkpoint-dir", str(folder)]) == 0
+    same, onto = (saved_in(folder, each)[0] for each in (flags, other))
+    assert bits(same) == bits(onto)
+    stop_after(0)
+    capsys.readouterr()
+    assert main([*other, "--checkpoint-dir", str(folder)]) == 0
+    assert "after 4 updates, onto other IPUs or other places of the stages\n" in capsys.readouterr().out
+    resumed, updates = saved_in(folder, other)
+    assert updates == 10
+    for (path, leaf), (_, expected) in zip(resumed, whole, strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=2e-6, err_msg=jax.tree_util.keystr(path))
+
+
+def test_a_longer_training_goes_on_where_a_shorter_one_ended(tmp_path, capsys):
+    flags = [*CONCURRENT, *TINY]
+    assert main([*flags, "--repeat-count", "1"]) == 0
+    expected = losses_in(capsys.readouterr().out)
+    folder = ["--checkpoint-dir", str(tmp_path)]
+    assert main([*flags, *folder, "--epochs", "0.6", "--repeat-count", "3"]) == 0
+    capsys.readouterr()
+    assert main([*flags, *folder, "--repeat-count", "1"]) == 0
+    assert losses_in(capsys.readouterr().out) == expected[3:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-3", "step-5"]  # an epoch's end, too
+    assert main([*flags, *folder]) == 0
+    assert re.search(r"after 200 images, as 10 updates were made before\n", capsys.readouterr().out)
+
+
+def test_what_was_skipped_before_is_counted_after(tmp_path, stop_after, capsys, monkeypatch):
+    flags = [*CONCURRENT, *TINY, "--precision", "16.32", "--half", "float16"]
+    assert main(flags) == 0
+    told = capsys.readouterr().out
+    stop_after(5)
+    folder = ["--checkpoint-dir", str(tmp_path)]
+    assert main([*flags, *folder]) == 0
+    lines = losses_in(capsys.readouterr().out)
+    stop_after(0)
+    assert main([*flags, *folder]) == 0
+    out = capsys.readouterr().out
+    assert lines + losses_in(out) == losses_in(told)
+    assert [line for line in out.splitlines() if "skipped: " in line] == [
+        line for line in told.splitlines() if "skipped: " in line
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a folder with the checkpoint of one update."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert main([*CONCURRENT, *TINY, "--run-single-step", "--checkpoint-dir", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer", "momentum"], r".* is of optimizer 'sgd', but this training's optimizer is 'momentum': resume"),
+        (["--seed", "1"], r".* is of data '103 images, CRC-32 .*', but this training's data is '103 images, CRC-32 "),
+        (["--no-shuffle"], r".* is of shuffle True, but this training's shuffle is False: resume with the same"),
+        (["--batch-size", "2"], r".* is of images per update 20, but this training's images per update is 10: resume"),
+        (
+            ["--batch-size", "2", "--replicas", "2"],
+            r".* is of micro-batches per update 5, but this training's micro-batches per update is 10: resume",
+        ),
+        (["--precision", "16.16"], r".* is of precision '32.32', but this training's precision is '16.16': resume"),
+        (["--model", "resnet18", "--learning-rate", "0.02"], r".* is of model 'mlp', but this training's model is"),
+        (["--resume", "never"], r"resume='never', but .* holds step-1: give another folder, or resume='auto'"),
+    ],
+)
+def test_another_training_is_refused_by_name(saved, flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(training_run.Trainer, "compile", None)
+    assert main([*CONCURRENT, *TINY, *flags, "--checkpoint-dir", str(saved)]) == 2
+    assert re.match(f"run-sharded-mnist: --checkpoint-dir: {message}", capsys.readouterr().err)
+
+
+def test_another_learning_rate_is_told_and_a_path_resumed_from(saved, tmp_path, capsys):
+    flags = ["--checkpoint-dir", str(tmp_path), "--resume", str(saved / "step-1"), "--learning-rate", "0.002"]
+    assert main([*CONCURRENT, *TINY, *flags, "--epochs", "0.6"]) == 0
+    out = capsys.readouterr().out
+    assert f"Resumed from {saved / 'step-1'}, after 1 updates\n" in out
+    assert "The learning rate was 0.003 when it was saved, and is 0.002 now\n" in out
+    assert (tmp_path / "step-3").is_dir()
+
+
+def test_a_damaged_checkpoint_is_named_and_one_that_was_asked_for_is_refused(saved, tmp_path, capsys):
+    damaged = tmp_path / "step-1"
+    shutil.copytree(saved / "step-1", damaged)
+    largest = max((file for file in damaged.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    flags = [*CONCURRENT, *TINY, "--checkpoint-dir", str(tmp_path), "--run-single-step"]
+    assert main([*flags, "--resume", str(damaged)]) == 2
+    name = largest.relative_to(damaged)
+    assert capsys.readouterr().err == (
+        f"run-sharded-mnist: --checkpoint-dir: {damaged} cannot be restored: {name} was changed\n"
+    )
+    assert main(flags) == 0
+    assert capsys.readouterr().err == (
+        f"run-sharded-mnist: {damaged} cannot be restored, {name} was changed: it is skipped\n"
+    )
+
+
+@pytest.mark.parametrize(("flags", "status"), [([], 74), (["--on-save-error", "continue"], 0)])
+def test_a_folder_that_vanishes_ends_the_training_or_is_told(tmp_path, flags, status, capsys, monkeypatch):
+    folder = tmp_path / "runs"
+    usual = Saver.save
+
+    def save(self, state):
+        if self.done == 4:
+            self._checkpoints.wait()
+            folder.rename(tmp_path / "gone")
+        usual(self, state)
+
+    monkeypatch.setattr(saving.Saver, "save", save)
+    command = [*CONCURRENT, *TINY, "--epochs", "1", "--checkpoint-dir", str(folder), "--checkpoint-every", "2", *flags]
+    assert main(command) == status
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert re.fullmatch(
+        rf"run-sharded-mnist: saving {folder}/step-4 failed, \[Errno 2\] No such file or directory, of [\d,]+ bytes: "
+        r".*; the last good one is of step 2",
+        lines[0],
+    )
+    assert len(lines) == (1 if status else 3)  # the save at the end fails, too, and so does verifying the last one
+    assert ("Test accuracy" in out) == (not status)
+    assert (tmp_path / "gone" / "step-2").is_dir()
