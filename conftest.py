@@ -31,6 +31,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # As many threads as `ipu_jax.configure(8)` gives XLA: one that waits in a collective is then never missed.
 os.environ.setdefault("PJRT_NPROC", str(8 + (os.cpu_count() or 1)))
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
+# Tests that want a record of their process for ipu-monitor say so.
+os.environ["IPU_JAX_MONITOR"] = "off"
 # A cached executable would hide what a test compiles.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 

@@ -4,9 +4,11 @@ A *beacon* is a file of fixed size that the instance maps into its memory. Steps
 go on while the steps are stuck. A write costs no system call. Times are of CLOCK_MONOTONIC, which all processes of a
 host share.
 
-    instance    begun(), finished(), phase(...)  -->  <run folder>/beacon.3  -->  read(path)    poprun
+    instance    begun(), finished(), enter(...)  --+->  <run folder>/beacon.3   -->  poprun
+                                                   +->  the process's record   -->  ipu-monitor (`_record.py`)
 
-Without a launcher, that is without `IPU_JAX_RUN_DIR` in the environment, every call does nothing.
+The first file exists under a launcher, that is if `IPU_JAX_RUN_DIR` is in the environment. A process that has neither
+file has no beacon, and every call does nothing.
 
 Nothing here imports jax.
 """
@@ -18,17 +20,18 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
-_LAYOUT: Final = struct.Struct("<4sIqqqqqqqqd128s")
+_LAYOUT: Final = struct.Struct("<4sI14qd128s")
 _MAGIC: Final = b"IPUB"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SIZE: Final = 4096
+_MARK_EVERY_NS: Final = 5_000_000_000
 
 
 class Phase(enum.IntEnum):
@@ -48,6 +51,14 @@ class Phase(enum.IntEnum):
     WAITING = 7
 
 
+class Mark(NamedTuple):
+    """What had been done at a time: weight updates, and examples that went into them."""
+
+    ns: int
+    updates: int
+    samples: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """Hold what a beacon says.
@@ -59,6 +70,11 @@ class Reading:
         finished: steps that the devices have finished, as far as the instance has noticed.
         first_ns: when the first of them was; 0 before it. It may have included the compilation.
         finished_ns: when `finished` last grew; 0 before the first.
+        updates, samples: weight updates and examples in them, in all finished steps. A step is a device call, which may
+            make several updates.
+        mark: what had been done some seconds (5 to 10, or one step) before the last finished step, but not before the
+            first: the speed of late is what was done since, over the time since.
+        device_bytes: memory in use on the devices of this process, if they tell; else 0.
         phase: what the instance does.
         phase_ns: since when.
         limit: seconds that the phase may take; infinite if the instance does not say.
@@ -71,6 +87,10 @@ class Reading:
     finished: int
     first_ns: int
     finished_ns: int
+    updates: int
+    samples: int
+    mark: Mark
+    device_bytes: int
     phase: Phase
     phase_ns: int
     limit: float
@@ -81,44 +101,59 @@ class Beacon:
     """Writes the beacon of this process.
 
     Args:
-        path: a file that does not exist yet.
+        path: a file that does not exist yet, in which a launcher looks; None without a launcher.
+
+    Attributes:
+        pid: of this process.
+        launched: whether a launcher looks at it.
 
     Raises:
         FileExistsError: another process writes this beacon.
     """
 
-    def __init__(self, path: Path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(handle, _SIZE)
-            self._memory = mmap.mmap(handle, _SIZE)
-        finally:
-            os.close(handle)
-        self.pid = os.getpid()
+    def __init__(self, path: Path | None = None):
+        self._memories: list[mmap.mmap] = []
+        if path is not None:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                self._memories.append(mapped(handle))
+            finally:
+                os.close(handle)
+        self.pid, self.launched = os.getpid(), path is not None
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
-        self._phase, self._phase_ns, self._limit, self._label = Phase.SILENT, time.monotonic_ns(), float("inf"), ""
-        self._write()
+        self._updates = self._samples = self._device_bytes = 0
+        self._older = self._newer = Mark(0, 0, 0)
+        self.enter(Phase.SILENT)
 
     def begun(self, steps: int = 1) -> None:
         """Count steps that were given to the devices."""
         if self._phase is Phase.SILENT:
             self.enter(Phase.STARTING)
         self._begun += steps
-        self._write()
+        if self.launched:  # otherwise nobody asks who has begun, until the next step has finished
+            self._write()
 
-    def finished(self, steps: int = 1) -> None:
-        """Count steps that the devices have finished."""
+    def finished(self, steps: int = 1, updates: int | None = None, samples: int = 0) -> None:
+        """Count steps that the devices have finished, with their weight updates (by default one each) and examples."""
+        now = time.monotonic_ns()
         self._finished += steps
-        self._finished_ns = time.monotonic_ns()
-        self._first_ns = self._first_ns or self._finished_ns
-        if self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
+        self._updates += steps if updates is None else updates
+        self._samples += samples
+        self._finished_ns = now
+        if not self._first_ns:  # it may have been compiled: speeds are counted from its end
+            self._first_ns = now
+            self._older = self._newer = Mark(now, self._updates, self._samples)
+        elif now - self._newer.ns > _MARK_EVERY_NS:
+            self._older, self._newer = self._newer, Mark(now, self._updates, self._samples)
+        if self._phase is not Phase.STEPPING and self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
-            self._write()
+            self._write(now)
 
     def enter(self, phase: Phase, label: str = "", limit: float = float("inf")) -> None:
         """Begin another phase."""
         self._phase, self._phase_ns, self._label, self._limit = phase, time.monotonic_ns(), label, limit
+        self._encoded = label.encode(errors="replace")[:127]
         self._write()
 
     @contextlib.contextmanager
@@ -132,6 +167,15 @@ class Beacon:
             if self._phase is phase:  # unless an exception that nobody caught ended it
                 self.enter(*before)
 
+    def hold(self, device_bytes: int) -> None:
+        """Tell how much memory of the devices is in use, from the next write on."""
+        self._device_bytes = device_bytes
+
+    def write_to(self, memory: mmap.mmap) -> None:
+        """Write to another file, too."""
+        self._memories.append(memory)
+        self._write()
+
     @property
     def phase(self) -> Phase:
         """Return the current phase."""
@@ -142,40 +186,76 @@ class Beacon:
         """Return how many steps were begun and finished."""
         return self._begun, self._finished
 
-    def _write(self) -> None:
-        _LAYOUT.pack_into(
-            self._memory,
-            0,
+    def _write(self, now: int = 0) -> None:
+        content = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
             self.pid,
-            time.monotonic_ns(),
+            now or time.monotonic_ns(),
             self._begun,
             self._finished,
             self._first_ns,
             self._finished_ns,
-            int(self._phase),
+            self._updates,
+            self._samples,
+            *self._older,
+            self._device_bytes,
+            self._phase,
             self._phase_ns,
             self._limit,
-            self._label.encode(errors="replace")[:127],
+            self._encoded,
         )
+        for memory in self._memories:
+            memory[: len(content)] = content
+
+
+def mapped(handle: int) -> mmap.mmap:
+    """Return the memory of an open, empty file, as large as a beacon.
+
+    Raises:
+        OSError: there is no room for it. Without a check, the first write to the memory would end the process.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, _SIZE)
+    else:
+        os.write(handle, bytes(_SIZE))
+    return mmap.mmap(handle, _SIZE)
 
 
 def read(path: Path) -> Reading | None:
     """Return what a beacon says, or None if there is none yet, or it was being written and cannot be read."""
-    found = _bytes_of(path)
+    return read_by(lambda: _bytes_of(path))
+
+
+def read_by(content: Callable[[], bytes | None]) -> Reading | None:
+    """Return what a beacon says, as `read` does, of a file whose beginning `content` returns anew at each call."""
+    found = content()
     for _ in range(3):  # the writer is not locked out; two equal readings in a row are a whole one
-        before, found = found, _bytes_of(path)
+        before, found = found, content()
         if before == found:
             break
-    if found is None:
+    if found is None or len(found) < _LAYOUT.size:
         return None
-    magic, version, *numbers, limit, label = _LAYOUT.unpack(found)
-    pid, beat, begun, finished, first, last, phase, phase_ns = numbers
+    magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
+    pid, beat, begun, finished, first, last, updates, samples, *mark, held, phase, phase_ns = numbers
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
-    text = label.rstrip(b"\0").decode(errors="replace")
-    return Reading(pid, beat, begun, finished, first, last, Phase(phase), phase_ns, limit, text)
+    return Reading(
+        pid=pid,
+        beat_ns=beat,
+        begun=begun,
+        finished=finished,
+        first_ns=first,
+        finished_ns=last,
+        updates=updates,
+        samples=samples,
+        mark=Mark(*mark),
+        device_bytes=held,
+        phase=Phase(phase),
+        phase_ns=phase_ns,
+        limit=limit,
+        label=label.rstrip(b"\0").decode(errors="replace"),
+    )
 
 
 def path_of(run_dir: Path, instance: int) -> Path:
@@ -188,9 +268,9 @@ _looked = False
 
 
 def current() -> Beacon | None:
-    """Return the beacon of this process; None without a launcher, or if another process of the instance writes it.
+    """Return the beacon of this process; None if there is none.
 
-    The first process of an instance that asks gets it. A process that it forks does not.
+    The launcher's goes to the first process of an instance that asks. A process that is forked does not inherit any.
     """
     global _current, _looked
     if not _looked:
@@ -200,9 +280,24 @@ def current() -> Beacon | None:
             # the folder may be gone when a process outlives its launcher
             with contextlib.suppress(OSError, ValueError):
                 _current = Beacon(path_of(Path(run_dir), int(instance)))
-    if _current is not None and _current.pid != os.getpid():
-        _current = None
     return _current
+
+
+def _forget() -> None:
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_forget)  # to ask for the process's number at each step would be a system call
+
+
+def write_to(memory: mmap.mmap) -> None:
+    """Let the beacon of this process be written to this memory, too; without a launcher's, to it alone."""
+    global _current
+    beacon = current()
+    if beacon is None:
+        beacon = _current = Beacon()
+    beacon.write_to(memory)
 
 
 @contextlib.contextmanager
@@ -228,7 +323,6 @@ LONG: Final = 600.0
 def _bytes_of(path: Path) -> bytes | None:
     try:
         with path.open("rb") as file:
-            content = file.read(_LAYOUT.size)
+            return file.read(_LAYOUT.size)
     except OSError:
         return None
-    return content if len(content) == _LAYOUT.size else None

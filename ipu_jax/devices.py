@@ -22,6 +22,7 @@ import contextlib
 import enum
 import os
 import re
+import time
 from collections.abc import Iterator
 from typing import Any, Final, Literal, get_args
 
@@ -29,7 +30,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
-from ipu_jax import _beacon
+from ipu_jax import _beacon, _recording
 from ipu_jax._checks import check_choice, check_count
 
 Cores = Literal["shared", "one per IPU"]
@@ -46,6 +47,8 @@ class AllIpus(enum.Enum):
     def __repr__(self) -> str:
         return self.name
 
+
+_ASK_MEMORY_EVERY: Final = 2.0
 
 ALL_IPUS: Final = AllIpus.ALL_IPUS
 """The place of a concurrent stage: every IPU of its replica."""
@@ -83,10 +86,11 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
     # This has no effect on GPU and TPU, so the platform need not be known yet. jax raises if the backend is running
     # already and the count would change; there may be enough devices nonetheless.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", max(num_ipus, _cpu_devices_asked_for()))
-    with _thread_pool(_threads(max(num_ipus, _cpu_devices_asked_for()), cores)):
-        devices = _local_devices()
+        jax.config.update("jax_num_cpu_devices", max(num_ipus, cpu_devices_asked_for()))
+    with _thread_pool(pool_threads(max(num_ipus, cpu_devices_asked_for()), cores)):
+        devices = local_devices()
     if len(devices) >= num_ipus:
+        _recording.note_devices(devices[:num_ipus])
         return devices[:num_ipus]
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
@@ -128,12 +132,14 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
             f"{numbers} would have none of them, and could not take part: use all {len(devices)}, give each instance "
             "fewer devices, or start fewer instances"
         )
-    return jax.make_mesh(
+    mesh = jax.make_mesh(
         (replicas, ipus_per_replica),
         (REPLICA_AXIS, IPU_AXIS),
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[:needed],
     )
+    _recording.note_mesh(mesh)
+    return mesh
 
 
 class InFlight:
@@ -168,7 +174,10 @@ class InFlight:
         self._limit = check_count("limit", limit)
         self._steps: collections.deque[list[Any]] = collections.deque()
         self._counted = 0  # of the oldest steps, how many the beacon counts as finished
+        self._work: collections.deque[tuple[int, int]] = collections.deque()  # of steps that it does not
         self._is_begun = False
+        self._ask_memory_at, self._devices_tell = 0.0, True
+        _recording.begin()
 
     @property
     def limit(self) -> int:
@@ -191,19 +200,22 @@ class InFlight:
             arguments: those of the step, a pytree.
         """
         beacon = _beacon.current()
-        if beacon is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
+        # without poprun nobody asks who has begun, and to look at hundreds of arguments takes time
+        if beacon is None or not beacon.launched:
             return
-        if not self._is_begun:
+        if not self._is_begun and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
             self._is_begun = True
             beacon.begun()
 
-    def admit(self, outputs: Any) -> None:
+    def admit(self, outputs: Any, *, updates: int = 1, samples: int = 0) -> None:
         """Remember a step that was just dispatched; wait for the oldest ones until `limit` are outstanding.
 
         Inside a `jax.jit` nothing is dispatched yet, and nothing is done.
 
         Args:
             outputs: what the step returned, a pytree that contains a `jax.Array`.
+            updates: how many weight updates the step makes, for `ipu-monitor`.
+            samples: how many examples go into them, on all instances together; 0 if that is not known.
 
         Raises:
             ValueError: `outputs` contains no array that can be waited for.
@@ -216,14 +228,16 @@ class InFlight:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
         smallest = min(leaf.nbytes for leaf in leaves)
         self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
-        self.begin()
-        self._is_begun = False
         beacon = _beacon.current()
         if beacon is not None:
+            if not self._is_begun:
+                beacon.begun()
+            self._is_begun = False
+            self._work.append((updates, samples))
             self._count_ready(beacon)
         while len(self._steps) > self._limit:
             self._wait_for_oldest()
-            if beacon is not None:
+            if beacon is not None and self._counted < len(self._steps):
                 self._count_ready(beacon)
 
     def _wait_for_oldest(self) -> None:
@@ -235,18 +249,38 @@ class InFlight:
                 return
 
     def _count_ready(self, beacon: _beacon.Beacon) -> None:
-        """Tell the launcher of the oldest steps that have finished since the last call."""
+        """Tell the beacon of the oldest steps that have finished since the last call."""
         ready = max(self._counted, 0)
         while ready < len(self._steps) and all(
             output.is_deleted() or output.is_ready() for output in self._steps[ready]
         ):
             ready += 1
         if ready > self._counted:
-            beacon.finished(ready - self._counted)
+            updates = samples = 0
+            for _ in range(ready - self._counted):
+                if self._work:  # there was perhaps no beacon when the step was admitted
+                    of_step = self._work.popleft()
+                    updates, samples = updates + of_step[0], samples + of_step[1]
+            if self._devices_tell:
+                self._hold_memory(beacon)
+            beacon.finished(ready - self._counted, updates, samples)
             self._counted = ready
 
+    def _hold_memory(self, beacon: _beacon.Beacon) -> None:
+        """Ask the devices once in a while how much of their memory is in use. Those of a CPU do not say."""
+        now = time.monotonic()
+        if now >= self._ask_memory_at:
+            held = _recording.device_bytes()
+            beacon.hold(held)
+            self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
 
-def _local_devices() -> list[Any]:
+
+def local_devices() -> list[Any]:
+    """Return the devices of this process, and start the jax backend.
+
+    Raises:
+        ValueError: `JAX_PLATFORMS` names a platform that this machine does not have.
+    """
     try:
         return jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
@@ -261,7 +295,7 @@ def _local_devices() -> list[Any]:
         ) from error
 
 
-def _threads(ipus: int, cores: Cores) -> int:
+def pool_threads(ipus: int, cores: Cores) -> int:
     """Return the size of XLA's thread pool for virtual IPUs on a CPU."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ipus if cores == "one per IPU" else available + ipus
@@ -281,7 +315,7 @@ def _thread_pool(threads: int) -> Iterator[None]:
         del os.environ["PJRT_NPROC"]
 
 
-def _cpu_devices_asked_for() -> int:
+def cpu_devices_asked_for() -> int:
     """Return the number of host devices that the configuration asks for so far, or less than 1 if it asks for none."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)

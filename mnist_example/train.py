@@ -321,6 +321,6 @@ class Trainer:
                 nonfinite.append(text)
         done += count
         # one for the call: poprun takes an instance for stuck after several times its usual step, and calls are long
-        popdist.count_steps()
+        popdist.count_steps(updates=count, samples=count * self.batches.images_per_update)
         on_call(Call(losses, int(results.skipped), done, done / self.batches.updates_per_epoch, tuple(nonfinite)))
         return done

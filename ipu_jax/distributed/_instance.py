@@ -23,15 +23,12 @@ from types import TracebackType
 from typing import Any, Final, NoReturn
 
 import jax
-import jax.monitoring
 from jax._src import compiler, distributed  # the cache's writer and the coordination service's client: not exported
 
-from ipu_jax import _beacon
+from ipu_jax import _beacon, _compilations, _record
 from ipu_jax._beacon import Beacon, Phase
 from ipu_jax.distributed.environment import cache_of
 
-_BACKEND_COMPILE: Final = "/jax/core/compile/backend_compile_duration"
-_COMPILE: Final = "/jax/core/compile/"
 _LONGEST_MESSAGE: Final = 4000
 _END_SECONDS: Final = 3600.0
 
@@ -44,9 +41,9 @@ def prepare() -> None:
     if _prepared_pid == os.getpid():
         return
     _prepared_pid = os.getpid()
-    beacon = _beacon.current()
+    beacon = _record.begin()
     if beacon is not None:
-        jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
+        _compilations.tell(beacon)
         _stacks_on_request()
     _keep_executables()
     end = _End(beacon)
@@ -84,24 +81,6 @@ def file_of(kind: str) -> Path | None:
     """Return a file of this instance in the folder that its launcher reads; None without one."""
     run_dir, instance = os.environ.get(_beacon.RUN_DIR), os.environ.get(_beacon.INSTANCE)
     return Path(run_dir) / kind.format(instance) if run_dir and instance else None
-
-
-class _Compilations:
-    """Listens to jax: a program is traced, lowered, then compiled; each of these reports its own end only."""
-
-    def __init__(self, beacon: Beacon):
-        self._beacon, self._stepping = beacon, Phase.STARTING
-
-    def __call__(self, event: str, duration_secs: float, **_: Any) -> None:
-        if not event.startswith(_COMPILE) or self._beacon.pid != os.getpid():
-            return
-        phase = self._beacon.phase
-        if event == _BACKEND_COMPILE:
-            if phase is Phase.COMPILING:
-                self._beacon.enter(self._stepping)
-        elif phase in (Phase.STARTING, Phase.STEPPING):
-            self._stepping = phase
-            self._beacon.enter(Phase.COMPILING)
 
 
 def _stacks_on_request() -> None:

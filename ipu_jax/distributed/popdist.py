@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from ipu_jax import _beacon
+from ipu_jax import _beacon, _record
 from ipu_jax._beacon import Phase
 from ipu_jax._checks import check_choice, check_count
 from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, place_of
@@ -284,17 +284,24 @@ def own_cache(folder: str | os.PathLike[str]) -> Path:
     return Path(folder) if get_num_instances() == 1 else cache_of(Path(folder), get_instance_index())
 
 
-def count_steps(steps: int = 1) -> None:
+def count_steps(steps: int = 1, *, updates: int | None = None, samples: int = 0) -> None:
     """Tell poprun that steps have finished, for a loop that does not run ipu_jax's own steps, which count themselves.
 
-    poprun takes an instance for stuck if it finishes no step for far longer than its steps take. Without poprun, this
-    does nothing.
+    poprun takes an instance for stuck if it finishes no step for far longer than its steps take. `ipu-monitor` shows
+    the updates and examples of each second, also without poprun.
+
+    Args:
+        steps: device calls that have finished.
+        updates: the weight updates that they have made, on each replica. Default: one each.
+        samples: the examples that have gone into these, on all instances together; 0 if that is not known.
+
+    >>> count_steps(updates=10, samples=640)
     """
     check_count("steps", steps)
-    beacon = _beacon.current()
+    beacon = _record.begin()
     if beacon is not None:
         beacon.begun(steps)
-        beacon.finished(steps)
+        beacon.finished(steps, updates, samples)
 
 
 def _place() -> Place | None:

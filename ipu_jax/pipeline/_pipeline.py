@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from ipu_jax._recording import count_samples
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.analysis.report import make_report
 from ipu_jax.devices import make_mesh
@@ -100,7 +101,8 @@ class Pipeline(PlacedStages):
         report = lambda: make_report(self.plan_step(*arguments), *arguments, mesh=self.mesh)  # noqa: E731
         with ShortTracebacks():
             self._memory.check(*arguments[:3], report)
-            result = self._bounded(self._undifferentiated, params, batch, state, key)
+            samples = count_samples(batch, 2 + (self.replicas > 1))
+            result = self._bounded(self._undifferentiated, params, batch, state, key, updates=1, samples=samples)
         return result if self._groups.state_owners else result[:2]
 
     def loss(
@@ -312,7 +314,10 @@ class Pipeline(PlacedStages):
                 loss, aux, _, new_state = self._run(*args, role=role, backward=False)
                 return loss, aux, new_state
 
-            bounded = functools.partial(self._bounded, alone), functools.partial(self._bounded, with_gradients)
+            bounded = (
+                functools.partial(self._bounded, alone),
+                functools.partial(self._bounded, with_gradients, updates=1),
+            )
             return differentiable_loss(*bounded)
 
         return {"training": of("training"), "evaluation": of("evaluation")}

@@ -12,6 +12,7 @@ from ipu_jax import _beacon
 from ipu_jax._beacon import Phase
 from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
+from ipu_jax._recording import note_mesh
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.analysis.schedule_choice import ScheduleChoice, StepShapes
@@ -69,6 +70,7 @@ class PlacedStages:
         self._memory = MemoryGuard(ipu_memory)
         # jitted once, so that all calls with the same shapes run the same program
         self._value_and_grad = jax.jit(self._update)
+        note_mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
 
     @property
     def schedule(self) -> Schedule:
@@ -227,10 +229,12 @@ class PlacedStages:
             traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
             return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
-    def _bounded(self, program: Callable[..., Any], *args: Any) -> Any:
+    def _bounded(self, program: Callable[..., Any], *args: Any, updates: int = 0, samples: int = 0) -> Any:
         self._window.begin(args)
         result = program(*args)
-        self._window.admit(result)  # otherwise a loop that never waits would exhaust the threads of the CPU backend
+        self._window.admit(
+            result, updates=updates, samples=samples
+        )  # otherwise a loop that never waits would exhaust the threads of the CPU backend
         return result
 
     def _check(self, params: Any, batch: Any, state: Any, key: Any, role: Role) -> None:

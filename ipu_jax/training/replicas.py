@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ipu_jax._checks import check_count
 from ipu_jax._instances import on_host, put, spans_instances
 from ipu_jax._keys import is_one_key
+from ipu_jax._recording import count_samples
 from ipu_jax.devices import REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.pipeline import Pipeline
@@ -207,7 +208,7 @@ class Replicas:
         self.check(params, batch, key)
         self._window.begin((params, batch))
         (loss, aux), gradients = self._value_and_grad((params, key), batch)
-        self._window.admit(loss)
+        self._window.admit(loss, samples=count_samples(batch, 2 + (self.replicas > 1)))
         return (loss if aux is None else (loss, aux)), gradients
 
     def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
@@ -215,7 +216,7 @@ class Replicas:
         self.check(params, batch, key)
         self._window.begin((params, batch))
         loss, aux = self._loss((params, key), batch)
-        self._window.admit(loss)
+        self._window.admit(loss, updates=0)
         return loss if aux is None else (loss, aux)
 
     def check(self, params: Any, batch: Any, key: Any = None) -> None:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import _beacon
 from ipu_jax._beacon import Phase
 from ipu_jax._keys import is_one_key
+from ipu_jax._recording import count_samples
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.data.feed import FeedBatch
 from ipu_jax.devices import REPLICA_AXIS, InFlight
@@ -249,7 +250,12 @@ class TrainStep:
         self._window.begin((state, batch))
         with ShortTracebacks():
             state, outputs, *before = self._program(state, batch)
-        self._window.admit(outputs.loss)
+        several = self.options.device_iterations > 1
+        self._window.admit(
+            outputs.loss,
+            updates=jax.tree.leaves(batch)[0].shape[0] if several else 1,
+            samples=count_samples(batch, 2 + several + (self.model.replicas > 1)),
+        )
         if batches is not None:
             batches.add(before[0], batch, outputs.nonfinite)
         return state, outputs

@@ -16,6 +16,8 @@ import pytest
 
 import ipu_jax
 from ipu_jax.distributed import poprun
+from ipu_jax.observe import info
+from ipu_jax.observe.monitor import command
 from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
 from mnist_example import benchmark_dataset, inputs, run_sharded_mnist
 
@@ -27,6 +29,8 @@ MODULES = {
     "sharded-matmul-tool": sharded_matmul_tool,
     "python -m ipu_jax": self_test,
     "poprun": poprun,
+    "ipu-monitor": command,
+    "ipu-info": info,
 }
 PROGRAMS = {
     "m": ("run-sharded-mnist", ""),
@@ -37,6 +41,8 @@ PROGRAMS = {
     "x": ("sharded-matmul-tool", ""),
     "p": ("python -m ipu_jax", ""),
     "r": ("poprun", ""),
+    "w": ("ipu-monitor", ""),
+    "i": ("ipu-info", ""),
 }
 
 

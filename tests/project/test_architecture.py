@@ -21,11 +21,15 @@ GROUND = (
     "_beacon",
     "_checks",
     "_collectives",
+    "_compilations",
     "_deprecated",
     "_instances",
     "_jaxprs",
     "_keys",
     "_on_demand",
+    "_processes",
+    "_record",
+    "_recording",
     "_tracebacks",
     "_version",
     "devices",
@@ -48,6 +52,7 @@ WINGS: dict[str, set[str]] = {
     "data": set(),
     "distributed": set(),
     "modules": set(),
+    "observe": {"distributed"},
 }
 # They use public names only, like a user's program.
 PROGRAMS = ("tools", "__main__")
@@ -63,6 +68,8 @@ COMMANDS = (
     "mnist_example.inputs",
     "ipu_jax.distributed.poprun",
     "ipu_jax.distributed.launcher.agent",
+    "ipu_jax.observe.info",
+    "ipu_jax.observe.monitor.command",
 )
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
@@ -71,6 +78,9 @@ PLAIN = (
     "data.order",
     "data.prefetch",
     "_beacon",
+    "_processes",
+    "_record",
+    "observe.monitor",
     "distributed.poprun",
     "distributed.launcher",
     "distributed.environment",
@@ -137,7 +147,7 @@ def test_imports_between_the_wings_of_ipu_jax_point_down():
         wing = wing_of(name)
         allowed = {*GROUND} if wing in GROUND else {*GROUND, wing, *WINGS[wing]}
         inside = {found for found in imported_modules(path) if found.startswith("ipu_jax.")}
-        if wing == "distributed":  # its launcher is a command
+        if wing in ("distributed", "observe"):  # they have commands
             inside = {found for found in inside if not f"{found}.".startswith(OF_COMMANDS) and found != "ipu_jax.tools"}
         assert {wing_of(found) for found in inside} <= allowed, f"{path} imports what stands above it"
 

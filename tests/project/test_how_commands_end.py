@@ -14,6 +14,7 @@ COMMANDS = {
     "ipu_jax.tools.sharded_embedding_tool": "",
     "ipu_jax.tools.sharded_matmul_tool": "",
     "ipu_jax": "",
+    "ipu_jax.observe.info": "",
 }
 # Python runs it at its start. It lets Ctrl-C through, and presses it at the import of the module that is named.
 AT_AN_IMPORT = """
@@ -53,6 +54,7 @@ def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_p
     ("module", "flag"),
     [
         *((module, "--version") for module in (*COMMANDS, "ipu_jax.distributed.poprun")),
+        ("ipu_jax.observe.monitor.command", "--once"),
         ("ipu_jax", "--help"),
         ("ipu_jax.distributed.poprun", "--help"),
         ("ipu_jax.distributed.poprun", "--num-instances 2 --num-replicas 2 --print-topology --dry-run true"),

@@ -2,6 +2,8 @@
 
 import os
 import struct
+import subprocess
+import sys
 import time
 
 import jax
@@ -81,10 +83,19 @@ def test_another_process_of_the_instance_writes_none(launched):
     assert _beacon.current() is None
 
 
-def test_a_process_that_was_forked_off_writes_none(launched, monkeypatch):
-    assert _beacon.current() is not None
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert _beacon.current() is None
+def test_a_process_that_was_forked_off_writes_none(launched):
+    code = """
+import os
+from ipu_jax import _beacon
+print(_beacon.current() is not None, flush=True)
+if os.fork() == 0:
+    print(_beacon.current(), flush=True)
+    raise SystemExit
+os.wait()
+print(_beacon.current() is not None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True\nNone\nTrue\n", "")
 
 
 def test_steps_in_flight_are_counted_when_they_begin_and_when_they_have_finished(launched):

@@ -56,7 +56,9 @@ def test_another_file_is_refused_and_left_alone(tmp_path, content):
 
 def test_a_full_disk_ends_the_log_and_not_the_run():
     log = RunLog("/dev/full")
-    with pytest.warns(RunLogWarning, match=r"/dev/full cannot be written any more \(No space left on device\): the run"):
+    with pytest.warns(
+        RunLogWarning, match=r"/dev/full cannot be written any more \(No space left on device\): the run"
+    ):
         log.event("start")
     log.event("end")  # no second warning
     assert [each["event"] for each in log.events] == ["start", "end"]

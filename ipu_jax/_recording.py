@@ -1,0 +1,72 @@
+"""Tell this process's record what jax knows: its devices, the stages on them, compilations, examples and memory."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ipu_jax import _compilations, _record
+
+
+def begin() -> None:
+    """Begin the record of this process, unless it has one. No device is touched."""
+    beacon = _record.begin()
+    if beacon is not None:
+        _compilations.tell(beacon)
+
+
+def note_devices(devices: Sequence[Any]) -> None:
+    """Begin the record, and write down the devices of this process that are to be IPUs."""
+    begin()
+    _record.note(**_place(), ipus=[_described(device) for device in devices])
+
+
+def note_mesh(mesh: Mesh, stages: Sequence[tuple[str, int | None]] = ()) -> None:
+    """Begin the record, and write down which IPUs of a mesh this process has.
+
+    Args:
+        mesh: of replicas and IPUs.
+        stages: the name of each stage and its IPU, None for all, if they are known.
+    """
+    begin()
+    if not _record.is_begun():
+        return
+    own = jax.process_index()
+    ipus: list[dict[str, Any]] = []
+    for (replica, ipu), device in np.ndenumerate(mesh.devices):
+        if device.process_index == own:
+            there = [name for name, place in stages if place is None or place == ipu]
+            ipus.append({**_described(device), "replica": replica, "ipu": ipu, "stages": there})
+    replicas, ipus_per_replica = mesh.devices.shape
+    _record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
+
+
+def count_samples(batch: Any, dims: int) -> int:
+    """Return how many examples a batch has: the product of the first dims of a leaf that has so many.
+
+    >>> count_samples({"x": np.zeros((2, 4, 8, 28, 28)), "scale": np.zeros(2)}, dims=3)
+    64
+    """
+    for leaf in jax.tree.leaves(batch):
+        if np.ndim(leaf) >= dims:
+            return math.prod(leaf.shape[:dims])
+    return 0
+
+
+def device_bytes() -> int:
+    """Return how much memory of this process's devices is in use; 0 if they do not say, as those of a CPU."""
+    try:
+        return sum((device.memory_stats() or {}).get("bytes_in_use", 0) for device in jax.local_devices())
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return 0
+
+
+def _place() -> dict[str, Any]:
+    return {"instance": jax.process_index(), "instances": jax.process_count()}
+
+
+def _described(device: Any) -> dict[str, Any]:
+    return {"id": device.id, "platform": device.platform, "kind": device.device_kind}

@@ -1,0 +1,231 @@
+"""Say what each process does: join its record with its CPU time, and judge whether it is stuck.
+
+    state      stopped   its process is (SIGSTOP, Ctrl-Z, a debugger)
+               stuck     by poprun's rule (`distributed/launcher/stall.py`): no step for much longer than steps take
+               waiting   another instance of its run is stuck or stopped, and it makes no step
+               running   otherwise; `doing` says what
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+import os
+import pwd
+import time
+from collections.abc import Collection
+from typing import Final, Literal
+
+from ipu_jax._beacon import Phase, Reading
+from ipu_jax._processes import Identity
+from ipu_jax.distributed.launcher.events import Beat, progress_of
+from ipu_jax.distributed.launcher.stall import Judge, Stuck
+from ipu_jax.observe.monitor import records
+from ipu_jax.observe.monitor.records import Ignored, Ipu, Record
+
+State = Literal["running", "waiting", "stopped", "stuck"]
+
+COMPILING_LIMIT: Final = 1800.0
+"""Seconds that a compilation may take, as by default under poprun."""
+
+_DOING: Final = {
+    Phase.SILENT: "no step yet",
+    Phase.STARTING: "first step",
+    Phase.COMPILING: "compiling",
+    Phase.STEPPING: "stepping",
+    Phase.BUSY: "busy",
+    Phase.ENDING: "ending",
+    Phase.FAILED: "failed",
+    Phase.WAITING: "waiting",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Hold what is known of a process; its fields are the keys of `--json`, and docs/monitor.md describes them."""
+
+    pid: int
+    user: str
+    command: str
+    state: State
+    reason: str | None
+    doing: str | None
+    running_seconds: float
+    run: str | None
+    instance: int
+    instances: int
+    replicas: int | None
+    ipus_per_replica: int | None
+    ipus: tuple[Ipu, ...]
+    step: int | None
+    steps_per_second: float | None
+    samples_per_second: float | None
+    last_step_seconds: float | None
+    busy_share: float | None
+    rss_bytes: int
+    device_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What was found at a time, on the wall's clock: a row for each process, and what was ignored."""
+
+    at: float
+    rows: tuple[Row, ...]
+    ignored: tuple[Ignored, ...]
+
+
+class Watch:
+    """Looks at the processes of this host, again and again.
+
+    Args:
+        own: the identity of this process.
+        users: numbers of users whose processes are shown; empty for all that can be seen.
+        pids: numbers of processes that are shown; empty for all.
+    """
+
+    def __init__(self, own: Identity, users: Collection[int] = (), pids: Collection[int] = ()):
+        self._own, self._users, self._pids = own, users, pids
+        self._judges: dict[str, _RunJudge] = {}
+        self._cpu: dict[Identity, tuple[float, float]] = {}
+
+    def look(self) -> Look:
+        """Look once. Shares of CPU time are since the look before, and unknown in the first."""
+        found, ignored = records.find(self._own)
+        now = time.monotonic()
+        runs: dict[str, list[Record]] = {}
+        for record in found:
+            runs.setdefault(record.run or str(record.identity), []).append(record)
+        self._judges = {run: self._judges.get(run) or _RunJudge() for run in runs}
+        verdicts = {run: self._judges[run].verdict(members, now) for run, members in runs.items()}
+        before, self._cpu = self._cpu, {record.identity: (record.process.cpu_seconds, now) for record in found}
+        rows = [
+            _row(record, *verdicts[record.run or str(record.identity)], _busy(record, before, now), now)
+            for record in found
+            if (not self._users or record.process.uid in self._users)
+            and (not self._pids or record.identity.pid in self._pids)
+        ]
+        rows.sort(key=lambda row: (-row.running_seconds if row.run is None else 0.0, row.run or "", row.instance))
+        return Look(time.time(), tuple(rows), tuple(ignored))
+
+
+class _RunJudge:
+    """Judges the instances of one run, of which poprun's rule knows by numbers."""
+
+    def __init__(self):
+        self._judge = Judge(None, COMPILING_LIMIT)
+        self._numbers: dict[Identity, int] = {}
+
+    def verdict(self, members: list[Record], now: float) -> tuple[Identity | None, Stuck | None]:
+        """Return which process is stuck, and why; None twice if all may go on."""
+        living = {record.identity for record in members}
+        for identity in [identity for identity in self._numbers if identity not in living]:
+            self._judge.exited(self._numbers.pop(identity))
+        for record in members:
+            if record.identity not in self._numbers:
+                self._numbers[record.identity] = number = max(self._numbers.values(), default=-1) + 1
+                self._judge.started(number, now - record.process.age)
+            progress = None if record.reading is None else progress_of(record.reading)
+            letter = record.process.letter.upper()
+            self._judge.beat(Beat(self._numbers[record.identity], record.identity.pid, letter, progress), now)
+        stuck = self._judge.verdict(now)
+        if stuck is None:
+            return None, None
+        return next(identity for identity, number in self._numbers.items() if number == stuck.instance), stuck
+
+
+def _row(record: Record, culprit: Identity | None, stuck: Stuck | None, busy_share: float | None, now: float) -> Row:
+    reading, found = record.reading, record.process
+    state: State = "running"
+    reason = None
+    if found.letter in "Tt":
+        state = "stopped"
+    elif stuck is not None and culprit == record.identity:
+        state = "stuck"
+        reason = f"{stuck.doing} for {stuck.seconds:.0f} s, and may for {stuck.limit:.3g} s: {stuck.rule}"
+    elif stuck is not None and reading is not None and reading.phase is Phase.STEPPING:
+        state, reason = "waiting", f"for process {stuck.pid}"
+    step = rates = None
+    if reading is not None and reading.finished:
+        step = reading.updates or reading.finished
+        rates = _rates(reading) if state == "running" else (0.0, 0.0)
+    known = reading is not None and reading.samples > 0
+    return Row(
+        pid=record.identity.pid,
+        user=user_name(found.uid),
+        command=_printable(" ".join(_short_names(record.command))),
+        state=state,
+        reason=reason,
+        doing=None if reading is None else _doing(reading),
+        running_seconds=found.age,
+        run=record.run,
+        instance=record.instance,
+        instances=record.instances,
+        replicas=record.replicas,
+        ipus_per_replica=record.ipus_per_replica,
+        ipus=record.ipus,
+        step=step,
+        steps_per_second=rates and rates[0],
+        samples_per_second=rates[1] if rates and known else None,
+        last_step_seconds=None
+        if reading is None or not reading.finished
+        else max(0.0, now - reading.finished_ns / 1e9),
+        busy_share=busy_share,
+        rss_bytes=found.rss_bytes,
+        device_bytes=reading.device_bytes or None if reading is not None else None,
+    )
+
+
+def _rates(reading: Reading) -> tuple[float, float] | None:
+    """Return the updates and examples of a second, of late; None before the second step."""
+    seconds = (reading.finished_ns - reading.mark.ns) / 1e9
+    if seconds <= 0:
+        return None
+    return (reading.updates - reading.mark.updates) / seconds, (reading.samples - reading.mark.samples) / seconds
+
+
+def _busy(record: Record, before: dict[Identity, tuple[float, float]], now: float) -> float | None:
+    """Return the CPU time that a process took since the look before, over all that its cores had."""
+    if record.identity not in before:
+        return None
+    cpu_seconds, at = before[record.identity]
+    try:
+        cores = len(os.sched_getaffinity(record.identity.pid))
+    except OSError:
+        cores = os.cpu_count() or 1
+    return max(0.0, record.process.cpu_seconds - cpu_seconds) / ((now - at) * cores) if now > at else None
+
+
+def _doing(reading: Reading) -> str:
+    words = _DOING[reading.phase]
+    return _printable(f"{words}: {reading.label}" if reading.label else words)
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, or the number if there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _short_names(words: tuple[str, ...]) -> list[str]:
+    """Return a command without the folder of its program, and without the interpreter of a script or module.
+
+    >>> _short_names(("/usr/bin/python3", "/home/me/bin/train", "--data", "/data/mnist"))
+    ['train', '--data', '/data/mnist']
+    >>> _short_names(("/usr/bin/python3", "-m", "train"))
+    ['train']
+    >>> _short_names(("/usr/bin/python3", "-c", "train()"))
+    ['python3', '-c', 'train()']
+    """
+    if len(words) > 1 and "python" in os.path.basename(words[0]):
+        if words[1] == "-m":
+            words = words[2:]
+        elif not words[1].startswith("-"):
+            words = words[1:]
+    return [os.path.basename(words[0]), *words[1:]] if words else []
+
+
+def _printable(text: str) -> str:
+    """Return a text in one line in which nothing commands a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))

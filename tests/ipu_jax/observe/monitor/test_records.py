@@ -1,0 +1,185 @@
+"""Test which records ipu-monitor finds, ignores and removes, with processes that live, are killed, or never were."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from ipu_jax._processes import Identity, own_identity, process
+from ipu_jax.observe.monitor import records
+from ipu_jax.observe.monitor.records import find
+from support.recorded import recorded
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
+    return tmp_path / "records"
+
+
+@pytest.fixture
+def own():
+    identity = own_identity()
+    assert identity is not None
+    return identity
+
+
+def test_there_may_be_no_folder(folder, own):
+    assert find(own) == ([], [])
+
+
+def test_a_process_is_found_while_it_lives_and_its_files_are_removed_when_it_was_killed(folder, own):
+    with recorded(folder, "beacon.finished(2, 6, 60)") as running:
+        (record,), ignored = find(own)
+        assert ignored == []
+        assert (record.identity.pid, record.process.pid, record.run) == (running.pid, running.pid, None)
+        assert record.command[-2:] == ("some", "words")
+        assert record.process.uid == os.getuid()
+        assert record.reading is not None
+        assert (record.reading.updates, record.reading.samples) == (6, 60)
+        assert len(list(folder.iterdir())) == 2
+        running.kill()
+        os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
+        assert stat.S_ISDIR(os.stat(f"/proc/{running.pid}").st_mode)  # a zombie
+        assert find(own) == ([], [])
+        assert list(folder.iterdir()) == []
+
+
+def test_another_process_with_the_same_number_is_not_taken_for_it(folder, own):
+    with recorded(folder) as running:
+        (record,), _ = find(own)
+        for path in list(folder.iterdir()):
+            path.rename(folder / path.name.replace(f"-{record.identity.start}-", f"-{record.identity.start - 1}-"))
+        assert find(own) == ([], [])
+        assert list(folder.iterdir()) == []
+        assert running.poll() is None
+
+
+def write(folder, identity, content=b"{}"):
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{identity}.json"
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("change", [{"boot": "00000000"}, {"namespace": 1}])
+def test_another_containers_or_hosts_record_is_left_alone(folder, own, change):
+    path = write(folder, own._replace(pid=4194304, **change))
+    found, (ignored,) = find(own)
+    assert found == []
+    assert (ignored.path, ignored.reason) == (
+        str(path),
+        "is of another container or host, or from before a restart of this one",
+    )
+    assert path.exists()
+
+
+def valid(own, **changes):
+    values = {
+        "format": 1,
+        "pid": own.pid,
+        "command": ["train"],
+        "run": None,
+        "instance": 0,
+        "instances": 1,
+        "replicas": None,
+        "ipus_per_replica": None,
+        "ipus": [{"id": 0, "platform": "cpu", "kind": "cpu"}],
+    }
+    return json.dumps({**values, **changes}).encode()
+
+
+def test_what_tells_of_no_mesh_and_has_no_beacon_is_a_record_nonetheless(folder, own):
+    write(folder, own, valid(own))
+    (record,), ignored = find(own)
+    assert (record.reading, record.replicas, record.ipus[0].stages, ignored) == (None, None, (), [])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is no record: it is damaged"),
+        (b'{"format": 1, "comm', "is no record: it is damaged"),
+        (b"\xff\xfe\x00", "is no record: it is damaged"),
+        (b"[" * 100_000, "is no record: it is damaged"),
+        (b"[1]", "is not of format 1: another version of ipu_jax has written it"),
+        (b'{"format": 2}', "is not of format 1: another version of ipu_jax has written it"),
+        (b'{"format": 1}', "is no record: it is damaged"),
+        ({"command": "train"}, "is no record: it is damaged"),
+        ({"command": [1]}, "is no record: it is damaged"),
+        ({"ipus": [{"id": "0"}]}, "is no record: it is damaged"),
+        ({"instance": None}, "is no record: it is damaged"),
+        (b" " * (1 << 21), "is no file, or too large for a record"),
+    ],
+)
+def test_what_is_damaged_or_of_another_format_is_ignored_and_named(folder, own, content, reason):
+    path = write(folder, own, content if isinstance(content, bytes) else valid(own, **content))
+    found, (ignored,) = find(own)
+    assert found == []
+    assert (ignored.path, ignored.reason) == (str(path), reason)
+    assert path.exists()  # its process lives
+
+
+@pytest.mark.parametrize("beacon", [b"", b"IPUB", bytes(4096), b"IPUB\x01\0\0\0" + bytes(4088)])
+def test_a_damaged_beacon_leaves_the_rest_of_the_record(folder, own, beacon):
+    write(folder, own, valid(own))
+    (folder / f"{own}.beacon").write_bytes(beacon)
+    (record,), ignored = find(own)
+    assert (record.reading, ignored) == (None, [])
+
+
+def test_a_pipe_or_a_link_in_place_of_a_record_stops_nobody(folder, own):
+    path = write(folder, own)
+    path.unlink()
+    os.mkfifo(path)
+    assert find(own)[1][0].reason == "is no file, or too large for a record"
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    assert find(own)[1][0].reason == "Too many levels of symbolic links"
+
+
+def test_other_files_in_the_folder_are_named_and_left(folder, own):
+    folder.mkdir(mode=0o700)
+    for name in ("notes", "1-2.json", f"{own}.json.old", "0-0-zzzzzzzz-0.json"):
+        (folder / name).write_text("")
+    found, ignored = find(own)
+    assert (found, {one.reason for one in ignored}, len(ignored)) == ([], {"has no name of a record"}, 4)
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_a_folder_that_others_may_enter_is_not_read(folder, own):
+    write(folder, own, valid(own))
+    folder.chmod(0o755)
+    found, (ignored,) = find(own)
+    assert (found, ignored.path, ignored.reason) == ([], str(folder), "has mode 755, not 700")
+
+
+def test_another_users_folder_is_not_believed_to_be_ones_own(folder, own, monkeypatch):
+    path = write(folder, own._replace(start=1), valid(own))
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    found, (ignored,) = find(own)
+    assert (found, ignored.reason) == ([], f"belongs to user {os.getuid()}, not 4321")
+    assert path.exists()
+
+
+def test_root_looks_into_the_folders_of_all_users(tmp_path, own, monkeypatch):
+    monkeypatch.delenv("IPU_JAX_MONITOR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "scratch"))
+    monkeypatch.setattr(records, "_OF_USERS", tmp_path / "users")
+    for name in ("users/1001", "users/none", "scratch/ipu_jax-1002", "scratch/ipu_jax-me", "scratch/other"):
+        (tmp_path / name).mkdir(parents=True)
+
+    def looked_at(uid):
+        monkeypatch.setattr(os, "geteuid", lambda: uid)
+        return {(str(path.relative_to(tmp_path)), owner) for path, owner in records._folders()}
+
+    everybodys = {("users/0/ipu_jax", 0), ("scratch/ipu_jax-0", 0)}
+    assert looked_at(0) == {*everybodys, ("users/1001/ipu_jax", 1001), ("scratch/ipu_jax-1002", 1002)}
+    assert looked_at(7) == {("users/7/ipu_jax", 7), ("scratch/ipu_jax-7", 7)}
+
+
+def test_a_process_that_is_not_there_is_none():
+    assert process(4194304) is None
+    assert Identity.parse("1-2-3") is None

@@ -1,0 +1,142 @@
+"""Test what ipu-monitor says of processes: the states by poprun's rule, the speeds, the share of CPU time."""
+
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+
+from ipu_jax._processes import own_identity, process
+from ipu_jax.observe.monitor.rows import Watch
+from support.recorded import recorded
+
+# Ten steps of 0.1 s, of which the last was 3 s ago; each has 2 updates of 4 examples.
+STEPS = """
+for k in range(10):
+    ago({last} + 0.1 * (9 - k))
+    beacon.begun()
+    beacon.finished(1, 2, 8)
+ago(0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
+    return tmp_path / "records"
+
+
+def watch(**chosen):
+    own = own_identity()
+    assert own is not None
+    return Watch(own, **chosen)
+
+
+def row_of(**chosen):
+    (row,) = watch(**chosen).look().rows
+    return row
+
+
+def letter_becomes(pid, letters):
+    until = time.monotonic() + 10
+    while (found := process(pid)) is None or found.letter not in letters:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_process_that_steps_runs_at_its_speed_of_late(folder):
+    with recorded(folder, STEPS.format(last=3)) as running:
+        row = row_of()
+        assert (row.pid, row.state, row.doing, row.reason) == (running.pid, "running", "stepping", None)
+        assert row.step == 20
+        assert row.steps_per_second == pytest.approx(20, rel=0.05)
+        assert row.samples_per_second == pytest.approx(80, rel=0.05)
+        assert row.last_step_seconds == pytest.approx(3, abs=1)
+        assert row.command == "python -c " + row.command[len("python -c ") :]
+        assert "\n" not in row.command
+        assert 5e6 < row.rss_bytes < 5e8
+        assert (row.device_bytes, row.busy_share) == (None, None)
+        assert 0 < row.running_seconds < 60
+
+
+def test_one_that_was_stopped_is_and_goes_on(folder):
+    with recorded(folder, STEPS.format(last=1)) as running:
+        running.send_signal(signal.SIGSTOP)
+        letter_becomes(running.pid, "T")
+        row = row_of()
+        assert (row.state, row.step, row.steps_per_second, row.samples_per_second) == ("stopped", 20, 0, 0)
+        running.send_signal(signal.SIGCONT)
+        letter_becomes(running.pid, "RS")
+        assert row_of().state == "running"
+
+
+def test_one_whose_steps_have_ceased_is_stuck_by_poprun_s_rule(folder):
+    with recorded(folder, STEPS.format(last=7)):
+        row = row_of()
+        assert (row.state, row.doing, row.steps_per_second) == ("stuck", "stepping", 0)
+        assert row.reason == (
+            "finished no step for 7 s, and may for 5 s: the larger of 5 s and 5 x the median step of 0.1 s"
+        )
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "doing"),
+    [
+        ("Phase.BUSY, 'saving', 30", "running", "busy: saving"),
+        ("Phase.BUSY, 'saving', 3", "stuck", "busy: saving"),
+        ("Phase.WAITING, 'in a barrier', 60", "running", "waiting: in a barrier"),
+        ("Phase.COMPILING", "running", "compiling"),
+        ("Phase.ENDING", "running", "ending"),
+        ("Phase.FAILED, 'ValueError: \\x1b[2J'", "stuck", "failed: ValueError: ?[2J"),
+        ("Phase.SILENT", "running", "no step yet"),
+    ],
+)
+def test_what_is_no_step_may_take_its_own_time(folder, phase, state, doing):
+    with recorded(folder, f"{STEPS.format(last=20)}\nago(10)\nbeacon.enter({phase})"):
+        row = row_of()
+        assert (row.state, row.doing) == (state, doing)
+
+
+def test_instances_wait_for_the_one_that_is_stuck(folder):
+    note = "\n_record.note(instance={}, instances=2, run='poprun-abc')"
+    behind = note.format(1) + STEPS.format(last=20)
+    ahead = note.format(0) + STEPS.format(last=19) + "beacon.begun()"
+    with recorded(folder, ahead) as first, recorded(folder, behind) as second:
+        rows = watch().look().rows
+        assert [(row.pid, row.instance, row.state) for row in rows] == [
+            (first.pid, 0, "waiting"),
+            (second.pid, 1, "stuck"),
+        ]
+        assert rows[0].reason == f"for process {second.pid}"
+        second.send_signal(signal.SIGSTOP)
+        letter_becomes(second.pid, "T")
+        assert [row.state for row in watch().look().rows] == ["waiting", "stopped"]
+        assert [row.state for row in watch(pids=[first.pid]).look().rows] == ["waiting"]  # judged with those not shown
+
+
+def test_another_run_does_not_wait_for_it(folder):
+    with recorded(folder, STEPS.format(last=20)), recorded(folder, STEPS.format(last=1)):
+        assert sorted(row.state for row in watch().look().rows) == ["running", "stuck"]
+
+
+def test_only_those_of_a_user_or_with_a_number_are_shown(folder):
+    with recorded(folder) as running:
+        assert row_of(users=[os.getuid()], pids=[1, running.pid]).pid == running.pid
+        assert watch(users=[os.getuid() + 1]).look().rows == ()
+        assert watch(pids=[1]).look().rows == ()
+
+
+def test_the_busy_share_is_of_the_cores_that_a_process_may_use(folder, monkeypatch):
+    with recorded(folder):
+        looks = watch()
+        (first,) = looks.look().rows
+        assert first.busy_share is None
+        now, found = time.monotonic(), process(first.pid)
+        assert found is not None
+        later = dataclasses.replace(found, cpu_seconds=found.cpu_seconds + 3)
+        monkeypatch.setattr("ipu_jax.observe.monitor.records.living", lambda identity: later)
+        monkeypatch.setattr("time.monotonic", lambda: now + 2)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5})
+        (second,) = looks.look().rows
+        assert second.busy_share == pytest.approx(3 / (2 * 3), rel=0.05)

@@ -1,0 +1,241 @@
+"""Test the record that a process writes of itself: what it says, whose it is, and that it never fails a run."""
+
+import errno
+import json
+import mmap
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, _beacon, _record, make_train_step, popdist
+from ipu_jax._processes import own_identity
+from support.recorded import environment
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Let this process begin a record of its own, in a new folder."""
+    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
+    for module, name in ((_record, "_asked"), (_record, "_record"), (_beacon, "_current"), (_beacon, "_looked")):
+        monkeypatch.setattr(module, name, None)
+    yield tmp_path / "records"
+    if _record._record is not None:
+        _record._record.remove()
+
+
+def written(folder):
+    """Return what the record of this process says: its JSON, and its beacon."""
+    (static,) = folder.glob("*.json")
+    reading = _beacon.read(static.with_suffix(".beacon"))
+    assert reading is not None
+    return json.loads(static.read_text()), reading
+
+
+def pipeline_of_two():
+    body = lambda w, x, mb: jnp.tanh(mb @ w)  # noqa: E731
+    head = lambda w, x, mb: jnp.mean((x @ w) ** 2)  # noqa: E731
+    stages = [Stage(body, params="body", ipu=1), Stage(head, params="head", ipu=ALL_IPUS)]
+    return Pipeline(stages, specs={"head": PartitionSpec()}, gradient_accumulation=2)
+
+
+WEIGHTS = {"body": jnp.ones((3, 3)), "head": jnp.ones((3, 1))}
+
+
+def test_a_training_writes_its_ipus_stages_updates_and_examples(folder):
+    step = make_train_step(pipeline_of_two(), optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
+    state = step.init(WEIGHTS)
+    for _ in range(6):
+        state, outputs = step(state, jnp.ones((3, 2, 2, 4, 3)))
+        outputs.loss.block_until_ready()
+    static, reading = written(folder)
+    assert (static["format"], static["pid"], static["instance"], static["instances"]) == (1, os.getpid(), 0, 1)
+    assert static["command"] == sys.orig_argv
+    assert (static["replicas"], static["ipus_per_replica"]) == (2, 2)
+    assert [(ipu["platform"], ipu["replica"], ipu["ipu"], ipu["stages"]) for ipu in static["ipus"]] == [
+        ("cpu", 0, 0, ["head"]),
+        ("cpu", 0, 1, ["body", "head"]),
+        ("cpu", 1, 0, ["head"]),
+        ("cpu", 1, 1, ["body", "head"]),
+    ]
+    assert reading.finished >= 5  # the last may not have been noticed
+    assert (reading.updates, reading.samples) == (3 * reading.finished, 3 * 2 * 2 * 4 * reading.finished)
+    assert reading.first_ns <= reading.mark.ns < reading.finished_ns
+    assert reading.device_bytes == 0  # those of a CPU do not say
+
+
+def test_devices_that_tell_are_asked_for_their_memory_now_and_then(folder, monkeypatch):
+    asked: list[int] = []
+
+    class Device:
+        def memory_stats(self):
+            asked.append(1)
+            return {"bytes_in_use": 1000 * len(asked)}
+
+    clock = [0.0]
+    monkeypatch.setattr("ipu_jax.devices.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jax.local_devices", lambda: [Device()])
+    window, output = InFlight(), jnp.ones(()).block_until_ready()
+    held: list[int] = []
+    for clock[0] in (0.0, 1.0, 1.9, 2.1, 3.0, 9.0):
+        window.admit(output)
+        held.append(written(folder)[1].device_bytes)
+    assert held == [1000, 1000, 1000, 2000, 2000, 3000]
+
+
+def test_gradients_are_updates_and_losses_are_none(folder):
+    pipeline, batch = pipeline_of_two(), jnp.ones((2, 4, 3))
+    params = pipeline.shard(WEIGHTS)
+    for _ in range(3):
+        pipeline.loss(params, batch).block_until_ready()
+        pipeline.value_and_grad(params, batch)[0].block_until_ready()
+    InFlight(limit=1).admit(jnp.ones(()))
+    _, reading = written(folder)
+    assert reading.updates >= 2
+    assert reading.samples == 8 * (reading.updates - 1)  # the one of the bare window has none
+    assert reading.finished > reading.updates
+
+
+def test_steps_of_a_loop_of_ones_own_count_as_they_are_told(folder):
+    popdist.count_steps(2)
+    popdist.count_steps(updates=10, samples=640)
+    _, reading = written(folder)
+    assert (reading.finished, reading.updates, reading.samples) == (3, 12, 640)
+
+
+def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch):
+    clock = [100]
+    monkeypatch.setattr("ipu_jax._beacon.time.monotonic_ns", lambda: clock[0] * 10**9)
+    beacon = _record.begin()
+    assert beacon is not None
+    marks: list[int] = []
+    for _ in range(20):
+        clock[0] += 1
+        beacon.finished(samples=2)
+        marks.append(written(folder)[1].mark.ns // 10**9)
+    # the first step is no measure; later the mark is 6 to 11 s ago
+    assert marks == [101] * 12 + [107] * 6 + [113] * 2
+    assert written(folder)[1].mark == (113 * 10**9, 13, 26)
+
+
+def test_only_the_user_may_read_it_and_it_goes_with_the_process(tmp_path):
+    code = """
+import json, os
+from ipu_jax import _beacon, _record
+_record.begin(), _record.note(replicas=3)
+folder = _record.own_folder()
+print(*(oct(path.stat().st_mode & 0o777) for path in (folder, *sorted(folder.iterdir()))))
+if os.fork() == 0:
+    print(_beacon.current(), flush=True)
+    _record.note(replicas=4)  # of which it has no record
+    _record.begin()
+    _record.note(replicas=5)
+    print(len(list(folder.iterdir())), flush=True)
+    raise SystemExit  # whose exit is not the end of the other process
+os.wait()
+print(*(json.loads(path.read_text())["replicas"] for path in folder.glob("*.json")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(tmp_path / "records"), capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("0o700 0o600 0o600\nNone\n4\n3\n", "")
+    assert list((tmp_path / "records").iterdir()) == []
+
+
+def test_the_records_lie_in_the_users_own_runtime_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("IPU_JAX_MONITOR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert _record.own_folder() == tmp_path / "ipu_jax"
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)  # as under sudo: the folder is another user's
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/scratch")
+    assert str(_record.own_folder()) == "/scratch/ipu_jax-4321"
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no"])
+def test_it_can_be_turned_off(folder, monkeypatch, word):
+    monkeypatch.setenv("IPU_JAX_MONITOR", word)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
+    assert _record.begin() is None
+    assert not (folder.parent / "ipu_jax").exists()
+
+
+def test_a_folder_that_others_could_write_to_gets_no_record(folder, tmp_path):
+    folder.mkdir(mode=0o755)
+    assert _record.begin() is None
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "missing parent"])
+def test_what_is_no_folder_gets_no_record(folder, tmp_path, monkeypatch, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if kind == "link":
+        folder.symlink_to(elsewhere)
+    elif kind == "file":
+        folder.write_text("")
+    else:
+        monkeypatch.setenv("IPU_JAX_MONITOR", str(folder / "deeper"))
+    InFlight(limit=1).admit(jnp.ones(()))
+    assert _beacon.current() is None
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["mkdir", "rename", "posix_fallocate", "mmap"])
+def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(mmap if what == "mmap" else os, what, full)
+    assert _record.begin() is None
+    assert not folder.exists() or list(folder.iterdir()) == []
+
+
+def test_without_proc_there_is_no_record(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr("ipu_jax._processes._PROC", tmp_path / "none")
+    assert own_identity() is None
+    assert _record.begin() is None
+    assert not folder.exists()
+
+
+def test_a_record_that_can_no_longer_be_changed_changes_nothing(folder):
+    _record.begin()
+    folder.chmod(0o777)
+    _record.note(replicas=7)
+    assert written(folder)[0]["replicas"] is None
+
+
+def test_what_killed_processes_have_left_is_removed_by_the_next(folder):
+    own = own_identity()
+    assert own is not None
+    folder.mkdir(mode=0o700)
+    left = [f"{own._replace(start=own.start - 1)}{end}" for end in (".json", ".beacon", ".json.new")]
+    others = [f"{own._replace(start=1, boot='00000000')}.json", f"{own._replace(start=1)}.txt", "notes"]
+    for name in (*left, *others):
+        (folder / name).write_text("")
+    _record.begin()
+    assert {path.name for path in folder.iterdir()} == {*others, f"{own}.json", f"{own}.beacon"}
+
+
+def test_a_long_command_is_shortened(folder, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["train", "x" * 5000, "more"])
+    _record.begin()
+    static, _ = written(folder)
+    assert static["command"] == ["train", "x" * 995 + "..."]
+
+
+def test_under_poprun_one_beacon_is_written_to_both_files(folder, monkeypatch, tmp_path):
+    run = tmp_path / "poprun-abc"
+    run.mkdir()
+    monkeypatch.setenv(_beacon.RUN_DIR, str(run))
+    monkeypatch.setenv(_beacon.INSTANCE, "0")
+    beacon = _record.begin()
+    assert beacon is not None
+    assert beacon.launched
+    beacon.finished(2)
+    static, reading = written(folder)
+    assert static["run"] == "poprun-abc"
+    assert _beacon.read(run / "beacon.0") == reading

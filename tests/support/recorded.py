@@ -1,0 +1,46 @@
+"""Start processes that write records for ipu-monitor, and need no jax."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# `ago(seconds)` lets all that follows be written down as if it were so long ago.
+PRELUDE = """
+import os, sys, time
+from ipu_jax import _beacon, _record
+from ipu_jax._beacon import Phase
+beacon = _record.begin()
+now = time.monotonic_ns
+def ago(seconds):
+    _beacon.time.monotonic_ns = lambda: now() - int(seconds * 1e9)
+def ready():
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "IPU_JAX_MONITOR": str(folder), **variables}
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, body: str = "", **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that begins a record and then does something; yield it when it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body) + "\nready()", "some", "words"],
+        env=environment(folder, **variables),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
