@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-_SPECIAL = re.compile(r"(`[^`]*`)|(?<=\])(?=$| \[)|(?<=\d)\*(?=\d)|(?<=\w) \*(?= \w)")
+_SPECIAL = re.compile(r"(`[^`]*`)|(?<=\])(?=$| ?\[)|(?<=\d)\*(?=\d)|(?<=\w) \*(?= \w)")
 _SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+): (.*)$")
 
 
