@@ -25,9 +25,9 @@ from typing import Final
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
-_LAYOUT: Final = struct.Struct("<4sIqqqqqqqqd128s")
+_LAYOUT: Final = struct.Struct("<4sIqqqqqqqqqd128s")
 _MAGIC: Final = b"IPUB"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SIZE: Final = 4096
 
 
@@ -59,6 +59,7 @@ class Reading:
         finished: steps that the devices have finished, as far as the instance has noticed.
         first_ns: when the first of them was; 0 before it. It may have included the compilation.
         finished_ns: when `finished` last grew; 0 before the first.
+        aside_ns: how long it had been in other phases than stepping by then.
         phase: what the instance does.
         phase_ns: since when.
         limit: seconds that the phase may take; infinite if the instance does not say.
@@ -71,6 +72,7 @@ class Reading:
     finished: int
     first_ns: int
     finished_ns: int
+    aside_ns: int
     phase: Phase
     phase_ns: int
     limit: float
@@ -96,6 +98,7 @@ class Beacon:
             os.close(handle)
         self.pid = os.getpid()
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
+        self._aside_ns = self._finished_aside_ns = 0
         self._phase, self._phase_ns, self._limit, self._label = Phase.SILENT, time.monotonic_ns(), float("inf"), ""
         self._write()
 
@@ -111,6 +114,7 @@ class Beacon:
         self._finished += steps
         self._finished_ns = time.monotonic_ns()
         self._first_ns = self._first_ns or self._finished_ns
+        self._finished_aside_ns = self._aside_until(self._finished_ns)
         if self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
@@ -118,7 +122,9 @@ class Beacon:
 
     def enter(self, phase: Phase, label: str = "", limit: float = float("inf")) -> None:
         """Begin another phase."""
-        self._phase, self._phase_ns, self._label, self._limit = phase, time.monotonic_ns(), label, limit
+        now = time.monotonic_ns()
+        self._aside_ns = self._aside_until(now)
+        self._phase, self._phase_ns, self._label, self._limit = phase, now, label, limit
         self._write()
 
     @contextlib.contextmanager
@@ -142,6 +148,10 @@ class Beacon:
         """Return how many steps were begun and finished."""
         return self._begun, self._finished
 
+    def _aside_until(self, now: int) -> int:
+        """Return how long it has been in other phases than stepping."""
+        return self._aside_ns + (0 if self._phase is Phase.STEPPING else now - self._phase_ns)
+
     def _write(self) -> None:
         _LAYOUT.pack_into(
             self._memory,
@@ -154,6 +164,7 @@ class Beacon:
             self._finished,
             self._first_ns,
             self._finished_ns,
+            self._finished_aside_ns,
             int(self._phase),
             self._phase_ns,
             self._limit,
@@ -171,11 +182,11 @@ def read(path: Path) -> Reading | None:
     if found is None:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack(found)
-    pid, beat, begun, finished, first, last, phase, phase_ns = numbers
+    pid, beat, begun, finished, first, last, aside, phase, phase_ns = numbers
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
     text = label.rstrip(b"\0").decode(errors="replace")
-    return Reading(pid, beat, begun, finished, first, last, Phase(phase), phase_ns, limit, text)
+    return Reading(pid, beat, begun, finished, first, last, aside, Phase(phase), phase_ns, limit, text)
 
 
 def path_of(run_dir: Path, instance: int) -> Path:
