@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 import warnings
@@ -66,6 +67,7 @@ class Fault:
         say("fault", self.how)
         if self.how == "raise":
             raise ArithmeticError("a fault of the training program's own")
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # other threads take them: sleep() goes on
         ctypes.PyDLL(None).sleep(3600)  # PyDLL, unlike CDLL, keeps the interpreter's lock
 
 

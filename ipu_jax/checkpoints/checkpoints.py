@@ -123,7 +123,7 @@ class Checkpoints:
         self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
         self._words = _seal.as_plain("describes", dict(describes or {}))
         self._due = Due(every, minutes)
-        meetings = Meetings()
+        self._meetings = meetings = Meetings(timeout)
         self._store = Store(timeout, meetings)
         self._writer = Writer(self._store, meetings, keep=keep, seconds=timeout)
         self._versions = _description.versions()
@@ -242,7 +242,8 @@ class Checkpoints:
 
         `save` asks it by itself; with `now=True` it does not ask. All instances call it alike.
 
-        Communicates nothing; with `minutes`, across several instances, a number from instance 0 in some calls.
+        Communicates nothing while saves succeed; with `minutes`, across several instances, a number from instance 0 in
+        some calls.
 
         Args:
             state: what the step returned. It is waited for in the first call only, unless `restore` was called.
@@ -259,8 +260,10 @@ class Checkpoints:
             is_due = False
         else:
             is_due = self._due.after(self._step.options.device_iterations if updates is None else updates)
-        if jax.process_count() == 1 and not self._writer.is_busy:
-            self._report(self._writer.take_error())  # at once; several instances report together, at the next save
+        if self._meetings.is_time_to_tell():
+            self.wait()
+        elif jax.process_count() == 1 and not self._writer.is_busy:
+            self._report(self._writer.take_error())
         return is_due
 
     def save(
@@ -298,19 +301,20 @@ class Checkpoints:
             raise ValueError("the checkpoints are closed: save inside their `with` block")
         self.wait()
         position = feed.state() if isinstance(feed, Feed) else feed
+        # tracing, too, which shapes are found by, is no step: else the beacon would say COMPILING until the next one
         with _beacon.during(Phase.BUSY, "waiting for the steps before a save", max(_beacon.LONG, self._timeout)):
             number = int(state.step)
+            arrays = named(state)
+            content = {
+                "step": number,
+                "versions": self._versions,
+                "describes": self._words,
+                "model": _description.description_of(self._step, state),
+                "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
+                "extra": _seal.as_plain("extra", extra),
+            }
+            job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
         self._due.restart(number)
-        arrays = named(state)
-        content = {
-            "step": number,
-            "versions": self._versions,
-            "describes": self._words,
-            "model": _description.description_of(self._step, state),
-            "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
-            "extra": _seal.as_plain("extra", extra),
-        }
-        job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
         error = self._begin(job, arrays)
         self._report(error, job)
         return error is None
@@ -368,6 +372,7 @@ class Checkpoints:
                 with _beacon.during(Phase.BUSY, "verifying a checkpoint", max(_beacon.LONG, self._timeout)):
                     self._verify(last)
         finally:
+            self._meetings.close()
             with contextlib.suppress(Exception):  # it has been waited for, and its errors are known
                 self._store.close()
 
@@ -387,6 +392,7 @@ class Checkpoints:
             return
         if jax.process_count() > 1:  # the others don't come any more
             self._is_open = False
+            self._meetings.close()
             failed = self._writer.take_error()
             if failed is not None:
                 error.add_note(f"and a save failed: {failed}")
@@ -425,6 +431,7 @@ class Checkpoints:
         failed = np.asarray(popdist.all_reduce(np.eye(count)[own] * (error is not None), "sum", timeout=self._timeout))
         if not failed.any():
             return None
+        self._meetings.forget()
         first = int(np.argmax(failed))
         text, number = " ".join(str(error).split())[:_LONGEST], None if error is None else errno_of(error)
         letter = np.frombuffer(f"{number or 0} {text}".encode()[: 2 * _LONGEST].ljust(2 * _LONGEST), np.uint8)

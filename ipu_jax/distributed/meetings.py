@@ -15,6 +15,7 @@ from typing import Any, Final
 import jax
 from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
 
+from ipu_jax.distributed._agreed_stop import AgreedStop
 from ipu_jax.distributed._exchange import process
 from ipu_jax.distributed._fingerprint import named
 from ipu_jax.distributed.errors import InstancesMissingError
@@ -42,15 +43,19 @@ class OtherFailedError(RuntimeError):
 class Meetings:
     """The places at which instances meet in several rounds. Every instance makes one, in the same order.
 
+    Args:
+        seconds: how long instances wait for each other when they agree on when to tell of a failure.
+
     Attributes:
         is_waiting: whether a thread of this instance waits for the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self._own, self._count = process()
         self._client: Any = distributed.global_state.client if self._count > 1 else None
         self._hall, self._round = f"{_ROOM}/{next(_numbers)}", 0
-        self.is_waiting = False
+        self._seconds, self.is_waiting = seconds, False
+        self._telling = AgreedStop(seconds)
 
     def begin(self) -> None:
         """Begin a round. All instances have ended the one before, and call it equally often."""
@@ -93,11 +98,25 @@ class Meetings:
     def fail(self, error: BaseException, errno: int | None) -> None:
         """Tell the others that this instance has failed in this round, unless it has because of one of them."""
         if self._client is not None and not isinstance(error, OtherFailedError):
+            self._telling.ask()
             text = json.dumps([" ".join(str(error).split())[:_LONGEST], errno])
             try:
                 self._client.key_value_set(f"{self._hall}/{self._round}/{_FAILED}/{self._own}", text)
             except jax.errors.JaxRuntimeError:
                 return  # it has said so already, or instance 0 has gone
+
+    def is_time_to_tell(self) -> bool:
+        """Return whether an instance has failed, in the same call on all of them, which call it equally often."""
+        return self._client is not None and self._telling.due()
+
+    def forget(self) -> None:
+        """Forget the failures so far: all instances have told of them, and call this in the same place."""
+        self.close()
+        self._telling = AgreedStop(self._seconds)
+
+    def close(self) -> None:
+        """End the thread that listens for failures."""
+        self._telling.close()
 
     def _entries(self, place: str) -> dict[int, str]:
         """Return what instances have written at a place, by their numbers."""

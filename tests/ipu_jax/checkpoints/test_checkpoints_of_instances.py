@@ -97,5 +97,6 @@ def test_the_failing_disk_of_one_instance_is_told_to_all_at_once(tmp_path, victi
         assert (f"on instance {victim}: " in error) == (number != victim)
         assert int(found["errno"]) == 27
         assert float(found["seconds"]) < failing_disks.TIMEOUT / 5
+        assert int(found["calls"]) == int(both[0]["calls"]) < 1000, "not in the same step, or at the next save only"
         assert not found["was sealed"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-0"]  # the save after it
