@@ -134,9 +134,9 @@ def main(argv: list[str] | None = None) -> int:
                 result = one_run(name, number, twin, cache, folder, args.seed)
             results[name].append(result)
             problems = result.judge()
-            shown = "; ".join(problems) if problems else "fine"
+            shown = f"{result.figures()}: {'; '.join(problems) if problems else 'fine'}"
             print(
-                f"  {name} {number + 1}/{args.times}, {time.monotonic() - since:.1f} s, {result.moment}: {shown}",
+                f"  {name} {number + 1}/{args.times}, {time.monotonic() - since:.1f} s, {result.moment}; {shown}",
                 flush=True,
             )
     for name, of_case in results.items():

@@ -46,6 +46,11 @@ class Result:
     bounds: dict[str, float] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
+    def figures(self) -> str:
+        """Return the figures in words."""
+        values = {name: getattr(self, name) for name in ("found", "gone", "resumed", "lost")}
+        return ", ".join(f"{name} {value:.3g}" for name, value in values.items() if value is not None)
+
     def judge(self) -> list[str]:
         """Return the problems, and the figures that are outside their bounds."""
         values = {name: getattr(self, name) for name in ("found", "gone", "resumed", "lost")}
