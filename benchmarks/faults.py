@@ -11,6 +11,7 @@ and all losses and the last weights have the bits of an undisturbed run. What fa
 import argparse
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -151,4 +152,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that runs and disks are cleared away
     sys.exit(main())
