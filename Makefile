@@ -18,7 +18,7 @@ RANDOM_FLAGS ?=
 FINGERPRINT := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all random mnist bench docs docs-serve format clean
+.PHONY: help venv test test-all random mnist bench faults docs docs-serve format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -72,10 +72,13 @@ mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two e
 	$(BIN)/run-sharded-mnist --pipeline-mode concurrent --epochs 2 $(MNIST_FLAGS)
 
 bench: $(STAMP) ## run every benchmark and check its bounds
-	@short=''; for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do \
+	@short=''; for script in $(filter-out benchmarks/figures.py benchmarks/faults.py,$(wildcard benchmarks/*.py)); do \
 	    echo "== $$script"; $(BIN)/python "$$script" --check || short="$$short $$script"; \
 	done; \
 	if [ -n "$$short" ]; then echo "Fell short:$$short" >&2; exit 1; fi
+
+faults: $(STAMP) ## break a training in eleven ways, 20 times each
+	$(BIN)/python benchmarks/faults.py --check
 
 docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

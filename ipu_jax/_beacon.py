@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
-_LAYOUT: Final = struct.Struct("<4sI14qd128s")
+_LAYOUT: Final = struct.Struct("<4sI15qd128s")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 2
 _SIZE: Final = 4096
@@ -70,6 +70,7 @@ class Reading:
         finished: steps that the devices have finished, as far as the instance has noticed.
         first_ns: when the first of them was; 0 before it. It may have included the compilation.
         finished_ns: when `finished` last grew; 0 before the first.
+        aside_ns: how long it had been in other phases than stepping by then.
         updates, samples: weight updates and examples in them, in all finished steps. A step is a device call, which may
             make several updates.
         mark: what had been done some seconds (5 to 10, or one step) before the last finished step, but not before the
@@ -87,6 +88,7 @@ class Reading:
     finished: int
     first_ns: int
     finished_ns: int
+    aside_ns: int
     updates: int
     samples: int
     mark: Mark
@@ -123,6 +125,8 @@ class Beacon:
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
         self._updates = self._samples = self._device_bytes = 0
         self._older = self._newer = Mark(0, 0, 0)
+        self._aside_ns = self._finished_aside_ns = 0
+        self._phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
         self.enter(Phase.SILENT)
 
     def begun(self, steps: int = 1) -> None:
@@ -145,6 +149,7 @@ class Beacon:
             self._older = self._newer = Mark(now, self._updates, self._samples)
         elif now - self._newer.ns > _MARK_EVERY_NS:
             self._older, self._newer = self._newer, Mark(now, self._updates, self._samples)
+        self._finished_aside_ns = self._aside_until(now)
         if self._phase is not Phase.STEPPING and self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
@@ -152,7 +157,9 @@ class Beacon:
 
     def enter(self, phase: Phase, label: str = "", limit: float = float("inf")) -> None:
         """Begin another phase."""
-        self._phase, self._phase_ns, self._label, self._limit = phase, time.monotonic_ns(), label, limit
+        now = time.monotonic_ns()
+        self._aside_ns = self._aside_until(now)
+        self._phase, self._phase_ns, self._label, self._limit = phase, now, label, limit
         self._encoded = label.encode(errors="replace")[:127]
         self._write()
 
@@ -186,6 +193,10 @@ class Beacon:
         """Return how many steps were begun and finished."""
         return self._begun, self._finished
 
+    def _aside_until(self, now: int) -> int:
+        """Return how long it has been in other phases than stepping."""
+        return self._aside_ns + (0 if self._phase is Phase.STEPPING else now - self._phase_ns)
+
     def _write(self, now: int = 0) -> None:
         content = _LAYOUT.pack(
             _MAGIC,
@@ -196,6 +207,7 @@ class Beacon:
             self._finished,
             self._first_ns,
             self._finished_ns,
+            self._finished_aside_ns,
             self._updates,
             self._samples,
             *self._older,
@@ -237,7 +249,7 @@ def read_by(content: Callable[[], bytes | None]) -> Reading | None:
     if found is None or len(found) < _LAYOUT.size:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
-    pid, beat, begun, finished, first, last, updates, samples, *mark, held, phase, phase_ns = numbers
+    pid, beat, begun, finished, first, last, aside, updates, samples, *mark, held, phase, phase_ns = numbers
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
     return Reading(
@@ -247,6 +259,7 @@ def read_by(content: Callable[[], bytes | None]) -> Reading | None:
         finished=finished,
         first_ns=first,
         finished_ns=last,
+        aside_ns=aside,
         updates=updates,
         samples=samples,
         mark=Mark(*mark),

@@ -31,6 +31,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from ipu_jax import _beacon, _observer, _recording
+from ipu_jax._beacon import Phase
 from ipu_jax._checks import check_choice, check_count
 
 Cores = Literal["shared", "one per IPU"]
@@ -285,7 +286,9 @@ def local_devices() -> list[Any]:
         ValueError: `JAX_PLATFORMS` names a platform that this machine does not have.
     """
     try:
-        return jax.local_devices()
+        # jax waits here until the devices of all instances are known, and gives up after 120 s without saying for whom
+        with _beacon.during(Phase.WAITING, "for the devices of all instances", 110):
+            return jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
         asked_for = jax.config.values["jax_platforms"]
         if not asked_for:

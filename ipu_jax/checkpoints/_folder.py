@@ -23,6 +23,8 @@ _LEFT_OVER: Final = re.compile(r"step-\d+\.(orbax-checkpoint-tmp.*|removed)")
 _TRIES: Final = 20
 _METADATA: Final = 1 << 20  # bytes that orbax and the seal write besides the arrays, at most
 
+_PROBE: Final = 1 << 12
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -105,12 +107,14 @@ def make_room(folder: Path, step: int, size: int) -> None:
     path = path_for(folder, step)
     remove(path)
     remove_left_over(folder)
-    probe = folder / f".probe-{os.getpid()}"
-    probe.touch()
-    probe.unlink()
     free = shutil.disk_usage(folder).free
     if free < size + _METADATA:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {free:,} bytes are free", str(path))
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(_PROBE))  # a quota or a limit may let a file be made, but not written to
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

@@ -1,11 +1,11 @@
 """Write named arrays to a folder by orbax while the training goes on, and read them.
 
 Orbax's stable interface is used, `AsyncCheckpointer`: it writes to a temporary folder and renames it at the end, and
-each process writes the shards that it has. Its barriers are those of jax's coordination service, which end by a time
-limit: `active_processes` chooses them, since orbax's default is a collective without one.
+each process writes the shards that it has. Its barriers are ours in the background (`Meetings`), which end when another
+instance fails, and otherwise those of jax's coordination service, which end by a time limit: `active_processes` chooses
+them, since orbax's default is a collective without one.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +15,8 @@ import jax
 import numpy as np
 
 from ipu_jax.checkpoints._arrays import key_impl, stored
+from ipu_jax.checkpoints._echoes import drop_echoes
+from ipu_jax.distributed.meetings import Meetings
 
 _READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it puts together
 
@@ -37,12 +39,14 @@ class Store:
 
     Args:
         seconds: the time limit of one save, and of waiting for other instances.
+        meetings: where the instances meet while they write.
     """
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, meetings: Meetings):
         self._ocp = ocp = import_orbax()
-        logging.getLogger("absl").addFilter(_is_news)
+        drop_echoes()
         processes = set(range(jax.process_count()))
+        meet = lambda *, key, timeout_ms: meetings.meet(key, timeout_ms / 1000)  # noqa: E731
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
         # random bits don't compress, and compression would take the steps' time; replicas are written once
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)
@@ -50,7 +54,7 @@ class Store:
             handler,
             timeout_secs=max(1, math.ceil(seconds)),
             multiprocessing_options=together,
-            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=meet),
         )
 
     def begin(self, folder: Path, arrays: dict[str, Any]) -> None:
@@ -120,12 +124,6 @@ class Store:
         args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
         found = self._checkpointer.restore(folder, args)
         return {name: _as_key(found[name], saved[name]["dtype"]) for name in names}
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for what orbax's threads log of an error that they also raise: hundreds of lines, several times."""
-    of_a_thread = record.levelno == logging.ERROR and record.funcName in ("run", "_thread_func")
-    return not (of_a_thread and "orbax" in record.pathname)
 
 
 def _as_key(array: Any, dtype: str) -> Any:

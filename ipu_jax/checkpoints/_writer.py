@@ -13,6 +13,8 @@ import jax
 
 from ipu_jax.checkpoints import _folder, _seal
 from ipu_jax.checkpoints._store import Store
+from ipu_jax.checkpoints.errors import errno_of
+from ipu_jax.distributed.meetings import Meetings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Writer:
 
     Args:
         store: writes the arrays.
+        meetings: where the instances meet, and say that they have failed.
         keep: how many checkpoints are kept.
         seconds: to wait for the checksums of other instances.
 
@@ -45,8 +48,8 @@ class Writer:
         last: the last one that was sealed.
     """
 
-    def __init__(self, store: Store, *, keep: int, seconds: float):
-        self._store, self._keep, self._seconds = store, keep, seconds
+    def __init__(self, store: Store, meetings: Meetings, *, keep: int, seconds: float):
+        self._store, self._meetings, self._keep, self._seconds = store, meetings, keep, seconds
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.job: Job | None = None
@@ -57,11 +60,26 @@ class Writer:
         """Return whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Return whether this instance's part is written, and the others' is not."""
+        return self.is_busy and self._meetings.is_waiting
+
+    def wait(self, seconds: float) -> None:
+        """Wait until nothing is being written, at most so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def begin(self, job: Job, arrays: dict[str, Any]) -> None:
         """Begin to write; `take_error` has returned None since the one before."""
         assert not self.is_busy, "one checkpoint at a time: orbax's own thread is waited for by ours"
         self.job = job
-        self._store.begin(job.path, arrays)
+        self._meetings.begin()
+        try:
+            self._store.begin(job.path, arrays)
+        except BaseException as error:
+            self._meetings.fail(error, errno_of(error))
+            raise
         self._thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -78,6 +96,7 @@ class Writer:
             self._store.wait()
             own, count = jax.process_index(), jax.process_count()
             _seal.write_checksums(job.path, own, count)
+            self._meetings.meet("checksums", self._seconds)
             if own == 0:
                 content = {**job.content, "number": _folder.next_number(job.path.parent)}
                 _seal.write_seal(job.path, content, count, seconds=self._seconds)
@@ -86,6 +105,7 @@ class Writer:
             if own == 0:
                 _folder.remove_all_but(job.path.parent, self._keep)
         except BaseException as error:
+            self._meetings.fail(error, errno_of(error))
             if jax.process_index() == 0:
                 _folder.remove_left_over(job.path.parent)  # on a full disk, others need the room
             self._error = error

@@ -37,11 +37,14 @@ from ipu_jax.checkpoints._writer import Job, Writer
 from ipu_jax.checkpoints.errors import CheckpointError, CheckpointWarning, errno_of
 from ipu_jax.data.feed import Feed
 from ipu_jax.distributed import popdist
+from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.state import TrainState
 from ipu_jax.training.step import TrainStep
 
 __all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored"]
 
+_LOOK_EVERY: Final = 0.02
+_LONGEST: Final = 500  # letters of an error that are told to other instances
 _WORDS: Final = {_seal.MISSING: "is missing", _seal.SHORT: "has another size", _seal.CHANGED: "was changed"}
 
 
@@ -120,8 +123,9 @@ class Checkpoints:
         self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
         self._words = _seal.as_plain("describes", dict(describes or {}))
         self._due = Due(every, minutes)
-        self._store = Store(timeout)
-        self._writer = Writer(self._store, keep=keep, seconds=timeout)
+        self._meetings = meetings = Meetings(timeout)
+        self._store = Store(timeout, meetings)
+        self._writer = Writer(self._store, meetings, keep=keep, seconds=timeout)
         self._versions = _description.versions()
         self._has_failed = False
         self._is_open = True
@@ -238,7 +242,8 @@ class Checkpoints:
 
         `save` asks it by itself; with `now=True` it does not ask. All instances call it alike.
 
-        Communicates nothing; with `minutes`, across several instances, a number from instance 0 in some calls.
+        Communicates nothing while saves succeed; with `minutes`, across several instances, a number from instance 0 in
+        some calls.
 
         Args:
             state: what the step returned. It is waited for in the first call only, unless `restore` was called.
@@ -255,8 +260,10 @@ class Checkpoints:
             is_due = False
         else:
             is_due = self._due.after(self._step.options.device_iterations if updates is None else updates)
-        if jax.process_count() == 1 and not self._writer.is_busy:
-            self._report(self._writer.take_error())  # at once; several instances report together, at the next save
+        if self._meetings.is_time_to_tell():
+            self.wait()
+        elif jax.process_count() == 1 and not self._writer.is_busy:
+            self._report(self._writer.take_error())
         return is_due
 
     def save(
@@ -296,19 +303,20 @@ class Checkpoints:
         self.wait()
         self._step.check(state)  # a state that is stopped has not learned of all batches before the feed's position
         position = feed.state() if isinstance(feed, Feed) else feed
+        # tracing, too, which shapes are found by, is no step: else the beacon would say COMPILING until the next one
         with _beacon.during(Phase.BUSY, "waiting for the steps before a save", max(_beacon.LONG, self._timeout)):
             number = int(state.step)
+            arrays = named(state)
+            content = {
+                "step": number,
+                "versions": self._versions,
+                "describes": self._words,
+                "model": _description.description_of(self._step, state),
+                "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
+                "extra": _seal.as_plain("extra", extra),
+            }
+            job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
         self._due.restart(number)
-        arrays = named(state)
-        content = {
-            "step": number,
-            "versions": self._versions,
-            "describes": self._words,
-            "model": _description.description_of(self._step, state),
-            "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
-            "extra": _seal.as_plain("extra", extra),
-        }
-        job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
         error = self._begin(job, arrays)
         self._report(error, job)
         return error is None
@@ -324,8 +332,8 @@ class Checkpoints:
                     _folder.make_room(self.folder, job.step, job.size)
                 except OSError as failed:
                     error = failed
-        if self._anywhere(error is not None):
-            return error or CheckpointError("instance 0 cannot write to the folder")
+        if error := self._first_of_all(error):
+            return error
         with _beacon.during(Phase.BUSY, "beginning a save", max(_beacon.LONG, self._timeout)):
             try:
                 self._writer.begin(job, arrays)
@@ -340,10 +348,14 @@ class Checkpoints:
             CheckpointError: it failed, under `on_save_error="stop"`.
             InstancesMissingError: an instance did not come in time.
         """
-        with _beacon.during(Phase.BUSY, "waiting for a save", 2 * self._timeout + 60):
-            error = self._writer.take_error()
-        if self._anywhere(error is not None):
-            self._report(error or CheckpointError("another instance could not write its part"))
+        while self._writer.is_busy:
+            waits = self._writer.waits_for_others
+            # who waits for another instance is no excuse for it: poprun is to find one that is stuck
+            doing = (Phase.WAITING, "for the others' parts of a save") if waits else (Phase.BUSY, "waiting for a save")
+            with _beacon.during(*doing, 2 * self._timeout + 60):
+                while self._writer.is_busy and self._writer.waits_for_others == waits:
+                    self._writer.wait(_LOOK_EVERY)
+        self._report(self._first_of_all(self._writer.take_error()))
 
     def close(self) -> None:
         """Wait for the last save, and read it again to verify it. A second call does nothing.
@@ -362,6 +374,7 @@ class Checkpoints:
                 with _beacon.during(Phase.BUSY, "verifying a checkpoint", max(_beacon.LONG, self._timeout)):
                     self._verify(last)
         finally:
+            self._meetings.close()
             with contextlib.suppress(Exception):  # it has been waited for, and its errors are known
                 self._store.close()
 
@@ -381,6 +394,7 @@ class Checkpoints:
             return
         if jax.process_count() > 1:  # the others don't come any more
             self._is_open = False
+            self._meetings.close()
             failed = self._writer.take_error()
             if failed is not None:
                 error.add_note(f"and a save failed: {failed}")
@@ -409,6 +423,23 @@ class Checkpoints:
         if self._stops:
             raise CheckpointError(text, number) from error
         self._warn(text)
+
+    def _first_of_all(self, error: BaseException | None) -> BaseException | None:
+        """Return this instance's error, or else that of the first instance that has one, with its number and errno.
+
+        Communicates a number per instance, and the text of an error if there is one.
+        """
+        own, count = jax.process_index(), jax.process_count()
+        failed = np.asarray(popdist.all_reduce(np.eye(count)[own] * (error is not None), "sum", timeout=self._timeout))
+        if not failed.any():
+            return None
+        self._meetings.forget()
+        first = int(np.argmax(failed))
+        text, number = " ".join(str(error).split())[:_LONGEST], None if error is None else errno_of(error)
+        letter = np.frombuffer(f"{number or 0} {text}".encode()[: 2 * _LONGEST].ljust(2 * _LONGEST), np.uint8)
+        told = np.asarray(popdist.broadcast(letter, first, timeout=self._timeout)).tobytes().decode(errors="replace")
+        number, _, text = told.rstrip().partition(" ")
+        return error or CheckpointError(f"on instance {first}: {text}", int(number) or None)
 
     def _anywhere(self, here: bool) -> bool:
         """Return whether something is so on any instance."""

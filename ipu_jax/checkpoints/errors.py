@@ -25,13 +25,18 @@ class CheckpointWarning(UserWarning):
 def errno_of(error: BaseException) -> int | None:
     """Return the operating system's number of an error, also from the text of one of tensorstore's.
 
+    An error of ours that passes one on has its number.
+
     >>> errno_of(OSError(28, "No space left")), errno_of(ValueError("No space left on device [os_error_code='28']"))
     (28, 28)
+    >>> errno_of(CheckpointError("saving failed on instance 1", 28))
+    28
     """
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno is not None:
-            return seen.errno
+        number = getattr(seen, "errno", None)
+        if isinstance(number, int):
+            return number
         found = re.search(r"os_error_code='(\d+)'", str(seen))
         if found:
             return int(found[1])

@@ -20,7 +20,7 @@ Stream = Literal["stdout", "stderr"]
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Hold what a beacon says, with times in seconds on this host's monotonic clock."""
+    """Hold what a beacon says, with times in seconds on this host's monotonic clock; `aside` is a duration."""
 
     begun: int
     finished: int
@@ -30,6 +30,7 @@ class Progress:
     limit: float
     label: str
     first_at: float = 0.0
+    aside: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,7 @@ def progress_of(reading: Reading) -> Progress:
         limit=reading.limit,
         label=reading.label,
         first_at=reading.first_ns / 1e9,
+        aside=reading.aside_ns / 1e9,
     )
 
 

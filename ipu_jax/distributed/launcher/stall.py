@@ -152,8 +152,8 @@ class Judge:
             if steps > 1:  # since nobody has looked, all but the first, which may have been compiled, are alike
                 self._durations.append((after.finished_at - after.first_at) / (steps - 1))
                 self._median = None
-        # a phase that began between the two was something else than a step; the first step is followed by one at once
-        elif after.phase is Phase.STEPPING and after.phase_at <= before.finished_at + 0.05:
+        # what went mostly with something else, such as a save, is no measure of steps; each may read a batch, though
+        elif after.aside - before.aside <= (after.finished_at - before.finished_at) / 2:
             self._durations.append((after.finished_at - before.finished_at) / steps)
             self._median = None
 
@@ -170,6 +170,10 @@ class Judge:
             return False
         limit = self._compiling if progress.phase in _PREPARING else progress.limit
         return now - max(progress.phase_at, self._resumed_at) <= limit
+
+    def _is_any_silent(self) -> bool:
+        """Return whether an instance has told of nothing so far, although it can."""
+        return any(each.progress is not None and each.progress.phase is Phase.SILENT for each in self._watched.values())
 
     def _step_limit(self) -> tuple[float, str]:
         if self._stall is not None:
@@ -192,6 +196,9 @@ class Judge:
             return _Late(doing, in_phase, self._compiling, "--compile-timeout")
         if progress.phase in (Phase.BUSY, Phase.WAITING) and in_phase > progress.limit:
             what = f" {progress.label}" if progress.label else ""
+            if progress.phase is Phase.WAITING and not progress.begun and self._is_any_silent():
+                doing = f"has not come to its first step; another one waited{what}"
+                return _Late(doing, in_phase, progress.limit, "of who waits")
             doing = f"was busy{what and ' with'}{what}" if progress.phase is Phase.BUSY else f"waited{what}"
             return _Late(doing, in_phase, progress.limit, "its own limit", waits=False)
         if progress.phase is Phase.FAILED and in_phase > LEAST:

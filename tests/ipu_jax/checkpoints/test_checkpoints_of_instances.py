@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import resumed
+from support import failing_disks, resumed
 from support.instances import Results, run_instances
 
 
@@ -86,3 +86,17 @@ def test_an_instance_that_does_not_save_is_named_in_time(tmp_path):
     first, _ = run_instances(resumed.one_does_not_save, [1, 1], folder=str(tmp_path))
     assert "instance 1 of 2 did not come within 3 s" in str(first["error"])
     assert float(first["seconds"]) < 30
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_the_failing_disk_of_one_instance_is_told_to_all_at_once(tmp_path, victim):
+    both = run_instances(failing_disks.one_disk_fails, [1, 1], folder=str(tmp_path), victim=victim)
+    for number, found in enumerate(both):
+        error = str(found["error"])
+        assert error.startswith(f"saving {tmp_path}/step-0 failed, [Errno 27] File too large, of ")
+        assert (f"on instance {victim}: " in error) == (number != victim)
+        assert int(found["errno"]) == 27
+        assert float(found["seconds"]) < failing_disks.TIMEOUT / 5
+        assert int(found["calls"]) == int(both[0]["calls"]) < 1000, "not in the same step, or at the next save only"
+        assert not found["was sealed"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0"]  # the save after it

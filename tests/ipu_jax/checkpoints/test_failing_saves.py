@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,6 @@ import pytest
 
 from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, TrainOptions, make_train_step
 from ipu_jax.checkpoints import _folder
-
-# tensorstore calls back an event loop that orbax has closed after the error
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 BYTES = 400_000 * 4 + 4
 """Of the state: weights, and the number of the step."""
@@ -98,9 +96,8 @@ def test_a_disk_that_gets_full_meanwhile_leaves_the_last_good_checkpoint(small_d
     checkpoints.save(state_of(step, 1), now=True)
     checkpoints.wait()
     others = fill(small_disk, left)
-    checkpoints.save(state_of(step, 2), now=True)
-    with pytest.raises(CheckpointError) as raised:
-        checkpoints.close()
+    with pytest.raises(CheckpointError) as raised, checkpoints:
+        checkpoints.save(state_of(step, 2), now=True)
     assert raised.value.errno == 28
     assert f"saving {runs}/step-2 failed, [Errno 28] No space left on device, of {BYTES:,} bytes" in str(raised.value)
     assert str(raised.value).endswith("; the last good one is of step 1")
@@ -183,3 +180,24 @@ def test_a_save_after_one_that_failed_is_no_warning(tmp_path):
             (tmp_path / "elsewhere").rename(runs)
             checkpoints.save(state_of(step, 3), now=True)
     assert len([each for each in seen if each.category is CheckpointWarning]) == 1
+
+
+def test_a_callback_to_a_closed_loop_is_dropped_only_if_no_python_code_made_it():
+    code = """
+import asyncio, sys, weakref
+from ipu_jax.checkpoints import _echoes
+_echoes.drop_echoes()
+loop = asyncio.new_event_loop()
+loop.close()
+class Late:
+    pass
+def from_python(_):
+    loop.call_soon_threadsafe(print)
+for callback in (loop.call_soon_threadsafe, from_python):
+    late = Late()
+    kept = weakref.ref(late, callback)
+    del late
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("RuntimeError: Event loop is closed") == 1
+    assert "in from_python" in done.stderr

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, DynamicScale, TrainOptions, make_train_step
+from ipu_jax import CheckpointError, Checkpoints, DynamicScale, TrainOptions, _beacon, _compilations, make_train_step
 from ipu_jax.checkpoints import _due, _seal
 from ipu_jax.checkpoints._due import Due
 from ipu_jax.checkpoints._store import Store
@@ -342,3 +342,27 @@ def test_the_launcher_is_told_that_a_save_is_no_stuck_step(tmp_path, monkeypatch
     assert phase is _beacon.Phase.BUSY
     assert (reading.label, reading.limit) == ("beginning a save", 600.0)
     assert beacon.phase is _beacon.Phase.STEPPING
+
+
+def test_a_save_is_no_compilation_for_poprun(tmp_path, monkeypatch):
+    """Finding shapes traces a function: the beacon would say COMPILING until the next step, for which it may wait."""
+    beacon = _beacon.Beacon(tmp_path / "beacon")
+    monkeypatch.setattr(_beacon, "current", lambda: beacon)
+    phases = []
+    monkeypatch.setattr(
+        beacon, "enter", lambda phase, *rest: phases.append(phase) or type(beacon).enter(beacon, phase, *rest)
+    )
+    listener = _compilations._Compilations(beacon)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        step = step_of()
+        state = step.init(WEIGHTS)
+        with Checkpoints(tmp_path / "runs", step) as checkpoints:
+            checkpoints.save(state, now=True)
+            beacon.finished()
+            phases.clear()
+            checkpoints.save(step.restore({**step.whole(state), "step": 1}), now=True)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert _beacon.Phase.BUSY in phases
+    assert _beacon.Phase.COMPILING not in phases

@@ -167,3 +167,22 @@ def test_a_step_that_has_not_finished_is_not_counted(launched, monkeypatch):
     assert finished_after(3) == 2
     ready |= {2, 3}
     assert finished_after(4) == 4
+
+
+def test_a_beacon_says_how_long_it_has_done_something_else_until_its_last_step(tmp_path):
+    beacon = Beacon(tmp_path / "one")
+    beacon.begun()
+    beacon.finished()
+    first = read(tmp_path / "one")
+    with beacon.during(Phase.BUSY, "reading a batch"):
+        time.sleep(0.05)
+    between = read(tmp_path / "one")
+    time.sleep(0.05)
+    beacon.finished()
+    with beacon.during(Phase.BUSY, "saving"):
+        last = read(tmp_path / "one")
+    assert first is not None
+    assert between is not None
+    assert last is not None
+    assert between.aside_ns == first.aside_ns  # no step has finished since
+    assert 0.05e9 <= last.aside_ns - first.aside_ns < last.finished_ns - first.finished_ns - 0.04e9

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,8 +26,8 @@ from ipu_jax.distributed.launcher.stall import Judge
 from ipu_jax.distributed.launcher.supervisor import Outcome
 
 
-def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, first_at=0.0):
-    return Progress(begun, finished, finished_at, phase, phase_at, limit, "", first_at)
+def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, first_at=0.0, aside=0.0):
+    return Progress(begun, finished, finished_at, phase, phase_at, limit, "", first_at, aside)
 
 
 def judge_of(instances, stall=None, compiling=1800.0):
@@ -86,6 +87,18 @@ def test_who_waits_in_a_barrier_is_not_stuck_and_excuses_nobody():
     assert (late.instance, late.doing) == (0, "waited")
 
 
+def test_who_is_waited_for_before_the_first_step_is_named():
+    judge = judge_of(2)
+    for now in (50, 109):
+        beat(judge, 0, now, begun=0, finished=0, finished_at=0.0, phase=Phase.WAITING, phase_at=1.0, limit=110.0)
+        beat(judge, 1, now, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=0.5)
+        assert judge.verdict(now) is None
+    stuck = judge.verdict(112)
+    assert stuck is not None
+    assert (stuck.instance, stuck.limit) == (1, 110)
+    assert stuck.doing.startswith("has not come to its first step; another one waited")
+
+
 def test_a_program_that_tells_of_no_steps_may_run_for_ever():
     judge = judge_of(2)
     for i in range(2):
@@ -104,10 +117,20 @@ def test_a_time_in_which_it_did_something_else_is_no_step():
     judge = judge_of(1)
     end = stepped(judge, 1, 3, 1.0)
     # saving took 100 s; the phase has ended since, and began anew
-    beat(judge, 0, end + 101, begun=4, finished=4, finished_at=end + 101, phase_at=end + 100)
+    for finished, at in ((4, 101), (5, 202), (6, 303), (7, 404)):
+        beat(judge, 0, end + at, begun=finished, finished=finished, finished_at=end + at, aside=0.99 * at)
     assert judge.median_step() == pytest.approx(1.0)
-    beat(judge, 0, end + 103, begun=5, finished=5, finished_at=end + 103, phase_at=end + 100)
-    assert judge.median_step() == pytest.approx(1.0)
+
+
+def test_steps_that_each_read_a_batch_first_are_measured():
+    judge = judge_of(1)
+    for n in range(1, 40):  # the phase began anew in each step, for a moment
+        at: Any = {"finished_at": 30 + 0.5 * n, "phase_at": 30.01 + 0.5 * n, "aside": 30 + 0.01 * n}
+        beat(judge, 0, 30.02 + 0.5 * n, begun=n, finished=n, **at)
+    assert judge.median_step() == pytest.approx(0.5)
+    stuck = judge.verdict(30 + 0.5 * 39 + 5.2)
+    assert stuck is not None
+    assert "the median step" in stuck.rule
 
 
 def test_the_first_step_compiles_and_bounds_the_second():

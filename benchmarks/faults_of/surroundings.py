@@ -1,0 +1,230 @@
+"""Break what a run stands on: its disk, its checkpoints, its port, and the command line of one of its instances."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from faults_of.cases import check_end, resumed, says
+from faults_of.moments import moment_of
+from faults_of.trial import FOUND, GONE, PROGRAM, Result, Trial
+from faults_of.twin import SEAL
+
+DISK_BYTES: Final = 8 << 20
+"""Of the small disk: three checkpoints of 1.6 MB, and a bit more."""
+_MOST_LEFT: Final = 2 << 20
+
+
+class NoMountError(RuntimeError):
+    """Raised if this user may not mount a small disk."""
+
+
+def disk_full(trial: Trial, phase: str) -> Result | None:
+    """Fill a small disk at a random moment around a save; make room again; the same command resumes."""
+    twin = trial.twin
+    with small_disk(trial.checkpoints):
+        moment = moment_of(phase, twin, trial.dice)
+        left = trial.dice.randrange(_MOST_LEFT)
+        run = trial.start()
+        result = Result(f"{moment}, {left:,} bytes left")
+        result.bounds = {"found": twin.interval + FOUND, "gone": twin.interval + FOUND + GONE}
+        if not moment.wait_in(run, 0):
+            run.end()
+            return None
+        others = fill(trial.checkpoints, left)
+        at = time.monotonic()
+        gone_at = run.gone_at(0, 60)
+        if run.end() == 0:
+            return None  # all had been written
+        found = [seen for i in (0, 1) if (seen := run.seen(f"instance {i} exited with status 1")) is not None]
+        result.found = min(found) - at if found else None
+        result.gone = None if gone_at is None else gone_at - at
+        if run.process.returncode != 1:
+            result.problems.append(f"poprun ended with {run.process.returncode}, not 1")
+        pattern = (
+            rf"instance \d \(.*failed with CheckpointError: saving {trial.checkpoints}/step-\d+ failed, \[Errno 28\]"
+        )
+        if not any(says(line, pattern) for line in run.errors):
+            result.problems.append("poprun's report does not say that the disk is full")
+        trial.after(run, result)
+        others.unlink()
+        again = trial.start()
+        check_end(again, result)
+        trial.after(again, result)
+        resumed(trial, result, at, gone_at)
+        trial.at_the_end(result)
+        return result
+
+
+def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
+    """Stop a training by SIGTERM, damage its last checkpoint; the same command names it and takes the one before."""
+    moment = moment_of(phase, trial.twin, trial.dice)
+    run = trial.start()
+    if not moment.wait_in(run, 0):
+        run.end()
+        return None
+    run.process.send_signal(signal.SIGTERM)
+    gone_at = run.gone_at(None, 60)
+    status = run.end()
+    found = sorted(trial.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    if not found:
+        return None  # there was nothing to damage
+    how = tear(found[-1], trial)
+    result = Result(f"{moment}, {how}")
+    if status != 0 and not (status == 143 and phase == "end"):  # behind its `StopRequest`, a program just ends
+        result.problems.append(f"poprun ended with {status} after SIGTERM, not 0")
+    if gone_at is None:
+        result.problems.append("processes were left after SIGTERM")
+    again = trial.start()
+    check_end(again, result)
+    named = [line for line in again.errors if f"{found[-1]} cannot be restored" in line and "is skipped" in line]
+    if len(named) != 1:
+        result.problems.append(f"{len(named)} lines name the torn checkpoint")
+    trial.after(again, result, found[-1])
+    resumed(trial, result, gone_at or run.ended, gone_at)
+    trial.at_the_end(result, found[-1])
+    return result
+
+
+def port_taken(trial: Trial, phase: str) -> Result | None:
+    """Take the coordinator's port: a given one, before poprun starts; or its own choice, before instance 0 takes it."""
+    if phase == "given":
+        with listening() as port:
+            run = trial.start("--coordinator-port", str(port))
+            status = run.end()
+            result = Result("a given port", found=time.monotonic() - run.launched, bounds={"found": FOUND})
+        result.gone = result.found
+        if status != 2 or len(run.errors) != 1 or f"port {port} " not in run.errors[0]:
+            result.problems.append(f"poprun ended with {status} and said {run.errors}")
+        trial.after(run, result)
+        again = trial.start("--coordinator-port", str(port))
+        check_end(again, result)
+        trial.after(again, result)
+    else:
+        run = trial.start()
+        chosen = run.wait_for_error(r"attempt 0: .* coordinator 127\.0\.0\.1:(\d+)")
+        if chosen is None:
+            return None
+        time.sleep(trial.dice.uniform(0, 0.3))
+        try:
+            with listening(int(chosen[1])):
+                status = run.end()
+        except OSError:
+            run.end()
+            return None  # instance 0 was first
+        result = Result("a port that poprun chose")
+        meeting = [mark.time for mark in run.marks if mark.name == "meeting" and mark.instance == 0]
+        seen = run.seen("instance 0 exited with status 1")
+        result.found, result.bounds = None if seen is None else seen - meeting[0], {"found": FOUND}
+        if status or not any(says(line, "attempt 1: another port") for line in run.errors):
+            result.problems.append(f"poprun ended with {status}, and took no other port")
+        if not any(says(line, r"instance 0 .* PortTakenError: .*port \d+ ") for line in run.errors):
+            result.problems.append("poprun's report does not name the port")
+        trial.after(run, result)
+    trial.at_the_end(result)
+    return result
+
+
+def other_flags(trial: Trial, phase: str) -> Result | None:
+    """Give one instance another flag: it is refused by name before anything is trained; then start all alike."""
+    victim = trial.dice.randrange(2)
+    flag = trial.dice.choice(("--seed 1", f"--updates {trial.twin.updates + 1}", "--pause 0.02", "--width 128"))
+    script = f'exec {sys.executable} {PROGRAM} "$@" $(test $IPU_JAX_INSTANCE = {victim} && echo {flag})'
+    run = trial.start(program=["sh", "-c", script, "sh"])
+    gone_at = run.gone_at(0, 60) if run.wait_for_pid(0) else None
+    status = run.end()
+    result = Result(f"instance {victim} has {flag}", bounds={"found": FOUND, "gone": FOUND + GONE})
+    at = max((mark.time for mark in run.marks if mark.name == "meeting"), default=run.launched)
+    found = [seen for i in (0, 1) if (seen := run.seen(f"instance {i} exited with status 1")) is not None]
+    result.found = min(found) - at if found else None
+    result.gone = None if gone_at is None else gone_at - at
+    if status != 1 or not any(
+        says(line, r"instance \d .*InstancesDifferError: instance 1 has flags '.*', instance 0 has '")
+        for line in run.errors
+    ):
+        result.problems.append(f"poprun ended with {status}, and does not name the flags")
+    if list(trial.checkpoints.glob("*")):
+        result.problems.append("it has saved something")
+    trial.after(run, result)
+    again = trial.start()
+    check_end(again, result)
+    trial.after(again, result)
+    trial.at_the_end(result)
+    return result
+
+
+@contextlib.contextmanager
+def small_disk(at: Path) -> Iterator[None]:
+    """Mount a small disk of memory for the time of a `with` block.
+
+    Raises:
+        NoMountError: it is not allowed.
+    """
+    at.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(at)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+        why = done.stderr.strip() if done.returncode else ""
+    except OSError as error:
+        why = str(error)
+    if why:
+        raise NoMountError(f"a small disk cannot be mounted here, so that none can be filled: {why}; run it as root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def fill(disk: Path, left: int) -> Path:
+    """Take all room of a disk but so many bytes; return the file that has it."""
+    path = disk / "other data"
+    with path.open("wb") as file:
+        while (room := shutil.disk_usage(disk).free - left) > 0:
+            try:
+                os.posix_fallocate(file.fileno(), file.tell(), room)
+                file.seek(0, os.SEEK_END)
+            except OSError:
+                continue  # the training has written in between
+    return path
+
+
+def tear(checkpoint: Path, trial: Trial) -> str:
+    """Damage a checkpoint in a random way, and return how."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
+    file, how = trial.dice.choice(files), trial.dice.choice(("shortened", "one bit flipped", "half copied", "no seal"))
+    content = file.read_bytes()
+    at = trial.dice.randrange(len(content))
+    if how == "shortened":
+        file.write_bytes(content[:at])
+    elif how == "one bit flipped":
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << trial.dice.randrange(8)]) + content[at + 1 :])
+    elif how == "half copied":
+        for each in trial.dice.sample(files, (len(files) + 1) // 2):
+            each.unlink()
+    else:
+        (checkpoint / SEAL).unlink()
+    return f"{how}{f' in {file.relative_to(checkpoint)}' if how in ('shortened', 'one bit flipped') else ''}"
+
+
+@contextlib.contextmanager
+def listening(port: int = 0) -> Iterator[int]:
+    """Listen on a port of the loopback, as another program would."""
+    with socket.socket() as taker:
+        taker.bind(("127.0.0.1", port))
+        taker.listen()
+        yield taker.getsockname()[1]
+
+
+CASES: Final[dict[str, tuple[Callable[[Trial, str], Result | None], tuple[str, ...]]]] = {
+    "disk full": (disk_full, ("step", "save")),
+    "torn checkpoint": (torn_checkpoint, ("step", "save", "end")),
+    "port taken": (port_taken, ("given", "chosen")),
+    "one instance with other flags": (other_flags, ("start",)),
+}

@@ -1,0 +1,152 @@
+"""Hold what one run of one case needs, and what came out of it."""
+
+import dataclasses
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from faults_of.runs import Mark, Started
+from faults_of.twin import Twin, damaged_in, differences
+
+PROGRAM: Final = Path(__file__).with_name("training.py")
+EVERY, UPDATES = 12, 48
+COMPILE_TIMEOUT: Final = 30.0
+"""Seconds that starting and compiling may take, for poprun; its default of 30 minutes is too long for a case."""
+
+FOUND: Final = 1.0
+"""Seconds in which an instance that is dead or has failed is found."""
+GONE: Final = 2.0
+"""Seconds from there until all processes are gone: SIGTERM, 1.5 s, SIGKILL."""
+LOOKS: Final = 1.0
+"""Seconds in which poprun sees that a limit has passed."""
+
+
+@dataclasses.dataclass
+class Result:
+    """What one run showed. Times are seconds since the fault; None where there is nothing to measure.
+
+    Attributes:
+        moment: when the fault was made.
+        found, gone, resumed: until poprun saw it, until no process was left, and until the first step after it without
+            the time in which nothing ran.
+        lost: steps that were made again.
+        bounds: of these, by name.
+        problems: what was not as it must be, in words.
+    """
+
+    moment: str
+    found: float | None = None
+    gone: float | None = None
+    resumed: float | None = None
+    lost: int | None = None
+    bounds: dict[str, float] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def figures(self) -> str:
+        """Return the figures in words."""
+        values = {name: getattr(self, name) for name in ("found", "gone", "resumed", "lost")}
+        return ", ".join(f"{name} {value:.3g}" for name, value in values.items() if value is not None)
+
+    def judge(self) -> list[str]:
+        """Return the problems, and the figures that are outside their bounds."""
+        values = {name: getattr(self, name) for name in ("found", "gone", "resumed", "lost")}
+        over = [
+            f"{name} {value:.3g} > {self.bounds[name]:.3g}"
+            for name, value in values.items()
+            if value is not None and name in self.bounds and value > self.bounds[name]
+        ]
+        return [*self.problems, *over]
+
+
+@dataclasses.dataclass
+class Trial:
+    """One run of one case.
+
+    Attributes:
+        folder: for all that it writes; kept if it falls short.
+        twin: the undisturbed run.
+        cache: compiled programs, of earlier runs.
+        dice: what is random.
+        checkpoints: where the training saves.
+    """
+
+    folder: Path
+    twin: Twin
+    cache: Path
+    dice: random.Random
+    started: list[Started] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.checkpoints = self.folder / "checkpoints"
+
+    def start(
+        self,
+        *options: str,
+        restarts: int = 0,
+        cold: bool = False,
+        fault: dict[str, Any] | None = None,
+        program: Sequence[str] | None = None,
+    ) -> Started:
+        """Start poprun with the training; the same folder of checkpoints each time."""
+        name = f"run-{len(self.started)}"
+        cache = self.folder / "cache" if cold else self.cache
+        command = [
+            *poprun_words(cache),
+            *(["--max-restarts", str(restarts)] if restarts else []),
+            *options,
+            *(program or [sys.executable, str(PROGRAM)]),
+            *flags(self.checkpoints),
+        ]
+        variables = {"FAULT": json.dumps(fault)} if fault else {}
+        self.started.append(Started(command, self.folder, name, variables))
+        return self.started[-1]
+
+    def after(self, run: Started, result: Result, torn: Path | None = None) -> None:
+        """Check what a run that has ended has left: no process, no run folder, no corrupt file but one that we tore."""
+        if run.gone_at(None, 3) is None:
+            result.problems.append(f"processes {sorted(run.processes())} are left")
+            run.kill_all()
+        if left := run.left_over():
+            result.problems.append(f"run folders {left} are left")
+        found = [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
+        result.problems += [wrong for wrong in found if not _is_of_a_killed_save(wrong)]
+
+    def at_the_end(self, result: Result, torn: Path | None = None) -> None:
+        """Check what all runs together have computed, and that no checkpoint is damaged, but for one that we tore.
+
+        One without a seal may be there, which a save at SIGTERM that was killed has left: each resume names it.
+        """
+        result.problems += differences(self.twin, self.marks())
+        found = [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
+        result.problems += [wrong for wrong in found if not wrong.endswith("has no seal")]
+        may_skip = "left over|was not finished" if torn is None else f"{torn} "
+        said = [line for run in self.started for line in run.errors]
+        for line in said:
+            if "is skipped" in line and not re.search(may_skip, line):
+                result.problems.append(f"a checkpoint was skipped: {line}")
+            if "Event loop is closed" in line:
+                result.problems.append(f"a stray traceback: {line}")
+
+    def marks(self) -> list[Mark]:
+        """Return the marks of all runs."""
+        return [mark for run in self.started for mark in run.marks]
+
+
+def poprun_words(cache: Path) -> list[str]:
+    """Return poprun's options for two instances of a replica each."""
+    sizes = ["--num-replicas", "2", "--num-instances", "2", "--ipus-per-replica", "1"]
+    limits = ["--compile-timeout", str(COMPILE_TIMEOUT)]
+    return ["-v", *sizes, *limits, "--executable-cache-path", str(cache)]
+
+
+def flags(checkpoints: Path) -> list[str]:
+    """Return the flags of the training."""
+    return ["--folder", str(checkpoints), "--every", str(EVERY), "--updates", str(UPDATES)]
+
+
+def _is_of_a_killed_save(wrong: str) -> bool:
+    return wrong.endswith(("has no seal", "is left over"))

@@ -1,0 +1,38 @@
+"""Let the disk of one instance fail while those of the others are fine: by the limit of a process for its files."""
+
+import resource
+import time
+
+import jax
+import numpy as np
+
+from ipu_jax import CheckpointError, Checkpoints
+from support import resumed
+from support.instances import Results
+
+TIMEOUT = 100.0
+
+
+def one_disk_fails(folder: str, victim: int) -> Results:
+    """Save while one instance may write no file, go on until that is told, and save when it may write again."""
+    step = resumed.step_for(resumed.TOPOLOGIES["basic"])
+    state = resumed.first_state(step)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(folder, step, timeout=TIMEOUT) as checkpoints:
+        if jax.process_index() == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+        began, calls = time.monotonic(), 0
+        try:
+            checkpoints.save(state, now=True)
+            for calls in range(2000):  # noqa: B007 (used below)
+                checkpoints.due(state, updates=0)
+                time.sleep(0.01)
+            message, errno = "none", 0
+        except CheckpointError as error:
+            message, errno = str(error), error.errno or 0
+        seconds = time.monotonic() - began
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        last = checkpoints.last
+        checkpoints.save(state, now=True)
+    found = {"error": message, "errno": errno, "seconds": seconds, "calls": calls, "was sealed": last is not None}
+    return {name: np.array(value) for name, value in found.items()}
