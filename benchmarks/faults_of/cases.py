@@ -66,7 +66,8 @@ def struck(blow: Blow, trial: Trial, phase: str) -> Result | None:
     if at is None:
         run.end()
         return None
-    gone_at = run.gone_at(0, 60)
+    result.bounds = bounds_of(blow, fault["mark"] if fault else phase, twin)
+    gone_at = run.gone_at(0, result.bounds["gone"] + 60)
     status = run.end()
     at = at if isinstance(blow.how, signal.Signals) else _mark(run, "fault").time
     found_at = run.seen(f"instance {victim} {blow.seen}")
@@ -75,7 +76,8 @@ def struck(blow: Blow, trial: Trial, phase: str) -> Result | None:
         found_at = run.seen(f"instance {1 - victim} exited with status 1")
     result.found = None if found_at is None else found_at - at
     result.gone = None if gone_at is None else gone_at - at
-    result.bounds = bounds_of(blow, fault["mark"] if fault else phase, twin)
+    if gone_at is None:
+        result.problems.append("some processes were still there a minute after the bound")
     expected = 0 if restarts else 1 if meets else blow.status
     if status != expected:
         result.problems.append(f"poprun ended with {status}, not {expected}")
@@ -111,6 +113,8 @@ def poprun_killed(trial: Trial, phase: str) -> Result | None:
     if run.end() == 0:
         return None
     result.gone = None if gone_at is None else gone_at - at
+    if gone_at is None:
+        result.problems.append("some processes were still there after 20 s")
     trial.after(run, result)
     again = trial.start(cold=cold)
     check_end(again, result)

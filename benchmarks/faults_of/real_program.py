@@ -85,6 +85,8 @@ def _kill(run: Started, pid: int, result: Result, victim: int) -> None:
     seen = run.seen(f"instance {victim} was ended by SIGKILL")
     result.found = None if seen is None else seen - at
     result.gone = None if gone_at is None else gone_at - at
+    if gone_at is None:
+        result.problems.append("some processes were still there after a minute")
     result.bounds = {"found": FOUND, "gone": FOUND + GONE, "lost": 2 * EVERY}
     report = (
         rf"^poprun: instance {victim} \(.*last finished step (\d+)\) was ended by SIGKILL|instance {victim} \(.*SIGKILL"
