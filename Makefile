@@ -18,7 +18,7 @@ RANDOM_FLAGS ?=
 FINGERPRINT := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all random mnist bench format clean
+.PHONY: help venv test test-all coverage random api mnist bench format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -65,8 +65,20 @@ test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctes
 test-all: PYTEST_FLAGS += --slow=all
 test-all: test ## the same with every slow test, an hour or two
 
+coverage: $(STAMP) ## run the tests, and check that they run 90% of the lines of each package
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m coverage combine --quiet
+	@short=''; for package in ipu_jax sharded_ops mnist_example; do \
+	    echo "== $$package"; $(BIN)/python -m coverage report --include="$$package/*" --fail-under=90 || short="$$short $$package"; \
+	done; \
+	if [ -n "$$short" ]; then echo "Less than 90% of the lines:$$short" >&2; exit 1; fi
+
 random: $(STAMP) ## try random programs against dense ones for MINUTES (60)
 	$(BIN)/python tests/random_programs/run.py --minutes $(MINUTES) $(RANDOM_FLAGS)
+
+api: $(STAMP) ## list the public names and signatures anew, in tests/project/public_api.txt
+	$(BIN)/python tests/support/public_api.py
 
 mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two epochs
 	$(BIN)/run-sharded-mnist --pipeline-mode concurrent --epochs 2 $(MNIST_FLAGS)
@@ -82,5 +94,5 @@ format: $(STAMP) ## rewrite the code as ruff wants it
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
