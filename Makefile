@@ -13,6 +13,8 @@ PYTEST_FLAGS ?= -n 2
 # Of random programs: how long, and more flags for tests/random_programs/run.py, such as --kind ops or --seed 7.
 MINUTES ?= 60
 RANDOM_FLAGS ?=
+# For benchmarks/run_all.py, such as --only pipeline memory, --limit 600 or --no-pictures.
+BENCH_FLAGS ?=
 
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.
 FINGERPRINT := $(CURDIR)
@@ -83,11 +85,8 @@ api: $(STAMP) ## list the public names and signatures anew, in tests/project/pub
 mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two epochs
 	$(BIN)/run-sharded-mnist --pipeline-mode concurrent --epochs 2 $(MNIST_FLAGS)
 
-bench: $(STAMP) ## run every benchmark and check its bounds
-	@short=''; for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do \
-	    echo "== $$script"; $(BIN)/python "$$script" --check || short="$$short $$script"; \
-	done; \
-	if [ -n "$$short" ]; then echo "Fell short:$$short" >&2; exit 1; fi
+bench: $(STAMP) ## run every benchmark, rewrite benchmarks/RESULTS.md, and check the bounds
+	$(BIN)/python benchmarks/run_all.py $(BENCH_FLAGS)
 
 format: $(STAMP) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
