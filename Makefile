@@ -20,7 +20,7 @@ BENCH_FLAGS ?=
 FINGERPRINT := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all coverage random api mnist bench format clean
+.PHONY: help venv test test-all coverage random api mnist bench docs docs-serve format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -39,7 +39,7 @@ ifdef REMAKE
 endif
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## set up .venv with everything installed
 
@@ -88,10 +88,17 @@ mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two e
 bench: $(STAMP) ## run every benchmark, rewrite benchmarks/RESULTS.md, and check the bounds
 	$(BIN)/python benchmarks/run_all.py $(BENCH_FLAGS)
 
+docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'Open site/index.html, or for the search: make docs-serve'
+
+docs-serve: $(STAMP) ## show the documentation at http://127.0.0.1:8000 while you write it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 format: $(STAMP) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

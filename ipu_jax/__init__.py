@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ipu_jax.distributed import popdist
     from ipu_jax.distributed.stopping import StopRequest
     from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
+    from ipu_jax.observe.runs.log import RunLog, RunLogWarning
+    from ipu_jax.observe.runs.report import write_report
     from ipu_jax.observe.tracing.errors import TraceError
     from ipu_jax.observe.tracing.recording import Recording, trace
     from ipu_jax.observe.tracing.report import TraceReport
@@ -81,6 +83,8 @@ __all__ = [
     "Reduction",
     "Replicas",
     "Restored",
+    "RunLog",
+    "RunLogWarning",
     "Saved",
     "Schedule",
     "Sharded",
@@ -121,6 +125,7 @@ __all__ = [
     "replicate",
     "trace",
     "verify",
+    "write_report",
 ]
 
 __getattr__, __dir__ = names_on_demand(__name__, __file__)

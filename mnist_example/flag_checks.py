@@ -46,6 +46,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--compare draws with matplotlib, which is not installed: pip install 'ipu-jax[plots]'")
         check_picture("--plot", args.plot or PICTURE)
     _check_saving(args)
+    _check_watching(args)
     check_pictures(args)
     if args.trace_steps is not None and args.trace is None:
         raise ValueError("--trace-steps are those of --trace: give both, or neither")
@@ -55,6 +56,23 @@ def check_flags(args: argparse.Namespace) -> None:
         writable_folder("--trace", args.trace)
     if args.executable_cache is not None:
         writable_folder("--executable-cache", args.executable_cache)
+
+
+def _check_watching(args: argparse.Namespace) -> None:
+    for name in ("report", "log_file", "tensorboard"):
+        if getattr(args, name) is not None and args.compare:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is about one training, and --compare makes two: give it with one --pipeline-mode")
+    if args.report is not None:
+        check_picture("--report", args.report, (".html",))
+    if args.log_file is not None:
+        check_picture("--log-file", args.log_file, (".jsonl",))
+    if args.tensorboard is not None:
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise ValueError(
+                "--tensorboard needs tensorboardX, which is not installed: pip install 'ipu-jax[tensorboard]'"
+            )
+        writable_folder("--tensorboard", args.tensorboard)
 
 
 def _check_saving(args: argparse.Namespace) -> None:

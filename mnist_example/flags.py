@@ -228,6 +228,28 @@ def make_parser(prog: str, description: str) -> Parser:
     add("--run-single-step", action="store_true", help="stop after one weight update, to see that all works")
     add("--no-progress", action="store_true", help="no progress bar; there is one on a terminal only, anyway")
 
+    watching = parser.add_argument_group("watching")
+    add = watching.add_argument
+    add(
+        "--report",
+        type=flag_types.path,
+        metavar="FILE.html",
+        help="at the end, write a page with losses, accuracy, speed, the schedule, memory, flags, and with --trace the "
+        "timeline: one file that opens anywhere",
+    )
+    add(
+        "--log-file",
+        type=flag_types.path,
+        metavar="FILE.jsonl",
+        help="write all figures there, a line of JSON for each device call; a file that is there is gone on with",
+    )
+    add(
+        "--tensorboard",
+        type=flag_types.path,
+        metavar="FOLDER",
+        help="write TensorBoard's files there; needs the extra tensorboard",
+    )
+
     saving = parser.add_argument_group(
         "saving", "With --checkpoint-dir, SIGTERM saves and ends the training; the same command goes on from there."
     )

@@ -45,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mnist_example import training_run
 
         trainers = training_run.make_trainers(args, batches)
+        record = training_run.RunRecord(args)
     except (ValueError, OSError) as error:
         parser.refuse(instances.explained(error))
-    return training_run.train_and_compare(args, trainers, data)
+    return training_run.train_and_compare(args, trainers, data, record)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, StopRequest
 from mnist_example.feeding import position_after
 from mnist_example.instances import is_first
 from mnist_example.progress import LossLines, say
+from mnist_example.recording import RunRecord
 from mnist_example.train import Trainer
 
 _MINUTES: Final = 10.0
@@ -32,6 +33,7 @@ class Saver:
         args: the flags.
         trainer: the training.
         lines: its printed lines, which are saved and restored with it.
+        record: of what happens.
 
     Attributes:
         done: updates that were made so far.
@@ -40,9 +42,10 @@ class Saver:
 
     """
 
-    def __init__(self, args: argparse.Namespace, trainer: Trainer, lines: LossLines):
+    def __init__(self, args: argparse.Namespace, trainer: Trainer, lines: LossLines, record: RunRecord):
         self.done, self.skipped, self.is_stopped = 0, 0, False
-        self._trainer, self._lines, self._resume = trainer, lines, args.resume or "auto"
+        self._saved = -1
+        self._trainer, self._lines, self._record, self._resume = trainer, lines, record, args.resume or "auto"
         self._extra = {"learning rate": args.learning_rate}
         every, minutes = args.checkpoint_every, args.checkpoint_minutes
         if every is None and minutes is None:
@@ -80,6 +83,7 @@ class Saver:
         self._lines.restore(found.extra["lines"])
         self._trainer.go_to(position_after(self._trainer.batches, self.done))
         onto = "" if found.topology == "same" else ", onto other IPUs or other places of the stages"
+        self._record.resumed(found.step, found.path)
         say(f"Resumed from {found.path}, after {self.done:,} updates{onto}")
         for name, value in self._extra.items():
             if found.extra.get(name, value) != value:
@@ -102,12 +106,14 @@ class Saver:
         return self.is_stopped
 
     def save(self, state: TrainState) -> None:
-        """Save now, unless this state is saved already. All calls have been reported."""
-        if self._checkpoints.last == self.done:
+        """Save now, unless a save of this state has begun already. All calls have been reported."""
+        if self._saved == self.done:
             return
         position = position_after(self._trainer.batches, self.done)
         extra = {**self._extra, "lines": self._lines.state(), "skipped": self.skipped}
-        self._checkpoints.save(state, position, extra=extra, now=True)
+        if self._checkpoints.save(state, position, extra=extra, now=True):
+            self._saved = self.done
+            self._record.saved(self.done, self._checkpoints.folder)
 
     def describe_stop(self) -> str:
         """Return a line for a training that SIGTERM has stopped, once its last save is sealed."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax import Recording, TraceError, trace
+from ipu_jax import Recording, Timeline, TraceError, trace
 from mnist_example.batches import Batches
 from mnist_example.flag_checks import updates_of
 from mnist_example.instances import is_first
@@ -34,6 +34,7 @@ class Tracing:
 
     Attributes:
         has_failed: whether there is no trace, after all; the reason was printed.
+        timeline: what was recorded; None before, and without a folder.
 
     Raises:
         ValueError: the folder cannot be written to, or the devices are not those of a CPU.
@@ -42,6 +43,7 @@ class Tracing:
     def __init__(self, folder: Path | None = None, steps: int = 3, say: Callable[[str], object] = print):
         self._say = say
         self.has_failed = False
+        self.timeline: Timeline | None = None
         self._recording: Recording | None = None if folder is None else trace(folder, steps=steps)
         self._is_warm, self._recorded = False, 0
 
@@ -94,6 +96,7 @@ class Tracing:
             if is_first():
                 print(f"run-sharded-mnist: --trace: {error}", file=sys.stderr)
             return
+        self.timeline = recording.timeline
         self._say(f"{recording.report}\nTrace: {recording.path}, for https://ui.perfetto.dev")
 
 

@@ -28,6 +28,7 @@ from ipu_jax import (
     Half,
     OnNonFinite,
     Pipeline,
+    PipelineReport,
     Precision,
     TrainOptions,
     TrainState,
@@ -185,14 +186,17 @@ class Trainer:
 
     def explain(self, state: TrainState) -> str:
         """Return the schedule as text, and a table of what each IPU stores, computes and sends. Nothing is compiled."""
+        return f"{self.pipeline.schedule}\n{self.needs(state)}"
+
+    def needs(self, state: TrainState) -> PipelineReport:
+        """Return what each IPU stores, computes and sends. Nothing is compiled."""
         shape = (*self._micro_batches, *self.batches.images.shape[1:])
         like = self.feed.like
         batch = {
             "images": jax.ShapeDtypeStruct(shape, like["images"].dtype),
             "labels": jax.ShapeDtypeStruct(self._micro_batches, like["labels"].dtype),
         }
-        report = self.pipeline.report(state.params, batch, state.stages, compile=False)
-        return f"{self.pipeline.schedule}\n{report}"
+        return self.pipeline.report(state.params, batch, state.stages, compile=False)
 
     def go_to(self, position: Mapping[str, int]) -> None:
         """Let the feed go on from what its `state()` returned."""

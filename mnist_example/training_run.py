@@ -22,6 +22,7 @@ from mnist_example.instances import end_together, is_first
 from mnist_example.layouts import Mode
 from mnist_example.network import network_of
 from mnist_example.progress import LossLines, progress_bar, say, shows_progress, spinner
+from mnist_example.recording import RunRecord
 from mnist_example.saving import ResumeError, Saver
 from mnist_example.schedule_pictures import SchedulePictures
 from mnist_example.tracing import tracings_of
@@ -66,13 +67,22 @@ def _make_pipeline(args: argparse.Namespace, mode: Mode, ipus: int) -> Pipeline:
     )
 
 
-def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], data: MNIST) -> int:
+def train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], data: MNIST, record: RunRecord) -> int:
     """Train in each mode, with --compare tell and draw how far the losses are apart, and return the exit status."""
+    with record.kept():
+        status = _train_and_compare(args, trainers, data, record)
+    return status or record.status
+
+
+def _train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], data: MNIST, record: RunRecord) -> int:
     pictures = SchedulePictures(args)
     try:
         with ExecutableCache(args.executable_cache) if args.executable_cache else contextlib.nullcontext() as cache:
-            losses = {mode: train(args, mode, trainer, data, cache, pictures) for mode, trainer in trainers.items()}
+            losses = {
+                mode: train(args, mode, trainer, data, cache, pictures, record) for mode, trainer in trainers.items()
+            }
     except (DivergedError, ResumeError, CheckpointError) as error:
+        record.failed(error)
         if is_first():
             print(f"run-sharded-mnist: {error}", file=sys.stderr)
         end_together()
@@ -100,6 +110,7 @@ def train(
     data: MNIST,
     cache: ExecutableCache | None,
     pictures: SchedulePictures,
+    record: RunRecord,
 ) -> _Losses:
     """Train in one mode and print the lines of that run; return the loss of every update."""
     pipeline, batches, network = trainer.pipeline, trainer.batches, network_of(args.model)
@@ -113,9 +124,10 @@ def train(
     )
     shown = shows_progress(args.no_progress)
     lines = LossLines(per_epoch)
-    saver = Saver(args, trainer, lines) if args.checkpoint_dir else None
+    saver = Saver(args, trainer, lines, record) if args.checkpoint_dir else None
     with saver.running() if saver else contextlib.nullcontext():
         state = trainer.init(network.init_params(args.seed), network.init_state())
+        record.start(mode, trainer, state, total)
         if saver:
             state = saver.restore(state)
         if args.explain:
@@ -124,15 +136,17 @@ def train(
         if done < total:
             with spinner("Compiling") if shown else contextlib.nullcontext():
                 seconds = trainer.compile(state)
+            record.compiled(seconds)
             found = f"; schedule auto chose {_found_name(pipeline)}" if args.pipeline_schedule == "auto" else ""
             say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
         if done < total or args.pipeline_schedule != "auto":
             pictures.draw(mode, pipeline.schedule)  # under "auto" it is known only now
         with trainer.feed, trainer.tracing, progress_bar(shown=shown) as progress:
             bar = progress.add_task(mode, total=total, completed=done, images=batches.images_per_update)
-            result = _train_on(trainer, state, data, range(done, total), lines, saver, progress, bar)
+            result = _train_on(trainer, state, data, range(done, total), lines, saver, record, progress, bar)
     if saver and saver.is_stopped:
         say(saver.describe_stop())
+        record.stopped(saver.describe_stop())
         return result.losses
     images, new = (count * batches.images_per_update for count in (max(done, total), len(result.losses)))
     if new:
@@ -168,6 +182,7 @@ def _train_on(
     updates: range,
     lines: LossLines,
     saver: Saver | None,
+    record: RunRecord,
     progress: Progress,
     bar: TaskID,
 ) -> _Result:
@@ -185,6 +200,7 @@ def _train_on(
         for text in call.nonfinite:
             say(f"Skipped {text}")
         lines.add(call)
+        record.call(call)
         progress.update(bar, completed=call.updates)
 
     after_call = saver.after_call if saver else None
@@ -200,6 +216,7 @@ def _train_on(
         lines.end(epoch + last / per_epoch)
         result.accuracy = trainer.accuracy(state, data.test_images, data.test_labels)
         say(f"Epoch {epoch + last / per_epoch:.1f}, Test accuracy: {result.accuracy:.2%}")
+        record.accuracy(epoch * per_epoch + last, epoch + last / per_epoch, result.accuracy)
     if not updates:
         result.accuracy = trainer.accuracy(state, data.test_images, data.test_labels)
     result.losses = np.concatenate(losses)

@@ -14,6 +14,7 @@ from mnist_example import inputs, model, saving, training_run
 from mnist_example.data import synthetic_mnist
 from mnist_example.flags import make_parser, parse
 from mnist_example.progress import LossLines
+from mnist_example.recording import RunRecord
 from mnist_example.run_sharded_mnist import main
 from mnist_example.saving import Saver
 
@@ -66,7 +67,7 @@ def saved_in(folder, flags):
     args = parse(make_parser("run-sharded-mnist", ""), [*flags, "--checkpoint-dir", str(folder)])
     _, batches = inputs.prepare(args, args.ipus)
     (trainer,) = training_run.make_trainers(args, batches).values()
-    saver = Saver(args, trainer, LossLines(batches.updates_per_epoch))
+    saver = Saver(args, trainer, LossLines(batches.updates_per_epoch), RunRecord(args))
     network = training_run.network_of(args.model)
     state = saver.restore(trainer.init(network.init_params(args.seed), network.init_state()))
     return jax.tree.leaves_with_path(trainer.step.whole(state)), saver.done

@@ -155,7 +155,7 @@ def test_every_flag_reaches_the_training(monkeypatch, few_digits):
     flags = "--ipus 5 --batch-size 2 --gradient-accumulation-count 3 --learning-rate 0.5 --reduction mean --seed 7"
     flags += " --no-shuffle --precision 16.32 --pipeline-schedule sequential --repeat-count 4 --epochs 0.5"
     assert main([*SYNTHETIC, *flags.split()]) == 0
-    ((args, mode, trainer, data, cache, _),) = runs
+    ((args, mode, trainer, data, cache, *_),) = runs
     assert cache is None
     pipeline, batches = trainer.pipeline, trainer.batches
     assert (mode, pipeline.ipus, pipeline.schedule.name) == ("concurrent", 5, "sequential")

@@ -15,8 +15,11 @@ SCHEDULES: dict[Mode, Schedule] = {
 }
 
 
+UNUSED = ("plot", "executable_cache", "log_file", "tensorboard", "report")
+
+
 def flags(**given):
-    return argparse.Namespace(**({"compare": False, "plot": None, "executable_cache": None} | given))
+    return argparse.Namespace(**(dict.fromkeys(UNUSED) | {"compare": False} | given))
 
 
 def test_with_compare_each_mode_has_a_picture_of_its_own(capsys, tmp_path):
@@ -37,7 +40,7 @@ def test_a_png_file_is_one(tmp_path):
 def test_a_picture_that_cannot_be_written_ends_in_74_after_the_training(capsys, tmp_path, monkeypatch):
     trained = []
 
-    def train(args, mode, trainer, data, cache, pictures):
+    def train(args, mode, trainer, data, cache, pictures, record):
         pictures.draw(mode, SCHEDULES[mode])
         trained.append(mode)
 
@@ -46,7 +49,7 @@ def test_a_picture_that_cannot_be_written_ends_in_74_after_the_training(capsys, 
     args = flags(plot_schedule=tmp_path / "s.svg")
     trainers: Any = {"basic": None}
     data: Any = None
-    assert training_run.train_and_compare(args, trainers, data) == 74
+    assert training_run.train_and_compare(args, trainers, data, training_run.RunRecord(args)) == 74
     assert trained == ["basic"]
     line = f"run-sharded-mnist: --plot-schedule {tmp_path}/s.svg was not drawn (Is a directory)\n"
     assert capsys.readouterr() == ("", line)

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -174,7 +175,7 @@ def test_no_import_goes_in_a_circle(package):
 def owner_of_private(name: str) -> str | None:
     """Return the folder to which a dotted name is private: `a.b` for `a.b._c.d`, None for `a.b.c`."""
     parts = name.split(".")
-    return next((".".join(parts[:i]) for i, part in enumerate(parts) if part.startswith("_")), None)
+    return next((".".join(parts[:i]) for i, part in enumerate(parts) if re.match("_[^_]", part)), None)
 
 
 def test_what_is_private_is_imported_in_its_own_folder_only():

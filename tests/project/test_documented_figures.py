@@ -113,6 +113,16 @@ def test_the_memory_page_has_every_case():
     assert len({row[:3] for row in ROWS}) == len(ROWS) == 30
 
 
+MEASURED_PAGE = (documents.ROOT / "docs/measured.md").read_text()
+
+
+def test_the_figures_of_the_measured_page_are_those_of_the_benchmarks():
+    rows = re.findall(r"^\| (.*) \| (\d+\.\d\d) \|$", MEASURED_PAGE, re.MULTILINE)
+    assert len(rows) >= 25
+    for name, value in rows:
+        assert f"{BENCHMARKS[name]:.2f}" == value, name
+
+
 def test_the_collectives_of_the_cross_entropies_are_as_many_as_shown(monkeypatch):
     for name, small in {"TOKENS": 8, "FEATURES": 4, "VOCABULARY": 6}.items():
         monkeypatch.setattr(cross_entropy, name, small)

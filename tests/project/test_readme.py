@@ -28,6 +28,12 @@ def test_the_library_example_is_about_20_statements():
     assert len(lines) <= 24
 
 
+def test_the_readme_is_a_screen_and_an_example():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 85
+    assert text.index("pipelined-step.svg") < text.index("```python")
+
+
 def test_the_readme_opens_with_the_two_commands():
     first_block = README.read_text().split("```")[1]
     assert [line.split("#")[0].split() for line in first_block.splitlines()[1:] if line] == [

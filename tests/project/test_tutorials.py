@@ -11,7 +11,9 @@ GUIDES = [
     documents.ROOT / f"docs/{name}.md"
     for name in ("sharded-ops", "losses", "popdist", "weights", "checkpoints", "traces")
 ]
-TRAINING = documents.ROOT / "docs/training.md"
+OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("training", "how-to")]
+# They need no device, and are read first.
+QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("concepts", "runs")]
 
 
 def test_there_are_tutorials():
@@ -23,10 +25,15 @@ def test_there_are_tutorials():
     "path",
     [
         *(pytest.param(path, marks=pytest.mark.slow(sampled=path.stem != "gpt"), id=path.stem) for path in TUTORIALS),
-        pytest.param(TRAINING, id=TRAINING.stem),
+        *(pytest.param(path, id=path.stem) for path in OTHERS),
     ],
 )
 def test_a_tutorial_runs_and_prints_what_it_shows(path: Path):
+    _runs_and_prints_what_it_shows(path)
+
+
+@pytest.mark.parametrize("path", QUICK, ids=lambda path: path.stem)
+def test_a_page_without_devices_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)
 
 
@@ -42,6 +49,18 @@ def _runs_and_prints_what_it_shows(path: Path):
         end = documents.where_shown(shown, rest)
         assert end is not None, f"{path.name} shows\n{shown}\nbut prints\n{printed}"
         rest = rest[end:]
+
+
+def test_every_page_with_code_is_run():
+    """`python` marks what is run; code that is not complete is `py`."""
+    elsewhere = {documents.ROOT / "docs/pictures.md"}  # it writes files, which the test of pictures compares
+    with_code = {path for path in (documents.ROOT / "docs").rglob("*.md") if documents.blocks(path, "python")}
+    assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK, *elsewhere}
+
+
+def test_the_flax_model_becomes_a_pipeline_in_40_lines():
+    _, *blocks = documents.blocks(documents.ROOT / "docs/tutorials/flax.md", "python")
+    assert len([line for block in blocks for line in block.splitlines() if line.strip()]) < 40
 
 
 def test_shown_output_is_what_stands_right_behind_code(tmp_path: Path):

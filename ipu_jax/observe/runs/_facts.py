@@ -64,8 +64,9 @@ def summary(events: Events) -> dict[str, str]:
 
 
 def flags(events: Events) -> dict[str, str]:
-    """Return the flags of the last start, as texts."""
-    return {name: _text(value) for name, value in last(events, "start").get("flags", {}).items()}
+    """Return the flags of the last start that have a value, as texts."""
+    found = last(events, "start").get("flags", {})
+    return {name: _text(value) for name, value in found.items() if value is not None}
 
 
 def versions(events: Events) -> dict[str, str]:
@@ -109,7 +110,10 @@ def _words(event: Mapping[str, Any]) -> str:
     said = {key: value for key, value in event.items() if key not in ("event", "time", "flags", "versions", "seconds")}
     if event["event"] == "start":
         said = {key: said[key] for key in ("attempt", "command") if key in said}
-    return "; ".join(f"{key.replace('_', ' ')} {_text(value)}" for key, value in said.items())
+    bare = ("reason", "error", "path", "folder")
+    return "; ".join(
+        _text(value) if key in bare else f"{key.replace('_', ' ')} {_text(value)}" for key, value in said.items()
+    )
 
 
 def _text(value: Any) -> str:

@@ -30,6 +30,7 @@ function curve(name, points) {
   let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   if (x0 === x1) { x0 -= 1; x1 += 1; }
   if (y0 === y1) { y0 -= Math.abs(y0) / 10 || 1; y1 += Math.abs(y1) / 10 || 1; }
+  if (name === "accuracy") y1 = Math.min(y1, 1);
   const x = v => left + (v - x0) / (x1 - x0) * (width - left - right);
   const y = v => height - bottom - (v - y0) / (y1 - y0) * (height - top - bottom);
   for (let k = 0; k <= 4; k++) {
@@ -85,9 +86,12 @@ function timeline(shown) {
         pen.fillRect(a, top(k) + inner, b - a, rowHeight - 2 * inner);
         if (slice === hovered) { pen.strokeStyle = style("--ink"); pen.lineWidth = 2; pen.strokeRect(a + 1, top(k) + 1, Math.max(b - a - 2, 1), rowHeight - 2); }
         else if (b - a > 3) { pen.strokeStyle = style("--paper"); pen.lineWidth = 1; pen.strokeRect(a, top(k) + inner, b - a, rowHeight - 2 * inner); }
-        if (b - a > pen.measureText(name).width + 6 && kind !== "collective") {
-          pen.globalAlpha = 1; pen.fillStyle = "#000000"; pen.fillText(name, a + 3, top(k) + rowHeight / 2);
-        }
+      }
+      pen.globalAlpha = 1; pen.fillStyle = "#000000";
+      for (const [kind, name, start, length] of row.slices) {
+        const a = x(start);
+        if (kind !== "collective" && x(start + length) - a > pen.measureText(name).width + 6 && a > labels - 40 && a < width())
+          pen.fillText(name, a + 3, top(k) + rowHeight / 2);
       }
       pen.restore();
     });
@@ -150,7 +154,7 @@ function memory(found) {
     add(bars, "span", {}, bytes(totals[ipu]) + (found.limit ? `, ${(100 * totals[ipu] / found.limit).toFixed(2)}% of the limit` : ""));
   });
   const legend = add(room, "p");
-  names.forEach((name, k) => { const entry = add(legend, "span", { style: "margin-right:1rem" });
+  names.forEach((name, k) => { const entry = add(legend, "span", { style: "display:inline-block;margin-right:1rem" });
     add(entry, "i", { style: `display:inline-block;width:.9em;height:.9em;margin-right:.35em;background:${tints[k % tints.length]}` }); entry.append(name); });
   add(room, "p", {}, found.limit ? `The limit is ${bytes(found.limit)}: ${found.limit_of}.` : found.limit_of || "");
 }

@@ -131,7 +131,8 @@ def _table(rows: Mapping[str, str]) -> str:
 
 def _history(rows: Sequence[tuple[str, str, str]]) -> str:
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(each)}</td>' for each in row)}</tr>" for row in rows)
-    return f"<div class='scroll'><table><tr><th>time (UTC)</th><th>event</th><th></th></tr>{cells}</table></div>"
+    head = "<tr><th>time (UTC)</th><th>event</th><th></th></tr>"
+    return f"<div class='scroll'><table class='history'>{head}{cells}</table></div>"
 
 
 def _file(name: str) -> str:

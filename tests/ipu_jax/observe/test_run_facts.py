@@ -52,7 +52,7 @@ def test_the_figures_at_the_top():
 def test_the_history_names_an_attempt_that_was_killed():
     assert _facts.history(EVENTS) == [
         ("2026-05-04 10:00:00", "start", "command train"),
-        ("2026-05-04 10:01:00", "saved", "updates 4; path runs/step-4"),
+        ("2026-05-04 10:01:00", "saved", "updates 4; runs/step-4"),
         ("", "lost", "the attempt before this one ended without a word, as a killed one does"),
         ("2026-05-04 10:02:00", "start", "command train"),
         ("2026-05-04 10:02:01", "resumed", "updates 4"),

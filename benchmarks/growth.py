@@ -1,0 +1,264 @@
+"""Measure how a step grows with micro-batches, stages, IPUs and vocabulary: its time, its memory, its compile time.
+
+Each point is a pipeline beside the unsharded program of the same model, in one process: eight relu layers of 256x256 on
+micro-batches of 64 rows, and for the vocabulary four of them with a head, on both of two IPUs or on one. Step times are
+ratios to the unsharded program on all cores, which runs in turn; bytes are XLA's; the CPU time to trace, lower and
+compile is a ratio to that of the unsharded program, too.
+
+    python benchmarks/growth.py [--check] [--only KIND] [--rounds N] [--plot FILE.svg]
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from figures import Figures, Program, side_by_side
+from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
+from pipeline import layers
+from sharded_ops import log_softmax_cross_entropy, matmul
+
+WIDTH, ROWS, LAYERS = 256, 64, 8
+KINDS = ("micro-batches", "stages", "IPUs", "columns")
+PICTURE = "docs/pictures/growth.svg"
+TITLES = {
+    "micro-batches": "M (2 IPUs)",
+    "stages": "stages on 2 IPUs (M=8)",
+    "IPUs": "IPUs, a stage on each (M=8)",
+    "columns": "columns of the head (2 IPUs, M=4)",
+}
+SINGULAR = {"IPUs": "IPU"}
+SETTLED = (8, 32)  # M from which memory does not grow, and the last one
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One pipeline of a curve, and what was measured.
+
+    Attributes:
+        x: the number that grows.
+        line: of several pipelines at the same x, which one.
+        time: of a step, over the unsharded one's.
+        bytes, unsharded_bytes: temporary, of an IPU and of the one device.
+        compile: CPU time to trace, lower and compile, over that of the unsharded program.
+        difference: of the loss from the unsharded one's, relative.
+    """
+
+    x: int
+    line: str
+    time: float
+    bytes: int
+    unsharded_bytes: int
+    compile: float
+    difference: float
+
+
+Build = Callable[[], tuple[Pipeline, dict[str, Any], dict[str, Any], Callable[[Any, Any], Any]]]
+
+
+def of_layers(stages: int, ipus: int, micro_batches: int, schedule: str = "grouped") -> Build:
+    """Return what makes the pipeline of eight layers in so many stages, its weights, a batch and the unsharded loss."""
+
+    def build() -> tuple[Pipeline, dict[str, Any], dict[str, Any], Callable[[Any, Any], Any]]:
+        def loss_of(x: Any, microbatch: Any) -> Any:
+            return jnp.mean((x - microbatch["y"]) ** 2)
+
+        def last(weights: Any, x: Any, microbatch: Any) -> Any:
+            return loss_of(layers(weights, x, microbatch), microbatch)
+
+        fns = [layers] * (stages - 1) + [last]
+        pipeline = Pipeline(
+            [Stage(fn, params=f"part{k}", ipu=k % ipus) for k, fn in enumerate(fns)],
+            mesh=make_mesh(1, ipus),
+            schedule=schedule,
+            gradient_accumulation=micro_batches,
+        )
+        each = LAYERS // stages
+        weights = square_matrices(LAYERS)
+        whole = {f"part{k}": weights[k * each : (k + 1) * each] for k in range(stages)}
+        x, y = jax.random.normal(jax.random.key(1), (2, micro_batches, ROWS, WIDTH))
+
+        def unsharded(whole: Any, microbatch: Any) -> Any:
+            of_all = [w for k in range(stages) for w in whole[f"part{k}"]]
+            return loss_of(layers(of_all, None, microbatch), microbatch)
+
+        return pipeline, whole, {"x": x, "y": y}, unsharded
+
+    return build
+
+
+def of_vocabulary(size: int, place: int | None) -> Build:
+    """Return what makes a pipeline of four layers on two IPUs, and a head on one of them, or on both for None."""
+
+    def build() -> tuple[Pipeline, dict[str, Any], dict[str, Any], Callable[[Any, Any], Any]]:
+        def on_one(w: Any, x: Any, microbatch: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(x @ w, microbatch["y"]).mean()
+
+        def on_all(w: Any, x: Any, microbatch: Any) -> Any:
+            return log_softmax_cross_entropy(matmul(x, w), microbatch["y"], size=size, reduction="mean")
+
+        stages = [
+            Stage(layers, params="part0", ipu=0),
+            Stage(layers, params="part1", ipu=1),
+            Stage(on_all, params="head", ipu=ALL_IPUS) if place is None else Stage(on_one, params="head", ipu=place),
+        ]
+        specs = {"head": PartitionSpec(None, "ipu")} if place is None else None
+        pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs=specs, gradient_accumulation=4)
+        weights = square_matrices(4)
+        head = jax.random.normal(jax.random.key(2), (WIDTH, size)) / WIDTH**0.5
+        x = jax.random.normal(jax.random.key(1), (4, ROWS, WIDTH))
+        y = jax.random.randint(jax.random.key(3), (4, ROWS), 0, size)
+
+        def unsharded(whole: Any, microbatch: Any) -> Any:
+            return on_one(whole["head"], layers([*whole["part0"], *whole["part1"]], None, microbatch), microbatch)
+
+        return pipeline, {"part0": weights[:2], "part1": weights[2:], "head": head}, {"x": x, "y": y}, unsharded
+
+    return build
+
+
+def square_matrices(count: int) -> list[jax.Array]:
+    return list(jax.random.normal(jax.random.key(0), (count, WIDTH, WIDTH)) * (2 / WIDTH) ** 0.5)
+
+
+def builds(kind: str) -> Iterator[tuple[int, str, Build]]:
+    """Yield the number that grows, the name of the line, and what makes its programs, for each point of a kind."""
+    if kind == "micro-batches":
+        yield from ((m, "grouped", of_layers(2, 2, m)) for m in (2, 4, 8, 16, 32))
+    elif kind == "stages":
+        yield from ((s, "looped", of_layers(s, 2, 8, "looped")) for s in (2, 4, 8))
+    elif kind == "IPUs":
+        yield from ((n, "grouped", of_layers(n, n, 8)) for n in (1, 2, 4, 8))
+    else:
+        for size in (1024, 4096, 16384):
+            yield size, "head on both IPUs", of_vocabulary(size, None)
+            yield size, "head on IPU 1", of_vocabulary(size, 1)
+
+
+def compiled(step: Callable[..., Any], *arguments: Any) -> tuple[Program, float]:
+    """Return a compiled step, and the CPU time that it took to trace, lower and compile it."""
+    jax.clear_caches()  # otherwise a function that was traced once is not traced again
+    started = time.process_time()
+    program = jax.jit(step).lower(*arguments).compile()
+    return Program(program, arguments), time.process_time() - started
+
+
+def measured(x: int, line: str, build: Build, rounds: int) -> Point:
+    """Compile and run a pipeline and its unsharded program."""
+    pipeline, whole, batch, loss_of = build()
+    count = pipeline.options.gradient_accumulation
+
+    def unsharded(whole: Any, batch: Any) -> Any:
+        def add(sums: Any, microbatch: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(whole, microbatch)), None
+
+        sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, whole)), batch)
+        return jax.tree.map(lambda total: total / count, sums)
+
+    spread = jax.device_put(batch, jax.sharding.NamedSharding(pipeline.mesh, PartitionSpec()))
+    ours, our_seconds = compiled(pipeline.value_and_grad, pipeline.shard(whole), spread)
+    dense, dense_seconds = compiled(unsharded, whole, batch)
+    loss, expected = float(ours()[0]), float(dense()[0])
+    times = side_by_side(ours, dense, rounds=rounds)
+    ratio, difference = (times[0] / times[1]).wall, abs(loss / expected - 1)
+    return Point(x, line, ratio, ours.bytes, dense.bytes, our_seconds / dense_seconds, difference)
+
+
+def plot(curves: dict[str, list[Point]], path: str) -> None:
+    """Draw a row per kind: step time, temporary bytes and compile time over the number that grows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.hashsalt": "growth", "svg.fonttype": "none"}  # the same figures give the same small file
+    figure, rows = plt.subplots(len(curves), 3, figsize=(10, 2.7 * len(curves)), layout="constrained", squeeze=False)
+    for row, (kind, points) in zip(rows, curves.items(), strict=True):
+        lines = dict.fromkeys(point.line for point in points)
+        of_time, of_bytes, of_compiling = row
+        for line, style in zip(lines, ("o-", "s--"), strict=False):
+            on = [point for point in points if point.line == line]
+            xs = [point.x for point in on]
+            of_time.plot(xs, [point.time for point in on], style, label=line)
+            of_bytes.plot(xs, [point.bytes / 1e6 for point in on], style, label=line)
+            of_compiling.plot(xs, [point.compile for point in on], style, label=line)
+        first = [point for point in points if point.line == points[0].line]
+        of_bytes.plot(
+            [point.x for point in first],
+            [point.unsharded_bytes / 1e6 for point in first],
+            "^:",
+            color="grey",
+            label="unsharded",
+        )
+        for axes, of_what in (
+            (of_time, "step time / unsharded"),
+            (of_bytes, "temporary MB per IPU"),
+            (of_compiling, "compile CPU time / unsharded"),
+        ):
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel=TITLES[kind], ylim=(0, 1.15 * axes.get_ylim()[1]))
+            axes.set_xticks([point.x for point in first], [str(point.x) for point in first], minor=False)
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            axes.set_title(of_what, fontsize=10)
+            if axes is of_bytes or len(lines) > 1:
+                axes.legend(loc="best", fontsize=8)
+            if axes is not of_bytes:
+                axes.axhline(1, color="grey", linewidth=0.8)
+    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+    plt.close(figure)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=KINDS, help="measure what grows with this alone")
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each program (default: %(default)s)")
+    parser.add_argument("--plot", type=drawable, metavar="FILE.svg", help="draw the curves")
+
+
+def drawable(path: str) -> str:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
+    return path
+
+
+def main() -> int:
+    figures = Figures("how a step grows with micro-batches, stages, IPUs and vocabulary", flags=flags)
+    configure(8)
+    kinds = (figures.args.only,) if figures.args.only else KINDS
+    curves: dict[str, list[Point]] = {}
+    for kind in kinds:
+        curves[kind] = [measured(*given, figures.args.rounds) for given in builds(kind)]
+        for point in curves[kind]:
+            name = f"{point.x} {SINGULAR[kind] if point.x == 1 else kind}, {point.line}"
+            figures.add(f"step time / unsharded, {name}", point.time)
+            figures.add(f"temporary MB an IPU, {name}", point.bytes / 1e6)
+            figures.add(f"compile CPU time / unsharded, {name}", point.compile)
+        most = max(point.difference for point in curves[kind])
+        figures.add(f"loss / unsharded, relative difference, {kind}, at most", most, 1e-5)
+    if "micro-batches" in curves:
+        of_m = {point.x: point.bytes for point in curves["micro-batches"]}
+        first, last = SETTLED
+        figures.add(f"temporary bytes, M={last} / M={first}", of_m[last] / of_m[first], 1.05)
+    if "IPUs" in curves:
+        of_ipus = {point.x: point.bytes for point in curves["IPUs"]}
+        figures.add("temporary bytes an IPU, 8 IPUs / 1 IPU", of_ipus[8] / of_ipus[1])
+    if "columns" in curves:
+        of_head = {(point.x, point.line): point.bytes for point in curves["columns"]}
+        both, one = (of_head[16384, line] for line in ("head on both IPUs", "head on IPU 1"))
+        figures.add("temporary bytes an IPU, 16384 columns, head on both IPUs / on IPU 1", both / one, 0.75)
+    if figures.args.plot:
+        plot(curves, figures.args.plot)
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Let links work on the site as they do among the files: pages link to files outside of docs/, too.
+
+Such a file gets a page of its own below repository/: Markdown as it is, anything else as a code block, and a folder by
+its README.md. So the site is complete without the address of a repository. In `nav`, `folder/*.md` stands for all pages
+of a folder.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+_OUTSIDE = "repository"
+_LINK = re.compile(r"(!?\[[^\]]*\]\()(<?)([^)\s>#]+)(#[^)\s>]*)?(>?\))")
+_LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "text"}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Replace `folder/*.md` in `nav` by the pages of the folder, and `../file` by that file's page."""
+    config.nav = _expanded(config.nav)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each file outside of docs/ that a page links to, or such a page itself."""
+    waiting = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
+    seen = set(waiting)
+    while waiting:
+        source = waiting.pop()
+        for target in filter(None, (_target(source, link[3]) for link in _LINK.finditer(source.read_text()))):
+            if target in seen or _is_in_docs(target):
+                continue
+            seen.add(target)
+            files.append(
+                File.generated(config, _uri(target), content=_content(target), inclusion=InclusionLevel.NOT_IN_NAV)
+            )
+            if target.suffix == ".md":
+                waiting.append(target)
+            elif target.suffix in (".png", ".svg"):
+                raise ValueError(f"{source} shows {target}, which is outside of docs/: put it into docs/pictures/")
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace links that leave docs/, or a page of `repository/`, by links to the pages of the site."""
+    here = page.file.src_uri
+    source = ROOT / here.removeprefix(f"{_OUTSIDE}/").removesuffix(".source.md")
+    if not here.startswith(f"{_OUTSIDE}/"):
+        source = ROOT / "docs" / here
+
+    def replaced(link: re.Match[str]) -> str:
+        target = _target(source, link[3])
+        if target is None:
+            return link[0]
+        return f"{link[1]}{link[2]}{posixpath.relpath(_uri(target), posixpath.dirname(here))}{link[4] or ''}{link[5]}"
+
+    return _LINK.sub(replaced, markdown) if source.suffix == ".md" else markdown
+
+
+def _expanded(nav: Any) -> Any:
+    if isinstance(nav, dict):
+        return {title: _expanded(entry) for title, entry in nav.items()}
+    if isinstance(nav, str):
+        return _uri((ROOT / "docs" / nav).resolve()) if nav.startswith("../") else nav
+    entries: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, str) and entry.endswith("*.md"):
+            entries += sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob(entry))
+        else:
+            entries.append(_expanded(entry))
+    return entries
+
+
+def _target(source: Path, link: str) -> Path | None:
+    """Return the file that a link of the file `source` leads to, or None if it leads to none of the repository."""
+    if ":" in link or source.suffix != ".md":
+        return None
+    path = (source.parent / link).resolve()
+    for found in (path, path / "README.md", path / "index.md"):
+        if found.is_file() and found.is_relative_to(ROOT):
+            return found
+    return ROOT / "docs/index.md" if path.is_dir() and _is_in_docs(path) else None
+
+
+def _is_in_docs(path: Path) -> bool:
+    return path.is_relative_to(ROOT / "docs")
+
+
+def _uri(path: Path) -> str:
+    """Return the place on the site of a file of the repository."""
+    if _is_in_docs(path):
+        return path.relative_to(ROOT / "docs").as_posix()
+    uri = f"{_OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
+    return uri if path.suffix == ".md" else f"{uri}.source.md"
+
+
+def _content(path: Path) -> str:
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text
+    return f"# {path.relative_to(ROOT).as_posix()}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
