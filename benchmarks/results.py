@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -33,13 +32,12 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """Return whether the value is inside its bounds; None if it has none. NaN is outside any bound."""
+        """Return whether the value is inside its bounds; None if it has none."""
         if self.at_most is None and self.at_least is None:
             return None
-        inside = (self.at_most is None or self.value <= self.at_most) and (
-            self.at_least is None or self.value >= self.at_least
-        )
-        return inside and not math.isnan(self.value)
+        # written so that NaN is outside any bound
+        above = self.at_least is None or self.value >= self.at_least
+        return above and (self.at_most is None or self.value <= self.at_most)
 
     @property
     def bound(self) -> str:

@@ -7,8 +7,9 @@ fails, stay as they are. Files are written after each script, so that nothing is
 status is 1 if a script that ran this time falls short of a bound, fails, or takes longer than its limit; the last lines
 name them.
 
-Scripts draw their own pictures: where a script has a line `PICTURE = "docs/pictures/x.png"`, it is called with
-`--plot` and that path, as a file or a folder, if matplotlib is installed.
+A script is called with the flags that it names in a line such as `FLAGS = ("--full",)`. Scripts draw their own
+pictures: one with a line such as `PICTURE = "docs/pictures/x.png"` is called with `--plot` and that path, as a file or
+a folder, if matplotlib is installed.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import results
 from results import Figure, Run
@@ -44,15 +45,15 @@ def scripts(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in programs if path.name != Path(__file__).name}
 
 
-def picture_of(script: Path) -> str | None:
-    """Return the value of the script's `PICTURE`; None if it has none."""
+def constant_of(script: Path, name: str) -> Any:
+    """Return what a script assigns to a name at its top level, without running it; None if it does not."""
     for statement in ast.parse(script.read_text()).body:
         match statement:
             case (
-                ast.Assign(targets=[ast.Name(id="PICTURE")], value=value)
-                | ast.AnnAssign(target=ast.Name(id="PICTURE"), value=ast.expr() as value)
-            ):
-                return str(ast.literal_eval(value))
+                ast.Assign(targets=[ast.Name(id=found)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=found), value=ast.expr() as value)
+            ) if found == name:
+                return ast.literal_eval(value)
             case _:
                 pass
     return None
@@ -65,8 +66,8 @@ def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run
         limit: seconds after which the script and its processes are ended.
         pictures: whether it draws its picture, if it has one.
     """
-    command = [sys.executable, str(script)]
-    if pictures and (picture := picture_of(script)):
+    command = [sys.executable, str(script), *(constant_of(script, "FLAGS") or ())]
+    if pictures and (picture := constant_of(script, "PICTURE")):
         command += ["--plot", str(ROOT / picture)]
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "figures"

@@ -29,8 +29,8 @@ def record():
 """
 
 
-def write_script(folder: Path, name: str, *lines: dict, then: str = "", picture: str = "") -> None:
-    (folder / f"{name}.py").write_text(picture + SCRIPT.format(lines=lines) + f"    {then}\n")
+def write_script(folder: Path, name: str, *lines: dict, then: str = "", constants: str = "") -> None:
+    (folder / f"{name}.py").write_text(constants + SCRIPT.format(lines=lines) + f"    {then}\n")
 
 
 def figure(name: str, value: float, **bounds: float) -> dict:
@@ -45,7 +45,10 @@ def test_the_benchmarks_are_the_programs_of_their_folder():
     found = run_all.scripts(results.FOLDER)
     assert {"pipeline", "rivals", "monitor"} <= found.keys()
     assert not {"run_all", "results", "figures"} & found.keys()
-    assert all((results.FOLDER.parent / path).exists() for path in map(run_all.picture_of, found.values()) if path)
+    pictures = [run_all.constant_of(path, "PICTURE") for path in found.values()]
+    assert "docs/pictures/growth.svg" in pictures
+    assert all((results.FOLDER.parent / picture).exists() for picture in pictures if picture)
+    assert run_all.constant_of(found["scale"], "FLAGS") == ("--full",)
 
 
 def test_what_falls_short_fails_or_lacks_something_is_told_and_hides_nothing(tmp_path, capfd):
@@ -155,12 +158,12 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("pictures", [True, False])
-def test_a_script_draws_its_own_picture(pictures, tmp_path):
+def test_a_script_gets_its_flags_and_draws_its_own_picture(pictures, tmp_path):
     then = f"open('{tmp_path}/flags', 'w').write(json.dumps(sys.argv[1:]))"
-    write_script(tmp_path, "draws", then=then, picture='PICTURE = "docs/pictures/some.png"\n')
+    write_script(tmp_path, "draws", then=then, constants='PICTURE = "docs/pictures/some.png"\nFLAGS = ("--full",)\n')
     run_all.measure(tmp_path / "draws.py", pictures=pictures)
     flags = json.loads((tmp_path / "flags").read_text())
-    expected = ["--plot", os.path.join(run_all.ROOT, "docs/pictures/some.png")] if pictures else []
+    expected = ["--full", "--plot", os.path.join(run_all.ROOT, "docs/pictures/some.png")] if pictures else ["--full"]
     assert flags[:-2] == expected
 
 
