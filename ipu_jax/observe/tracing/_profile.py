@@ -9,6 +9,7 @@ with their event.
 import dataclasses
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,7 +79,10 @@ class Profiler:
         """Return what each device did in each run, in the order of their starts."""
         (path,) = Path(self._into.name).rglob("*.xplane.pb")
         profile = path.read_bytes()
-        return _runs(ProfileData.from_serialized_xspace(profile), programs_in(profile))
+        with warnings.catch_warnings():
+            # of jaxlib 0.12 on Python 3.12; where warnings are errors, jaxlib aborts the process at it
+            warnings.filterwarnings("ignore", r"builtin type \w+ has no __module__", DeprecationWarning)
+            return _runs(ProfileData.from_serialized_xspace(profile), programs_in(profile))
 
     def discard(self) -> None:
         """Remove the profile."""
