@@ -84,7 +84,7 @@ def test_the_sdist_builds_the_same_wheel_byte_by_byte(wheel, tmp_path):
     assert again.name == wheel.name
     assert contents(again) == contents(wheel)
     # the tests, too, can be run from it
-    for name in ("Makefile", "conftest.py", "tests/project/test_packages.py", "benchmarks/figures.py"):
+    for name in ("Makefile", "conftest.py", "mkdocs.yml", "tests/project/test_packages.py", "benchmarks/figures.py"):
         assert (checkout / name).read_bytes() == (ROOT / name).read_bytes()
 
 
