@@ -13,12 +13,14 @@ PYTEST_FLAGS ?= -n 2
 # Of random programs: how long, and more flags for tests/random_programs/run.py, such as --kind ops or --seed 7.
 MINUTES ?= 60
 RANDOM_FLAGS ?=
+# For benchmarks/run_all.py, such as --only pipeline memory, --limit 600 or --no-pictures.
+BENCH_FLAGS ?=
 
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.
 FINGERPRINT := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all random mnist bench faults docs docs-serve format clean
+.PHONY: help venv test test-all coverage random api mnist bench faults docs docs-serve format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -65,17 +67,28 @@ test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctes
 test-all: PYTEST_FLAGS += --slow=all
 test-all: test ## the same with every slow test, an hour or two
 
+coverage: $(STAMP) ## run the tests, and check that they run 90% of the lines of each package
+	$(BIN)/python -m coverage erase
+	@# Tests that fail do not hide the lines that ran: both are told, and either is a failure.
+	@short=''; $(BIN)/python -m coverage run -m pytest $(PYTEST_FLAGS) || short=' tests-failed'; \
+	$(BIN)/python -m coverage combine --quiet; \
+	for package in ipu_jax sharded_ops mnist_example; do \
+	    echo "== $$package"; \
+	    $(BIN)/python -m coverage report --include="$$package/*" --fail-under=90 || short="$$short $$package"; \
+	done; \
+	if [ -n "$$short" ]; then echo "Fell short:$$short" >&2; exit 1; fi
+
 random: $(STAMP) ## try random programs against dense ones for MINUTES (60)
 	$(BIN)/python tests/random_programs/run.py --minutes $(MINUTES) $(RANDOM_FLAGS)
+
+api: $(STAMP) ## list the public names and signatures anew, in tests/project/public_api.txt
+	$(BIN)/python tests/support/public_api.py
 
 mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two epochs
 	$(BIN)/run-sharded-mnist --pipeline-mode concurrent --epochs 2 $(MNIST_FLAGS)
 
-bench: $(STAMP) ## run every benchmark and check its bounds
-	@short=''; for script in $(filter-out benchmarks/figures.py benchmarks/faults.py,$(wildcard benchmarks/*.py)); do \
-	    echo "== $$script"; $(BIN)/python "$$script" --check || short="$$short $$script"; \
-	done; \
-	if [ -n "$$short" ]; then echo "Fell short:$$short" >&2; exit 1; fi
+bench: $(STAMP) ## run every benchmark, rewrite benchmarks/RESULTS.md, and check the bounds
+	$(BIN)/python benchmarks/run_all.py $(BENCH_FLAGS)
 
 faults: $(STAMP) ## break a training in eleven ways, 20 times each
 	$(BIN)/python benchmarks/faults.py --check
@@ -92,5 +105,5 @@ format: $(STAMP) ## rewrite the code as ruff wants it
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

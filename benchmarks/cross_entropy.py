@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from figures import Cost, Figures, cost_of, largest_relative_difference, least, temporary_bytes
 from ipu_jax import configure, make_mesh
-from rivals_of.workers import Workers, torch_is_installed
+from rivals_of.workers import NEEDS_TORCH, Workers, torch_is_installed
 from sharded_ops import linear_cross_entropy, log_softmax_cross_entropy, tied_projection
 
 TOKENS, FEATURES, VOCABULARY = 1024, 768, 32000
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     hidden, table, labels = map(np.asarray, arguments[UNSHARDED])
     files = {"whole": {"hidden": hidden, "table": table, "labels": labels}}
     if not torch_is_installed():
-        print("torch is not installed: its figures are left out (pip install 'ipu-jax[rivals]')", file=sys.stderr)
+        figures.leave_out("torch's loss_parallel", NEEDS_TORCH)
         _compare(figures, steps, None)
         _compare_large(figures)
         return figures.status()
@@ -147,7 +147,7 @@ def _compare(figures: Figures, steps: dict[str, Callable[[], Any]], torch: Worke
     bounds = {UNSHARDED: 1.05, XLA: 1.00, "torch's loss_parallel": 0.90}
     for name, rival in rivals.items():
         figures.add(f"step time / {name}, split", found[SPLIT].wall / rival.wall, bounds[name])
-        figures.add(f"  CPU work / {name}, split", found[SPLIT].cpu / rival.cpu)
+        figures.add(f"CPU work / {name}, split", found[SPLIT].cpu / rival.cpu)
     for name, bound in ((BACKWARD, None), (FORWARD, 1.10)):
         _add_medians(figures, name, costs[name], costs[UNSHARDED], bound)
     for name, measured in costs.items():
@@ -174,7 +174,7 @@ def _add_medians(figures: Figures, name: str, ours: list[Cost], unsharded: list[
     pairs = list(zip(ours, unsharded, strict=True))
     wall, cpu = (statistics.median(getattr(a, kind) / getattr(b, kind) for a, b in pairs) for kind in ("wall", "cpu"))
     figures.add(f"step time / {UNSHARDED}, median, {name}", wall, bound)
-    figures.add(f"  CPU work / {UNSHARDED}, median, {name}", cpu)
+    figures.add(f"CPU work / {UNSHARDED}, median, {name}", cpu)
 
 
 if __name__ == "__main__":

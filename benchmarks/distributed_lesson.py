@@ -19,6 +19,7 @@ from figures import Figures
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 3
+PICTURE = "docs/pictures/distributed.png"
 PYTHON = [sys.executable, "-m", "examples.distributed"]
 # one example takes as long to wait for as to decode a few of them
 WAIT = ("--wait", "0.002")

@@ -2,19 +2,23 @@
 
 A figure is a count, or a ratio of measurements from one process, because absolute times mean nothing on a shared
 machine. Each figure is printed as a line `name  value  bound`. With `--check` the script exits 1 and names the figures
-that are outside their bounds.
+that are outside their bounds. With `--record FILE` each is also written to that file, as `run_all.py` reads it.
 """
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 import jax
 import numpy as np
+
+from results import Figure
 
 STEADY: Final = 1.10
 """The bound for the median step time over the least: above it, other load on the machine blurs the ratios."""
@@ -112,20 +116,31 @@ class Figures:
     ):
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--check", action="store_true", help="exit 1 where a figure is outside its bound")
+        parser.add_argument("--record", type=Path, metavar="FILE", help="write each figure to a file, as JSON")
         flags(parser)
         self.args = parser.parse_args(argv)
-        self._check = self.args.check
+        self._check, self._record = self.args.check, self.args.record
         self._short: list[str] = []
 
     def add(self, name: str, value: float, at_most: float | None = None, *, at_least: float | None = None) -> None:
         """Print one figure and its bounds, if it has any."""
-        # written so that NaN is outside any bound
-        inside = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
-        bounds = [f"{sign} {bound:.6g}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
-        shown = " and ".join(bounds) + ("" if inside else "  FALLS SHORT")
+        figure = Figure(name, float(value), at_most, at_least)
+        shown = figure.bound + ("  FALLS SHORT" if figure.holds is False else "")
         print(f"{name:<72}  {value:<12.6g}  {shown}".rstrip(), flush=True)
-        if not inside:
+        self._write(dataclasses.asdict(figure))
+        if figure.holds is False:
             self._short.append(name)
+
+    def leave_out(self, what: str, needs: str) -> None:
+        """Print that some figures are not measured here, and what they need."""
+        told = f"{what}: not run, needs {needs}"
+        print(told, flush=True)
+        self._write({"left_out": told})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._record is not None:
+            with self._record.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def add_spread(self, name: str, costs: Costs) -> None:
         """Print how steady a program's step time was: the median of its calls over the least."""

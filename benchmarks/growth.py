@@ -29,6 +29,7 @@ from sharded_ops import log_softmax_cross_entropy, matmul
 
 WIDTH, ROWS, LAYERS = 256, 64, 8
 KINDS = ("micro-batches", "stages", "IPUs", "columns")
+PICTURE = "docs/pictures/growth.svg"
 TITLES = {
     "micro-batches": "M (2 IPUs)",
     "stages": "stages on 2 IPUs (M=8)",

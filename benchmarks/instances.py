@@ -33,7 +33,7 @@ from figures import Cost, Figures, median_ratio
 from mnist_example.model import init_params
 from replicas import REPLICAS, collectives_of
 from rivals_of.torch_pipeline import TorchPipeline
-from rivals_of.workers import Workers, torch_is_installed
+from rivals_of.workers import NEEDS_TORCH, Workers, torch_is_installed
 
 ROUNDS, STEPS, STARTS = 12, 5, 7
 OURS = Path(__file__).with_name("rivals_of") / "jax_instance.py"
@@ -98,7 +98,7 @@ def step_figures(figures: Figures, rounds: int) -> None:
         if torch_is_installed():
             torch_figures(figures, two, one, start, fed, rounds)
         else:
-            print("torch is not installed: pip install 'ipu-jax[rivals]' for its figures")
+            figures.leave_out("torch's DistributedDataParallel", NEEDS_TORCH)
 
 
 def check_results(figures: Figures, two: Workers, one: Workers, batch: str) -> None:

@@ -27,7 +27,7 @@ from figures import Cost, Figures, cost_of, side_by_side
 from ipu_jax import TrainOptions, configure, make_train_step
 from mnist_example.model import init_params
 from rivals_of.torch_pipeline import TorchPipeline
-from rivals_of.workers import torch_is_installed
+from rivals_of.workers import NEEDS_TORCH, torch_is_installed
 
 REPLICAS = 2
 RATE = 0.1
@@ -139,7 +139,8 @@ def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> Non
                 f"step time / DDP's, sharded, batch {name}, threads={ddp}",
                 statistics.median(a.wall / b.wall for a, b in of_ddp),
             )
-            figures.add("  CPU work / DDP's", statistics.median(a.cpu / b.cpu for a, b in of_ddp))
+            work = statistics.median(a.cpu / b.cpu for a, b in of_ddp)
+            figures.add(f"CPU work / DDP's, sharded, batch {name}, threads={ddp}", work)
 
 
 def _flat(layers: dict[str, dict[str, Any]]) -> list[tuple[str, str, Any]]:
@@ -221,7 +222,7 @@ def main() -> int:
     if torch_is_installed():
         torch_figures(figures, params, batches)
     else:
-        print("torch is not installed: pip install 'ipu-jax[rivals]' for its figures")
+        figures.leave_out("torch's DistributedDataParallel", NEEDS_TORCH)
     return figures.status()
 
 

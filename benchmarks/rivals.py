@@ -29,13 +29,14 @@ from pipeline import STAGES, batch_of, layers, model
 from rivals_of import torch_pipeline
 from rivals_of.torch_pipeline import TorchPipeline
 from rivals_of.usual_idiom import value_and_grad
-from rivals_of.workers import torch_is_installed
+from rivals_of.workers import NEEDS_TORCH, torch_is_installed
 
 RIVALS = ("torch", "idiom")
 MNIST_SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.py
 THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 ROUNDS, STEPS = 6, 2
 PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # M, and the number of rounds: few, since many micro-batches take long
+PICTURE = "docs/pictures/rivals-memory.png"
 COUNTS = (4, 8, 16, 32, 64)  # M for the memory figures
 
 OURS, IDIOM, SKIPS = "ipu_jax", "usual idiom", "usual idiom that skips bubbles"
@@ -104,7 +105,7 @@ def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], ba
         of_torch = {threads: Costs(theirs[schedule, threads]) for threads in THREADS}
         best = min(THREADS, key=lambda threads: of_torch[threads].wall)
         figures.add(f"step time / torch {schedule}'s, {where}, threads={best}", (mine / of_torch[best]).wall, 0.90)
-        figures.add("  CPU work / torch's, threads=1", (mine / of_torch[1]).cpu)
+        figures.add(f"CPU work / torch {schedule}'s, {where}, threads=1", (mine / of_torch[1]).cpu)
         for threads, costs in of_torch.items():
             figures.add_spread(f"torch {schedule}, {where}, threads={threads}", costs)
 
@@ -159,25 +160,24 @@ def models() -> dict[str, tuple[Callable[[Any, Any, Any], Any], dict[str, Any]]]
 def idiom_figures(figures: Figures) -> None:
     most_time = {"plain layers": 0.95, "layers in a scan": 0.75}
     for kind, (run_layers, weights) in models().items():
-        print(f"{kind}:", flush=True)
         compiled = {m: programs(run_layers, weights, m) for m in COUNTS}
         results = {name: program.result() for name, program in compiled[16].items()}
         costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
         for name in (OURS, *VARIATIONS):
-            megabytes = ", ".join(f"{compiled[m][name].bytes / 1e6:.1f}" for m in COUNTS)
-            print(f"  {name}: {megabytes} MB of temporaries per IPU at M={', '.join(map(str, COUNTS))}")
+            for m in COUNTS:
+                figures.add(f"temporary MB an IPU, {name}, {kind}, M={m}", compiled[m][name].bytes / 1e6)
         for name, cost in costs.items():
             figures.add_spread(f"{name}, {kind}, M=16", cost)
         ours = costs.pop(OURS)
         for name, cost in costs.items():
             bounded = name == IDIOM  # the variations have no bounds; they are printed to show why IDIOM was chosen
             difference = largest_relative_difference(results[OURS], results[name])
-            figures.add(f"  loss and gradients / {name}, relative difference", difference, 1e-5)
+            figures.add(f"loss and gradients / {name}, {kind}, relative difference", difference, 1e-5)
             ratio = ours / cost
-            figures.add(f"  step time / {name}, M=16", ratio.wall, most_time[kind] if bounded else None)
-            figures.add(f"  CPU work / {name}, M=16", ratio.cpu)
+            figures.add(f"step time / {name}, {kind}, M=16", ratio.wall, most_time[kind] if bounded else None)
+            figures.add(f"CPU work / {name}, {kind}, M=16", ratio.cpu)
             fewer = compiled[64][OURS].bytes / compiled[64][name].bytes
-            figures.add(f"  temporary bytes / {name}, M=64", fewer, 1 / 6 if bounded else None)
+            figures.add(f"temporary bytes / {name}, {kind}, M=64", fewer, 1 / 6 if bounded else None)
 
 
 def plot(path: str) -> None:
@@ -237,7 +237,7 @@ def main() -> int:
     figures = Figures("step time and memory against torch's pipelines and the usual ones in JAX", flags=flags)
     only = figures.args.only
     if only != "idiom" and not torch_is_installed():
-        print("torch is not installed, so that its figures are left out: pip install 'ipu-jax[rivals]'", flush=True)
+        figures.leave_out("torch.distributed.pipelining", NEEDS_TORCH)
         if only == "torch":
             return 1
         only = "idiom"

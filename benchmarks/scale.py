@@ -21,6 +21,7 @@ from figures import Figures
 from ipu_jax import SCHEDULES, Schedule, make_schedule
 
 ROUNDS = 2  # stages per IPU under the looped and folded schedules
+FLAGS = ("--full",)  # what run_all.py calls this with
 SHOWN = (
     *((8, m) for m in (16, 256, 4096)),
     *((64, m) for m in (128, 1024, 4096)),

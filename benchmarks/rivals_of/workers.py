@@ -22,11 +22,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from figures import Cost
+
+NEEDS_TORCH: Final = "torch: pip install 'ipu-jax[rivals]'"
 
 
 def torch_is_installed() -> bool:

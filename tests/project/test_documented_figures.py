@@ -1,4 +1,4 @@
-"""Test that the figures shown in documents are, within a tolerance, those that the code gives now.
+"""Test that figures in documents and in benchmarks/RESULTS.md are, within a tolerance, those that the code gives now.
 
 Measured times depend on the machine, and are not tested. Bubbles, predictions, bytes and counts of collectives are.
 """
@@ -9,13 +9,14 @@ import jax
 import pytest
 
 import cross_entropy
+import results
 from cross_entropy import BACKWARD, FORWARD, SPLIT, XLA
 from ipu_jax.schedules import make_schedule
 from memory import arguments, pipeline_of
 from schedules import BUBBLES, MEASURED, MICRO_BATCHES, WAVES, D, predicted
 from support import documents
 
-BENCHMARKS = documents.figures(documents.ROOT / "benchmarks/README.md")
+BENCHMARKS = {figure.name: figure.value for run in results.read().values() for figure in run.figures}
 
 
 def test_the_bubbles_of_the_benchmark_are_those_of_the_papers():

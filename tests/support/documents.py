@@ -1,4 +1,4 @@
-"""Run the Python code of a document as a reader would, and read the figures that it shows.
+"""Run the Python code of a document as a reader would, and compare what it prints with what the document shows.
 
 The blocks run in order, as one program in a fresh process. Figures differ between machines and versions in their last
 digits, so they are compared with a tolerance. A loss at the end of a training differs the most.
@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
-_FIGURE = re.compile(r"^(\S.*?) {2,}(-?[\d.]+(?:e[-+]?\d+)?)(?: .*)?$", re.MULTILINE)
 _RELATIVE = 0.02
 _RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version
 _ROUNDING = 1e-5  # a relative error below this is rounding, and may have any value
@@ -66,15 +65,6 @@ def where_shown(shown: str, printed: str) -> int | None:
         if all(map(_is_near, numbers, found.groups(), words[1:])):
             return found.end()
     return None
-
-
-def figures(path: Path) -> dict[str, float]:
-    """Return the values by name from the unindented lines `name  value  bound` of a document's text blocks."""
-    found: dict[str, float] = {}
-    for name, value in _FIGURE.findall("".join(blocks(path, "text"))):
-        assert name not in found, f"{path.name} shows {name!r} twice"
-        found[name] = float(value)
-    return found
 
 
 def _is_near(shown: str, printed: str, behind: str) -> bool:

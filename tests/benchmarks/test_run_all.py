@@ -1,0 +1,202 @@
+"""Test that all benchmarks are run and kept in one table: figures, bounds, what is left out, what fails or hangs."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import results
+import run_all
+from figures import Figures
+from results import Figure, Run
+
+PROGRAM = '\nif __name__ == "__main__":\n'
+# A benchmark without jax: it writes the lines that it was given where --record says.
+SCRIPT = f"""
+import json, os, subprocess, sys, time
+LINES = {{lines!r}}
+def record():
+    with open(sys.argv[sys.argv.index("--record") + 1], "a") as file:
+        for line in LINES:
+            file.write(json.dumps(line) + chr(10))
+{PROGRAM}    record()
+"""
+
+
+def write_script(folder: Path, name: str, *lines: dict, then: str = "", constants: str = "") -> None:
+    (folder / f"{name}.py").write_text(constants + SCRIPT.format(lines=lines) + f"    {then}\n")
+
+
+def figure(name: str, value: float, **bounds: float) -> dict:
+    return {"name": name, "value": value, **bounds}
+
+
+def run_of(*figures: Figure, **more) -> Run:
+    return Run("2026-11-22 12:00", "Some CPU, 2 cores", "Python 3.11", 7.4, 0.5, 1.25, figures, **more)
+
+
+def test_the_benchmarks_are_the_programs_of_their_folder():
+    found = run_all.scripts(results.FOLDER)
+    assert {"pipeline", "rivals", "monitor"} <= found.keys()
+    assert not {"run_all", "results", "figures"} & found.keys()
+    pictures = [run_all.constant_of(path, "PICTURE") for path in found.values()]
+    assert "docs/pictures/growth.svg" in pictures
+    assert all((results.FOLDER.parent / picture).exists() for picture in pictures if picture)
+    assert run_all.constant_of(found["scale"], "FLAGS") == ("--full",)
+
+
+def test_what_falls_short_fails_or_lacks_something_is_told_and_hides_nothing(tmp_path, capfd):
+    write_script(tmp_path, "good", figure("cost", 1.02, at_most=1.03), figure("told", 7.0))
+    write_script(tmp_path, "short", figure("speed-up", 1.5, at_least=2.0), figure("fine", 1, at_most=1))
+    write_script(tmp_path, "crash", figure("before", 1.0), then="sys.exit(3)")
+    write_script(tmp_path, "torchless", figure("ours", 1.0), {"left_out": "torch: not run, needs torch"})
+    (tmp_path / "shared.py").write_text("raise SystemExit('no program')")
+    assert run_all.main(["--no-pictures"], tmp_path) == 1
+    out, err = capfd.readouterr()
+    assert err.splitlines() == ["falls short: crash: exit status 3", "falls short: short: speed-up"]
+    progress = [line for line in out.splitlines() if " of " in line and "load" in line]
+    assert [line.split(",")[0] for line in progress] == [
+        f"== {k} of 4: {name}" for k, name in enumerate(("crash", "good", "short", "torchless"), 1)
+    ]
+    table = (tmp_path / "RESULTS.md").read_text()
+    for row in (
+        "| good | cost | 1.02 | <= 1.03 | yes |",
+        "| good | told | 7 |  |  |",
+        "| short | speed-up | 1.5 | >= 2 | **no** |",
+        "| crash | before | 1 |  |  |",
+        "| torchless | torch: not run, needs torch | not run |  |  |",
+    ):
+        assert row in table.splitlines()
+    assert "**2 of 3 bounds hold**" in table
+    (head,) = (line for line in table.splitlines() if line.startswith("| crash | 20"))
+    assert head.endswith("| 0 of 0 bounds hold; exit status 3 |")
+    assert run_all.versions() in table
+    assert run_all.machine() in table
+
+
+def test_scripts_that_do_not_run_keep_their_figures_and_those_that_are_gone_do_not(tmp_path, capfd):
+    write_script(tmp_path, "one", figure("a", 1.0))
+    write_script(tmp_path, "two", figure("b", 2.0, at_most=1.0))
+    write_script(tmp_path, "three", figure("c", 3.0))
+    results.write({"one": run_of(Figure("a", 9.0)), "gone": run_of(Figure("z", 9.0))}, folder=tmp_path)
+    assert run_all.main(["--only", "two"], tmp_path) == 1
+    assert run_all.main(["--only", "three"], tmp_path) == 0  # what fell short before is not judged again
+    kept = results.read(tmp_path)
+    assert {name: [(f.name, f.value) for f in run.figures] for name, run in kept.items()} == {
+        "one": [("a", 9.0)],
+        "two": [("b", 2.0)],
+        "three": [("c", 3.0)],
+    }
+    (tmp_path / "four.py").write_text(PROGRAM + "    pass\n")
+    assert run_all.main(["--only", "two", "three"], tmp_path) == 1
+    assert "| four |  |  |  |  |  | not run yet |" in (tmp_path / "RESULTS.md").read_text()
+    with pytest.raises(SystemExit) as refused:
+        run_all.main(["--only", "fiv"], tmp_path)
+    assert refused.value.code == 2
+    assert "fiv" in capfd.readouterr().err
+
+
+def test_a_run_that_fails_keeps_the_older_figures_until_one_succeeds(tmp_path, capfd):
+    older = run_of(Figure("a", 9.0))
+    results.write({"one": older}, folder=tmp_path)
+    write_script(tmp_path, "one", figure("a", 1.0), then="sys.exit(3)")
+    for _ in range(2):
+        assert run_all.main([], tmp_path) == 1
+        assert capfd.readouterr().err == "falls short: one: exit status 3\n"
+        kept = results.read(tmp_path)["one"]
+        assert (kept.date, kept.figures) == (older.date, older.figures)
+        assert re.fullmatch(r"the run of 20.*:\d\d failed \(exit status 3\), the figures are older", kept.problem)
+    write_script(tmp_path, "one", figure("a", 1.0))
+    assert run_all.main([], tmp_path) == 0
+    found = results.read(tmp_path)["one"]
+    assert (found.problem, [f.value for f in found.figures]) == ("", [1.0])
+
+
+def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
+    child = "import time; time.sleep(60)"
+    then = f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, file=open('{tmp_path}/child', 'w')); "
+    write_script(tmp_path, "hangs", figure("first", 1.0), then=then + "sys.stdout.flush(); time.sleep(60)")
+    run = run_all.measure(tmp_path / "hangs.py", limit=3.0)
+    assert run.problem == "stopped at its limit of 3 s"
+    assert run.falls_short
+    assert [f.name for f in run.figures] == ["first"]
+    pid = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 10
+    while _is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_alive(pid)
+
+
+def test_whoever_ends_the_run_ends_its_script(tmp_path):
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for name in ("run_all.py", "results.py"):
+        shutil.copy(results.FOLDER / name, folder)
+    then = f"print(os.getpid(), file=open('{tmp_path}/own', 'w'), flush=True); time.sleep(60)"
+    write_script(folder, "hangs", then=then)
+    process = subprocess.Popen([sys.executable, folder / "run_all.py"], stderr=subprocess.PIPE, text=True)
+    own = tmp_path / "own"
+    while process.poll() is None and not (own.exists() and own.read_text()):
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "stopped: the scripts before have their figures in the table\n")
+    assert not _is_alive(int(own.read_text()))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_a_script_gets_its_flags_and_draws_its_own_picture(pictures, tmp_path):
+    then = f"open('{tmp_path}/flags', 'w').write(json.dumps(sys.argv[1:]))"
+    write_script(tmp_path, "draws", then=then, constants='PICTURE = "docs/pictures/some.png"\nFLAGS = ("--full",)\n')
+    run_all.measure(tmp_path / "draws.py", pictures=pictures)
+    flags = json.loads((tmp_path / "flags").read_text())
+    expected = ["--full", "--plot", os.path.join(run_all.ROOT, "docs/pictures/some.png")] if pictures else ["--full"]
+    assert flags[:-2] == expected
+
+
+def test_runs_are_read_as_they_were_written(tmp_path):
+    runs = {
+        "a": run_of(Figure("x | y", 1 / 3, at_most=0.5, at_least=0.25), left_out=("z: not run, needs z",)),
+        "b": run_of(problem="exit status 1"),
+    }
+    results.write(runs, folder=tmp_path)
+    assert results.read(tmp_path) == runs
+    table = (tmp_path / "RESULTS.md").read_text()
+    assert "| a | x \\| y | 0.333333 | >= 0.25 and <= 0.5 | yes |" in table
+    assert "| a | 2026-11-22 12:00 | A | 7 s | 0.5 | 1.2 | 1 of 1 bounds hold; z: not run, needs z |" in table
+
+
+def test_the_table_is_made_of_the_results_that_lie_beside_it(tmp_path):
+    runs = results.read()
+    assert runs
+    results.write(runs, not_run=run_all.scripts(results.FOLDER).keys() - runs.keys(), folder=tmp_path)
+    for name in (results.DATA, results.TABLE):
+        assert (tmp_path / name).read_text() == (results.FOLDER / name).read_text()
+    for script, run in runs.items():
+        names = [figure.name for figure in run.figures]
+        assert len(names) == len(set(names)), script
+
+
+def test_a_script_records_its_figures_and_what_it_leaves_out(tmp_path, capsys):
+    record = tmp_path / "figures"
+    figures = Figures("", ["--record", str(record)])
+    figures.add("cost", 1 / 3, 0.5)
+    figures.leave_out("torch's step", "torch: pip install it")
+    assert [json.loads(line) for line in record.read_text().splitlines()] == [
+        {"name": "cost", "value": 1 / 3, "at_most": 0.5, "at_least": None},
+        {"left_out": "torch's step: not run, needs torch: pip install it"},
+    ]
+    assert capsys.readouterr().out.splitlines()[1] == "torch's step: not run, needs torch: pip install it"
