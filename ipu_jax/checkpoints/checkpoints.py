@@ -308,7 +308,9 @@ class Checkpoints:
             "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
             "extra": _seal.as_plain("extra", extra),
         }
-        job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
+        with _beacon.during(Phase.BUSY, "describing a save", _beacon.LONG):  # what is traced here is never compiled
+            size = _size(arrays)
+        job = Job(_folder.path_for(self.folder, number), number, size, content)
         error = self._begin(job, arrays)
         self._report(error, job)
         return error is None
