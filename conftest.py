@@ -26,6 +26,12 @@ _XLA_FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 
+# Programs that run for a moment are not worth optimising: this halves the CPU time of the tests. With --slow=all the
+# programs are compiled as users' are.
+_COMPILE_FAST = (
+    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # As many threads as `ipu_jax.configure(8)` gives XLA: one that waits in a collective is then never missed.
@@ -51,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.slow_seed is None:
         given: dict[str, Any] = getattr(config, "workerinput", {})  # a worker of xdist uses the seed of its master
         config.option.slow_seed = given.get("slow_seed", random.SystemRandom().randrange(1000))
+    if config.option.slow == "sample" and _COMPILE_FAST not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {_COMPILE_FAST}"
 
 
 @pytest.hookimpl(optionalhook=True)

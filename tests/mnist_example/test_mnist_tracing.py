@@ -13,6 +13,7 @@ from mnist_example.tracing import Tracing
 class Results(NamedTuple):
     losses: Any
     skipped: Any
+    nonfinite: Any
 
 
 class Recording:
@@ -42,16 +43,19 @@ class Recording:
 
 @jax.jit
 def program(state, batch, count):
-    """Add up the rows of a batch one by one, as updates follow one another; an odd row counts as skipped."""
+    """Add up the rows of a batch one by one, as updates follow one another.
+
+    An odd row counts as skipped, and what stands for the verdict on an update is three times its row.
+    """
 
     def update(i, carry):
-        state, losses, skipped = carry
-        state = 2 * state + batch[i]
-        return state, losses.at[i].set(state), skipped + batch[i].astype(jnp.int32) % 2
+        state, losses, skipped, nonfinite = carry
+        state, row = 2 * state + batch[i], batch[i].astype(jnp.int32)
+        return state, losses.at[i].set(state), skipped + row % 2, nonfinite.at[i].set(3 * row)
 
-    carry = state, jnp.zeros(batch.shape[0]), jnp.int32(0)
-    state, losses, skipped = jax.lax.fori_loop(0, count, update, carry)
-    return state, Results(losses, skipped)
+    carry = state, jnp.zeros(batch.shape[0]), jnp.int32(0), jnp.zeros(batch.shape[0], jnp.int32)
+    state, *results = jax.lax.fori_loop(0, count, update, carry)
+    return state, Results(*results)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,7 @@ def test_pieces_of_a_call_make_the_same_updates(counts, pieces):
         assert state == expected
         assert results.losses[:count].tolist() == of_one_call.losses[:count].tolist()
         assert results.skipped == of_one_call.skipped
+        assert results.nonfinite[:count].tolist() == of_one_call.nonfinite[:count].tolist()
     assert recording.ran == pieces
     assert recording.finished == 1
     assert said == [f"report of {pieces}\nTrace: trace.json.gz, for https://ui.perfetto.dev"]

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from ipu_jax import DynamicScale, replicate
+from mnist_example import model
 from mnist_example.batches import Batches
 from mnist_example.data import load_mnist
 from mnist_example.layouts import Mode
@@ -21,6 +22,17 @@ from mnist_example.train import Call, DivergedError, Trainer
 
 UPDATES = 50
 B, M = 8, 4
+RATE = 0.03
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_network():
+    """Train a tenth as many hidden units: the whole network computes the same, and takes most of a test's time."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(model, "HIDDEN", 256)
+    patch.setattr(model, "FEATURES", 128)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +187,7 @@ def unsharded_losses(batches, optimizer, updates=UPDATES):
 
 @pytest.fixture(scope="module")
 def expected(batches):
-    return unsharded_losses(batches, optax.sgd(0.01))
+    return unsharded_losses(batches, optax.sgd(RATE))
 
 
 @pytest.mark.slow(one_in=7)
@@ -183,7 +195,7 @@ def expected(batches):
     ("mode", "ipus"), [("basic", 2), ("concurrent", 2), pytest.param("concurrent", 4, marks=pytest.mark.slow)]
 )
 def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode, ipus, batches, expected):
-    calls = train(make_trainer(batches, mode, ipus, repeat_count=20), updates=UPDATES)
+    calls = train(make_trainer(batches, mode, ipus, learning_rate=RATE, repeat_count=20), updates=UPDATES)
     np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-4)
     assert expected[-5:].mean() < 0.5 * expected[0]  # and something was learned
 
@@ -192,7 +204,8 @@ def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode
 @pytest.mark.parametrize(("mode", "ipus", "replicas"), [("basic", 2, 2), ("concurrent", 2, 4)])
 def test_replicas_agree_with_the_unsharded_program_on_the_same_images(mode, ipus, replicas, batches, expected):
     shared = dataclasses.replace(batches, gradient_accumulation=M // replicas, replicas=replicas)
-    calls = train(make_trainer(shared, mode, ipus, repeat_count=20, shard_optimizer=replicas > 2), updates=10)
+    options = {"learning_rate": RATE, "shard_optimizer": replicas > 2}
+    calls = train(make_trainer(shared, mode, ipus, repeat_count=20, **options), updates=10)
     np.testing.assert_allclose(losses_of(calls), expected[:10], rtol=1e-4)
 
 
@@ -209,7 +222,7 @@ def test_in_float16_an_update_that_overflows_is_skipped_and_training_goes_on(bat
     pipeline = make_pipeline("concurrent", gradient_accumulation=M)
     scale = DynamicScale(initial=2.0**20)  # the first gradients overflow
     precision: Any = {"precision": "16.32", "half": "float16"}
-    trainer = Trainer(pipeline, batches, learning_rate=0.01, loss_scale=scale, repeat_count=5, **precision)
+    trainer = Trainer(pipeline, batches, learning_rate=RATE, loss_scale=scale, repeat_count=5, **precision)
     told: list[Call] = []
     state = trainer.run_epoch(trainer.init(init_params(0)), 0, updates=12, on_call=told.append)
     losses = losses_of(told)
@@ -314,7 +327,7 @@ def test_of_logits_that_are_equal_in_half_alone_the_first_counts(mode, precision
     """By hand: in half, 1 + step is 1, so of the classes 3 and 7 class 3 is predicted; in float32 it is 7."""
     params = init_params(3)
     params["classifier"] = {
-        "w": jnp.zeros((1280, 10)),
+        "w": jnp.zeros((model.FEATURES, 10)),
         "b": jnp.zeros(10).at[3].set(1.0).at[7].set(1.0 + step),
     }
     trainer = make_half_trainer(batches, mode, precision, half or "bfloat16")

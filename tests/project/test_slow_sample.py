@@ -1,5 +1,6 @@
 """Test the sample of the slow tests: it depends on the seed only, and over many seeds all tests run."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -33,19 +34,38 @@ def test_quick(): pass
 """
 
 
+# One process for several runs: it takes a second to start, and a run takes none. "same" is the seed of the run before.
+RUNS = """
+import sys, pytest
+class Seed:
+    def pytest_configure(self, config): self.last = str(config.option.slow_seed)
+seed = Seed()
+for flags in sys.argv[1:]:
+    print("run of", flags)
+    given = flags.replace("same", getattr(seed, "last", "")).split()
+    assert pytest.main(["-v", "-p", "no:cacheprovider", *given], plugins=[seed]) == 0
+"""
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     shutil.copy(ROOT / "conftest.py", folder)
     (folder / "test_a.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow: takes long\n")
 
-    def of(*flags: str) -> tuple[set[str], str]:
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *flags]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout
-        names = {line.split("::")[1].split()[0] for line in done.stdout.splitlines() if "PASSED" in line}
-        return names, next(line for line in done.stdout.splitlines() if line.startswith("slow tests: "))
+    def of(*flags: str) -> list[tuple[set[str], str]]:
+        """Return the tests that ran with each of the flags, and the line about the sample."""
+        command = [sys.executable, "-c", RUNS, *flags]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = []
+        for printed in done.stdout.split("run of ")[1:]:
+            lines = printed.splitlines()
+            names = {re.findall(r"::(\S+)", line)[0] for line in lines if "PASSED" in line}
+            found.append((names, next(line for line in lines if line.startswith("slow tests: "))))
+        assert len(found) == len(flags)
+        return found
 
     return of
 
@@ -54,8 +74,8 @@ def cases(names: set[str], function: str) -> set[str]:
     return {name for name in names if name.startswith(f"{function}[")}
 
 
-def test_a_sample_holds_some_of_each_and_the_seed_decides_which(run):
-    found = [run("--slow-seed", str(seed)) for seed in range(4)]
+def test_a_sample_holds_some_of_each_and_the_seed_decides_which(runs):
+    *found, again, everything = runs(*(f"--slow-seed {seed}" for seed in (0, 1, 2, 3, 2)), "--slow=all")
     for seed, (names, line) in enumerate(found):
         assert line == f"slow tests: a sample, drawn by --slow-seed {seed}"
         assert "test_quick" in names
@@ -64,14 +84,11 @@ def test_a_sample_holds_some_of_each_and_the_seed_decides_which(run):
         assert len(cases(names, "test_few")) == 3, "two of four, and one of eight"
     assert len({frozenset(cases(names, "test_many")) for names, _ in found}) > 1
     assert {"test_alone" in names for names, _ in found} == {True, False}
-    assert run("--slow-seed", "2")[0] == found[2][0]
-
-
-def test_workers_draw_the_sample_of_their_run(run):
-    names, line = run("-n", "2")
-    assert run("--slow-seed", line.split()[-1])[0] == names
-
-
-def test_all_of_them_run_when_asked_for(run):
-    names, line = run("--slow=all")
+    assert again == found[2]
+    names, line = everything
     assert (len(names), line) == (32 + 7 + 12 + 3, "slow tests: all")
+
+
+def test_workers_draw_the_sample_of_their_run(runs):
+    by_workers, alone = runs("-n 2", "--slow-seed same")
+    assert by_workers == alone

@@ -20,10 +20,14 @@ ROOT = Path(__file__).parents[3]
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 12_000_000)"
 
 
+# A process that was started in the background ignores Ctrl-C, and so do the processes that it starts.
+HEEDING = "import hashlib, os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def started(program):
     """Start a program and wait for its first line."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "import hashlib, os, signal, time\n" + textwrap.dedent(program)],
+        [sys.executable, "-c", HEEDING + textwrap.dedent(program)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -135,9 +135,7 @@ def test_a_process_that_was_started_to_ignore_ctrl_c_ignores_it():
 def test_after_ctrl_c_a_terminal_has_its_cursor_again():
     body = f"    sys.stdout.write('\\x1b[?25l')\n{STARTED}{BUSY['asleep']}"
     terminal, of_command = pty.openpty()
-    take_terminal = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
-    )
+    take_terminal = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {LISTENING.format(how='SIG_DFL')}"
     process = subprocess.Popen(
         [sys.executable, "-c", take_terminal, *command_of(body)],
         stdin=of_command,
@@ -148,10 +146,14 @@ def test_after_ctrl_c_a_terminal_has_its_cursor_again():
     )
     os.close(of_command)
     shown = b""
-    while b"started" not in shown:
-        shown += os.read(terminal, 1000)
-    os.write(terminal, b"\x03")
-    assert process.wait(timeout=60) == 130
+    try:
+        while b"started" not in shown:
+            shown += os.read(terminal, 1000)
+        os.write(terminal, b"\x03")
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.wait()
     while select.select([terminal], [], [], 0)[0]:
         try:
             shown += os.read(terminal, 1000)

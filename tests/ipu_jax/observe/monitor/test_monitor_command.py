@@ -125,9 +125,11 @@ class Terminal:
         self.handle, other = pty.openpty()
         self.resize(columns)
         self.before = termios.tcgetattr(self.handle)
+        # A test worker's readline may have set these, which hold whatever size the terminal has.
+        own = {k: v for k, v in environment(folder, TERM="xterm").items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [*HEEDING, "--watch", "60"],
-            env=environment(folder, TERM="xterm"),
+            env=own,
             stdin=other,
             stdout=other,
             stderr=other,
