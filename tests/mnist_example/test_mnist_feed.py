@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import make_mesh
-from mnist_example import inputs, training_run
+from mnist_example import inputs, model, training_run
 from mnist_example.batches import Batches
 from mnist_example.data import synthetic_mnist
 from mnist_example.feeding import make_feed
@@ -15,6 +15,13 @@ from mnist_example.train import Trainer
 
 SYNTHETIC = ["--pipeline-mode", "concurrent", "--synthetic-data"]
 TINY = [*SYNTHETIC, "--batch-size", "4", "--gradient-accumulation-count", "5", "--epochs", "2"]
+
+
+@pytest.fixture(autouse=True)
+def small_network(monkeypatch):
+    """Train few hidden units, whatever feeds them."""
+    monkeypatch.setattr(model, "HIDDEN", 64)
+    monkeypatch.setattr(model, "FEATURES", 32)
 
 
 @pytest.fixture

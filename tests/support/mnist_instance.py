@@ -1,5 +1,7 @@
 """Run a command of the MNIST example on few digits, as one instance of a run, and write what it trained.
 
+The network has few hidden units, since all instances share the cores of one machine.
+
 usage: mnist_instance.py FOLDER IMAGES run_sharded_mnist|benchmark_dataset flags
 
 FOLDER/MODE-INSTANCE.npz contains the whole weights, the loss of every update and the number of each image that this
@@ -16,7 +18,7 @@ import numpy as np
 
 from ipu_jax import popdist
 from ipu_jax.tools.process import run
-from mnist_example import inputs, training_run
+from mnist_example import inputs, model, training_run
 from mnist_example.data import MNIST, synthetic_mnist
 
 
@@ -37,6 +39,8 @@ def numbers_of(images: Any) -> np.ndarray:
 
 def main(folder: str, images: str, command: str, *flags: str) -> int:
     setattr(inputs, "synthetic_mnist", lambda seed: numbered_digits(int(images), seed))  # noqa: B010 (its type is kept)
+    for size, units in (("HIDDEN", 64), ("FEATURES", 32)):
+        setattr(model, size, units)
     module = importlib.import_module(f"mnist_example.{command}")
     if command == "run_sharded_mnist":
         _save_what_is_trained(Path(folder))
