@@ -78,17 +78,18 @@ def bits(leaves):
 
 
 def test_stopped_at_any_call_and_resumed_it_ends_with_the_same_bits_and_lines(tmp_path, stop_after, capsys):
-    flags = [*CONCURRENT, *TINY, "--optimizer", "momentum", *KEPT]
+    # twenty updates an epoch, each a call of its own: a line is of two
+    flags = [*CONCURRENT, *TINY, "--batch-size", "1", "--repeat-count", "1", "--optimizer", "momentum", *KEPT]
     assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
     expected = losses_in(capsys.readouterr().out)
-    assert len(expected) == 6
+    assert len(expected) == 20
     whole, updates = saved_in(tmp_path / "whole", flags)
-    assert updates == 10
+    assert updates == 40
     capsys.readouterr()
 
     folder, lines = str(tmp_path / "stopped"), []
-    for stop, done in ((2, 2), (5, 5), (6, 7)):  # in the middle of an epoch, at its end, right after that
-        stop_after(stop)
+    for done in (3, 20, 21):  # in the middle of a line, at the end of an epoch, right after that
+        stop_after(done)
         assert main([*flags, "--checkpoint-dir", folder]) == 0
         out = capsys.readouterr().out
         assert f"SIGTERM: stopped after {done} updates, which are saved in {folder}; the same command" in out
@@ -96,11 +97,11 @@ def test_stopped_at_any_call_and_resumed_it_ends_with_the_same_bits_and_lines(tm
     stop_after(0)
     assert main([*flags, "--checkpoint-dir", folder]) == 0
     out = capsys.readouterr().out
-    assert f"Resumed from {folder}/step-7, after 7 updates\n" in out
-    assert re.search(r"Test accuracy: .* after 200 images, 60 of them in .* s, .* images/s", out)
+    assert f"Resumed from {folder}/step-21, after 21 updates\n" in out
+    assert re.search(r"Test accuracy: .* after 200 images, 95 of them in .* s, .* images/s", out)
     assert lines + losses_in(out) == expected
     leaves, updates = saved_in(folder, flags)
-    assert updates == 10
+    assert updates == 40
     assert bits(leaves) == bits(whole)
 
 

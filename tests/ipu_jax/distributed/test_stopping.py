@@ -16,8 +16,8 @@ from support.programs import places, run_programs
 
 ROOT = Path(__file__).parents[3]
 
-# C code that lets no Python handler run for about ten seconds
-IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 12_000_000)"
+# C code that lets no Python handler run for half a minute or more
+IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)"
 
 
 # A process that was started in the background ignores Ctrl-C, and so do the processes that it starts.
