@@ -46,7 +46,9 @@ class Saver:
         self.done, self.skipped, self.is_stopped = 0, 0, False
         self._saved = -1
         self._trainer, self._lines, self._record, self._resume = trainer, lines, record, args.resume or "auto"
-        self._extra = {"learning rate": args.learning_rate}
+        given = {name.replace("_", "-"): value for name, value in vars(args).items() if value is not None}
+        flags = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in given.items()}
+        self._extra = {"learning rate": args.learning_rate, "flags": flags}
         every, minutes = args.checkpoint_every, args.checkpoint_minutes
         if every is None and minutes is None:
             every, minutes = trainer.batches.updates_per_epoch, _MINUTES
@@ -85,9 +87,9 @@ class Saver:
         onto = "" if found.topology == "same" else ", onto other IPUs or other places of the stages"
         self._record.resumed(found.step, found.path)
         say(f"Resumed from {found.path}, after {self.done:,} updates{onto}")
-        for name, value in self._extra.items():
-            if found.extra.get(name, value) != value:
-                say(f"The {name} was {found.extra[name]:g} when it was saved, and is {value:g} now")
+        before, now = found.extra["learning rate"], self._extra["learning rate"]
+        if before != now:
+            say(f"The learning rate was {before:g} when it was saved, and is {now:g} now")
         return found.state
 
     def after_call(self, state: TrainState, updates: int, report: Callable[[], None]) -> bool:

@@ -222,7 +222,7 @@ def test_the_tied_table_is_contracted_where_it_lies(size, dtype):
 
     def made(fn, *args):
         """Return the instructions that make a value of the size of the shard, transposed or not."""
-        as_users_do = {"xla_cpu_use_fusion_emitters": True}  # which the tests' own flags do not
+        as_users_do: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": True}  # which the tests' own flags do not
         text = jax.jit(fn).lower(*args).compile(compiler_options=as_users_do).as_text() or ""
         main = text[text.index("ENTRY") :]
         found = re.findall(r"= \w+\[(?:31,24|24,31)\]\S* ([\w-]+)\(", main)
