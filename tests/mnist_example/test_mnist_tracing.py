@@ -19,7 +19,7 @@ class Results(NamedTuple):
 class Recording:
     """Stands for `ipu_jax.Recording`: it counts the programs that it runs."""
 
-    steps, path = 3, "trace.json.gz"
+    steps, path, timeline = 3, "trace.json.gz", None
 
     def __init__(self):
         self.ran: list[int] = []

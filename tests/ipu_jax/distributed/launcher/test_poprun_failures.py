@@ -1,5 +1,6 @@
 """Test that a dead, failing or stuck instance is found in time and named, and that nothing is left behind."""
 
+import shlex
 import signal
 import time
 import uuid
@@ -218,7 +219,7 @@ def test_an_exception_of_a_program_that_ends_well_is_not_believed(tmp_path):
 
 
 def test_a_shell_in_between_changes_nothing(tmp_path, mark):
-    command = " ".join(program(tmp_path, "time.sleep(60) if me else os._exit(5)"))
+    command = shlex.join(program(tmp_path, "time.sleep(60) if me else os._exit(5)"))
     ran = poprun(*TWO, "bash", "-c", f"sleep 70 & {command}; exit $?", POPRUN_TEST=mark)
     assert ran.status == 5
     assert ran.seconds < 5
