@@ -52,7 +52,7 @@ class Phase(enum.IntEnum):
 
 
 class Mark(NamedTuple):
-    """What had been done at a time: weight updates, and examples that went into them."""
+    """Hold what had been done at a time: weight updates, and examples that went into them."""
 
     ns: int
     updates: int

@@ -23,7 +23,7 @@ _PROC: Final = Path("/proc")
 
 
 class Identity(NamedTuple):
-    """What no other process has: its number, its start, and where and since when that is counted."""
+    """Identify a process: its number and start time, the namespace of the number, and the boot of the time."""
 
     pid: int
     start: int

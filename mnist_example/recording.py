@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +21,7 @@ from ipu_jax.tools.process import CANNOT_WRITE
 from mnist_example.instances import is_first
 from mnist_example.layouts import Mode
 from mnist_example.train import Call, Trainer
+from mnist_example.warning_lines import warnings_as_lines
 
 _PACKAGES: Final = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -123,7 +123,7 @@ class RunRecord:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Print the log's warnings as lines of the command; at the end of a `with` block, make the page."""
-        with _warnings_as_lines():
+        with warnings_as_lines(RunLogWarning):
             try:
                 yield
             finally:
@@ -181,17 +181,3 @@ def _versions() -> dict[str, str]:
 
 def _text(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-@contextlib.contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        if issubclass(category, RunLogWarning):
-            print(f"run-sharded-mnist: {message}", file=sys.stderr, flush=True)
-        else:
-            usual(message, category, *args, **kwargs)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", RunLogWarning)
-        usual, warnings.showwarning = warnings.showwarning, show
-        yield

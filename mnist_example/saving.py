@@ -6,18 +6,16 @@ training that was stopped and resumed prints the same lines as one that was not.
 
 import argparse
 import contextlib
-import sys
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, StopRequest, TrainState
 from mnist_example.feeding import position_after
-from mnist_example.instances import is_first
 from mnist_example.progress import LossLines, say
 from mnist_example.recording import RunRecord
 from mnist_example.train import Trainer
+from mnist_example.warning_lines import warnings_as_lines
 
 _MINUTES: Final = 10.0
 
@@ -66,7 +64,7 @@ class Saver:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Turn SIGTERM into a save, for the time of a `with` block; wait for the last save at its end."""
-        with _warnings_as_lines(), self._stop, self._checkpoints:
+        with warnings_as_lines(CheckpointWarning), self._stop, self._checkpoints:
             yield
 
     def restore(self, state: TrainState) -> TrainState:
@@ -142,19 +140,3 @@ def _description(args: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     if args.reduction == "sum":  # an update grows with their number
         described["micro-batches per update"] = batches.gradient_accumulation * batches.replicas
     return described
-
-
-@contextlib.contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    """Print what `Checkpoints` warns of as lines of the command."""
-
-    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        if not issubclass(category, CheckpointWarning):
-            usual(message, category, *args, **kwargs)
-        elif is_first():
-            print(f"run-sharded-mnist: {message}", file=sys.stderr, flush=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", CheckpointWarning)
-        usual, warnings.showwarning = warnings.showwarning, show
-        yield

@@ -18,7 +18,7 @@ from faults_of.trial import FOUND, GONE, PROGRAM, Result, Trial
 from faults_of.twin import SEAL
 
 DISK_BYTES: Final = 8 << 20
-"""Of the small disk: three checkpoints of 1.6 MB, and a bit more."""
+"""The bytes of the small disk: three checkpoints of 1.6 MB, and a bit more."""
 _MOST_LEFT: Final = 2 << 20
 
 

@@ -27,7 +27,7 @@ LOOKS: Final = 1.0
 
 @dataclasses.dataclass
 class Result:
-    """What one run showed. Times are seconds since the fault; None where there is nothing to measure.
+    """Hold what one run showed. Times are seconds since the fault; None where there is nothing to measure.
 
     Attributes:
         moment: when the fault was made.

@@ -21,7 +21,7 @@ SEAL: Final = "ipu_jax.json"
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """What undisturbed runs gave.
+    """Hold the results of undisturbed runs.
 
     Attributes:
         losses: of each step, as printed.

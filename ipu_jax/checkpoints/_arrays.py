@@ -88,3 +88,8 @@ def _with_tree(name: str, like: Any, arrays: dict[str, Any]) -> Any:
     slots, concurrent = array_names(like.layout, name)
     of_groups = {group: [arrays[each] for each in names] for group, names in concurrent.items()}
     return Sharded([arrays[each] for each in slots], of_groups, like.layout)
+
+
+def size_of(arrays: dict[str, Any]) -> int:
+    """Return the bytes of all arrays, each once."""
+    return sum(data.size * data.dtype.itemsize for data in (jax.eval_shape(stored, array) for array in arrays.values()))

@@ -26,7 +26,7 @@ FORMAT: Final = 1
 _CHUNK: Final = 1 << 20
 
 FINE, MISSING, SHORT, CHANGED = range(4)
-"""What a file may be, compared with its seal."""
+"""The states of a file, compared with its seal."""
 
 
 def as_plain(name: str, value: Any) -> Any:

@@ -19,18 +19,17 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import jax
-import numpy as np
 
 from ipu_jax import _beacon
 from ipu_jax._beacon import Phase
 from ipu_jax._checks import check_choice, check_count
-from ipu_jax.checkpoints import _description, _folder, _reading, _seal
-from ipu_jax.checkpoints._arrays import named, stored
+from ipu_jax.checkpoints import _agreement, _description, _folder, _reading, _seal
+from ipu_jax.checkpoints._arrays import named, size_of
 from ipu_jax.checkpoints._due import Due
 from ipu_jax.checkpoints._store import Store
 from ipu_jax.checkpoints._writer import Job, Writer
@@ -44,8 +43,6 @@ from ipu_jax.training.step import TrainStep
 __all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored"]
 
 _LOOK_EVERY: Final = 0.02
-_LONGEST: Final = 500  # letters of an error that are told to other instances
-_WORDS: Final = {_seal.MISSING: "is missing", _seal.SHORT: "has another size", _seal.CHANGED: "was changed"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,21 +204,10 @@ class Checkpoints:
         if found.seal is not None:
             _description.check_words(str(found.path), found.seal["describes"], self._words)
             _description.check_model(str(found.path), found.seal["model"], here)
-        if self._anywhere(found.seal is None):
+        if _agreement.anywhere(found.seal is None, self._timeout):
             return found.wrong or "another instance cannot read its seal"
         assert found.seal is not None, "all instances have read it"
-        return self._check_files(found.path, found.seal["files"])
-
-    def _check_files(self, path: Path, files: dict[str, Sequence[int]]) -> str:
-        """Return what is wrong with the files of a checkpoint, or ""; each instance reads its share of them."""
-        names = sorted(files)
-        own = names[jax.process_index() :: jax.process_count()]
-        codes = np.zeros(len(names), np.int64)
-        for name, code in _seal.check_files(path, files, own).items():
-            codes[names.index(name)] = code
-        codes = np.asarray(popdist.all_reduce(codes, "sum", timeout=self._timeout))
-        wrong = [f"{name} {_WORDS[code]}" for name, code in zip(names, codes.tolist(), strict=True) if code]
-        return wrong[0] + (f", and so on for {len(wrong)} files" if len(wrong) > 1 else "") if wrong else ""
+        return _agreement.damage_of(found.path, found.seal["files"], self._timeout)
 
     def _read(self, found: _folder.Found, like: TrainState) -> Restored:
         seal: Any = found.seal
@@ -315,7 +301,7 @@ class Checkpoints:
                 "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
                 "extra": _seal.as_plain("extra", extra),
             }
-            job = Job(_folder.path_for(self.folder, number), number, _size(arrays), content)
+            job = Job(_folder.path_for(self.folder, number), number, size_of(arrays), content)
         self._due.restart(number)
         error = self._begin(job, arrays)
         self._report(error, job)
@@ -425,31 +411,12 @@ class Checkpoints:
         self._warn(text)
 
     def _first_of_all(self, error: BaseException | None) -> BaseException | None:
-        """Return this instance's error, or else that of the first instance that has one, with its number and errno.
-
-        Communicates a number per instance, and the text of an error if there is one.
-        """
-        own, count = jax.process_index(), jax.process_count()
-        failed = np.asarray(popdist.all_reduce(np.eye(count)[own] * (error is not None), "sum", timeout=self._timeout))
-        if not failed.any():
-            return None
-        self._meetings.forget()
-        first = int(np.argmax(failed))
-        text, number = " ".join(str(error).split())[:_LONGEST], None if error is None else errno_of(error)
-        letter = np.frombuffer(f"{number or 0} {text}".encode()[: 2 * _LONGEST].ljust(2 * _LONGEST), np.uint8)
-        told = np.asarray(popdist.broadcast(letter, first, timeout=self._timeout)).tobytes().decode(errors="replace")
-        number, _, text = told.rstrip().partition(" ")
-        return error or CheckpointError(f"on instance {first}: {text}", int(number) or None)
-
-    def _anywhere(self, here: bool) -> bool:
-        """Return whether something is so on any instance."""
-        return bool(popdist.all_reduce(int(here), "sum", timeout=self._timeout))
+        """Return an error of this instance, or else of the first one that has any; then no save is told of any more."""
+        found = _agreement.first_error(error, self._timeout)
+        if found is not None:
+            self._meetings.forget()
+        return found
 
     def _warn(self, text: str) -> None:
         if jax.process_index() == 0:
             warnings.warn(text, CheckpointWarning, stacklevel=4)
-
-
-def _size(arrays: dict[str, Any]) -> int:
-    """Return the bytes of all arrays, each once."""
-    return sum(data.size * data.dtype.itemsize for data in (jax.eval_shape(stored, array) for array in arrays.values()))

@@ -1,4 +1,4 @@
-"""Name the tasks of the staged scan in the compiled program, so that a profile tells which IPU ran which when.
+"""Name the tasks of the staged scan in the compiled program, so that a profile shows which IPU ran which when.
 
     jit(_run)/.../ipu_jax.plan.9f3c01d2.77ab10e4/while/body/closed_call/ipu_jax.F.2/while       F of segment class 2
                   ipu_jax.y.0/while                                                             an exchange of channel 0
@@ -30,7 +30,7 @@ _PLAN = re.compile(r"ipu_jax\.plan\.([0-9a-f]+)\.([0-9a-f]+)(?:/|$)")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentNames:
-    """What a profile needs to know of a segment: its first stage, the names of its stages, and its IPU or None."""
+    """Describe a segment for a profile: its first stage, the names of its stages, and its IPU or None."""
 
     first: int
     stages: tuple[str, ...]
@@ -39,7 +39,7 @@ class SegmentNames:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanNames:
-    """What a profile needs to know of a plan.
+    """Describe a plan for a profile.
 
     Attributes:
         schedule: when each stage runs.

@@ -39,7 +39,7 @@ SCHEDULES = (
     "zb-wave", "dualpipev",
 )  # fmt: skip
 AUTO = "auto"
-"""The name under which `find_schedule` searches the schedule. It is no family."""
+"""The name under which `find_schedule` searches the schedule. It is not a family."""
 ALIASES = {
     "interleaved1f1b": "looped",
     "loopedbfs": "looped-bfs",

@@ -66,7 +66,7 @@ class NonFiniteLossWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageFlags:
-    """What of a stage is not finite: bool, (replicas, M) by the name of the value.
+    """Hold which values of a stage are not finite: bool, (replicas, M) by the name of the value.
 
     Attributes:
         weights, batch, state: what the stage reads.
@@ -85,7 +85,7 @@ class StageFlags:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flags:
-    """What of an update is not finite.
+    """Hold which values of an update are not finite.
 
     Attributes:
         losses: of each micro-batch, (replicas, M).

@@ -21,7 +21,7 @@ from ipu_jax.distributed.launcher.topology import Topology
 from ipu_jax.distributed.launcher.writer import Writer
 
 FRUITLESS: Final = 3
-"""Restarts in a row without progress after which there is no other."""
+"""Restarts in a row without progress after which poprun gives up."""
 LONG: Final = 60.0
 """Seconds after which an attempt of a program without beacons counts as progress."""
 _PREPARED_WITHIN: Final = 30.0
@@ -148,7 +148,7 @@ class History:
         self._restarts = self._fruitless = 0
         self._other_port = False
         self.last_words: list[str] = []
-        """What to say if there is no other attempt."""
+        """Lines that say why no other attempt is made."""
 
     def restart(self, outcome: Outcome, *, port_is_given: bool = False) -> str | None:
         """Return why there is another attempt after one with that outcome, or None if there is none."""

@@ -27,7 +27,7 @@ class Writer:
         self._bytes = 0
         self._closing = False
         self.error: OSError | None = None
-        """What the first write that failed has raised."""
+        """The error of the first write that failed; None if none has."""
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 

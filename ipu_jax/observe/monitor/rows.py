@@ -67,7 +67,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What was found at a time, on the wall's clock: a row for each process, and what was ignored."""
+    """Hold what was found at a time of the wall clock: a row for each process, and what was ignored."""
 
     at: float
     rows: tuple[Row, ...]

@@ -70,7 +70,8 @@ class RunLog:
                 )
             from tensorboardX import SummaryWriter  # an extra
 
-            self._board = SummaryWriter(str(tensorboard))
+            # its names have seconds: a run that is restarted at once must not write over the file before
+            self._board = SummaryWriter(str(tensorboard), filename_suffix=f".{time.time_ns()}")
         if path is not None:
             self.events = _events_in(Path(path))
             self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115

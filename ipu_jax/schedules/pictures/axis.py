@@ -10,7 +10,7 @@ _SIZE = 11.0
 _ROOM = 6.0
 
 Labels = list[tuple[float, str]]
-"""Where the middle of each text is, and the text."""
+"""The middle of each text, and the text."""
 
 
 def tick_words(ticks: tuple[float, ...], first: int, left: float, unit: float) -> Labels:

@@ -20,7 +20,7 @@ _UPDATE_NAME = "weight", "update"  # in two lines
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Where the rows are.
+    """Hold the places of the rows.
 
     Attributes:
         margin: where the names of the rows begin.

@@ -59,7 +59,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What a picture of a schedule shows.
+    """Hold the cells, rows and marks that a picture of a schedule shows.
 
     Attributes:
         table: the schedule.

@@ -1,4 +1,4 @@
-"""Decide what stands in the cells: the number of the micro-batch, and what tells it apart from others of its colour."""
+"""Decide what stands in the cells: the number of the micro-batch, and how it differs from others of its colour."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ _MOST_MARKED = 8
 
 
 class Cells:
-    """What stands in the cells of a picture.
+    """Hold the texts that stand in the cells of a picture.
 
     Attributes:
         numbers: whether cells have the numbers of their micro-batches, where they fit.

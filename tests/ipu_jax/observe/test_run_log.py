@@ -80,6 +80,13 @@ def test_tensorboard_gets_each_loss_at_its_update(tmp_path):
     assert found == [("loss", 2, 3.0), ("loss", 3, 2.5), ("samples_per_second", 3, 100.0), ("accuracy", 3, 0.75)]
 
 
+def test_a_run_that_is_restarted_at_once_keeps_the_tensorboard_file_before(tmp_path):
+    for _ in range(3):
+        with RunLog(tensorboard=tmp_path) as log:
+            log.event("losses", updates=1, losses=[3.0])
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_without_tensorboardx_the_mend_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
