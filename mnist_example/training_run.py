@@ -125,7 +125,7 @@ def train(run: Run) -> _Losses:
     replicas, of_each = (f", {pipeline.replicas} replicas", " on each") if pipeline.replicas > 1 else ("", "")
     say(
         f"{run.mode} {network.title} on {pipeline.ipus} IPUs{replicas}, {args.pipeline_schedule}; {run.data.source}: "
-        f"{per_epoch} updates an epoch, each of {args.gradient_accumulation_count} micro-batches of "
+        f"{per_epoch} updates per epoch, each of {args.gradient_accumulation_count} micro-batches of "
         f"{args.batch_size}{of_each}"
     )
     shown = shows_progress(args.no_progress)

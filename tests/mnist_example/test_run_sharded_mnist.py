@@ -27,7 +27,7 @@ from mnist_example.train import Trainer
 ROOT = Path(__file__).parents[2]
 CONCURRENT = ["--pipeline-mode", "concurrent"]
 SYNTHETIC = [*CONCURRENT, "--synthetic-data"]
-# Five updates an epoch.
+# Five updates per epoch.
 TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5", "--epochs", "1"]
 
 ACCURACY = r"\d+\.\d\d%"
@@ -66,7 +66,7 @@ def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digit
     assert main([*CONCURRENT, *TINY, "--epochs", "1.6", "--repeat-count", "2"]) == 0
     assert_lines(
         capsys.readouterr().out,
-        r"concurrent pipeline on 2 IPUs, grouped; synthetic data, seed 0: 5 updates an epoch, each of 5 micro-batches "
+        r"concurrent pipeline on 2 IPUs, grouped; synthetic data, seed 0: 5 updates per epoch, each of 5 micro-batches "
         "of 4",
         COMPILED,
         r"Epoch 0\.4, Mean loss: \d\.\d{3}",
@@ -202,7 +202,7 @@ def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys, monkeypatch)
     assert main([*CONCURRENT, *TINY, *flags.split()]) == 0
     assert_lines(
         capsys.readouterr().out,
-        r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates an epoch, each of 5 "
+        r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates per epoch, each of 5 "
         "micro-batches of 4 on each",
         COMPILED,
         # the loss scale starts high, and is lowered by each overflow
@@ -600,7 +600,7 @@ def test_it_runs_as_a_script_and_makes_its_own_ipus():
     assert (process.returncode, err) == (0, "")
     assert_lines(
         out,
-        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 1875 updates an epoch, each of .*",
+        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 1875 updates per epoch, each of .*",
         COMPILED,
         r"Epoch 0\.0, Mean loss: 2\.\d{3}",
         rf"Epoch 0\.0, Test accuracy: {ACCURACY}",
