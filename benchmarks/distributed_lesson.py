@@ -1,4 +1,4 @@
-"""Measure how many examples a second the lesson on distributed training reaches in each of its steps.
+"""Measure how many examples per second the lesson on distributed training reaches in each of its steps.
 
 It runs `examples/distributed.py`, whose examples are decoded one by one in Python, and once more with a wait for each
 example, as if it were read from a slow disk. Threads of the feed help where reading waits. Decoding holds Python's
@@ -75,7 +75,7 @@ def draw(ratios: dict[str, dict[str, float]], path: Path) -> None:
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("examples a second, over those of one replica")
+    axes.set_xlabel("examples per second, over those of one replica")
     axes.set_title("What makes the training faster: 2 cores, one host")
     axes.legend(loc="upper right", fontsize=9)
     axes.margins(x=0.12)
@@ -87,7 +87,7 @@ def main() -> int:
         parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios")
         parser.add_argument("--rounds", type=int, default=ROUNDS, help="(default: %(default)s)")
 
-    figures = Figures("distributed_lesson: examples a second of each step of the lesson", flags=flags)
+    figures = Figures("distributed_lesson: examples per second of each step of the lesson", flags=flags)
     ratios = measured(figures.args.rounds)
     for kind, steps in ratios.items():
         for step, ratio in steps.items():

@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from rich.progress import Progress, TaskID
 
 from ipu_jax import CheckpointError, DynamicScale, Pipeline, TrainState, popdist
 from ipu_jax.tools.process import CANNOT_WRITE
@@ -78,9 +79,8 @@ def _train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], 
     pictures = SchedulePictures(args)
     try:
         with ExecutableCache(args.executable_cache) if args.executable_cache else contextlib.nullcontext() as cache:
-            losses = {
-                mode: train(args, mode, trainer, data, cache, pictures, record) for mode, trainer in trainers.items()
-            }
+            runs = [Run(args, mode, trainer, data, cache, pictures, record) for mode, trainer in trainers.items()]
+            losses = {run.mode: train(run) for run in runs}
     except (DivergedError, ResumeError, CheckpointError) as error:
         record.failed(error)
         if is_first():
@@ -103,23 +103,29 @@ def _train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], 
     return ended
 
 
-def train(
-    args: argparse.Namespace,
-    mode: Mode,
-    trainer: Trainer,
-    data: MNIST,
-    cache: ExecutableCache | None,
-    pictures: SchedulePictures,
-    record: RunRecord,
-) -> _Losses:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training in one mode, and who is told of it."""
+
+    args: argparse.Namespace
+    mode: Mode
+    trainer: Trainer
+    data: MNIST
+    cache: ExecutableCache | None
+    pictures: SchedulePictures
+    record: RunRecord
+
+
+def train(run: Run) -> _Losses:
     """Train in one mode and print the lines of that run; return the loss of every update."""
+    args, trainer, cache, record = run.args, run.trainer, run.cache, run.record
     pipeline, batches, network = trainer.pipeline, trainer.batches, network_of(args.model)
     per_epoch = batches.updates_per_epoch
     total = updates_of(args, batches)
     replicas, of_each = (f", {pipeline.replicas} replicas", " on each") if pipeline.replicas > 1 else ("", "")
     say(
-        f"{mode} {network.title} on {pipeline.ipus} IPUs{replicas}, {args.pipeline_schedule}; {data.source}: "
-        f"{per_epoch} updates an epoch, each of {args.gradient_accumulation_count} micro-batches of "
+        f"{run.mode} {network.title} on {pipeline.ipus} IPUs{replicas}, {args.pipeline_schedule}; {run.data.source}: "
+        f"{per_epoch} updates per epoch, each of {args.gradient_accumulation_count} micro-batches of "
         f"{args.batch_size}{of_each}"
     )
     shown = shows_progress(args.no_progress)
@@ -127,7 +133,7 @@ def train(
     saver = Saver(args, trainer, lines, record) if args.checkpoint_dir else None
     with saver.running() if saver else contextlib.nullcontext():
         state = trainer.init(network.init_params(args.seed), network.init_state())
-        record.start(mode, trainer, state, total)
+        record.start(run.mode, trainer, state, total)
         if saver:
             state = saver.restore(state)
         if args.explain:
@@ -140,27 +146,16 @@ def train(
             found = f"; schedule auto chose {_found_name(pipeline)}" if args.pipeline_schedule == "auto" else ""
             say(f"Compiled in {seconds:.1f} s{found}" + (f"; {cache}" if cache else ""))
         if done < total or args.pipeline_schedule != "auto":
-            pictures.draw(mode, pipeline.schedule)  # under "auto" it is known only now
+            run.pictures.draw(run.mode, pipeline.schedule)  # under "auto" it is known only now
         with trainer.feed, trainer.tracing, progress_bar(shown=shown) as progress:
-            bar = progress.add_task(mode, total=total, completed=done, images=batches.images_per_update)
-            result = _train_on(trainer, state, data, range(done, total), lines, saver, record, progress, bar)
+            bar = progress.add_task(run.mode, total=total, completed=done, images=batches.images_per_update)
+            move_bar = functools.partial(progress.update, bar)
+            result = _train_on(run, state, range(done, total), lines, saver, move_bar)
     if saver and saver.is_stopped:
         say(saver.describe_stop())
         record.stopped(saver.describe_stop())
         return result.losses
-    images, new = (count * batches.images_per_update for count in (max(done, total), len(result.losses)))
-    if new:
-        of_which = f", {new:,} of them" if done else ""
-        speed = f"{of_which} in {result.seconds:.1f} s, {new / result.seconds:,.0f} images/s"
-    else:
-        speed = f", as {done:,} updates were made before"
-    say(f"Test accuracy: {result.accuracy:.2%} after {images:,} images{speed}")
-    if result.skipped:
-        say(f"{result.skipped} of {total} updates were skipped: their gradients overflowed {args.half}")
-    if result.nonfinite:
-        say(f"{result.nonfinite} of {len(result.losses)} updates were skipped: they were not finite")
-    if cache:
-        say(f"With evaluation, {cache}")
+    _say_result(run, result, done, total)
     return result.losses
 
 
@@ -176,17 +171,15 @@ class _Result:
 
 
 def _train_on(
-    trainer: Trainer,
+    run: Run,
     state: TrainState,
-    data: MNIST,
     updates: range,
     lines: LossLines,
     saver: Saver | None,
-    record: RunRecord,
-    progress: Progress,
-    bar: TaskID,
+    move_bar: Callable[..., None],
 ) -> _Result:
     """Make these updates, with the accuracy after each epoch."""
+    trainer, data, record = run.trainer, run.data, run.record
     per_epoch = trainer.batches.updates_per_epoch
     losses: list[_Losses] = [np.zeros(0, np.float32)]
     result = _Result(losses[0], saver.skipped if saver else 0)
@@ -201,7 +194,7 @@ def _train_on(
             say(f"Skipped {text}")
         lines.add(call)
         record.call(call)
-        progress.update(bar, completed=call.updates)
+        move_bar(completed=call.updates)
 
     after_call = saver.after_call if saver else None
     for epoch in range(updates.start // per_epoch, -(-updates.stop // per_epoch) if updates else 0):
@@ -221,6 +214,23 @@ def _train_on(
         result.accuracy = trainer.accuracy(state, data.test_images, data.test_labels)
     result.losses = np.concatenate(losses)
     return result
+
+
+def _say_result(run: Run, result: _Result, done: int, total: int) -> None:
+    """Print what came of a training of `total` updates, of which `done` were made before it was resumed."""
+    images, new = (each * run.trainer.batches.images_per_update for each in (max(done, total), len(result.losses)))
+    if new:
+        of_which = f", {new:,} of them" if done else ""
+        speed = f"{of_which} in {result.seconds:.1f} s, {new / result.seconds:,.0f} images/s"
+    else:
+        speed = f", as {done:,} updates were made before"
+    say(f"Test accuracy: {result.accuracy:.2%} after {images:,} images{speed}")
+    if result.skipped:
+        say(f"{result.skipped} of {total} updates were skipped: their gradients overflowed {run.args.half}")
+    if result.nonfinite:
+        say(f"{result.nonfinite} of {len(result.losses)} updates were skipped: they were not finite")
+    if run.cache:
+        say(f"With evaluation, {run.cache}")
 
 
 def _found_name(pipeline: Pipeline) -> str:

@@ -31,6 +31,7 @@ from ipu_jax._checks import check_choice, check_count
 from ipu_jax.checkpoints import _agreement, _description, _folder, _reading, _seal
 from ipu_jax.checkpoints._arrays import named, size_of
 from ipu_jax.checkpoints._due import Due
+from ipu_jax.checkpoints._search import Search
 from ipu_jax.checkpoints._store import Store
 from ipu_jax.checkpoints._writer import Job, Writer
 from ipu_jax.checkpoints.errors import CheckpointError, CheckpointWarning, errno_of
@@ -119,6 +120,7 @@ class Checkpoints:
         self._step, self._timeout = step, timeout
         self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
         self._words = _seal.as_plain("describes", dict(describes or {}))
+        self._search = Search(self.folder, self._words, timeout, self._warn)
         self._due = Due(every, minutes)
         self._meetings = meetings = Meetings(timeout)
         self._store = Store(timeout, meetings)
@@ -164,54 +166,22 @@ class Checkpoints:
                     "resume='auto'"
                 )
             return None
-        is_path = resume not in ("auto", "must")
         with _beacon.during(Phase.BUSY, "restoring a checkpoint", max(_beacon.LONG, self._timeout)):
-            found = self._whole_one(Path(resume).absolute() if is_path else None, like)
-            if found is None and resume == "auto":
-                return None
-            if found is None:
+            here = _description.description_of(self._step, like)
+            if resume in ("auto", "must"):
+                found = self._search.last_whole(here)
+            else:
+                found = self._search.at(Path(resume).absolute(), here)
+            if found is None and resume == "must":
                 raise CheckpointError(
-                    f"{resume if is_path else self.folder} holds no checkpoint that is whole: give the path of "
-                    "one, or resume='auto' for a fresh start"
+                    f"{self.folder} holds no checkpoint that is whole: give the path of one, or resume='auto' for a "
+                    "fresh start"
                 )
-            return self._read(found, like)
+            return None if found is None else self._read(found, like, here)
 
-    def _whole_one(self, path: Path | None, like: TrainState) -> _folder.Found | None:
-        """Return the last checkpoint that is whole, or the one at a path; name those that are not."""
-        candidates = _folder.checkpoints_in(self.folder)
-        here = _description.description_of(self._step, like)
-        if path is not None:
-            found = _folder.found_at(path)
-            if wrong := self._wrong_with(found, here):
-                raise CheckpointError(f"{path} cannot be restored: {wrong}")
-            return found
-        for left_over in _folder.left_over_in(self.folder):
-            self._warn(f"{left_over} is left over from a save that did not end: it is skipped")
-        for found in candidates:
-            wrong = self._wrong_with(found, here)
-            if wrong:
-                self._warn(f"{found.path} cannot be restored, {wrong}: it is skipped")
-            elif found.seal is not None:
-                return found
-        return None
-
-    def _wrong_with(self, found: _folder.Found, here: Mapping[str, Any]) -> str:
-        """Return what is wrong with a checkpoint, the same on all instances, or "".
-
-        Raises:
-            ValueError: it is of another training.
-        """
-        if found.seal is not None:
-            _description.check_words(str(found.path), found.seal["describes"], self._words)
-            _description.check_model(str(found.path), found.seal["model"], here)
-        if _agreement.anywhere(found.seal is None, self._timeout):
-            return found.wrong or "another instance cannot read its seal"
-        assert found.seal is not None, "all instances have read it"
-        return _agreement.damage_of(found.path, found.seal["files"], self._timeout)
-
-    def _read(self, found: _folder.Found, like: TrainState) -> Restored:
+    def _read(self, found: _folder.Found, like: TrainState, here: Mapping[str, Any]) -> Restored:
         seal: Any = found.seal
-        here, saved = _description.description_of(self._step, like), seal["model"]
+        saved = seal["model"]
         is_same = _description.same_places(saved, here)
         if is_same:
             state = _reading.read_as_saved(self._store, found.path, self._step, like)
@@ -367,7 +337,7 @@ class Checkpoints:
     def _verify(self, last: Job) -> None:
         # instance 0 has sealed it before it came here
         popdist.barrier("the last checkpoint is sealed", timeout=self._timeout)
-        wrong = self._wrong_with(_folder.found_at(last.path), last.content["model"])
+        wrong = self._search.wrong_with(_folder.found_at(last.path), last.content["model"])
         if wrong:
             self._report(CheckpointError(f"it was written, but {wrong}"), last)
 

@@ -30,7 +30,7 @@ def few_digits(monkeypatch):
 def test_a_line_follows_every_epoch(flags, capsys):
     assert main([*TINY, *flags, "--epochs", "2.4", "--repeat-count", "2", "--ipus", "4"]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
-    assert header == "synthetic data, seed 0, to 4 IPUs: 5 updates an epoch, each of 5 micro-batches of 4"
+    assert header == "synthetic data, seed 0, to 4 IPUs: 5 updates per epoch, each of 5 micro-batches of 4"
     # an epoch is 2, 2 and 1 updates of 20 images; 0.4 of it is one call
     for line, (epoch, samples) in zip(lines, [(1, 100), (2, 100), (3, 40)], strict=True):
         assert re.fullmatch(rf"Epoch {epoch}: {samples} samples {SPEED}", line), line
@@ -81,7 +81,7 @@ def test_replicas_get_batches_of_their_own(capsys):
     assert main([*TINY, "--replicas", "2", "--epochs", "1"]) == 0
     header, line = capsys.readouterr().out.splitlines()
     assert header == (
-        "synthetic data, seed 0, to 2 replicas of 2 IPUs: 2 updates an epoch, each of 5 micro-batches of 4 on each"
+        "synthetic data, seed 0, to 2 replicas of 2 IPUs: 2 updates per epoch, each of 5 micro-batches of 4 on each"
     )
     assert re.fullmatch(rf"Epoch 1: 80 samples {SPEED}", line)
 
@@ -91,7 +91,7 @@ def test_a_trainings_own_command_line_can_be_given(capsys):
     flags = "--pipeline-mode concurrent --model resnet18 --learning-rate 0.1 --precision 16.16 --run-single-step"
     assert main([*TINY, *flags.split()]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header.endswith("5 updates an epoch, each of 5 micro-batches of 4")
+    assert header.endswith("5 updates per epoch, each of 5 micro-batches of 4")
     assert re.fullmatch(rf"Epoch 1: 20 samples {SPEED}", line)
 
 

@@ -98,9 +98,9 @@ def test_floats_are_the_images_over_255():
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_the_flags_reach_the_feed(flags, dtype, prefetch, workers, model, monkeypatch, few_digits):
     runs = []
-    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda run: runs.append(run) or np.ones(1))
     assert main([*TINY, "--model", model, *flags]) == 0
-    ((_, _, trainer, *_),) = runs
+    (trainer,) = (run.trainer for run in runs)
     assert trainer.feed.like["images"].dtype == dtype
     assert (trainer.feed.prefetch, trainer.feed.workers) == (prefetch, workers)
 

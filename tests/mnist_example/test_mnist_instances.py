@@ -222,7 +222,7 @@ def test_reading_counts_the_samples_and_bytes_of_all_instances(tmp_path):
     assert_ended_well(ran, 2)
     head, whole, half = ran.said_by(0)
     assert head == (
-        "synthetic data, seed 0, to 2 replicas of 2 IPUs: 6 updates an epoch, each of 2 micro-batches of 2 on each"
+        "synthetic data, seed 0, to 2 replicas of 2 IPUs: 6 updates per epoch, each of 2 micro-batches of 2 on each"
     )
     for line, samples in ((whole, 48), (half, 24)):
         found = re.fullmatch(r"Epoch \d: (\d+) samples in [\d.]+ s, ([\d,]+) samples/s, ([\d.,]+) MB/s", line)

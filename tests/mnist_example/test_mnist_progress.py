@@ -32,7 +32,7 @@ def lines_of(updates_per_epoch, updates, updates_per_call, capsys, skipped=0):
         # a line for every call that ends in another tenth
         (5, 8, 2, ["0.4: 1.5", "0.8: 3.5", "1.0: 5", "1.4: 6.5", "1.6: 8"]),
         (20, 20, 10, ["0.5: 5.5", "1.0: 15.5"]),
-        # ten lines an epoch, each the mean of the calls since the line before
+        # ten lines per epoch, each the mean of the calls since the line before
         (40, 40, 1, [f"{n / 10}: {4 * n - 1.5}" for n in range(1, 11)]),
         (20, 20, 3, ["0.1: 2", "0.3: 5", "0.4: 8", "0.6: 11", "0.7: 14", "0.9: 17", "1.0: 19.5"]),
         (40, 20, 3, ["0.1: 3.5", "0.2: 8", "0.3: 11", "0.4: 15.5", "0.5: 19.5"]),

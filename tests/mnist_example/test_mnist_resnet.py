@@ -408,9 +408,9 @@ def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
 def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
     monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 700, 10))
     runs = []
-    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda run: runs.append(run) or np.ones(1))
     assert main(["--pipeline-mode", "basic", "--synthetic-data", *flags]) == 0
-    ((_, _, trainer, *_),) = runs
+    (trainer,) = (run.trainer for run in runs)
     batches = trainer.batches
     assert (batches.batch_size, batches.gradient_accumulation, trainer.learning_rate) == expected
 
@@ -419,10 +419,10 @@ def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch, tmp_path):
     runs = []
-    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda run: runs.append(run) or np.ones(1))
     picture = ["--plot", str(tmp_path / "losses.png")]
     assert main(["--compare", *picture, *TINY, "--model", name, "--ipus", "3"]) == 0
-    assert [(mode, trainer.pipeline.ipus) for _, mode, trainer, *_ in runs] == [("basic", 3), ("concurrent", 3)]
+    assert [(run.mode, run.trainer.pipeline.ipus) for run in runs] == [("basic", 3), ("concurrent", 3)]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def bits(leaves):
 
 
 def test_stopped_at_any_call_and_resumed_it_ends_with_the_same_bits_and_lines(tmp_path, stop_after, capsys):
-    # twenty updates an epoch, each a call of its own: a line is of two
+    # twenty updates per epoch, each a call of its own: a line is of two
     flags = [*CONCURRENT, *TINY, "--batch-size", "1", "--repeat-count", "1", "--optimizer", "momentum", *KEPT]
     assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
     expected = losses_in(capsys.readouterr().out)

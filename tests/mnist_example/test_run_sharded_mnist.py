@@ -27,7 +27,7 @@ from mnist_example.train import Trainer
 ROOT = Path(__file__).parents[2]
 CONCURRENT = ["--pipeline-mode", "concurrent"]
 SYNTHETIC = [*CONCURRENT, "--synthetic-data"]
-# Five updates an epoch.
+# Five updates per epoch.
 TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5", "--epochs", "1"]
 
 ACCURACY = r"\d+\.\d\d%"
@@ -66,7 +66,7 @@ def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digit
     assert main([*CONCURRENT, *TINY, "--epochs", "1.6", "--repeat-count", "2"]) == 0
     assert_lines(
         capsys.readouterr().out,
-        r"concurrent pipeline on 2 IPUs, grouped; synthetic data, seed 0: 5 updates an epoch, each of 5 micro-batches "
+        r"concurrent pipeline on 2 IPUs, grouped; synthetic data, seed 0: 5 updates per epoch, each of 5 micro-batches "
         "of 4",
         COMPILED,
         r"Epoch 0\.4, Mean loss: \d\.\d{3}",
@@ -153,28 +153,29 @@ def test_with_64_bit_numbers_it_trains_and_evaluates_as_without(mode, few_digits
 
 def test_every_flag_reaches_the_training(monkeypatch, few_digits):
     runs = []
-    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda run: runs.append(run) or np.ones(1))
     flags = "--ipus 5 --batch-size 2 --gradient-accumulation-count 3 --learning-rate 0.5 --reduction mean --seed 7"
     flags += " --no-shuffle --precision 16.32 --pipeline-schedule sequential --repeat-count 4 --epochs 0.5"
     assert main([*SYNTHETIC, *flags.split()]) == 0
-    ((args, mode, trainer, data, cache, *_),) = runs
-    assert cache is None
+    (run,) = runs
+    args, trainer = run.args, run.trainer
+    assert run.cache is None
     pipeline, batches = trainer.pipeline, trainer.batches
-    assert (mode, pipeline.ipus, pipeline.schedule.name) == ("concurrent", 5, "sequential")
+    assert (run.mode, pipeline.ipus, pipeline.schedule.name) == ("concurrent", 5, "sequential")
     assert (pipeline.options.gradient_accumulation, pipeline.options.reduction) == (3, "mean")
     assert (batches.batch_size, batches.gradient_accumulation, batches.shuffle, batches.seed) == (2, 3, False, 7)
     assert (trainer.learning_rate, trainer.updates_per_call) == (0.5, 4)
     assert (args.epochs, args.precision) == (0.5, "16.32")
-    np.testing.assert_array_equal(data.train_images, synthetic_mnist(7, 103, 25).train_images)
+    np.testing.assert_array_equal(run.data.train_images, synthetic_mnist(7, 103, 25).train_images)
 
 
 def test_the_flags_of_the_training_step_reach_it(monkeypatch, few_digits):
     runs = []
-    monkeypatch.setattr(training_run, "train", lambda *run: runs.append(run) or np.ones(1))
+    monkeypatch.setattr(training_run, "train", lambda run: runs.append(run) or np.ones(1))
     flags = "--replicas 2 --optimizer lamb --shard-optimizer --precision 16.32 --half float16 --batch-size 2"
     flags += " --gradient-accumulation 3 --device-iterations 4"
     assert main([*SYNTHETIC, *flags.split()]) == 0
-    ((_, _, trainer, *_),) = runs
+    (trainer,) = (run.trainer for run in runs)
     assert (trainer.pipeline.replicas, trainer.pipeline.ipus, trainer.batches.replicas) == (2, 2, 2)
     assert (trainer.batches.gradient_accumulation, trainer.updates_per_call) == (3, 4)
     assert (trainer.learning_rate, trainer.step.options.shard_optimizer) == (0.01, True)
@@ -201,7 +202,7 @@ def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys, monkeypatch)
     assert main([*CONCURRENT, *TINY, *flags.split()]) == 0
     assert_lines(
         capsys.readouterr().out,
-        r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates an epoch, each of 5 "
+        r"concurrent pipeline on 2 IPUs, 2 replicas, grouped; synthetic data, seed 0: 2 updates per epoch, each of 5 "
         "micro-batches of 4 on each",
         COMPILED,
         # the loss scale starts high, and is lowered by each overflow
@@ -305,9 +306,7 @@ def test_compare_starts_with_the_mode_that_was_asked_for(few_digits, capsys, tmp
 
 def test_a_picture_that_fails_leaves_the_figures(few_digits, capsys, tmp_path, monkeypatch):
     picture = tmp_path / "losses.png"
-    monkeypatch.setattr(
-        training_run, "train", lambda args, mode, *_: np.ones(3) if mode == "basic" else np.full(3, 1.5)
-    )
+    monkeypatch.setattr(training_run, "train", lambda run: np.full(3, 1.0 if run.mode == "basic" else 1.5))
     # a file may have as many bytes as the picture needs when it is tried, and fewer afterwards
     draw = comparison.draw
 
@@ -351,7 +350,7 @@ def test_the_defaults_learn_without_a_spike(seed, monkeypatch, tmp_path):
     monkeypatch.setattr(inputs, "load_mnist", lambda data_dir: digits)
     losses = []
     run = training_run.train
-    monkeypatch.setattr(training_run, "train", lambda *args: losses.append(run(*args)) or losses[-1])
+    monkeypatch.setattr(training_run, "train", lambda args: losses.append(run(args)) or losses[-1])
     assert main([*CONCURRENT, "--seed", str(seed)]) == 0
     assert losses[0].max() < losses[0][0] + 0.2
     assert losses[0][-10:].mean() < 0.3
@@ -601,7 +600,7 @@ def test_it_runs_as_a_script_and_makes_its_own_ipus():
     assert (process.returncode, err) == (0, "")
     assert_lines(
         out,
-        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 1875 updates an epoch, each of .*",
+        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 1875 updates per epoch, each of .*",
         COMPILED,
         r"Epoch 0\.0, Mean loss: 2\.\d{3}",
         rf"Epoch 0\.0, Test accuracy: {ACCURACY}",

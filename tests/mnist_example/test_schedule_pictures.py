@@ -40,9 +40,9 @@ def test_a_png_file_is_one(tmp_path):
 def test_a_picture_that_cannot_be_written_ends_in_74_after_the_training(capsys, tmp_path, monkeypatch):
     trained = []
 
-    def train(args, mode, trainer, data, cache, pictures, record):
-        pictures.draw(mode, SCHEDULES[mode])
-        trained.append(mode)
+    def train(run):
+        run.pictures.draw(run.mode, SCHEDULES[run.mode])
+        trained.append(run.mode)
 
     monkeypatch.setattr(training_run, "train", train)
     (tmp_path / "s.svg").mkdir()  # since it was checked

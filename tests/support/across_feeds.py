@@ -64,7 +64,7 @@ class _Loader:
 
 
 def feed_trains(replicas: int, ipus: int) -> Results:
-    """Return a pipeline's weights after an epoch of a feed, two updates a call, the last call cut short."""
+    """Return a pipeline's weights after an epoch of a feed, two updates per call, the last call cut short."""
     model = model_of(replicas, ipus)
     rng = np.random.default_rng(3)
     examples = MICRO_BATCHES * replicas * 3 * 5

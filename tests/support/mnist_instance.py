@@ -50,13 +50,13 @@ def main(folder: str, images: str, command: str, *flags: str) -> int:
 def _save_what_is_trained(folder: Path) -> None:
     usual_train = training_run.train
 
-    def train(args: Any, mode: Any, trainer: Any, *rest: Any) -> Any:
+    def train(run: training_run.Run) -> Any:
         found: dict[str, Any] = {}
-        states = _record(trainer, found)
-        found["losses"] = usual_train(args, mode, trainer, *rest)
-        for path, leaf in jax.tree.leaves_with_path(trainer.step.whole(states[-1])["params"]):
+        states = _record(run.trainer, found)
+        found["losses"] = usual_train(run)
+        for path, leaf in jax.tree.leaves_with_path(run.trainer.step.whole(states[-1])["params"]):
             found[f"weights{jax.tree_util.keystr(path)}"] = np.asarray(leaf, np.float32)
-        np.savez(folder / f"{mode}-{popdist.get_instance_index()}.npz", **found)
+        np.savez(folder / f"{run.mode}-{popdist.get_instance_index()}.npz", **found)
         return found["losses"]
 
     setattr(training_run, "train", train)  # noqa: B010

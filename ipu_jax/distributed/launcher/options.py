@@ -42,6 +42,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "--vipu-server-port": _NO_VIPU,
     "--vipu-server-timeout": _NO_VIPU,
     "--vipu-partition": _NO_VIPU,
+    "--vipu-partition-attempts": _NO_VIPU,
     "--vipu-cluster": _NO_VIPU,
     "--vipu-allocation": _NO_VIPU,
     "--mpi-global-args": _NO_MPI,

@@ -1,14 +1,20 @@
 """Write a timeline as Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing open.
 
-    plan                        a process above the others
-        IPU 0    0F0  0F1 ...   a thread per IPU of a replica
-    instance 0
-        replica 0, IPU 0        a thread per IPU, its slices as "X" events: start and duration
+    instance 0                      a process per instance
+        replica 0, IPU 0, plan      two threads per IPU: what was planned,
+        replica 0, IPU 0, measured  and below it what was measured, as "X" events: start and duration
+        replica 0, IPU 1, plan
+        ...
     instance 1 ...
 
-Perfetto takes two "X" events of a thread for nested only if one lies within the other. So times are whole nanoseconds,
-and a slice never ends after the one that it lies in. Slices of one name have one colour: those of the plan have the
-colours of what was measured.
+What Perfetto's importer and page ask of such a file:
+
+- Two "X" events of a thread must nest or be apart, else it drops the second one. So times are whole nanoseconds, and a
+  slice never ends after the one that it lies in.
+- It takes the threads 0 of all processes for one, the idle thread, and drops what overlaps: none here has number 0.
+- It sorts processes by their number of events, whatever `process_sort_index` says: a process of its own for the plan
+  would come below the measurement. Threads come by number, but one with its process's number comes first: none has it.
+- It colours slices by name: those of the plan have the colours of what was measured.
 """
 
 import gzip
@@ -19,22 +25,22 @@ from typing import Any
 
 from ipu_jax.observe.tracing.timeline import Slice, Timeline
 
-_PLAN = 1  # the number of its process; instance i has the number i + 2
-
 
 def events_of(timeline: Timeline) -> list[dict[str, Any]]:
     """Return the events."""
     placed = {(step.replica, step.ipu): step.instance for step in timeline.steps}
-    events = _process(_PLAN, f"plan: {timeline.schedule.name}, each task's median time, exchanges take none", 0)
-    for ipu in range(timeline.schedule.ipus):
-        events += _thread(_PLAN, ipu, f"IPU {ipu}")
-        events += _slices(_PLAN, ipu, [one for one in timeline.plan if one.ipu == ipu])
-    for instance in timeline.instances:
-        events += _process(instance + 2, f"instance {instance}", instance + 1)
-    for thread, (replica, ipu) in enumerate(timeline.ipus):
-        process = placed[replica, ipu] + 2
-        events += _thread(process, thread, f"replica {replica}, IPU {ipu}")
-        events += _slices(process, thread, timeline.of_ipu(replica, ipu))
+    process = {instance: k + 1 for k, instance in enumerate(timeline.instances)}
+    events: list[dict[str, Any]] = []
+    for instance, number in process.items():
+        events += _process(number, f"instance {instance}")
+    first = max(process.values(), default=0) + 1
+    for k, (replica, ipu) in enumerate(timeline.ipus):
+        number, thread = process[placed[replica, ipu]], first + 2 * k
+        planned = [one for one in timeline.plan if one.ipu == ipu]
+        tracks = (("plan", planned), ("measured", timeline.of_ipu(replica, ipu)))
+        for below, (kind, slices) in enumerate(tracks):
+            events += _thread(number, thread + below, f"replica {replica}, IPU {ipu}, {kind}")
+            events += _slices(number, thread + below, slices)
     return events
 
 
@@ -53,10 +59,10 @@ def write(timeline: Timeline, path: Path) -> None:
         being_written.unlink(missing_ok=True)
 
 
-def _process(process: int, name: str, order: int) -> list[dict[str, Any]]:
+def _process(process: int, name: str) -> list[dict[str, Any]]:
     return [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": order}},
+        {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
     ]
 
 

@@ -80,6 +80,7 @@ class Recording:
         self._known: set[int] = set()
         self._meshes: list[Mesh] = []
         self._counted = 0
+        self._last: list[Any] = []
         self._runs: list[Run] = []
         self._error: Exception | None = None
         self._timeline: Timeline | None = None
@@ -153,6 +154,7 @@ class Recording:
                 self._meshes.append(mesh)
         is_first = id(owner) not in self._known
         self._known.add(id(owner))
+        self._last = outputs
         if self._state == "waiting":
             _wait(outputs)  # a run that has begun already would be recorded in part
             try:
@@ -177,6 +179,7 @@ class Recording:
         """
         if self._state in ("new", "finished"):
             return
+        _wait(self._last)  # a step that the profiler sees the beginning of only is none that can be read
         self._stop()
         self._state = "finished"
         with _beacon.during(Phase.BUSY, "reading a trace", _beacon.LONG):
@@ -197,6 +200,7 @@ class Recording:
         """Stop the profiler if it runs, and read what it recorded."""
         if _observer.current() is self:
             _observer.observe_by(None)
+        self._last = []
         if self._state != "recording":
             return
         self._state = "recorded"

@@ -160,7 +160,7 @@ def split_of(schedule: Schedule, seconds: Sequence[float], names: Sequence[str])
     >>> from ipu_jax.schedules import make_schedule
     >>> schedule = make_schedule("grouped", ipus=2, micro_batches=4, placement=[0, 0, 0, 1])
     >>> print(split_of(schedule, [2e-3, 2e-3, 2e-3, 1e-3], ["a", "b", "c", "d"]))
-    move 'c' from IPU 0 to IPU 1: the largest load falls from 6.00 ms to 4.00 ms a micro-batch
+    move 'c' from IPU 0 to IPU 1: the largest load falls from 6.00 ms to 4.00 ms per micro-batch
     """
     local = [stage for stage, place in enumerate(schedule.placement) if place is not None]
     if len(local) < schedule.ipus or not any(seconds[stage] for stage in local):
@@ -183,5 +183,5 @@ def split_of(schedule: Schedule, seconds: Sequence[float], names: Sequence[str])
         is_finest = len(local) == len(runs)
         why = "no IPU has two stages in a row; cut the slowest one finer" if is_finest else "no split is more even"
         return f"nothing to move: {why}"
-    change = f"the largest load falls from {1e3 * max(now):.2f} ms to {1e3 * max(best.loads):.2f} ms a micro-batch"
+    change = f"the largest load falls from {1e3 * max(now):.2f} ms to {1e3 * max(best.loads):.2f} ms per micro-batch"
     return f"move {', '.join(moves)}: {change}"

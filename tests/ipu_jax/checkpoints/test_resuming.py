@@ -45,7 +45,7 @@ def restored(folder: Any, step: Any) -> Any:
 
 
 def test_a_training_that_was_stopped_is_the_one_that_was_not(stopped):
-    """With state of stages, dropout, a dynamic loss scale, an average, two updates a call and shuffled data."""
+    """With state of stages, dropout, a dynamic loss scale, an average, two updates per call and shuffled data."""
     folder, losses, at_8, at_12 = stopped
     step = resumed.step_for(TOPOLOGIES["basic"])
     found = restored(folder, step)

@@ -46,7 +46,7 @@ def read(feed):
 
 
 CASES = [
-    # count, remainder, replicas, micro-batches, device iterations, batches an epoch
+    # count, remainder, replicas, micro-batches, device iterations, batches per epoch
     (26, "drop", 2, 1, 2, 3),
     (26, "updates", 2, 1, 2, 3),
     (28, "updates", 2, 1, 2, 4),

@@ -100,7 +100,7 @@ def test_replicas_of_a_function_are_those_of_one_process(name):
 @pytest.mark.slow(sampled=False)
 @pytest.mark.parametrize("devices", [(1, 1), (1, 2, 1)])
 def test_an_epoch_of_a_feed_trains_as_on_one_instance(devices):
-    """Two updates a call; the last call of the epoch has one."""
+    """Two updates per call; the last call of the epoch has one."""
     options = {"replicas": sum(devices) // 2, "ipus": 2}
     found = same_everywhere(run_instances(across_feeds.feed_trains, devices, **options))
     assert not bitwise(found, across_feeds.feed_trains(**options))

@@ -151,7 +151,7 @@ def test_a_loop_that_is_one_kernel_is_a_task_where_the_plan_says_so():
         (
             (0, 0, 1, 0, 1),
             (2, 2, 1, 3, 3),  # of the four ways to make four runs of them, a | b c | d | e has the smallest largest one
-            "move 'b' from IPU 0 to IPU 1: the largest load falls from 7000.00 ms to 6000.00 ms a micro-batch",
+            "move 'b' from IPU 0 to IPU 1: the largest load falls from 7000.00 ms to 6000.00 ms per micro-batch",
         ),
     ],
 )
