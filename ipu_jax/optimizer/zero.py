@@ -1,9 +1,9 @@
 """Replicated tensor sharding (ZeRO-1): each replica updates one part of the weights, and keeps only that part's state.
 
     gradients     replica 0: a a a b b     replica 1: a a a b b     each replica has its own sums
-    scatter       replica 0: A A b'        replica 1: A - B         each replica has the total of a part of each array
+    psum_scatter  replica 0: A A b'        replica 1: A - B         each replica has the total of a part of each array
     update        replica 0: its part      replica 1: its part      the optimizer's state is divided, too
-    gather        every replica: all weights
+    all_gather    every replica: all weights
 
 An all-reduce consists of such a reduce-scatter and an all-gather, so nothing more is sent, while the update's work and
 the bytes of the state are divided by the number of replicas. Small arrays are sent together, in buckets.
@@ -11,11 +11,9 @@ the bytes of the state are divided by the number of replicas. Small arrays are s
 Source: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054: optimizer state partitioning, P_os.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -48,27 +46,17 @@ def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
 def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
     """Return this replica's chunk of each block's sum over the replicas, in `Blocks.update_shape`.
 
-    Communicates one psum_scatter over "replica" per bucket, or one all_to_all across CPU processes; each replica sends
-    and gets (R-1)/R of its bytes.
+    Communicates one psum_scatter over "replica" per bucket; each replica sends and gets (R-1)/R of its bytes.
     """
     chunks: list[Any] = [None] * len(blocks)
     for bucket in buckets(blocks, [g.dtype for g in gradients]):
         by_replica = jnp.concatenate([blocks.to_chunks(k, gradients[k]) for k in bucket], axis=1)
-        own = _sum_of_own(by_replica)
+        own = lax.psum_scatter(by_replica, REPLICA_AXIS, scatter_dimension=0)
         start = 0
         for k in bucket:
             chunks[k] = lax.slice_in_dim(own, start, start + blocks.chunk_size(k))
             start += blocks.chunk_size(k)
     return chunks
-
-
-def _sum_of_own(by_replica: Any) -> Any:
-    """Return this replica's row of (replicas, size), summed over the replicas: (size,)."""
-    if jax.default_backend() == "cpu" and jax.process_count() > 1:
-        # a reduce-scatter of jax's gloo takes three times as long as its all-reduce: docs/design/training-step.md
-        rows = lax.all_to_all(by_replica, REPLICA_AXIS, split_axis=0, concat_axis=0, tiled=True)
-        return functools.reduce(jnp.add, rows)  # in the order of the replicas, on each of them
-    return lax.psum_scatter(by_replica, REPLICA_AXIS, scatter_dimension=0)
 
 
 def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:

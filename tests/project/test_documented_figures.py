@@ -123,6 +123,20 @@ def test_the_figures_of_the_measured_page_are_those_of_the_benchmarks():
         assert f"{BENCHMARKS[name]:.2f}" == value, name
 
 
+def test_the_gains_of_a_schedule_made_for_costs_are_those_of_the_benchmark():
+    page = (documents.ROOT / "docs" / "design" / "auto-schedule.md").read_text()
+    rows = re.findall(r"^\| (freely|in lockstep) \| (none|bytes of 1F1B) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for run, limit, shown in rows:
+        of = ", ".join(({"freely": "free"}.get(run, "lockstep"), {"none": "no limit"}.get(limit, "1F1B's bytes")))
+        gain = "gain over the best family"
+        values = [BENCHMARKS[f"{name}, {of}"] for name in (f"{gain}, mean", f"{gain}, median")]
+        bounds = [BENCHMARKS[f"{name} / lower bound, mean, {of}"] for name in ("best family", "found")]
+        at_bound = BENCHMARKS[f"share of sets whose best family is at the bound, {of}"]
+        expected = [*(f"{v:.1%}" for v in values), *(f"{v:.3f}" for v in bounds), f"{at_bound:.0%}"]
+        assert shown.split(" | ") == expected, of
+
+
 def test_the_collectives_of_the_cross_entropies_are_as_many_as_shown(monkeypatch):
     for name, small in {"TOKENS": 8, "FEATURES": 4, "VOCABULARY": 6}.items():
         monkeypatch.setattr(cross_entropy, name, small)
