@@ -130,4 +130,18 @@ def _runs(profile: Any, programs: Programs) -> list[Run]:
             run.events.append(Event(operation, start, end))
     for run in runs.values():
         run.events.sort(key=lambda event: event.start)
-    return sorted(runs.values(), key=lambda run: run.start)
+    return in_turn(sorted(runs.values(), key=lambda run: run.start))
+
+
+def in_turn(runs: list[Run]) -> list[Run]:
+    """Return the runs, of which none ends after the next one of its device has begun.
+
+    A device makes one run after the other, so an end after that is one that came late.
+    """
+    following: dict[int, float] = {}
+    for run in reversed(runs):
+        limit = following.get(run.device, float("inf"))
+        run.end = min(run.end, limit)
+        run.events = [dataclasses.replace(e, end=limit) if e.end > limit else e for e in run.events]
+        following[run.device] = run.start
+    return runs

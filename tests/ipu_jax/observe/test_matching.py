@@ -10,7 +10,7 @@ from ipu_jax.engine.labels import Label, PlanNames, SegmentNames
 from ipu_jax.observe.tracing._assembling import merged
 from ipu_jax.observe.tracing._matching import Place, measured
 from ipu_jax.observe.tracing._merging import Part
-from ipu_jax.observe.tracing._profile import Event, Run
+from ipu_jax.observe.tracing._profile import Event, Run, in_turn
 from ipu_jax.observe.tracing._programs import Operation, Programs
 from ipu_jax.observe.tracing.report import make_report, split_of
 from ipu_jax.observe.tracing.timeline import Slice, Step
@@ -57,6 +57,18 @@ def run_on_ipu_0(*, task_in_tick=0, late=0.0, without=None):
     events.append(Event(Operation("update", in_update=True), at + 5, at + 15))
     events.append(Event(Operation("collective", "all-reduce", in_update=True), at + 15, at + 25))
     return Run(0, 7, 90, at + 40, sorted(events, key=lambda event: event.start))
+
+
+def test_an_end_that_came_late_is_no_later_than_the_next_run_of_the_device():
+    update = Operation("update", in_update=True)
+    first = Run(0, 7, 100.0, 260.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 260.0)])
+    other = Run(1, 7, 110.0, 250.0, [Event(update, 110.0, 250.0)])
+    second = Run(0, 7, 200.0, 300.0, [Event(update, 200.0, 300.0)])
+    assert in_turn([first, other, second]) == [
+        Run(0, 7, 100.0, 200.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 200.0)]),
+        Run(1, 7, 110.0, 250.0, [Event(update, 110.0, 250.0)]),
+        Run(0, 7, 200.0, 300.0, [Event(update, 200.0, 300.0)]),
+    ]
 
 
 def test_a_loop_is_the_task_of_its_tick():
