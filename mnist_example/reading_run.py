@@ -22,7 +22,8 @@ def read(args: argparse.Namespace, batches: Batches, data: MNIST) -> None:
     mesh = make_mesh(args.replicas, args.ipus)
     replicas, of_each = (f"{args.replicas} replicas of ", " on each") if args.replicas > 1 else ("", "")
     say(
-        f"{data.source}, to {replicas}{args.ipus} IPUs: {batches.updates_per_epoch} updates per epoch, each of "
+        f"{data.source}, to {replicas}{args.ipus} IPU{'s' * (args.ipus > 1)}: "
+        f"{batches.updates_per_epoch} updates per epoch, each of "
         f"{args.gradient_accumulation_count} micro-batches of {args.batch_size}{of_each}"
     )
     with make_feed(batches, mesh, **feed_options(args, batches)) as feed:

@@ -123,8 +123,9 @@ def train(run: Run) -> _Losses:
     per_epoch = batches.updates_per_epoch
     total = updates_of(args, batches)
     replicas, of_each = (f", {pipeline.replicas} replicas", " on each") if pipeline.replicas > 1 else ("", "")
+    ipus = f"{pipeline.ipus} IPU{'s' * (pipeline.ipus > 1)}"
     say(
-        f"{run.mode} {network.title} on {pipeline.ipus} IPUs{replicas}, {args.pipeline_schedule}; {run.data.source}: "
+        f"{run.mode} {network.title} on {ipus}{replicas}, {args.pipeline_schedule}; {run.data.source}: "
         f"{per_epoch} updates per epoch, each of {args.gradient_accumulation_count} micro-batches of "
         f"{args.batch_size}{of_each}"
     )
