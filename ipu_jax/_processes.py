@@ -105,7 +105,7 @@ def living(identity: Identity) -> Process | None:
 
 
 def own_identity() -> Identity | None:
-    """Return the identity of this process, or None where there is no /proc to learn it from."""
+    """Return the identity of this process, or None if /proc cannot be read."""
     found = process(os.getpid())
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text()[:8]

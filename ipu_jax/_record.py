@@ -72,7 +72,7 @@ def runtime_folder() -> Path | None:
 
 
 def temporary_folder(uid: int) -> Path:
-    """Return the folder of a user's records where there is no `XDG_RUNTIME_DIR`."""
+    """Return the folder of a user's records if `XDG_RUNTIME_DIR` is not set."""
     return Path(tempfile.gettempdir()) / f"ipu_jax-{uid}"
 
 

@@ -66,3 +66,8 @@ def check_picture(flag: str, picture: Path, suffixes: tuple[str, ...] = (".png",
                     file.unlink()
     except OSError as error:
         raise ValueError(f"{flag} {picture} cannot be written to ({error.strerror}): give another file") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why a file could not be written: the system's reason, or else what the error says."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -20,6 +20,7 @@ from ipu_jax import RunLog, RunLogWarning, TrainState, __version__, popdist, wri
 from ipu_jax.tools.process import CANNOT_WRITE
 from mnist_example.instances import is_first
 from mnist_example.layouts import Mode
+from mnist_example.places import reason_of
 from mnist_example.train import Call, Trainer
 from mnist_example.warning_lines import warnings_as_lines
 
@@ -151,8 +152,7 @@ class RunRecord:
                     memory=self._memory,
                 )
         except Exception as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            print(f"run-sharded-mnist: --report {path} was not written ({reason})", file=sys.stderr)
+            print(f"run-sharded-mnist: --report {path} was not written ({reason_of(error)})", file=sys.stderr)
             self.status = CANNOT_WRITE
         else:
             print(f"Report: {path}", flush=True)

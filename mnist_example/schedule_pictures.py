@@ -10,7 +10,7 @@ from ipu_jax import Schedule, popdist
 from ipu_jax.tools.process import CANNOT_WRITE
 from mnist_example.instances import is_first
 from mnist_example.layouts import MODES, Mode
-from mnist_example.places import check_picture
+from mnist_example.places import check_picture, reason_of
 
 _FLAG: Final = "--plot-schedule"
 _SUFFIXES: Final = (".svg", ".png")
@@ -68,8 +68,7 @@ class SchedulePictures:
                 else:
                     schedule.plot(path)
         except Exception as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            print(f"run-sharded-mnist: {_FLAG} {path} was not drawn ({reason})", file=sys.stderr)
+            print(f"run-sharded-mnist: {_FLAG} {path} was not drawn ({reason_of(error)})", file=sys.stderr)
             self.status = CANNOT_WRITE
         else:
             print(f"Schedule: {path}", flush=True)

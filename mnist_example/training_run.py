@@ -22,6 +22,7 @@ from mnist_example.flags import PICTURE
 from mnist_example.instances import end_together, is_first
 from mnist_example.layouts import Mode
 from mnist_example.network import network_of
+from mnist_example.places import reason_of
 from mnist_example.progress import LossLines, progress_bar, say, shows_progress, spinner
 from mnist_example.recording import RunRecord
 from mnist_example.saving import ResumeError, Saver
@@ -96,8 +97,10 @@ def _train_and_compare(args: argparse.Namespace, trainers: dict[Mode, Trainer], 
         with popdist.busy("drawing the losses"):
             comparison.draw(losses["basic"], losses["concurrent"], picture)
     except Exception as error:  # whatever is wrong with the picture, the training was not in vain
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        print(f"run-sharded-mnist: --plot {picture} was not drawn ({reason}): the figures are above", file=sys.stderr)
+        print(
+            f"run-sharded-mnist: --plot {picture} was not drawn ({reason_of(error)}): the figures are above",
+            file=sys.stderr,
+        )
         return CANNOT_WRITE
     say(f"Picture: {picture}")
     return ended

@@ -261,7 +261,7 @@ class TrainStep:
         return state, outputs
 
     def check(self, state: TrainState) -> None:
-        """Wait for all calls, and tell what was not finite in them: call it after the last one of a loop.
+        """Wait for all calls, and report what was not finite in them. Call it after the last call of a loop.
 
         Under `TrainOptions(on_nonfinite=)` each call tells of those that have ended by then, which are not the last
         few. Without the option it does nothing. Across several instances all of them call it.

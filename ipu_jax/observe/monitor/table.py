@@ -153,7 +153,7 @@ COLUMNS: Final = (
 
 
 def fitting(rows: Sequence[Row], width: int | None) -> list[tuple[Column, int]]:
-    """Return the columns that fit into a width, with the width of each; all columns if there is no limit."""
+    """Return the columns that fit into a width, each with its own width; all columns if `width` is None."""
     wanted: dict[str, int] = {}
     for column in COLUMNS:
         longest = max([cells(column.head), *(cells(column.entry(row)) for row in rows)])

@@ -142,6 +142,6 @@ def in_turn(runs: list[Run]) -> list[Run]:
     for run in reversed(runs):
         limit = following.get(run.device, float("inf"))
         run.end = min(run.end, limit)
-        run.events = [dataclasses.replace(e, end=limit) if e.end > limit else e for e in run.events]
+        run.events = [dataclasses.replace(e, end=max(e.start, limit)) if e.end > limit else e for e in run.events]
         following[run.device] = run.start
     return runs

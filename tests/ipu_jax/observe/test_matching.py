@@ -61,11 +61,15 @@ def run_on_ipu_0(*, task_in_tick=0, late=0.0, without=None):
 
 def test_an_end_that_came_late_is_no_later_than_the_next_run_of_the_device():
     update = Operation("update", in_update=True)
-    first = Run(0, 7, 100.0, 260.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 260.0)])
+    first = Run(
+        0, 7, 100.0, 260.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 260.0), Event(update, 210.0, 220.0)]
+    )
     other = Run(1, 7, 110.0, 250.0, [Event(update, 110.0, 250.0)])
     second = Run(0, 7, 200.0, 300.0, [Event(update, 200.0, 300.0)])
     assert in_turn([first, other, second]) == [
-        Run(0, 7, 100.0, 200.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 200.0)]),
+        Run(
+            0, 7, 100.0, 200.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 200.0), Event(update, 210.0, 210.0)]
+        ),
         Run(1, 7, 110.0, 250.0, [Event(update, 110.0, 250.0)]),
         Run(0, 7, 200.0, 300.0, [Event(update, 200.0, 300.0)]),
     ]
