@@ -33,8 +33,8 @@ class Worker:
         self.mesh = init_device_mesh("cpu", (RANKS,))
         with np.load(folder / "whole.npz") as data:
             hidden, table, labels = (torch.from_numpy(data[name]) for name in ("hidden", "table", "labels"))
-        self.hidden = hidden.requires_grad_()
-        self.table = torch.nn.Parameter(distribute_tensor(table, self.mesh, [Shard(0)]))
+        self.hidden: Any = hidden.requires_grad_()
+        self.table: Any = torch.nn.Parameter(distribute_tensor(table, self.mesh, [Shard(0)]))
         self.labels = DTensor.from_local(labels.long(), self.mesh, [Replicate()], run_check=False)
 
     def step(self) -> Any:

@@ -83,7 +83,7 @@ class Worker:
         schedule, fed = self.schedule(order["batch"], order["count"], order["schedule"])
         if order["do"] == "result":
             losses = self.step(schedule, fed)
-            found = {"loss": torch.stack(losses).mean().detach().numpy()} if losses else {}
+            found: dict[str, Any] = {"loss": torch.stack(losses).mean().detach().numpy()} if losses else {}
             for name, layer in self.layers.items():
                 found |= {f"{name}.w": layer.weight.grad.numpy().T, f"{name}.b": layer.bias.grad.numpy()}
             np.savez(self.folder / f"result-{self.rank}.npz", **found)
