@@ -11,47 +11,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.extend import core
 
-from ipu_jax._instances import on_host
 from ipu_jax._jaxprs import bound
-from ipu_jax._keys import is_key
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.optimizer._evaluate import LeafEvaluator
 from ipu_jax.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
 from ipu_jax.optimizer.blocks import Blocks
-from ipu_jax.weights.place import Place
+from ipu_jax.optimizer.state import OptimizerState, StateLayout
 
 # (leaf, the block's arrays, evaluator) -> arrays, of the same shapes for each leaf of a block
 _LeafProgram = Callable[[int, Sequence[Any], LeafEvaluator], list[Any]]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OptimizerState:
-    """Hold an optimizer's state, as it is laid out on the IPUs.
-
-    Attributes:
-        per_block: per block, the arrays that are kept with it, such as adam's two moments. An array is laid out as its
-            block is, or contains in flat form what a leaf's owner keeps in another shape than the leaf's.
-        replicated: what all IPUs hold: step counts, schedules, keys, norms of everything.
-        kind: static; the structure of the state as optax knows it, by which another optimizer's state is recognised.
-    """
-
-    per_block: list[list[Any]]
-    replicated: list[Any]
-    kind: str = dataclasses.field(default="", metadata={"static": True})
-
-
 class ShardedUpdate:
     """Run one optimizer's update for weights in given blocks.
 
-    `init` and `restore` make the state, `apply` updates weights and state inside the mapped program, `whole` returns
-    the state as optax knows it.
+    `init` makes the first state, and `apply` updates weights and state inside the mapped program.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
@@ -59,6 +38,7 @@ class ShardedUpdate:
 
     Attributes:
         analysis: what of the update is computed where.
+        state_layout: where the parts of the state are; it restores states, and returns them whole.
 
     Raises:
         ValueError: the optimizer needs in one piece what is in parts; the message names the leaf and the operation.
@@ -69,138 +49,13 @@ class ShardedUpdate:
         self.analysis = analysis = analyze_update(optimizer, blocks)
         n, jaxpr = len(blocks.leaves), analysis.jaxpr
         self._gradients, self._params = jaxpr.invars[:n], jaxpr.invars[-1 - n : -1]
-        self._state, self._loss = jaxpr.invars[n : -1 - n], jaxpr.invars[-1]
+        self._loss = jaxpr.invars[-1]
         self._updates, self._new_state = jaxpr.outvars[:n], jaxpr.outvars[n:]
-        self._replicated = [i for i in range(len(self._state)) if i not in analysis.leaf_of_state]
-        self._kind = str(analysis.state_treedef)
-        # per block, its state arrays: dtype, and the size of a flat one; per leaf, the array of each part of its state
-        self._arrays: list[list[tuple[str, int | None]]] = [[] for _ in blocks]
-        self._array_of: list[dict[int, int]] = [{} for _ in range(n)]
-        for i, leaf in analysis.leaf_of_state.items():
-            self._assign_array(i, leaf)
-
-    def _assign_array(self, i: int, leaf: int) -> None:
-        """Choose the array that part `i` of the state is in: one that is free for this leaf, or a new one."""
-        arrays, taken = self._arrays[self.blocks.block_of(leaf)], self._array_of[leaf].values()
-        dtype, is_flat = str(self._state[i].aval.dtype), self._is_flat(i)
-        fitting = [p for p, (d, size) in enumerate(arrays) if (d, size is not None) == (dtype, is_flat)]
-        place = next((p for p in fitting if p not in taken), len(arrays))
-        if place == len(arrays):
-            arrays.append((dtype, 0 if is_flat else None))
-        if is_flat:
-            arrays[place] = (dtype, max(arrays[place][1] or 0, self._state[i].aval.size))
-        self._array_of[leaf][i] = place
-
-    def _is_flat(self, i: int) -> bool:
-        """Return whether a leaf's owner keeps part `i` of the state in its own shape, in a flat array."""
-        return self._state[i] in self.analysis.owned
-
-    # on the host
+        self.state_layout = StateLayout(analysis, blocks)
 
     def init(self, params: Any) -> OptimizerState:
-        """Return the optimizer's first state, in host arrays of the global shapes (replicas, ipus, *update_shape).
-
-        Args:
-            params: the logical tree, whole.
-        """
-        return self._divided(jax.tree.leaves(jax.jit(self.optimizer.init)(params)))
-
-    def restore(self, state: Any) -> OptimizerState:
-        """Return a state as optax knows it, such as `whole` returned, laid out as `init` lays out the first one.
-
-        Raises:
-            ValueError: the state is another optimizer's, or of other weights.
-        """
-        expected = [(v.aval.shape, v.aval.dtype.name) for v in self._state]
-        leaves, treedef = jax.tree.flatten(state)
-        found = [(np.shape(leaf), jnp.asarray(leaf).dtype.name) for leaf in leaves]
-        if treedef != self.analysis.state_treedef or found != expected:
-            raise ValueError(
-                f"the saved optimizer state has leaves {found} in {treedef}, but this optimizer's state for these "
-                f"weights has {expected} in {self.analysis.state_treedef}: give the one it was saved with"
-            )
-        return self._divided(leaves)
-
-    def _divided(self, leaves: Sequence[Any]) -> OptimizerState:
-        per_block = [
-            [np.zeros(shape, dtype) for shape, dtype in self._global_shapes(k)] for k in range(len(self.blocks))
-        ]
-        for i, leaf in self.analysis.leaf_of_state.items():
-            k, value = self.blocks.block_of(leaf), np.asarray(leaves[i])
-            array = per_block[k][self._array_of[leaf][i]]
-            if self._is_flat(i):
-                array[0, self.blocks[k].leaves.index(leaf), : value.size] = value.reshape(-1)
-                continue
-            for ipu, part in self.blocks.host_parts(leaf, value):
-                array[:, ipu] = part
-        return OptimizerState(per_block, [jnp.asarray(leaves[i]) for i in self._replicated], self._kind)
-
-    def _global_shapes(self, k: int) -> list[tuple[tuple[int, ...], str]]:
-        """Return the global shapes and the dtypes of a block's state arrays."""
-        shape = self.blocks.global_shape(k)
-        return [(shape if size is None else (*shape[:2], size), dtype) for dtype, size in self._arrays[k]]
-
-    def check(self, state: OptimizerState) -> None:
-        """Raise `ValueError` unless a state is this optimizer's, for weights laid out as these are."""
-        per_block = [self._global_shapes(k) for k in range(len(self.blocks))]
-        replicated = [(self._state[i].aval.shape, str(self._state[i].aval.dtype)) for i in self._replicated]
-        found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (state.per_block, state.replicated))
-        if (state.kind, *found) != (self._kind, per_block, replicated):
-            raise ValueError(
-                "state.optimizer is another optimizer's, or of weights that lie otherwise: use the step that made it, "
-                "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
-            )
-
-    def whole(self, state: OptimizerState) -> Any:
-        """Return the optimizer's own state, whole, as optax knows it, in copies: the inverse of `init`.
-
-        Communicates one all-gather per array that is split over several instances.
-        """
-        leaves: list[Any] = [None] * len(self._state)
-        for i, value in zip(self._replicated, state.replicated, strict=True):
-            leaves[i] = copied(value)
-        in_array: dict[tuple[int, int], list[int]] = {}  # a split array is read once, for all parts that are in it
-        for i, leaf in self.analysis.leaf_of_state.items():
-            in_array.setdefault((self.blocks.block_of(leaf), self._array_of[leaf][i]), []).append(i)
-        for (k, place), parts in sorted(in_array.items()):
-            array = on_host(state.per_block[k][place])
-            for i in parts:
-                leaf, aval = self.analysis.leaf_of_state[i], self._state[i].aval
-                if self._is_flat(i):
-                    flat = array[0, self.blocks[k].leaves.index(leaf), : aval.size]
-                    leaves[i] = jnp.array(flat.reshape(aval.shape))
-                else:
-                    leaves[i] = jnp.asarray(self.blocks.host_leaf(leaf, array))
-        return jax.tree.unflatten(self.analysis.state_treedef, leaves)
-
-    def places(self, prefix: str) -> list[Place]:
-        """Return where each leaf of the optimizer's own state is, in the order of `analysis.state_treedef`.
-
-        The arrays of an `OptimizerState` are named `prefix.block.number` and `prefix.replicated.number`.
-        """
-        paths, _ = jax.tree.flatten_with_path(
-            jax.tree.unflatten(self.analysis.state_treedef, list(range(len(self._state))))
-        )
-        places = []
-        for i, (path, _) in enumerate(paths):
-            aval, leaf = self._state[i].aval, self.analysis.leaf_of_state.get(i)
-            own = {
-                "path": f"{prefix}{jax.tree_util.keystr(path)}",
-                "shape": tuple(aval.shape),
-                "dtype": str(aval.dtype),
-            }
-            if leaf is None:
-                places.append(Place(**own, array=f"{prefix}.replicated.{self._replicated.index(i)}"))
-                continue
-            k = self.blocks.block_of(leaf)
-            array = f"{prefix}.{k}.{self._array_of[leaf][i]}"
-            if self._is_flat(i):
-                places.append(Place(**own, array=array, ipus=1, ipu=self.blocks[k].leaves.index(leaf)))
-            else:
-                places.append(dataclasses.replace(self.blocks.place(leaf, array), **own))
-        return places
-
-    # inside the program
+        """Return the optimizer's first state for the logical tree of whole weights, as `state_layout` lays it out."""
+        return self.state_layout.init(self.optimizer, params)
 
     def apply(
         self, gradients: Sequence[Any], state: OptimizerState, params: Sequence[Any], loss: Any
@@ -222,7 +77,8 @@ class ShardedUpdate:
         analysis, jaxpr = self.analysis, self.analysis.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
         env[self._loss] = loss
-        env.update({self._state[i]: v for i, v in zip(self._replicated, state.replicated, strict=True)})
+        variables, replicated = self.state_layout.variables, self.state_layout.replicated
+        env.update({variables[i]: value for i, value in zip(replicated, state.replicated, strict=True)})
         for leaf in range(len(self.blocks.leaves)):
             if self._gradients[leaf] not in analysis.leaf_of:
                 k = self.blocks.block_of(leaf)
@@ -234,8 +90,8 @@ class ShardedUpdate:
             for dtype, together in sent_together(analysis.reductions[level]):
                 env.update(self._gather(dtype, together, arrays, env))
         results = [self._new_arrays(k, of_block, env) for k, of_block in enumerate(arrays)]
-        replicated = [_value_of(self._new_state[i], env) for i in self._replicated]
-        new = dataclasses.replace(state, per_block=[of_block[1:] for of_block in results], replicated=replicated)
+        values = [_value_of(self._new_state[i], env) for i in replicated]
+        new = dataclasses.replace(state, per_block=[of_block[1:] for of_block in results], replicated=values)
         return [weights for weights, *_ in results], new
 
     def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
@@ -245,7 +101,7 @@ class ShardedUpdate:
             return new
         # elements that belong to no leaf keep their values: zeros, or a frozen leaf
         old = [arrays[1].astype(new[0].dtype), *map(jnp.zeros_like, new[1:])]
-        flat = [False, *(size is not None for _, size in self._arrays[k])]
+        flat = [False, *self.state_layout.flat_arrays(k)]
         masks = [self.blocks.has_leaf(k) if is_flat else mask for is_flat in flat]
         return [jnp.where(m, n, o) for m, n, o in zip(masks, new, old, strict=True)]
 
@@ -253,8 +109,8 @@ class ShardedUpdate:
         """Return a leaf's weights plus their update, and the new state arrays of its block."""
         update, weights, state = evaluator.in_block(self._updates[leaf]), arrays[1], list(arrays[2:])
         wide = jnp.promote_types(weights.dtype, jnp.float32)
-        for i, place in self._array_of[leaf].items():
-            if self._is_flat(i):
+        for i, place in self.state_layout.array_of[leaf].items():
+            if self.state_layout.is_flat(i):
                 flat = jnp.ravel(evaluator.logical(self._new_state[i]))
                 state[place] = jnp.pad(flat, (0, state[place].size - flat.size))
             else:
@@ -319,9 +175,9 @@ class ShardedUpdate:
     def _evaluator(self, leaf: int, arrays: Sequence[Any], replicated: Callable[[Any], Any]) -> LeafEvaluator:
         in_block = {self._gradients[leaf]: arrays[0], self._params[leaf]: arrays[1]}
         owned: dict[Any, Any] = {}
-        for i, place in self._array_of[leaf].items():
-            v, array = self._state[i], arrays[2 + place]
-            if self._is_flat(i):
+        for i, place in self.state_layout.array_of[leaf].items():
+            v, array = self.state_layout.variables[i], arrays[2 + place]
+            if self.state_layout.is_flat(i):
                 owned[v] = array[: v.aval.size].reshape(v.aval.shape)
             else:
                 in_block[v] = array
@@ -378,10 +234,3 @@ def _select_own(leaves: Sequence[int | None], values: list[Any]) -> Any:
     following = iter(values)
     by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
     return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
-
-
-def copied(value: Any) -> Any:
-    """Return numbers or keys that all devices hold, as a new array on the default device."""
-    if is_key(value):
-        return jax.random.wrap_key_data(copied(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-    return jnp.array(np.asarray(value))

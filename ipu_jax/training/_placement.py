@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ipu_jax._instances import on_host
 from ipu_jax._keys import is_key
 from ipu_jax.optimizer.blocks import Blocks, blocks_of_layout, blocks_of_tree
-from ipu_jax.optimizer.update import OptimizerState, ShardedUpdate, copied
+from ipu_jax.optimizer.state import OptimizerState, copied
+from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.options import TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._average import divided_average, whole_average
@@ -97,7 +98,7 @@ class Placement:
             if shapes_of(average) != shapes_of(params):
                 raise ValueError("the saved 'ema' is not a tree like the saved 'params': give what whole returned")
             ema = divided_average(update.blocks, self._trained(placed, average))
-        optimizer, scale = update.restore(whole["optimizer"]), whole["scale"]
+        optimizer, scale = update.state_layout.restore(whole["optimizer"]), whole["scale"]
         return self._state(placed, optimizer, of_stages, scale=scale, step=whole["step"], key=whole["key"], ema=ema)
 
     def whole(self, state: TrainState) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Placement:
         stages = state.stages if isinstance(model, Pipeline) else None
         return {
             "params": params,
-            "optimizer": update.whole(state.optimizer),
+            "optimizer": update.state_layout.whole(state.optimizer),
             "stages": None if stages is None else model.unshard(stages),
             "scale": jax.tree.map(copied, state.scale),
             "step": int(state.step),
@@ -131,7 +132,7 @@ class Placement:
         averages = range(0 if state.ema is None else len(blocks.leaves))
         return {
             "params": params,
-            "optimizer": update.places("optimizer"),
+            "optimizer": update.state_layout.places("optimizer"),
             "stages": [] if stages is None else places_of_layout(stages.layout, "stages"),
             "ema": [blocks.place(leaf, f"ema.{blocks.block_of(leaf)}", jnp.float32) for leaf in averages],
         }

@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from ipu_jax._keys import is_key
 from ipu_jax.analysis.report import in_units
-from ipu_jax.optimizer.update import OptimizerState
+from ipu_jax.optimizer.state import OptimizerState
 from ipu_jax.training._loss_scale import Scale
 from ipu_jax.weights.packing import Sharded
 

@@ -22,14 +22,12 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import _beacon
 from ipu_jax._beacon import Phase
-from ipu_jax._keys import is_one_key
 from ipu_jax._recording import count_samples
 from ipu_jax._tracebacks import ShortTracebacks
-from ipu_jax.data.feed import FeedBatch
 from ipu_jax.devices import REPLICA_AXIS, InFlight
-from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
+from ipu_jax.training._arguments import Arguments
 from ipu_jax.training._average import with_average
 from ipu_jax.training._diagnosis import Diagnosis
 from ipu_jax.training._evaluation import loss_of_batch
@@ -41,7 +39,6 @@ from ipu_jax.training._update_program import Iteration
 from ipu_jax.training.nonfinite import NonFinite
 from ipu_jax.training.replicas import Replicas
 from ipu_jax.training.state import StepOutputs, TrainState
-from ipu_jax.weights.arguments import check_alive, check_batch
 from ipu_jax.weights.packed_layout import WHOLE
 from ipu_jax.weights.packing import Sharded
 
@@ -91,13 +88,13 @@ class TrainStep:
         if not isinstance(options, TrainOptions):
             raise ValueError(f"options={options!r} are no TrainOptions: give TrainOptions(...), or leave them out")
         self.options, self.model = options, model_for(model, options)
-        self._is_pipeline = isinstance(self.model, Pipeline)
         self.random = (
             any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random
         )
         if options.max_gradient_norm is not None:
             optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
         self._placement = Placement(self.model, optimizer, options)
+        self._arguments = Arguments(self.model, options, self._placement, random=self.random)
         self._window = InFlight()
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
@@ -132,7 +129,7 @@ class TrainStep:
         """
         if isinstance(params, Sharded):
             raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
-        self._check_key(key)
+        self._arguments.check_key(key)
         return self._placement.first(params, stages, key)
 
     @_beacon.during(Phase.BUSY, "placing the state", _beacon.LONG)
@@ -150,7 +147,7 @@ class TrainStep:
         missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
         if missing:
             raise ValueError(f"the saved state has no {sorted(missing)}: give what step.whole(state) gave")
-        self._check_key(whole["key"])
+        self._arguments.check_key(whole["key"])
         if (whole["scale"] is None) == isinstance(self.options.loss_scale, DynamicScale):
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
         return self._placement.placed(whole)
@@ -169,52 +166,8 @@ class TrainStep:
         Raises:
             ValueError: the state is not of this step, or was given to a call before.
         """
-        self._checked_update(state)
+        self._arguments.check_state(state)
         return self._placement.whole(state)
-
-    def _checked_update(self, state: Any) -> ShardedUpdate:
-        """Return a state's update; raise `ValueError` if the state is another step's or an earlier call used it up."""
-        if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != self._is_pipeline:
-            raise ValueError("state is not of this step: make it with step.init(params)")
-        check_alive(
-            "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
-        )
-        if isinstance(state.params, Sharded) and self.model.apply_frozen(state.params) is not state.params:
-            raise ValueError(
-                "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its "
-                "weights, step.init(other.whole(state)['params'], ...)"
-            )
-        if self.options.precision != "32.32":
-            held = self._placement.held
-            for path, leaf in jax.tree.leaves_with_path(state.params):
-                if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != held:
-                    raise ValueError(
-                        f"state.params{jax.tree_util.keystr(path)} is {leaf.dtype}, but precision="
-                        f"{self.options.precision!r} holds {held}: begin anew with its weights, "
-                        "step.init(other.whole(state)['params'], ...)"
-                    )
-        update = self._placement.update_for(state.params)
-        update.check(state.optimizer)
-        if (state.scale is None) == isinstance(self.options.loss_scale, DynamicScale):
-            raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")
-        if (state.ema is None) != (self.options.ema_decay is None):
-            raise ValueError("the state and this step differ in whether they average the weights by ema_decay")
-        if (state.nonfinite is None) != (self.options.on_nonfinite is None):
-            raise ValueError(
-                "the state and this step differ in whether they look for what is not finite (on_nonfinite): give "
-                "step.restore(other.whole(state))"
-            )
-        self._check_key(state.key)
-        return update
-
-    def _check_key(self, key: Any) -> None:
-        needs = "the model is random" if self.random else "stochastic_rounding=True draws numbers"
-        if (key is None) != (not self.random and not self.options.stochastic_rounding):
-            if key is None:
-                raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
-            raise ValueError("a key was given, but neither the model nor the rounding is random: leave it out")
-        if key is not None and not is_one_key(key):
-            raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
 
     # the call
 
@@ -243,7 +196,7 @@ class TrainStep:
                 dispatched, so the state stays usable. Under "skip", a skipped update of an earlier call gives a
                 `NonFiniteLossWarning`.
         """
-        batch = self._checked_batch(state, batch)
+        batch = self._arguments.batch_of_call(state, batch)
         batches = None if isinstance(state.step, Tracer) else self._batches
         if batches is not None:
             batches.settle(state, keep=self._window.limit)
@@ -300,9 +253,7 @@ class TrainStep:
         >>> print(step.find_nonfinite(step.init(jnp.ones(2)), jnp.ones((3, 4, 2)).at[1, 2].set(0)))
         update 1, replica 0, micro-batch 1: the loss is -inf
         """
-        self._checked_update(state)
-        check_alive("batch", batch)
-        check_batch(batch, self.model.replicas, self.model.options.gradient_accumulation)
+        self._arguments.check_one_update(state, batch)
         return self._diagnosis.find(state, batch, int(state.step) + 1 if step is None else step)
 
     def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:
@@ -333,9 +284,7 @@ class TrainStep:
         >>> float(step.loss(state, jnp.ones((1, 4)))), float(step.loss(state, jnp.ones((1, 4)), ema=True))
         (0.0, 0.25)
         """
-        self._checked_update(state)
-        batch = self._updates_of(batch)
-        check_batch(self._of_one_update(batch), self.model.replicas, self.model.options.gradient_accumulation)
+        batch = self._arguments.batch_of_loss(state, batch)
         params = state.params
         if ema:
             if state.ema is None:
@@ -346,40 +295,7 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""
-        return self._program.lower(state, self._checked_batch(state, batch))
-
-    def _checked_batch(self, state: TrainState, batch: Any) -> Any:
-        """Return the arrays of a call's batch; raise `ValueError` unless they and the state fit."""
-        self._checked_update(state)
-        batch = self._updates_of(batch)
-        key = state.key if self.random else None
-        if isinstance(self.model, Pipeline):
-            self.model.check(state.params, self._of_one_update(batch), state.stages, key)
-        else:
-            self.model.check(state.params, self._of_one_update(batch), key)
-        return batch
-
-    def _updates_of(self, batch: Any) -> Any:
-        """Return the arrays of a batch, those of a `FeedBatch` without updates that have no real example."""
-        arrays: Any = batch.data if isinstance(batch, FeedBatch) else batch
-        check_alive("batch", arrays)
-        count = self.options.device_iterations
-        if count == 1:
-            return arrays
-        for path, leaf in jax.tree.leaves_with_path(arrays):
-            if getattr(leaf, "shape", ())[:1] != (count,):
-                raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
-                    f"its first dim must be device_iterations={count}"
-                )
-        if isinstance(batch, FeedBatch) and batch.updates < count:
-            return jax.tree.map(lambda leaf: leaf[: batch.updates], arrays)
-        return arrays
-
-    def _of_one_update(self, batch: Any) -> Any:
-        if self.options.device_iterations == 1:
-            return batch
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+        return self._program.lower(state, self._arguments.batch_of_call(state, batch))
 
     def _run(self, state: TrainState, batch: Any) -> Any:
         """Return the new state and the outputs; and under `on_nonfinite`, the number of updates before the call."""
@@ -407,7 +323,8 @@ class TrainStep:
         """Return the weights with their averages in place of those that are trained."""
         blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
         program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
-        if not self._is_pipeline and blocks.replicas == 1:  # every replica has everything, and pmap maps nothing
+        # every replica has everything, and pmap maps nothing
+        if not isinstance(self.model, Pipeline) and blocks.replicas == 1:
             return program(params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
         return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)

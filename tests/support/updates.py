@@ -91,9 +91,9 @@ def spread(pipeline, optimizers, params, gradients, replicas):
     found = jax.jit(run)(placed, states, of_gradients)
     results = {}
     for name, (weights, state) in found.items():
-        whole = updates[name].whole(state)
+        whole = updates[name].state_layout.whole(state)
         for array, restored in zip(
-            *map(jax.tree.leaves, (state.per_block, updates[name].restore(whole).per_block)), strict=True
+            *map(jax.tree.leaves, (state.per_block, updates[name].state_layout.restore(whole).per_block)), strict=True
         ):
             np.testing.assert_array_equal(np.asarray(array), restored, err_msg=name)
         results[name] = (pipeline.unshard(weights), whole, weights)

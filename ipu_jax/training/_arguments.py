@@ -1,0 +1,119 @@
+"""Check that states, keys and batches fit a training step, before anything is compiled or dispatched."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax._keys import is_one_key
+from ipu_jax.data.feed import FeedBatch
+from ipu_jax.options import DynamicScale, TrainOptions
+from ipu_jax.pipeline import Pipeline
+from ipu_jax.training._placement import Placement
+from ipu_jax.training.replicas import Replicas
+from ipu_jax.training.state import TrainState
+from ipu_jax.weights.arguments import check_alive, check_batch
+from ipu_jax.weights.packing import Sharded
+
+
+class Arguments:
+    """Checks what the calls of one training step are given. Every check raises a `ValueError` that says what to give.
+
+    Args:
+        model: with all its replicas.
+        options: those of the step.
+        placement: of its states.
+        random: whether the model takes a key.
+    """
+
+    def __init__(self, model: Pipeline | Replicas, options: TrainOptions, placement: Placement, *, random: bool):
+        self._model, self._options, self._placement, self._random = model, options, placement, random
+
+    def check_state(self, state: Any) -> None:
+        """Check that a state is this step's, and that no earlier call has used it up."""
+        if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != isinstance(self._model, Pipeline):
+            raise ValueError("state is not of this step: make it with step.init(params)")
+        check_alive(
+            "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
+        )
+        if isinstance(self._model, Pipeline) and self._model.apply_frozen(state.params) is not state.params:
+            raise ValueError(
+                "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its "
+                "weights, step.init(other.whole(state)['params'], ...)"
+            )
+        if self._options.precision != "32.32":
+            held = self._placement.held
+            for path, leaf in jax.tree.leaves_with_path(state.params):
+                if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != held:
+                    raise ValueError(
+                        f"state.params{jax.tree_util.keystr(path)} is {leaf.dtype}, but precision="
+                        f"{self._options.precision!r} holds {held}: begin anew with its weights, "
+                        "step.init(other.whole(state)['params'], ...)"
+                    )
+        self._placement.update_for(state.params).state_layout.check(state.optimizer)
+        if (state.scale is None) == isinstance(self._options.loss_scale, DynamicScale):
+            raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")
+        if (state.ema is None) != (self._options.ema_decay is None):
+            raise ValueError("the state and this step differ in whether they average the weights by ema_decay")
+        if (state.nonfinite is None) != (self._options.on_nonfinite is None):
+            raise ValueError(
+                "the state and this step differ in whether they look for what is not finite (on_nonfinite): give "
+                "step.restore(other.whole(state))"
+            )
+        self.check_key(state.key)
+
+    def check_key(self, key: Any) -> None:
+        """Check that a key is there if, and only if, something draws numbers."""
+        needs = "the model is random" if self._random else "stochastic_rounding=True draws numbers"
+        if (key is None) != (not self._random and not self._options.stochastic_rounding):
+            if key is None:
+                raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
+            raise ValueError("a key was given, but neither the model nor the rounding is random: leave it out")
+        if key is not None and not is_one_key(key):
+            raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
+
+    def batch_of_call(self, state: TrainState, batch: Any) -> Any:
+        """Check a state and the batch of a call, and return the arrays of this batch."""
+        self.check_state(state)
+        batch = self._updates_of(batch)
+        key = state.key if self._random else None
+        if isinstance(self._model, Pipeline):
+            self._model.check(state.params, self._of_one_update(batch), state.stages, key)
+        else:
+            self._model.check(state.params, self._of_one_update(batch), key)
+        return batch
+
+    def batch_of_loss(self, state: TrainState, batch: Any) -> Any:
+        """Check a state and a batch whose loss is asked for, and return the arrays of this batch."""
+        self.check_state(state)
+        batch = self._updates_of(batch)
+        check_batch(self._of_one_update(batch), self._model.replicas, self._model.options.gradient_accumulation)
+        return batch
+
+    def check_one_update(self, state: TrainState, batch: Any) -> None:
+        """Check a state and the batch of one update, without the dim of updates."""
+        self.check_state(state)
+        check_alive("batch", batch)
+        check_batch(batch, self._model.replicas, self._model.options.gradient_accumulation)
+
+    def _updates_of(self, batch: Any) -> Any:
+        """Return the arrays of a batch, those of a `FeedBatch` without updates that have no real example."""
+        arrays: Any = batch.data if isinstance(batch, FeedBatch) else batch
+        check_alive("batch", arrays)
+        count = self._options.device_iterations
+        if count == 1:
+            return arrays
+        for path, leaf in jax.tree.leaves_with_path(arrays):
+            if getattr(leaf, "shape", ())[:1] != (count,):
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
+                    f"its first dim must be device_iterations={count}"
+                )
+        if isinstance(batch, FeedBatch) and batch.updates < count:
+            return jax.tree.map(lambda leaf: leaf[: batch.updates], arrays)
+        return arrays
+
+    def _of_one_update(self, batch: Any) -> Any:
+        if self._options.device_iterations == 1:
+            return batch
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
