@@ -73,7 +73,7 @@ def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
     run.process.send_signal(signal.SIGTERM)
     gone_at = run.gone_at(None, 60)
     status = run.end()
-    found = sorted(trial.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    found = sorted(trial.checkpoints.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
     if not found:
         return None  # there was nothing to damage
     how = tear(found[-1], trial)

@@ -113,17 +113,13 @@ class Trial:
         if left := run.left_over():
             result.problems.append(f"run folders {left} are left")
         found = [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
-        result.problems += [wrong for wrong in found if not _is_of_a_killed_save(wrong)]
+        result.problems += [wrong for wrong in found if not wrong.endswith("is left over")]
 
     def at_the_end(self, result: Result, torn: Path | None = None) -> None:
-        """Check what all runs together have computed, and that no checkpoint is damaged, but for one that we tore.
-
-        One without a seal may be there, which a save at SIGTERM that was killed has left: each resume names it.
-        """
+        """Check what all runs together have computed, and that no checkpoint is damaged, but for one that we tore."""
         result.problems += differences(self.twin, self.marks())
-        found = [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
-        result.problems += [wrong for wrong in found if not wrong.endswith("has no seal")]
-        may_skip = "left over|was not finished" if torn is None else f"{torn} "
+        result.problems += [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
+        may_skip = "left over" if torn is None else f"{torn} "
         said = [line for run in self.started for line in run.errors]
         for line in said:
             if "is skipped" in line and not re.search(may_skip, line):
@@ -146,7 +142,3 @@ def poprun_words(cache: Path) -> list[str]:
 def flags(checkpoints: Path) -> list[str]:
     """Return the flags of the training."""
     return ["--folder", str(checkpoints), "--every", str(EVERY), "--updates", str(UPDATES)]
-
-
-def _is_of_a_killed_save(wrong: str) -> bool:
-    return wrong.endswith(("has no seal", "is left over"))

@@ -1,7 +1,7 @@
 """Find the checkpoints in a folder, make room for a new one, and remove those that are no longer kept.
 
-    runs/mnist/step-200                              a checkpoint
-    runs/mnist/step-300.orbax-checkpoint-tmp         left over from a save that was killed
+    runs/mnist/step-200                 a checkpoint: it gets this name when it is sealed
+    runs/mnist/step-300.unsealed        being saved, or left over from a save that was killed
 
 Nothing here imports jax.
 """
@@ -19,7 +19,7 @@ from ipu_jax.checkpoints import _seal
 from ipu_jax.checkpoints.errors import CheckpointError
 
 _NAME: Final = re.compile(r"step-(\d+)")
-_LEFT_OVER: Final = re.compile(r"step-\d+\.(orbax-checkpoint-tmp.*|removed)")
+_LEFT_OVER: Final = re.compile(r"step-\d+\.(unsealed.*|removed)")  # orbax writes to a folder with a longer name
 _TRIES: Final = 20
 _METADATA: Final = 1 << 20  # bytes that orbax and the seal write besides the arrays, at most
 
@@ -49,6 +49,21 @@ class Found:
 def path_for(folder: Path, step: int) -> Path:
     """Return where the checkpoint of a step is."""
     return folder / f"step-{step}"
+
+
+def unsealed(path: Path) -> Path:
+    """Return where a checkpoint is as long as it is not sealed."""
+    return path.with_name(f"{path.name}.unsealed")
+
+
+def publish(path: Path) -> None:
+    """Give a checkpoint that has been sealed its name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    unsealed(path).rename(path)
+    _seal.sync_folder(path.parent)
 
 
 def found_at(path: Path) -> Found:

@@ -1,10 +1,11 @@
 """Seal a folder of files: checksums of all files, and what belongs to them, in a file that is written last.
 
-    step-300/...                 written by orbax and renamed at once
-    step-300/checksums.0.json    by each instance, of the files that it wrote
-    step-300/ipu_jax.json        by instance 0, when all of those are there: the seal
+    step-300.unsealed/...                 written by orbax
+    step-300.unsealed/checksums.0.json    by each instance, of the files that it wrote
+    step-300.unsealed/ipu_jax.json        by instance 0, when all of those are there: the seal
+    step-300                              the same folder, renamed by instance 0
 
-A folder without a seal was not finished. A file that is missing, too short or changed does not fit its seal.
+A folder without a seal is no checkpoint. A file that is missing, too short or changed does not fit its seal.
 Tensorstore has checksums for its own indices, but none for the arrays: a wrong bit is read as another number.
 
 Nothing here imports jax.
@@ -94,7 +95,7 @@ def read_seal(folder: Path) -> dict[str, Any]:
     try:
         content = _read(folder / SEAL)
     except FileNotFoundError:
-        raise CheckpointError("it was not finished") from None
+        raise CheckpointError(f"it has no seal, {SEAL}" if folder.is_dir() else "there is no such folder") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{SEAL} is damaged ({error})") from None
     if content.get("format") != FORMAT:

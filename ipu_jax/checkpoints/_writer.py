@@ -1,7 +1,7 @@
 """Write one checkpoint after the other in the background: arrays, checksums, seal, and then what is no longer kept.
 
 main thread      begin: copies arrays to the host        the next steps                wait: raises what went wrong
-background              arrays -> rename -> checksums -> seal -> old checkpoints removed
+background              arrays -> checksums -> seal -> rename -> old checkpoints removed
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Writer:
         self.job = job
         self._meetings.begin()
         try:
-            self._store.begin(job.path, arrays)
+            self._store.begin(_folder.unsealed(job.path), arrays)
         except BaseException as error:
             self._meetings.fail(error, errno_of(error))
             raise
@@ -94,13 +94,13 @@ class Writer:
     def _finish(self, job: Job) -> None:
         try:
             self._store.wait()
-            own, count = jax.process_index(), jax.process_count()
-            _seal.write_checksums(job.path, own, count)
+            own, count, folder = jax.process_index(), jax.process_count(), _folder.unsealed(job.path)
+            _seal.write_checksums(folder, own, count)
             self._meetings.meet("checksums", self._seconds)
             if own == 0:
                 content = {**job.content, "number": _folder.next_number(job.path.parent)}
-                _seal.write_seal(job.path, content, count, seconds=self._seconds)
-                _seal.sync_folder(job.path.parent)
+                _seal.write_seal(folder, content, count, seconds=self._seconds)
+                _folder.publish(job.path)
             self.last = job
             if own == 0:
                 _folder.remove_all_but(job.path.parent, self._keep)

@@ -103,8 +103,8 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         lambda at: [shutil.rmtree(at / "ocdbt.process_0"), shutil.rmtree(at / "d")],
         " is missing, and so on for ",
     ),
-    "no seal": (lambda at: (at / SEAL).unlink(), "it was not finished"),
-    "an empty folder": (lambda at: [shutil.rmtree(at), at.mkdir()], "it was not finished"),
+    "no seal": (lambda at: (at / SEAL).unlink(), "it has no seal, ipu_jax.json"),
+    "an empty folder": (lambda at: [shutil.rmtree(at), at.mkdir()], "it has no seal, ipu_jax.json"),
     "half a seal": (lambda at: cut(at / SEAL), "ipu_jax.json is damaged (its checksum differs)"),
     "an empty seal": (lambda at: (at / SEAL).write_bytes(b""), "ipu_jax.json is damaged (its checksum differs)"),
 }
@@ -135,7 +135,7 @@ def test_a_format_of_the_future_is_not_guessed(folder):
 
 
 def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder):
-    left_over = folder / "step-3.orbax-checkpoint-tmp"
+    left_over = folder / "step-3.unsealed"
     shutil.copytree(folder / "step-2", left_over)
     found, (warned,) = restored(folder)
     assert found.step == 2
@@ -145,6 +145,26 @@ def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder)
         checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
     assert restored(folder)[0].step == 3
     assert not left_over.exists()
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_sealed(folder, monkeypatch):
+    """A save may be killed between any two of its steps: what it leaves is always known for what it is."""
+    from ipu_jax.checkpoints import _seal, _writer
+
+    step, names = step_of(), []
+    write_checksums, write_seal, publish = _seal.write_checksums, _seal.write_seal, _writer._folder.publish
+    look = lambda then: lambda *args, **options: (names.append(listed(folder)), then(*args, **options))  # noqa: E731
+    monkeypatch.setattr(_seal, "write_checksums", look(write_checksums))
+    monkeypatch.setattr(_seal, "write_seal", look(write_seal))
+    monkeypatch.setattr(_writer._folder, "publish", look(publish))
+    with Checkpoints(folder, step, keep=1) as checkpoints:
+        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+    assert names == [["step-1", "step-2", "step-3.unsealed"]] * 3
+    assert listed(folder) == ["step-3"]
+
+
+def listed(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_other_files_and_copies_in_the_folder_do_not_matter(folder):
@@ -175,7 +195,7 @@ def test_one_checkpoint_is_restored_by_its_path(folder):
     changed = largest(moved).relative_to(moved)
     with pytest.raises(CheckpointError, match=exactly(f"{moved} cannot be restored: {changed} was changed")):
         restored(folder, moved)
-    with pytest.raises(CheckpointError, match=exactly(f"{folder}/none cannot be restored: it was not finished")):
+    with pytest.raises(CheckpointError, match=exactly(f"{folder}/none cannot be restored: there is no such folder")):
         restored(folder, folder / "none")
 
 
