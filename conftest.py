@@ -3,8 +3,8 @@
 This file is at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, since these settings have no effect afterwards. Processes that a test starts inherit them.
 
-Only a sample of the tests marked slow runs. It has one in sixteen of each function's cases, or one in k with
-`slow(one_in=k)`, but at least one; if a function has only one case, it runs one time in four. Tests marked
+Only a sample of the tests marked slow runs. It has one in twenty of each function's cases, or one in k with
+`slow(one_in=k)`, but at least one; if a function has only one case, it runs one time in five. Tests marked
 slow(sampled=False), which take half a minute or more, are never in the sample. Each run draws another sample, by a seed
 that it prints and that `--slow-seed` sets, so that in time all of them run. `pytest --slow=all` runs them all.
 """
@@ -44,7 +44,7 @@ os.environ["IPU_JAX_MONITOR"] = "off"
 # A cached executable would hide what a test compiles.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
-_ONE_IN = 16
+_ONE_IN, _ALONE_ONE_IN = 20, 5
 
 settings.register_profile("any load", deadline=None)  # on a machine with other work an example may take long
 settings.load_profile("any load")
@@ -88,8 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault((item.nodeid.split("[")[0], one_in), []).append(item)
     for (function, one_in), of_function in cases.items():
         dice = random.Random(f"{config.option.slow_seed} {function}")
-        # the only case of a function runs one time in four
-        first = dice.randrange(min(one_in, len(of_function)) if len(of_function) > 1 else 4)
+        first = dice.randrange(min(one_in, len(of_function)) if len(of_function) > 1 else _ALONE_ONE_IN)
         left_out += [item for i, item in enumerate(of_function) if i % one_in != first]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

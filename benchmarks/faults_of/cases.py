@@ -90,9 +90,7 @@ def struck(blow: Blow, trial: Trial, phase: str) -> Result | None:
         result.problems.append("poprun has not seen it")
     trial.after(run, result)
     if not restarts:
-        again = trial.start(cold=cold)
-        check_end(again, result)
-        trial.after(again, result)
+        trial.again(result, cold=cold)
     resumed(trial, result, at, gone_at, cold=cold)
     trial.at_the_end(result)
     return result
@@ -116,9 +114,7 @@ def poprun_killed(trial: Trial, phase: str) -> Result | None:
     if gone_at is None:
         result.problems.append("some processes were still there after 20 s")
     trial.after(run, result)
-    again = trial.start(cold=cold)
-    check_end(again, result)
-    trial.after(again, result)
+    trial.again(result, cold=cold)
     resumed(trial, result, at, gone_at, cold=cold)
     trial.at_the_end(result)
     return result
@@ -192,12 +188,6 @@ def _mark(run: Started, name: str) -> Mark:
 def says(line: str, pattern: str) -> bool:
     """Return whether a line of poprun's own begins so."""
     return re.search(rf"^poprun: {pattern}", line) is not None
-
-
-def check_end(run: Started, result: Result) -> None:
-    """Wait for a run that must end well."""
-    if status := run.end():
-        result.problems.append(f"the resumed run ended with {status}")
 
 
 CASES: Final[dict[str, tuple[Callable[[Trial, str], Result | None], tuple[str, ...]]]] = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from faults_of.cases import check_end, resumed, says
+from faults_of.cases import resumed, says
 from faults_of.moments import moment_of
 from faults_of.trial import FOUND, GONE, PROGRAM, Result, Trial
 from faults_of.twin import SEAL
@@ -55,9 +55,7 @@ def disk_full(trial: Trial, phase: str) -> Result | None:
             result.problems.append("poprun's report does not say that the disk is full")
         trial.after(run, result)
         others.unlink()
-        again = trial.start()
-        check_end(again, result)
-        trial.after(again, result)
+        trial.again(result)
         resumed(trial, result, at, gone_at)
         trial.at_the_end(result)
         return result
@@ -84,12 +82,10 @@ def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
         result.problems.append(f"poprun ended with {status} after SIGTERM, not 0")
     if gone_at is None:
         result.problems.append("processes were left after SIGTERM")
-    again = trial.start()
-    check_end(again, result)
+    again = trial.again(result, torn=found[-1])
     named = [line for line in again.errors if f"{found[-1]} cannot be restored" in line and "is skipped" in line]
     if len(named) != 1:
         result.problems.append(f"{len(named)} lines name the torn checkpoint")
-    trial.after(again, result, found[-1])
     resumed(trial, result, gone_at or run.ended, gone_at)
     trial.at_the_end(result, found[-1])
     return result
@@ -106,9 +102,7 @@ def port_taken(trial: Trial, phase: str) -> Result | None:
         if status != 2 or len(run.errors) != 1 or f"port {port} " not in run.errors[0]:
             result.problems.append(f"poprun ended with {status} and said {run.errors}")
         trial.after(run, result)
-        again = trial.start("--coordinator-port", str(port))
-        check_end(again, result)
-        trial.after(again, result)
+        trial.again(result, "--coordinator-port", str(port))
     else:
         run = trial.start()
         chosen = run.wait_for_error(r"attempt 0: .* coordinator 127\.0\.0\.1:(\d+)")
@@ -155,9 +149,7 @@ def other_flags(trial: Trial, phase: str) -> Result | None:
     if list(trial.checkpoints.glob("*")):
         result.problems.append("it has saved something")
     trial.after(run, result)
-    again = trial.start()
-    check_end(again, result)
-    trial.after(again, result)
+    trial.again(result)
     trial.at_the_end(result)
     return result
 

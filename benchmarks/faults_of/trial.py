@@ -105,6 +105,14 @@ class Trial:
         self.started.append(Started(command, self.folder, name, variables))
         return self.started[-1]
 
+    def again(self, result: Result, *options: str, cold: bool = False, torn: Path | None = None) -> Started:
+        """Start the same command once more, which must end well, and return its run."""
+        run = self.start(*options, cold=cold)
+        if status := run.end():
+            result.problems.append(f"the resumed run ended with {status}")
+        self.after(run, result, torn)
+        return run
+
     def after(self, run: Started, result: Result, torn: Path | None = None) -> None:
         """Check what a run that has ended has left: no process, no run folder, no corrupt file but one that we tore."""
         if run.gone_at(None, 3) is None:

@@ -4,10 +4,15 @@ Orbax's stable interface is used, `AsyncCheckpointer`: it writes to a temporary 
 each process writes the shards that it has. Its barriers are ours in the background (`Meetings`), which end when another
 instance fails, and otherwise those of jax's coordination service, which end by a time limit: `active_processes` chooses
 them, since orbax's default is a collective without one.
+
+On a disk that gets full while several instances write, one of tensorstore's writes may never end. So nobody waits for
+orbax once another instance has failed, and orbax's threads, which inherit it from ours, do not keep the process alive.
 """
 
+import concurrent.futures
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +23,8 @@ from ipu_jax.checkpoints._arrays import key_impl, stored
 from ipu_jax.checkpoints._echoes import drop_echoes
 from ipu_jax.distributed.meetings import Meetings
 
+_LOOK_EVERY: Final = 0.1
+_LAST_CHANCE: Final = 0.5  # seconds: a write that fails on its own has an error that says more
 _READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it puts together
 
 
@@ -50,12 +57,13 @@ class Store:
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
         # random bits don't compress, and compression would take the steps' time; replicas are written once
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)
-        self._checkpointer = ocp.AsyncCheckpointer(
+        self._make = lambda: ocp.AsyncCheckpointer(
             handler,
             timeout_secs=max(1, math.ceil(seconds)),
             multiprocessing_options=together,
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=meet),
         )
+        self._checkpointer = self._make()
 
     def begin(self, folder: Path, arrays: dict[str, Any]) -> None:
         """Copy the arrays to the host, and write them in the background. Arrays without elements are left out.
@@ -64,11 +72,24 @@ class Store:
         copy is jax's: a buffer that is being read is not reused, and the next step takes new ones.
         """
         held = {name: stored(array) for name, array in arrays.items() if array.size}
-        self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))
+        _on_a_daemon(lambda: self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))).result()
 
-    def wait(self) -> None:
-        """Wait until all is written; raise what went wrong."""
-        self._checkpointer.wait_until_finished()
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until all is written; raise what went wrong.
+
+        Args:
+            check: called several times a second. If it raises an error and the writing does not end soon, the writing
+                is left to itself, and the error is raised.
+        """
+        written = _on_a_daemon(self._checkpointer.wait_until_finished)
+        try:
+            while not concurrent.futures.wait([written], _LOOK_EVERY).done:
+                check()
+        except Exception:
+            if not concurrent.futures.wait([written], _LAST_CHANCE).done:
+                self._checkpointer = self._make()
+                raise
+        written.result()
 
     def read(self, folder: Path, like: dict[str, Any], shardings: dict[str, Any]) -> dict[str, Any]:
         """Return arrays on the devices; each process reads the parts that its devices need.
@@ -124,6 +145,20 @@ class Store:
         args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
         found = self._checkpointer.restore(folder, args)
         return {name: _as_key(found[name], saved[name]["dtype"]) for name in names}
+
+
+def _on_a_daemon(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Begin some work on a thread of its own, which does not keep the process alive, and return its result to come."""
+    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="orbax", daemon=True).start()
+    return result
 
 
 def _as_key(array: Any, dtype: str) -> Any:

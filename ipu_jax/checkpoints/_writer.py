@@ -93,7 +93,7 @@ class Writer:
 
     def _finish(self, job: Job) -> None:
         try:
-            self._store.wait()
+            self._store.wait(self._meetings.check)
             own, count, folder = jax.process_index(), jax.process_count(), _folder.unsealed(job.path)
             _seal.write_checksums(folder, own, count)
             self._meetings.meet("checksums", self._seconds)

@@ -12,6 +12,7 @@ Source: Qi et al. 2023, arXiv:2401.10241, section 5.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -38,6 +39,7 @@ _HOT_ROUNDS = (*_ROUNDS[:2], (40, 1, 1.0, 1.1), (40, 1, 0.3, 1.1), *_ROUNDS[2:])
 _FEW = 1000  # tasks
 _LEAST = 400  # tables of fewer tasks get as many moves as tables of so many
 _KEPT = 2  # tables of which `Schedule.simulate` chooses
+_REMEMBERED, _MEDIUM = 8, 2048  # so many searches are remembered, of at most so many micro-batches times stages
 
 Limits = tuple[float, ...]
 Depths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -118,9 +120,10 @@ def find_schedule(
 ) -> FoundSchedule:
     """Search the schedule that takes the least time at these costs.
 
-    The placement stays as it is. The same arguments give the same schedule in every process and every Python. Of
-    schedules that take the same time (within 1e-9) the one whose fullest IPU holds the fewest bytes is chosen, and of
-    those a family rather than a table of its own.
+    The placement stays as it is. The same arguments give the same schedule in every process and every Python, and the
+    last searches of a process are remembered, so that to ask again takes no time. Of schedules that take the same time
+    (within 1e-9) the one whose fullest IPU holds the fewest bytes is chosen, and of those a family rather than a table
+    of its own.
 
     Args:
         costs: the costs of the stages, and their bytes if `stash_limit` is given.
@@ -164,32 +167,52 @@ def find_schedule(
     if as_int(seed) is None:
         raise ValueError(f"seed={seed!r} is not a seed: give an int")
     limits = _limits(stash_limit, ipus)
+    is_remembered = micro_batches * len(placement) <= _MEDIUM
+    searched = _searched if is_remembered else _searched.__wrapped__
+    candidates, bound = searched(costs, placement, micro_batches, ipus, transfer, lockstep, limits, int(seed))
+    if not candidates[0].fits:
+        _refuse(stash_limit, candidates)
+    return FoundSchedule(
+        schedule=candidates[0].schedule,
+        makespan=candidates[0].makespan,
+        bound=bound,
+        candidates=candidates,
+        stash_limit=None if stash_limit is None else limits,
+        lockstep=lockstep,
+    )
+
+
+@functools.lru_cache(_REMEMBERED)
+def _searched(
+    costs: StageCosts,
+    placement: Placement,
+    micro_batches: int,
+    ipus: int,
+    transfer: float,
+    lockstep: bool,
+    limits: tuple[float, ...],
+    seed: int,
+) -> tuple[tuple[Candidate, ...], float]:
+    """Return all candidates, the best first, and a lower bound; only the families if none of them fits."""
     judge = _Judge(costs, transfer, lockstep, limits)
     families = [judge(schedule) for schedule in _families(placement, ipus, micro_batches)]
-    if not any(candidate.fits for candidate in families):
-        _refuse(stash_limit, families)
     works = [Work(costs, placement, micro_batches, ipus, split=split) for split in (True, False)]
+    bound = min(lower_bound(work, transfer) for work in works)
+    if not any(candidate.fits for candidate in families):
+        return tuple(_ranked(families)), bound
     made: list[Candidate] = []
     for work in works:
         best = _ranked([*families, *made])[0].makespan
         if not len(work.line) or (not work.split and lower_bound(work, transfer) >= best):
             continue  # concurrent stages take the same time in any order, and B that is not split takes too long
-        rng = random.Random(int(seed))
+        rng = random.Random(seed)
         tables: list[Ticks] = []
         if not lockstep or work.tasks <= _FEW:
             tables += _free_tables(work, limits, transfer, rng)
         if lockstep:
             tables += _lockstep_tables(work, limits, families, best, rng)
         made += [judge(schedule_of(work, ticks)) for ticks in tables]
-    candidates = _ranked([*families, *_ranked(made)[:1]])
-    return FoundSchedule(
-        schedule=candidates[0].schedule,
-        makespan=candidates[0].makespan,
-        bound=min(lower_bound(work, transfer) for work in works),
-        candidates=tuple(candidates),
-        stash_limit=None if stash_limit is None else limits,
-        lockstep=lockstep,
-    )
+    return tuple(_ranked([*families, *_ranked(made)[:1]])), bound
 
 
 def _limits(stash_limit: Any, ipus: int) -> tuple[float, ...]:
@@ -203,8 +226,9 @@ def _limits(stash_limit: Any, ipus: int) -> tuple[float, ...]:
     return limits
 
 
-def _refuse(stash_limit: Any, families: list[Candidate]) -> NoReturn:
-    least = families[0].stash_bytes  # "sequential" holds one micro-batch per stage, and no schedule holds less
+def _refuse(stash_limit: Any, families: Sequence[Candidate]) -> NoReturn:
+    # "sequential" holds one micro-batch per stage, and no schedule holds less
+    least = next(family for family in families if family.name == "sequential").stash_bytes
     raise ValueError(
         f"stash_limit={stash_limit!r} is too low for any schedule: 'sequential', which holds the least, holds "
         f"{', '.join(f'{held:.6g}' for held in least)} bytes on IPUs 0 to {len(least) - 1}: give at least that, or "

@@ -13,7 +13,7 @@ TESTS = """
 import pytest
 
 @pytest.mark.slow
-@pytest.mark.parametrize("i", range(32))
+@pytest.mark.parametrize("i", range(40))
 def test_many(i): pass
 
 @pytest.mark.slow(one_in=3)
@@ -86,7 +86,7 @@ def test_a_sample_holds_some_of_each_and_the_seed_decides_which(runs):
     assert {"test_alone" in names for names, _ in found} == {True, False}
     assert again == found[2]
     names, line = everything
-    assert (len(names), line) == (32 + 7 + 12 + 3, "slow tests: all")
+    assert (len(names), line) == (40 + 7 + 12 + 3, "slow tests: all")
 
 
 def test_workers_draw_the_sample_of_their_run(runs):

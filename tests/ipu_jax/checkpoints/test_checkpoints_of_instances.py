@@ -88,9 +88,9 @@ def test_an_instance_that_does_not_save_is_named_in_time(tmp_path):
     assert float(first["seconds"]) < 30
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_the_failing_disk_of_one_instance_is_told_to_all_at_once(tmp_path, victim):
-    both = run_instances(failing_disks.one_disk_fails, [1, 1], folder=str(tmp_path), victim=victim)
+@pytest.mark.parametrize(("victim", "stuck"), [pytest.param(0, False, marks=pytest.mark.slow), (1, False), (1, True)])
+def test_the_failing_disk_of_one_instance_is_told_to_all_at_once(tmp_path, victim, stuck):
+    both = run_instances(failing_disks.one_disk_fails, [1, 1], folder=str(tmp_path), victim=victim, stuck=stuck)
     for number, found in enumerate(both):
         error = str(found["error"])
         assert error.startswith(f"saving {tmp_path}/step-0 failed, [Errno 27] File too large, of ")

@@ -38,7 +38,7 @@ def step_of(optimizer: Any = None, **options: Any) -> Any:
 def slow_disk(monkeypatch):
     """Let the background wait before it writes, until the event is set."""
     may_write, wait = threading.Event(), Store.wait
-    monkeypatch.setattr(Store, "wait", lambda self: (may_write.wait(20), wait(self)))
+    monkeypatch.setattr(Store, "wait", lambda self, check: (may_write.wait(20), wait(self, check)))
     return may_write
 
 
@@ -293,8 +293,8 @@ def test_the_last_save_is_waited_for_and_verified(tmp_path):
 def test_an_error_of_the_program_is_not_hidden_by_one_of_the_last_save(tmp_path, monkeypatch):
     step, wait = step_of(), Store.wait
 
-    def fails(self: Any) -> None:
-        wait(self)
+    def fails(self: Any, check: Any) -> None:
+        wait(self, check)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Store, "wait", fails)
@@ -313,8 +313,8 @@ def test_an_error_of_the_program_is_not_hidden_by_one_of_the_last_save(tmp_path,
 def test_an_error_in_the_last_save_is_raised_at_the_end(tmp_path, monkeypatch):
     step, wait = step_of(), Store.wait
 
-    def fails(self: Any) -> None:
-        wait(self)
+    def fails(self: Any, check: Any) -> None:
+        wait(self, check)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Store, "wait", fails)

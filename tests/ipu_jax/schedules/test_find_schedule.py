@@ -359,6 +359,15 @@ def test_every_process_finds_the_same_table():
     assert run(2) == first
 
 
+def test_the_last_searches_are_remembered_if_they_are_not_large():
+    costs = StageCosts([1, 2.5], [1, 2], [1, 2])
+    ask = lambda **other: find_schedule(costs, **{"placement": (0, 1), "micro_batches": 3, **other})  # noqa: E731
+    assert ask().schedule is ask(stash_limit=None).schedule
+    for other in ({"seed": 1}, {"transfer": 0.5}, {"lockstep": True}, {"ipus": 3}, {"stash_limit": 100.0}):
+        assert ask(**other).schedule is not ask().schedule, other
+    assert ask(micro_batches=1025).schedule is not ask(micro_batches=1025).schedule
+
+
 # make_schedule("auto")
 
 
