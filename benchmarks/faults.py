@@ -22,14 +22,12 @@ from typing import Final
 
 from faults_of import cases, real_program, surroundings
 from faults_of.runs import Started
-from faults_of.trial import EVERY, PROGRAM, Result, Trial, flags, poprun_words
+from faults_of.trial import EVERY, PROGRAM, TRIES, Result, Trial, flags, poprun_words
 from faults_of.twin import Twin, twin_of
 from figures import Figures
 
 APART = True  # it takes an hour: `make faults` runs it, and `make bench` does not
 CASES: Final = {**cases.CASES, **surroundings.CASES}
-TRIES: Final = 6
-"""Moments that are drawn for a run, until one comes before the end of the training."""
 
 
 def undisturbed(folder: Path, warm: int = 2) -> tuple[Twin, Path]:

@@ -164,10 +164,10 @@ def _strike(run: Started, blow: Blow, moment: Moment, victim: int) -> float | No
         os.kill(pid, blow.how)
     except ProcessLookupError:
         return None
-    return at if pid_was_hit(run, victim, pid) else None
+    return at if pid_was_hit(run, victim) else None
 
 
-def pid_was_hit(run: Started, victim: int, pid: int) -> bool:
+def pid_was_hit(run: Started, victim: int) -> bool:
     """Return whether a process that has got a signal had not exited with status 0 before."""
     time.sleep(0.3)
     return not any(says(line, rf"instance {victim} exited with status 0,") for line in run.errors)

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from faults_of.cases import pid_was_hit
 from faults_of.runs import Started
-from faults_of.trial import FOUND, GONE, Result
+from faults_of.trial import FOUND, GONE, TRIES, Result
 from faults_of.twin import damaged_in
 
 NAME: Final = "kill -9 under run-sharded-mnist"
@@ -45,18 +46,24 @@ def one_run(number: int, folder: Path, seed: int) -> Result:
                 return Result("", problems=[f"undisturbed, it ended with {undisturbed.process.returncode}"])
             (expected / "seconds").write_text(str(undisturbed.ended - undisturbed.launched))
     seconds = float((expected / "seconds").read_text())
-    dice = random.Random(f"{seed} {NAME} {number}")
-    own = folder / f"mnist-{number}"
-    own.mkdir()
-    victim, delay = dice.randrange(2), dice.uniform(0, 0.9 * seconds)
-    result = Result(f"{delay:.2f} s after the start, instance {victim}")
-    run = _start(own, cache, "--max-restarts", "1")
-    pid = run.wait_for_pid(victim)
-    if pid is None:
-        result.problems.append("it did not start")
-    else:
+    for attempt in range(TRIES):
+        dice = random.Random(f"{seed} {NAME} {number} {attempt}")
+        own = folder / f"mnist-{number}-{attempt}"
+        own.mkdir()
+        victim, delay = dice.randrange(2), dice.uniform(0, 0.9 * seconds)
+        result = Result(f"{delay:.2f} s after the start, instance {victim}")
+        run = _start(own, cache, "--max-restarts", "1")
+        pid = run.wait_for_pid(victim)
+        if pid is None:
+            result.problems.append("it did not start")
+            break
         time.sleep(delay)
-        _kill(run, pid, result, victim)
+        if _kill(run, pid, result, victim):
+            break
+        run.end()
+        shutil.rmtree(own)
+    else:
+        return Result("", problems=[f"{TRIES} moments in a row came after the end of the training"])
     if status := run.end():
         result.problems.append(f"poprun ended with {status}, not 0")
     if left := [*run.left_over(), *run.processes()]:
@@ -76,10 +83,16 @@ def _start(folder: Path, cache: Path, *options: str) -> Started:
     return Started(["-v", *options, *sizes, *program, *own, *places], folder, "run")
 
 
-def _kill(run: Started, pid: int, result: Result, victim: int) -> None:
+def _kill(run: Started, pid: int, result: Result, victim: int) -> bool:
+    """Kill an instance and judge what follows; return False if it had ended before."""
     saved = [int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*[0-9]")]
     at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    if not pid_was_hit(run, victim):
+        return False
     gone_at = run.gone_at(0, 60)
     run.wait_for_error("attempt 1: restart 1 of 1")
     seen = run.seen(f"instance {victim} was ended by SIGKILL")
@@ -102,6 +115,7 @@ def _kill(run: Started, pid: int, result: Result, victim: int) -> None:
         result.lost = int(said[1]) - (resumed[0] if resumed else 0)
     if saved and not resumed:
         result.problems.append(f"it was not resumed, although steps {saved} had been saved")
+    return True
 
 
 def _differences(expected: Path, own: Path) -> list[str]:

@@ -21,6 +21,8 @@ FOUND: Final = 1.0
 """Seconds in which an instance that is dead or has failed is found."""
 GONE: Final = 2.0
 """Seconds from there until all processes are gone: SIGTERM, 1.5 s, SIGKILL."""
+TRIES: Final = 6
+"""Moments that are drawn for a run, until one comes before the end of the training."""
 LOOKS: Final = 1.0
 """Seconds in which poprun sees that a limit has passed."""
 
