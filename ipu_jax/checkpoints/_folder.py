@@ -6,6 +6,7 @@
 Nothing here imports jax.
 """
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -144,12 +145,13 @@ def remove(path: Path) -> None:
 
 def remove_left_over(folder: Path) -> None:
     """Remove what saves that failed or were killed left over, as far as that is possible."""
-    for _ in range(_TRIES):  # some of orbax's threads may still be writing after another one has failed
-        for each in left_over_in(folder):
-            shutil.rmtree(each, ignore_errors=True)
-        if not left_over_in(folder):
-            return
-        time.sleep(0.05)
+    with contextlib.suppress(OSError):  # the folder itself may be what cannot be read
+        for _ in range(_TRIES):  # some of orbax's threads may still be writing after another one has failed
+            for each in left_over_in(folder):
+                shutil.rmtree(each, ignore_errors=True)
+            if not left_over_in(folder):
+                return
+            time.sleep(0.05)
 
 
 def remove_all_but(folder: Path, keep: int) -> None:

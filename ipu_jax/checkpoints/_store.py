@@ -5,8 +5,9 @@ each process writes the shards that it has. Its barriers are ours in the backgro
 instance fails, and otherwise those of jax's coordination service, which end by a time limit: `active_processes` chooses
 them, since orbax's default is a collective without one.
 
-On a disk that gets full while several instances write, one of tensorstore's writes may never end. So nobody waits for
-orbax once another instance has failed, and orbax's threads, which inherit it from ours, do not keep the process alive.
+A write of tensorstore's may never end: to a folder that is removed meanwhile, or to a disk that does not answer. So
+nobody waits long for orbax once another instance has failed. Orbax's threads are daemons, as those of ours that begin
+them, and do not keep the process alive.
 """
 
 import concurrent.futures
@@ -24,7 +25,7 @@ from ipu_jax.checkpoints._echoes import drop_echoes
 from ipu_jax.distributed.meetings import Meetings
 
 _LOOK_EVERY: Final = 0.1
-_LAST_CHANCE: Final = 0.5  # seconds: a write that fails on its own has an error that says more
+_LAST_CHANCE: Final = 5.0  # seconds in which a write may end after another instance has failed
 _READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it puts together
 
 

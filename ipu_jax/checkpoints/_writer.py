@@ -106,6 +106,6 @@ class Writer:
                 _folder.remove_all_but(job.path.parent, self._keep)
         except BaseException as error:
             self._meetings.fail(error, errno_of(error))
-            if jax.process_index() == 0:
-                _folder.remove_left_over(job.path.parent)  # on a full disk, others need the room
+            if jax.process_count() == 1:  # otherwise others may still be writing there
+                _folder.remove_left_over(job.path.parent)
             self._error = error

@@ -13,7 +13,7 @@ from ipu_jax._beacon import Phase
 from support.programs import places, run_programs
 
 ENDS = """
-    import sys
+    import os, sys
     from ipu_jax import popdist
 
     popdist.init()
