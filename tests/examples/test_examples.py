@@ -84,7 +84,7 @@ def gpt_model(whole, examples):
         pytest.param(linen_convnet, linen_model, cross_entropy, "labels", marks=pytest.mark.slow(one_in=7)),
         pytest.param(nnx_transformer, nnx_model, cross_entropy, "targets", marks=pytest.mark.slow(one_in=7)),
         pytest.param(equinox_attention, equinox_model, squared_error, "radius", marks=pytest.mark.slow(one_in=7)),
-        (plain_layers, plain_model, squared_error, "y"),
+        pytest.param(plain_layers, plain_model, squared_error, "y", marks=pytest.mark.slow(one_in=7)),
         (tied_gpt, gpt_model, cross_entropy, "targets"),
     ],
     ids=lambda value: value.__name__.split(".")[-1] if isinstance(value, ModuleType) else "",

@@ -296,6 +296,7 @@ def test_compare_draws_both_curves_and_says_how_far_they_are_apart(few_digits, c
     assert width > height > 500
 
 
+@pytest.mark.slow
 def test_compare_starts_with_the_mode_that_was_asked_for(few_digits, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*CONCURRENT, "--compare", *TINY, "--run-single-step"]) == 0

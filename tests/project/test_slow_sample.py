@@ -89,6 +89,7 @@ def test_a_sample_holds_some_of_each_and_the_seed_decides_which(runs):
     assert (len(names), line) == (40 + 7 + 12 + 3, "slow tests: all")
 
 
+@pytest.mark.slow
 def test_workers_draw_the_sample_of_their_run(runs):
     by_workers, alone = runs("-n 2", "--slow-seed same")
     assert by_workers == alone

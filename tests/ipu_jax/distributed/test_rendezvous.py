@@ -43,7 +43,7 @@ def met(places_and_prints, *, seconds: float = 10.0):
     return found, time.monotonic() - start
 
 
-@pytest.mark.parametrize("instances", [1, 2, 5])
+@pytest.mark.parametrize("instances", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_instances_that_are_alike_meet_and_free_the_port(instances):
     port = free_port()
     errors, _ = met([(place(i, instances, port), ALIKE) for i in range(instances)])

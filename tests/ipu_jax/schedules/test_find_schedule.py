@@ -108,7 +108,7 @@ def problems(draw):
     return costs, arguments, limit
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems())
 def test_no_family_that_fits_is_better(problem):
     costs, arguments, limit = problem
@@ -348,6 +348,7 @@ for lockstep in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_every_process_finds_the_same_table():
     def run(hash_seed: int) -> str:
         command = [sys.executable, "-c", PROGRAM, str(Path(ipu_jax.__file__).parent)]
