@@ -21,6 +21,7 @@ from ipu_jax.checkpoints.errors import CheckpointError
 
 _NAME: Final = re.compile(r"step-(\d+)")
 _LEFT_OVER: Final = re.compile(r"step-\d+\.(unsealed.*|removed)")  # orbax writes to a folder with a longer name
+_REMOVED: Final = ".removed"
 _TRIES: Final = 20
 _METADATA: Final = 1 << 20  # bytes that orbax and the seal write besides the arrays, at most
 
@@ -136,11 +137,22 @@ def make_room(folder: Path, step: int, size: int) -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint: at once for whoever looks for it, since it is renamed first."""
     if path.exists():
-        doomed = path if _LEFT_OVER.fullmatch(path.name) else path.with_name(f"{path.name}.removed")
+        doomed = path if _LEFT_OVER.fullmatch(path.name) else path.with_name(path.name + _REMOVED)
         if doomed != path:
             shutil.rmtree(doomed, ignore_errors=True)
             path.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def finish_removals(folder: Path) -> None:
+    """Remove what a process that was killed had begun to remove, as far as that is possible.
+
+    Unlike what a save left over, it may be removed while another process saves.
+    """
+    with contextlib.suppress(OSError):
+        for each in left_over_in(folder):
+            if each.name.endswith(_REMOVED):
+                shutil.rmtree(each, ignore_errors=True)
 
 
 def remove_left_over(folder: Path) -> None:

@@ -169,6 +169,8 @@ class Checkpoints:
         with _beacon.during(Phase.BUSY, "restoring a checkpoint", max(_beacon.LONG, self._timeout)):
             here = _description.description_of(self._step, like)
             if resume in ("auto", "must"):
+                if jax.process_index() == 0:
+                    _folder.finish_removals(self.folder)
                 found = self._search.last_whole(here)
             else:
                 found = self._search.at(Path(resume).absolute(), here)

@@ -147,6 +147,14 @@ def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder)
     assert not left_over.exists()
 
 
+def test_a_removal_that_was_cut_off_is_finished_when_the_training_is_resumed(folder):
+    half_gone = folder / "step-1.removed"
+    (folder / "step-1").rename(half_gone)
+    largest(half_gone).unlink()
+    found, warned = restored(folder)
+    assert (found.step, warned, listed(folder)) == (2, [], ["step-2"])
+
+
 def test_a_checkpoint_has_its_name_only_when_it_is_sealed(folder, monkeypatch):
     """A save may be killed between any two of its steps: what it leaves is always known for what it is."""
     from ipu_jax.checkpoints import _seal, _writer
