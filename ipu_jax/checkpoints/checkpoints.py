@@ -385,8 +385,8 @@ class Checkpoints:
     def _first_of_all(self, error: BaseException | None) -> BaseException | None:
         """Return an error of this instance, or else of the first one that has any; then no save is told of any more.
 
-        All instances have ended their writes by now. What they have left of a save that failed is removed, since on a
-        full disk the room is needed.
+        All instances have ended their writes by now, or have given them up. What is left of a save that failed is
+        removed, since on a full disk the room is needed.
         """
         found = _agreement.first_error(error, self._timeout)
         if found is not None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,6 +18,7 @@ import pytest
 
 from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, TrainOptions, make_train_step
 from ipu_jax.checkpoints import _folder
+from ipu_jax.checkpoints._writer import Job, Writer
 
 BYTES = 400_000 * 4 + 4
 """Of the state: weights, and the number of the step."""
@@ -201,3 +203,30 @@ for callback in (loop.call_soon_threadsafe, from_python):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("RuntimeError: Event loop is closed") == 1
     assert "in from_python" in done.stderr
+
+
+class FullDisk:
+    """Stands in for a `Store`, and for the `Meetings`, of an instance whose disk is full."""
+
+    def begin(self, folder: Path | None = None, arrays: Any = None) -> None:
+        if folder is not None:
+            folder.mkdir()
+
+    def wait(self, check: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def check(self) -> None:
+        pass
+
+    def fail(self, error: BaseException, errno: int | None) -> None:
+        assert errno == 28
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_failed_saves_folder_stays_while_other_instances_may_write_to_it(tmp_path, monkeypatch, instances):
+    disk: Any = FullDisk()
+    writer = Writer(disk, disk, keep=1, seconds=1)
+    monkeypatch.setattr(jax, "process_count", lambda: instances)
+    writer.begin(Job(tmp_path / "step-1", 1, 1, {}), {})
+    assert isinstance(writer.take_error(), OSError)
+    assert [path.name for path in tmp_path.iterdir()] == ([] if instances == 1 else ["step-1.unsealed"])
