@@ -164,9 +164,9 @@ def _check_program(parser: PoprunParser, program: str, path: str | None) -> None
     """Exit as a shell does if the program cannot be found or executed."""
     if shutil.which(program, path=path) is not None:
         return
-    beside = Path(sys.executable).with_name(program)
-    if "/" not in program and os.access(beside, os.X_OK):
-        parser.exit(NOT_FOUND, f"poprun: {program} is not in PATH: did you mean {shlex.quote(str(beside))}?\n")
+    beside = None if "/" in program else shutil.which(program, path=os.path.dirname(sys.executable))
+    if beside is not None:
+        parser.exit(NOT_FOUND, f"poprun: {program} is not in PATH: did you mean {shlex.quote(beside)}?\n")
     if not Path(program).is_file():
         parser.exit(NOT_FOUND, f"poprun: there is no program {program!r}: give one in PATH, or its path\n")
     python = f", or start it with: python {shlex.quote(program)}" if program.endswith(".py") else ""

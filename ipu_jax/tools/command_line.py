@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ipu_jax import __version__
+from ipu_jax.tools.process import is_of_a_removed_directory
 
 _Value = TypeVar("_Value")
 
@@ -69,6 +70,8 @@ class Parser(argparse.ArgumentParser):
 
         `batch_size=8` becomes `--batch-size 8`, since who typed the latter does not know the former.
         """
+        if is_of_a_removed_directory(error):
+            raise error  # it says nothing; `ipu_jax.tools.process` does
         self.error(_NAMED_VALUE.sub(lambda found: self._flag_of(found[1]) or found[0], str(error)))
 
     def _as_typed(self, error: argparse.ArgumentError) -> str:

@@ -3,6 +3,7 @@
     the command ends by itself                     its own exit status
     the reader of a pipe has gone (`| head`)       141, and nothing is printed, as of a program that SIGPIPE ends
     stdout or stderr cannot be written (full disk) 74, EX_IOERR of sysexits.h, and one line
+    the working directory was removed              2, and one line, if the command needs to know it
     Ctrl-C                                         130, at once, also in the middle of an import or a compilation
 
 What stdout's encoding lacks is printed as an escape, and a stdout or stderr that is closed takes everything.
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn, TextIO
 
 CANNOT_WRITE: Final = 74
+_NO_WORKING_DIRECTORY: Final = 2
 _INTERRUPTED: Final = 130
 READER_HAS_GONE: Final = 141
 _SHOW_CURSOR: Final = b"\x1b[?25h\n"
@@ -72,6 +74,11 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
             return main()
         except SystemExit as stopped:
             return stopped.code
+        except FileNotFoundError as error:
+            if not is_of_a_removed_directory(error):
+                raise
+            print(f"{prog}: the working directory was removed: change to one that is there", file=sys.stderr)
+            return _NO_WORKING_DIRECTORY
         finally:
             sys.stdout.flush()
     except _CannotWriteError as error:
@@ -81,6 +88,17 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
             return READER_HAS_GONE
         print(f"{prog}: the output cannot be written ({error.strerror}): write it elsewhere", file=sys.stderr)
         return CANNOT_WRITE
+
+
+def is_of_a_removed_directory(error: BaseException) -> bool:
+    """Return whether an error is that of a process whose working directory was removed, and that asks for it."""
+    if not isinstance(error, FileNotFoundError) or error.filename is not None:
+        return False
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _discard_if_unwritable(stream: TextIO) -> None:
