@@ -111,7 +111,7 @@ class LocalHost:
             reason = f"no run folder can be made in {tempfile.gettempdir()} ({error.strerror}): set TMPDIR to another"
             self._waiting += [NotStarted(place.instance, 1, reason) for place in launch.places[:1]]
             return
-        self._tell(f"folder {self._run_dir}")
+        self._tell("folder", str(self._run_dir))
         for place, cores in zip(launch.places, launch.shares(), strict=True):
             place = dataclasses.replace(place, run_dir=self._run_dir)
             environment = launch.variables(place, len(cores))
@@ -122,7 +122,7 @@ class LocalHost:
                 status = 127 if isinstance(error, FileNotFoundError) else 126
                 self._waiting.append(NotStarted(place.instance, status, f"{launch.command[0]}: {error.strerror}"))
                 return
-            self._tell(f"group {process.pid}")
+            self._tell("group", process.pid)
             assert process.stdout is not None
             assert process.stderr is not None
             pipes: dict[int, Stream] = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr"}
@@ -171,7 +171,7 @@ class LocalHost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 instance.process.wait(timeout=0.1)
         shutil.rmtree(self._run_dir, ignore_errors=True)
-        self._tell(f"done {self._run_dir}")
+        self._tell("done", str(self._run_dir))
         self._instances, self._run_dir = {}, None
         self._waiting.append(Ended(tuple(sorted(left))))
 
@@ -272,7 +272,7 @@ class LocalHost:
         instance.stacks_until = 0.0
         return [Stacks(instance.number, "")]
 
-    def _tell(self, line: str) -> None:
+    def _tell(self, *words: str | int) -> None:
         if self._watcher is None:
             command = [sys.executable, "-I", "-S", watcher.__file__]
             self._watcher = subprocess.Popen(
@@ -287,7 +287,7 @@ class LocalHost:
             )
         assert self._watcher.stdin is not None
         with contextlib.suppress(OSError):  # somebody has killed it
-            self._watcher.stdin.write(f"{line}\n".encode())
+            self._watcher.stdin.write(f"{json.dumps(words)}\n".encode())
             self._watcher.stdin.flush()
 
 

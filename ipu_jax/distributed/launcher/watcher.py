@@ -3,15 +3,16 @@
 A launcher that is killed with -9 cannot tidy up. So each has a watcher: a small process of its own session that reads
 a pipe. Nobody but the launcher holds the other end, so the pipe ends when the launcher does, however it ends.
 
-    launcher --"folder /tmp/poprun-x", "group 1234", ..., "bye"--> watcher
+    launcher --["folder", "/tmp/poprun-x"], ["group", 1234], ..., ["bye"]--> watcher
 
-Without a "bye" the watcher kills the process groups of the run and every process whose environment names its folder,
+Each is a line of JSON, since a path may contain a newline. Without a "bye" the watcher kills the process groups of the run and every process whose environment names its folder,
 and removes the folder.
 
 This file runs as a script, by itself: nothing here imports anything but the standard library.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ def members(folder: str, groups: Iterable[int]) -> set[int]:
 
     Without /proc, that is not on Linux, there is no way to know, and none is returned.
     """
-    wanted, mark, found = set(groups), f"{VARIABLE}={folder}".encode(), set[int]()
+    wanted, mark, found = set(groups), os.fsencode(f"{VARIABLE}={folder}"), set[int]()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != os.getpid() and _belongs(name, wanted, mark):
@@ -71,16 +72,19 @@ def watch(commands: Iterable[str]) -> None:
     groups: dict[str, set[int]] = {}
     folder = ""
     for command in commands:
-        word, _, rest = command.rstrip("\n").partition(" ")
-        if word == "folder":
-            folder = rest
-            groups[folder] = set()
-        elif word == "group":
-            groups[folder].add(int(rest))
-        elif word == "done":
-            groups.pop(rest, None)
-        elif word == "bye":
-            return
+        try:
+            word, *values = json.loads(command)
+        except ValueError:
+            break  # the launcher ended in the middle of it
+        match word, values:
+            case "folder", [folder]:
+                groups[folder] = set()
+            case "group", [group]:
+                groups[folder].add(group)
+            case "done", [done]:
+                groups.pop(done, None)
+            case "bye", []:
+                return
     for folder, of_folder in groups.items():
         kill(folder, of_folder, seconds=5)
         shutil.rmtree(folder, ignore_errors=True)

@@ -35,8 +35,8 @@ def started(tmp_path, mark):
     """Return a function that starts poprun with a program, and waits until all instances are ready."""
     processes = []
 
-    def begin(body, *words):
-        process = start(*TWO, *words, *program(tmp_path, READY + body), POPRUN_TEST=mark)
+    def begin(body, *words, **variables):
+        process = start(*TWO, *words, *program(tmp_path, READY + body), POPRUN_TEST=mark, **variables)
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "[1,0]<stdout>:ready\n"
@@ -106,18 +106,42 @@ def test_grace_bounds_what_a_program_may_take(started, mark):
 @pytest.mark.parametrize("body", [SLEEP, "\nsubprocess.Popen(['sleep', '70'], start_new_session=True)" + IGNORE])
 def test_nothing_outlives_a_poprun_that_is_killed(started, mark, body):
     process = started(body)
-    folders = {
-        value.split(b"=", 1)[1].decode()
+    (folder,) = run_folders(mark)
+    assert folder.is_dir()
+    process.kill()
+    gone_within(mark, 3)
+    is_removed_within(folder, 3)
+
+
+@pytest.mark.parametrize("name", ["{}/victim\nnl", "{}/victim\nfolder {}/other", "{}/\udcff"])
+def test_whatever_the_name_of_its_folder_a_poprun_that_is_killed_leaves_no_other_one_removed(
+    started, mark, tmp_path, name
+):
+    scratch, others = Path(name.format(tmp_path, tmp_path)), (tmp_path / "victim", tmp_path / "other")
+    for folder in (*others, scratch):
+        folder.mkdir(parents=True)
+    process = started(SLEEP, TMPDIR=str(scratch))
+    (folder,) = run_folders(mark)
+    assert folder.parent == scratch
+    process.kill()
+    gone_within(mark, 3)
+    is_removed_within(folder, 3)
+    assert scratch.is_dir()
+    assert all(folder.is_dir() for folder in others)
+
+
+def run_folders(mark):
+    return {
+        Path(os.fsdecode(value.split(b"=", 1)[1]))
         for pid in marked(mark)
         for value in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if value.startswith(b"IPU_JAX_RUN_DIR=")
     }
-    assert len(folders) == 1
-    assert os.path.isdir(*folders)
-    process.kill()
-    gone_within(mark, 3)
-    until = time.monotonic() + 3
-    while os.path.exists(*folders):
+
+
+def is_removed_within(folder, seconds):
+    until = time.monotonic() + seconds
+    while folder.exists():
         assert time.monotonic() < until
         time.sleep(0.02)
 
