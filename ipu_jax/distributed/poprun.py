@@ -224,14 +224,14 @@ def _commands(run: Run) -> str:
     port = options.coordinator_port or free_port(_LOOPBACK)
     lines: list[str] = []
     for name, launch in zip(run.topology.hosts, run.launches(port, 0), strict=True):
-        lines.append(f"# on host {name}, in {shlex.quote(os.getcwd())}:")
+        lines.append(f"# on host {name}:")
         for place, cores in zip(launch.places, launch.shares(), strict=True):
             variables = launch.variables(place, len(cores))
             changed = {key: value for key, value in sorted(variables.items()) if os.environ.get(key) != value}
             words = ["env", *(f"{key}={value}" for key, value in changed.items())]
             if launch.binds():
                 words += ["taskset", "--cpu-list", ranges(cores)]
-            lines.append(shlex.join([*words, *launch.command]))
+            lines.append(f"cd {shlex.quote(os.getcwd())} && {shlex.join([*words, *launch.command])}")
     return "\n".join(lines) + "\n"
 
 

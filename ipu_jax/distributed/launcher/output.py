@@ -114,7 +114,7 @@ class Display:
 
     def draw(self, text: str) -> None:
         """Write a drawing to stdout, in one piece."""
-        self._put("stdout", text.encode())
+        self._put("stdout", os.fsencode(text))
 
     def tail(self, instance: int, stream: Stream = "stderr", *, seen: bool = False) -> list[str]:
         """Return the last lines of an instance that are not, or with `seen` also those that are, on the screen."""

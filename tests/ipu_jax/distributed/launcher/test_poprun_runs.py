@@ -141,6 +141,17 @@ def test_what_would_be_run_can_be_run_by_hand(flag):
         assert done.stdout == f"{i} a b\n"
 
 
+def test_the_printed_commands_are_no_others_whatever_the_names(tmp_path):
+    folder, argument = tmp_path / "a\necho other #", "x\necho other #'\udcff"
+    folder.mkdir()
+    ran = poprun("--dry-run", *TWO, sys.executable, "-c", "import os, sys; print(os.getcwd(), sys.argv)", argument, cwd=folder)
+    assert (ran.status, ran.err) == (0, "")
+    done = subprocess.run(
+        ["bash", "-c", os.fsencode(ran.out)], capture_output=True, text=True, env=environment(), cwd="/", check=True
+    )
+    assert done.stdout == 2 * f"{folder} {['-c', argument]}\n"
+
+
 def test_numa_awareness_says_what_it_does():
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
     ran = poprun("--numa-aware", *TWO, sys.executable, "-c", code)
@@ -245,6 +256,7 @@ def test_a_given_port_that_is_taken_is_refused_at_once():
             "./train.py is not executable: make it so with chmod +x, or start it with: python ./train.py",
         ),
         (["train.py"], 126, "train.py is not executable: make it so with chmod +x, or start it with: python train.py"),
+        (["."], 127, "there is no program '.': give one in PATH, or its path"),
         ([], 2, "no program is given: name one after the options, such as: poprun --num-instances 2 python train.py"),
     ],
 )
