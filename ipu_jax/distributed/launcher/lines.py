@@ -18,10 +18,14 @@ STATE_AFTER: Final = 0.1
 """Seconds after which a passing text without an end is shown."""
 PART_AFTER: Final = 1.0
 """Seconds after which a text without an end that follows a newline is handed on."""
-LONGEST: Final = 1 << 20
+LONGEST: Final = 1048576
 """Bytes of a line after which it is handed on in parts."""
 
-_END: Final = re.compile(rb"\r\n|\n|\r")
+_END: Final = re.compile(rb"[\r\n]")
+# The beginning of a letter in UTF-8, or of a terminal's command, that a cut must not part from its end.
+_BEGUN: Final = re.compile(
+    rb"(?:[\xc2-\xf4]|[\xe0-\xf4][\x80-\xbf]|[\xf0-\xf4][\x80-\xbf]{2}|\x1b(?:\[[0-9;:]{0,30})?)\Z"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Piece:
     """A piece of what a program writes, without its end.
 
     Attributes:
-        kind: "line" is a whole line, or the rest of one; "part" the beginning of a line, or more of it; "state" a
-            passing text.
+        kind: "line" is a whole line, or the rest of one, or several whole lines with newlines between them; "part" the
+            beginning of a line, or more of it; "state" a passing text.
         text: what it says.
         goes_on: whether a part of the same line came before.
     """
@@ -51,7 +55,8 @@ class Splitter:
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # what has no end yet
+        self._rest = bytearray()  # what has no end yet; each byte is copied to it once, however long it becomes
+        self._returned = False  # whether a carriage return follows it, to which a newline may belong
         self._since = 0.0  # when it began, or was last handed on
         self._passing = False  # whether it follows a bare carriage return
         self._shown = True  # whether it was handed on as a state
@@ -60,35 +65,49 @@ class Splitter:
 
     def feed(self, data: bytes, now: float) -> list[Piece]:
         """Return the pieces that end with `data`."""
-        if not self._rest:
+        if not self._rest and not self._returned:
             self._since = now
-        text, pieces, begin = self._rest + data, list[Piece](), 0
-        for found in _END.finditer(text):
-            if found.end() == len(text) and found[0] == b"\r":
-                break  # the newline that belongs to it may come with the next data
-            pieces += self._ended(text[begin : found.start()], passing=found[0] == b"\r")
-            begin, self._since = found.end(), now
-        self._rest = text[begin:]
+        text, pieces, begin = (b"\r" + data if self._returned else data), list[Piece](), 0
+        self._returned = text.endswith(b"\r")
+        if self._returned:
+            text = text[:-1]
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n")
+            for found in _END.finditer(text):
+                pieces += self._ended(self._with_rest(text[begin : found.start()]), passing=found[0] == b"\r")
+                begin = found.end()
+        elif (end := text.find(b"\n")) >= 0:
+            pieces += self._ended(self._with_rest(text[:end]), passing=False)
+            begin = text.rindex(b"\n") + 1
+            if begin > end + 1:  # to hand on each by itself would take most of the time
+                pieces.append(Piece("line", text[end + 1 : begin - 1]))
+        if begin:
+            self._since = now
+        self._rest += text[begin:]
         self._shown = self._shown and not data
         if len(self._rest) > LONGEST:
+            begun = _BEGUN.search(self._rest, len(self._rest) - 40)
+            kept = bytes(self._rest[begun.start() :]) if begun else b""
+            del self._rest[len(self._rest) - len(kept) :]
             pieces.append(self._part(now))
+            self._rest += kept
         return pieces
 
     def tick(self, now: float) -> list[Piece]:
         """Return what has waited for its end for too long."""
         waited = now - self._since
-        if self._rest.endswith(b"\r"):
+        if self._returned:
             if waited < STATE_AFTER:
                 return []
-            text, self._rest = self._rest[:-1], b""
-            return self._ended(text, passing=True)
+            self._returned = False
+            return self._ended(self._with_rest(), passing=True)
         if not self._rest:
             return []
         if self._passing:
             if self._shown or waited < STATE_AFTER:
                 return []
-            self._shown, self._state, self._since = True, self._rest, now
-            return [Piece("state", self._rest)]
+            self._shown, self._state, self._since = True, bytes(self._rest), now
+            return [Piece("state", self._state)]
         return [self._part(now)] if waited >= PART_AFTER else []
 
     def wait(self, now: float) -> None:
@@ -97,10 +116,16 @@ class Splitter:
 
     def finish(self) -> list[Piece]:
         """Return what is left at the end of the stream: a last line need not have an end."""
-        text, self._rest = self._rest, b""
-        if text.endswith(b"\r"):
-            return self._ended(text[:-1], passing=True)
-        return self._ended(text, passing=False) if text else []
+        text, returned, self._returned = self._with_rest(), self._returned, False
+        return self._ended(text, passing=returned) if text or returned else []
+
+    def _with_rest(self, text: bytes = b"") -> bytes:
+        """Return what had no end, and a text behind it."""
+        if self._rest:
+            self._rest += text
+            text = bytes(self._rest)
+            self._rest.clear()
+        return text
 
     def _ended(self, text: bytes, *, passing: bool) -> list[Piece]:
         goes_on, self._open = self._open, False
@@ -117,6 +142,6 @@ class Splitter:
         return [Piece("line", text, goes_on)]
 
     def _part(self, now: float) -> Piece:
-        piece = Piece("part", self._rest, self._open)
-        self._rest, self._open, self._passing, self._since = b"", True, False, now
+        piece = Piece("part", self._with_rest(), self._open)
+        self._open, self._passing, self._since = True, False, now
         return piece

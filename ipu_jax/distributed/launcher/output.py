@@ -10,10 +10,12 @@ import dataclasses
 import os
 import re
 import time
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Final
 
+from ipu_jax._terminal import has_commands, printable, without_commands
 from ipu_jax.distributed.launcher.events import Stream
 from ipu_jax.distributed.launcher.lines import Piece, Splitter
 from ipu_jax.distributed.launcher.screen import Screen
@@ -31,14 +33,15 @@ _NOISE: Final = re.compile(
     rb"Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
 )
 _NOISE_BEGINS: Final = b"[Gloo] Rank "
-_PIECES_OF_NOISE: Final = re.compile(
-    rb"\[Gloo\] Rank |is connected to |peer ranks\. Expected number of connected peer ranks is : "
+_SAID_BY_GLOO: Final = (
+    _NOISE_BEGINS,
+    b"is connected to ",
+    b"peer ranks. Expected number of connected peer ranks is : ",
 )
-# What moves the cursor, or erases, hides or shows something: a bar that has a terminal to itself may overwrite its own
-# lines, but here it would erase tags, and lines of others. Colours stay.
-_MOVES: Final = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+_PIECES_OF_NOISE: Final = re.compile(b"|".join(map(re.escape, _SAID_BY_GLOO)))
 _LONG_AGO: Final = 40
 _KEPT: Final = 20
+_LONGEST_KEPT: Final = 2000
 
 
 @dataclasses.dataclass
@@ -152,27 +155,22 @@ class Display:
                 source.file = None
 
     def _pieces(self, instance: int, stream: Stream, pieces: list[Piece]) -> None:
-        key, screen = f"{instance} {stream}", self._screens[stream]
+        key, screen, source = f"{instance} {stream}", self._screens[stream], self._sources[instance, stream]
         hidden = stream == "stdout" and self._only not in (None, instance)
-        for piece in pieces:
-            source = self._sources[instance, stream]
-            if _MOVES.search(piece.text):
-                piece = dataclasses.replace(piece, text=_MOVES.sub(b"", piece.text))
-                if not piece.text and not piece.goes_on:
-                    continue
-            if stream == "stdout" and piece.kind != "state":
-                text, source.ends_of_noise = without_noise(piece.text, source.ends_of_noise)
-                if text is None:
-                    continue
-                piece = dataclasses.replace(piece, text=text)
-            tail = source.tail
+        for piece in (clean for piece in pieces for clean in _clean(piece, source, stream)):
             if piece.kind == "state":
                 if instance == 0 and not hidden:
                     self._put(stream, screen.state(key, self._tag(instance, stream), piece.text, time.monotonic()))
                 continue
-            self._shown += not hidden
-            tail.append((-1 if hidden else self._shown, piece.text.decode(errors="replace")))
+            last, shown = [piece.text], self._shown + 1
+            if b"\n" in piece.text:
+                last = piece.text[-_KEPT * _LONGEST_KEPT :].rsplit(b"\n", _KEPT)[-_KEPT:]
+                shown += piece.text.count(b"\n")
+            for i, line in enumerate(last):
+                number = -1 if hidden else shown - len(last) + 1 + i
+                source.tail.append((number, line[-_LONGEST_KEPT:].decode(errors="replace")))
             if not hidden:
+                self._shown = shown
                 draw = screen.line if piece.kind == "line" else screen.part
                 self._put(stream, draw(key, self._tag(instance, stream), piece.text, goes_on=piece.goes_on))
 
@@ -185,6 +183,27 @@ class Display:
 
     def _put(self, stream: Stream, data: bytes) -> None:
         self._writer.put(_HANDLES[stream], data)
+
+
+def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
+    """Yield a piece without commands to the terminal and without gloo's noise: line by line only if it has some.
+
+    A bar that has a terminal to itself may erase its own lines; here it would erase tags, and lines of others. The same
+    holds for a file or a pipe, which may be shown on a terminal later.
+    """
+    may_be_noisy = stream == "stdout" and piece.kind != "state"
+    is_noisy = may_be_noisy and (source.ends_of_noise or any(said in piece.text for said in _SAID_BY_GLOO))
+    if not is_noisy and not has_commands(piece.text):
+        yield piece
+        return
+    for i, line in enumerate(piece.text.split(b"\n")):
+        goes_on, text = piece.goes_on and i == 0, without_commands(line)
+        if line and not text and not goes_on:
+            continue
+        if may_be_noisy:
+            text, source.ends_of_noise = without_noise(text, source.ends_of_noise)
+        if text is not None:
+            yield dataclasses.replace(piece, text=text, goes_on=goes_on)
 
 
 def _screens() -> dict[Stream, Screen]:

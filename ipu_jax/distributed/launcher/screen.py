@@ -21,7 +21,6 @@ EVERY: Final = 3.0
 
 _CLEAR: Final = b"\r\x1b[K"
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
-_CONTROLS: Final = re.compile(rb"\x1b\[[0-9;]*[A-HJKSTfhl]")
 
 
 @dataclasses.dataclass
@@ -46,9 +45,9 @@ class Screen:
         self._drawn = False
 
     def line(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
-        """Return what draws a line of stream `key`, or the rest of one."""
+        """Return what draws a line of stream `key`, or the rest of one, or several lines."""
         self._bars.pop(key, None)
-        return self._above_bar(self._begin(key, tag, goes_on) + text + b"\n", None)
+        return self._above_bar(self._begin(key, tag, goes_on) + text.replace(b"\n", b"\n" + tag) + b"\n", None)
 
     def part(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
         """Return what draws the beginning of a line that has no end yet, or more of it."""
@@ -57,7 +56,6 @@ class Screen:
 
     def state(self, key: str, tag: bytes, text: bytes, now: float) -> bytes:
         """Return what draws a passing text; nothing if it may not be drawn yet."""
-        text = _CONTROLS.sub(b"", text)
         if not text.strip():  # it wipes the bar
             bar = self._bars.pop(key, None)
             return self._above_bar(b"", self._open) if bar and self.columns else b""

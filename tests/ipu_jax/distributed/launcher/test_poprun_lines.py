@@ -1,5 +1,6 @@
 """Test how a stream is cut into lines and passing states, and how they are drawn: pure functions, given any bytes."""
 
+import dataclasses
 import re
 
 import pytest
@@ -24,7 +25,16 @@ def pieces_of(parts, seconds=0.0):
     for i, part in enumerate(parts):
         pieces += splitter.feed(part, i * seconds)
         pieces += splitter.tick((i + 0.99) * seconds) if seconds else []
-    return pieces + splitter.finish()
+    return singly(pieces + splitter.finish())
+
+
+def singly(pieces):
+    """Return pieces with one line each."""
+    return [
+        dataclasses.replace(piece, text=line, goes_on=piece.goes_on and i == 0)
+        for piece in pieces
+        for i, line in enumerate(piece.text.split(b"\n"))
+    ]
 
 
 def joined(pieces):
