@@ -17,6 +17,9 @@ from ipu_jax._beacon import Phase, Reading
 
 Stream = Literal["stdout", "stderr"]
 
+FULL: Final = 1 << 15
+"""Bytes of an `Output` at which its pipe may have been full: it holds twice as many, or half of that in small writes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Progress:

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from ipu_jax._terminal import has_commands, printable, without_commands
+from ipu_jax._terminal import has_commands, without_commands
 from ipu_jax.distributed.launcher.events import Stream
 from ipu_jax.distributed.launcher.lines import Piece, Splitter
 from ipu_jax.distributed.launcher.screen import Screen
@@ -111,9 +111,10 @@ class Display:
             source.splitter.wait(time.monotonic())
 
     def say(self, *lines: str) -> None:
-        """Write lines of poprun's own to stderr."""
-        for line in lines:
-            self._put("stderr", self._screens["stderr"].line("poprun", b"", f"poprun: {line}".encode(errors="replace")))
+        """Write lines of poprun's own to stderr. They may quote what instances have written."""
+        for line in "\n".join(lines).split("\n") if lines else []:
+            text = without_commands(line.encode(errors="replace"))
+            self._put("stderr", self._screens["stderr"].line("poprun", b"", b"poprun: " + text))
 
     def draw(self, text: str) -> None:
         """Write a drawing to stdout, in one piece."""

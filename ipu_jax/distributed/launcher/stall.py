@@ -102,9 +102,13 @@ class Judge:
         """Watch an instance no longer."""
         self._watched.pop(instance, None)
 
+    def waited_for_us(self, now: float) -> None:
+        """Start the clocks of steps and phases anew, since an instance may have had to wait until we read its output."""
+        self._resumed_at = self._since = now
+
     def resumed(self, now: float) -> None:
         """Start all clocks anew, since nobody looked for a while, or the instances had to wait for us."""
-        self._resumed_at = self._since = now
+        self.waited_for_us(now)
         for watched in self._watched.values():
             if watched.letter == "T":
                 watched.stopped_since = now

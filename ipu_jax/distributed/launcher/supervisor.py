@@ -18,6 +18,7 @@ from typing import Final
 
 from ipu_jax.distributed.launcher import report
 from ipu_jax.distributed.launcher.events import (
+    FULL,
     Beat,
     Ended,
     Event,
@@ -172,6 +173,8 @@ class Attempt:
     def _happened(self, host: Host, event: Event, now: float) -> None:
         match event:
             case Output(instance, stream, data):
+                if len(data) >= FULL:
+                    self._judge.waited_for_us(now)
                 self._display.show(instance, stream, data)
             case Beat():
                 self._beat(event, now)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ipu_jax.distributed.launcher.lines import LONGEST, PART_AFTER, STATE_AFTER, Splitter
+from ipu_jax.distributed.launcher.output import Display
 from ipu_jax.distributed.launcher.screen import EVERY, Screen, fitting
 
 TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff", b" 10%", b""]), max_size=30).map(b"".join)
@@ -195,3 +197,107 @@ def test_a_bar_is_as_wide_as_the_terminal_at_most():
     assert fitting("\u754c".encode() * 10, 7).decode() == "\u754c" * 3
     assert fitting(b"\x1b[31mred\x1b[0m", 3) == b"\x1b[31mred\x1b[0m"
     assert fitting(b"\xff\xfe", 1) == b"\xff"
+
+
+class Written:
+    """Takes the place of a `Writer`."""
+
+    def __init__(self):
+        self.data = b""
+        self.bytes = 0
+
+    def put(self, handle, data):
+        self.bytes += len(data)
+        self.data = (self.data + data)[-(1 << 12) :]
+
+
+def display(writer):
+    shown = Display(writer, only=None, timestamps=False, folder=None)
+    shown.begin(0)
+    return shown
+
+
+def seconds(function, *arguments):
+    """Return the least CPU time of some calls."""
+    times = []
+    for _ in range(7):
+        begun = time.process_time()
+        for _ in range(32):
+            function(*arguments)
+        times.append(time.process_time() - begun)
+    return min(times)
+
+
+@pytest.mark.parametrize("data", [b"x" * (1 << 16), (b"y" * 79 + b"\n") * 820], ids=["no newline", "lines"])
+def test_a_flood_is_shown_in_a_few_times_the_time_of_a_copy(data):
+    writer = Written()
+    shown, table = display(writer), bytes(range(256))
+    # 6 and 7 times; to search or copy what has no end again at each call took 285, to handle each line 117
+    assert seconds(shown.show, 0, "stdout", data) < 40 * seconds(data.translate, table)
+    shown.show(0, "stdout", b"")
+    assert writer.bytes >= 7 * 32 * len(data)
+
+
+def test_what_is_kept_of_a_flood_is_bounded():
+    shown = display(Written())
+    for _ in range(40):
+        shown.show(0, "stderr", b"x" * (1 << 16))
+        shown.show(0, "stderr", b"ab\n" * 1000)
+    kept = shown.tail(0, seen=True)
+    assert len(kept) == 20
+    shown.show(0, "stderr", b"x" * (3 << 20))
+    assert [len(line) for line in shown.tail(0, seen=True)][-1] == 2000
+
+
+@pytest.mark.parametrize("letter", ["\u2588", "\u00e9", "\U0001f600", "\x1b[31m"])
+def test_a_line_that_is_cut_is_not_cut_in_a_letter_or_a_colour(letter):
+    for before in range(6):
+        splitter = Splitter()
+        text = b"x" * before + letter.encode() * (LONGEST // len(letter.encode()) + 3)
+        (part,) = splitter.feed(text[: LONGEST + 1], 0)
+        assert part.text.removeprefix(b"x" * before).replace(letter.encode(), b"") == b""
+        assert b"".join([part.text, *(piece.text for piece in splitter.feed(text[LONGEST + 1 :] + b"\n", 0))]) == text
+
+
+# What a terminal takes for a command, and what is shown of it. Each is between "one " and "two".
+COMMANDS = {
+    "title": (b"\x1b]0;mine\x07", b""),
+    "title until ST": (b"\x1b]2;mine\x1b\\", b""),
+    "clipboard": (b"\x1b]52;c;cm0gLXJm\x07", b""),
+    "hyperlink": (b"\x1b]8;;http://a\x1b\\here\x1b]8;;\x1b\\", b"here"),
+    "device control": (b"\x1bPq#0\x1b\\", b""),
+    "reset": (b"\x1bc", b""),
+    "character set": (b"\x1b(0", b""),
+    "saved cursor": (b"\x1b7", b""),
+    "where is the cursor": (b"\x1b[6n", b""),
+    "which terminal": (b"\x1b[>0c", b""),
+    "answerback": (b"\x05", b""),
+    "window": (b"\x1b[8;1;1t", b""),
+    "erase": (b"\x1b[2J", b""),
+    "backspaces": (b"\b\b\b\b", b""),
+    "other font": (b"\x0e", b""),
+    "C1 in UTF-8": (b"\xc2\x9b2J\xc2\x9d0;t\xc2\x9c", b"2J0;t"),
+    "C1 in 8 bits": (b"\x9b2J\x9d", b"2J"),
+    "begun": (b"\x1b\x1b\x1b[1\x07", b""),
+    "colour": (b"\x1b[1;38;5;3m", b"\x1b[1;38;5;3m"),
+    "colour with colons": (b"\x1b[38:2:1:2:3m", b"\x1b[38:2:1:2:3m"),
+    "letters": ("\t\u2588\u00e9\u8a13\U0001f600\u00a9".encode(), "\t\u2588\u00e9\u8a13\U0001f600\u00a9".encode()),
+    "no text": (b"\xff\xfe", b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_no_command_to_the_terminal_is_shown(kind, stream):
+    command, left = COMMANDS[kind]
+    for end in (b"\n", b"\r", b""):  # as a line, a state of a bar, and a part of a line
+        writer = Written()
+        shown = display(writer)
+        shown.show(0, stream, b"one " + command + b"two" + end)
+        shown.show(0, stream, b"")
+        assert f"[1,0]<{stream}>:one ".encode() + left + b"two" in writer.data
+    writer = Written()
+    display(writer).say(f"one {command.decode(errors='ignore')}two\nthree")
+    one, three, nothing = writer.data.split(b"\n")
+    assert (three, nothing) == (b"poprun: three", b"")
+    assert one == b"poprun: one " + left.decode(errors="ignore").encode() + b"two"

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 from pathlib import Path
@@ -236,6 +237,32 @@ def test_a_slow_reader_loses_nothing_and_is_nobodys_fault(tmp_path, mark):
     assert process.returncode == 0
     assert len(re.findall(r"^\[1,[01]\]<stdout>:x{100000}$", out, re.MULTILINE)) == 200
     assert "stuck" not in err
+
+
+@pytest.mark.parametrize("size", [2049, 1 << 20])
+def test_a_poprun_that_reads_slowly_is_nobodys_fault(tmp_path, size):
+    body = f"""
+    for n in range(3):
+        step(n, 0.001)
+    if me == 1:
+        for _ in range({(3 << 20) // size}):
+            os.write(1, b"x" * {size})
+    step(3)
+    """
+    # it takes 40 ms for each 64 KiB, so that instance 1 waits for longer than a step may take
+    slow = """
+        import time
+        from ipu_jax.distributed import poprun
+        from ipu_jax.distributed.launcher.output import Display
+        show = Display.show
+        Display.show = lambda self, instance, stream, data: time.sleep(len(data) / 1.5e6) or show(self, instance, stream, data)
+        poprun.command()
+        """
+    (tmp_path / "slow.py").write_text(textwrap.dedent(slow))
+    words = [sys.executable, str(tmp_path / "slow.py"), *TWO, "--stall-timeout", "1", *program(tmp_path, body)]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("x") == (3 << 20) // size * size
 
 
 def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
