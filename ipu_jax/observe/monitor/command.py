@@ -111,7 +111,8 @@ def _sampled(watch: Watch) -> Look:
 def _as_json(watch: Watch, seconds: float | None) -> int:
     look = _sampled(watch)
     while True:
-        print(json.dumps(json_of(look)))
+        # json escapes all that is not printed but DEL
+        print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
         if seconds is None:
             return 0
         time.sleep(seconds)

@@ -26,6 +26,7 @@ from ipu_jax._processes import Identity, Process, living
 from ipu_jax._record import DYNAMIC, FORMAT, STATIC, UnsafeFolderError
 
 _LARGEST: Final = 1 << 20
+_MOST: Final = 1 << 31
 _OF_USERS: Final = Path("/run/user")
 _ROOT: Final = 0
 
@@ -138,14 +139,14 @@ def _found(name: str, folder: int, uid: int, own: Identity) -> Record | str | No
         return None
     if not is_static:
         return None
-    if found.uid not in (uid, _ROOT):  # a process that may not be looked into seems to be root's
+    if found.uid != uid:
         return f"names a process of user {found.uid}"
     try:
-        content = _content(name, folder)
+        content = _content(name, folder, uid)
         values = json.loads(content)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             return f"is not of format {FORMAT}: another version of ipu_jax has written it"
-        reading = _beacon.read_by(lambda: _beacon_of(identity, folder))
+        reading = _beacon.read_by(lambda: _beacon_of(identity, folder, uid))
         return _record_of(values, identity, found, reading)
     except FileNotFoundError:
         return None  # the process has just ended
@@ -155,19 +156,21 @@ def _found(name: str, folder: int, uid: int, own: Identity) -> Record | str | No
         return "is no record: it is damaged"
 
 
-def _beacon_of(identity: Identity, folder: int) -> bytes | None:
+def _beacon_of(identity: Identity, folder: int, uid: int) -> bytes | None:
     with contextlib.suppress(OSError):
-        return _content(f"{identity}{DYNAMIC}", folder)
+        return _content(f"{identity}{DYNAMIC}", folder, uid)
     return None
 
 
-def _content(name: str, folder: int) -> bytes:
-    """Return the content of a file. One that another user could have made to stop or mislead a reader is refused."""
+def _content(name: str, folder: int, uid: int) -> bytes:
+    """Return the content of a user's file. One that could stop or mislead a reader is refused."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(name, flags, dir_fd=folder), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
             raise OSError("is no file, or too large for a record")
+        if found.st_uid != uid:
+            raise OSError(f"belongs to user {found.st_uid}, not {uid}")
         return file.read(_LARGEST)
 
 
@@ -178,23 +181,32 @@ def _record_of(values: dict[str, Any], identity: Identity, found: Process, readi
         process=found,
         command=tuple(_of(str, word) for word in _of(list, values["command"])),
         run=_of(str | None, values["run"]),
-        instance=_of(int, values["instance"]),
-        instances=_of(int, values["instances"]),
-        replicas=_of(int | None, values["replicas"]),
-        ipus_per_replica=_of(int | None, values["ipus_per_replica"]),
+        instance=_count(values["instance"]),
+        instances=_count(values["instances"]),
+        replicas=_count(values["replicas"], known=False),
+        ipus_per_replica=_count(values["ipus_per_replica"], known=False),
         ipus=tuple(
             Ipu(
-                id=_of(int, ipu["id"]),
+                id=_count(ipu["id"]),
                 platform=_of(str, ipu["platform"]),
                 kind=_of(str, ipu["kind"]),
-                replica=_of(int | None, ipu.get("replica")),
-                ipu=_of(int | None, ipu.get("ipu")),
+                replica=_count(ipu.get("replica"), known=False),
+                ipu=_count(ipu.get("ipu"), known=False),
                 stages=tuple(_of(str, stage) for stage in _of(list, ipu.get("stages", []))),
             )
             for ipu in (_of(dict, ipu) for ipu in _of(list, values["ipus"]))
         ),
         reading=reading,
     )
+
+
+def _count(value: Any, *, known: bool = True) -> Any:
+    """Return how many there are, or None if that need not be known; raise `TypeError` for anything else."""
+    if value is None and not known:
+        return None
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise TypeError(f"{value!r} is no number of processes, replicas or IPUs")
+    return value
 
 
 def _of(kind: Any, value: Any) -> Any:

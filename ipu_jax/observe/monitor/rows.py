@@ -17,12 +17,15 @@ from typing import Final, Literal
 
 from ipu_jax._beacon import Phase, Reading
 from ipu_jax._processes import Identity
+from ipu_jax._terminal import printable
 from ipu_jax.distributed.launcher.events import Beat, progress_of
 from ipu_jax.distributed.launcher.stall import Judge, Stuck
 from ipu_jax.observe.monitor import records
 from ipu_jax.observe.monitor.records import Ignored, Ipu, Record
 
 State = Literal["running", "waiting", "stopped", "stuck"]
+
+_Run = tuple[int, str | Identity]
 
 COMPILING_LIMIT: Final = 1800.0
 """Seconds that a compilation may take, as by default under poprun."""
@@ -85,27 +88,32 @@ class Watch:
 
     def __init__(self, own: Identity, users: Collection[int] = (), pids: Collection[int] = ()):
         self._own, self._users, self._pids = own, users, pids
-        self._judges: dict[str, _RunJudge] = {}
+        self._judges: dict[_Run, _RunJudge] = {}
         self._cpu: dict[Identity, tuple[float, float]] = {}
 
     def look(self) -> Look:
         """Look once. Shares of CPU time are since the look before, and unknown in the first."""
         found, ignored = records.find(self._own)
         now = time.monotonic()
-        runs: dict[str, list[Record]] = {}
+        runs: dict[_Run, list[Record]] = {}
         for record in found:
-            runs.setdefault(record.run or str(record.identity), []).append(record)
+            runs.setdefault(_run(record), []).append(record)
         self._judges = {run: self._judges.get(run) or _RunJudge() for run in runs}
         verdicts = {run: self._judges[run].verdict(members, now) for run, members in runs.items()}
         before, self._cpu = self._cpu, {record.identity: (record.process.cpu_seconds, now) for record in found}
         rows = [
-            _row(record, *verdicts[record.run or str(record.identity)], _busy(record, before, now), now)
+            _row(record, *verdicts[_run(record)], _busy(record, before, now), now)
             for record in found
             if (not self._users or record.process.uid in self._users)
             and (not self._pids or record.identity.pid in self._pids)
         ]
         rows.sort(key=lambda row: (-row.running_seconds if row.run is None else 0.0, row.run or "", row.instance))
         return Look(time.time(), tuple(rows), tuple(ignored))
+
+
+def _run(record: Record) -> _Run:
+    """Return what the instances of a run share: its user, and its name or, without one, the one process."""
+    return record.process.uid, record.run or record.identity
 
 
 class _RunJudge:
@@ -152,7 +160,7 @@ def _row(record: Record, culprit: Identity | None, stuck: Stuck | None, busy_sha
     return Row(
         pid=record.identity.pid,
         user=user_name(found.uid),
-        command=_printable(" ".join(_short_names(record.command))),
+        command=printable(" ".join(_short_names(record.command))),
         state=state,
         reason=reason,
         doing=None if reading is None else _doing(reading),
@@ -197,7 +205,7 @@ def _busy(record: Record, before: dict[Identity, tuple[float, float]], now: floa
 
 def _doing(reading: Reading) -> str:
     words = _DOING[reading.phase]
-    return _printable(f"{words}: {reading.label}" if reading.label else words)
+    return printable(f"{words}: {reading.label}" if reading.label else words)
 
 
 def user_name(uid: int) -> str:
@@ -225,7 +233,3 @@ def _short_names(words: tuple[str, ...]) -> list[str]:
             words = words[1:]
     return [os.path.basename(words[0]), *words[1:]] if words else []
 
-
-def _printable(text: str) -> str:
-    """Return a text in one line in which nothing commands a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from ipu_jax._terminal import printable
 from ipu_jax.observe.monitor.records import Ipu
 from ipu_jax.observe.monitor.rows import Look, Row
 
@@ -43,6 +44,10 @@ class Column:
     right: bool = True
     least: int | None = None
     most: int | None = None
+
+    def text(self, row: Row) -> str:
+        """Return the entry of a row, of which nothing commands the terminal: records are written by others."""
+        return printable(self.entry(row))
 
 
 def shown_bytes(number: float) -> str:
@@ -156,7 +161,7 @@ def fitting(rows: Sequence[Row], width: int | None) -> list[tuple[Column, int]]:
     """Return the columns that fit into a width, each with its own width; all columns if `width` is None."""
     wanted: dict[str, int] = {}
     for column in COLUMNS:
-        longest = max([cells(column.head), *(cells(column.entry(row)) for row in rows)])
+        longest = max([cells(column.head), *(cells(column.text(row)) for row in rows)])
         wanted[column.head] = longest if column.most is None else min(longest, column.most)
     if width is None:
         return [(column, wanted[column.head]) for column in COLUMNS]
@@ -196,9 +201,9 @@ def lines_of(look: Look, width: int | None, *, about: str, coloured: bool = Fals
         columns = fitting(look.rows, width)
         lines.append((_GAP.join(_cell(column.head, column, size) for column, size in columns), _FAINT))
         for row in look.rows:
-            text = _GAP.join(_cell(column.entry(row), column, size) for column, size in columns)
+            text = _GAP.join(_cell(column.text(row), column, size) for column, size in columns)
             lines.append((text, _COLOURS[row.state]))
-        lines += [(f"{row.pid} is {row.state}: {row.reason}", "") for row in look.rows if row.reason]
+        lines += [(f"{row.pid} is {row.state}: {printable(row.reason)}", "") for row in look.rows if row.reason]
     if look.ignored:
         are = "files or folders are" if len(look.ignored) > 1 else "file or folder is"
         lines.append((f"{len(look.ignored)} {are} no record: --json names them", _FAINT))

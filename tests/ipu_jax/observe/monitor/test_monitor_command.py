@@ -54,6 +54,21 @@ def test_json_has_a_line_with_stable_keys(folder, capsys):
     assert 0 <= process["busy_share"] <= 1
 
 
+def test_json_and_the_table_hold_no_command_to_the_terminal(folder, capsys):
+    evil = "\x1b]0;t\x07\x9b\x7f"
+    note = f"\n_record.note(run={evil!r}, ipus=[dict(id=0, platform='cpu', kind={evil!r}, replica=0, ipu=0, stages=[{evil!r}])])"
+    with recorded(folder, f"{STEPS}{note}\nbeacon.enter(Phase.FAILED, {evil!r}); ago(9)\nbeacon.enter(Phase.FAILED, {evil!r})"):
+        (folder / evil.replace("/", "")).write_text("")
+        assert command.main(["--json"]) == 0
+        assert command.main(["--once"]) == 0
+    as_json, *table = capsys.readouterr().out.splitlines()
+    assert as_json.isascii()
+    assert as_json.isprintable()
+    assert json.loads(as_json)["processes"][0]["ipus"][0]["stages"] == [evil]
+    assert any("?]0;t???" in line for line in table)
+    assert all(line.isprintable() for line in table)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

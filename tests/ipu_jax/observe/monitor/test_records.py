@@ -1,8 +1,11 @@
 """Test which records ipu-monitor finds, ignores and removes, with processes that live, are killed, or never were."""
 
+import dataclasses
 import json
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -110,6 +113,8 @@ def test_what_tells_of_no_mesh_and_has_no_beacon_is_a_record_nonetheless(folder,
         ({"command": [1]}, "is no record: it is damaged"),
         ({"ipus": [{"id": "0"}]}, "is no record: it is damaged"),
         ({"instance": None}, "is no record: it is damaged"),
+        ({"instance": 10**4000}, "is no record: it is damaged"),
+        ({"replicas": -1}, "is no record: it is damaged"),
         (b" " * (1 << 21), "is no file, or too large for a record"),
     ],
 )
@@ -178,6 +183,55 @@ def test_root_looks_into_the_folders_of_all_users(tmp_path, own, monkeypatch):
     everybodys = {("users/0/ipu_jax", 0), ("scratch/ipu_jax-0", 0)}
     assert looked_at(0) == {*everybodys, ("users/1001/ipu_jax", 1001), ("scratch/ipu_jax-1002", 1002)}
     assert looked_at(7) == {("users/7/ipu_jax", 7), ("scratch/ipu_jax-7", 7)}
+
+
+@pytest.fixture
+def of_another_user(monkeypatch):
+    """Let this process be another user's monitor, whose folder and files those of the test are."""
+    fstat = os.fstat
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(os, "fstat", lambda file: os.stat_result([*fstat(file)[:4], 4321, *fstat(file)[5:]]))
+
+
+@pytest.mark.parametrize("uid", [0, 1234])
+@pytest.mark.usefixtures("of_another_user")
+def test_nobody_can_claim_another_users_process(folder, own, monkeypatch, uid):
+    """A record may name any process, such as number 1, whose start everybody may read."""
+    found = process(own.pid)
+    assert found is not None
+    path = write(folder, own, valid(own))
+    monkeypatch.setattr(records, "living", lambda identity: dataclasses.replace(found, uid=4321))
+    assert len(find(own)[0]) == 1
+    monkeypatch.setattr(records, "living", lambda identity: dataclasses.replace(found, uid=uid))
+    shown, (ignored,) = find(own)
+    assert (shown, ignored.path, ignored.reason) == ([], str(path), f"names a process of user {uid}")
+
+
+def test_a_file_that_is_another_users_is_not_believed(folder, own, monkeypatch):
+    path, fstat = write(folder, own, valid(own)), os.fstat
+
+    def owned(file):
+        found = fstat(file)
+        return os.stat_result([*found[:4], 4321, *found[5:]]) if stat.S_ISREG(found.st_mode) else found
+
+    monkeypatch.setattr(os, "fstat", owned)
+    shown, (ignored,) = find(own)
+    assert (shown, ignored.path, ignored.reason) == ([], str(path), f"belongs to user 4321, not {os.getuid()}")
+
+
+def test_a_process_that_may_not_be_looked_into_is_its_users_nonetheless():
+    # PR_SET_DUMPABLE: most of its files in /proc are root's from then on
+    code = "import ctypes, os; os.geteuid() or os.setuid(65534); ctypes.CDLL(None).prctl(4, 0); print(1); input()"
+    with subprocess.Popen(
+        [sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "1\n"
+        assert os.stat(f"/proc/{running.pid}/environ").st_uid == 0
+        found = process(running.pid)
+        assert found is not None
+        assert found.uid == (os.getuid() or 65534)
+        running.communicate("\n")
 
 
 def test_a_process_that_is_not_there_is_none():

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from ipu_jax._processes import own_identity, process
+from ipu_jax._processes import living, own_identity, process
+from ipu_jax.observe.monitor import records
 from ipu_jax.observe.monitor.rows import Watch
 from support.recorded import recorded
 
@@ -118,6 +119,23 @@ def test_instances_wait_for_the_one_that_is_stuck(folder):
 def test_another_run_does_not_wait_for_it(folder):
     with recorded(folder, STEPS.format(last=20)), recorded(folder, STEPS.format(last=1)):
         assert sorted(row.state for row in watch().look().rows) == ["running", "stuck"]
+
+
+def test_another_user_cannot_join_a_run(folder, monkeypatch):
+    note = "\n_record.note(instance={}, instances=2, run='poprun-abc')"
+    with (
+        recorded(folder, note.format(0) + STEPS.format(last=19) + "beacon.begun()"),
+        recorded(folder, note.format(1) + STEPS.format(last=20)) as second,
+    ):
+
+        def seen(identity):
+            found = living(identity)
+            return found and dataclasses.replace(found, uid=found.uid + (identity.pid == second.pid))
+
+        found = records.find(watch()._own)[0]
+        changed = [dataclasses.replace(one, process=seen(one.identity)) for one in found]
+        monkeypatch.setattr(records, "find", lambda own: (changed, []))
+        assert [row.state for row in watch().look().rows] == ["stuck", "stuck"]  # none waits for the other
 
 
 def test_only_those_of_a_user_or_with_a_number_are_shown(folder):

@@ -1,5 +1,7 @@
 """Test the table: which columns fit, that no line is wider than the terminal, and what entries say."""
 
+import dataclasses
+
 import pytest
 
 from ipu_jax.observe.monitor.records import Ignored, Ipu
@@ -122,3 +124,18 @@ def test_colours_mark_whole_lines_and_are_no_part_of_their_width():
         plain[2],
         f"\x1b[1;31m{plain[3]}\x1b[0m",
     ]
+
+
+def test_nothing_that_a_record_says_commands_the_terminal():
+    evil = "\x1b]52;c;cm0gLXJm\x07\x1bc\x9b2J\n\u202e"
+    ipus = tuple(dataclasses.replace(ipu, platform=evil, kind=evil, stages=(f"mlp{evil}",)) for ipu in IPUS)
+    texts = {
+        name: f"a{evil}b"
+        for name in ("user", "command", "reason", "doing", "run")
+    }
+    for width in (None, 60, 400):
+        for line in drawn(row(ipus=ipus, state="stuck", **texts), row(ipus=ipus, **texts), width=width):
+            assert line.isprintable()
+            assert width is None or cells(line) <= width
+    line = drawn(row(ipus=ipus), width=None)[2]
+    assert "mlp?]52;c;cm0gLXJm??c?2J ?" in line
