@@ -94,6 +94,10 @@ def _problems(
     if absent:
         whose = lambda part: "" if part == name else f", for leaf {name!r}"  # noqa: E731
         return [f"missing: {part!r}{whose(part)}{guess.nearest(part, unused)}" for part in absent]
+    unknown = [source.tensors[part] for part in saved.names if isinstance(source.tensors[part].dtype, str)]
+    if unknown:
+        origin = _origin(name, saved)
+        return [f"dtype: leaf {name!r} is {info}, and the array {unknown[0]}{origin}, which has no meaning here"]
     try:
         made = saved.info(dict(source.tensors))
     except ValueError as error:
@@ -103,14 +107,18 @@ def _problems(
 
 def misfit(name: str, info: TensorInfo, saved: Saved, made: TensorInfo, *, cast: bool) -> list[str]:
     """Return what is wrong with a leaf of which shape and dtype are known, as texts."""
-    origin = "" if saved.names == (name,) and repr(saved) == f"Saved({name!r})" else f", by {saved}"
-    problems = []
+    origin, problems = _origin(name, saved), list[str]()
     if made.shape != info.shape:
         problems.append(f"shape: leaf {name!r} is {info}, and the array {made}{origin}{_hint(info.shape, made.shape)}")
-    if isinstance(made.dtype, str) or not (cast or holds(made.dtype, info.dtype)):
-        mend = "which has no meaning here" if isinstance(made.dtype, str) else "which may lose digits: cast=True rounds"
-        problems.append(f"dtype: leaf {name!r} is {info}, and the array {made}{origin}, {mend}")
+    if not (cast or holds(made.dtype, info.dtype)):
+        problems.append(
+            f"dtype: leaf {name!r} is {info}, and the array {made}{origin}, which may lose digits: cast=True rounds"
+        )
     return problems
+
+
+def _origin(name: str, saved: Saved) -> str:
+    return "" if saved.names == (name,) and repr(saved) == f"Saved({name!r})" else f", by {saved}"
 
 
 def _hint(wanted: Sequence[int], made: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from ipu_jax.weight_files._tensors import BadFileError, TensorInfo, byte_pieces, naming
 
 _SUFFIX = ".npy"
+_NUMBERS = "biufc"
 _COMMENT = "dtype="
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, NotImplementedError, RuntimeError, SyntaxError)
 _LIMIT = 1 << 30  # bytes from which an entry is written in the 64-bit form
@@ -29,7 +30,7 @@ def check_writable(name: str, info: TensorInfo) -> None:
     """Raise `ValueError` for an array that the format cannot hold."""
     if "\0" in name or len(f"{name}{_SUFFIX}".encode(errors="replace")) > 0xFFFF:
         raise ValueError(f"leaf {name[:60]!r} has a name that a zip archive cannot hold: rename it, or use safetensors")
-    if np.dtype(info.dtype).kind not in "biufc" and _is_of_numpy(np.dtype(info.dtype)):
+    if np.dtype(info.dtype).kind not in _NUMBERS and _is_of_numpy(np.dtype(info.dtype)):
         raise ValueError(f"leaf {name!r} is {info.dtype}: make it an array of numbers")
 
 
@@ -78,7 +79,7 @@ class NpzFile:
         self.label = label
         self.tensors: dict[str, TensorInfo] = {}
         self._entries: dict[str, zipfile.ZipInfo] = {}
-        with naming(label, *_DAMAGE):
+        with naming(label, *_DAMAGE, MemoryError):  # so ends Python's parser at a header of many brackets
             self._archive = zipfile.ZipFile(file)
             for entry in self._archive.infolist():
                 name = entry.filename.removesuffix(_SUFFIX)
@@ -104,8 +105,8 @@ class NpzFile:
             array = np.lib.format.read_array(member, allow_pickle=False)
             if member.read(1):
                 raise BadFileError(f"{self.label} is damaged: {name!r} has bytes behind its array. Get it again")
-        dtype = np.dtype(info.dtype)
-        return array if array.dtype == dtype else array.view(dtype)
+        assert not isinstance(info.dtype, str), "a leaf that takes it is refused"
+        return array if array.dtype == info.dtype else array.view(info.dtype)
 
 
 def _info(member: Any, entry: zipfile.ZipInfo) -> TensorInfo:
@@ -116,11 +117,14 @@ def _info(member: Any, entry: zipfile.ZipInfo) -> TensorInfo:
         raise ValueError(f"{entry.filename!r} has Python objects, not numbers")
     if math.prod(shape) * stored.itemsize > entry.file_size:
         raise ValueError(f"{entry.filename!r} has {entry.file_size:,} bytes, too few for its {stored}{list(shape)}")
-    if stored.kind != "V" or stored.names is not None:
+    if stored.kind in _NUMBERS:
         return TensorInfo(shape, stored)
+    if stored.kind != "V" or stored.names is not None:
+        return TensorInfo(shape, str(stored))
     named = re.fullmatch(f"{_COMMENT}([a-z0-9_]+)", entry.comment.decode(errors="replace"))
     try:
         meant = jnp.dtype(named[1]) if named else np.dtype(ml_dtypes.bfloat16)
     except TypeError:
         return TensorInfo(shape, entry.comment.decode(errors="replace"))
-    return TensorInfo(shape, meant if meant.itemsize == stored.itemsize else stored.str)
+    is_meant = meant.itemsize == stored.itemsize and not _is_of_numpy(meant)
+    return TensorInfo(shape, meant if is_meant else stored.str)

@@ -35,6 +35,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 _CHECKSUMS = "ipu_jax.crc32"
+_MOST_DIMS = 64  # of NumPy
+_MOST_ELEMENTS = 1 << 60
 _LARGEST_HEADER = 100_000_000  # as the safetensors library has it: a damaged length must not be allocated
 
 
@@ -110,7 +112,7 @@ class SafetensorsFile:
         ranges = []
         for name, entry in header.items():
             with naming(f"{label}: the header's entry of {name!r}", KeyError, TypeError, ValueError):
-                shape, (start, stop) = tuple(map(_natural, entry["shape"])), map(_natural, entry["data_offsets"])
+                shape, (start, stop) = _shape(entry["shape"]), map(_natural, entry["data_offsets"])
                 dtype = _DTYPES.get(entry["dtype"], str(entry["dtype"]))
                 if not isinstance(dtype, str) and stop - start != math.prod(shape) * dtype.itemsize:
                     raise ValueError(f"{stop - start} bytes are no {TensorInfo(shape, dtype)}")
@@ -124,7 +126,7 @@ class SafetensorsFile:
         if end != size:
             how = "is cut short" if size < end else "has bytes behind its arrays"
             raise BadFileError(f"{label} {how}: {size:,} bytes of arrays, where its header says {end:,}. Get it again")
-        with naming(f"{label}: its metadata", TypeError, ValueError, AttributeError):
+        with naming(f"{label}: its metadata", TypeError, ValueError, AttributeError, RecursionError):
             texts = json.loads((metadata or {}).get(_CHECKSUMS, "{}"))
             self._checksums = {name: int(texts[name], 16) for name in texts}
 
@@ -135,7 +137,8 @@ class SafetensorsFile:
             BadFileError: its bytes are not those that were written.
         """
         info, start = self.tensors[name], self._start + self._offsets[name]
-        dtype = np.dtype(info.dtype)
+        assert not isinstance(info.dtype, str), "a leaf that takes it is refused"
+        dtype = info.dtype
         size = math.prod(info.shape) * dtype.itemsize
         self._check(name, start, size)
         if size == 0:
@@ -185,7 +188,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _shape(sizes: list[Any]) -> tuple[int, ...]:
+    if len(sizes) > _MOST_DIMS:  # to multiply many large sizes takes long
+        raise ValueError(f"{len(sizes):,} dims are more than {_MOST_DIMS}")
+    shape = tuple(map(_natural, sizes))
+    if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+        raise ValueError("its shape is too large")
+    return shape
+
+
 def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is no size")
     return value

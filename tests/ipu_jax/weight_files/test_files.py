@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ipu_jax import Pipeline, Stage, export_weights, import_weights
+from ipu_jax import Pipeline, Saved, Stage, export_weights, import_weights
 from ipu_jax.weight_files import _replacing, _safetensors
 
 FORMATS = ("safetensors", "npz")
@@ -305,6 +306,9 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"w": {**W, "shape": [-2]}}, "entry of 'w' is damaged: -2 is no size"),
         ({"w": {**W, "shape": [True, 2]}}, "entry of 'w' is damaged: True is no size"),
         ({"w": {**W, "shape": [1 << 62, 4]}}, "entry of 'w' is damaged"),
+        ({"w": {**W, "shape": [1 << 40] * 60_000}}, "entry of 'w' is damaged: 60,000 dims are more than 64"),
+        ({"w": {**W, "shape": [0, 1 << 40, 1 << 40]}}, "entry of 'w' is damaged: its shape is too large"),
+        ({"w": {**W, "shape": "11"}}, "entry of 'w' is damaged: '1' is no size"),
         ({"w": {**W, "data_offsets": [0]}}, "entry of 'w' is damaged"),
         ({"w": {**W, "data_offsets": [8, 16]}}, "its arrays overlap or leave gaps"),
         ({"w": W, "v": W}, "its arrays overlap or leave gaps"),
@@ -316,6 +320,7 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"w": W, "__metadata__": 3}, "its metadata is damaged"),
         ({"w": W, "__metadata__": {"ipu_jax.crc32": "nonsense"}}, "its metadata is damaged"),
         ({"w": W, "__metadata__": {"ipu_jax.crc32": '{"w": "zz"}'}}, "its metadata is damaged"),
+        ({"w": W, "__metadata__": {"ipu_jax.crc32": "[" * 100_000}}, "its metadata is damaged"),
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused(tmp_path, entries, message):
@@ -323,6 +328,53 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path, entries, message)
     path.write_bytes(header_of(entries) + bytes(8))
     with pytest.raises(ValueError, match=rf"{re.escape(str(path))}.*{re.escape(message)}"):
         import_weights(path, {"w": np.ones(2, np.float32)})
+
+
+def npz_of(header: dict, values: bytes, comment: str) -> bytes:
+    array, file = io.BytesIO(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(array, {"fortran_order": False, "shape": (2,), **header})
+    with zipfile.ZipFile(file, "w") as archive:
+        entry = zipfile.ZipInfo("w.npy")
+        entry.comment = comment.encode()
+        archive.writestr(entry, array.getvalue() + values)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype"),
+    [
+        *(
+            (header_of({"w": {"dtype": text, "shape": [2], "data_offsets": [0, 16]}}) + bytes(16), text)
+            for text in ("V8", "float64", "O", "<f8", "F8", "F4", "f64", "F8_E8M0", "M8[s]")
+        ),
+        *(
+            (npz_of({"descr": "|V8"}, b"A" * 16, f"dtype={text}"), "|V8")
+            for text in ("object", "datetime64", "float64", "int4")
+        ),
+        (npz_of({"descr": "|V8"}, b"A" * 16, "dtype=unheard_of"), "dtype=unheard_of"),
+        (npz_of({"descr": "<M8[s]"}, bytes(16), ""), "datetime64[s]"),
+        (npz_of({"descr": "<U2"}, bytes(16), ""), "<U2"),
+    ],
+)
+def test_an_array_of_an_unknown_dtype_is_refused_by_name_unless_no_leaf_takes_it(tmp_path, content, dtype):
+    path = tmp_path / "w"
+    path.write_bytes(content)
+    read = []
+    for taken in (Saved("w"), Saved("w").astype("float64"), Saved("w").apply(read.append)):
+        message = f"dtype: leaf 'w' is float32[2], and the array {dtype}[2]"
+        with pytest.raises(ValueError, match=rf"(?s)1 problem:.*{re.escape(message)}.*, which has no meaning here"):
+            import_weights(path, {"w": np.ones(2, np.float32)}, mapping={"w": taken}, cast=True)
+    assert read == []
+    assert import_weights(path, {}, ignore="w") == {}
+
+
+def test_a_header_of_many_brackets_is_refused(tmp_path):
+    text = b"{'descr': '<f4', 'fortran_order': False, 'shape': " + b"-" * 9000 + b"1, }\n"
+    content = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+    with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
+        archive.writestr("w.npy", content)
+    with pytest.raises(ValueError, match=r"w.npz is damaged: "):
+        import_weights(tmp_path / "w.npz", {"w": np.ones(2, np.float32)})
 
 
 def test_a_huge_header_is_not_read(tmp_path, monkeypatch):
