@@ -22,6 +22,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ _SHA256 = {
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 _MEND = "put the four MNIST files there again, or leave the data dir out to download them"
+_MOST_DIGITS = 1_000_000  # in one file
 
 # How long all mirrors together may take to answer. Five seconds are promised in all; the rest is for loading digits.
 _ANSWER_SECONDS = 3.5
@@ -150,9 +152,7 @@ def _load_folder(folder: Path, origin: str) -> MNIST:
         images_path, labels_path = paths[f"{split}-images-idx3-ubyte.gz"], paths[f"{split}-labels-idx1-ubyte.gz"]
         assert images_path is not None, "every path was found above"
         assert labels_path is not None, "every path was found above"
-        images, labels = _read_idx(images_path, dims=3), _read_idx(labels_path, dims=1)
-        if images.shape[1:] != (28, 28):
-            raise ValueError(f"{images_path} holds images of {images.shape[1]}x{images.shape[2]}, not 28x28: {_MEND}")
+        images, labels = _read_idx(images_path, (28, 28)), _read_idx(labels_path, ())
         if len(wrong := np.flatnonzero(labels > 9)):
             raise ValueError(
                 f"{labels_path} holds {labels[wrong[0]]} as label number {wrong[0]}, counted from 0, and digits go to "
@@ -169,28 +169,45 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes, (N, ...) with `dims` dims. It may be compressed, whatever its name is."""
-    raw = path.read_bytes()
-    if raw.startswith(b"\x1f\x8b"):
+def _read_idx(path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Read one IDX file of unsigned bytes, (N, *item). It may be compressed, whatever its name is.
+
+    No more is unzipped than its header says, since a file may unzip to a thousand times its size.
+    """
+    with path.open("rb") as file:
+        is_zipped = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        if not is_zipped:
+            return _array_of(file, path, item)
         try:
-            raw = gzip.decompress(raw)
+            with gzip.GzipFile(fileobj=file) as unzipped:
+                return _array_of(unzipped, path, item)
         except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is broken or truncated, it cannot be unzipped ({error}): {_MEND}") from error
-    header = 4 + 4 * dims
-    magic = bytes([0, 0, 8, dims])
-    if raw[:4] != magic:
-        raise ValueError(f"{path} starts with {raw[:4].hex() or 'nothing'}, not with {magic.hex()}: {_MEND}")
-    if len(raw) < header:
-        raise ValueError(f"{path} is truncated within its header, after {len(raw)} bytes: {_MEND}")
-    shape = tuple(int(dim) for dim in np.frombuffer(raw, ">u4", count=dims, offset=4))
+
+
+def _array_of(file: IO[bytes], path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    dims = 1 + len(item)
+    magic, found = bytes([0, 0, 8, dims]), file.read(4)
+    if found != magic:
+        raise ValueError(f"{path} starts with {found.hex() or 'nothing'}, not with {magic.hex()}: {_MEND}")
+    header = file.read(4 * dims)
+    if len(header) < 4 * dims:
+        raise ValueError(f"{path} is truncated within its header, after {4 + len(header)} bytes: {_MEND}")
+    shape = tuple(map(int, np.frombuffer(header, ">u4")))
+    if shape[1:] != item:
+        found, wanted = ("x".join(map(str, sizes)) for sizes in (shape[1:], item))
+        raise ValueError(f"{path} holds images of {found}, not {wanted}: {_MEND}")
+    if not 0 < shape[0] <= _MOST_DIGITS:
+        holds = f"{shape[0]:,}, more than {_MOST_DIGITS:,}" if shape[0] else f"nothing, its shape is {shape}"
+        raise ValueError(f"{path} holds {holds}: {_MEND}")
     expected = math.prod(shape)
-    if expected == 0:
-        raise ValueError(f"{path} holds nothing, its shape is {shape}: {_MEND}")
-    if len(raw) - header != expected:
-        kind = "is truncated" if len(raw) - header < expected else "is too long"
-        raise ValueError(f"{path} {kind}: shape {shape} takes {expected} bytes, not {len(raw) - header}: {_MEND}")
-    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+    values = file.read(expected)
+    if len(values) < expected:
+        raise ValueError(f"{path} is truncated: shape {shape} takes {expected} bytes, not {len(values)}: {_MEND}")
+    if file.read(1):
+        raise ValueError(f"{path} is too long: shape {shape} takes {expected} bytes, and more follow: {_MEND}")
+    return np.frombuffer(values, np.uint8).reshape(shape)
 
 
 def _is_complete(cache: Path) -> bool:

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,10 @@ def test_missing_files_are_named(folder):
         (1, idx(ARRAYS[NAMES[0]]), "starts with 00000803, not with 00000801"),
         (0, b"\0\0\x08\x03\0\0", "is truncated within its header, after 6 bytes"),
         (0, idx(ARRAYS[NAMES[0]])[:-1], "is truncated: shape (7, 28, 28) takes 5488 bytes, not 5487"),
-        (0, idx(ARRAYS[NAMES[0]]) + b"!", "is too long: shape (7, 28, 28) takes 5488 bytes, not 5489"),
+        (0, idx(ARRAYS[NAMES[0]]) + b"!", "is too long: shape (7, 28, 28) takes 5488 bytes, and more follow"),
+        (0, struct.pack(">4B3I", 0, 0, 8, 3, 1_000_001, 28, 28), "holds 1,000,001, more than 1,000,000"),
+        (0, struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 20, 28), "holds images of 1048576x28, not 28x28"),
+        (3, struct.pack(">4BI", 0, 0, 8, 1, (1 << 32) - 1), "holds 4,294,967,295, more than 1,000,000"),
         (0, idx(np.zeros((7, 8, 8), np.uint8)), "holds images of 8x8, not 28x28"),
         (0, idx(np.zeros((0, 28, 28), np.uint8)), "holds nothing, its shape is (0, 28, 28)"),
         (1, idx(np.full(7, 12, np.uint8)), "holds 12 as label number 0, counted from 0, and digits go to 9"),
@@ -129,6 +133,17 @@ def test_a_broken_file_is_named_with_what_is_wrong(folder, which, content, wrong
     with pytest.raises(ValueError, match=r"-ubyte\.gz") as caught:
         load_mnist(folder)
     assert str(caught.value) == f"{path} {wrong}: {MEND}"
+
+
+def test_no_more_is_unzipped_than_the_header_says(folder):
+    path = folder / f"{NAMES[0]}.gz"
+    zeros = gzip.compress(bytes(1 << 25))
+    path.write_bytes(gzip.compress(idx(ARRAYS[NAMES[0]])) + 32 * zeros)  # 1 GB of 1 MB
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"is too long: shape \(7, 28, 28\) takes 5488 bytes, and more follow"):
+        load_mnist(folder)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("keep", [5, 30, 200])
