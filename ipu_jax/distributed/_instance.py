@@ -27,6 +27,7 @@ from jax._src import compiler, distributed  # the cache's writer and the coordin
 
 from ipu_jax import _beacon, _compilations, _record
 from ipu_jax._beacon import Beacon, Phase
+from ipu_jax.devices import finish_all_steps
 from ipu_jax.distributed.environment import cache_of
 
 _LONGEST_MESSAGE: Final = 4000
@@ -136,6 +137,9 @@ class _End:
                     stream.flush()
             os._exit(self._code & 0xFF)
         if self._beacon is not None:
+            if self._beacon.launched:
+                with contextlib.suppress(Exception):  # of steps whose outputs the program has not looked at
+                    finish_all_steps()
             self._beacon.enter(Phase.ENDING)
         _wait_for_the_others()
 
