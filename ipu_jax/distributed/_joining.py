@@ -1,6 +1,5 @@
 """Connect the instances of a run through `jax.distributed`, however they were started."""
 
-import contextlib
 import functools
 import json
 import warnings
@@ -86,6 +85,4 @@ def _compare(seconds: float, flags: bool) -> None:
     all_of_them = gather("popdist.init", "", own, seconds=seconds)
     problem = difference({i: json.loads(text) for i, text in enumerate(all_of_them)})
     if problem is not None:
-        with contextlib.suppress(Exception):
-            gather("popdist.init", "refused", b"", seconds=seconds)  # instance 0 must not end before all know
         raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
