@@ -107,7 +107,7 @@ class Ends:
 
 def _doing(progress: Progress) -> str:
     if progress.phase is Phase.WAITING:
-        return f"waits for it {progress.label}"
+        return f"waits {progress.label}"
     if progress.phase is Phase.COMPILING:
         return f"compiles step {progress.begun}"
     return f"trains, in step {progress.begun}"

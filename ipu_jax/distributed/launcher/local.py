@@ -102,13 +102,14 @@ class LocalHost:
         self._let_go_of_the_port()
         try:
             for _ in range(1 if port else _TRIES):
-                found = free_port(bind, port)
+                found = port or free_port(bind)
                 self._reserved = reservation(found) if bind else None
                 if not bind or self._reserved is not None:
-                    self._waiting.append(Ready(found))
+                    self._waiting.append(Ready(free_port(bind, found)))
                     return
             self._waiting.append(Refused(f"port {port} on {self.name} is that of another run of poprun"))
         except OSError as error:
+            self._let_go_of_the_port()
             what = f"port {port}" if port else "a port"
             self._waiting.append(Refused(f"{what} of {bind} on {self.name} cannot be used: {error.strerror}"))
 
