@@ -27,9 +27,9 @@ from typing import Final, NamedTuple
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
-_LAYOUT: Final = struct.Struct("<4sI15qd128s")
+_LAYOUT: Final = struct.Struct("<4sI17qd128s")
 _MAGIC: Final = b"IPUB"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _SIZE: Final = 4096
 _MARK_EVERY_NS: Final = 5_000_000_000
 
@@ -75,6 +75,8 @@ class Reading:
             make several updates.
         mark: what had been done some seconds (5 to 10, or one step) before the last finished step, but not before the
             first: the speed of late is what was done since, over the time since.
+        joint_begun: steps and meetings that all instances must make, once each, and that this one has begun.
+        joint_made: how many of them this instance has done its part for.
         device_bytes: memory in use on the devices of this process, if they tell; else 0.
         phase: what the instance does.
         phase_ns: since when.
@@ -92,6 +94,8 @@ class Reading:
     updates: int
     samples: int
     mark: Mark
+    joint_begun: int
+    joint_made: int
     device_bytes: int
     phase: Phase
     phase_ns: int
@@ -123,19 +127,38 @@ class Beacon:
                 os.close(handle)
         self.pid, self.launched = os.getpid(), path is not None
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
-        self._updates = self._samples = self._device_bytes = 0
+        self._updates = self._samples = self._device_bytes = self._joint_begun = self._joint_made = 0
         self._older = self._newer = Mark(0, 0, 0)
         self._aside_ns = self._finished_aside_ns = 0
         self._phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
         self.enter(Phase.SILENT)
 
-    def begun(self, steps: int = 1) -> None:
-        """Count steps that were given to the devices."""
+    def begun(self, steps: int = 1, *, joint: bool = False) -> None:
+        """Count steps that were given to the devices; joint ones need all instances, and `dispatched` follows."""
         if self._phase is Phase.SILENT:
             self.enter(Phase.STARTING)
         self._begun += steps
+        self._joint_begun += joint * steps
         if self.launched:  # otherwise nobody asks who has begun, until the next step has finished
             self._write()
+
+    def dispatched(self) -> None:
+        """Count a joint step as made: the devices of this instance do their part, whatever becomes of its program."""
+        self._joint_made += 1
+        self._write()
+
+    @contextlib.contextmanager
+    def jointly(self) -> Iterator[None]:
+        """Count a `with` block as something that all instances must do, once each, unless it raises."""
+        self._joint_begun += 1
+        self._write()
+        try:
+            yield
+        except BaseException:
+            self._joint_begun -= 1
+            raise
+        self._joint_made += 1
+        self._write()
 
     def finished(self, steps: int = 1, updates: int | None = None, samples: int = 0) -> None:
         """Count steps that the devices have finished, with their weight updates (by default one each) and examples."""
@@ -211,6 +234,8 @@ class Beacon:
             self._updates,
             self._samples,
             *self._older,
+            self._joint_begun,
+            self._joint_made,
             self._device_bytes,
             self._phase,
             self._phase_ns,
@@ -249,7 +274,8 @@ def read_by(content: Callable[[], bytes | None]) -> Reading | None:
     if found is None or len(found) < _LAYOUT.size:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
-    pid, beat, begun, finished, first, last, aside, updates, samples, *mark, held, phase, phase_ns = numbers
+    pid, beat, begun, finished, first, last, aside, updates, samples = numbers[:9]
+    *mark, joint_begun, joint_made, held, phase, phase_ns = numbers[9:]
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
     return Reading(
@@ -263,6 +289,8 @@ def read_by(content: Callable[[], bytes | None]) -> Reading | None:
         updates=updates,
         samples=samples,
         mark=Mark(*mark),
+        joint_begun=joint_begun,
+        joint_made=joint_made,
         device_bytes=held,
         phase=Phase(phase),
         phase_ns=phase_ns,
@@ -325,6 +353,14 @@ def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
     else:
         with beacon.during(phase, label, limit):
             yield
+
+
+@contextlib.contextmanager
+def meeting(label: str, limit: float) -> Iterator[None]:
+    """Wait, for the time of a `with` block, for all instances, each of which enters it in the same order."""
+    beacon = current()
+    with during(Phase.WAITING, label, limit), beacon.jointly() if beacon is not None else contextlib.nullcontext():
+        yield
 
 
 _INTERRUPTED: Final = (Phase.STARTING, Phase.COMPILING, Phase.STEPPING, Phase.SILENT)

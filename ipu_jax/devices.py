@@ -23,6 +23,7 @@ import enum
 import os
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, Final, Literal, get_args
 
@@ -50,6 +51,8 @@ class AllIpus(enum.Enum):
 
 
 _ASK_MEMORY_EVERY: Final = 2.0
+
+_windows: "weakref.WeakSet[InFlight]" = weakref.WeakSet()
 
 ALL_IPUS: Final = AllIpus.ALL_IPUS
 """The place of a concurrent stage: every IPU of its replica."""
@@ -176,9 +179,10 @@ class InFlight:
         self._steps: collections.deque[list[Any]] = collections.deque()
         self._counted = 0  # of the oldest steps, how many the beacon counts as finished
         self._work: collections.deque[tuple[int, int]] = collections.deque()  # of steps that it does not
-        self._is_begun = False
+        self._is_begun = self._is_joint = False
         self._ask_memory_at, self._devices_tell = 0.0, True
         _recording.begin()
+        _windows.add(self)
 
     @property
     def limit(self) -> int:
@@ -204,9 +208,10 @@ class InFlight:
         # without poprun nobody asks who has begun, and to look at hundreds of arguments takes time
         if beacon is None or not beacon.launched:
             return
-        if not self._is_begun and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
-            self._is_begun = True
-            beacon.begun()
+        leaves = jax.tree.leaves(arguments)
+        if not self._is_begun and not any(isinstance(leaf, Tracer) for leaf in leaves):
+            self._is_begun, self._is_joint = True, self._is_joint or any(map(_is_on_all_instances, leaves))
+            beacon.begun(joint=self._is_joint)
 
     def admit(self, outputs: Any, *, updates: int = 1, samples: int = 0) -> None:
         """Remember a step that was just dispatched; wait for the oldest ones until `limit` are outstanding.
@@ -233,6 +238,8 @@ class InFlight:
         if beacon is not None:
             if not self._is_begun:
                 beacon.begun()
+            elif self._is_joint:
+                beacon.dispatched()
             self._is_begun = False
             self._work.append((updates, samples))
             self._count_ready(beacon)
@@ -243,6 +250,15 @@ class InFlight:
         observer = _observer.current()
         if observer is not None:
             observer.admit(self, self._steps[-1], updates)
+
+    def _finish(self) -> None:
+        """Wait for all steps that were admitted."""
+        while self._steps:
+            self._wait_for_oldest()
+        self._counted = 0
+        if self._work and (beacon := _beacon.current()) is not None:
+            beacon.finished(len(self._work), *map(sum, zip(*self._work, strict=True)))
+            self._work.clear()
 
     def _wait_for_oldest(self) -> None:
         while self._steps:
@@ -277,6 +293,19 @@ class InFlight:
             held = _recording.device_bytes()
             beacon.hold(held)
             self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
+
+
+def finish_all_steps() -> None:
+    """Wait for all steps that this process has dispatched, so that its beacon says at the end how many there were."""
+    for window in list(_windows):
+        window._finish()
+
+
+def _is_on_all_instances(leaf: Any) -> bool:
+    """Return whether a leaf lies on devices of every instance, of which there are several."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return False
+    return len({device.process_index for device in leaf.sharding.device_set}) == jax.process_count()
 
 
 def local_devices() -> list[Any]:

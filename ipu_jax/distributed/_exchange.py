@@ -16,7 +16,6 @@ from jax._src import distributed  # the client of the coordination service, whic
 from jax.experimental import multihost_utils
 
 from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax.distributed._fingerprint import named
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError
 
@@ -55,7 +54,7 @@ def gather(what: str, form: str, payload: bytes, *, seconds: float, root: int | 
     client, count = distributed.global_state.client, process()[1]
     if count == 1 or client is None:
         return [payload]
-    with _beacon.during(Phase.WAITING, f"in {what}", seconds + _MARGIN):
+    with _beacon.meeting(f"in {what}", seconds + _MARGIN):
         return _gathered(client, what, form, payload, seconds=seconds, root=root)
 
 

@@ -3,6 +3,7 @@
     a compilation begins, ends      -> phase of the beacon         so that it is not taken for a stuck step
     SIGUSR1                         -> stacks.3                    of all threads, even if one holds the lock
     an exception that nobody caught -> error.3.json, phase FAILED  then the process ends at once, with its exit code
+    the same, without a launcher    -> waits for a moment          so that all can say why if all have failed
     the end of the program          -> phase ENDING                until the others have ended, too
 
 A process that raises would otherwise wait for five minutes in jax's barrier at the exit, and lose its exit code.
@@ -27,10 +28,12 @@ from jax._src import compiler, distributed  # the cache's writer and the coordin
 
 from ipu_jax import _beacon, _compilations, _record
 from ipu_jax._beacon import Beacon, Phase
+from ipu_jax.devices import finish_all_steps
 from ipu_jax.distributed.environment import cache_of
 
 _LONGEST_MESSAGE: Final = 4000
 _END_SECONDS: Final = 3600.0
+_LEAVE_SECONDS: Final = 5.0
 
 _prepared_pid: int | None = None
 
@@ -101,6 +104,19 @@ def _wait_for_the_others() -> None:
             print(f"ipu_jax: the other instances have not ended: {error}", file=sys.stderr)
 
 
+def _leave_with_the_others() -> None:
+    """Leave jax's service together with the other instances, if all of them fail now.
+
+    An error in a program or its arguments is one of all instances. The first of them to exit would take the service
+    with it if it is instance 0, and jax ends those that lose the service by SIGABRT, before they have said why.
+    """
+    client = distributed.global_state.client
+    if client is not None:
+        with contextlib.suppress(Exception):  # the others go on, or have gone
+            client.wait_at_barrier("ipu_jax: a failure", int(_LEAVE_SECONDS * 1000))
+            jax.distributed.shutdown()
+
+
 class _End:
     """Ends the process: after an error at once, and otherwise together with the other instances."""
 
@@ -134,8 +150,13 @@ class _End:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
+            if self._beacon is None or not self._beacon.launched:
+                _leave_with_the_others()
             os._exit(self._code & 0xFF)
         if self._beacon is not None:
+            if self._beacon.launched:
+                with contextlib.suppress(Exception):  # of steps whose outputs the program has not looked at
+                    finish_all_steps()
             self._beacon.enter(Phase.ENDING)
         _wait_for_the_others()
 

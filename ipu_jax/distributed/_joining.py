@@ -1,6 +1,5 @@
 """Connect the instances of a run through `jax.distributed`, however they were started."""
 
-import contextlib
 import functools
 import json
 import warnings
@@ -8,6 +7,7 @@ from typing import Final
 
 import jax
 
+from ipu_jax import _beacon
 from ipu_jax.distributed import _instance
 from ipu_jax.distributed._exchange import gather
 from ipu_jax.distributed._fingerprint import difference, fingerprint
@@ -17,6 +17,7 @@ from ipu_jax.distributed.errors import InstancesDifferError
 
 # A launcher notices a dead instance long before. Without one, this is when the others give up; jax's own is 100 s.
 _HEARTBEAT_SECONDS: Final = 30
+_MARGIN: Final = 10.0  # poprun waits a little longer than we, whose error names who is missing
 
 _joined: Place | None = None
 _is_compared = False
@@ -69,7 +70,8 @@ def join(place: Place, *, seconds: float, flags: bool = True) -> None:
     global _joined
     if _joined != place:
         _instance.prepare()
-        meet(place, fingerprint(place, flags=flags), seconds=seconds)
+        with _beacon.meeting("in popdist.init", seconds + _MARGIN):
+            meet(place, fingerprint(place, flags=flags), seconds=seconds)
         _joined = place
 
 
@@ -83,6 +85,4 @@ def _compare(seconds: float, flags: bool) -> None:
     all_of_them = gather("popdist.init", "", own, seconds=seconds)
     problem = difference({i: json.loads(text) for i, text in enumerate(all_of_them)})
     if problem is not None:
-        with contextlib.suppress(Exception):
-            gather("popdist.init", "refused", b"", seconds=seconds)  # instance 0 must not end before all know
         raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")

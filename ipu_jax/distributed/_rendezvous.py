@@ -5,6 +5,8 @@
                <-- welcome, or who differs and in what ------
     then instance 0 frees the port, jax's coordination service takes it, and the others go on once it answers
 
+Who does not know the run's token is dropped without an answer, and nothing that it says is read (`_reception.py`).
+
 jax itself waits for five minutes for an instance that never comes, and does not notice that one has other flags, other
 packages, or counts other instances. It crashes if the port is taken.
 
@@ -13,20 +15,20 @@ Nothing here imports jax.
 
 import contextlib
 import errno
-import json
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from ipu_jax.distributed._fingerprint import difference, named
+from ipu_jax.distributed._reception import Reception, ask
 from ipu_jax.distributed.environment import COORDINATOR, Place
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
 
 _RETRY_SECONDS: Final = 0.05
-_HELLO_SECONDS: Final = 2.0
+_LEAVE_SECONDS: Final = 2.0
 _SERVICE_SECONDS: Final = 5.0
-_MOST_BYTES: Final = 1 << 20
+_BACKLOG: Final = 128
 
 
 def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
@@ -54,36 +56,40 @@ def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
 
 def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
     come: dict[int, Mapping[str, str]] = {0: own}
-    guests: list[socket.socket] = []
-    with contextlib.ExitStack() as closing, _listening(place) as listener:
+    with Reception(_listening(place), place.token) as reception:
         while len(come) < place.instances:
             try:
-                listener.settimeout(max(0.001, deadline - time.monotonic()))
-                guest = closing.enter_context(listener.accept()[0])
+                hello = reception.next(deadline)
             except TimeoutError:
                 missing = sorted(set(range(place.instances)) - come.keys())
                 problem = f"{named(missing)} of {place.instances} did not come within {seconds:g} s: see their output"
-                _answer(guests, {"missing": problem})
+                reception.answer({"missing": problem})
                 raise InstancesMissingError(problem) from None
-            hello = _line(guest, _HELLO_SECONDS)
-            if not isinstance(hello, dict) or not isinstance(hello.get("instance"), int):
-                continue  # somebody else's program
-            guests.append(guest)
-            number, theirs = hello["instance"], hello["fingerprint"]
+            number, theirs = _read(hello)
+            if number is None:
+                continue
             problem = difference({**come, number: theirs}) if number not in come else None
             if problem is None and not 0 < number < place.instances:
                 problem = f"an instance says that it is number {number} of {place.instances}: give each its own number"
             elif problem is None and number in come:
                 problem = f"two instances say that they are number {number}: give each its own number"
             if problem is not None:
-                _answer(guests, {"differ": problem})
+                reception.answer({"differ": problem})
                 raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
             come[number] = theirs
-        listener.close()
-        _answer(guests, {"welcome": True})
+        reception.close_the_door()
+        reception.answer({"welcome": True})
         # Who closes first keeps the port busy for a while: the guests do.
-        for guest in guests:
-            _line(guest, _HELLO_SECONDS)
+        reception.wait_for_leave(_LEAVE_SECONDS)
+
+
+def _read(hello: Any) -> tuple[int | None, dict[str, str]]:
+    """Return the number and the fingerprint of a hello; None if it is no hello."""
+    match hello:
+        case {"instance": int(number), "fingerprint": dict(theirs)} if not isinstance(number, bool):
+            if all(isinstance(value, str) for value in theirs.values()):
+                return number, theirs
+    return None, {}
 
 
 def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
@@ -92,8 +98,7 @@ def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float
     while True:
         try:
             with socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic())) as host:
-                host.sendall(json.dumps(hello).encode() + b"\n")
-                answer = _line(host, max(0.001, deadline + _HELLO_SECONDS - time.monotonic()))
+                answer = ask(host, place.token, hello, deadline + _LEAVE_SECONDS)
         except OSError:
             answer = None
         if isinstance(answer, dict):
@@ -128,7 +133,7 @@ def _listening(place: Place) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(place.instances)
+        listener.listen(max(_BACKLOG, place.instances))
     except OSError as error:
         listener.close()
         if error.errno != errno.EADDRINUSE:
@@ -144,23 +149,3 @@ def _address(text: str) -> tuple[str, int]:
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{COORDINATOR}={text!r} is not an address: give HOST:PORT, such as 127.0.0.1:40001")
     return host.strip("[]"), int(port)
-
-
-def _line(other: socket.socket, seconds: float) -> Any:
-    """Return the value of the next line of JSON; None if there is none, in time or at all."""
-    deadline, text = time.monotonic() + seconds, b""
-    with contextlib.suppress(OSError, ValueError):
-        while not text.endswith(b"\n") and len(text) < _MOST_BYTES:
-            other.settimeout(max(0.001, deadline - time.monotonic()))
-            piece = other.recv(65536)
-            if not piece:
-                break
-            text += piece
-        return json.loads(text)
-    return None
-
-
-def _answer(guests: list[socket.socket], answer: dict[str, Any]) -> None:
-    for guest in guests:
-        with contextlib.suppress(OSError):
-            guest.sendall(json.dumps(answer).encode() + b"\n")

@@ -5,13 +5,10 @@ under SLURM. It is imported while jax is, and so imports nothing else of jax.
 """
 
 import os
-from typing import Final
 
 from jax._src.clusters import ClusterEnv  # the documented way to add a cluster; jax exports it from nowhere else
 
-from ipu_jax.distributed.environment import INSTANCE, Place, place_of
-
-_MEET_SECONDS: Final = 60.0
+from ipu_jax.distributed.environment import INSTANCE, Place, meet_seconds, place_of
 
 
 class PoprunCluster(ClusterEnv):
@@ -44,7 +41,7 @@ class PoprunCluster(ClusterEnv):
         from ipu_jax.distributed import _joining  # needs the whole of jax
 
         place = cls._place()
-        _joining.join(place, seconds=_MEET_SECONDS)
+        _joining.join(place, seconds=meet_seconds(os.environ))
         return place.instance
 
     @staticmethod

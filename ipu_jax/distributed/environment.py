@@ -2,7 +2,8 @@
 
     POPDIST_...      the six of Graphcore's poprun, which scripts written for it read
     JAX_..., PJRT_.. what jax itself reads
-    IPU_JAX_...      what those don't say: the number of instances, which one this is, and where its launcher looks
+    IPU_JAX_...      what those don't say: the number of instances, which one this is, where its launcher looks, and the
+                     run's token, by which instances know each other
 
     place = Place(instance=1, instances=2, ..., coordinator="127.0.0.1:40001")
     place_of(place.variables()) == place
@@ -31,11 +32,17 @@ THREADS: Final = "PJRT_NPROC"
 
 INSTANCES: Final = "IPU_JAX_INSTANCES"
 ATTEMPT: Final = "IPU_JAX_ATTEMPT"
+TOKEN: Final = "IPU_JAX_RUN_TOKEN"
+START_TIMEOUT: Final = "IPU_JAX_START_TIMEOUT"
+"""Says for how long an instance may keep the others waiting in `popdist.init` before its launcher ends them all."""
 
 CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
 
 TERMINAL_WIDTH: Final = "POPRUN_TERMINAL_WIDTH"
 """Says that poprun's own output is a terminal, and how many columns a line of an instance has beside its tag."""
+
+_MEET_SECONDS: Final = 60.0
+_MARGIN: Final = 10.0  # a launcher sees who is missing, and should come first
 
 _NUMBERS: Final = (INSTANCE, INSTANCES, LOCAL_INSTANCE, TOTAL_REPLICAS, IPUS_PER_REPLICA)
 
@@ -57,6 +64,7 @@ class Place:
         bind: the address that the service listens on, with its port.
         attempt: how often the run was started before.
         run_dir: the folder of this attempt, in which the launcher looks; None without a launcher.
+        token: what all instances of this attempt know, and nobody else; empty if nothing was agreed on.
 
     >>> place = Place(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001")
     >>> place.local_replicas, place.first_replica, place.local_ipus
@@ -75,6 +83,7 @@ class Place:
     bind: str
     attempt: int = 0
     run_dir: Path | None = None
+    token: str = dataclasses.field(default="", repr=False)
 
     @property
     def local_replicas(self) -> int:
@@ -109,6 +118,8 @@ class Place:
         }
         if self.run_dir is not None:
             values[RUN_DIR] = self.run_dir
+        if self.token:
+            values[TOKEN] = self.token
         return {name: str(value) for name, value in values.items()}
 
 
@@ -119,6 +130,16 @@ def cache_of(folder: Path, instance: int) -> Path:
     'executables/instance-1'
     """
     return folder / f"instance-{instance}"
+
+
+def meet_seconds(environ: Mapping[str, str]) -> float:
+    """Return how long an instance waits for the others by default: a little longer than its launcher does.
+
+    >>> meet_seconds({}), meet_seconds({START_TIMEOUT: "300"})
+    (60.0, 310.0)
+    """
+    text = environ.get(START_TIMEOUT)
+    return _MEET_SECONDS if text is None else float(text) + _MARGIN
 
 
 def check_division(replicas: int, instances: int, ipus_per_replica: int) -> None:
@@ -173,4 +194,5 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         bind=environ.get(COORDINATOR_BIND, coordinator),
         attempt=number[ATTEMPT],
         run_dir=Path(environ[RUN_DIR]) if environ.get(RUN_DIR) else None,
+        token=environ.get(TOKEN, ""),
     )

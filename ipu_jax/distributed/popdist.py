@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, TypeVar
 from ipu_jax import _beacon, _record
 from ipu_jax._beacon import Phase
 from ipu_jax._checks import check_choice, check_count
-from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, place_of
+from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, meet_seconds, place_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
 
 __all__ = [
@@ -66,7 +66,7 @@ def is_popdist_env_set() -> bool:
     return TOTAL_REPLICAS in os.environ
 
 
-def init(*, timeout: float = 60.0, check_flags: bool = True) -> None:
+def init(*, timeout: float | None = None, check_flags: bool = True) -> None:
     """Connect this instance with the others. Call it before any other use of jax. A second call does nothing.
 
     Under poprun, the instances first meet and compare their numbers, command lines and package versions; then
@@ -79,7 +79,7 @@ def init(*, timeout: float = 60.0, check_flags: bool = True) -> None:
     Communicates with instance 0 over TCP.
 
     Args:
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others. Default: 60, and under poprun 10 more than its --start-timeout.
         check_flags: whether all instances must have the same command line.
 
     Raises:
@@ -94,7 +94,7 @@ def init(*, timeout: float = 60.0, check_flags: bool = True) -> None:
         return
     from ipu_jax.distributed import _joining  # imports jax
 
-    _joining.connect(place, seconds=timeout, flags=check_flags)
+    _joining.connect(place, seconds=meet_seconds(os.environ) if timeout is None else timeout, flags=check_flags)
 
 
 # by which jax detects SLURM, Open MPI, Kubernetes

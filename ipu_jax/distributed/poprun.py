@@ -10,6 +10,8 @@
 Nothing here imports jax.
 """
 
+import contextlib
+import ipaddress
 import os
 import shlex
 import shutil
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from ipu_jax.distributed.environment import TERMINAL_WIDTH
+from ipu_jax.distributed.environment import START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher import config
 from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
 from ipu_jax.distributed.launcher.box import box
@@ -40,6 +42,7 @@ NOT_EXECUTABLE: Final = 126
 
 _LOOPBACK: Final = "127.0.0.1"
 _EVERY_ADDRESS: Final = "[::]"
+_NEVER: Final = 1e7  # seconds: jax takes no infinite time
 _WILDCARDS: Final = ("", "*", "0.0.0.0", "::", _EVERY_ADDRESS)
 # What another host's instances need of this environment: the same code, and the user's settings of jax.
 _TRAVELS: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -148,16 +151,34 @@ def _own_names() -> tuple[str, ...]:
 
 
 def _coordinator(options: Options, topology: Topology, local: Sequence[bool], here: Sequence[str]) -> tuple[str, str]:
-    """Return the host name by which instances reach instance 0's coordinator, and the address on which it listens.
+    """Return the host by which instances reach instance 0's coordinator, and the address on which it listens.
 
-    Only instances of other hosts are a reason to let anybody but this host connect.
+    Only instances of other hosts are a reason to let anybody but this host connect. If instance 0 is here, it listens
+    on the one address from which this host reaches all others, where there is one.
     """
     bind = options.coordinator_bind
     if all(local):
         bind = bind or _LOOPBACK
         return (_LOOPBACK if bind in _WILDCARDS else bind), bind
+    if bind is None and local[0]:
+        others = [name.rpartition("@")[2] for name, is_local in zip(topology.hosts, local, strict=True) if not is_local]
+        own = {_address_towards(name) for name in others}
+        if len(own) == 1 and (address := own.pop()) is not None:
+            return address, address
     first = here[0] if local[0] else topology.hosts[0].rpartition("@")[2]
     return (first if bind is None or bind in _WILDCARDS else bind), bind or _EVERY_ADDRESS
+
+
+def _address_towards(host: str) -> str | None:
+    """Return this host's address on the way to another one; None if that is not known. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:
+                way.connect(address)
+                own = ipaddress.ip_address(way.getsockname()[0])
+                if not (own.is_loopback or own.is_link_local or own.is_unspecified):
+                    return f"[{own}]" if own.version == 6 else str(own)
+    return None
 
 
 def _check_program(parser: PoprunParser, program: str, path: str | None) -> None:
@@ -207,7 +228,7 @@ def _about_nodes(topology: Topology) -> str:
 
 def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of all instances of a host, but for those of their places."""
-    environment = {**base, **dict(options.env)}
+    environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
     if options.executable_cache_path is not None:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

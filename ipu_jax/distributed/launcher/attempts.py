@@ -1,11 +1,13 @@
 """Start a run again after a failure, as often as the user allows and as long as it gets anywhere.
 
-Every attempt has a new coordinator's port and a new run folder, since the last one's may still be in use.
+Every attempt has a new coordinator's port and a new run folder, since the last one's may still be in use, and a new
+token, so that instances of another run or attempt are strangers.
 
 Nothing here imports jax.
 """
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -67,15 +69,15 @@ class Run:
                     hosts[i] = connect(host.name)
             self.display.say(f"attempt {number}: {why}")
 
-    def launches(self, port: int, number: int) -> list[Launch]:
-        """Return what each host starts."""
+    def launches(self, port: int, number: int, token: str = "") -> list[Launch]:
+        """Return what each host starts; with a token, only its instances can meet."""
         coordinator, bind = f"{self.coordinator}:{port}", f"{self.bind}:{port}"
         executables = self.options.executable_cache_path
         return [
             Launch(
                 command=self.options.program,
                 places=tuple(
-                    self.topology.place(instance, coordinator, bind, number)
+                    dataclasses.replace(self.topology.place(instance, coordinator, bind, number), token=token)
                     for instance in self.topology.instances_of(name)
                 ),
                 environment=self.environments[name],
@@ -90,6 +92,7 @@ class Run:
         rules = Rules(
             stall=options.stall_timeout,
             compiling=options.compile_timeout,
+            starting=options.start_timeout,
             grace=GRACE if options.grace is None else options.grace,
             leaving=LEAVING if options.grace is None else options.grace,
             verbose=options.verbose,
@@ -100,7 +103,7 @@ class Run:
                 f"max restarts {options.max_restarts}"
             )
         attempt = Attempt(self.topology, hosts, rules, self.display, self.writer, self.signals, number)
-        return attempt.run(self.launches(port, number))
+        return attempt.run(self.launches(port, number, secrets.token_hex(16)))
 
     def _port(self, hosts: Sequence[Host], number: int) -> int:
         """Return the coordinator's port, which is free on the host of instance 0, once all hosts answer.

@@ -34,6 +34,8 @@ class Progress:
     label: str
     first_at: float = 0.0
     aside: float = 0.0
+    joint_begun: int = 0
+    joint_made: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +160,8 @@ def progress_of(reading: Reading) -> Progress:
         label=reading.label,
         first_at=reading.first_ns / 1e9,
         aside=reading.aside_ns / 1e9,
+        joint_begun=reading.joint_begun,
+        joint_made=reading.joint_made,
     )
 
 

@@ -47,6 +47,7 @@ BEAT_EVERY: Final = 0.2
 """Seconds between two looks at a beacon."""
 _AT_ONCE: Final = 1 << 16
 _CANNOT_DIE: Final = 3.0
+_TRIES: Final = 20
 
 
 @dataclasses.dataclass
@@ -70,6 +71,7 @@ class LocalHost:
         self._held = False
         self._next_beat = 0.0
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._reserved: socket.socket | None = None
 
     @property
     def lost(self) -> bool:
@@ -97,9 +99,17 @@ class LocalHost:
 
     def prepare(self, bind: str, port: int) -> None:
         """Look for a port that is free (or whether this one is) at an address: `Ready` or `Refused` follows."""
+        self._let_go_of_the_port()
         try:
-            self._waiting.append(Ready(free_port(bind, port)))
+            for _ in range(1 if port else _TRIES):
+                found = port or free_port(bind)
+                self._reserved = reservation(found) if bind else None
+                if not bind or self._reserved is not None:
+                    self._waiting.append(Ready(free_port(bind, found)))
+                    return
+            self._waiting.append(Refused(f"port {port} on {self.name} is that of another run of poprun"))
         except OSError as error:
+            self._let_go_of_the_port()
             what = f"port {port}" if port else "a port"
             self._waiting.append(Refused(f"{what} of {bind} on {self.name} cannot be used: {error.strerror}"))
 
@@ -179,9 +189,15 @@ class LocalHost:
         """Let go of the host, at once, after a last `end`."""
         if self._run_dir is not None:
             self.end(patience=0)
+        self._let_go_of_the_port()
         if self._watcher is not None:
             self._tell("bye")
             self._watcher.communicate()
+
+    def _let_go_of_the_port(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     def _wait_for_strays(self, groups: list[int], patience: float) -> None:
         """Let processes that the instances have left behind end: some tidy up when they find that they are alone."""
@@ -318,6 +334,23 @@ def letter_of(pid: int) -> str:
     except OSError:
         return "?"
     return stat.rpartition(b")")[2].split()[0].decode()
+
+
+def reservation(port: int) -> socket.socket | None:
+    """Return what keeps other popruns of this host from the same port until it is closed; None if one has it already.
+
+    The port itself stays free for the instances: seconds pass until instance 0 listens on it, and another moment
+    between its meeting and jax's service. It is a name of the kernel that goes with its process. Where the system has
+    none of these, nothing is kept.
+    """
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":
+            name.bind(f"\0poprun {port}")
+    except OSError:
+        name.close()
+        return None
+    return name
 
 
 def free_port(bind: str, port: int = 0) -> int:

@@ -31,7 +31,7 @@ _TRUE: Final = ("yes", "true", "on", "1")
 _FALSE: Final = ("no", "false", "off", "0")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST: Final = 1e7
-_ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path()).variables())
+_ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path(), token="its own").variables())
 
 _NO_VIPU: Final = "there is no V-IPU server here: an instance makes its IPUs of the devices of its host"
 _NO_PARTITION: Final = "there are no partitions here: an instance makes its IPUs of the devices of its host"
@@ -80,6 +80,7 @@ class Options:
     max_restarts: int
     stall_timeout: float | None
     compile_timeout: float
+    start_timeout: float
     grace: float | None
     coordinator_port: int
     coordinator_bind: str | None
@@ -191,6 +192,13 @@ class PoprunParser(Parser):
             help="how long an instance may start, or compile (default: 1800)",
         )
         self.add_argument(
+            "--start-timeout",
+            type=_limit,
+            default=60.0,
+            metavar="SECONDS|off",
+            help="how long the others may wait in popdist.init for an instance (default: 60)",
+        )
+        self.add_argument(
             "--grace",
             type=seconds,
             metavar="SECONDS",
@@ -256,6 +264,7 @@ def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequen
         max_restarts=parsed.max_restarts,
         stall_timeout=parsed.stall_timeout,
         compile_timeout=parsed.compile_timeout,
+        start_timeout=parsed.start_timeout,
         grace=parsed.grace,
         coordinator_port=parsed.coordinator_port,
         coordinator_bind=_address(parser, parsed.coordinator_bind),

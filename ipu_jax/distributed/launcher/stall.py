@@ -3,7 +3,9 @@
 What is an instance doing, and for how long may it?
 
     STARTING, COMPILING   the compile limit
+    no beacon yet         the start limit, from when another one waits for it in popdist.init
     STEPPING              max(5 s, 5 x the median step), from the second step on
+                          for ever, once all others have ended their programs after these steps: nobody waits for one
     BUSY                  the limit that it gave itself
     WAITING               the limit that it gave itself; it waits for the others
     ENDING                for ever: it waits for the others
@@ -83,11 +85,13 @@ class Judge:
     Args:
         stall: seconds in which a step must finish; None for the rule above; infinite if there is no limit.
         compiling: seconds that starting and compiling may take.
+        starting: seconds that others may wait in popdist.init for one that has no beacon yet.
     """
 
-    def __init__(self, stall: float | None, compiling: float):
-        self._stall, self._compiling = stall, compiling
+    def __init__(self, stall: float | None, compiling: float, starting: float = math.inf):
+        self._stall, self._compiling, self._starting = stall, compiling, starting
         self._watched: dict[int, _Watched] = {}
+        self._gone: list[Progress | None] = []
         self._durations: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self._resumed_at = -math.inf
         self._since = -math.inf  # until then, steps had to wait for something else
@@ -100,7 +104,9 @@ class Judge:
 
     def exited(self, instance: int) -> None:
         """Watch an instance no longer."""
-        self._watched.pop(instance, None)
+        watched = self._watched.pop(instance, None)
+        if watched is not None:
+            self._gone.append(watched.progress)
 
     def waited_for_us(self, now: float) -> None:
         """Start the clocks of steps and phases anew, since an instance may have had to wait until we read its output."""
@@ -134,6 +140,9 @@ class Judge:
 
     def verdict(self, now: float) -> Stuck | None:
         """Return the instance that is stuck, or None if all may go on."""
+        missing = self._missing(now)
+        if missing is not None:
+            return missing
         for instance, watched in self._watched.items():
             late = self._late(watched, now)
             if late is not None:
@@ -146,6 +155,23 @@ class Judge:
                     instance, watched.pid, watched.letter, finished, late.doing, late.seconds, late.limit, late.rule
                 )
         return None
+
+    def _missing(self, now: float) -> Stuck | None:
+        """Return an instance that has not come to where the others have met first, in its time."""
+        arrived = [
+            each.progress.phase_at
+            for each in self._watched.values()
+            if each.progress is not None and each.progress.joint_begun and not each.progress.joint_made
+        ]
+        absent = {i: each for i, each in self._watched.items() if each.progress is None}
+        if not arrived or not absent:
+            return None
+        waiting = now - max(min(arrived), self._resumed_at)
+        if waiting <= self._starting:
+            return None
+        instance, watched = min(absent.items(), key=lambda item: (item[1].letter != "T", item[0]))
+        doing = "has not come to popdist.init, where others have waited"
+        return Stuck(instance, watched.pid, watched.letter, None, doing, waiting, self._starting, "--start-timeout")
 
     def _measure(self, watched: _Watched, before: Progress | None, after: Progress) -> None:
         steps = after.finished - (before.finished if before else 0)
@@ -207,12 +233,21 @@ class Judge:
             return _Late(doing, in_phase, progress.limit, "its own limit", waits=False)
         if progress.phase is Phase.FAILED and in_phase > LEAST:
             return _Late("has not exited", in_phase, LEAST, "an exception ends a program", waits=False)
-        if progress.phase is Phase.STEPPING:
+        if progress.phase is Phase.STEPPING and not self._is_last(watched):
             limit, rule = self._step_limit()
             silence = self._silence(watched, now)
             if silence > limit:
                 return _Late("finished no step", silence, limit, rule, of_steps=True)
         return None
+
+    def _is_last(self, watched: _Watched) -> bool:
+        """Return whether all others have ended their programs, and have finished all steps that this one has begun."""
+        begun = watched.progress.begun if watched.progress is not None else 0
+        alive = [each.progress for each in self._watched.values() if each is not watched]
+        if any(other is None or other.phase is not Phase.ENDING for other in alive):
+            return False
+        others = [*self._gone, *alive]
+        return bool(others) and all(other is not None and other.finished >= begun for other in others)
 
     def _silence(self, watched: _Watched, now: float) -> float:
         progress = watched.progress

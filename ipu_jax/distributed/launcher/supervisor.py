@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ipu_jax.distributed.launcher import report
+from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends, told
 from ipu_jax.distributed.launcher.events import (
     FULL,
     Beat,
@@ -64,6 +65,7 @@ class Rules:
     Attributes:
         stall: seconds without a step; None for the rule of `stall.py`; infinite for no limit.
         compiling: seconds that starting and compiling may take.
+        starting: seconds that others may wait for an instance in popdist.init.
         grace: seconds from SIGTERM to SIGKILL, after a failure.
         leaving: the same, after a signal of the user's.
         verbose: 0, 1 or 2.
@@ -71,6 +73,7 @@ class Rules:
 
     stall: float | None
     compiling: float
+    starting: float
     grace: float
     leaving: float
     verbose: int
@@ -117,7 +120,8 @@ class Attempt:
     ):
         self._topology, self._hosts, self._rules, self._number = topology, hosts, rules, number
         self._display, self._writer, self._signals = display, writer, signals
-        self._judge = Judge(rules.stall, rules.compiling)
+        self._judge = Judge(rules.stall, rules.compiling, rules.starting)
+        self._ends = Ends()
         self._pids: dict[int, int] = {}
         self._finished: dict[int, int] = {}
         self._beacons: set[int] = set()
@@ -220,11 +224,13 @@ class Attempt:
         if event.error is not None:
             self._records[event.instance] = failure_of(event.instance, None, now, event.error)
         self._judge.beat(event, now)
+        self._ends.beat(event, now)
 
     def _exited(self, event: Exited, now: float) -> None:
         instance, status = event.instance, event.status
         self._statuses[instance] = status
         self._judge.exited(instance)
+        self._ends.exited(instance, status, now)
         if status and self._passed_on == 0 and self._outcome is None:
             self._failures[instance] = failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
@@ -263,6 +269,8 @@ class Attempt:
         elif self._stuck is not None:
             if self._stacks is not None or now >= self._stacks_until:
                 self._say_stuck(self._stuck)
+        elif (early := self._ends.early(now)) is not None:
+            self._decide(Outcome(1, again=True), self._told_of(early))
         elif (stuck := self._judge.verdict(now)) is not None:
             self._stuck, self._stacks_until = stuck, now + STACKS_WITHIN + 1
             self._verbose(f"instance {stuck.instance} is stuck, seen at {now:.3f} s of the monotonic clock")
@@ -278,9 +286,17 @@ class Attempt:
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
         said = report.failure(failure, self._host_of(instance).name, self._pids[instance], self._steps(instance), lines)
+        if failure.looks_like_a_lost_peer:
+            early = self._ends.needed_by(instance, time.monotonic()) or self._ends.left(instance)
+            said = [*(self._told_of(early) if early is not None else []), *said]
         taken = error is not None and error.type == PORT_TAKEN
         status = failure.exit_status
         self._decide(Outcome(status, again=status not in NOT_STARTED, port_taken=taken), said)
+
+    def _told_of(self, early: EarlyEnd) -> list[str]:
+        lines = self._display.tail(early.instance) or self._display.tail(early.instance, "stdout")
+        said = told(early, self._host_of(early.instance).name, self._pids[early.instance])
+        return [*said, *report.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
         instance = stuck.instance

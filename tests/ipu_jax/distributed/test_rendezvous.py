@@ -2,14 +2,18 @@
 
 import contextlib
 import dataclasses
+import hmac
+import json
 import re
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from ipu_jax.distributed._fingerprint import difference, fingerprint
+from ipu_jax.distributed._reception import NotOursError, ask
 from ipu_jax.distributed._rendezvous import meet
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
@@ -18,29 +22,37 @@ from support.programs import free_port
 ALIKE = {"jax": "0.10.2", "flags": "--epochs 2"}
 
 
-def place(instance: int, instances: int, port: int) -> Place:
+SECRET = {"jax": "0.10.2", "flags": "--api-key SECRET"}
+TOKEN = "0123456789abcdef" * 2
+
+
+def place(instance: int, instances: int, port: int, token: str = "") -> Place:
     address = f"127.0.0.1:{port}"
-    return Place(instance, instances, instance, instances, 1, address, address)
+    return Place(instance, instances, instance, instances, 1, address, address, token=token)
 
 
 def met(places_and_prints, *, seconds: float = 10.0):
     """Return, per instance, None or the error that it raised; and how long all of them took."""
     found: list[BaseException | None] = [None] * len(places_and_prints)
+    with contextlib.ExitStack() as service:
 
-    def run(number: int) -> None:
-        try:
-            meet(*places_and_prints[number], seconds=seconds)
-        except BaseException as error:
-            found[number] = error
+        def run(number: int) -> None:
+            own, _ = places_and_prints[number]
+            try:
+                meet(*places_and_prints[number], seconds=seconds)
+                if own.instance == 0 and own.instances > 1:  # as jax does
+                    service.enter_context(socket.create_server(("127.0.0.1", int(own.bind.partition(":")[2]))))
+            except BaseException as error:
+                found[number] = error
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(places_and_prints))]
-    start = time.monotonic()
-    for thread in reversed(threads):  # instance 0 last: the others must wait for it
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join(30)
-    return found, time.monotonic() - start
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(places_and_prints))]
+        start = time.monotonic()
+        for thread in reversed(threads):  # instance 0 last: the others must wait for it
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join(30)
+        return found, time.monotonic() - start
 
 
 @pytest.mark.parametrize("instances", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
@@ -119,27 +131,165 @@ def test_a_port_that_another_program_has_is_named():
     assert seconds < 5
 
 
-def test_a_stranger_on_the_port_is_not_an_instance():
+def connected(port: int) -> socket.socket:
+    """Return a connection to a port on which somebody is about to listen."""
+    for _ in range(400):
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), timeout=10)
+        time.sleep(0.01)
+    raise AssertionError("nobody listens")
+
+
+def joined_despite(port: int, stranger: Callable[[], None]) -> float:
+    """Let two instances meet, the second after a stranger has called; return how long that one took then."""
+    failed: list[BaseException] = []
+    with contextlib.ExitStack() as service:
+
+        def first() -> None:
+            try:
+                meet(place(0, 2, port, TOKEN), SECRET, seconds=20)
+                service.enter_context(socket.create_server(("127.0.0.1", port)))  # as jax does
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        stranger()
+        begun = time.monotonic()
+        meet(place(1, 2, port, TOKEN), SECRET, seconds=20)
+        seconds = time.monotonic() - begun
+        thread.join(30)
+    assert failed == []
+    return seconds
+
+
+def hello(instance, fingerprint):
+    return json.dumps({"instance": instance, "fingerprint": fingerprint}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"instance": 1}\n',
+        b'{"instance": "1"}\n',
+        b"[]\n",
+        hello(1, None),
+        hello(1, {"flags": ["--epochs 2"]}),
+        hello(1, {}),
+        hello(1, SECRET),  # a copy
+        b"[" * 200_000 + b"\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        bytes(range(256)) * 8192,
+        b"0" * 96 + b"\n",
+        b"",
+    ],
+    ids=lambda said: repr(said[:30]),
+)
+def test_a_stranger_on_the_port_gets_no_answer_and_harms_nobody(said):
+    port = free_port()
+    answers: list[bytes] = []
+
+    def stranger() -> None:
+        with connected(port) as own:
+            with contextlib.suppress(OSError):  # it is dropped before it has said all
+                own.sendall(said)
+                own.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
+                answers.append(own.recv(1000))
+
+    assert joined_despite(port, stranger) < 2
+    assert answers in ([b""], [])
+
+
+def test_a_stranger_who_knows_another_token_or_none_is_told_nothing():
     port = free_port()
 
-    def intrude() -> None:
-        for text in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"instance": "1"}\n'):
-            for _ in range(100):
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as own:
-                    own.sendall(text)
-                    break
-                time.sleep(0.02)
+    def stranger() -> None:
+        for token in ("", TOKEN[::-1]):
+            with connected(port) as own, pytest.raises(NotOursError, match="does not know the token"):
+                ask(own, token, {"instance": 1, "fingerprint": {}}, time.monotonic() + 5)
 
-    stranger = threading.Thread(target=intrude)
-    stranger.start()
-    errors, _ = met([(place(0, 1, port), ALIKE)])
-    first = threading.Thread(target=meet, args=(place(0, 2, port), ALIKE), kwargs={"seconds": 20})
-    first.start()
-    stranger.join(30)
-    meet(place(1, 2, port), ALIKE, seconds=20)
-    first.join(30)
-    assert errors == [None]
-    assert not first.is_alive()
+    assert joined_despite(port, stranger) < 2
+
+
+def test_a_greeting_that_is_said_again_does_not_let_anybody_in():
+    port = free_port()
+    heard: list[bytes] = []
+
+    def stranger() -> None:
+        nonce = b"0" * 32
+        greeting = nonce + hmac.new(TOKEN.encode(), b"guest" + nonce, "sha256").hexdigest().encode() + b"\n"
+        with connected(port) as own:
+            own.sendall(greeting)  # as it was overheard
+            assert len(own.recv(1000)) == 97
+            own.sendall(b"0" * 64 + hello(1, {}))
+            heard.append(own.recv(1000))
+
+    assert joined_despite(port, stranger) < 2
+    assert heard == [b""]
+
+
+def test_silent_connections_keep_nobody_waiting():
+    port = free_port()
+    with contextlib.ExitStack() as silent:
+        seconds = joined_despite(port, lambda: [silent.enter_context(connected(port)) for _ in range(200)] and None)
+    assert seconds < 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {"instance": 1},
+        {"instance": 1, "fingerprint": None},
+        {"instance": True, "fingerprint": {}},
+        {"instance": "1", "fingerprint": {}},
+        {"instance": 1, "fingerprint": {"flags": ["--epochs 2"]}},
+    ],
+)
+def test_what_is_no_hello_is_left_out_even_if_its_token_is_right(value):
+    port = free_port()
+
+    def confused() -> None:
+        with connected(port) as own, contextlib.suppress(TimeoutError):
+            ask(own, TOKEN, value, time.monotonic() + 0.2)
+
+    assert joined_despite(port, confused) < 2
+
+
+@pytest.mark.parametrize("answer", [b"", b'{"welcome": true}\n', b'{"differ": "you"}\n', b"0" * 96 + b"\n" + b"{}\n"])
+def test_an_instance_tells_its_command_line_to_nobody_who_does_not_know_the_token(answer):
+    heard: list[bytes] = []
+
+    def listen(listener: socket.socket) -> None:
+        while True:
+            try:
+                guest, _ = listener.accept()
+            except OSError:
+                return
+            with guest, contextlib.suppress(OSError):
+                guest.settimeout(5)
+                guest.sendall(answer)
+                while piece := guest.recv(1000):
+                    heard.append(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        threading.Thread(target=listen, args=(listener,), daemon=True).start()
+        with pytest.raises(InstancesMissingError, match="instance 0 did not answer"):
+            meet(place(1, 2, port, TOKEN), SECRET, seconds=0.5)
+    assert heard
+    assert b"SECRET" not in b"".join(heard)
+    assert TOKEN.encode() not in b"".join(heard)
+
+
+def test_an_instance_of_another_run_does_not_join_this_one():
+    port = free_port()
+    pairs = [(place(0, 2, port, TOKEN), SECRET), (place(1, 2, port, TOKEN), SECRET)]
+    of_another, _ = met([(place(1, 2, port, "other"), SECRET), *pairs], seconds=2)
+    assert isinstance(of_another[0], InstancesMissingError)
+    assert of_another[1:] == [None, None]
 
 
 def test_an_address_without_a_port_is_refused():

@@ -1,7 +1,9 @@
 """Test that a dead, failing or stuck instance is found in time and named, and that nothing is left behind."""
 
+import re
 import shlex
 import signal
+import textwrap
 import time
 import uuid
 
@@ -135,11 +137,121 @@ def test_those_that_wait_for_one_that_has_ended_say_so(tmp_path):
     body = """
     step(0), step(1)
     if me == 0:
+        beacon.begun()  # a step of which nobody knows whether it needs the other
         time.sleep(60)
     """
     ran = poprun("--stall-timeout", "1", *TWO, *program(tmp_path, body))
     assert ran.status == 124
     assert "of the other instances, 1 had exited with status 0: it may have waited for them" in ran.err
+
+
+# Instance 0 ends its program with status 0; instance 1 goes on. `joint` steps need both.
+EARLY = """
+def joint(n):
+    beacon.begun(joint=True); beacon.dispatched(); meet(n); time.sleep(0.05); beacon.finished()
+def end(at_once=False):
+    print(f"ended={time.monotonic()}", flush=True)
+    if not at_once:
+        beacon.enter(_beacon.Phase.ENDING)
+        time.sleep(60)  # for the others
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("[joint(n) for n in range(5 + me * 9)]; end()", "after step 5, while instance 1 still trains, in step 6"),
+        (
+            "[joint(n) for n in range(5 + me * 9)]; end(at_once=True)",
+            "with status 0 after step 5, while instance 1 still trains, in step 6",
+        ),
+        (
+            "beacon.begun(joint=True); beacon.enter(_beacon.Phase.COMPILING); me or end(True); time.sleep(60)",
+            "with status 0 before its first step had finished, while instance 1 still compiles step 1",
+        ),
+        (
+            "joint(0); me or end()\nwith _beacon.meeting('in all_reduce', 60): time.sleep(60)",
+            "after step 1, while instance 1 still waits in all_reduce",
+        ),
+        (
+            "joint(0); me or end()\nwith _beacon.during(_beacon.Phase.WAITING, 'for the others', 60): time.sleep(60)",
+            "after step 1, while instance 1 still waits for the others",
+        ),
+    ],
+)
+def test_an_instance_that_ends_early_is_named_within_two_seconds(tmp_path, mark, body, said):
+    ran = poprun(*TWO, *program(tmp_path, EARLY + body), POPRUN_TEST=mark)
+    assert ran.status == 1
+    assert ran.seen("stopping [12] instances") - ran.stamp("ended") < 2
+    assert marked(mark) == set()
+    assert re.search(
+        rf"poprun: instance 0 \(host localhost, pid \d+\) ended its program {re.escape(said)}\n"
+        "poprun:   all instances must make the same steps and calls: look for what ends one of them early, such as "
+        "fewer examples on its host\n",
+        ran.err,
+    ), ran.err
+    assert "instance 1 (host" not in ran.err
+
+
+def test_an_exit_with_0_that_costs_another_one_its_connection_is_named_first(tmp_path):
+    body = """
+    beacon.begun(joint=True); beacon.dispatched(); meet(0)
+    if me == 1:
+        os._exit(0)
+    time.sleep(0.5)
+    write_error(RuntimeError("Gloo: Connection closed by peer"))
+    os._exit(1)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert ran.status == 1
+    end, mend, consequence = [line for line in ran.err.splitlines() if "(host" in line or "look for" in line]
+    assert "instance 1 (host localhost, pid " in end
+    assert "ended its program with status 0 before its first step had finished, while instance 0 still needs it" in end
+    assert "all instances must make the same steps and calls" in mend
+    assert "instance 0 (host localhost, pid " in consequence
+    assert "failed with RuntimeError: Gloo: Connection closed by peer (exit status 1)" in consequence
+
+
+AT_IMPORT = "with _beacon.meeting('in popdist.init', 60): time.sleep(60)"
+
+
+def test_an_instance_that_ends_before_it_has_a_beacon_is_named(tmp_path):
+    command = shlex.join(program(tmp_path, AT_IMPORT))
+    ran = poprun(*TWO, "bash", "-c", f"test $IPU_JAX_INSTANCE = 1 && exit 0; exec {command}")
+    assert ran.status == 1
+    assert ran.seconds < 10
+    assert "ended its program with status 0 before its first step had finished" in ran.err
+    assert "while instance 0 still waits in popdist.init" in ran.err
+
+
+def test_an_instance_that_hangs_before_it_has_a_beacon_is_named_after_the_start_timeout(tmp_path, mark):
+    command = shlex.join(program(tmp_path, AT_IMPORT))
+    hangs = f"test $IPU_JAX_INSTANCE = 1 && sleep 60; exec {command}"
+    ran = poprun("--start-timeout", "1", *TWO, "bash", "-c", hangs, POPRUN_TEST=mark)
+    assert ran.status == 124
+    assert re.search(
+        r"poprun: instance 1 \(host localhost, pid \d+, no step is known\) is stuck: it has not come to popdist.init, "
+        r"where others have waited for 1\.\d s; the limit is 1 s \(--start-timeout\)\n",
+        ran.err,
+    ), ran.err
+    assert marked(mark) == set()
+
+
+@pytest.mark.slow
+def test_one_that_writes_a_last_file_when_the_others_have_ended_is_left_alone(tmp_path):
+    body = """
+    [joint(n) for n in range(5)]
+    if me == 1:
+        beacon.enter(_beacon.Phase.ENDING)
+        while not (run_dir / "written").exists():
+            time.sleep(0.01)
+        sys.exit()
+    time.sleep(7)  # more than the 5 s that a step may take
+    (run_dir / "written").touch()
+    """
+    ran = poprun(*TWO, *program(tmp_path, EARLY + textwrap.dedent(body)))
+    assert ran.status == 0, ran.err
 
 
 def test_an_exception_names_its_instance_and_its_status_is_that_of_poprun(tmp_path, mark):

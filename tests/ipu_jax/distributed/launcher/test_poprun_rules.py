@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ipu_jax._beacon import Phase
 from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
+from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends
 from ipu_jax.distributed.launcher.events import (
     Beat,
     Ended,
@@ -26,12 +27,12 @@ from ipu_jax.distributed.launcher.stall import Judge
 from ipu_jax.distributed.launcher.supervisor import Outcome
 
 
-def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, first_at=0.0, aside=0.0):
-    return Progress(begun, finished, finished_at, phase, phase_at, limit, "", first_at, aside)
+def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, **others):
+    return Progress(begun, finished, finished_at, phase, phase_at, limit, "", **others)
 
 
-def judge_of(instances, stall=None, compiling=1800.0):
-    judge = Judge(stall, compiling)
+def judge_of(instances, stall=None, compiling=1800.0, starting=60.0):
+    judge = Judge(stall, compiling, starting)
     for i in range(instances):
         judge.started(i, 0.0)
     return judge
@@ -159,7 +160,7 @@ def test_others_may_wait_for_one_that_does_something_else(phase):
 
 
 @given(
-    begun=st.lists(st.integers(10, 14), min_size=2, max_size=6),
+    begun=st.lists(st.integers(11, 14), min_size=2, max_size=6),
     stopped=st.sets(st.integers(0, 5)),
     ended=st.sets(st.integers(0, 5)),
 )
@@ -208,6 +209,90 @@ def test_ending_is_no_stuckness_and_neither_is_having_no_beacon():
     beat(judge, 0, 10, begun=9, finished=9, finished_at=1, phase=Phase.ENDING, phase_at=1)
     judge.beat(Beat(1, 101, "S", None), 10)
     assert judge.verdict(1e6) is None
+
+
+@pytest.mark.parametrize("how", ["is ending", "has exited"])
+def test_who_works_on_when_all_others_have_ended_is_not_stuck(how):
+    judge = judge_of(2)
+    end = stepped(judge, 2, 10, 0.1)
+    beat(judge, 0, end + 0.1, begun=10, finished=10, finished_at=end, phase=Phase.ENDING, phase_at=end + 0.1)
+    if how == "has exited":
+        judge.exited(0)
+    beat(judge, 1, end + 3000, begun=10, finished=9, finished_at=end, phase_at=0.1)
+    assert judge.verdict(end + 3000) is None
+    beat(judge, 1, end + 3000, begun=11, finished=10, finished_at=end, phase_at=0.1)  # a step that the other lacks
+    assert judge.verdict(end + 3000) is not None
+
+
+@pytest.mark.parametrize("letter", ["S", "T"])
+def test_who_does_not_come_to_where_the_others_meet_first_is_named_in_its_time(letter):
+    judge = judge_of(3, starting=60)
+    waits: Any = {"begun": 0, "finished": 0, "finished_at": 0.0, "phase": Phase.WAITING, "limit": 80.0}
+    for now in (20, 64, 66):
+        beat(judge, 0, now, phase_at=5.0, joint_begun=1, **waits)
+        beat(judge, 2, now, phase_at=15.0, joint_begun=1, **waits)
+        if letter == "S" or now == 66:
+            judge.beat(Beat(1, 101, letter, None), now)
+        if now < 65:
+            assert judge.verdict(now) is None
+    stuck = judge.verdict(66)
+    assert stuck is not None
+    assert (stuck.instance, stuck.seconds, stuck.limit, stuck.rule) == (1, 61, 60, "--start-timeout")
+    assert judge_of(3).verdict(1e6) is None  # as long as none has come, its program may never do so
+
+
+ENDED = {"begun": 5, "finished": 5, "finished_at": 9.0, "phase": Phase.ENDING, "phase_at": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "other", "now", "doing"),
+    [
+        # by hand: instance 0 has done its part 7 times (popdist.init, 5 steps, a barrier)
+        ((7, 7), None, (8, 7, Phase.STEPPING), 10.1, "trains, in step 6"),
+        ((7, 7), 0, (8, 8, Phase.STEPPING), 10.1, "trains, in step 6"),  # dispatched, and cannot end
+        ((7, 7), None, (8, 7, Phase.COMPILING), 10.1, "compiles step 6"),
+        ((7, 7), None, (8, 7, Phase.WAITING), 10.1, "waits in a place"),
+        ((8, 7), 0, (8, 7, Phase.COMPILING), 10.1, "compiles step 6"),  # it ended while it compiled
+        ((7, 7), None, (7, 7, Phase.WAITING), 11.0, None),  # not counted, and it may be about to go on
+        ((7, 7), None, (7, 7, Phase.WAITING), 11.3, "waits in a place"),
+        ((7, 7), None, (7, 6, Phase.WAITING), 99.0, None),  # of the barrier that instance 0 has left: it is slow
+        ((7, 7), None, (7, 7, Phase.STEPPING), 99.0, None),  # it has more to print, or writes a last file
+        ((7, 7), None, (7, 7, Phase.BUSY), 99.0, None),
+        ((7, 7), None, (6, 6, Phase.STEPPING), 99.0, None),
+        ((7, 7), None, (7, 7, Phase.ENDING), 99.0, None),
+        (None, 0, (1, 0, Phase.WAITING), 10.1, "waits in a place"),  # at import: it has no beacon
+        (None, 0, (0, 0, Phase.SILENT), 99.0, None),  # a program that tells of nothing
+        (None, 0, (9, 9, Phase.STEPPING), 99.0, None),  # its part was done by a process that has no beacon
+        ((0, 0), 0, (9, 8, Phase.WAITING), 99.0, None),
+    ],
+)
+def test_who_has_ended_while_another_one_needs_it_is_found(ended, status, other, now, doing):
+    ends = Ends()
+    if ended is not None:
+        phase = Phase.ENDING if status is None else Phase.STEPPING
+        counts = {"joint_begun": ended[0], "joint_made": ended[1]}
+        ends.beat(Beat(0, 100, "S", progress(**{**ENDED, "phase": phase}, **counts)), 10.0)
+    if status is not None:
+        ends.exited(0, status, 10.0)
+    begun, made, phase = other
+    at = progress(6, 5, 9.0, phase, 9.5, joint_begun=begun, joint_made=made)
+    ends.beat(Beat(1, 101, "S", dataclasses.replace(at, label="in a place")), now)
+    found = ends.early(now)
+    if doing is None:
+        assert found is None
+    else:
+        finished = None if ended is None else 5
+        assert found == EarlyEnd(0, 1, status, finished, doing)
+
+
+def test_of_several_that_have_ended_the_one_that_came_the_least_far_is_named():
+    ends = Ends()
+    for i, made in enumerate((7, 5, 6)):
+        ends.beat(Beat(i, 100 + i, "S", progress(**ENDED, joint_begun=made, joint_made=made)), 10.0 + i)
+    ends.beat(Beat(3, 103, "S", progress(9, 8, 9.0, joint_begun=9, joint_made=8)), 13.0)
+    found = ends.early(13.0)
+    assert found is not None
+    assert (found.instance, found.other) == (1, 3)
 
 
 def test_stopped_is_stuck_in_any_phase_after_five_seconds():

@@ -14,6 +14,8 @@ import pytest
 
 from ipu_jax.distributed import poprun as launcher
 from ipu_jax.distributed.environment import place_of
+from ipu_jax.distributed.launcher.options import PoprunParser, options_of
+from ipu_jax.distributed.launcher.topology import Topology
 from support.launched import POPRUN, environment, gone_within, marked, poprun, program, start
 
 TWO = ("--num-instances", "2", "--num-replicas", "2")
@@ -244,6 +246,89 @@ def test_a_given_port_that_is_taken_is_refused_at_once():
         "give another --coordinator-port or -bind\n"
     )
     assert f":{port}" in poprun("--coordinator-port", str(port), "bash", "-c", "echo $JAX_COORDINATOR_ADDRESS").out
+
+
+# Meets as popdist.init does, without jax, and after a while.
+MEETS = """
+from ipu_jax.distributed._rendezvous import meet
+from ipu_jax.distributed.environment import place_of
+import socket
+place = place_of(os.environ)
+while not Path(os.environ["LATE"]).exists():
+    time.sleep(0.02)
+meet(place, {"flags": "alike"}, seconds=30)
+if me == 0:
+    service = socket.create_server(("127.0.0.1", int(place.bind.partition(":")[2])))
+    time.sleep(0.5)
+print("met", flush=True)
+"""
+
+
+def test_of_two_runs_with_one_port_the_second_is_refused_and_the_first_goes_on(tmp_path):
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    late, command = tmp_path / "late", program(tmp_path, MEETS)
+    first = start("-v", "--coordinator-port", port, *TWO, *command, LATE=str(late))
+    try:
+        assert first.stderr is not None
+        while "instance 1 pid" not in first.stderr.readline():
+            pass
+        second = poprun("--coordinator-port", port, *TWO, *command, LATE=str(late))  # nobody listens there yet
+        late.touch()
+        out, err = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert (second.status, second.out) == (2, "")
+    mend = "give another --coordinator-port or -bind"
+    assert second.err == f"poprun: port {port} on localhost is that of another run of poprun: {mend}\n"
+    assert (first.returncode, sorted(out.splitlines())) == (0, ["[1,0]<stdout>:met", "[1,1]<stdout>:met"]), err
+    assert poprun("--coordinator-port", port, "true").status == 0  # it is free again
+
+
+def test_a_run_has_a_token_that_no_command_line_shows(tmp_path):
+    log, shell = tmp_path / "log", tmp_path / "shell"
+    shell.write_text(SHELL.replace("host=$1; shift", f'host=$1; shift; printf "%s\\n" "$*" >> {log}'))
+    shell.chmod(0o755)
+    tokens: list[set[str]] = []
+    for hosts in ("localhost", "near,far"):
+        words = ("--max-restarts", "1", "--remote-shell", str(shell), "--host", hosts, *TWO)
+        script = 'echo "$IPU_JAX_ATTEMPT $IPU_JAX_RUN_TOKEN"; sleep 1; exit 3'
+        ran = poprun("-v", *words, "bash", "-c", script)
+        found = [line.partition(":")[2].split() for line in ran.out.splitlines()]
+        assert len(found) == 4
+        tokens += [{token for number, token in found if number == attempt} for attempt in "01"]
+        shown = ran.err + poprun("--dry-run", *words, "bash", "-c", "exit").out
+        assert "IPU_JAX_RUN_TOKEN" not in shown
+        assert not any(token in shown for token in set().union(*tokens))
+    assert [len(of_attempt) for of_attempt in tokens] == [1] * 4
+    whole = set().union(*tokens)
+    assert len(whole) == 4
+    assert all(re.fullmatch("[0-9a-f]{32}", token) for token in whole)
+    assert not any(token in log.read_text() for token in whole)
+    refused = poprun("-x", "IPU_JAX_RUN_TOKEN=1", "true")
+    assert refused.status == 2
+    assert "argument -x: poprun sets IPU_JAX_RUN_TOKEN itself, by instance: leave it out" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("towards", "bind", "expected"),
+    [
+        ({"b": "10.0.0.5", "c": "10.0.0.5"}, None, ("10.0.0.5", "10.0.0.5")),
+        ({"b": "10.0.0.5", "c": "192.168.1.5"}, None, ("here", "[::]")),  # no one address reaches all
+        ({"b": "10.0.0.5", "c": None}, None, ("here", "[::]")),
+        ({"b": "10.0.0.5", "c": "10.0.0.5"}, "0.0.0.0", ("here", "0.0.0.0")),
+        ({"b": "10.0.0.5", "c": "10.0.0.5"}, "10.9.9.9", ("10.9.9.9", "10.9.9.9")),
+    ],
+)
+def test_the_coordinator_listens_on_the_address_that_the_other_hosts_reach(monkeypatch, towards, bind, expected):
+    monkeypatch.setattr(launcher, "_address_towards", towards.__getitem__)
+    words = ["--host", "localhost,b,user@c", "--num-instances", "3", "--num-replicas", "3"]
+    words += ["--coordinator-bind", bind] if bind else []
+    parser = PoprunParser()
+    options = options_of(parser, parser.parse(words), ["true"])
+    topology = Topology(options.hosts, 3, 3, 1)
+    assert launcher._coordinator(options, topology, [True, False, False], ("here",)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""Find an instance that has ended its program, with status 0, while another one still needs it: pure rules.
+
+All instances make the same steps and meetings, in one order, and a beacon counts those that need everybody: how many
+were begun, and for how many this instance has done its part.
+
+    instance 0   made 5, has ended          -> nobody can make the sixth:
+    instance 1   made 5, has begun 6        -> instance 0 has ended early
+
+The counts prove it, so that no time has to pass; an instance that only has less to print, or that writes a last file
+when the others have ended, has begun no more than they. A wait that is not counted, as for the devices of all
+instances or for the others' parts of a save, must have lasted for a moment since the end of the other.
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+import math
+from typing import Final
+
+from ipu_jax._beacon import Phase
+from ipu_jax.distributed.launcher.events import Beat, Progress
+
+PATIENCE: Final = 1.2
+"""Seconds that an instance waits in a way that is not counted, until another that has ended is taken for the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyEnd:
+    """An instance that has ended its program, and another one that needs it.
+
+    Attributes:
+        instance, other: their numbers.
+        status: the exit status of the first; None if it still waits for the others.
+        finished: the steps that the first had finished; None if it has told of none.
+        doing: what the other one does.
+    """
+
+    instance: int
+    other: int
+    status: int | None
+    finished: int | None
+    doing: str
+
+
+class Ends:
+    """Knows which instances of an attempt have ended their programs, and how far each has come."""
+
+    def __init__(self) -> None:
+        self._progress: dict[int, Progress] = {}
+        self._ended_at: dict[int, float] = {}
+        self._statuses: dict[int, int] = {}
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Note how an instance is."""
+        if beat.progress is not None:
+            self._progress[beat.instance] = beat.progress
+            if beat.progress.phase is Phase.ENDING:
+                self._ended_at.setdefault(beat.instance, now)
+
+    def exited(self, instance: int, status: int, now: float) -> None:
+        """Note that an instance has exited."""
+        self._statuses[instance] = status
+        if status == 0:
+            self._ended_at.setdefault(instance, now)
+
+    def early(self, now: float) -> EarlyEnd | None:
+        """Return the instance that another one, which goes on, needs in vain; None if there is none."""
+        for other in sorted(self._progress.keys() - self._ended_at.keys() - self._statuses.keys()):
+            found = self.needed_by(other, now)
+            if found is not None:
+                return found
+        return None
+
+    def needed_by(self, other: int, now: float) -> EarlyEnd | None:
+        """Return the instance that one needs in vain, or needed when it failed; None if there is none."""
+        progress = self._progress.get(other)
+        if progress is None:
+            return None
+        for instance in sorted(self._ended_at, key=lambda i: (self._made(i), self._ended_at[i])):
+            if instance != other and self._is_needed(instance, progress, now):
+                before = self._progress.get(instance)
+                finished = None if before is None else before.finished
+                return EarlyEnd(instance, other, self._statuses.get(instance), finished, _doing(progress))
+        return None
+
+    def left(self, other: int) -> EarlyEnd | None:
+        """Return an instance that exited with 0, without waiting for the others, before one lost a connection."""
+        for instance, status in sorted(self._statuses.items(), key=lambda item: self._ended_at.get(item[0], math.inf)):
+            progress = self._progress.get(instance)
+            if status == 0 and instance != other and progress is not None and progress.phase is not Phase.ENDING:
+                return EarlyEnd(instance, other, 0, progress.finished, "needs it")
+        return None
+
+    def _made(self, instance: int) -> int:
+        progress = self._progress.get(instance)
+        return 0 if progress is None else progress.joint_made
+
+    def _is_needed(self, instance: int, other: Progress, now: float) -> bool:
+        made = self._made(instance)
+        if other.joint_made and not made:
+            return False  # it has met the others in a process that has no beacon
+        if other.joint_begun > made:
+            return True
+        waits = other.phase is Phase.WAITING and other.joint_begun == other.joint_made
+        return waits and now - max(other.phase_at, self._ended_at[instance]) > PATIENCE
+
+
+def _doing(progress: Progress) -> str:
+    if progress.phase is Phase.WAITING:
+        return f"waits {progress.label}"
+    if progress.phase is Phase.COMPILING:
+        return f"compiles step {progress.begun}"
+    return f"trains, in step {progress.begun}"
+
+
+def told(early: EarlyEnd, host: str, pid: int) -> list[str]:
+    """Return the lines that describe it.
+
+    >>> end = EarlyEnd(0, 1, None, 5, "trains, in step 6")
+    >>> print(*told(end, "here", 77), sep="\\n")  # doctest: +ELLIPSIS
+    instance 0 (host here, pid 77) ended its program after step 5, while instance 1 still trains, in step 6
+      all instances must make the same steps and calls: look for what ends one of them early, such as ...
+    """
+    after = f"after step {early.finished}" if early.finished else "before its first step had finished"
+    status = "" if early.status is None else f" with status {early.status}"
+    return [
+        f"instance {early.instance} (host {host}, pid {pid}) ended its program{status} {after}, "
+        f"while instance {early.other} still {early.doing}",
+        "  all instances must make the same steps and calls: look for what ends one of them early, such as fewer "
+        "examples on its host",
+    ]
