@@ -477,7 +477,7 @@ class Checkpoints:
         self._has_failed, number = True, errno_of(error)
         reason = f"[Errno {number}] {os.strerror(number)}" if number is not None else type(error).__name__
         last = "there is none before it" if self.last is None else f"the last good one is of step {self.last}"
-        if self.last == job.step:  # sealed, and damaged since
+        if self._writer.last is job:  # sealed, and damaged since
             last = "restore() finds the one before it"
         first = " ".join(str(error).split())
         text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
