@@ -71,9 +71,11 @@ class Saver:
         """Return the state to go on with, and set the data and the printed lines to go on with it.
 
         Raises:
-            ResumeError: the checkpoint is of another training, or the one that the flags name cannot be restored.
+            ResumeError: another training saves to the folder; or the checkpoint is of another training, or one that the
+                flags ask for cannot be restored.
         """
         try:
+            self._checkpoints.lock()
             found = self._checkpoints.restore(state, resume=self._resume)
         except (ValueError, CheckpointError) as error:
             raise ResumeError(f"--checkpoint-dir: {error}") from error

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ipu_jax.checkpoints import _seal
-from ipu_jax.checkpoints.errors import CheckpointError, errno_of
+from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError, errno_of
 from ipu_jax.distributed import popdist
 
 _LONGEST: Final = 500  # letters of an error that are told to other instances
@@ -40,13 +40,22 @@ def first_error(error: BaseException | None, seconds: float) -> BaseException | 
 def damage_of(path: Path, files: dict[str, Sequence[int]], seconds: float) -> str:
     """Return what is wrong with the files of a checkpoint, or ""; each instance reads its share of them.
 
-    Communicates a number per file.
+    Communicates a number per instance, and one per file.
+
+    Raises:
+        UnreadableError: the operating system cannot read a file, on any instance.
     """
     names = sorted(files)
     own = names[jax.process_index() :: jax.process_count()]
     codes = np.zeros(len(names), np.int64)
-    for name, code in _seal.check_files(path, files, own).items():
-        codes[names.index(name)] = code
+    error: OSError | None = None
+    try:
+        for name, code in _seal.check_files(path, files, own).items():
+            codes[names.index(name)] = code
+    except OSError as failed:
+        error = failed
+    if unreadable := first_error(error, seconds):
+        raise UnreadableError(f"a file cannot be read ({unreadable}): see that this user can read it", errno_of(unreadable))
     codes = np.asarray(popdist.all_reduce(codes, "sum", timeout=seconds))
     wrong = [f"{name} {_WORDS[code]}" for name, code in zip(names, codes.tolist(), strict=True) if code]
     return wrong[0] + (f", and so on for {len(wrong)} files" if len(wrong) > 1 else "") if wrong else ""

@@ -92,4 +92,4 @@ def _with_tree(name: str, like: Any, arrays: dict[str, Any]) -> Any:
 
 def size_of(arrays: dict[str, Any]) -> int:
     """Return the bytes of all arrays, each once."""
-    return sum(data.size * data.dtype.itemsize for data in (jax.eval_shape(stored, array) for array in arrays.values()))
+    return sum(data.size * data.dtype.itemsize for data in map(stored, arrays.values()))

@@ -86,6 +86,19 @@ def check_model(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -
             )
 
 
+def wrong_with(saved: Mapping[str, Any]) -> str:
+    """Return what a seal's description lacks, or has in another form than `description_of` gives it, or ""."""
+    try:
+        leaves = [place for kind in KINDS for place in places(saved, kind)]
+        shapes = [*(place.shape for place in leaves), *(array["shape"] for array in saved["arrays"].values())]
+        texts = [*(place.dtype for place in leaves), *(array["dtype"] for array in saved["arrays"].values())]
+        texts += [text for place in leaves for text in (place.path, place.array)]
+        is_right = all(isinstance(n, int) for shape in shapes for n in shape)
+        return "" if is_right and all(isinstance(text, str) for text in texts) else "its model has other shapes or names"
+    except (KeyError, TypeError, AttributeError):
+        return "its model is not described"
+
+
 def places(described: Mapping[str, Any], kind: str) -> list[Place]:
     """Return the places of the leaves of one kind."""
     return [Place.of_plain(plain) for plain in described["leaves"][kind]]

@@ -2,6 +2,10 @@
 
     runs/mnist/step-200                 a checkpoint: it gets this name when it is sealed
     runs/mnist/step-300.unsealed        being saved, or left over from a save that was killed
+    runs/mnist/step-300.replaced        the one before of this step, until the new one has its name
+    runs/mnist/step-100.removed         being removed: its seal goes first
+
+A folder with a seal and all its files is a checkpoint, whatever it is called: a kill between two renames loses none.
 
 Nothing here imports jax.
 """
@@ -17,11 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ipu_jax.checkpoints import _seal
-from ipu_jax.checkpoints.errors import CheckpointError
+from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError
 
 _NAME: Final = re.compile(r"step-(\d+)")
-_LEFT_OVER: Final = re.compile(r"step-\d+\.(unsealed.*|removed)")  # orbax writes to a folder with a longer name
-_REMOVED: Final = ".removed"
+# orbax writes to a folder with a longer name
+_LEFT_OVER: Final = re.compile(r"step-\d+\.(unsealed.*|replaced|removed)")
 _TRIES: Final = 20
 _METADATA: Final = 1 << 20  # bytes that orbax and the seal write besides the arrays, at most
 
@@ -30,22 +34,31 @@ _PROBE: Final = 1 << 12
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A folder that is named like a checkpoint.
+    """A folder that is named like a checkpoint, or is left over from one.
 
     Attributes:
         path: the folder.
         seal: what its seal says; None if it has none that can be read.
         wrong: what is wrong with it, or "".
+        is_unreadable: whether it may be whole all the same, for another user or a newer version.
+        errno: the operating system's reason why it cannot be read, if it gave one.
     """
 
     path: Path
     seal: dict[str, Any] | None
     wrong: str = ""
+    is_unreadable: bool = False
+    errno: int | None = None
 
     @property
     def number(self) -> int:
         """Return its number in the order of the saves; -1 if it is not known."""
         return -1 if self.seal is None else self.seal["number"]
+
+    @property
+    def step(self) -> int:
+        """Return the step that its name gives."""
+        return int(_named(self.path).name.removeprefix("step-"))
 
 
 def path_for(folder: Path, step: int) -> Path:
@@ -59,12 +72,22 @@ def unsealed(path: Path) -> Path:
 
 
 def publish(path: Path) -> None:
-    """Give a checkpoint that has been sealed its name.
+    """Give a checkpoint that has been sealed its name. One that has this name is moved away before.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: it cannot be renamed; one that had its name has it again.
     """
-    unsealed(path).rename(path)
+    replaced = path.with_name(f"{path.name}.replaced")
+    if is_replacing := os.path.lexists(path):
+        if replaced.is_dir():
+            remove(replaced)  # its successors are both sealed
+        path.rename(replaced)
+    try:
+        unsealed(path).rename(path)
+    except OSError:
+        if is_replacing:
+            replaced.rename(path)
+        raise
     _seal.sync_folder(path.parent)
 
 
@@ -73,22 +96,26 @@ def found_at(path: Path) -> Found:
     try:
         return Found(path, _seal.read_seal(path))
     except CheckpointError as error:
-        return Found(path, None, str(error))
+        return Found(path, None, str(error), isinstance(error, UnreadableError), error.errno)
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
-    """Return all folders that are named like a checkpoint, what was saved last first.
+    """Return all folders that are checkpoints or named like one, what was saved last first.
 
     One without a seal comes before those of earlier steps, because nobody knows when it was saved.
+
+    Raises:
+        OSError: the folder is there and cannot be listed.
     """
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     except FileNotFoundError:
         return []
     found = [found_at(folder / name) for name in names if _NAME.fullmatch(name)]
+    found += [each for path in left_over_in(folder) if _may_be_whole(each := found_at(path))]
     sealed = sorted((each for each in found if each.seal), key=lambda each: -each.number)
-    for each in sorted((each for each in found if not each.seal), key=_step):
-        before = [i for i, other in enumerate(sealed) if _step(other) < _step(each)]
+    for each in sorted((each for each in found if not each.seal), key=lambda each: each.step):
+        before = [i for i, other in enumerate(sealed) if other.step < each.step]
         sealed.insert(before[0] if before else len(sealed), each)
     return sealed
 
@@ -98,20 +125,33 @@ def next_number(folder: Path) -> int:
     return 1 + max((found.number for found in checkpoints_in(folder)), default=0)
 
 
-def _step(found: Found) -> int:
-    return int(found.path.name.removeprefix("step-"))
+def _named(path: Path) -> Path:
+    """Return the name that a checkpoint has when it is sealed, from any of its names."""
+    return path.with_name(path.name.partition(".")[0])
 
 
 def left_over_in(folder: Path) -> list[Path]:
-    """Return the temporary folders of saves that were killed."""
+    """Return the folders that saves and removals have left under other names.
+
+    Raises:
+        OSError: the folder is there and cannot be listed.
+    """
     try:
-        return sorted(folder / entry.name for entry in os.scandir(folder) if _LEFT_OVER.fullmatch(entry.name))
+        entries = [entry for entry in os.scandir(folder) if _LEFT_OVER.fullmatch(entry.name)]
     except FileNotFoundError:
         return []
+    return sorted(folder / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def _may_be_whole(found: Found) -> bool:
+    try:
+        return found.is_unreadable or (found.seal is not None and _seal.has_all_files(found.path, found.seal["files"]))
+    except OSError:
+        return True
 
 
 def make_room(folder: Path, step: int, size: int) -> None:
-    """Remove what is in the way of a checkpoint of this step, and check that the folder can take it.
+    """Remove what is left over, and check that the folder can take a checkpoint of this step.
 
     Args:
         folder: of all checkpoints.
@@ -120,10 +160,14 @@ def make_room(folder: Path, step: int, size: int) -> None:
 
     Raises:
         OSError: the folder is gone, cannot be written to, or has too little room.
+        UnreadableError: a checkpoint of this step is there, and cannot be read.
     """
     path = path_for(folder, step)
-    remove(path)
+    settle(folder)
     remove_left_over(folder)
+    for name in (path, unsealed(path)):
+        if (there := found_at(name)).is_unreadable:
+            raise UnreadableError(f"{name} is there, and {there.wrong}, or move it elsewhere", there.errno)
     free = shutil.disk_usage(folder).free
     if free < size + _METADATA:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {free:,} bytes are free", str(path))
@@ -135,43 +179,73 @@ def make_room(folder: Path, step: int, size: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: at once for whoever looks for it, since it is renamed first."""
-    if path.exists():
-        doomed = path if _LEFT_OVER.fullmatch(path.name) else path.with_name(path.name + _REMOVED)
-        if doomed != path:
-            shutil.rmtree(doomed, ignore_errors=True)
-            path.rename(doomed)
-        shutil.rmtree(doomed)
+    """Remove a checkpoint: at once for whoever looks for it, since it is renamed and loses its seal first.
 
-
-def finish_removals(folder: Path) -> None:
-    """Remove what a process that was killed had begun to remove, as far as that is possible.
-
-    Unlike what a save left over, it may be removed while another process saves.
+    Raises:
+        OSError: it cannot be removed. As long as it is whole, it keeps its name.
     """
-    with contextlib.suppress(OSError):
-        for each in left_over_in(folder):
-            if each.name.endswith(_REMOVED):
-                shutil.rmtree(each, ignore_errors=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link")
+    doomed = path if _LEFT_OVER.fullmatch(path.name) else path.with_name(f"{path.name}.removed")
+    if doomed != path:
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+    try:
+        (doomed / _seal.SEAL).unlink(missing_ok=True)
+    except OSError:
+        if doomed != path:
+            doomed.rename(path)
+        raise
+    shutil.rmtree(doomed)
+
+
+def settle(folder: Path) -> None:
+    """Give checkpoints that were left over whole their names, and finish removals, as far as that is possible.
+
+    A process may do it that holds the folder's lock, and is not saving.
+    """
+    with contextlib.suppress(OSError):  # the folder itself may be what cannot be read
+        for path in left_over_in(folder):
+            found, name = found_at(path), _named(path)
+            if not _may_be_whole(found):
+                if not path.name.startswith(unsealed(name).name):
+                    shutil.rmtree(path, ignore_errors=True)
+            elif found.seal is None:
+                continue  # nobody knows
+            elif not os.path.lexists(name):
+                path.rename(name)
+            elif path == unsealed(name) and not found_at(name).is_unreadable:
+                publish(name)
 
 
 def remove_left_over(folder: Path) -> None:
-    """Remove what saves that failed or were killed left over, as far as that is possible."""
+    """Remove what is left of saves and removals and is not whole, as far as that is possible."""
     with contextlib.suppress(OSError):  # the folder itself may be what cannot be read
         for _ in range(_TRIES):  # some of orbax's threads may still be writing after another one has failed
-            for each in left_over_in(folder):
+            left = [path for path in left_over_in(folder) if not _may_be_whole(found_at(path))]
+            for each in left:
                 shutil.rmtree(each, ignore_errors=True)
-            if not left_over_in(folder):
+            if not left:
                 return
             time.sleep(0.05)
 
 
-def remove_all_but(folder: Path, keep: int) -> None:
-    """Remove all checkpoints with a seal but the last ones.
+def remove_all_but(folder: Path, keep: int) -> list[tuple[Path, OSError]]:
+    """Remove all checkpoints with a seal but the last ones; return which could not be removed, and why.
 
-    Raises:
-        OSError: one cannot be removed.
+    Those that another one of the same step has replaced are removed, too.
     """
-    sealed = [found for found in checkpoints_in(folder) if found.seal is not None]
-    for found in sealed[keep:]:
-        remove(found.path)
+    remove_left_over(folder)
+    try:
+        sealed = [found for found in checkpoints_in(folder) if found.seal is not None]
+    except OSError as error:
+        return [(folder, error)]
+    names = {found.path for found in sealed}
+    replaced = [found for found in sealed if _named(found.path) != found.path and _named(found.path) in names]
+    failed: list[tuple[Path, OSError]] = []
+    for found in [*replaced, *[found for found in sealed if found not in replaced][keep:]]:
+        try:
+            remove(found.path)
+        except OSError as error:
+            failed.append((found.path, error))
+    return failed

@@ -15,11 +15,11 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ipu_jax.checkpoints.errors import CheckpointError
+from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError
 
 SEAL: Final = "ipu_jax.json"
 FORMAT: Final = 1
@@ -90,21 +90,46 @@ def read_seal(folder: Path) -> dict[str, Any]:
     """Return what a seal says.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of another version. The message says which.
+        CheckpointError: there is none, or it is damaged. The message says which.
+        UnreadableError: the operating system cannot read it, or it is of a newer version.
     """
     try:
         content = _read(folder / SEAL)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"it has no seal, {SEAL}" if folder.is_dir() else "there is no such folder") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UnreadableError(
+            f"{SEAL} cannot be read ({error.strerror}): see that this user can read it", error.errno
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{SEAL} is damaged ({error})") from None
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"it has format {content.get('format')!r}, and this version reads format {FORMAT}")
+    number = content.get("format") if isinstance(content, dict) else None
+    if isinstance(number, int) and number > FORMAT:
+        raise UnreadableError(f"it has format {number}, and this version reads format {FORMAT}: use a newer ipu_jax")
+    wrong = f"its format is {number!r}" if number != FORMAT or isinstance(number, bool) else _wrong_field(content)
+    if wrong:
+        raise CheckpointError(f"{SEAL} is damaged ({wrong})")
     return content
 
 
+def has_all_files(folder: Path, files: dict[str, Sequence[int]]) -> bool:
+    """Return whether all these files are there with the right sizes. Their contents are not read.
+
+    Raises:
+        OSError: the operating system cannot tell.
+    """
+    try:
+        return all((folder / name).stat().st_size == size for name, (size, _) in files.items())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str]) -> dict[str, int]:
-    """Return, of these files, those that don't fit their seal, and what is wrong: MISSING, SHORT or CHANGED."""
+    """Return, of these files, those that don't fit their seal, and what is wrong: MISSING, SHORT or CHANGED.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
     wrong: dict[str, int] = {}
     for name in own:
         size, checksum = files[name]
@@ -113,10 +138,8 @@ def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str
                 wrong[name] = SHORT
             elif _checksum(folder / name) != (size, checksum):
                 wrong[name] = CHANGED
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             wrong[name] = MISSING
-        except OSError:
-            wrong[name] = CHANGED
     return wrong
 
 
@@ -127,6 +150,38 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _wrong_field(content: dict[str, Any]) -> str:
+    """Return what a seal lacks, or has in another form than `write_seal` gives it, or ""."""
+    for name, right in _FIELDS.items():
+        if name not in content:
+            return f"it has no {name}"
+        if not right(content[name]):
+            return f"its {name} is {str(content[name])[:80]!r}"
+    return ""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_list_of_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        "\0" not in name and isinstance(entry, list) and len(entry) == 2 and all(map(_is_count, entry))
+        for name, entry in value.items()
+    )
+
+
+_FIELDS: Final[dict[str, Callable[[Any], bool]]] = {
+    "step": _is_count,
+    "number": _is_count,
+    "files": _is_list_of_files,
+    "describes": lambda value: isinstance(value, dict),
+    "model": lambda value: isinstance(value, dict),
+    "feed": lambda value: value is None or isinstance(value, dict),
+    "extra": lambda value: True,
+}
 
 
 def _names(folder: Path) -> list[str]:
@@ -160,7 +215,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     temporary.rename(path)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     checksum, _, text = path.read_bytes().partition(b"\n")
     if not checksum.isdigit() or int(checksum) != zlib.crc32(text):
         raise ValueError("its checksum differs")

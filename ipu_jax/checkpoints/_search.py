@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ipu_jax.checkpoints import _agreement, _description, _folder
-from ipu_jax.checkpoints.errors import CheckpointError
+from ipu_jax.checkpoints import _agreement, _description, _folder, _seal
+from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError, errno_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,27 +32,61 @@ class Search:
 
         Raises:
             ValueError: it is of another training.
+            CheckpointError: one that may be the last cannot be read by this user or this version, or the folder cannot.
         """
-        candidates = _folder.checkpoints_in(self.folder)
+        candidates = self.candidates()
+        names = {found.path for found in candidates}
         for left_over in _folder.left_over_in(self.folder):
-            self.warn(f"{left_over} is left over from a save that did not end: it is skipped")
+            if left_over not in names:
+                self.warn(f"{left_over} is left over from a save that did not end: it is skipped")
         for found in candidates:
-            wrong = self.wrong_with(found, model)
+            try:
+                wrong = self.wrong_with(found, model)
+            except UnreadableError as error:
+                raise CheckpointError(
+                    f"{found.path} may be the last checkpoint, and {error}; or resume from the path of another one. "
+                    "Nothing was removed",
+                    error.errno,
+                ) from None
             if wrong:
                 self.warn(f"{found.path} cannot be restored, {wrong}: it is skipped")
             elif found.seal is not None:
                 return found
         return None
 
+    def candidates(self) -> list[_folder.Found]:
+        """Return what may be a checkpoint of the folder, what was saved last first.
+
+        Raises:
+            CheckpointError: the folder cannot be read, on any instance.
+        """
+        found: list[_folder.Found] = []
+        error: OSError | None = None
+        try:
+            found = _folder.checkpoints_in(self.folder)
+        except OSError as failed:
+            error = failed
+        if unreadable := _agreement.first_error(error, self.timeout):
+            raise CheckpointError(
+                f"{self.folder} cannot be read ({unreadable}): give a folder that this user can read, or a name that "
+                "is free",
+                errno_of(unreadable),
+            )
+        return found
+
     def at(self, path: Path, model: Mapping[str, Any]) -> _folder.Found:
         """Return the checkpoint at a path.
 
         Raises:
-            CheckpointError: it is not whole.
+            CheckpointError: it is not whole, or cannot be read.
             ValueError: it is of another training.
         """
         found = _folder.found_at(path)
-        if wrong := self.wrong_with(found, model):
+        try:
+            wrong = self.wrong_with(found, model)
+        except UnreadableError as error:
+            raise CheckpointError(f"{path} cannot be restored: {error}", error.errno) from None
+        if wrong:
             raise CheckpointError(f"{path} cannot be restored: {wrong}")
         return found
 
@@ -65,8 +99,14 @@ class Search:
 
         Raises:
             ValueError: it is of another training.
+            UnreadableError: an instance cannot read it, but it may be whole.
         """
+        unreadable = UnreadableError(found.wrong, found.errno) if found.is_unreadable else None
+        if first := _agreement.first_error(unreadable, self.timeout):
+            raise UnreadableError(str(first), errno_of(first))
         if found.seal is not None:
+            if wrong := _description.wrong_with(found.seal["model"]):
+                return f"{_seal.SEAL} is damaged ({wrong})"
             _description.check_words(str(found.path), found.seal["describes"], self.words)
             _description.check_model(str(found.path), found.seal["model"], model)
         if _agreement.anywhere(found.seal is None, self.timeout):

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from ipu_jax.checkpoints._arrays import key_impl, stored
-from ipu_jax.checkpoints._echoes import drop_echoes
+from ipu_jax.checkpoints._echoes import drop_echoes, stop_counting_bytes
 from ipu_jax.distributed.meetings import Meetings
 
 _LOOK_EVERY: Final = 0.1
@@ -53,6 +53,7 @@ class Store:
     def __init__(self, seconds: float, meetings: Meetings):
         self._ocp = ocp = import_orbax()
         drop_echoes()
+        stop_counting_bytes()
         processes = set(range(jax.process_count()))
         meet = lambda *, key, timeout_ms: meetings.meet(key, timeout_ms / 1000)  # noqa: E731
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)

@@ -2,6 +2,8 @@
 
 main thread      begin: copies arrays to the host        the next steps                wait: raises what went wrong
 background              arrays -> checksums -> seal -> rename -> old checkpoints removed
+
+Nothing that is sealed is touched before its successor is sealed.
 """
 
 import dataclasses
@@ -46,6 +48,7 @@ class Writer:
     Attributes:
         job: the checkpoint that is being written, or that was written last.
         last: the last one that was sealed.
+        not_removed: checkpoints that are no longer kept and could not be removed, with the reasons. Instance 0 has it.
     """
 
     def __init__(self, store: Store, meetings: Meetings, *, keep: int, seconds: float):
@@ -54,6 +57,8 @@ class Writer:
         self._error: BaseException | None = None
         self.job: Job | None = None
         self.last: Job | None = None
+        self.not_removed: list[tuple[Path, OSError]] = []
+        self._number = 0
 
     @property
     def is_busy(self) -> bool:
@@ -98,12 +103,15 @@ class Writer:
             _seal.write_checksums(folder, own, count)
             self._meetings.meet("checksums", self._seconds)
             if own == 0:
-                content = {**job.content, "number": _folder.next_number(job.path.parent)}
+                # one that cannot be read for a moment has a number, too
+                self._number = max(self._number + 1, _folder.next_number(job.path.parent))
+                content = {**job.content, "number": self._number}
                 _seal.write_seal(folder, content, count, seconds=self._seconds)
                 _folder.publish(job.path)
+            self._meetings.meet("sealed", self._seconds)
             self.last = job
             if own == 0:
-                _folder.remove_all_but(job.path.parent, self._keep)
+                self.not_removed = _folder.remove_all_but(job.path.parent, self._keep)
         except BaseException as error:
             self._meetings.fail(error, errno_of(error))
             if jax.process_count() == 1:  # otherwise others may still be writing there

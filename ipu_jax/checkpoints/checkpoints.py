@@ -12,13 +12,16 @@ with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoin
 
 save     [main thread: a copy on the host] -> [background: arrays, checksums, the seal] -> a checkpoint
 restore  the last one that is whole; a damaged one is named and skipped
+lock     one training saves to a folder; any number may read it
 """
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -31,6 +34,7 @@ from ipu_jax._checks import check_choice, check_count
 from ipu_jax.checkpoints import _agreement, _description, _folder, _reading, _seal
 from ipu_jax.checkpoints._arrays import named, size_of
 from ipu_jax.checkpoints._due import Due
+from ipu_jax.checkpoints._lock import Lock
 from ipu_jax.checkpoints._search import Search
 from ipu_jax.checkpoints._store import Store
 from ipu_jax.checkpoints._writer import Job, Writer
@@ -76,6 +80,9 @@ class Checkpoints:
 
     Across several instances all of them make the same calls, and see the same folder.
 
+    The first `due` or `save` takes the folder's lock, which `close` and the end of the process free: a second training
+    in the same folder is refused. `restore` needs no lock.
+
     Args:
         folder: of all checkpoints of one training. It is made if it is missing.
         step: the training step, of `make_train_step`.
@@ -116,17 +123,22 @@ class Checkpoints:
         for name, value, such_as in (("minutes", minutes, 10), ("timeout", timeout, 300)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value!r} is not a positive number: give one such as {such_as}")
-        self.folder = Path(folder).absolute()
+        self.folder = _checked_path("folder", folder, "such as 'runs/mnist'")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"folder={os.fspath(folder)!r} is not a folder: give one, or a name that is free")
         self._step, self._timeout = step, timeout
         self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
         self._words = _seal.as_plain("describes", dict(describes or {}))
-        self._search = Search(self.folder, self._words, timeout, self._warn)
+        self._search = Search(self.folder, self._words, timeout, _warn)
+        self._lock = Lock(self.folder)
         self._due = Due(every, minutes)
         self._meetings = meetings = Meetings(timeout)
         self._store = Store(timeout, meetings)
         self._writer = Writer(self._store, meetings, keep=keep, seconds=timeout)
         self._versions = _description.versions()
-        self._has_failed = False
+        self._saved: weakref.ref[TrainState] | None = None
+        self._not_removed: set[Path] = set()
+        self._has_failed = self._is_locked = self._has_tried_to_lock = False
         self._is_open = True
 
     def __repr__(self) -> str:
@@ -156,11 +168,14 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of another model, optimizer or description; or `resume="never"` in a folder
                 with checkpoints.
-            CheckpointError: there is no whole checkpoint where one must be.
+            CheckpointError: there is no whole checkpoint where one must be; or one that may be the last, or the folder,
+                cannot be read by this user or by this version.
         """
+        if resume not in ("auto", "must", "never"):
+            resume = _checkpoint_at(resume)
         self._due.restart(int(like.step))
         if resume == "never":
-            if found := _folder.checkpoints_in(self.folder):
+            if found := self._search.candidates():
                 raise ValueError(
                     f"resume='never', but {self.folder} holds {found[0].path.name}: give another folder, or "
                     "resume='auto'"
@@ -169,17 +184,26 @@ class Checkpoints:
         with _beacon.during(Phase.BUSY, "restoring a checkpoint", max(_beacon.LONG, self._timeout)):
             here = _description.description_of(self._step, like)
             if resume in ("auto", "must"):
-                if jax.process_index() == 0:
-                    _folder.finish_removals(self.folder)
+                self._settle()
                 found = self._search.last_whole(here)
             else:
-                found = self._search.at(Path(resume).absolute(), here)
+                found = self._search.at(Path(resume), here)
             if found is None and resume == "must":
                 raise CheckpointError(
                     f"{self.folder} holds no checkpoint that is whole: give the path of one, or resume='auto' for a "
                     "fresh start"
                 )
             return None if found is None else self._read(found, like, here)
+
+    def _settle(self) -> None:
+        """Tidy up after a process that was killed, if nobody saves here."""
+        if jax.process_index() == 0 and self.folder.is_dir():
+            with contextlib.suppress(OSError, CheckpointError):
+                if not self._lock.is_held:  # otherwise it was done when the lock was taken, and a save may go on
+                    self._lock.take(0)
+                    _folder.settle(self.folder)
+                    self._lock.release()
+        _agreement.anywhere(False, self._timeout)  # nobody looks before
 
     def _read(self, found: _folder.Found, like: TrainState, here: Mapping[str, Any]) -> Restored:
         seal: Any = found.seal
@@ -195,24 +219,64 @@ class Checkpoints:
 
     # save
 
+    def lock(self) -> None:
+        """Take the folder for this training, before it compiles anything. The first `due` or `save` does it otherwise.
+
+        The process's death frees the lock, and so does `close`. Instance 0 takes it for all.
+
+        Communicates a number per instance.
+
+        Raises:
+            CheckpointError: another training saves to the folder, and the message says who; or it cannot be made or
+                written to.
+            ValueError: the checkpoints are closed.
+        """
+        self._check_open()
+        if self._is_locked:
+            return
+        error: BaseException | None = None
+        if jax.process_index() == 0:
+            with _beacon.during(Phase.BUSY, "locking the folder of checkpoints", _beacon.LONG):
+                try:
+                    self._take_lock()
+                    _folder.settle(self.folder)
+                except (OSError, CheckpointError) as failed:
+                    error = failed
+        self._has_tried_to_lock = True
+        if found := _agreement.first_error(error, self._timeout):
+            if isinstance(found, CheckpointError):
+                raise found
+            raise CheckpointError(f"{self.folder} cannot be locked: {found}", errno_of(found)) from found
+        self._is_locked = True
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("the checkpoints are closed: save inside their `with` block")
+
+    def _take_lock(self) -> None:
+        if self._writer.last is None and not self._has_failed:
+            self.folder.mkdir(parents=True, exist_ok=True)  # later on, a folder that is gone is an error
+        self._lock.take()
+
     def due(self, state: TrainState, updates: int | None = None) -> bool:
         """Count updates, and return whether a save is due, for a loop that has something to do before it saves.
 
         `save` asks it by itself; with `now=True` it does not ask. All instances call it alike.
 
-        Communicates nothing while saves succeed; with `minutes`, across several instances, a number from instance 0 in
-        some calls.
+        Communicates, across several instances, a number per instance in the first call, for the lock; later on nothing
+        while saves succeed, but with `minutes` a number from instance 0 in some calls.
 
         Args:
             state: what the step returned. It is waited for in the first call only, unless `restore` was called.
             updates: made since the call before; by default the step's `device_iterations`.
 
         Raises:
-            CheckpointError: the last save failed, under `on_save_error="stop"`.
+            CheckpointError: the last save failed, under `on_save_error="stop"`; or another training saves to the folder.
             ValueError: the checkpoints are closed.
         """
-        if not self._is_open:
-            raise ValueError("the checkpoints are closed: save inside their `with` block")
+        self._check_open()
+        if not self._has_tried_to_lock:
+            self._lock_or_leave_it_to_the_save()
         if self._due.step is None:
             self._due.restart(int(state.step))
             is_due = False
@@ -222,7 +286,16 @@ class Checkpoints:
             self.wait()
         elif jax.process_count() == 1 and not self._writer.is_busy:
             self._report(self._writer.take_error())
+            self._tell_what_stays()
         return is_due
+
+    def _lock_or_leave_it_to_the_save(self) -> None:
+        """Refuse a second training; a folder that cannot be written to is told of when it is saved to."""
+        try:
+            self.lock()
+        except CheckpointError as error:
+            if error.errno == errno.EBUSY:
+                raise
 
     def save(
         self,
@@ -237,6 +310,9 @@ class Checkpoints:
         If nothing is due, it counts the step and returns. A save waits for the steps so far, copies the state to the
         host, and returns: the next step may reuse the state's buffers. The rest happens in the background.
 
+        A checkpoint of the same step is replaced when the new one is sealed. If the last checkpoint was made of this
+        very state, with the same feed's state and extra, it stays, and nothing is written.
+
         A step is counted as `device_iterations` updates; at each save the real number is read.
 
         Communicates nothing; across several instances, a few numbers per save.
@@ -249,15 +325,17 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the save before this one failed, or this one does, under `on_save_error="stop"`. The
-                message has the path, the operating system's error and the bytes.
+                message has the path, the operating system's error and the bytes. Or another training saves to the
+                folder.
             ValueError: `extra` or the feed's state is not plain data, or the checkpoints are closed.
             InstancesMissingError: an instance did not come in time.
             NonFiniteLossError: the state is stopped, under `TrainOptions(on_nonfinite=)`.
         """
         if not (now or self.due(state)):
             return False
-        if not self._is_open:
-            raise ValueError("the checkpoints are closed: save inside their `with` block")
+        self._check_open()
+        if not self._is_locked:
+            self._lock_or_leave_it_to_the_save()
         self.wait()
         self._step.check(state)  # a state that is stopped has not learned of all batches before the feed's position
         position = feed.state() if isinstance(feed, Feed) else feed
@@ -275,9 +353,24 @@ class Checkpoints:
             }
             job = Job(_folder.path_for(self.folder, number), number, size_of(arrays), content)
         self._due.restart(number)
+        if self._is_saved(state, job):
+            return True
         error = self._begin(job, arrays)
+        self._saved = None if error else weakref.ref(state)
         self._report(error, job)
         return error is None
+
+    def _is_saved(self, state: TrainState, job: Job) -> bool:
+        """Return whether the last checkpoint was made of this very state, whose arrays never change, and is still there.
+
+        Communicates a number per instance if it has the same step.
+        """
+        last = self._writer.last
+        if last is None or last.step != job.step:
+            return False
+        is_same = self._saved is not None and self._saved() is state and last.content == job.content
+        is_there = jax.process_index() != 0 or _folder.found_at(last.path).seal is not None
+        return not _agreement.anywhere(not (is_same and is_there), self._timeout)
 
     def _begin(self, job: Job, arrays: dict[str, Any]) -> BaseException | None:
         """Begin to write; return what went wrong on this instance or another one."""
@@ -285,10 +378,9 @@ class Checkpoints:
         if jax.process_index() == 0:
             with _beacon.during(Phase.BUSY, "making room for a save", _beacon.LONG):
                 try:
-                    if self._writer.last is None and not self._has_failed:
-                        self.folder.mkdir(parents=True, exist_ok=True)  # later on, a folder that is gone is an error
+                    self._take_lock()
                     _folder.make_room(self.folder, job.step, job.size)
-                except OSError as failed:
+                except (OSError, CheckpointError) as failed:
                     error = failed
         if error := self._first_of_all(error):
             return error
@@ -314,6 +406,15 @@ class Checkpoints:
                 while self._writer.is_busy and self._writer.waits_for_others == waits:
                     self._writer.wait(_LOOK_EVERY)
         self._report(self._first_of_all(self._writer.take_error()))
+        self._tell_what_stays()
+
+    def _tell_what_stays(self) -> None:
+        """Warn, once for each, of checkpoints that cannot be removed."""
+        failed, self._writer.not_removed = self._writer.not_removed, []
+        for path, error in failed:
+            if path not in self._not_removed:
+                self._not_removed.add(path)
+                _warn(f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself")
 
     def close(self) -> None:
         """Wait for the last save, and read it again to verify it. A second call does nothing.
@@ -335,6 +436,7 @@ class Checkpoints:
             self._meetings.close()
             with contextlib.suppress(Exception):  # it has been waited for, and its errors are known
                 self._store.close()
+            self._lock.release()
 
     def _verify(self, last: Job) -> None:
         # instance 0 has sealed it before it came here
@@ -353,6 +455,7 @@ class Checkpoints:
         if jax.process_count() > 1:  # the others don't come any more
             self._is_open = False
             self._meetings.close()
+            self._lock.release()
             failed = self._writer.take_error()
             if failed is not None:
                 error.add_note(f"and a save failed: {failed}")
@@ -374,13 +477,13 @@ class Checkpoints:
         self._has_failed, number = True, errno_of(error)
         reason = f"[Errno {number}] {os.strerror(number)}" if number is not None else type(error).__name__
         last = "there is none before it" if self.last is None else f"the last good one is of step {self.last}"
-        if self.last == job.step:  # sealed, and damaged since
+        if self._writer.last is job:  # sealed, and damaged since
             last = "restore() finds the one before it"
         first = " ".join(str(error).split())
         text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
         if self._stops:
             raise CheckpointError(text, number) from error
-        self._warn(text)
+        _warn(text)
 
     def _first_of_all(self, error: BaseException | None) -> BaseException | None:
         """Return an error of this instance, or else of the first one that has any; then no save is told of any more.
@@ -395,6 +498,30 @@ class Checkpoints:
                 _folder.remove_left_over(self.folder)
         return found
 
-    def _warn(self, text: str) -> None:
-        if jax.process_index() == 0:
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
+
+def _warn(text: str) -> None:
+    if jax.process_index() == 0:
+        warnings.warn(text, CheckpointWarning, stacklevel=4)
+
+
+def _checked_path(name: str, path: Any, such_as: str) -> Path:
+    """Return a path as an absolute one.
+
+    Raises:
+        ValueError: it is empty, or not a path.
+    """
+    if not isinstance(path, str | os.PathLike) or os.fspath(path) in ("", b"") or "\0" in os.fsdecode(path):
+        raise ValueError(f"{name}={path!r} is not a path: give one {such_as}")
+    return Path(os.fsdecode(path)).absolute()
+
+
+def _checkpoint_at(resume: Any) -> Path:
+    """Return the path that `resume=` gives.
+
+    Raises:
+        ValueError: it is neither a path nor one of the words.
+    """
+    path = _checked_path("resume", resume, "of a checkpoint, or 'auto', 'must' or 'never'")
+    if isinstance(resume, str) and os.sep not in resume and not path.exists():
+        raise ValueError(f"resume={resume!r} is neither 'auto', 'must' nor 'never', and there is no folder {path}")
+    return path

@@ -18,8 +18,12 @@ class CheckpointError(RuntimeError):
         self.errno = errno
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint may be whole, but this program cannot read it: nobody may replace or remove it."""
+
+
 class CheckpointWarning(UserWarning):
-    """A checkpoint was skipped because it is damaged, or a save failed and the training goes on."""
+    """A checkpoint was skipped because it is damaged, or a save or a removal failed and the training goes on."""
 
 
 def errno_of(error: BaseException) -> int | None:

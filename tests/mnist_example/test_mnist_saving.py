@@ -1,6 +1,7 @@
 """Test the checkpoints of the command: a training that is stopped and resumed ends as one that is not."""
 
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -69,7 +70,8 @@ def saved_in(folder, flags):
     (trainer,) = training_run.make_trainers(args, batches).values()
     saver = Saver(args, trainer, LossLines(batches.updates_per_epoch), RunRecord(args))
     network = training_run.network_of(args.model)
-    state = saver.restore(trainer.init(network.init_params(args.seed), network.init_state()))
+    with saver.running():
+        state = saver.restore(trainer.init(network.init_params(args.seed), network.init_state()))
     return jax.tree.leaves_with_path(trainer.step.whole(state)), saver.done
 
 
@@ -227,6 +229,44 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_asked_for_is_refused(sav
     assert capsys.readouterr().err == (
         f"run-sharded-mnist: {damaged} cannot be restored, {name} was changed: it is skipped\n"
     )
+
+
+def test_checkpoints_that_cannot_be_read_are_not_written_over(saved, tmp_path, capsys, monkeypatch):
+    folder, usual = tmp_path / "runs", pathlib.Path.open
+    shutil.copytree(saved, folder)
+
+    def opened(self, *args, **options):
+        if self.name == "ipu_jax.json":
+            raise PermissionError(13, "Permission denied", str(self))
+        return usual(self, *args, **options)
+
+    monkeypatch.setattr(training_run.Trainer, "compile", None)
+    monkeypatch.setattr(pathlib.Path, "open", opened)
+    assert main([*CONCURRENT, *TINY, "--checkpoint-dir", str(folder)]) == 2
+    assert capsys.readouterr().err == (
+        f"run-sharded-mnist: --checkpoint-dir: {folder}/step-1 may be the last checkpoint, and ipu_jax.json cannot be "
+        "read (Permission denied): see that this user can read it; or resume from the path of another one. Nothing was "
+        "removed\n"
+    )
+    assert [path.name for path in folder.iterdir()] == ["step-1"]
+
+
+def test_a_second_training_in_a_folder_is_refused_before_it_compiles(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training_run.Trainer, "compile", None)
+    flags = [*CONCURRENT, *TINY, "--checkpoint-dir", str(tmp_path)]
+    args = parse(make_parser("run-sharded-mnist", ""), flags)
+    _, batches = inputs.prepare(args, args.ipus)
+    (trainer,) = training_run.make_trainers(args, batches).values()
+    saver = Saver(args, trainer, LossLines(batches.updates_per_epoch), RunRecord(args))
+    network = training_run.network_of(args.model)
+    with saver.running():
+        saver.restore(trainer.init(network.init_params(args.seed), network.init_state()))
+        assert main(flags) == 2
+        assert re.match(
+            rf"run-sharded-mnist: --checkpoint-dir: {tmp_path} is in use: this process saves there since .* by other "
+            r"Checkpoints, which close\(\) would end\. .* or save to another folder\n$",
+            capsys.readouterr().err,
+        )
 
 
 @pytest.mark.parametrize(("flags", "status"), [([], 74), (["--on-save-error", "continue"], 0)])

@@ -1,6 +1,7 @@
 """Test what happens when the disk fails for real: it is full, read-only or gone. The last good checkpoint stays."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -89,6 +90,23 @@ def test_a_disk_without_room_is_found_before_anything_is_written(small_disk):
     assert last_in(runs) == 1
 
 
+@pytest.mark.parametrize("metadata", [1 << 20, -(10**9)], ids=["found before", "found while it writes"])
+def test_a_full_disk_leaves_the_checkpoint_of_the_step_that_is_saved_again(tmp_path, monkeypatch, metadata):
+    """With room for one, and keep=1: the one that is there is all that the training has."""
+    step = step_of()
+    with _mounted(tmp_path / "disk", "3M") as disk, Checkpoints(disk / "runs", step, keep=1) as checkpoints:
+        runs = disk / "runs"
+        checkpoints.save(state_of(step, 1), now=True)
+        checkpoints.wait()
+        monkeypatch.setattr(_folder, "_METADATA", metadata)
+        again = dataclasses.replace(state_of(step, 1))
+        with pytest.raises(CheckpointError, match=r"step-1 failed, \[Errno 28\] .*; the last good one is of step 1$"):
+            checkpoints.save(again, now=True)
+            checkpoints.wait()
+        assert sorted(os.listdir(runs)) == [".lock", "step-1"]
+        assert last_in(runs) == 1
+
+
 @pytest.mark.parametrize("left", [0, 700_000, 1_603_000], ids=["at once", "half way", "at the end"])
 def test_a_disk_that_gets_full_meanwhile_leaves_the_last_good_checkpoint(small_disk, monkeypatch, left):
     """Others fill the disk after the room was looked at: the errors are the file system's own."""
@@ -167,6 +185,25 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     wrong = r"failed, \[Errno 20\] Not a directory.*; there is none before it$"
     with Checkpoints(tmp_path / "a file" / "runs", step) as checkpoints, pytest.raises(CheckpointError, match=wrong):
         checkpoints.save(state_of(step, 1), now=True)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_once(tmp_path):
+    """It is a link here; the training goes on, and what can be removed is."""
+    step, runs, link = step_of(), tmp_path / "runs", tmp_path / "runs" / "step-1"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Checkpoints(runs, step, keep=1) as checkpoints:
+            for number in range(1, 6):
+                assert checkpoints.save(state_of(step, number), now=True)
+                checkpoints.wait()
+                if number == 1:
+                    link.symlink_to(link.rename(tmp_path / "elsewhere"))
+                assert checkpoints.last == number
+    assert [str(each.message) for each in seen if each.category is CheckpointWarning] == [
+        f"{link} is no longer kept, but cannot be removed ([Errno 40] it is a symbolic link): remove it yourself"
+    ]
+    assert sorted(os.listdir(runs)) == ["step-1", "step-5"]
+    assert last_in(runs) == 5
 
 
 def test_a_save_after_one_that_failed_is_no_warning(tmp_path):
