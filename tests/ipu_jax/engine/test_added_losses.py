@@ -136,12 +136,16 @@ def test_a_loss_beside_counts_is_refused():
     stages = two_stages(lambda p: p)
     stages[1] = Stage(lambda p, x, mb: (jnp.sum(x * p), jnp.float32(2)), params="b", ipu=1)
     step = make_train_step(Pipeline(stages), optax.sgd(1.0), TrainOptions(weighted=True))
-    with pytest.raises(ValueError, match=r"^weighted=True divides the loss by counts, but a stage adds a loss that has"):
+    with pytest.raises(
+        ValueError, match=r"^weighted=True divides the loss by counts, but a stage adds a loss that has"
+    ):
         step(step.init({"a": jnp.float32(1), "b": jnp.float32(1)}), jnp.ones((1, 2)))
 
 
 def test_a_plain_loss_function_adds_by_itself():
-    step = make_train_step(replicate(lambda p, mb: Outputs(jnp.mean(mb * p), loss=p), replication_factor=1), optax.sgd(1.0))
+    step = make_train_step(
+        replicate(lambda p, mb: Outputs(jnp.mean(mb * p), loss=p), replication_factor=1), optax.sgd(1.0)
+    )
     with pytest.raises(ValueError, match=r"^loss_fn returned Outputs\(loss=...\), which stages add to a loss: add it"):
         step(step.init(jnp.float32(1)), jnp.ones((1, 2)))
 
