@@ -127,7 +127,7 @@ def unsharded_update(
                 next_learning = iter(learning)
                 weights = [w if is_frozen else next(next_learning) for w, is_frozen in zip(leaves, frozen, strict=True)]
                 message, new_state, aux = model(jax.tree.unflatten(treedef, weights), NO_MESSAGE, inputs, state)
-                loss, aux = loss_and_aux(message.y, aux, stages[-1])
+                loss, aux = loss_and_aux(message, aux, stages[-1])
                 return loss, (new_state, aux)
 
             loss, vjp, (state, aux) = jax.vjp(loss_of, learning, has_aux=True)

@@ -21,6 +21,8 @@ class Outputs:
         y: the input of the next stage; from the last stage the micro-batch's mean loss.
         state: the new state, shaped like the old one, if the stage has state.
         skips: by name, values that a later stage `takes`; gradients flow back through them.
+        loss: a float scalar that is added to the micro-batch's loss, such as a balance loss; gradients flow back
+            through it. In prediction it is ignored.
         aux: other results for a micro-batch, such as metrics; no gradient flows through it.
     """
 
@@ -28,6 +30,7 @@ class Outputs:
     state: Any = None
     skips: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aux: Any = None
+    loss: Any = None
 
 
 _WHOLE = PartitionSpec()

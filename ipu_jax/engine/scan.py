@@ -54,6 +54,7 @@ class Result:
             without a backward.
         outputs: in prediction, the outputs of the last stage with a leading M; the same on all IPUs of a replica, but
             for those that the stage's `predict_specs` split.
+        adds_loss: whether stages add losses to the last one's.
     """
 
     loss: Any
@@ -61,6 +62,7 @@ class Result:
     state: Sharded
     gradients: Sharded | None
     outputs: Any = None
+    adds_loss: bool = False
 
 
 def run(plan: Plan, args: Arguments, *, reduce_over_replicas: bool) -> Result:
@@ -115,7 +117,7 @@ class _Program:
             loss = lax.pmean(loss, REPLICA_AXIS)
         state = self.new_state(carry, reduce_over_replicas)
         gradients = self.gradients(carry, reduce_over_replicas) if self.plan.backward else None
-        return Result(loss, aux, state, gradients)
+        return Result(loss, aux, state, gradients, adds_loss=self.plan.programs[-1].adds_loss)
 
     def new_state(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
         slots, concurrent = carry.model_state

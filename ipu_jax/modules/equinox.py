@@ -28,6 +28,8 @@ def equinox_stage(
     random: bool = False,
     vmap: str | None = "batch",
     recompute: Recompute = "auto",
+    takes: tuple[str, ...] = (),
+    sends: tuple[str, ...] = (),
 ) -> ModuleStage:
     """Make a stage of an Equinox module, or of any callable pytree.
 
@@ -53,6 +55,9 @@ def equinox_stage(
         vmap: the name of the axis over examples, which batch norm needs; None if the module itself takes the whole
             micro-batch, and the stage's key as it is. In half precision `eqx.nn.BatchNorm` needs mode="batch": the mode
             "ema" refuses weights and state of different dtypes.
+        takes: names of skips that earlier stages send. The module is called with them behind its other arguments, one
+            example at a time; a function `inputs` gets `(x, microbatch, skips)` and returns all arguments.
+        sends: names of the skips that this stage sends; the module returns `(y, *skips)`.
 
     Returns:
         The `ModuleStage`. Its params are the module with its floating arrays only (`eqx.partition`), its state an
@@ -98,7 +103,9 @@ def equinox_stage(
             # the new state is the same for all examples: batch norm has averaged over them
             return jax.vmap(one, axis_name=vmap, out_axes=(0, None))(args, keys)
 
-        return run(params, state, args, key) if state is None else _traced_alone(run, params, state, args, key)
+        if state is None:
+            return *run(params, state, args, key), None
+        return *_traced_alone(run, params, state, args, key), None
 
     return make_module_stage(
         call,
@@ -110,6 +117,8 @@ def equinox_stage(
         loss=loss,
         random=random,
         recompute=recompute,
+        takes=takes,
+        sends=sends,
     )
 
 

@@ -1,16 +1,21 @@
 """Make a stage of a `flax.linen` module.
 
 variables["params"]  -> weights          variables["batch_stats"] and other collections -> state
+self.sow             -> the loss, if losses= names the collection
 train=True, deterministic=False, ...     in training; the opposite in evaluation
 rngs=key                                 the key of this update, replica, micro-batch and stage
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+import jax
+
 from ipu_jax.devices import AllIpus
-from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, make_module_stage
+from ipu_jax.modules._sown import Losses, add_up, check_losses, warn_dropped
+from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, import_library, make_module_stage
 
 MODES: Final = {
     "train": True,
@@ -34,19 +39,26 @@ def linen_stage(
     training: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
     recompute: Recompute = "auto",
+    takes: tuple[str, ...] = (),
+    sends: tuple[str, ...] = (),
+    losses: Losses = None,
 ) -> ModuleStage:
     """Make a stage of a `flax.linen` module.
 
     In training the stage is `module.apply(variables, *inputs, **training, rngs=key, mutable=state's collections)`, and
-    in evaluation (`Pipeline.loss`) it is `module.apply(variables, *inputs, **evaluation)`. What the module sows is
-    dropped. The module communicates only if it contains collectives.
+    in evaluation (`Pipeline.loss`) it is `module.apply(variables, *inputs, **evaluation)`. The module communicates only
+    if it contains collectives.
+
+    What the module sows in training is added to the loss if `losses` names its collection. Otherwise it is dropped,
+    with a `UserWarning` when the stage is first traced; "intermediates" are dropped without one, as Flax drops them.
 
     After training, the module's variables are `{"params": params[name], **state[name]}` of what `Pipeline.unshard` or
     `TrainStep.whole` returned.
 
     Args:
         module: the module. Its result is the input of the next stage, or that of `loss`.
-        variables: what `module.init` returned, whole: `{"params": ...}` and other collections.
+        variables: what `module.init` returned, whole: `{"params": ...}` and other collections. It may contain what the
+            module sows.
         name: of the stage, of its parameter group and of its state group.
         ipu, recompute: as `Stage` takes them.
         inputs: what the module is called with: the name of a leaf of the micro-batch, such as "images"; a function of
@@ -57,13 +69,21 @@ def linen_stage(
             `rngs=key`, from which Flax makes all its streams.
         training, evaluation: the keyword arguments that tell the module its mode. Default: whichever of `train`,
             `training`, `is_training`, `deterministic` and `use_running_average` the module's `__call__` has.
+        takes: names of skips that earlier stages send. The module is called with them behind its other arguments; a
+            function `inputs` gets `(x, microbatch, skips)` and returns all arguments.
+        sends: names of the skips that this stage sends; the module returns `(y, *skips)`.
+        losses: per collection, the weight with which the sum of all elements that the module sows into it in training
+            is added to the micro-batch's loss, such as `{"losses": 0.01}`. 0 drops it without a warning. Evaluation and
+            prediction leave it out.
 
     Returns:
-        The `ModuleStage`. Its params are `variables["params"]`, its state all other collections.
+        The `ModuleStage`. Its params are `variables["params"]`, its state all other collections that `losses` does not
+        name.
 
     Raises:
         ValueError: `module` is not a linen module, `variables` is not a mapping of collections, or another argument is
-            of the wrong kind.
+            of the wrong kind. When the stage is traced: the module sows nothing into a collection of `losses`, or does
+            not return `(y, *skips)`.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from ipu_jax import Pipeline
@@ -84,22 +104,71 @@ def linen_stage(
         raise ValueError(
             f"variables of stage {name!r} are {type(variables).__name__}: give what module.init(key, inputs) returned"
         )
+    weights = check_losses(name, losses, "'losses'")
     modes = (_mode(module, training, in_training=True), _mode(module, evaluation, in_training=False))
     params = variables.get("params")
-    state = {collection: tree for collection, tree in variables.items() if collection != "params"}
+    state = {collection: tree for collection, tree in variables.items() if collection not in {"params", *weights}}
+    sown: list[frozenset[str]] = []  # what is dropped, once the module has been traced
 
     def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
         given = {} if params is None else {"params": params}
         given |= state or {}
-        mode = modes[0 if training else 1]
-        if state is None or not training:
-            return module.apply(given, *args, **mode, rngs=key), None
-        y, changed = module.apply(given, *args, **mode, rngs=key, mutable=list(state))
-        return y, {**state, **changed}
+        apply = functools.partial(module.apply, rngs=key, **modes[0 if training else 1])
+        if not training:
+            return apply(given, *args), None, None
+        if not sown:
+            sown.append(_dropped(lambda given, mutable: apply(given, *args, mutable=mutable), given, weights))
+            warn_dropped(name, sown[0] - {"intermediates"})
+        given = {collection: tree for collection, tree in given.items() if collection not in sown[0]}
+        kept = [collection for collection in given if collection != "params"]
+        y, changed = apply(given, *args, mutable=[*kept, *weights])
+        new_state = state and {**state, **{name: tree for name, tree in changed.items() if name in kept}}
+        return y, new_state, add_up(name, weights, changed)
 
     return make_module_stage(
-        call, name, params, state or None, ipu=ipu, inputs=inputs, loss=loss, random=random, recompute=recompute
+        call,
+        name,
+        params,
+        state or None,
+        ipu=ipu,
+        inputs=inputs,
+        loss=loss,
+        random=random,
+        recompute=recompute,
+        takes=takes,
+        sends=sends,
     )
+
+
+def _dropped(
+    apply: Callable[[Mapping[str, Any], Any], Any], variables: Mapping[str, Any], losses: Iterable[str]
+) -> frozenset[str]:
+    """Return the collections that a module sows into and that neither its state nor the loss gets.
+
+    A collection that is sown is one that the module creates, and without which it runs as well.
+
+    Args:
+        apply: calls the module with variables and with the collections that are mutable.
+        variables: its weights and state, in which something that `init` has sown may stand.
+        losses: the collections that are added to the loss.
+    """
+    flax = import_library("flax")
+
+    def created(without: str, mutable: Any) -> set[str] | None:
+        given = {collection: tree for collection, tree in variables.items() if collection != without}
+        try:
+            changed = jax.eval_shape(lambda: apply(given, mutable)[1])
+        except flax.errors.FlaxError:  # the module needs what it was not given, or writes what is not mutable
+            return None
+        return {collection for collection, tree in changed.items() if jax.tree.leaves(tree)} - given.keys()
+
+    dropped = created("", flax.core.DenyList(["params", "intermediates", *losses])) or set()
+    state = [collection for collection in variables if collection != "params"]
+    for collection in state:
+        others = [other for other in state if other != collection]
+        if created(collection, others) is not None and collection in (created(collection, state) or ()):
+            dropped.add(collection)
+    return frozenset(dropped)
 
 
 def _mode(module: Any, given: Mapping[str, Any] | None, *, in_training: bool) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 nnx.Param    -> weights                  nnx.BatchStat and other variables -> state
 nnx.RngState -> made anew from the key of this update, replica, micro-batch and stage
+module.sow   -> the loss, if losses= names the type of variable
 module.train() in training, module.eval() in evaluation
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ipu_jax.devices import AllIpus
+from ipu_jax.modules._sown import Losses, add_up, check_losses, warn_dropped
 from ipu_jax.modules.parts import Inputs, ModuleStage, Recompute, import_library, make_module_stage
 
 
@@ -22,12 +25,18 @@ def nnx_stage(
     inputs: Inputs = None,
     loss: Callable[[Any, Any], Any] | None = None,
     recompute: Recompute = "auto",
+    takes: tuple[str, ...] = (),
+    sends: tuple[str, ...] = (),
+    losses: Losses = None,
 ) -> ModuleStage:
     """Make a stage of a `flax.nnx` module.
 
     The stage calls copies of the module: one in training mode (`module.train()`), and one in evaluation mode
-    (`module.eval()`) for `Pipeline.loss`. The module itself does not change. What it sows is dropped. The module
-    communicates only if it contains collectives.
+    (`module.eval()`) for `Pipeline.loss`. The module itself does not change. It communicates only if it contains
+    collectives.
+
+    What the module sows in training is added to the loss if `losses` names its type of variable. Otherwise it is
+    dropped, with a `UserWarning` when the stage is first traced; an `nnx.Intermediate` is dropped without one.
 
     A module with random streams, as dropout has, makes a random stage: before each call its streams are reseeded from
     the stage's key, `nnx.reseed(module, name_of_the_stream=key)`. If its streams have several names, the i-th of them
@@ -44,13 +53,20 @@ def nnx_stage(
             `(x, microbatch)` that returns the tuple of its arguments; or None for the result of the stage before.
         loss: for the last stage: a function of the module's result and the micro-batch, which returns the micro-batch's
             mean loss, a float scalar, or `(loss, aux)`.
+        takes: names of skips that earlier stages send. The module is called with them behind its other arguments; a
+            function `inputs` gets `(x, microbatch, skips)` and returns all arguments.
+        sends: names of the skips that this stage sends; the module returns `(y, *skips)`.
+        losses: per type of variable, or name of one, the weight with which the sum of all elements that the module
+            sows in training is added to the micro-batch's loss, such as `{BalanceLoss: 0.01}` for
+            `class BalanceLoss(nnx.Variable)`. 0 drops it without a warning. Evaluation and prediction leave it out.
 
     Returns:
         The `ModuleStage`. Its params are an `nnx.State` of the `nnx.Param` variables, its state one of all others but
-        the random streams.
+        the random streams and what `losses` names.
 
     Raises:
-        ValueError: `module` is not an `nnx.Module`, or another argument is of the wrong kind.
+        ValueError: `module` is not an `nnx.Module`, or another argument is of the wrong kind. When the stage is
+            traced: the module sows nothing of a type in `losses`, or does not return `(y, *skips)`.
         ImportError: Flax is not installed.
 
     >>> from flax import nnx
@@ -69,12 +85,18 @@ def nnx_stage(
             f"module={type(module).__name__} is not an nnx.Module: for flax.linen use linen_stage, for equinox "
             "equinox_stage"
         )
+    weights = {_type_of(name, kind): weight for kind, weight in check_losses(name, losses, "BalanceLoss").items()}
+    sowable = tuple(dict.fromkeys((*weights, nnx.Intermediate)))
+    module = nnx.clone(module)
+    _popped(module, sowable)  # what an earlier call has left
     graphs = {}
     for mode in ("train", "eval"):
         copy = nnx.clone(module)
         getattr(copy, mode)()
         graphs[mode] = nnx.graphdef(copy)
     _, params, streams, state = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    before = dict(nnx.to_flat_state(state))
+    warned: list[bool] = []
     tags = sorted({node.key.tag for _, node in nnx.iter_graph(module) if isinstance(node, nnx.RngStream)})
 
     def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
@@ -83,11 +105,21 @@ def nnx_stage(
         running = nnx.merge(graph, *variables, copy=True)  # the call changes variables, and these are the stage's
         if key is not None:
             nnx.reseed(running, policy="match_shape", **_seeds(tags, key))
-        y = running(*args)
-        if state is None:
-            return y, None
-        nnx.pop(running, nnx.Intermediate)
-        return y, nnx.split(running, nnx.Param, nnx.RngState, ...)[3]
+        with warnings.catch_warnings():
+            # of nnx.capture, which would have to know all types
+            warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
+            y = running(*args)
+        sown = _popped(running, sowable)
+        after = dict(nnx.to_flat_state(nnx.split(running, nnx.Param, nnx.RngState, ...)[3]))
+        grown = [path for path, new in after.items() if not _fits(before.get(path), new)]
+        if training and not warned:
+            warned.append(True)
+            warn_dropped(name, {type(after[path]) for path in grown})
+        if state is not None:
+            old = dict(nnx.to_flat_state(state))
+            kept = {path: old[path] if path in grown else after[path] for path in before}
+            state = nnx.from_flat_state(kept.items())
+        return y, state, add_up(name, weights, sown) if training else None
 
     return make_module_stage(
         call,
@@ -99,7 +131,32 @@ def nnx_stage(
         loss=loss,
         random=bool(tags),
         recompute=recompute,
+        takes=takes,
+        sends=sends,
     )
+
+
+def _type_of(name: str, kind: Any) -> Any:
+    """Return the type of variable that a key of `losses` names."""
+    nnx = import_library("flax.nnx")
+    found = nnx.variable_type_from_name(kind, allow_register=True) if isinstance(kind, str) else kind
+    if not (isinstance(found, type) and issubclass(found, nnx.Variable)) or issubclass(found, nnx.Param):
+        raise ValueError(
+            f"losses of stage {name!r} names {kind!r}, which is not a type of variable that a module sows: give one "
+            "such as BalanceLoss, for class BalanceLoss(nnx.Variable)"
+        )
+    return found
+
+
+def _popped(module: Any, kinds: tuple[Any, ...]) -> dict[Any, Any]:
+    """Remove the variables of exactly these types from a module, and return them by type."""
+    nnx = import_library("flax.nnx")
+    return {kind: nnx.pop(module, lambda _, leaf, kind=kind: type(leaf) is kind) for kind in kinds}
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """Return whether a variable has the tree that it had before the call: what is sown is new, or grows."""
+    return old is not None and jax.tree.structure(old.get_value()) == jax.tree.structure(new.get_value())
 
 
 def _seeds(tags: list[str], key: Any) -> dict[str, Any]:

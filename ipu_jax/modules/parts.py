@@ -12,12 +12,15 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
+import jax
+import numpy as np
+
 from ipu_jax.devices import AllIpus
 from ipu_jax.stage import Outputs, Stage
 
-Inputs = str | Callable[[Any, Any], tuple[Any, ...]] | None
+Inputs = str | Callable[..., tuple[Any, ...]] | None
 """What a module is called with: None for the result of the stage before, a name for that leaf of the micro-batch, or a
-function of `(x, microbatch)` that returns the tuple of arguments."""
+function of `(x, microbatch)`, or of `(x, microbatch, skips)`, that returns the tuple of arguments."""
 
 Recompute = Literal["auto", "none", "all"] | Callable[..., Any]
 
@@ -42,6 +45,9 @@ class ModuleStage:
 def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Any], Any]:
     """Return the stages of several modules, their weights and their state.
 
+    An array, or an `nnx.Variable`, that two modules hold would become one array per stage, each trained by itself. So
+    it is refused. To tie weights, send them from one stage to the other, as docs/how-to.md shows.
+
     Args:
         parts: from `linen_stage`, `nnx_stage` and `equinox_stage`, in the order of the pipeline.
 
@@ -50,7 +56,7 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
         or for `step.init(params, stages=state)`. `state` is None if no stage has state.
 
     Raises:
-        ValueError: a part is not a `ModuleStage`, or two parts have a group of the same name.
+        ValueError: a part is not a `ModuleStage`, two parts have a group of the same name, or they hold the same array.
 
     >>> half = ModuleStage(Stage(lambda w, x, mb: mb * w, params="half"), {"half": 0.5})
     >>> stages, params, state = gather_stages([half])
@@ -60,6 +66,7 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
     stages: list[Stage] = []
     params: dict[str, Any] = {}
     state: dict[str, Any] = {}
+    holders: dict[int, tuple[str, str]] = {}
     for part in parts:
         if not isinstance(part, ModuleStage):
             raise ValueError(
@@ -71,8 +78,25 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
             if twice:
                 raise ValueError(f"two stages have {kind} of the name {min(twice)!r}: give each stage another name")
             groups.update(new)
+            _refuse_shared(part.stage.name, kind, new, holders)
         stages.append(part.stage)
     return stages, params, state or None
+
+
+def _refuse_shared(stage: str, kind: str, groups: dict[str, Any], holders: dict[int, tuple[str, str]]) -> None:
+    """Raise `ValueError` if another stage holds an array of these groups; `holders` names stage and array by its id."""
+    for path, leaf in jax.tree.leaves_with_path(groups):
+        if not isinstance(leaf, (jax.Array, np.ndarray)):
+            continue
+        here = f"{kind}{jax.tree_util.keystr(path)}"
+        other, there = holders.setdefault(id(leaf), (stage, here))
+        if other != stage:
+            raise ValueError(
+                f"stages {other!r} and {stage!r} hold the same array, {there} and {here}, which each of them would "
+                f"train by itself. If it is one weight (tied), let the module of {other!r} return it as well, with "
+                f"sends=('tied',), and that of {stage!r} use it as an argument, with takes=('tied',). If they are two "
+                "weights that start alike, copy one: jax.tree.map(jnp.copy, ...)"
+            )
 
 
 def import_library(module: str) -> Any:
@@ -89,7 +113,7 @@ def import_library(module: str) -> Any:
 
 
 class Call(Protocol):
-    """Calls a module: `(params, state, args, key)` to `(y, new state)`; the state is None if the module has none."""
+    """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; None for what there is not."""
 
     def __call__(self, params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any: ...
 
@@ -105,6 +129,8 @@ def make_module_stage(
     loss: Callable[[Any, Any], Any] | None,
     random: bool,
     recompute: Recompute,
+    takes: tuple[str, ...] = (),
+    sends: tuple[str, ...] = (),
 ) -> ModuleStage:
     """Make the stage of a module that `call` runs.
 
@@ -115,9 +141,11 @@ def make_module_stage(
         ipu, recompute, random: as `Stage` takes them.
         inputs: what the module is called with.
         loss: of the last stage, a function of `(y, microbatch)`.
+        takes: the names of the skips with which the module is called.
+        sends: the names of the skips that the module returns behind y.
 
     Raises:
-        ValueError: `name` is not a name, or `inputs` or `loss` is of the wrong kind.
+        ValueError: `name` is not a name, or `inputs`, `loss` or `sends` is of the wrong kind.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"name={name!r} is not the name of a stage: give a string such as 'encoder'")
@@ -128,11 +156,18 @@ def make_module_stage(
         )
     if not (loss is None or callable(loss)):
         raise ValueError(f"loss={loss!r} of stage {name!r} is not callable: give a function of (y, microbatch)")
+    if isinstance(sends, str) or not all(isinstance(skip, str) for skip in sends):
+        raise ValueError(f"sends={sends!r} of stage {name!r} is not a tuple of names: give sends=('name',)")
 
     def in_mode(*, training: bool, finish: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
-        def run(params: Any, x: Any, microbatch: Any, *, state: Any = None, key: Any = None) -> Outputs:
-            y, new_state = call(params, state, _arguments(name, inputs, x, microbatch), key, training=training)
-            return Outputs(y if finish is None else finish(y, microbatch), state=new_state if training else None)
+        def run(
+            params: Any, x: Any, microbatch: Any, *, state: Any = None, key: Any = None, skips: Any = None
+        ) -> Outputs:
+            args = _arguments(name, inputs, x, microbatch, takes, skips)
+            result, new_state, added = call(params, state, args, key, training=training)
+            y, sent = _sent(name, sends, result)
+            y = y if finish is None else finish(y, microbatch)
+            return Outputs(y, state=new_state, skips=sent, loss=added) if training else Outputs(y, skips=sent)
 
         return run
 
@@ -144,30 +179,47 @@ def make_module_stage(
         recompute=recompute,
         state=None if state is None else name,
         random=random,
+        takes=takes,
         evaluate=in_mode(training=False, finish=loss),
         predict=in_mode(training=False, finish=None),
     )
     return ModuleStage(stage, {} if params is None else {name: params}, {} if state is None else {name: state})
 
 
-def _arguments(name: str, inputs: Inputs, x: Any, microbatch: Any) -> tuple[Any, ...]:
+def _sent(name: str, sends: tuple[str, ...], result: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a module's y, and the skips that stand behind it."""
+    if not sends:
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 1 + len(sends):
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise ValueError(
+            f"the module of stage {name!r} returns {found}, but sends={tuple(sends)!r}: return "
+            f"(y, {', '.join(sends)}), or leave sends out"
+        )
+    return result[0], dict(zip(sends, result[1:], strict=True))
+
+
+def _arguments(
+    name: str, inputs: Inputs, x: Any, microbatch: Any, takes: tuple[str, ...], skips: Any
+) -> tuple[Any, ...]:
+    taken = tuple(skips[skip] for skip in takes)
     if inputs is None:
         if x is None:
             raise ValueError(
                 f"stage {name!r} is the first one, and no stage before it gives it an input: say what its module reads "
                 "of the micro-batch, such as inputs='images' or inputs=lambda x, microbatch: (microbatch,)"
             )
-        return (x,)
+        return (x, *taken)
     if isinstance(inputs, str):
         try:
-            return (microbatch[inputs],)
+            return (microbatch[inputs], *taken)
         except (KeyError, TypeError, IndexError) as error:
             has = sorted(microbatch) if isinstance(microbatch, dict) else type(microbatch).__name__
             raise ValueError(
                 f"stage {name!r} reads inputs={inputs!r} of the micro-batch, which is {has}: give one of its names, or "
                 "a function of (x, microbatch)"
             ) from error
-    args = inputs(x, microbatch)
+    args = inputs(x, microbatch, skips) if takes else inputs(x, microbatch)
     if not isinstance(args, tuple):
         raise ValueError(
             f"inputs of stage {name!r} returned {type(args).__name__}: return the tuple of the module's arguments, "

@@ -15,18 +15,19 @@ from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment, loss_an
 
 def call_segment(
     segment: Segment, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any], last: bool
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Return a segment's message, its new state and its aux.
+) -> tuple[Any, dict[str, Any], dict[str, Any], bool]:
+    """Return a segment's message, its new state, its aux, and whether it or an earlier one adds a loss.
 
     The last segment returns the loss in place of the message, or in prediction the outputs. Prediction has no aux.
     """
     message, new_state, aux = segment(params, x, inputs, state)
     if segment.role == "prediction":
-        return (message.y if last else message), new_state, {}
+        return (message.y if last else message), new_state, {}, False
+    adds_loss = message.loss is not None
     if not last:
-        return message, new_state, aux
-    loss, aux = loss_and_aux(message.y, aux, segment.stages[-1])
-    return loss, new_state, aux
+        return message, new_state, aux, adds_loss
+    loss, aux = loss_and_aux(message, aux, segment.stages[-1])
+    return loss, new_state, aux, adds_loss
 
 
 def check_results(segment: Segment, differs: Any, y_and_aux: Any, last: bool, split_state: Any) -> None:

@@ -1,8 +1,9 @@
 """Join neighbouring stages of one place to a segment: one function from message to message.
 
-    Message(y, skips)  ->  stage 3  ->  stage 4  ->  Message(y, skips)
+    Message(y, skips, loss)  ->  stage 3  ->  stage 4  ->  Message(y, skips, loss)
 
-A skip that a stage sends travels in the message, from stage to stage, up to the last stage that takes it.
+A skip that a stage sends travels in the message, from stage to stage, up to the last stage that takes it. A loss that a
+stage adds travels on to the end, where the last stage's is added to it.
 """
 
 import dataclasses
@@ -20,10 +21,11 @@ from ipu_jax.stage import Outputs, Role, Stage, naming
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """The message between stages: the result `y` of the last one, and the skips that later stages take."""
+    """The message between stages: the last one's `y`, skips that later stages take, and the loss added so far."""
 
     y: Any
     skips: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loss: Any = None
 
 
 NO_MESSAGE = Message(None)
@@ -118,7 +120,8 @@ class Segment:
                     )
                 if out.aux is not None:
                     aux = merged_aux(aux, {stage.name: out.aux})
-                x = Message(out.y, _sent(stage, out.skips, x.skips, onward))
+                loss = None if self.role == "prediction" else _added(stage, x.loss, out.loss)
+                x = Message(out.y, _sent(stage, out.skips, x.skips, onward), loss)
         return x, new_state, aux
 
 
@@ -153,6 +156,17 @@ def _sent(stage: Stage, new: Mapping[str, Any], old: dict[str, Any], onward: fro
                 "give it another name"
             )
     return {name: value for name, value in {**old, **new}.items() if name in onward}
+
+
+def _added(stage: Stage, old: Any, new: Any) -> Any:
+    if new is None:
+        return old
+    if jnp.shape(new) != () or not jnp.issubdtype(jnp.result_type(new), jnp.floating):
+        raise ValueError(
+            f"stage {stage.name!r} adds a loss of {jnp.result_type(new)}{list(jnp.shape(new))}: "
+            "return Outputs(y, loss=...) with a float scalar"
+        )
+    return jnp.asarray(new) if old is None else old + new
 
 
 def _checked_state(stage: Stage, new: Any, old: Any) -> Any:
@@ -202,9 +216,9 @@ def _onward(stages: tuple[Stage, ...]) -> tuple[frozenset[str], ...]:
     return tuple(frozenset(name for later in stages[i + 1 :] for name in later.takes) for i in range(len(stages)))
 
 
-def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict[str, Any]]:
-    """Return the loss and the aux by stage, given the last stage's result: a loss or `(loss, aux)`."""
-    loss: Any = y
+def loss_and_aux(message: Message, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict[str, Any]]:
+    """Return the loss and the aux by stage, given the last stage's message, whose y is a loss or `(loss, aux)`."""
+    y = loss = message.y
     if isinstance(y, tuple) and len(y) == 2:
         loss, aux = y[0], merged_aux(aux, {last.name: y[1]})
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -213,7 +227,7 @@ def loss_and_aux(y: Any, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict
             f"the last stage, {last.name!r}, returns {found}: "
             "return the micro-batch's mean loss, a float scalar, or (loss, aux)"
         )
-    return loss, dict(aux)
+    return loss if message.loss is None else loss + message.loss, dict(aux)
 
 
 def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:

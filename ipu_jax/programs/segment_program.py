@@ -63,6 +63,7 @@ class SegmentProgram:
         stash: the residuals that F stores for B, per micro-batch, as a list of `jax.ShapeDtypeStruct`.
         weight_residuals: the values that B stores for W, likewise; empty where B is not split.
         signature: segments with equal signatures compute the same function; None where equality cannot be decided.
+        adds_loss: whether the segment or an earlier one adds a loss to the last stage's.
     """
 
     y: Any
@@ -70,6 +71,7 @@ class SegmentProgram:
     stash: list[jax.ShapeDtypeStruct]
     weight_residuals: list[jax.ShapeDtypeStruct]
     signature: Signature | None
+    adds_loss: bool
     _forward: Any  # closed jaxpr: flat (params, x, inputs, state) -> leaves of y, new state, aux, stash
     _result: Any  # the tree of (y, new state, aux)
     _stash_types: tuple[Any, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
@@ -195,7 +197,7 @@ def trace_segment(
         def differentiable(trained_weights: list[Any], x_floats: list[Any]) -> tuple[list[Any], Any]:
             following = iter(trained_weights)
             leaves = [next(following) if t else w for w, t in zip(weights, is_trained, strict=True)]
-            y, new_state, aux = call_segment(
+            y, new_state, aux, captured["adds_loss"] = call_segment(
                 segment, jax.tree.unflatten(treedef, leaves), join_x(x_floats, x_others), inputs, state, last
             )
             y_floats, y_others, captured["join_y"] = split_floats(y)
@@ -244,6 +246,7 @@ def trace_segment(
         stash=[jax.eval_shape(_key_data, shape) for shape in stash_types],
         weight_residuals=[],
         signature=signature_of((forward, traced_backward), captured["result"]),
+        adds_loss=captured["adds_loss"],
         _forward=forward,
         _result=captured["result"],
         _stash_types=tuple(stash_types),
@@ -269,12 +272,13 @@ def _trace_forward(
     captured: dict[str, Any] = {}
 
     def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
-        leaves, captured["result"] = jax.tree.flatten(call_segment(segment, params, x, inputs, state, last))
+        *results, captured["adds_loss"] = call_segment(segment, params, x, inputs, state, last)
+        leaves, captured["result"] = jax.tree.flatten(tuple(results))
         return leaves
 
     traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
     differs = differing_outputs(segment, traced.jaxpr, may_differ, len(jax.tree.leaves(params)))
     y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, traced.out_avals)))
     check_results(segment, jax.tree.unflatten(captured["result"], differs), (y, aux), last, split_state)
-    signature = signature_of((traced,), captured["result"])
-    return SegmentProgram(y, aux, [], [], signature, _forward=traced, _result=captured["result"])
+    signature, adds_loss = signature_of((traced,), captured["result"]), captured["adds_loss"]
+    return SegmentProgram(y, aux, [], [], signature, adds_loss, _forward=traced, _result=captured["result"])

@@ -15,11 +15,13 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     """Return the result of a loss function as `(loss, aux)`; aux is None if there is none.
 
     Raises:
-        ValueError: the loss is not a float scalar.
+        ValueError: the loss is not a float scalar, or it comes with a loss to add.
     """
     loss, aux = result, None
     if isinstance(result, Outputs):
         loss, aux = result.y, result.aux
+        if result.loss is not None:
+            raise ValueError("loss_fn returned Outputs(loss=...), which stages add to a loss: add it to y")
     elif isinstance(result, tuple) and len(result) == 2:
         loss, aux = result
     if not hasattr(loss, "shape") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):

@@ -101,7 +101,8 @@ class Diagnosis:
             )
             any_trained = any_trained or bool(trained)
         names = [stage.name for stage in self._model.stages]
-        return Flags(_wide(flags[-1]["loss"]), stages, names, is_finite)
+        losses = sum(_wide(own["loss"]) for own in flags if "loss" in own)
+        return Flags(losses, stages, names, is_finite)
 
 
 def _float_paths(leaves: Sequence[Leaf]) -> list[str]:

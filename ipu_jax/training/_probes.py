@@ -103,10 +103,12 @@ class ProbedPipeline:
             extra |= {} if skips is None else {"skips": skips}
             out = stage.fn(jax.tree.unflatten(treedef, leaves), x, microbatch, **extra)
             out = out if isinstance(out, Outputs) else Outputs(out)
-            y, loss, outputs = out.y, None, (out.y, dict(out.skips))
+            y, losses, outputs = out.y, [out.loss], (out.y, dict(out.skips), out.loss)
             if is_last:
                 y, aux = out.y if isinstance(out.y, tuple) else (out.y, out.aux)
-                loss, outputs = y, (y, counts_of(aux, dims=0) if self._weighted else None)
+                losses.append(y)
+                outputs = (y, out.loss, counts_of(aux, dims=0) if self._weighted else None)
+            losses = [loss for loss in losses if loss is not None]
             flags = {
                 "weights": _flags(weights),
                 "batch": _flags(microbatch),
@@ -116,7 +118,8 @@ class ProbedPipeline:
             }
             if stage.place is None:  # a shard is on one IPU, and each IPU must return the same aux
                 flags = jax.tree.map(lambda flag: lax.pmax(flag, IPU_AXIS), flags)
-            aux = {kind: flag for kind, flag in flags.items() if flag.size} | ({"loss": loss} if is_last else {})
+            aux = {kind: flag for kind, flag in flags.items() if flag.size}
+            aux |= {"loss": sum(losses)} if losses else {}
             return dataclasses.replace(out, y=y, aux=lax.stop_gradient(aux))
 
         own = {"fn": fn, "params": name, "name": f"{number} {stage.name}", "predict_specs": WHOLE}
@@ -132,7 +135,7 @@ class ProbedPipeline:
             loss_cotangent: that of one micro-batch.
 
         Returns:
-            Per stage its flags, (replicas, M, values) each, and the last one's losses; per slot and per concurrent
+            Per stage its flags, (replicas, M, values) each, and the loss that it adds, if any; per slot and per concurrent
             group the probes, (replicas, [ipus,] uses, rows, M); and a bool.
         """
         model, extended, layout = self._pipeline, self._extended, self._layout

@@ -180,6 +180,11 @@ class Iteration:
             )
             return loss, aux, jax.tree.leaves(sums), None
         result = model.run_on_ipu(state.params, batch, state.stages, key, loss_cotangent=loss_cotangent)
+        if self.options.weighted and result.adds_loss:
+            raise ValueError(
+                "weighted=True divides the loss by counts, but a stage adds a loss that has none, Outputs(loss=...) or "
+                "losses=: send it to the last stage as a skip, and return (sum + count * loss, count) there"
+            )
         value = model.loss_with_aux(result.loss, result.aux)
         stages = state.stages and result.state
         if model.replicas > 1:

@@ -17,7 +17,7 @@ groups are split by their PartitionSpecs; a split dim that is not divisible by t
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,14 +135,51 @@ def plan_layout(
 
 
 def _frozen_mask(name: str, treedef: Any, frozen: Any) -> list[bool]:
-    try:
-        mask = jax.tree.leaves(jax.tree.broadcast(frozen, jax.tree.unflatten(treedef, range(treedef.num_leaves))))
-    except ValueError as error:
-        raise ValueError(f"frozen[{name!r}] does not fit the group's tree: {error}") from error
+    mask = _spread(f"frozen[{name!r}]", frozen, treedef)
     for value in mask:
         if not isinstance(value, (bool, np.bool_)):
             raise ValueError(f"frozen[{name!r}] holds {value!r}: give True, False, or a tree of them")
     return [bool(value) for value in mask]
+
+
+def _spread(what: str, prefix: Any, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return, per leaf of a group's tree, the leaf of `prefix` above it.
+
+    Args:
+        what: the name of `prefix` in error messages.
+        prefix: of the tree's own kinds of nodes, or of dicts, lists and tuples with the same names: a plain dict fits
+            an `nnx.State`, and names the fields of an Equinox module.
+        treedef: the group's.
+        is_leaf: as `jax.tree.leaves` takes it, for `prefix`.
+
+    Raises:
+        ValueError: a leaf has none above it, or `prefix` names something that is not in the tree.
+    """
+    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError:
+        pass  # other kinds of nodes
+    of_names = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)}
+    used, spread = set(), []
+    for path, _ in jax.tree.leaves_with_path(tree):
+        names = _names(path)
+        above = next((names[:k] for k in range(len(names) + 1) if names[:k] in of_names), None)
+        if above is None:
+            raise ValueError(
+                f"{what} does not fit the group's tree: it says nothing for {'/'.join(names)}: name all leaves, or a "
+                "node above them"
+            )
+        used.add(above)
+        spread.append(of_names[above])
+    unknown = ["/".join(names) for names in of_names if names not in used]
+    if unknown:
+        raise ValueError(f"{what} does not fit the group's tree: it names {unknown[0]}, which is not there")
+    return spread
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout:
@@ -188,12 +225,8 @@ def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[s
             f"with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole"
         )
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    try:
-        spec_tree = jax.tree.broadcast(specs[name], jax.tree.unflatten(treedef, leaves), is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(f"specs[{name!r}] does not fit the group's tree: {error}") from error
     with_spec = []
-    for leaf, spec in zip(leaves, jax.tree.leaves(spec_tree, is_leaf=is_spec), strict=True):
+    for leaf, spec in zip(leaves, _spread(f"specs[{name!r}]", specs[name], treedef, is_spec), strict=True):
         axes = [axis for axis in spec if axis is not None] if is_spec(spec) else []
         if not is_spec(spec) or any(axis != IPU_AXIS for axis in axes) or len(axes) > 1 or len(spec) > len(leaf.shape):
             raise ValueError(

@@ -17,7 +17,7 @@ def part_of(name="part", *, params=2.0, state=None, inputs=None, loss=None):
         y = params
         for arg in args:
             y = y * arg
-        return y, None if state is None else state + training
+        return y, None if state is None else state + training, None
 
     return make_module_stage(call, name, params, state, ipu=0, inputs=inputs, loss=loss, random=False, recompute="auto")
 

@@ -1,0 +1,292 @@
+"""Test what stages of modules send past others, skips and tied weights, against whole models on one device."""
+
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from ipu_jax import ModuleStage, Pipeline, Stage, equinox_stage, gather_stages, linen_stage, make_train_step, nnx_stage
+from support.dense import largest_relative_error
+
+M, ROWS, D, WORDS = 4, 3, 6, 11
+
+
+def cross_entropy(logits, microbatch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["label"]).mean()
+
+
+# a language model whose embedding and logits share one table
+
+
+class Block(nnx.Module):
+    def __init__(self, seed):
+        self.norm, self.up = nnx.RMSNorm(D, rngs=nnx.Rngs(0)), nnx.Linear(D, D, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return x + nnx.silu(self.up(self.norm(x)))
+
+
+class Words(nnx.Module):
+    """Returns the embeddings, and the table for the head."""
+
+    def __init__(self, embed):
+        self.embed = embed
+
+    def __call__(self, tokens):
+        return self.embed(tokens), self.embed.embedding[...]
+
+
+class Head(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.RMSNorm(D, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, table):
+        return self.norm(x) @ table.T
+
+
+class Tied(nnx.Module):
+    """The whole model, as its author wrote it."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(WORDS, D, rngs=nnx.Rngs(0))
+        self.blocks, self.norm = nnx.List([Block(1), Block(2)]), nnx.RMSNorm(D, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+TOKENS = {
+    "tokens": np.random.default_rng(0).integers(0, WORDS, (M, ROWS, 5)),
+    "label": np.random.default_rng(1).integers(0, WORDS, (M, ROWS, 5)),
+}
+
+
+@pytest.mark.slow(one_in=3)
+@pytest.mark.parametrize(
+    ("ipus", "schedule"), [((0, 0, 1, 1), "1f1b"), ((0, 1, 2, 3), "zb-h1"), ((0, 1, 2, 0), "grouped")]
+)
+def test_a_tied_table_that_is_sent_learns_as_in_the_whole_model(ipus, schedule):
+    tied = Tied()
+    parts = [
+        nnx_stage(Words(tied.embed), "words", ipu=ipus[0], inputs="tokens", sends=("table",)),
+        nnx_stage(Block(1), "block 0", ipu=ipus[1]),
+        nnx_stage(Block(2), "block 1", ipu=ipus[2]),
+        nnx_stage(Head(), "head", ipu=ipus[3], takes=("table",), loss=cross_entropy),
+    ]
+    stages, params, _ = gather_stages(parts)
+    pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=M)
+    graph, whole = nnx.split(tied)
+
+    def twin(whole):
+        logits = nnx.merge(graph, whole)(TOKENS["tokens"])
+        return cross_entropy(logits, TOKENS)
+
+    def as_stages(whole):
+        return {
+            "words": {"embed": whole["embed"]},
+            "block 0": whole["blocks"][0],
+            "block 1": whole["blocks"][1],
+            "head": {"norm": whole["norm"]},
+        }
+
+    pure = nnx.to_pure_dict
+    loss, gradients = jax.jit(jax.value_and_grad(twin))(whole)
+    actual, sharded = pipeline.value_and_grad(pipeline.shard(params), TOKENS)
+    assert float(actual) == pytest.approx(float(loss), rel=1e-5)
+    of_stages = {name: pure(tree) for name, tree in pipeline.unshard(sharded).items()}
+    assert largest_relative_error(of_stages, as_stages(pure(gradients))) < 1e-5
+
+    step, optimizer = make_train_step(pipeline, optax.adam(0.1)), optax.adam(0.1)
+    state, of_twin = step.init(params), optimizer.init(whole)
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p))
+    for _ in range(3):
+        state, _ = step(state, TOKENS)
+        changes, of_twin = update(jax.grad(twin)(whole), of_twin, whole)
+        whole = optax.apply_updates(whole, changes)
+    trained = {name: pure(tree) for name, tree in step.whole(state)["params"].items()}
+    assert largest_relative_error(trained, as_stages(pure(whole))) < 1e-4
+
+
+# a U-Net
+
+
+class Down(nn.Module):
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        high = nn.relu(nn.Conv(self.features, (3, 3))(x))
+        return nn.avg_pool(high, (2, 2), (2, 2)), high
+
+
+class Up(nn.Module):
+    features: int
+
+    @nn.compact
+    def __call__(self, x, high):
+        x = jax.image.resize(x, (*high.shape[:-1], x.shape[-1]), "nearest")
+        return nn.relu(nn.Conv(self.features, (3, 3))(jnp.concatenate([x, high], -1)))
+
+
+class Last(nn.Module):
+    @nn.compact
+    def __call__(self, x, high):
+        return nn.Conv(1, (1, 1))(Up(2)(x, high))
+
+
+MODULES = {"down 0": Down(2), "down 1": Down(3), "up": Up(3), "last": Last()}
+IMAGES = np.random.default_rng(2).normal(size=(M, 2, 4, 4, 1)).astype(np.float32)
+
+
+def unet(apply, x):
+    """Run the whole model; `apply(name, *arguments)` runs a part."""
+    x, first = apply("down 0", x)
+    x, second = apply("down 1", x)
+    return apply("last", apply("up", x, second), first)
+
+
+@pytest.mark.slow(one_in=2)
+@pytest.mark.parametrize(("ipus", "schedule"), [((0, 0, 1, 1), "1f1b"), ((0, 1, 2, 3), "zb-h1")])
+def test_a_u_net_sends_its_skips(ipus, schedule):
+    variables = {}
+
+    def init(name, *args):
+        result, variables[name] = MODULES[name].init_with_output(jax.random.key(len(variables)), *args)
+        return result
+
+    unet(init, IMAGES[0])
+    skips = {
+        "down 0": {"inputs": lambda x, images: (images,), "sends": ("first",)},
+        "down 1": {"sends": ("second",)},
+        "up": {"takes": ("second",)},
+        "last": {
+            "takes": ("first",),
+            "inputs": lambda x, images, skips: (x, skips["first"]),
+            "loss": lambda y, images: jnp.mean((y - images) ** 2),
+        },
+    }
+    parts = [
+        linen_stage(module, variables[name], name, ipu=ipu, **skips[name])
+        for (name, module), ipu in zip(MODULES.items(), ipus, strict=True)
+    ]
+    stages, params, _ = gather_stages(parts)
+    pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=M)
+
+    def twin(params):
+        apply = lambda name, *args: MODULES[name].apply({"params": params[name]}, *args)  # noqa: E731
+        return jnp.mean(jnp.stack([jnp.mean((unet(apply, images) - images) ** 2) for images in IMAGES]))
+
+    loss, gradients = jax.jit(jax.value_and_grad(twin))(params)
+    actual, sharded = pipeline.value_and_grad(pipeline.shard(params), IMAGES)
+    assert float(actual) == pytest.approx(float(loss), rel=1e-5)
+    assert largest_relative_error(pipeline.unshard(sharded), gradients) < 1e-5
+    outputs = pipeline.predict(pipeline.shard(params), IMAGES)
+    apply = lambda name, *args: MODULES[name].apply({"params": params[name]}, *args)  # noqa: E731
+    np.testing.assert_allclose(outputs[0], unet(apply, IMAGES[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_equinox_modules_send_and_take_examples():
+    class Doubled(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.linear(x), 2 * x
+
+    first = equinox_stage(Doubled(eqx.nn.Linear(D, D, key=jax.random.key(0))), "first", inputs="x", sends=("twice",))
+    last = equinox_stage(lambda x, twice: x.sum() * twice, "last", takes=("twice",))
+    x = jnp.ones((ROWS, D))
+    out = first.stage.fn(first.params["first"], None, {"x": x})
+    np.testing.assert_array_equal(out.skips["twice"], 2 * x)
+    taken = last.stage.fn(None, out.y, {}, skips=out.skips)
+    np.testing.assert_allclose(taken.y, out.y.sum(-1, keepdims=True) * 2 * x, rtol=1e-6)
+
+
+# what is shared is refused
+
+
+def nnx_parts():
+    embed = nnx.Embed(WORDS, D, rngs=nnx.Rngs(0))
+    head = nnx.Sequential(Block(1), embed.attend)
+    head.embed = nnx.data(embed)
+    return nnx_stage(Words(embed), "words"), nnx_stage(head, "head", ipu=1)
+
+
+def nnx_statistics():
+    norm = nnx.BatchNorm(D, use_scale=False, use_bias=False, rngs=nnx.Rngs(0))
+    return nnx_stage(norm, "words"), nnx_stage(norm, "head", ipu=1)
+
+
+def equinox_parts():
+    class Model(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self):
+            embed = eqx.nn.Embedding(WORDS, D, key=jax.random.key(0))
+            linear = eqx.nn.Linear(D, WORDS, use_bias=False, key=jax.random.key(0))
+            self.shared = eqx.nn.Shared((embed, linear), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+
+    embed, linear = Model().shared()
+    return equinox_stage(embed, "words"), equinox_stage(linear, "head", ipu=1)
+
+
+def linen_parts():
+    params = nn.Embed(WORDS, D).init(jax.random.key(0), jnp.zeros(1, int))
+    return linen_stage(nn.Embed(WORDS, D), params, "words"), linen_stage(nn.Embed(WORDS, D), params, "head", ipu=1)
+
+
+def plain_parts():
+    table = np.ones((WORDS, D), np.float32)
+    stage = lambda name: Stage(lambda w, x, mb: x, params=name)  # noqa: E731
+    return ModuleStage(stage("words"), {"words": {"w": table}}), ModuleStage(stage("head"), {"head": [table]})
+
+
+@pytest.mark.parametrize(
+    ("parts", "arrays"),
+    [
+        (nnx_parts, "params['words']['embed']['embedding'].value and params['head']['embed']['embedding'].value"),
+        (nnx_statistics, "state['words']['mean'].value and state['head']['mean'].value"),
+        (equinox_parts, "params['words'].weight and params['head'].weight"),
+        (linen_parts, "params['words']['embedding'] and params['head']['embedding']"),
+        (plain_parts, "params['words']['w'] and params['head'][0]"),
+    ],
+)
+def test_an_array_that_two_stages_hold_is_refused(parts, arrays):
+    message = (
+        f"stages 'words' and 'head' hold the same array, {arrays}, which each of them would train by itself. If it is "
+        "one weight (tied), let the module of 'words' return it as well, with sends=('tied',), and that of 'head' use "
+        "it as an argument, with takes=('tied',). If they are two weights that start alike, copy one: "
+        "jax.tree.map(jnp.copy, ...)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        gather_stages(parts())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: linen_stage(Down(2), {}, "x", sends="first"),  # pyright: ignore[reportArgumentType]
+            "sends='first' of stage 'x' is not a tuple of names: give sends=('name',)",
+        ),
+        (
+            lambda: equinox_stage(lambda x: (x, x), "x", sends=("a", "b")).stage.fn(None, jnp.ones((2, 2)), None),
+            "the module of stage 'x' returns a tuple of 2, but sends=('a', 'b'): return (y, a, b), or leave sends out",
+        ),
+        (
+            lambda: equinox_stage(lambda x: x, "x", sends=("a",)).stage.fn(None, jnp.ones((2, 2)), None),
+            "but sends=('a',): return (y, a), or leave sends out",
+        ),
+    ],
+)
+def test_skips_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
+        make()

@@ -1,0 +1,261 @@
+"""Test what modules sow: a mixture of experts, whose balance loss counts, against Flax's own calls on one device."""
+
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ipu_jax import Pipeline, gather_stages, linen_stage, make_mesh, nnx_stage, verify
+from support.one_device import assert_trees_close, microbatches_of
+
+M, REPLICAS, ROWS, D, EXPERTS = 2, 2, 6, 4, 3
+SHAPE = (REPLICAS, M, ROWS, D)
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=SHAPE).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=SHAPE).astype(np.float32),
+}
+
+
+def routed(x, gate, experts):
+    """Return the experts' outputs by the gate's shares, and the balance loss of Switch."""
+    shares = jax.nn.softmax(x @ gate)
+    chosen = jax.nn.one_hot(shares.argmax(-1), EXPERTS)
+    balance = EXPERTS * jnp.sum(shares.mean(0) * chosen.mean(0))
+    return jnp.einsum("re,rd,edf->rf", shares * chosen, x, experts), balance
+
+
+def loss_of(y, microbatch):
+    return jnp.mean((y - microbatch["y"]) ** 2)
+
+
+class LinenExperts(nn.Module):
+    normal: bool = False
+    sum_up: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        draw = nn.initializers.normal(1.0)
+        y, balance = routed(x, self.param("gate", draw, (D, EXPERTS)), self.param("experts", draw, (EXPERTS, D, D)))
+        how = {"init_fn": lambda: jnp.float32(0), "reduce_fn": jnp.add} if self.sum_up else {}
+        self.sow("losses", "balance", balance, **how)
+        self.sow("intermediates", "y", y)
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.5)(y) if self.normal else y
+        return jnp.tanh(y)
+
+
+class LinenTwice(nn.Module):
+    """Sows from two modules, one of which keeps statistics."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        x = LinenExperts(normal=True)(x, train)
+        self.sow("router", "z", jnp.stack([x.mean(), (x**2).mean()]))
+        return LinenExperts(sum_up=True)(x, train)
+
+
+BODY, HEAD = LinenTwice(), LinenExperts()
+
+
+@pytest.fixture(scope="module")
+def variables():
+    init = lambda module, seed: module.init(jax.random.key(seed), jnp.ones((ROWS, D)))  # noqa: E731
+    return jax.jit(lambda: (init(BODY, 0), init(HEAD, 1)))()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reduction"),
+    [("zb-h1", "sum"), pytest.param("1f1b", "mean", marks=pytest.mark.slow(one_in=2))],
+)
+def test_what_linen_modules_sow_is_added_to_the_loss(variables, schedule, reduction):
+    assert {"losses", "router"} <= variables[0].keys()  # of init, whose result is given whole
+    parts = [
+        linen_stage(BODY, variables[0], "body", ipu=0, inputs="x", losses={"losses": 0.5, "router": 0.2}),
+        linen_stage(HEAD, variables[1], "head", ipu=1, loss=loss_of, losses={"losses": 0.3}),
+    ]
+    stages, params, state = gather_stages(parts)
+    assert state["body"].keys() == {"batch_stats"}
+    mesh = make_mesh(REPLICAS, 2)
+    pipeline = Pipeline(stages, mesh=mesh, schedule=schedule, reduction=reduction, gradient_accumulation=M)
+    placed = pipeline.shard(params), BATCH, pipeline.shard_state(state)
+
+    def twin(params):
+        losses, all_stats = [], []
+        for of_replica in microbatches_of(BATCH):
+            stats = state["body"]
+            for microbatch in microbatches_of(of_replica):
+                mutable = ["batch_stats", "losses", "router"]
+                x, new = BODY.apply({"params": params["body"], **stats}, microbatch["x"], mutable=mutable)
+                y, of_head = HEAD.apply({"params": params["head"]}, x, mutable=["losses"])
+                stats = {"batch_stats": jax.lax.stop_gradient(new["batch_stats"])}
+                own = new["losses"]["LinenExperts_0"]["balance"][0] + new["losses"]["LinenExperts_1"]["balance"]
+                added = 0.5 * own + 0.2 * new["router"]["z"][0].sum() + 0.3 * of_head["losses"]["balance"][0]
+                losses.append(loss_of(y, microbatch) + added)
+            all_stats.append(stats)
+        mean = jnp.mean(jnp.stack(losses))
+        stats = jax.tree.map(lambda *leaves: sum(leaves) / REPLICAS, *all_stats)
+        return (len(losses) * mean if reduction == "sum" else mean), (mean, {"body": stats})
+
+    (_, (loss, stats)), gradients = jax.jit(jax.value_and_grad(twin, has_aux=True))(params)
+    actual, sharded, new_state = pipeline.value_and_grad(*placed)
+    assert_trees_close((actual, pipeline.unshard(sharded), pipeline.unshard(new_state)), (loss, gradients, stats))
+    if schedule == "1f1b":
+        verify(pipeline, *placed)
+
+
+def test_evaluation_leaves_out_what_is_sown(variables):
+    part = linen_stage(HEAD, variables[1], "x", inputs="x", losses={"losses": 0.3})
+    out = part.stage.function("evaluation")(part.params["x"], None, {"x": BATCH["x"][0, 0]})
+    assert out.loss is None
+    np.testing.assert_allclose(out.y, HEAD.apply({"params": part.params["x"]}, BATCH["x"][0, 0]), rtol=1e-6)
+
+
+class BalanceLoss(nnx.Variable):
+    pass
+
+
+class NnxExperts(nnx.Module):
+    def __init__(self, seed, normal=False):
+        gate, experts = jax.random.split(jax.random.key(seed))
+        self.gate = nnx.Param(jax.random.normal(gate, (D, EXPERTS)))
+        self.experts = nnx.Param(jax.random.normal(experts, (EXPERTS, D, D)))
+        self.norm = nnx.BatchNorm(D, momentum=0.5, rngs=nnx.Rngs(seed)) if normal else None
+
+    def __call__(self, x):
+        y, balance = routed(x, self.gate[...], self.experts[...])
+        self.sow(BalanceLoss, "balance", balance)
+        self.sow(nnx.Intermediate, "y", y)
+        self.sow("z_losses", "z", x.mean())
+        return jnp.tanh(y if self.norm is None else self.norm(y))
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("called_before", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_nnx_modules_sow_is_added_to_the_loss(called_before):
+    body, head = NnxExperts(0, normal=True), NnxExperts(1)
+    if called_before:  # what that call sowed must not count
+        body.eval()
+        head(body(jnp.ones((ROWS, D))))
+    losses = {BalanceLoss: 0.5, "z_losses": 0.2}
+    parts = [
+        nnx_stage(body, "body", ipu=0, inputs="x", losses=losses),
+        nnx_stage(head, "head", ipu=1, loss=loss_of, losses=losses),
+    ]
+    stages, params, state = gather_stages(parts)
+    pipeline = Pipeline(stages, schedule="1f1b", gradient_accumulation=M)
+    batch = {name: leaf[0] for name, leaf in BATCH.items()}
+
+    def twin(params):
+        losses = []
+        fresh_body, fresh_head = NnxExperts(0, normal=True), NnxExperts(1)
+        nnx.update(fresh_body, params["body"])
+        nnx.update(fresh_head, params["head"])
+        for microbatch in microbatches_of(batch):
+            loss = loss_of(fresh_head(fresh_body(microbatch["x"])), microbatch)
+            for module in (fresh_body, fresh_head):
+                (balance,), (z,) = module.balance.get_value(), module.z.get_value()
+                loss += 0.5 * balance + 0.2 * z
+                nnx.pop(module, (BalanceLoss, nnx.variable_type_from_name("z_losses")))
+            losses.append(loss)
+        return jnp.mean(jnp.stack(losses))
+
+    loss, gradients = jax.jit(jax.value_and_grad(twin))(params)
+    actual, sharded, new_state = pipeline.value_and_grad(pipeline.shard(params), batch, pipeline.shard_state(state))
+    assert_trees_close((actual, pipeline.unshard(sharded)), (loss, gradients))
+    assert jax.tree.structure(pipeline.unshard(new_state)) == jax.tree.structure(state)
+
+
+# what is dropped
+
+
+def called(part, times=2):
+    """Trace the stage's function, and return the warnings and the last result."""
+    groups = (part.params.get("x"), None, {"x": jnp.ones((ROWS, D))})
+    state = {"state": part.state["x"]} if part.state else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            out = part.stage.fn(*groups, **state)
+    return [str(warning.message) for warning in caught], out
+
+
+DROPPED = (
+    "the module of stage 'x' sows into {}, which is dropped: give losses={{{}: weight}} to add it to the loss, or "
+    "losses={{{}: 0}} to drop it without this warning"
+)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_linen_modules_sow_in_vain_is_said_once(variables, whole):
+    given = variables[0] if whole else {name: variables[0][name] for name in ("params", "batch_stats")}
+    part = linen_stage(BODY, given, "x", inputs="x")
+    messages, out = called(part)
+    assert messages == [DROPPED.format(*[repr(name)] * 3) for name in ("losses", "router")]
+    assert jax.tree.structure(out.state) == jax.tree.structure(part.state["x"])
+    changed = BODY.apply({name: given[name] for name in ("params", "batch_stats")}, jnp.ones((ROWS, D)), mutable=True)[
+        1
+    ]
+    assert_trees_close(out.state["batch_stats"], changed["batch_stats"])
+    assert out.loss is None
+
+
+def test_what_nnx_modules_sow_in_vain_is_said_once():
+    part = nnx_stage(NnxExperts(0, normal=True), "x", inputs="x", losses={"z_losses": 0})
+    messages, out = called(part)
+    assert messages == [DROPPED.format(*["BalanceLoss"] * 3)]
+    assert (out.loss, jax.tree.structure(out.state)) == (None, jax.tree.structure(part.state["x"]))
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_an_earlier_call_sowed_does_not_grow():
+    module = NnxExperts(0, normal=True)
+    module(jnp.ones((ROWS, D)))
+    messages, out = called(part := nnx_stage(module, "x", inputs="x"))
+    assert len(messages) == 2
+    assert jax.tree.structure(out.state) == jax.tree.structure(part.state["x"])
+
+
+@pytest.mark.parametrize("losses", [{"losses": 0, "router": 0.0}, {"losses": 0.5, "router": 0}])
+def test_a_weight_of_0_drops_without_a_word(variables, losses):
+    messages, out = called(linen_stage(BODY, variables[0], "x", inputs="x", losses=losses))
+    assert (messages, out.loss is None) == ([], losses["losses"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: linen_stage(HEAD, {}, "x", losses=("losses",)),  # pyright: ignore[reportArgumentType]
+            "losses=('losses',) of stage 'x' does not give each of them a finite weight: give a dict such as "
+            "{'losses': 0.01}",
+        ),
+        (
+            lambda: nnx_stage(NnxExperts(0), "x", losses={BalanceLoss: float("nan")}),
+            "of stage 'x' does not give each of them a finite weight: give a dict such as {BalanceLoss: 0.01}",
+        ),
+        (
+            lambda: nnx_stage(NnxExperts(0), "x", losses={nnx.Param: 1.0}),
+            "which is not a type of variable that a module sows: give one such as BalanceLoss, for class "
+            "BalanceLoss(nnx.Variable)",
+        ),
+        (
+            lambda: called(nnx_stage(nnx.Linear(D, D, rngs=nnx.Rngs(0)), "x", inputs="x", losses={BalanceLoss: 1.0})),
+            "losses of stage 'x' names BalanceLoss, into which its module sows nothing in training: leave it out, or "
+            "give the name that the module's sow has",
+        ),
+        (
+            lambda: called(
+                linen_stage(HEAD, HEAD.init(jax.random.key(0), jnp.ones((1, D))), "x", inputs="x", losses={"loss": 1.0})
+            ),
+            "losses of stage 'x' names 'loss', into which its module sows nothing in training: leave it out, or give "
+            "the name that the module's sow has",
+        ),
+    ],
+)
+def test_losses_that_are_not_there_are_refused(make, message):
+    with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
+        make()
