@@ -23,6 +23,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
+from ipu_jax._collectives import axes_of
 from ipu_jax._jaxprs import JITS, bound, depending, laid_open, needed, part_of, scan_parts, value_of, variables
 from ipu_jax.programs._keeping import bytes_of, cheapest_to_keep
 
@@ -33,12 +34,6 @@ class Origin(enum.Enum):
     WEIGHTS = enum.auto()
     GIVEN = enum.auto()
     COMPUTED = enum.auto()
-
-
-_COLLECTIVES = """
-    psum psum_invariant pmax pmin pbroadcast ppermute all_gather all_gather_invariant all_to_all psum_scatter
-    reduce_scatter axis_index
-""".split()  # noqa: SIM905
 
 
 def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[..., Any]:
@@ -109,7 +104,7 @@ def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
 
 def _is_divider(eqn: Any) -> bool:
     has_body = eqn.primitive.name != "custom_jvp_call" and any(True for _ in core.jaxprs_in_params(eqn.params))
-    return has_body or bool(eqn.effects) or eqn.primitive.name in _COLLECTIVES
+    return has_body or bool(eqn.effects) or bool(axes_of(eqn))
 
 
 def _scan(eqn: Any, inputs: list[Any], known: dict[Any, Origin]) -> list[Any]:
