@@ -160,6 +160,9 @@ class _Part:
         if inside.outputs:
             run = jax.custom_vjp(inside.__call__)
             run.defvjp(inside._forward, _backward, symbolic_zeros=True)
+            # a gradient of zeros would be computed for the others, and asked of a loop that has no reverse mode
+            reached = _reached(self.eqns, inside.outputs)
+            args = [arg if v in reached else lax.stop_gradient(arg) for v, arg in zip(self.inputs, args, strict=True)]
             values |= zip(inside.outputs, run(*args), strict=True)
         return [values[v] for v in self.outputs]
 
@@ -212,12 +215,24 @@ class _Part:
 
 def _differentiable(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
     """Return the variables that have a gradient if all floating inputs have one."""
-    is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)  # noqa: E731
-    found = set(filter(is_float, inputs))
+    found = set(filter(_is_float, inputs))
     for eqn in eqns:
         if eqn.primitive.name != "stop_gradient" and found.intersection(variables(eqn.invars)):
-            found.update(filter(is_float, eqn.outvars))
+            found.update(filter(_is_float, eqn.outvars))
     return found
+
+
+def _reached(eqns: Sequence[Any], outputs: Sequence[Any]) -> set[Any]:
+    """Return the variables that get a gradient if all of these outputs have one."""
+    found = set(outputs)
+    for eqn in reversed(eqns):
+        if eqn.primitive.name != "stop_gradient" and found.intersection(eqn.outvars):
+            found.update(filter(_is_float, variables(eqn.invars)))
+    return found
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
