@@ -1,13 +1,45 @@
-"""Communicate between IPUs or replicas: the collectives that the engine and training share."""
+"""Communicate between IPUs or replicas, and say which equations of a traced program do.
+
+XLA pairs the devices of a collective by its replica groups. What has none, such as a ppermute, waits for every device
+of the mesh, whatever its axis: if only some devices run it, XLA pairs it with another permute that the others run.
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from sharded_ops import to_all
+
+_GROUPED = """
+    psum psum_invariant pmax pmin all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter
+""".split()  # noqa: SIM905
+_SILENT = ("axis_index", "pcast", "pvary", "preduced")  # these communicate nothing
+
+
+def axes_of(eqn: Any) -> tuple[str, ...]:
+    """Return the mesh axes that an equation names, with or without communicating over them.
+
+    The equations of the jaxprs inside it are not looked at.
+    """
+    params = [value for name, value in eqn.params.items() if name == "axes" or "axis_name" in name]
+    named = [axis for value in params for axis in (value if isinstance(value, list | tuple | frozenset) else [value])]
+    if not any(True for _ in core.jaxprs_in_params(eqn.params)):  # which bring their own effects
+        named += [effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"]
+    return tuple(axis for axis in (REPLICA_AXIS, IPU_AXIS) if axis in named)
+
+
+def is_ungrouped(eqn: Any) -> bool:
+    """Return whether an equation communicates without replica groups, or is not known to have any."""
+    return bool(axes_of(eqn)) and eqn.primitive.name not in (*_GROUPED, *_SILENT)
+
+
+def waits(eqn: Any, axis: str) -> bool:
+    """Return whether an equation waits for other devices of an axis; without replica groups it does on every axis."""
+    return is_ungrouped(eqn) or (axis in axes_of(eqn) and eqn.primitive.name in _GROUPED)
 
 
 def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:

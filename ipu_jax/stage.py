@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ipu_jax._checks import as_int, check_choice
@@ -83,7 +84,7 @@ class Stage:
         recompute: what B computes again instead of reading it from the stash: "auto" (whatever is cheaper to compute
             again than to stash, such as gelu, norms and softmax, but no product with weights); "none"; "all" (only the
             stage's input is stashed, and B runs F once more); or a policy of `jax.checkpoint_policies`, which says what
-            is stashed.
+            is stashed of the values that are not complex: complex ones, which jax cannot keep, are computed again.
         state: the name of a state group of this stage only: arrays of any dtype that each F reads as `state=` and
             replaces, for one micro-batch after the other, in order. No gradient flows through it. At the end of the
             step its floats are averaged over the replicas; other dtypes keep the value of replica 0.
@@ -182,7 +183,24 @@ class Stage:
         if self.recompute in ("auto", "none"):
             return fn
         # prevent_cse is not needed: F and B are in separate loops, and XLA does not merge expressions across them
-        return jax.checkpoint(fn, policy=self.recompute if callable(self.recompute) else None, prevent_cse=False)
+        policy = _RealsBy(self.recompute) if callable(self.recompute) else None
+        return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RealsBy:
+    """Let a policy of `jax.checkpoint` decide which values to keep, but never keep complex ones.
+
+    jax rounds what it keeps by `lax.reduce_precision`, which raises `TypeError` for complex values (0.10 to 0.12).
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        made = primitive.abstract_eval(*avals, **params)[0]
+        dtypes = [aval.dtype for aval in jax.tree.leaves(made) if hasattr(aval, "dtype")]
+        is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+        return False if is_complex else self.policy(primitive, *avals, **params)
 
 
 Role = Literal["training", "evaluation", "prediction", "reference"]

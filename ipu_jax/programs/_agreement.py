@@ -1,19 +1,22 @@
-"""Refuse traced segments that would hang, or whose result should be the same on all IPUs and may not be.
+"""Refuse traced segments that would hang or mix data, or whose result should be the same on all IPUs and may not be.
 
 A collective over "ipu" waits until every IPU of the replica reaches it. It is refused in a local stage, which only one
-IPU runs, and, in a concurrent stage, inside a branch or a loop whose predicate may differ between IPUs. The results of
-a concurrent stage (its `y`, its aux, state that is not sharded) must be the same on all IPUs. Nothing at run time would
-notice that they differ, so it is checked here.
+IPU runs, and, in a concurrent stage, inside a branch or a loop whose predicate may differ between IPUs. A collective
+without replica groups, such as a ppermute, waits for all devices of the mesh whatever its axis: XLA would pair one
+IPU's with one that other IPUs run, and exchange their data. So a local stage may communicate over "replica" by
+collectives that have groups, and no others. The results of a concurrent stage (its `y`, its aux, state that is not
+sharded) must be the same on all IPUs. Nothing at run time would notice that they differ, so it is checked here.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jax import lax
 
+from ipu_jax._collectives import axes_of, waits
 from ipu_jax._jaxprs import all_equations
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.programs._variance import differing, waits
+from ipu_jax.programs._variance import differing
 from ipu_jax.programs.segment import Segment
 
 _WHO = {IPU_AXIS: "IPUs", REPLICA_AXIS: "replicas"}
@@ -29,26 +32,41 @@ def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weig
         weights: how many of the first inputs are the same on all replicas; the others are each replica's own.
 
     Raises:
-        ValueError: a collective that only some IPUs or replicas reach; names the stage, the primitive and the mend.
+        ValueError: a collective that only some of the devices that it waits for reach; names the stage, the primitive
+            and the mend.
     """
+    if segment.place is not None:
+        for eqn in all_equations(jaxpr):
+            if waits(eqn, IPU_AXIS):
+                _refuse_in_local(segment, eqn)
     if any(waits(eqn, REPLICA_AXIS) for eqn in all_equations(jaxpr)) and lax.axis_size(REPLICA_AXIS) > 1:
         own = [i >= weights for i in range(len(jaxpr.invars))]
         differing(jaxpr, own, REPLICA_AXIS, lambda eqn, inside: _refuse_branch(segment, eqn, inside, REPLICA_AXIS))
     if segment.place is None:
         return differing(jaxpr, inputs, IPU_AXIS, lambda eqn, inside: _refuse_branch(segment, eqn, inside, IPU_AXIS))
-    for eqn in all_equations(jaxpr):
-        if waits(eqn, IPU_AXIS):
-            raise ValueError(
-                f"stage {segment.name!r} on IPU {segment.place} uses {eqn.primitive.name} over axis {IPU_AXIS!r}, "
-                "which would wait for ever for the IPUs that don't run it: make the stage concurrent "
-                "(ipu=ALL_IPUS), or take the collective out"
-            )
     return [False] * len(jaxpr.outvars)
 
 
-def _refuse_branch(segment: Segment, eqn: Any, inside: str, axis: str) -> None:
+def _refuse_in_local(segment: Segment, eqn: Any) -> NoReturn:
+    axes, name = axes_of(eqn), eqn.primitive.name
+    if IPU_AXIS in axes:
+        raise ValueError(
+            f"stage {segment.name!r} on IPU {segment.place} uses {name} over axis {IPU_AXIS!r}, "
+            "which would wait for ever for the IPUs that don't run it: make the stage concurrent "
+            "(ipu=ALL_IPUS), or take the collective out"
+        )
     raise ValueError(
-        f"stage {segment.name!r} uses {eqn.primitive.name} over axis {axis!r} inside a {inside} "
+        f"stage {segment.name!r} on IPU {segment.place} uses {name} over axis {axes[0]!r}, which has no replica "
+        "groups, so that it would exchange data with IPUs that run other stages: use psum, pmax, pmin, all_gather, "
+        "psum_scatter or all_to_all (a shift by k is an all_to_all of rows that are zero but for row (axis_index + k) "
+        "% axis_size), or make the stage concurrent (ipu=ALL_IPUS)"
+    )
+
+
+def _refuse_branch(segment: Segment, eqn: Any, inside: str, axis: str) -> NoReturn:
+    over = axis if axis in axes_of(eqn) else axes_of(eqn)[0]
+    raise ValueError(
+        f"stage {segment.name!r} uses {eqn.primitive.name} over axis {over!r} inside a {inside} "
         f"whose predicate may differ between {_WHO[axis]}: those that take it would wait for ever for the "
         f"others; communicate outside of it, or decide by what all {_WHO[axis]} hold alike"
     )

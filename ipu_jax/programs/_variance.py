@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
+from ipu_jax._collectives import axes_of, waits
 from ipu_jax._jaxprs import all_equations, closed_of, scan_parts
 
 # the result of these over the axis is the same on all devices
@@ -29,16 +30,6 @@ _CALLS = {
 }
 
 Refuse = Callable[[Any, str], None]
-
-
-def waits(eqn: Any, axis: str) -> bool:
-    """Return whether an equation waits for the other devices of the axis."""
-    return _is_over(eqn, axis) and eqn.primitive.name != "axis_index"
-
-
-def _is_over(eqn: Any, axis: str) -> bool:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return axis in (axes if isinstance(axes, (tuple, list)) else (axes,))
 
 
 def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> list[bool]:
@@ -83,16 +74,20 @@ class _Axis:
             return self._while(eqn, of_inputs)
         if name == "scan":
             return self._scan(eqn, of_inputs)
-        if name == "axis_index":
-            return [_is_over(eqn, self.axis)] * count
-        if waits(eqn, self.axis):
-            return [name not in _MAKES_EQUAL or eqn.params.get("axis_index_groups") is not None] * count
+        if self._brings_differences(eqn):
+            return [True] * count
+        if self.axis in axes_of(eqn) and name in _MAKES_EQUAL:
+            return [False] * count
         brings_its_own = any(
-            _is_over(inner, self.axis) and inner.primitive.name not in _MAKES_EQUAL
+            self._brings_differences(inner)
             for jaxpr in core.jaxprs_in_params(eqn.params)
             for inner in all_equations(jaxpr)
         )
         return [any(of_inputs) or brings_its_own] * count
+
+    def _brings_differences(self, eqn: Any) -> bool:
+        is_alike = eqn.primitive.name in _MAKES_EQUAL and eqn.params.get("axis_index_groups") is None
+        return self.axis in axes_of(eqn) and not is_alike
 
     def _refuse_inside(self, jaxprs: Sequence[Any], name: str) -> None:
         for jaxpr in jaxprs:

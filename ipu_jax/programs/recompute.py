@@ -23,6 +23,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
+from ipu_jax._collectives import axes_of
 from ipu_jax._jaxprs import JITS, bound, depending, laid_open, needed, part_of, scan_parts, value_of, variables
 from ipu_jax.programs._keeping import bytes_of, cheapest_to_keep
 
@@ -33,12 +34,6 @@ class Origin(enum.Enum):
     WEIGHTS = enum.auto()
     GIVEN = enum.auto()
     COMPUTED = enum.auto()
-
-
-_COLLECTIVES = """
-    psum psum_invariant pmax pmin pbroadcast ppermute all_gather all_gather_invariant all_to_all psum_scatter
-    reduce_scatter axis_index
-""".split()  # noqa: SIM905
 
 
 def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[..., Any]:
@@ -109,7 +104,7 @@ def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
 
 def _is_divider(eqn: Any) -> bool:
     has_body = eqn.primitive.name != "custom_jvp_call" and any(True for _ in core.jaxprs_in_params(eqn.params))
-    return has_body or bool(eqn.effects) or eqn.primitive.name in _COLLECTIVES
+    return has_body or bool(eqn.effects) or bool(axes_of(eqn))
 
 
 def _scan(eqn: Any, inputs: list[Any], known: dict[Any, Origin]) -> list[Any]:
@@ -165,6 +160,9 @@ class _Part:
         if inside.outputs:
             run = jax.custom_vjp(inside.__call__)
             run.defvjp(inside._forward, _backward, symbolic_zeros=True)
+            # a gradient of zeros would be computed for the others, and asked of a loop that has no reverse mode
+            reached = _reached(self.eqns, inside.outputs)
+            args = [arg if v in reached else lax.stop_gradient(arg) for v, arg in zip(self.inputs, args, strict=True)]
             values |= zip(inside.outputs, run(*args), strict=True)
         return [values[v] for v in self.outputs]
 
@@ -217,12 +215,24 @@ class _Part:
 
 def _differentiable(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
     """Return the variables that have a gradient if all floating inputs have one."""
-    is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)  # noqa: E731
-    found = set(filter(is_float, inputs))
+    found = set(filter(_is_float, inputs))
     for eqn in eqns:
         if eqn.primitive.name != "stop_gradient" and found.intersection(variables(eqn.invars)):
-            found.update(filter(is_float, eqn.outvars))
+            found.update(filter(_is_float, eqn.outvars))
     return found
+
+
+def _reached(eqns: Sequence[Any], outputs: Sequence[Any]) -> set[Any]:
+    """Return the variables that get a gradient if all of these outputs have one."""
+    found = set(outputs)
+    for eqn in reversed(eqns):
+        if eqn.primitive.name != "stop_gradient" and found.intersection(eqn.outvars):
+            found.update(filter(_is_float, variables(eqn.invars)))
+    return found
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

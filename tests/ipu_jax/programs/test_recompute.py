@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -112,6 +113,41 @@ def test_gradients_in_a_half_type(dtype):
         scale = float(abs(plain.astype(jnp.float32)).max())
         error = [float(abs(a.astype(jnp.float32) - plain.astype(jnp.float32)).max()) / scale for a in (one, other)]
         assert error[0] <= max(2 * error[1], 2e-6), "as near as with all values kept"
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "auto",
+        "none",
+        "all",
+        jax.checkpoint_policies.everything_saveable,
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.save_only_these_names("z"),
+    ],
+)
+def test_gradients_of_complex_values(recompute):
+    """jax itself cannot keep them under a policy of its own (`reduce_precision does not accept dtype complex64`)."""
+
+    def spectral(p, x, mb):
+        z = checkpoint_name(jnp.fft.rfft(jnp.tanh(x)) * lax.complex(p["re"], p["im"]), "z")
+        z = jnp.einsum("btk,kl->btl", jnp.sin(z), z[0, :13]) / (1 + abs(z))
+        return jnp.fft.irfft(z * z, n=FEATURES)
+
+    found, expected = gradients(spectral, normal({"re": (13,), "im": (13,)}), recompute)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(abs(other).max()))
+
+
+@pytest.mark.parametrize("recompute", ["auto", "none", "all"])
+def test_a_loop_without_a_reverse_mode_behind_stop_gradient(recompute):
+    def doubled(p, x, mb):
+        turns = lax.while_loop(lambda c: abs(c).max() < 9, lambda c: c * 2, x @ p)
+        return x @ p * lax.stop_gradient(turns) + jnp.where(turns > 0, x, 1)
+
+    found, expected = gradients(doubled, normal((FEATURES, FEATURES)), recompute)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(abs(other).max()))
 
 
 def test_a_block_keeps_its_products_with_weights_and_the_inputs_of_its_norms():

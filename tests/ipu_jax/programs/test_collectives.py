@@ -1,0 +1,300 @@
+"""Test which collectives a stage may use over which axis, against dense twins where the axis is a dim of the batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, replicate, verify
+from ipu_jax.engine import _hooks
+from ipu_jax.schedules import SCHEDULES, make_schedule
+from support.dense import largest_relative_error
+from support.harness import exactly
+from support.layers import normal
+
+M, ROWS, D = 5, 4, 8
+
+
+@pytest.fixture(autouse=True)
+def bubbles_hold_nan(monkeypatch):
+    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+
+
+def permuted(x, axis="replica"):
+    n = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def shifted(x, axis="replica"):
+    """Return the neighbour's x, as `permuted` does, by a collective that has replica groups."""
+    n, i = lax.axis_size(axis), lax.axis_index(axis)
+    rows = jnp.zeros((n, *x.shape), x.dtype).at[(i + 1) % n].set(x)
+    return lax.all_to_all(rows, axis, 0, 0, tiled=True)[(i - 1) % n]
+
+
+def unknown(x, axis="replica"):
+    primitive = core.Primitive("swap")
+    primitive.def_abstract_eval(lambda x, *, axis_name: x)
+    return primitive.bind(x, axis_name=(axis,))
+
+
+def ragged(x, axis="replica"):
+    n = lax.axis_size(axis)
+    one = jnp.ones(n, jnp.int32)
+    return lax.ragged_all_to_all(x, x, jnp.arange(n), one, jnp.arange(n), one, axis_name=axis)
+
+
+def shuffled(x):
+    return lax.pshuffle(x, "replica", list(range(lax.axis_size("replica"))))
+
+
+UNGROUPED = {
+    "ppermute": permuted,
+    "pshuffle": shuffled,
+    "ragged_all_to_all": lambda x: lax.stop_gradient(ragged(x)),
+    "an unknown one": lambda x: x + lax.stop_gradient(unknown(lax.stop_gradient(x))),
+}
+NAMES = {"ppermute": "ppermute", "pshuffle": "ppermute", "ragged_all_to_all": "ragged_all_to_all"}
+
+
+def only_forward(op):
+    wrapped = jax.custom_vjp(lambda x: op(x))
+    wrapped.defvjp(lambda x: (op(x), None), lambda _, g: (g,))
+    return wrapped
+
+
+def only_backward(op):
+    wrapped = jax.custom_vjp(lambda x: x)
+    wrapped.defvjp(lambda x: (x, None), lambda _, g: (op(g),))
+    return wrapped
+
+
+WAYS = {
+    "plainly": lambda op: op,
+    "in jit": jax.jit,
+    "in checkpoint": jax.checkpoint,
+    "in cond": lambda op: lambda x: lax.cond(x.sum() > 0, op, lambda x: x, x),
+    "in scan": lambda op: lambda x: lax.scan(lambda c, _: (op(c), None), x, None, length=2)[0],
+    "in while": lambda op: lambda x: lax.stop_gradient(lax.while_loop(lambda c: c.sum() < 0, op, lax.stop_gradient(x))),
+    "in F alone": only_forward,
+    "in B alone": only_backward,
+}
+
+
+def pipeline_of(body, *, ipu: Any = 0, mesh=(2, 2), **options: Any):
+    """Return a pipeline of `body` and a loss on the last IPU, weights and batch."""
+    replicas, ipus = mesh
+    specs = {"body": PartitionSpec()} if ipu is ALL_IPUS else None
+    stages = [
+        Stage(lambda p, x, mb: body(p, mb["x"], mb), params="body", ipu=ipu, **options),
+        Stage(lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2), ipu=ipus - 1, name="the loss", predict=lambda p, x, mb: x),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(*mesh), gradient_accumulation=M, specs=specs, schedule="1f1b")
+    lead = (M,) if replicas == 1 else (replicas, M)
+    batch = {"x": normal(*lead, ROWS, D, seed=1), "y": normal(*lead, ROWS, D, seed=2)}
+    return pipeline, {"body": normal(D, D, seed=4)}, batch
+
+
+def refusal(primitive, stage="body"):
+    return (
+        f"stage {stage!r} on IPU 0 uses {primitive} over axis 'replica', which has no replica groups, so that it would "
+        "exchange data with IPUs that run other stages: use psum, pmax, pmin, all_gather, psum_scatter or all_to_all "
+        "(a shift by k is an all_to_all of rows that are zero but for row (axis_index + k) % axis_size), or make the "
+        "stage concurrent (ipu=ALL_IPUS)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, "plainly") for name in UNGROUPED] + [("ppermute", way) for way in WAYS if way != "plainly"],
+)
+def test_a_collective_without_groups_in_a_local_stage_is_refused(name, way):
+    op = WAYS[way](UNGROUPED[name])
+    pipeline, params, batch = pipeline_of(lambda p, x, mb: op(x @ p))
+    with pytest.raises(ValueError, match=exactly(refusal(NAMES.get(name, "swap")))):
+        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
+
+
+@pytest.mark.parametrize("recompute", ["all", jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (4, 2)])
+def test_it_is_refused_on_every_mesh_and_under_every_policy(mesh, recompute):
+    pipeline, params, batch = pipeline_of(lambda p, x, mb: permuted(x @ p), mesh=mesh, recompute=recompute)
+    stage = "body" if mesh[1] > 1 else "body + the loss"
+    with pytest.raises(ValueError, match=exactly(refusal("ppermute", stage))):
+        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
+
+
+def test_it_is_refused_in_evaluation_in_prediction_and_under_jax_grad():
+    swapped = lambda p, x, mb: permuted(mb["x"] @ p)  # noqa: E731
+    for options, call in (({"evaluate": swapped}, "loss"), ({"predict": swapped}, "predict")):
+        pipeline, params, batch = pipeline_of(lambda p, x, mb: x @ p, **options)
+        with pytest.raises(ValueError, match=exactly(refusal("ppermute"))):
+            jax.eval_shape(getattr(pipeline, call), pipeline.shard(params), batch)
+        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
+    pipeline, params, batch = pipeline_of(lambda p, x, mb: only_backward(permuted)(x @ p))
+    jax.eval_shape(pipeline.loss, pipeline.shard(params), batch)
+    with pytest.raises(ValueError, match=exactly(refusal("ppermute"))):
+        jax.eval_shape(jax.grad(pipeline.loss), pipeline.shard(params), batch)
+
+
+def twin(batch, neighbours, params):
+    """Return the mean loss of all replicas, where `neighbours(h)` is what each gets, by the replicas' dim 0."""
+    h = batch["x"] @ params["body"]
+    return jnp.mean((h + 0.5 * neighbours(h) - batch["y"]) ** 2)
+
+
+def ring(h):
+    return jnp.roll(h, 1, axis=0)
+
+
+def pairs(h):
+    return h.reshape(2, 2, *h.shape[1:]).sum(1, keepdims=True).repeat(2, axis=1).reshape(h.shape)
+
+
+def swapped_blocks(h):
+    """Return what all_to_all gives: block j of replica i's rows goes to block i of replica j's."""
+    blocks = h.reshape(len(h), M, len(h), -1, D)
+    return jnp.swapaxes(blocks, 0, 2).reshape(h.shape)
+
+
+def scattered(h):
+    """Return each replica's block of rows of the sum, twice."""
+    blocks = h.sum(0).reshape(M, len(h), -1, D)
+    return jnp.tile(jnp.swapaxes(blocks, 0, 1), (1, 1, len(h), 1))
+
+
+RIGHT = {
+    "a shift by all_to_all": (shifted, ring, (4, 2)),
+    "all_to_all": (lambda x: lax.all_to_all(x, "replica", 0, 0, tiled=True), swapped_blocks, (2, 2)),
+    "psum in groups": (lambda x: lax.psum(x, "replica", axis_index_groups=[[0, 1], [2, 3]]), pairs, (4, 2)),
+    "all_gather": (lambda x: lax.all_gather(x, "replica")[0], lambda h: h[:1].repeat(len(h), 0), (2, 2)),
+    "psum_scatter": (lambda x: jnp.tile(lax.psum_scatter(x, "replica", tiled=True), (2, 1)), scattered, (2, 2)),
+    "pmean": (lambda x: lax.pmean(x, "replica"), lambda h: h.mean(0, keepdims=True).repeat(len(h), 0), (2, 2)),
+}
+
+
+@pytest.mark.parametrize(("op", "neighbours", "mesh"), RIGHT.values(), ids=RIGHT)
+def test_a_collective_with_groups_over_replicas_is_right_in_a_local_stage(op, neighbours, mesh):
+    def body(p, x, mb):
+        h = x @ p
+        return h + 0.5 * op(h)
+
+    pipeline, params, batch = pipeline_of(body, mesh=mesh)
+    sharded = pipeline.shard(params)
+    verify(pipeline, sharded, batch)
+    loss, gradients = pipeline.value_and_grad(sharded, batch)
+    expected, expected_gradients = jax.value_and_grad(lambda params: twin(batch, neighbours, params))(params)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
+
+
+def product_by_ring(x, w):
+    """Return x @ w for the IPU's rows of w, the parts added up by permutes over "ipu"."""
+    own = lax.dynamic_slice_in_dim(x, lax.axis_index("ipu") * len(w), len(w), axis=1)
+    total = part = own @ w
+    for _ in range(lax.axis_size("ipu") - 1):
+        part = permuted(part, "ipu")
+        total = total + part
+    return lax.pmean(total, "ipu")
+
+
+def layer(p, x, mb):
+    return jnp.tanh((mb["x"] if x is None else x) @ p)
+
+
+def concurrent_layer(p, x, mb):
+    h = jnp.tanh(product_by_ring(x, p))
+    return h + 0.5 * permuted(h)
+
+
+def concurrent_loss(p, x, mb):
+    return jnp.mean((concurrent_layer(p, x, mb) - mb["y"]) ** 2)
+
+
+@pytest.mark.slow(one_in=5)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_permutes_over_both_axes_are_right_in_concurrent_stages(schedule):
+    """All devices run a concurrent stage in the same tick, so they all meet in its permutes, in the same order."""
+    places: list[Any] = list(make_schedule(schedule, ipus=2, micro_batches=1).placement)
+    places = [*places[:1], None, *places[1:], None]
+    names = [f"p{i}" for i in range(len(places))]
+    fns = [*(concurrent_layer if place is None else layer for place in places[:-1]), concurrent_loss]
+    stages = [
+        Stage(fn, params=name, ipu=ALL_IPUS if place is None else place)
+        for fn, name, place in zip(fns, names, places, strict=True)
+    ]
+    specs = {name: PartitionSpec("ipu") for name, place in zip(names, places, strict=True) if place is None}
+    pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=M, specs=specs, schedule=schedule)
+    params = {name: normal(D, D, seed=i) for i, name in enumerate(names)}
+    batch = {"x": normal(2, M, ROWS, D, seed=21), "y": normal(2, M, ROWS, D, seed=22)}
+
+    def dense(params):
+        h = batch["x"]
+        for name, place in zip(names, places, strict=True):
+            h = jnp.tanh(h @ params[name])
+            h = h + 0.5 * ring(h) if place is None else h
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    expected, expected_gradients = jax.jit(jax.value_and_grad(dense))(params)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("axis", "decides", "who"),
+    [
+        ("ipu", lambda x, mb: mb["x"].sum() > 0, "replicas"),
+        ("replica", lambda x, mb: mb["x"].sum() > 0, "replicas"),
+        ("replica", lambda x, mb: lax.axis_index("ipu") == 0, "IPUs"),
+        ("ipu", lambda x, mb: lax.axis_index("ipu") == 0, "IPUs"),
+    ],
+)
+def test_a_permute_in_a_branch_that_only_some_devices_of_the_mesh_take_is_refused(axis, decides, who):
+    """Over "ipu", too, it waits for the IPUs of all replicas."""
+
+    def body(p, x, mb):
+        return lax.pmean(lax.cond(decides(x, mb), lambda x: permuted(x, axis), lambda x: x, x @ p), "ipu")
+
+    pipeline, params, batch = pipeline_of(body, ipu=ALL_IPUS)
+    message = (
+        f"stage 'body' uses ppermute over axis {axis!r} inside a cond whose predicate may differ between {who}: those "
+        "that take it would wait for ever for the others; communicate outside of it, or decide by what all "
+        f"{who} hold alike"
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
+
+
+def test_a_permute_over_ipus_in_a_branch_that_one_replica_decides_is_right():
+    def body(p, x, mb):
+        h = x @ p
+        return lax.cond(h.sum() > 0, lambda h: lax.pmean(permuted(h, "ipu"), "ipu"), lambda h: -h, h)
+
+    pipeline, params, batch = pipeline_of(body, ipu=ALL_IPUS, mesh=(1, 2))
+    verify(pipeline, pipeline.shard(params), batch)
+
+
+def test_a_loss_function_on_replicas_may_permute():
+    """Replicas of one IPU each run the same program, with nothing else beside it."""
+    params, batch = normal(D, D), {"x": normal(4, M, ROWS, D, seed=1), "y": normal(4, M, ROWS, D, seed=2)}
+
+    def loss_fn(w, mb):
+        h = mb["x"] @ w
+        return jnp.mean((h + 0.5 * permuted(h) - mb["y"]) ** 2)
+
+    replicas = replicate(loss_fn, replication_factor=4, gradient_accumulation=M)
+    loss, gradients = replicas.value_and_grad(replicas.shard(params), batch)
+
+    def dense(w):
+        h = batch["x"] @ w
+        return jnp.mean((h + 0.5 * ring(h) - batch["y"]) ** 2)
+
+    expected, expected_gradients = jax.value_and_grad(dense)(params)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
