@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ipu_jax._jaxprs import CHECKPOINTS, bound, closed_of, scan_parts, value_of, variables
+from ipu_jax._jaxprs import CHECKPOINTS, bound, closed_of, laid_open, scan_parts, value_of, variables
+from ipu_jax.programs._scatters import into_flat, into_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,14 @@ class _View:
         start = [jnp.asarray(i, self.zero.dtype) + self.zero for i in at]
         old = lax.dynamic_slice(total, start, block.shape)
         return lax.dynamic_update_slice(total, old + block.astype(total.dtype), start)
+
+    def scatter(self, total: Any, indices: Any, updates: Any, params: dict[str, Any]) -> Any | None:
+        """Return the accumulator with the blocks added that a scatter-add adds to the view; None where it cannot."""
+        if not self.flat:
+            return into_rows(total, self.index, indices, updates, params)
+        strides = [math.prod(self.leaf[d + 1 :]) for d in range(len(self.index))]
+        first = self.zero + sum(i * stride for i, stride in zip(self.index, strides, strict=True))
+        return into_flat(total, self.shape, first, indices, updates, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +207,7 @@ def _scan(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
     """Add a row of a stacked output, or the next term of a carried sum, in each iteration."""
-    params, body = eqn.params, eqn.params["jaxpr"]
+    params, body = eqn.params, laid_open(eqn.params["jaxpr"])
     num_consts, num_carry = scan_parts(params)
     consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
     carry_vars = body.jaxpr.invars[num_consts:][:num_carry]
@@ -244,7 +253,7 @@ def _scan(
 
 def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any]:
     """Run the body, behind the optimization barrier that JAX's own lowering sets."""
-    body, barred = closed_of(eqn.params["jaxpr"]), eqn.params["prevent_cse"]
+    body, barred = laid_open(closed_of(eqn.params["jaxpr"])), eqn.params["prevent_cse"]
     barred = (barred,) * len(inputs) if isinstance(barred, bool) else barred
     if eqn.params["differentiated"] and any(barred):
         behind = iter(lax.optimization_barrier([v for v, b in zip(inputs, barred, strict=True) if b]))
@@ -282,10 +291,11 @@ def _scatter_add(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
     """Add the gradient of a gather: rows of a table."""
-    view, total = own[0].view, totals[own[0].k]
-    if view.index or view.flat or total.dtype != inputs[2].dtype or not walk.is_zero(eqn.invars[0]):
+    k, view = own[0].k, own[0].view
+    total = view.scatter(totals[k], *inputs[1:], eqn.params) if walk.is_zero(eqn.invars[0]) else None
+    if total is None:
         return None
-    totals[own[0].k] = bound(eqn, [total, *inputs[1:]])[0]
+    totals[k] = total
     return {}
 
 
