@@ -12,7 +12,6 @@ jax 0.10 where some leaves have a `Ref` and others have none (docs/design/guards
 
 import collections
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ipu_jax._jaxprs import CHECKPOINTS, bound, closed_of, scan_parts, value_of, variables
+from ipu_jax._jaxprs import CHECKPOINTS, bound, closed_of, laid_open, scan_parts, value_of, variables
+from ipu_jax.programs._blocks import Block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,65 +48,27 @@ def add_gradients(
         args: its arguments.
         num_dx: how many outputs come before the gradients.
         sums: the accumulators.
-        zero: an int32 that is 0, which XLA does not know. It is added to the index of each update, because XLA fuses
-            an update at a constant index into a loop over the whole array.
+        zero: an int32 that is 0, which XLA does not know (`Block`).
 
     Returns:
         `(new totals, the other outputs)`.
     """
     totals = [s.total for s in sums]
-    views = [_View(s.shape, s.total.shape != s.shape, zero) for s in sums]
-    wanted = [
-        _Wanted(var, k, view) for k, (var, view) in enumerate(zip(backward.jaxpr.outvars[num_dx:], views, strict=True))
-    ]
+    blocks = [Block.whole(s.shape, s.total.shape != s.shape, zero) for s in sums]
+    outvars = backward.jaxpr.outvars[num_dx:]
+    wanted = [_Wanted(var, k, block) for k, (var, block) in enumerate(zip(outvars, blocks, strict=True))]
     walk = _Walk(backward, wanted)
     env = walk.run(args, totals)
     return totals, [value_of(v, env) for v in backward.jaxpr.outvars[:num_dx]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _View:
-    """A part of an accumulator: the leaf's sub-array at some leading indices."""
-
-    leaf: tuple[int, ...]
-    flat: bool
-    zero: Any
-    index: tuple[Any, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.leaf[len(self.index) :]
-
-    def row(self, i: Any) -> "_View":
-        return dataclasses.replace(self, index=(*self.index, i))
-
-    def holds_in_one_piece(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a block of this shape is contiguous in the accumulator, or the accumulator is not flat."""
-        return not self.flat or shape[1:] == self.shape[1:]
-
-    def add(self, total: Any, part: Any, at: Sequence[Any] | None = None) -> Any:
-        """Return the accumulator with a block added, whose first element is `at` these indices of the view."""
-        if part.shape == total.shape == self.leaf:
-            return total + part.astype(total.dtype)
-        at = (*self.index, *([0] * part.ndim if at is None else at))
-        if self.flat:
-            strides = [math.prod(self.leaf[k + 1 :]) for k in range(len(self.leaf))]
-            at = (sum(i * stride for i, stride in zip(at, strides, strict=True)),)
-            block = part.reshape(-1)
-        else:
-            block = part.reshape((1,) * len(self.index) + part.shape)
-        start = [jnp.asarray(i, self.zero.dtype) + self.zero for i in at]
-        old = lax.dynamic_slice(total, start, block.shape)
-        return lax.dynamic_update_slice(total, old + block.astype(total.dtype), start)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """A variable whose value is to be added to a view of accumulator `k`."""
+    """A variable whose value is to be added to a block of accumulator `k`."""
 
     var: Any
     k: int
-    view: _View
+    block: Block
 
 
 class _Walk:
@@ -126,22 +88,46 @@ class _Walk:
         self.made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.sums_alone: set[int] = set()  # equations that only add parts
         self.parts: dict[Any, list[_Wanted]] = {}
-        self.literals: list[tuple[Any, _Wanted]] = []
+        self.literals: list[_Wanted] = []
         for want in wanted:
-            for part in self.parts_of(want.var):
-                if isinstance(part, core.Literal):
-                    self.literals.append((part.val, want))
-                elif part not in carried:
-                    self.parts.setdefault(part, []).append(want)
+            for part in self.parts_of(want):
+                if isinstance(part.var, core.Literal):
+                    self.literals.append(part)
+                elif part.var not in carried:
+                    self.parts.setdefault(part.var, []).append(part)
 
-    def parts_of(self, var: Any, mark: bool = True) -> list[Any]:
-        """Return the variables whose sum `var` is; if `mark`, note the equations that add them."""
-        eqn = None if isinstance(var, core.Literal) or self.uses[var] > 1 else self.made_by.get(var)
-        if eqn is None or not (eqn.primitive.name == "add_any" or _only_widens(eqn)):
-            return [var]
-        if mark:
-            self.sums_alone.add(id(eqn))
-        return [part for v in eqn.invars for part in self.parts_of(v, mark)]
+    def parts_of(self, want: _Wanted) -> list[_Wanted]:
+        """Return the parts whose sum a variable is, each with its own block, and note the equations that add them."""
+        eqn = None if isinstance(want.var, core.Literal) or self.uses[want.var] > 1 else self.made_by.get(want.var)
+        block = None if eqn is None else self.block_of_input(eqn, want.block)
+        if eqn is None or block is None:
+            return [want]
+        self.sums_alone.add(id(eqn))
+        inputs = eqn.invars if eqn.primitive.name == "add_any" else eqn.invars[:1]
+        return [part for var in inputs for part in self.parts_of(_Wanted(var, want.k, block))]
+
+    def block_of_input(self, eqn: Any, block: Block) -> Block | None:
+        """Return the block to which an equation's inputs, or its first one, can be added instead of its output.
+
+        Return None where there is no such block.
+        """
+        part, name = eqn.invars[0].aval, eqn.primitive.name
+        if name == "add_any":
+            return block
+        if name == "convert_element_type":  # the accumulator is float32 at least
+            return block if jnp.issubdtype(part.dtype, jnp.floating) else None
+        if name == "pad":  # the gradient of a slice
+            config = eqn.params["padding_config"]
+            if all(low >= 0 and high >= 0 and between == 0 for low, high, between in config):
+                inner = block.part([int(low) for low, _, _ in config], part.shape)
+                return inner if inner.in_one_piece and self.is_zero(eqn.invars[1]) else None
+        if name == "broadcast_in_dim" and part.size == eqn.outvars[0].aval.size:  # of `table[3]`
+            return block.with_dims(eqn.params["broadcast_dimensions"])
+        return None
+
+    def has_part(self, var: Any, want: _Wanted) -> bool:
+        """Return whether a variable, which nothing else reads, is a part of another."""
+        return self.uses[var] == 1 and any(part.var is var for part in self.parts_of(want))
 
     def is_zero(self, var: Any) -> bool:
         if isinstance(var, core.Literal):
@@ -153,8 +139,8 @@ class _Walk:
         """Return the values of all variables except the sums of parts, and change `totals` in place."""
         jaxpr = self.closed.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self.closed.consts, *args], strict=True))
-        for value, want in self.literals:
-            self.add(want, jnp.full(want.view.shape, value), totals)
+        for want in self.literals:
+            self.add(want, jnp.full(want.block.shape, want.var.val), totals)
         for var in [*jaxpr.constvars, *jaxpr.invars]:
             for want in self.parts.get(var, ()):
                 self.add(want, env[var], totals)
@@ -180,14 +166,7 @@ class _Walk:
 
     @staticmethod
     def add(want: _Wanted, part: Any, totals: list[Any]) -> None:
-        totals[want.k] = want.view.add(totals[want.k], part)
-
-
-def _only_widens(eqn: Any) -> bool:
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    narrow, wide = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return jnp.issubdtype(narrow, jnp.floating) and jnp.promote_types(narrow, wide) == wide
+        totals[want.k] = want.block.add(totals[want.k], part)
 
 
 # A rule adds the outputs in `own` (parts that nothing else reads) to `totals`, and returns the equation's other outputs
@@ -198,7 +177,7 @@ def _scan(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
     """Add a row of a stacked output, or the next term of a carried sum, in each iteration."""
-    params, body = eqn.params, eqn.params["jaxpr"]
+    params, body = eqn.params, laid_open(eqn.params["jaxpr"])
     num_consts, num_carry = scan_parts(params)
     consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
     carry_vars = body.jaxpr.invars[num_consts:][:num_carry]
@@ -206,8 +185,7 @@ def _scan(
     added = {
         p: want
         for p, want in own.items()
-        if p >= num_carry
-        or (inner.uses[carry_vars[p]] == 1 and carry_vars[p] in inner.parts_of(body.jaxpr.outvars[p], mark=False))
+        if p >= num_carry or inner.has_part(carry_vars[p], dataclasses.replace(want, var=body.jaxpr.outvars[p]))
     }
     if not added:
         return None
@@ -221,7 +199,7 @@ def _scan(
     def step(carry: Any, x: Any) -> Any:
         (values, held), (i, x) = carry, x
         wanted = [
-            _Wanted(body.jaxpr.outvars[p], want.k, want.view if p < num_carry else want.view.row(i))
+            _Wanted(body.jaxpr.outvars[p], want.k, want.block if p < num_carry else want.block.row(i))
             for p, want in added.items()
         ]
         here = [held[ks.index(k)] if k in ks else None for k in range(len(totals))]
@@ -244,37 +222,29 @@ def _scan(
 
 def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any]:
     """Run the body, behind the optimization barrier that JAX's own lowering sets."""
-    body, barred = closed_of(eqn.params["jaxpr"]), eqn.params["prevent_cse"]
+    body, barred = laid_open(closed_of(eqn.params["jaxpr"])), eqn.params["prevent_cse"]
     barred = (barred,) * len(inputs) if isinstance(barred, bool) else barred
     if eqn.params["differentiated"] and any(barred):
         behind = iter(lax.optimization_barrier([v for v, b in zip(inputs, barred, strict=True) if b]))
         inputs = [next(behind) if b else v for v, b in zip(inputs, barred, strict=True)]
-    wanted = [_Wanted(body.jaxpr.outvars[p], want.k, want.view) for p, want in own.items()]
+    wanted = [_Wanted(body.jaxpr.outvars[p], want.k, want.block) for p, want in own.items()]
     env = _Walk(body, wanted).run(inputs, totals)
     return {p: value_of(v, env) for p, v in enumerate(body.jaxpr.outvars) if p not in own}
-
-
-def _pad(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any] | None:
-    """Add the gradient of a static slice."""
-    config, view = eqn.params["padding_config"], own[0].view
-    part = inputs[0]
-    inside = all(low >= 0 and high >= 0 and between == 0 for low, high, between in config)
-    if not (inside and walk.is_zero(eqn.invars[1]) and view.holds_in_one_piece(part.shape)):
-        return None
-    totals[own[0].k] = view.add(totals[own[0].k], part, [int(low) for low, _, _ in config])
-    return {}
 
 
 def _update_slice(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
     """Add the gradient of a slice at a computed index."""
-    part, view = inputs[1], own[0].view
-    if not (walk.is_zero(eqn.invars[0]) and view.holds_in_one_piece(part.shape)):
+    part, k, block = inputs[1], own[0].k, own[0].block
+    if not walk.is_zero(eqn.invars[0]):
         return None
     # a slice that reaches beyond the end is moved back inside, so its gradient is, too
-    at = [jnp.clip(i, 0, size - n) for i, size, n in zip(inputs[2:], view.shape, part.shape, strict=True)]
-    totals[own[0].k] = view.add(totals[own[0].k], part, at)
+    at = [jnp.clip(i, 0, size - n) for i, size, n in zip(inputs[2:], block.shape, part.shape, strict=True)]
+    inner = block.part(at, part.shape)
+    if not inner.in_one_piece:
+        return None
+    totals[k] = inner.add(totals[k], part)
     return {}
 
 
@@ -282,16 +252,16 @@ def _scatter_add(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
     """Add the gradient of a gather: rows of a table."""
-    view, total = own[0].view, totals[own[0].k]
-    if view.index or view.flat or total.dtype != inputs[2].dtype or not walk.is_zero(eqn.invars[0]):
+    k, block = own[0].k, own[0].block
+    total = block.scatter_add(totals[k], *inputs[1:], eqn.params) if walk.is_zero(eqn.invars[0]) else None
+    if total is None:
         return None
-    totals[own[0].k] = bound(eqn, [total, *inputs[1:]])[0]
+    totals[k] = total
     return {}
 
 
 _RULES = {
     "scan": _scan,
-    "pad": _pad,
     "dynamic_update_slice": _update_slice,
     "scatter-add": _scatter_add,
     **dict.fromkeys(CHECKPOINTS, _checkpoint),
