@@ -177,7 +177,9 @@ class Feed:
         else:
             _check_stream(source, shuffle, seed, remainder, workers)
             stream = Stream(source, batched=items == "batches")
-            self._reader = StreamReader(stream, BatchDims(micro_batch, **dims), mesh, remainder=remainder, warns=not is_chosen, **rest)
+            self._reader = StreamReader(
+                stream, BatchDims(micro_batch, **dims), mesh, remainder=remainder, warns=not is_chosen, **rest
+            )
         self.like, self._position, self._epochs = self._reader.like, self._reader.start, epochs
         self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
         self._run: Run | None = None
