@@ -1,7 +1,7 @@
 """Test what the pages say of optax on packed weights: elementwise transformations and global norms are right there.
 
-Others are not, since a slot is no leaf: it has leaves of several stages, of several shapes and ranks. A training step is
-right for all. The gradients of each update are numbers of the batch, so the oracle is optax on the whole weights.
+Others are not, since a slot is no leaf: it has leaves of several stages, shapes and ranks. A training step is right for
+all. The gradients of each update are numbers of the batch, so the oracle is optax on the whole weights.
 """
 
 import jax
