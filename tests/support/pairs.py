@@ -1,4 +1,7 @@
-"""Draw a covering array: few cases in which each two values of two factors meet."""
+"""Pick few cases in which each possible pair of choices meets: a covering array, by greedy search.
+
+All combinations would be thousands of programs. But most faults come from one choice or from a pair of them.
+"""
 
 import itertools
 import random
@@ -6,61 +9,44 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Case = dict[str, Any]
-Pair = frozenset[tuple[str, int]]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
-def covering(
-    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool], *, seed: int, candidates: int = 30
-) -> list[Case]:
-    """Return cases that together contain each pair of values that an allowed case can contain.
+def pairs_of(case: Case) -> set[Pair]:
+    """Return all pairs of choices of a case."""
+    return set(itertools.combinations(case.items(), 2))
 
-    Each case is the best of some random ones. The same arguments give the same cases under any version of Python.
+
+def covering(choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool], *, seed: int = 0) -> list[Case]:
+    """Return cases such that every possible pair of choices is in one of them; they are the same every time.
+
+    A pair that none of many random cases can contain, since another choice forbids it, is in none.
 
     Args:
-        factors: the values of each factor.
-        allowed: whether a case may be drawn.
-        seed: of the draws.
-        candidates: how many are drawn for each case.
+        choices: the values of each choice.
+        possible: whether a case, or a pair of choices alone, may occur.
+        seed: of the random cases among which the best are picked.
     """
-    dice = random.Random(seed)
-    left = pairs_of(factors)
-    cases: list[Case] = []
-    while left:
-        wanted = min(left, key=lambda pair: sorted(pair))
-        drawn = [numbers for numbers in (_with(wanted, factors, allowed, dice) for _ in range(candidates)) if numbers]
-        if not drawn:
-            left.discard(wanted)  # no allowed case has it
+    rng = random.Random(seed)
+    missing = possible_pairs(choices, possible)
+    found: list[Case] = []
+    while missing:
+        tries = [{name: rng.choice(values) for name, values in choices.items()} for _ in range(200)]
+        wanted = min(missing, key=repr)
+        of_wanted = [case for case in (each | dict(wanted) for each in tries) if possible(case)]
+        if not of_wanted:
+            missing.discard(wanted)
             continue
-        best = max(drawn, key=lambda numbers: len(left & _pairs_in(numbers)))
-        left -= _pairs_in(best)
-        cases.append(_values(best, factors))
-    return cases
+        found.append(max(of_wanted, key=lambda case: len(pairs_of(case) & missing)))
+        missing -= pairs_of(found[-1])
+    return found
 
 
-def pairs_of(factors: Mapping[str, Sequence[Any]]) -> set[Pair]:
-    """Return all pairs of values of two factors, each value as its number."""
+def possible_pairs(choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool]) -> set[Pair]:
+    """Return all pairs of choices that are possible by themselves."""
     return {
-        frozenset({(one, i), (two, j)})
-        for one, two in itertools.combinations(factors, 2)
-        for i in range(len(factors[one]))
-        for j in range(len(factors[two]))
+        pair
+        for (a, of_a), (b, of_b) in itertools.combinations(choices.items(), 2)
+        for pair in (((a, x), (b, y)) for x in of_a for y in of_b)
+        if possible(dict(pair))
     }
-
-
-def _with(
-    pair: Pair, factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool], dice: random.Random
-) -> Any:
-    """Return a random case with a pair, as numbers; None if none of many is allowed."""
-    for _ in range(2000):
-        numbers = {name: dice.randrange(len(values)) for name, values in factors.items()} | dict(pair)
-        if allowed(_values(numbers, factors)):
-            return numbers
-    return None
-
-
-def _values(numbers: Mapping[str, int], factors: Mapping[str, Sequence[Any]]) -> Case:
-    return {name: factors[name][number] for name, number in numbers.items()}
-
-
-def _pairs_in(numbers: Mapping[str, int]) -> set[Pair]:
-    return {frozenset(pair) for pair in itertools.combinations(numbers.items(), 2)}
