@@ -1,7 +1,7 @@
 """Test every reduction over replicas and IPUs, one or two of each: of the loss, gradients, aux, state and norms.
 
-All values differ per replica, per IPU and per micro-batch. The state also has integers and bools: these are not averaged, but
-replica 0's go on. The oracle is a loop over replicas and micro-batches, in plain jnp on one device, and NumPy's sums.
+All values differ per replica, per IPU and per micro-batch. The state also has integers and bools: replica 0's go on, and
+none are averaged. The oracle is a loop over replicas and micro-batches, in plain jnp on one device, and NumPy's sums.
 """
 
 import functools
