@@ -99,8 +99,9 @@ def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[st
         raise ValueError(
             f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"
         )
-    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA_AXIS), 0)
-    owners = [[device.process_index for device in row.flat] for row in rows]
+    axis = mesh.axis_names.index(REPLICA_AXIS)
+    rows = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)  # the axis may be the only one
+    owners = [[device.process_index for device in row] for row in rows]
     # in the order of the mesh, which is that of the processes in a mesh of make_mesh
     processes, own = list(dict.fromkeys(itertools.chain.from_iterable(owners))), jax.process_index()
     if processes == [own]:

@@ -8,6 +8,7 @@ This module does not import jax.
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
@@ -95,6 +96,23 @@ class BatchDims:
     def updates(self, examples: int) -> int:
         """Return the number of updates that contain one of the first `examples` of a batch."""
         return math.ceil(examples / self.per_update)
+
+    def warn_of_updates_left_out(self, left_out: int, examples: int, stacklevel: int) -> None:
+        """Warn if whole updates of an epoch are left out though nobody asked for it.
+
+        Args:
+            left_out: the examples that are left out, fewer than a batch's.
+            examples: those of the epoch.
+            stacklevel: of the warning, as the caller counts it.
+        """
+        updates = left_out // self.per_update
+        if updates:
+            warnings.warn(
+                f"each epoch leaves out {updates} of {examples // self.per_update} updates ({left_out} of {examples} "
+                f"examples), since they do not fill a batch of device_iterations={self._whole[0]}: give "
+                "remainder='updates' to make them, or remainder='drop' to leave them out without this warning",
+                stacklevel=stacklevel + 1,
+            )
 
     def too_few(self, examples: int, remainder: str, fillers: str) -> ValueError:
         """Return the error for an epoch that has no batch.

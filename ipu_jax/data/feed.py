@@ -68,10 +68,12 @@ class Feed:
             By default True, except for a stream, which must shuffle by itself.
         seed: the seed of the shuffling, at least 0.
         epochs: iteration ends after this many epochs, including those before `state`; None for never.
-        remainder: what is done with the examples at the end of an epoch that do not fill a whole batch. "drop" (the
-            default) leaves them out. "updates" leaves out only those that do not fill a whole update, so that a batch
-            may contain fewer than K updates. "pad" fills the batch up with `fill`, and "wrap" (not for a stream) with
-            the epoch's first examples again. `FeedBatch` says which rows are real.
+        remainder: what is done with the examples at the end of an epoch that do not fill a whole batch. "drop" leaves
+            them out. None, the default, does so too, and warns if whole updates are among them, as they may be if
+            K > 1: a stream warns at the end of an epoch. "updates" leaves out only those that do not fill a whole
+            update, so that a batch may contain fewer than K updates: give such a batch to the step as it is, not its
+            `data`. "pad" fills the batch up with `fill`, and "wrap" (not for a stream) with the epoch's first examples
+            again. `FeedBatch` says which rows are real.
         fill: what batches are filled up with under "pad" and "updates": a number, or a pytree of numbers like the
             source, for example a label that is not a class.
         prefetch: how many batches may be ready or being made, beyond those that were returned. With 0 the caller's own
@@ -157,6 +159,7 @@ class Feed:
         }
         rest: dict[str, Any] = {"fill": fill, "epochs": epochs, "state": state}
         remainder = _remainder(remainder, last)
+        is_chosen, remainder = remainder is not None, "drop" if remainder is None else remainder
         if items is None or (items == "examples" and has_numbers(source) and not isinstance(source, dict)):
             examples = ArraySource(source) if items is None else ExampleSource(source)
             order = EpochOrder(
@@ -167,11 +170,16 @@ class Feed:
                 remainder=remainder,
                 **dims,
             )
+            if not is_chosen:
+                left_out = order.examples % order.per_batch
+                order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=2)
             self._reader: Reader = IndexedReader(examples, order, Sender(mesh, order.dims, examples.like), **rest)
         else:
             _check_stream(source, shuffle, seed, remainder, workers)
             stream = Stream(source, batched=items == "batches")
-            self._reader = StreamReader(stream, BatchDims(micro_batch, **dims), mesh, remainder=remainder, **rest)
+            self._reader = StreamReader(
+                stream, BatchDims(micro_batch, **dims), mesh, remainder=remainder, warns=not is_chosen, **rest
+            )
         self.like, self._position, self._epochs = self._reader.like, self._reader.start, epochs
         self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
         self._run: Run | None = None
@@ -309,9 +317,9 @@ def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, 
         raise ValueError(f"remainder='wrap', but {named}, so the first ones are gone: use 'drop', 'updates' or 'pad'")
 
 
-def _remainder(remainder: str | None, last: str | None) -> str:
+def _remainder(remainder: str | None, last: str | None) -> str | None:
     if last is None:
-        return "drop" if remainder is None else remainder
+        return remainder
     if remainder is not None:
         raise ValueError(f"last={last!r} and remainder={remainder!r} are two names of one thing: give remainder")
     warnings.warn("Feed(last=) is called remainder= now", DeprecationWarning, stacklevel=3)

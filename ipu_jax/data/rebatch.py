@@ -31,6 +31,7 @@ class StreamReader:
         dims: of a batch.
         mesh: where batches are sent.
         remainder: "drop", "updates" or "pad".
+        warns: whether an epoch that leaves out whole updates ends with a warning.
         fill: what batches are filled up with.
         epochs: after how many epochs positions end; None for never.
         state: what `state` returned, or None for the first batch of all.
@@ -46,6 +47,7 @@ class StreamReader:
         mesh: Mesh,
         *,
         remainder: str,
+        warns: bool,
         fill: Any,
         epochs: int | None,
         state: Mapping[str, Any] | None,
@@ -63,6 +65,7 @@ class StreamReader:
         self.start: Position = start
         self._first: Items | None = None if is_over else items
         self._stream, self._dims, self._remainder, self._epochs = stream, dims, remainder, epochs
+        self._warns = warns
         self._form = items.form
         self._fill = jax.tree.leaves(filling(fill, self._form.like))
         self._sender = Sender(mesh, dims, self._form.like)
@@ -80,6 +83,7 @@ class StreamReader:
             position,
             items,
             self._remainder,
+            self._warns,
             self._fill,
             self._epochs,
         )
@@ -115,12 +119,13 @@ class _StreamRun:
         start: StreamPosition,
         items: Items | None,
         remainder: str,
+        warns: bool,
         fill: list[Any],
         epochs: int | None,
     ):
         self._stream, self._dims, self._sender, self._form = stream, dims, sender, form
         self._at, self._items = start, items
-        self._remainder, self._fill, self._epochs = remainder, fill, epochs
+        self._remainder, self._warns, self._fill, self._epochs = remainder, warns, fill, epochs
         self._row_of = np.full(dims.per_batch, -1)  # the row of each example of a batch; -1 for other instances' ones
         self._row_of[dims.own] = np.arange(len(dims.own))
 
@@ -146,6 +151,8 @@ class _StreamRun:
             self._items, self._at = None, StreamPosition(position.epoch + 1, 0)
         else:
             raise self._dims.too_few(have, self._remainder, "remainder='pad'")
+        if self._warns and have < self._dims.per_batch:
+            self._dims.warn_of_updates_left_out(have, position.position + have, stacklevel=1)
         if not kept:
             return None, self._at
         is_real = self._dims.own < kept

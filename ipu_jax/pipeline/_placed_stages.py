@@ -94,7 +94,8 @@ class PlacedStages:
                 without padding.
 
         Returns:
-            A `Sharded`, a pytree of `jax.Array`, which `value_and_grad` takes and returns, and optax can update.
+            A `Sharded`, a pytree of `jax.Array`, which `value_and_grad` takes, and like which it returns gradients.
+            Its arrays are packed: see `Sharded` for which optimizers are right on them.
 
         Raises:
             ValueError: a group is missing or unknown, a leaf is not a floating array, or a spec does not fit.
@@ -304,7 +305,7 @@ class PlacedStages:
         result = engine.run(plan, args, reduce_over_replicas=reduce_over_replicas)
         if result.gradients is None:
             return result
-        # the same layout as the weights, so that optax can update them
+        # the same layout as the weights, so that elementwise functions take both
         return dataclasses.replace(result, gradients=dataclasses.replace(result.gradients, layout=params.layout))
 
     def apply_frozen(self, params: Sharded) -> Sharded:
@@ -351,3 +352,9 @@ class PlacedStages:
             return loss
         last = self.stages[-1].name
         return loss, aux[last] if aux.keys() == {last} else aux
+
+    def aux_of_last_stage(self, aux: Any) -> Any:
+        """Return the last stage's part of the aux that `loss_with_aux` returned beside the loss."""
+        names, last = {stage.name for stage in self.stages}, self.stages[-1].name
+        is_by_stage = isinstance(aux, dict) and last in aux and aux.keys() <= names
+        return aux[last] if is_by_stage else aux

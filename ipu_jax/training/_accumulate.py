@@ -33,6 +33,10 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
 def counts_of(aux: Any, *, dims: int) -> Any:
     """Return the counts of a model whose losses are sums, one per micro-batch: an array with so many dims.
 
+    Args:
+        aux: of the loss function, or of the last stage.
+        dims: of the counts.
+
     Raises:
         ValueError: the model gives no count.
     """

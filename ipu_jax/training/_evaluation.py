@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ipu_jax.options import TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._accumulate import counts_of
+from ipu_jax.training._model import aux_of_loss
 from ipu_jax.training.replicas import Replicas
 from ipu_jax.weights.packing import Sharded
 
@@ -41,7 +42,7 @@ def loss_of_batch(
         aux = all_aux
     value = jnp.mean(losses)
     if options.weighted:
-        counts = counts_of(all_aux, dims=2 + (model.replicas > 1)).astype(jnp.float32)
+        counts = counts_of(aux_of_loss(model, all_aux), dims=2 + (model.replicas > 1)).astype(jnp.float32)
         sums = losses * model.options.gradient_accumulation * model.replicas
         value = _weighted(model, sums, counts)
     return value if aux is None else (value, aux)

@@ -56,6 +56,11 @@ def model_for(model: Any, options: TrainOptions) -> Any:
     return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)
 
 
+def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:
+    """Return what came with the loss itself, which other stages may have added an aux of theirs to."""
+    return model.aux_of_last_stage(aux) if isinstance(model, Pipeline) else aux
+
+
 def on_ipus(model: Pipeline | Replicas, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
     """Map a program over the IPUs of all replicas: a function from global arrays to global arrays."""
     if isinstance(model, Pipeline):

@@ -23,6 +23,7 @@ from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._accumulate import accumulate_gradients, counts_of
 from ipu_jax.training._average import next_average
 from ipu_jax.training._loss_scale import current_scale, next_scale
+from ipu_jax.training._model import aux_of_loss
 from ipu_jax.training._nonfinite import Verdict, first_of, judged
 from ipu_jax.training._norms import learning_rate_in, norms
 from ipu_jax.training._precision import stochastic_round
@@ -197,7 +198,7 @@ class Iteration:
         static = None if isinstance(scale, float | int) and scale == 1 else scale
         if not options.weighted:
             return (lax.pmean(loss, REPLICA_AXIS) if self.model.replicas > 1 else loss), static
-        counts = counts_of(aux, dims=1)
+        counts = counts_of(aux_of_loss(self.model, aux), dims=1)
         here = (loss * self.model.options.gradient_accumulation, counts.astype(jnp.float32).sum())
         total, count = lax.psum(here, REPLICA_AXIS) if self.model.replicas > 1 else here
         if self.model.options.reduction == "sum":

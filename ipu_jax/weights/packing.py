@@ -17,7 +17,13 @@ from ipu_jax.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_a
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """Parameters, gradients, or any tree like them, on the IPUs. It is a pytree: optax and `jax.tree.map` work on it.
+    """Parameters, gradients, or any tree like them, on the IPUs.
+
+    It is a pytree of packed arrays, not of the model's leaves: a slot has leaves of several stages, shapes and ranks.
+    What is elementwise is right on it, `jax.tree.map` and `optax.adam` for example, and so are norms over all of it,
+    such as `optax.clip_by_global_norm`. What looks at a leaf's shape, norm or path is not: lamb, lars, adafactor,
+    `adaptive_grad_clip`, masks by rank or path. A decay of all weights also changes frozen ones. `make_train_step` is
+    right for every optimizer.
 
     Attributes:
         slots: the weights of the local groups. Each array is `(ipus, *slot.shape)` globally; each IPU holds one row.

@@ -81,7 +81,8 @@ def real(batch):
 @pytest.mark.parametrize("kind", ["function", "iterable"])
 def test_batches_are_slices_whatever_the_items_are(kind, items, prefetch):
     source = READ[items] if kind == "function" else Loader(READ[items])
-    options = {"replicas": 2, "micro_batch": 2, "device_iterations": 2, "epochs": 2, "prefetch": prefetch}
+    sizes = {"replicas": 2, "micro_batch": 2, "device_iterations": 2}
+    options: dict[str, Any] = {**sizes, "epochs": 2, "prefetch": prefetch, "remainder": "drop"}
     with feed_of(source, items, **options) as feed:
         assert {name: (leaf.shape, str(leaf.dtype)) for name, leaf in feed.like.items()} == {
             "number": ((2, 2, 1, 2), "int32"),

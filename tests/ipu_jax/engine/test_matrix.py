@@ -1,12 +1,6 @@
-"""Test combinations of choices against dense twins: each possible pair of the choices below is in some case.
-
-All combinations would be thousands of programs. But a pipeline's faults come from one choice or from a pair of them. So
-a greedy search picks cases until every possible pair is covered.
-"""
+"""Test combinations of choices against dense twins: each possible pair of the choices below is in some case."""
 
 import dataclasses
-import itertools
-import random
 from typing import Any
 
 import jax
@@ -16,6 +10,7 @@ from ipu_jax import Pipeline, make_mesh
 from ipu_jax.engine import _hooks
 from ipu_jax.schedules import SCHEDULES, make_schedule
 from support.dense import Model, chain, largest_relative_error
+from support.pairs import covering, pairs_of, possible_pairs
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "schedule": SCHEDULES,
@@ -27,41 +22,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "replicas": (1, 2),
     "reduction": ("mean", "sum"),
 }
-Case = tuple[Any, ...]
 
 
 def possible(case: dict[str, Any]) -> bool:
     return case.get("ipus", 1) * case.get("replicas", 1) <= 8
 
 
-def pairs_of(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return set(itertools.combinations(zip(CHOICES, case, strict=True), 2))
-
-
-def covering() -> list[Case]:
-    """Return cases such that every possible pair of choices is in one of them; they are the same every time."""
-    rng = random.Random(0)
-    missing = {
-        pair
-        for (a, of_a), (b, of_b) in itertools.combinations(CHOICES.items(), 2)
-        for pair in (((a, x), (b, y)) for x in of_a for y in of_b)
-        if possible(dict(pair))
-    }
-    found: list[Case] = []
-    while missing:
-        tries = [tuple(rng.choice(values) for values in CHOICES.values()) for _ in range(200)]
-        must = dict(min(missing, key=repr))
-        tries = [tuple(must.get(name, value) for name, value in zip(CHOICES, case, strict=True)) for case in tries]
-        best = max(
-            (case for case in tries if possible(dict(zip(CHOICES, case, strict=True)))),
-            key=lambda case: len(pairs_of(case) & missing),
-        )
-        missing -= pairs_of(best)
-        found.append(best)
-    return found
-
-
-CASES = covering()
+CASES = covering(CHOICES, possible)
 
 
 def model_of(schedule: str, ipus: int, micro_batches: str, like: bool, concurrent: str, recompute: Any, replicas: int):
@@ -83,9 +50,7 @@ def model_of(schedule: str, ipus: int, micro_batches: str, like: bool, concurren
 
 def test_the_cases_meet_in_all_pairs():
     met = set().union(*map(pairs_of, CASES))
-    for (a, of_a), (b, of_b) in itertools.combinations(CHOICES.items(), 2):
-        for x, y in itertools.product(of_a, of_b):
-            assert ((a, x), (b, y)) in met or not possible({a: x, b: y})
+    assert possible_pairs(CHOICES, possible) <= met
     assert len(CASES) < 80
 
 
@@ -96,11 +61,11 @@ _ALWAYS = 16  # each case has the most pairs that the cases before it lack
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if i < _ALWAYS else pytest.mark.slow) for i, case in enumerate(CASES)],
-    ids=["-".join(map(str, case)) for case in CASES],
+    ids=["-".join(map(str, case.values())) for case in CASES],
 )
 def test_equals_the_dense_twin(case, monkeypatch):
     monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
-    schedule, ipus, micro_batches, like, concurrent, recompute, replicas, reduction = case
+    schedule, ipus, micro_batches, like, concurrent, recompute, replicas, reduction = case.values()
     model: Model = model_of(schedule, ipus, micro_batches, like, concurrent, recompute, replicas)
     pipeline = Pipeline(
         model.stages,

@@ -1,0 +1,103 @@
+"""Test how many updates an epoch makes: by default a feed says which are left out, and "updates" makes all of them."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import Feed, TrainOptions, make_mesh, make_train_step
+from support.harness import exactly
+
+# examples, B, M, R, K -> what an epoch leaves out by default: updates, of how many, and examples; worked out by hand
+LEFT_OUT = [
+    ((64, 1, 1, 1, 5), (4, 64, 4)),
+    ((512, 8, 2, 1, 5), (2, 32, 32)),
+    ((512, 2, 2, 4, 3), (2, 32, 32)),
+    ((23, 2, 1, 2, 2), (1, 5, 7)),
+    ((101, 3, 2, 2, 3), (2, 8, 29)),
+    ((100, 8, 2, 1, 1), None),  # no whole update is left out, but 4 examples
+    ((39, 2, 2, 2, 2), None),
+    ((48, 2, 2, 2, 3), None),
+    ((55, 2, 2, 2, 3), None),
+]
+
+
+def message(updates, of_updates, left_out, examples, iterations):
+    return exactly(
+        f"each epoch leaves out {updates} of {of_updates} updates ({left_out} of {examples} examples), since they do "
+        f"not fill a batch of device_iterations={iterations}: give remainder='updates' to make them, or "
+        "remainder='drop' to leave them out without this warning"
+    )
+
+
+@pytest.mark.parametrize(("sizes", "left_out"), LEFT_OUT)
+def test_a_feed_says_once_which_updates_its_default_leaves_out(sizes, left_out):
+    count, micro_batch, m, replicas, iterations = sizes
+    options = {"micro_batch": micro_batch, "gradient_accumulation": m, "device_iterations": iterations, "prefetch": 0}
+    make = lambda **more: Feed({"n": np.arange(count)}, mesh=make_mesh(replicas, 1), epochs=1, **options, **more)  # noqa: E731
+    if left_out is None:
+        feed = make()
+    else:
+        with pytest.warns(UserWarning, match=message(*left_out, count, iterations)) as caught:
+            feed = make()
+        assert [warning.filename for warning in caught] == [__file__]
+    made = sum(batch.updates for batch in feed)
+    assert made == sum(batch.updates for batch in make(remainder="drop"))
+    possible = count // (micro_batch * m * replicas)
+    assert made == possible - (left_out[0] if left_out else 0)
+    assert sum(batch.updates for batch in make(remainder="updates")) == possible
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
+    def stream(epoch):
+        return ({"n": n} for n in range(23))
+
+    options = {"items": "examples", "mesh": make_mesh(2, 1), "micro_batch": 2, "device_iterations": 2}
+    with Feed(stream, epochs=1, prefetch=prefetch, **options) as feed:
+        with pytest.warns(UserWarning, match=message(1, 5, 7, 23, 2)) as caught:
+            batches = list(feed)
+        assert (sum(batch.updates for batch in batches), len(caught)) == (4, 1)
+    for remainder, updates in (("drop", 4), ("updates", 5), ("pad", 6)):
+        with Feed(stream, epochs=1, prefetch=prefetch, remainder=remainder, **options) as feed:
+            assert sum(batch.updates for batch in feed) == updates
+    # a shorter batch begins behind those that were read, so that less is left over than the whole epoch would leave
+    with Feed(stream, epochs=2, prefetch=prefetch, remainder="drop", **options | {"device_iterations": 1}) as feed:
+        for _ in range(3):
+            next(feed)
+        state = feed.state()
+    with (
+        warnings.catch_warnings(),
+        Feed(stream, epochs=1, prefetch=prefetch, state=state, **options) as feed,
+    ):
+        warnings.simplefilter("error")
+        assert sum(batch.updates for batch in feed) == 2
+
+
+@pytest.mark.parametrize(("replicas", "m", "iterations"), [(1, 1, 5), (1, 2, 3), (2, 2, 3), (2, 1, 4)])
+def test_a_training_makes_each_update_of_an_epoch_under_updates(replicas, m, iterations):
+    count, micro_batch, rate = 45, 2, 0.1
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(count, 3)).astype(np.float32), rng.normal(size=count).astype(np.float32)
+    per_update = micro_batch * m * replicas
+    expected, updates = np.zeros(3), 0
+    for epoch in range(2):
+        order = np.arange(count)
+        np.random.default_rng([7, epoch]).shuffle(order)
+        for first in range(0, count - per_update + 1, per_update):
+            rows = order[first : first + per_update]
+            expected = expected - rate * 2 * (x[rows] @ expected - y[rows]) @ x[rows] / per_update
+            updates += 1
+    assert (updates // 2) % iterations, "else nothing is left over"
+
+    options = TrainOptions(replication_factor=replicas, gradient_accumulation=m, device_iterations=iterations)
+    step = make_train_step(lambda w, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2), optax.sgd(rate), options)
+    state = step.init(jnp.zeros(3))
+    sizes = {"micro_batch": micro_batch, "gradient_accumulation": m, "device_iterations": iterations, "epochs": 2}
+    with Feed({"x": x, "y": y}, mesh=step.model.mesh, seed=7, remainder="updates", **sizes) as feed:
+        for batch in feed:
+            state, _ = step(state, batch)
+    assert int(state.step) == updates
+    np.testing.assert_allclose(step.whole(state)["params"], expected, rtol=1e-4, atol=1e-6)

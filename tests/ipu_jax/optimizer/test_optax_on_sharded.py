@@ -1,0 +1,169 @@
+"""Test what the pages say of optax on packed weights: elementwise transformations and global norms are right there.
+
+Others are not, since a slot is no leaf: it has leaves of several stages, shapes and ranks. A training step is right for
+all. The gradients of each update are numbers of the batch, so the oracle is optax on the whole weights.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_train_step
+from support.trained import quick_compiles
+
+UPDATES = 3
+MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
+
+
+def weights_of_layers(tree):
+    """Return True for leaves whose path ends in "w", as a mask by path does."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path[-1:]) == "['w']", tree)
+
+
+def no_head(tree):
+    return {name: jax.tree.map(lambda _, name=name: name != "head", leaves) for name, leaves in tree.items()}
+
+
+RIGHT = {
+    "sgd": optax.sgd(0.1),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1),
+    "amsgrad": optax.amsgrad(1e-2),
+    "lion": optax.lion(1e-2, weight_decay=0.1),
+    "rmsprop": optax.rmsprop(1e-2, centered=True, momentum=0.5),
+    "adagrad": optax.adagrad(0.1),
+    "clip": optax.chain(optax.clip(0.05), optax.sgd(0.1)),
+    "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "ema": optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+}
+WRONG = {
+    "lamb": optax.lamb(1e-2),
+    "lars": optax.lars(0.1),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "adaptive_grad_clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "novograd": optax.novograd(1e-2),
+    "fromage": optax.fromage(1e-2),
+    "sm3": optax.sm3(0.1),
+    "mask by rank": optax.adamw(1e-2, weight_decay=1.0, mask=MATRICES),
+    "mask by path": optax.adamw(1e-2, weight_decay=1.0, mask=weights_of_layers),
+}
+# what a mask by the names of groups does there is an error, and no other weights
+REFUSED = {"mask by group": optax.masked(optax.sgd(0.1), no_head)}
+
+
+def normal(seed, shapes):
+    rng = np.random.default_rng(seed)
+    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), shapes, is_leaf=is_shape)
+
+
+SHAPES = {
+    "first": {"w": (8, 16), "b": (16,)},
+    "second": {"w": (16, 4), "v": (4, 1)},
+    "head": {"w": (4, 5), "b": (5,)},
+}
+SPECS = {"head": {"w": P(None, "ipu"), "b": P("ipu")}}
+WEIGHTS = normal(0, SHAPES)
+GRADIENTS = [normal(1 + k, SHAPES) for k in range(UPDATES)]
+
+
+def pipeline(**options):
+    """Return a pipeline whose gradients are the batch's numbers: the loss is their product with the weights."""
+
+    def stage(name):
+        def fn(p, x, mb):
+            products = jax.tree.map(lambda w, g: jnp.vdot(w, g), p, mb[name])
+            return sum(jax.tree.leaves(products)) + (0.0 if x is None else x)
+
+        return fn
+
+    def head(p, x, mb):  # on each IPU, its columns: the last IPU's padding stands for no number of the batch
+        first = jax.lax.axis_index("ipu") * p["b"].shape[0]
+        own = jax.tree.map(
+            lambda w, g: jax.lax.dynamic_slice_in_dim(
+                jnp.pad(g, [*[(0, 0)] * (g.ndim - 1), (0, 1)]), first, w.shape[-1], -1
+            ),
+            p,
+            mb["head"],
+        )
+        return x + jax.lax.psum(sum(jax.tree.leaves(jax.tree.map(jnp.vdot, p, own))), "ipu")
+
+    stages = [
+        Stage(stage("first"), params="first", ipu=0),
+        Stage(stage("second"), params="second", ipu=1),
+        Stage(head, params="head", ipu=ALL_IPUS),
+    ]
+    return Pipeline(stages, mesh=make_mesh(1, 2), specs=SPECS, **options)
+
+
+def plain(optimizer, weights, gradients):
+    """Return the weights after an update with each of the gradients, by optax on a tree."""
+    state = optimizer.init(weights)
+    update = jax.jit(optimizer.update)
+    for of_update in gradients:
+        changes, state = update(of_update, state, weights)
+        weights = optax.apply_updates(weights, changes)
+    return weights
+
+
+def on_sharded(optimizer):
+    made = pipeline()
+    return made.unshard(plain(optimizer, made.shard(WEIGHTS), [made.shard(each) for each in GRADIENTS]))
+
+
+def by_step(optimizer):
+    step = make_train_step(pipeline(), optimizer)
+    state = step.init(WEIGHTS)
+    for each in GRADIENTS:
+        state, _ = step(state, jax.tree.map(lambda g: g[None], each))
+    return step.whole(state)["params"]
+
+
+def difference(found, expected):
+    """Return the largest difference of weights, relative to the largest change of any weight."""
+    largest = lambda a, b: max(jax.tree.leaves(jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), a, b)))  # noqa: E731
+    return largest(found, expected) / largest(expected, WEIGHTS)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_elementwise_optimizers_and_global_norms_are_right_on_packed_weights(name):
+    assert difference(on_sharded(RIGHT[name]), plain(RIGHT[name], WEIGHTS, GRADIENTS)) < 1e-5
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_optimizer_that_looks_at_leaves_makes_other_weights_of_packed_ones(name):
+    """If this fails, optax on packed weights has become right: say so where the pages warn."""
+    assert difference(on_sharded(WRONG[name]), plain(WRONG[name], WEIGHTS, GRADIENTS)) > 1e-3
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mask_by_the_names_of_groups_is_an_error_on_packed_weights(name):
+    with pytest.raises((AttributeError, ValueError)):
+        on_sharded(REFUSED[name])
+
+
+def test_a_decay_of_all_weights_changes_frozen_ones_on_packed_weights_and_not_in_a_step():
+    decayed = optax.adamw(1e-2, weight_decay=1.0)
+    made, batch = pipeline(frozen={"first": True}), jax.tree.map(lambda g: g[None], GRADIENTS[0])
+    _, gradients = made.value_and_grad(made.shard(WEIGHTS), batch)
+    found = made.unshard(plain(decayed, made.shard(WEIGHTS), [gradients]))
+    assert not jnp.allclose(found["first"]["w"], WEIGHTS["first"]["w"], rtol=1e-3)
+    step = make_train_step(made, decayed)
+    state, _ = step(step.init(WEIGHTS), batch)
+    np.testing.assert_array_equal(step.whole(state)["params"]["first"]["w"], WEIGHTS["first"]["w"])
+
+
+@pytest.mark.parametrize("name", [*WRONG, *REFUSED, "adam", "clip_by_global_norm"])
+def test_a_training_step_is_right_with_every_optimizer(name):
+    optimizer = (RIGHT | WRONG | REFUSED)[name]
+    with quick_compiles():
+        found = by_step(optimizer)
+    assert difference(found, plain(optimizer, WEIGHTS, GRADIENTS)) < 1e-5
