@@ -7,6 +7,7 @@ Nothing here imports jax.
 
 import collections
 import dataclasses
+import itertools
 import os
 import re
 import time
@@ -170,7 +171,7 @@ class Display:
     def _pieces(self, instance: int, stream: Stream, pieces: list[Piece]) -> None:
         key, screen, source = f"{instance} {stream}", self._screens[stream], self._sources[instance, stream]
         hidden = stream == "stdout" and self._only not in (None, instance)
-        for piece in (clean for piece in pieces for clean in _clean(piece, source, stream)):
+        for piece in itertools.chain.from_iterable(_clean(each, source, stream) for each in pieces):
             if piece.kind == "state":
                 if instance == 0 and not hidden:
                     self._put(stream, screen.state(key, self._tag(instance, stream), piece.text, time.monotonic()))

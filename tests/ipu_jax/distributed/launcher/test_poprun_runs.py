@@ -169,7 +169,8 @@ def test_what_would_be_run_can_be_run_by_hand(flag):
 def test_the_printed_commands_are_no_others_whatever_the_names(tmp_path):
     folder, argument = tmp_path / "a\necho other #", "x\necho other #'\udcff"
     folder.mkdir()
-    ran = poprun("--dry-run", *TWO, sys.executable, "-c", "import os, sys; print(os.getcwd(), sys.argv)", argument, cwd=folder)
+    code = "import os, sys; print(os.getcwd(), sys.argv)"
+    ran = poprun("--dry-run", *TWO, sys.executable, "-c", code, argument, cwd=folder)
     assert (ran.status, ran.err) == (0, "")
     done = subprocess.run(
         ["bash", "-c", os.fsencode(ran.out)], capture_output=True, text=True, env=environment(), cwd="/", check=True
