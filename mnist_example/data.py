@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -186,7 +186,7 @@ def _read_idx(path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
             raise ValueError(f"{path} is broken or truncated, it cannot be unzipped ({error}): {_MEND}") from error
 
 
-def _array_of(file: IO[bytes], path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+def _array_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     dims = 1 + len(item)
     magic, found = bytes([0, 0, 8, dims]), file.read(4)
     if found != magic:

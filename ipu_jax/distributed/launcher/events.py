@@ -18,7 +18,7 @@ from ipu_jax._beacon import Phase, Reading
 Stream = Literal["stdout", "stderr"]
 
 FULL: Final = 1 << 15
-"""Bytes of an `Output` at which its pipe may have been full: it holds twice as many, or half of that in small writes."""
+"""Bytes of an `Output` at which its pipe may have been full: it holds 65,536, or half of that if writes are small."""
 
 
 @dataclasses.dataclass(frozen=True)

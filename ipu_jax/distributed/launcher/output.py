@@ -7,6 +7,7 @@ Nothing here imports jax.
 
 import collections
 import dataclasses
+import itertools
 import os
 import re
 import time
@@ -67,6 +68,7 @@ class Display:
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._screens = _screens()
         self._attempt = 0
+        self._keeps = True  # whether the attempt's streams have files, if they are to have some
         self._shown = 0
 
     @property
@@ -82,7 +84,7 @@ class Display:
 
     def begin(self, attempt: int) -> None:
         """Begin an attempt, whose streams are new ones."""
-        self._attempt, self._sources = attempt, {}
+        self._attempt, self._sources, self._keeps = attempt, {}, True
 
     def show(self, instance: int, stream: Stream, data: bytes) -> None:
         """Show what an instance has written; nothing is the end of the stream."""
@@ -137,19 +139,30 @@ class Display:
     def _source(self, instance: int, stream: Stream) -> _Source:
         key = (instance, stream)
         if key not in self._sources:
-            file = None
-            if self._folder is not None:
-                folder = self._folder / f"attempt-{self._attempt}"
-                folder.mkdir(parents=True, exist_ok=True)
-                file = (folder / f"instance-{instance}.{stream}").open("wb", buffering=0)
-            self._sources[key] = _Source(Splitter(), collections.deque(maxlen=_KEPT), file)
+            tail = collections.deque[tuple[int, str]](maxlen=_KEPT)
+            self._sources[key] = _Source(Splitter(), tail, self._file(f"instance-{instance}.{stream}"))
         return self._sources[key]
+
+    def _file(self, name: str) -> FileIO | None:
+        """Open a stream's file; if that fails, as in a folder that was removed, say so once and go on without it."""
+        if self._folder is None or not self._keeps:
+            return None
+        folder = self._folder / f"attempt-{self._attempt}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return (folder / name).open("wb", buffering=0)
+        except OSError as error:
+            self._keeps = False
+            self.say(f"{folder} cannot be written ({error.strerror}): the run goes on without it")
+            return None
 
     def _keep(self, source: _Source, data: bytes) -> None:
         """Write to a stream's file; if that fails, as on a full disk, say so once and go on without it."""
         if source.file is not None:
             try:
-                source.file.write(data)
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[source.file.write(rest) :]
             except OSError as error:
                 self.say(f"{source.file.name} cannot be written ({error.strerror}): the run goes on without it")
                 source.file.close()
@@ -158,7 +171,7 @@ class Display:
     def _pieces(self, instance: int, stream: Stream, pieces: list[Piece]) -> None:
         key, screen, source = f"{instance} {stream}", self._screens[stream], self._sources[instance, stream]
         hidden = stream == "stdout" and self._only not in (None, instance)
-        for piece in (clean for piece in pieces for clean in _clean(piece, source, stream)):
+        for piece in itertools.chain.from_iterable(_clean(each, source, stream) for each in pieces):
             if piece.kind == "state":
                 if instance == 0 and not hidden:
                     self._put(stream, screen.state(key, self._tag(instance, stream), piece.text, time.monotonic()))

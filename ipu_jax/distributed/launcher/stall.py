@@ -109,7 +109,7 @@ class Judge:
             self._gone.append(watched.progress)
 
     def waited_for_us(self, now: float) -> None:
-        """Start the clocks of steps and phases anew, since an instance may have had to wait until we read its output."""
+        """Start the clocks of steps and phases anew, since an instance may have waited until we read its output."""
         self._resumed_at = self._since = now
 
     def resumed(self, now: float) -> None:

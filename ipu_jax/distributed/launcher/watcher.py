@@ -5,8 +5,8 @@ a pipe. Nobody but the launcher holds the other end, so the pipe ends when the l
 
     launcher --["folder", "/tmp/poprun-x"], ["group", 1234], ..., ["bye"]--> watcher
 
-Each is a line of JSON, since a path may contain a newline. Without a "bye" the watcher kills the process groups of the run and every process whose environment names its folder,
-and removes the folder.
+Each is a line of JSON, since a path may contain a newline. Without a "bye" the watcher kills the process groups of the
+run and every process whose environment names its folder, and removes the folder.
 
 This file runs as a script, by itself: nothing here imports anything but the standard library.
 """

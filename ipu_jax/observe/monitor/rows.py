@@ -232,4 +232,3 @@ def _short_names(words: tuple[str, ...]) -> list[str]:
         elif not words[1].startswith("-"):
             words = words[1:]
     return [os.path.basename(words[0]), *words[1:]] if words else []
-

@@ -359,8 +359,9 @@ def npz_of(header: dict, values: bytes, comment: str) -> bytes:
 def test_an_array_of_an_unknown_dtype_is_refused_by_name_unless_no_leaf_takes_it(tmp_path, content, dtype):
     path = tmp_path / "w"
     path.write_bytes(content)
-    read = []
-    for taken in (Saved("w"), Saved("w").astype("float64"), Saved("w").apply(read.append)):
+    read = list[np.ndarray]()
+    seen = Saved("w").apply(lambda array: read.append(array) or array)
+    for taken in (Saved("w"), Saved("w").astype("float64"), seen):
         message = f"dtype: leaf 'w' is float32[2], and the array {dtype}[2]"
         with pytest.raises(ValueError, match=rf"(?s)1 problem:.*{re.escape(message)}.*, which has no meaning here"):
             import_weights(path, {"w": np.ones(2, np.float32)}, mapping={"w": taken}, cast=True)

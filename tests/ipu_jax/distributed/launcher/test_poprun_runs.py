@@ -127,6 +127,31 @@ def test_files_and_times(tmp_path):
     assert "has files of another run: give another folder" in again.err
 
 
+@pytest.mark.parametrize("kind", ["file", "removed", "file of an attempt"])
+def test_files_that_cannot_be_opened_are_said_once_and_the_run_goes_on(tmp_path, kind):
+    logs = tmp_path / "logs"
+    body = f"""
+    import shutil
+    if attempt == 0 and me == 0:
+        shutil.rmtree({str(logs)!r})
+        if {kind!r} == "file":
+            Path({str(logs)!r}).touch()
+        elif {kind!r} == "file of an attempt":
+            os.mkdir({str(logs)!r})
+            Path({str(logs)!r}, "attempt-1").touch()
+    meet(0), print("out", me, flush=True), print("err", me, file=sys.stderr, flush=True), meet(1)
+    step(2)
+    sys.exit(5 if attempt == 0 else 0)
+    """
+    ran = poprun("--max-restarts", "1", "--output-dir", str(logs), *TWO, *program(tmp_path, body))
+    assert ran.status == 0, ran.err
+    assert ran.out.count(">:out ") == 4
+    said = re.findall(r"poprun: (.*)/attempt-(\d) cannot be written \((.*)\): the run goes on without it\n", ran.err)
+    reason = "File exists" if kind == "file of an attempt" else "Not a directory"
+    attempts = {"file": ["0", "1"], "removed": [], "file of an attempt": ["1"]}[kind]
+    assert said == [(str(logs), attempt, reason) for attempt in attempts]
+
+
 def test_the_topology_is_drawn_before_anything_else():
     ran = poprun("--print-topology", *TWO, "echo", "hi")
     assert ran.out.startswith(" =")
@@ -146,7 +171,8 @@ def test_what_would_be_run_can_be_run_by_hand(flag):
 def test_the_printed_commands_are_no_others_whatever_the_names(tmp_path):
     folder, argument = tmp_path / "a\necho other #", "x\necho other #'\udcff"
     folder.mkdir()
-    ran = poprun("--dry-run", *TWO, sys.executable, "-c", "import os, sys; print(os.getcwd(), sys.argv)", argument, cwd=folder)
+    code = "import os, sys; print(os.getcwd(), sys.argv)"
+    ran = poprun("--dry-run", *TWO, sys.executable, "-c", code, argument, cwd=folder)
     assert (ran.status, ran.err) == (0, "")
     done = subprocess.run(
         ["bash", "-c", os.fsencode(ran.out)], capture_output=True, text=True, env=environment(), cwd="/", check=True

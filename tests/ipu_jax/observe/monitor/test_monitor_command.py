@@ -56,8 +56,12 @@ def test_json_has_a_line_with_stable_keys(folder, capsys):
 
 def test_json_and_the_table_hold_no_command_to_the_terminal(folder, capsys):
     evil = "\x1b]0;t\x07\x9b\x7f"
-    note = f"\n_record.note(run={evil!r}, ipus=[dict(id=0, platform='cpu', kind={evil!r}, replica=0, ipu=0, stages=[{evil!r}])])"
-    with recorded(folder, f"{STEPS}{note}\nbeacon.enter(Phase.FAILED, {evil!r}); ago(9)\nbeacon.enter(Phase.FAILED, {evil!r})"):
+    said = f"""{STEPS}
+ipu = dict(id=0, platform="cpu", kind={evil!r}, replica=0, ipu=0, stages=[{evil!r}])
+_record.note(run={evil!r}, ipus=[ipu])
+beacon.enter(Phase.FAILED, {evil!r})
+"""
+    with recorded(folder, said):
         (folder / evil.replace("/", "")).write_text("")
         assert command.main(["--json"]) == 0
         assert command.main(["--once"]) == 0

@@ -129,10 +129,7 @@ def test_colours_mark_whole_lines_and_are_no_part_of_their_width():
 def test_nothing_that_a_record_says_commands_the_terminal():
     evil = "\x1b]52;c;cm0gLXJm\x07\x1bc\x9b2J\n\u202e"
     ipus = tuple(dataclasses.replace(ipu, platform=evil, kind=evil, stages=(f"mlp{evil}",)) for ipu in IPUS)
-    texts = {
-        name: f"a{evil}b"
-        for name in ("user", "command", "reason", "doing", "run")
-    }
+    texts = {name: f"a{evil}b" for name in ("user", "command", "reason", "doing", "run")}
     for width in (None, 60, 400):
         for line in drawn(row(ipus=ipus, state="stuck", **texts), row(ipus=ipus, **texts), width=width):
             assert line.isprintable()
