@@ -108,6 +108,8 @@ class Ends:
 def _doing(progress: Progress) -> str:
     if progress.phase is Phase.WAITING:
         return f"waits {progress.label}"
+    if progress.phase is Phase.BUSY:
+        return f"is busy with {progress.label}"
     if progress.phase is Phase.COMPILING:
         return f"compiles step {progress.begun}"
     return f"trains, in step {progress.begun}"
@@ -121,10 +123,11 @@ def told(early: EarlyEnd, host: str, pid: int) -> list[str]:
     instance 0 (host here, pid 77) ended its program after step 5, while instance 1 still trains, in step 6
       all instances must make the same steps and calls: look for what ends one of them early, such as ...
     """
-    after = f"after step {early.finished}" if early.finished else "before its first step had finished"
-    status = "" if early.status is None else f" with status {early.status}"
+    how = f"after step {early.finished}" if early.finished else "before its first step had finished"
+    if early.status is not None:
+        how = f"with status {early.status} {how}"
     return [
-        f"instance {early.instance} (host {host}, pid {pid}) ended its program{status} {after}, "
+        f"instance {early.instance} (host {host}, pid {pid}) ended its program {how}, "
         f"while instance {early.other} still {early.doing}",
         "  all instances must make the same steps and calls: look for what ends one of them early, such as fewer "
         "examples on its host",

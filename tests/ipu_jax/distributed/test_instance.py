@@ -228,6 +228,29 @@ def test_other_flags_are_refused_under_other_launchers_too(tmp_path):
         assert one.seconds < 20
 
 
+ALIKE = """
+    import sys, time
+    from ipu_jax import popdist
+
+    popdist.init()
+    if popdist.get_instance_index() == 1:
+        time.sleep(1)  # instance 0, which runs jax's service, is the first to fail
+    if sys.argv[1] == "raise":
+        raise ValueError("a wrong number of layers")
+    sys.exit(7)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "said"), [("raise", 1, "ValueError: a wrong number of layers"), ("exit", 7, "")]
+)
+def test_instances_that_fail_alike_under_other_launchers_each_say_why_and_keep_their_status(tmp_path, how, code, said):
+    ended = run_programs(tmp_path, ALIKE, SLURM, arguments=[[how], [how]])
+    assert [one.code for one in ended] == [code, code], ended[1].stderr
+    assert all(said in one.stderr for one in ended)
+
+
 @pytest.mark.slow
 def test_poprun_goes_before_the_cluster_in_which_it_runs(tmp_path):
     own = [{**one, **SLURM[0], "SLURM_NTASKS": "1"} for one in places(2, run_dir=tmp_path)]

@@ -4,6 +4,7 @@ The others wait for the instance that fails in a collective of gloo, which no ti
 hour. Each program prints the moment of its fault, on the monotonic clock.
 """
 
+import re
 import sys
 
 import pytest
@@ -84,6 +85,76 @@ def test_an_instance_that_is_lost_is_named_and_all_are_gone_within_3_s(tmp_path,
     fault = ran.stamp("fault")
     assert ran.seen(f"instance {culprit} (?:was ended by SIGKILL|exited with status {status})") - fault < 1.5
     assert ran.ended - fault < 3.5
+
+
+# Instance 0 ends its program with status 0 at a moment, and instance 1 goes on.
+ENDS = """
+import os, sys, time
+when, folder = sys.argv[1:]
+def moment(name):
+    if name == when and os.environ["IPU_JAX_INSTANCE"] == "0":
+        print(f"fault={time.monotonic()}", flush=True)
+        sys.exit(0)
+moment("import")
+import jax, numpy as np, optax
+from ipu_jax import Checkpoints, Pipeline, Stage, make_mesh, make_train_step, popdist
+popdist.init()
+def body(w, x, batch):
+    moment("compile")
+    return jax.numpy.tanh(batch @ w)
+head = Stage(lambda w, x, batch: jax.numpy.mean((x @ w) ** 2), params="head", ipu=1)
+mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica())
+pipeline = Pipeline([Stage(body, params="body", ipu=0), head], mesh=mesh, gradient_accumulation=2)
+step = make_train_step(pipeline, optax.sgd(0.1))
+draw = np.random.default_rng(0).standard_normal
+state = step.init({"body": draw((4, 6)), "head": draw((6, 1))})
+batch = draw((2, 3, 4)).astype(np.float32)
+with Checkpoints(folder, step) as checkpoints:
+    for number in range(1, 13):
+        if number == 6:
+            moment("step")
+        state, outputs = step(state, batch)
+        if number == 8:
+            checkpoints.save(state, now=True)
+            moment("save")
+    moment("end of the block")
+if when == "last file" and os.environ["IPU_JAX_INSTANCE"] == "0":
+    time.sleep(7)  # more than the 5 s that a step may take
+"""
+
+
+def ended(tmp_path, when):
+    path = tmp_path / "train.py"
+    path.write_text(ENDS)
+    words = ("-v", "--num-instances", "2", "--ipus-per-replica", "2", sys.executable, str(path), when)
+    return poprun(*words, str(tmp_path / "saved"), POPRUN_TEST=str(tmp_path), timeout=120)
+
+
+@pytest.mark.slow(one_in=3)
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        ("import", "with status 0 before its first step had finished, while instance 1 still waits in popdist.init"),
+        ("compile", r"before its first step had finished, while instance 1 still (trains, in|compiles) step 1"),
+        ("step", "after step 5, while instance 1 still trains, in step 6"),
+        ("save", "after step 8, while instance 1 still "),
+        ("end of the block", "after step 12, while instance 1 still "),
+    ],
+)
+def test_an_instance_that_ends_with_0_too_early_is_named_within_2_s(tmp_path, when, said):
+    ran = ended(tmp_path, when)
+    assert ran.status == 1, ran.err
+    assert re.search(rf"poprun: instance 0 \(host localhost, pid \d+\) ended its program {said}", ran.err), ran.err
+    assert "poprun: instance 1 (host" not in ran.err
+    if when != "import":  # the other one may still import jax then, and needs nobody
+        assert ran.seen("stopping [12] instances") - ran.stamp("fault") < 2
+    gone_within(str(tmp_path), 0.5)
+
+
+@pytest.mark.slow
+def test_a_training_whose_first_instance_has_a_last_file_to_write_is_left_alone(tmp_path):
+    ran = ended(tmp_path, "last file")
+    assert ran.status == 0, ran.err
 
 
 @pytest.mark.slow

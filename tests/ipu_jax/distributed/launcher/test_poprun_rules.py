@@ -253,6 +253,7 @@ ENDED = {"begun": 5, "finished": 5, "finished_at": 9.0, "phase": Phase.ENDING, "
         ((7, 7), None, (8, 7, Phase.COMPILING), 10.1, "compiles step 6"),
         ((7, 7), None, (8, 7, Phase.WAITING), 10.1, "waits in a place"),
         ((8, 7), 0, (8, 7, Phase.COMPILING), 10.1, "compiles step 6"),  # it ended while it compiled
+        ((7, 7), None, (8, 7, Phase.BUSY), 10.1, "is busy with in a place"),
         ((7, 7), None, (7, 7, Phase.WAITING), 11.0, None),  # not counted, and it may be about to go on
         ((7, 7), None, (7, 7, Phase.WAITING), 11.3, "waits in a place"),
         ((7, 7), None, (7, 6, Phase.WAITING), 99.0, None),  # of the barrier that instance 0 has left: it is slow
