@@ -94,7 +94,7 @@ def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
 
 
 def newer_checkpoints(trial: Trial, phase: str) -> Result | None:
-    """Let the checkpoints be of a newer version: the same command refuses, and leaves them; then let them be as before."""
+    """Give the checkpoints the format of a newer version: the same command refuses, and leaves them as they are."""
     moment = moment_of(phase, trial.twin, trial.dice)
     run = trial.start()
     if not moment.wait_in(run, 0):
@@ -129,11 +129,12 @@ def newer_checkpoints(trial: Trial, phase: str) -> Result | None:
 def two_writers(trial: Trial, phase: str) -> Result | None:
     """Start the same command once more while it runs: the second is refused by name, and the first does not notice."""
     moment = moment_of(phase, trial.twin, trial.dice)
-    run = trial.start()
+    slow = [sys.executable, str(PROGRAM), "--pause", "0.5"]  # it goes on while the second starts
+    run = trial.start(program=slow)
     if not moment.wait_in(run, 0):
         run.end()
         return None
-    second = trial.start()
+    second = trial.start(program=slow)
     status = second.end()
     if status == 0 and run.end() == 0:
         return None  # the first was done before the second came to its first step

@@ -113,7 +113,7 @@ def test_a_call_that_saves_nothing_waits_for_nothing(tmp_path):
 
 
 def test_saves_leave_no_objects_in_memory(tmp_path):
-    """Else thousands of them would grow: jax keeps each `eval_shape`, and tensorstore each answer about its counters."""
+    """Else thousands would grow: jax keeps each `eval_shape`, and tensorstore each answer about its counters."""
     step, saves = step_of(optax.sgd(0.1), donate=False), 20
     state = step.init(WEIGHTS)
     with Checkpoints(tmp_path, step, keep=1) as checkpoints:

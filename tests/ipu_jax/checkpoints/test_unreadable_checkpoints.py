@@ -198,7 +198,7 @@ WRONG_SEALS: dict[str, tuple[Any, str]] = {
     "no model": (lambda seal: {**seal, "model": None}, "its model is 'None'"),
     "an empty model": (lambda seal: {**seal, "model": {}}, "its model is not described"),
     "leaves that are none": (
-        lambda seal: {**seal, "model": {**seal["model"], "leaves": dict.fromkeys(seal["model"]["leaves"], [{"a": 1}])}},
+        lambda seal: {**seal, "model": {**seal["model"], "leaves": {"params": [{"a": 1}]}}},
         "its model is not described",
     ),
     "arrays without shapes": (
@@ -220,7 +220,10 @@ def test_a_seal_with_another_content_is_damaged(folder, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         step = step_of()
-        with Checkpoints(folder, step) as checkpoints, pytest.raises(CheckpointError, match="ipu_jax.json is damaged"):
+        with (
+            Checkpoints(folder, step) as checkpoints,
+            pytest.raises(CheckpointError, match=r"ipu_jax\.json is damaged"),
+        ):
             checkpoints.restore(state_of(step, 0, 0), resume=folder / "step-3")
 
 
@@ -236,9 +239,9 @@ def test_a_file_is_no_folder(tmp_path):
     with pytest.raises(ValueError, match=exactly(f"folder='{path}' is not a folder: give one, or a name that is free")):
         Checkpoints(path, step_of())
     step = step_of()
-    with Checkpoints(path / "runs", step) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"file/runs cannot be read \(\[Errno 20\] Not a directory"):
-            checkpoints.restore(state_of(step, 0, 0))
+    wrong = r"file/runs cannot be read \(\[Errno 20\] Not a directory"
+    with Checkpoints(path / "runs", step) as checkpoints, pytest.raises(CheckpointError, match=wrong):
+        checkpoints.restore(state_of(step, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +256,6 @@ def test_a_file_is_no_folder(tmp_path):
 def test_what_is_no_way_to_resume_is_refused(tmp_path, monkeypatch, resume, message):
     monkeypatch.chdir(tmp_path)
     step = step_of()
-    with Checkpoints("runs", step) as checkpoints:
-        with pytest.raises(ValueError, match=exactly(message.format(cwd=tmp_path))):
-            checkpoints.restore(state_of(step, 0, 0), resume=resume)
+    wrong = exactly(message.format(cwd=tmp_path))
+    with Checkpoints("runs", step) as checkpoints, pytest.raises(ValueError, match=wrong):
+        checkpoints.restore(state_of(step, 0, 0), resume=resume)
