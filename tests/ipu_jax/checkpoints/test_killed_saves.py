@@ -69,7 +69,7 @@ def run(folder: Path, number: int) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rename", [1, 2, 3, 4, 5])
 def test_kill_9_before_any_rename_loses_nothing(tmp_path, rename):
-    """The renames: checksums and seal get their names, the old checkpoint makes its place free, the new one takes it."""
+    """The renames: checksums and seal get their names, the old checkpoint frees its place, and the new one takes it."""
     status = run(tmp_path, rename).wait(120)
     assert status == (-signal.SIGKILL if rename <= 4 else 0)
     assert restored(tmp_path) == ((5, 1) if rename <= 2 else (5, 2))
