@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mnist_example.places import write_whole
+
 _Losses = npt.NDArray[np.floating]
 
 # The losses of the two modes agree closely for so many updates; the difference by rounding grows with every update.
@@ -27,16 +29,11 @@ def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
     """Draw the losses of both modes, (updates,) each, into a PNG file.
 
     Raises:
-        OSError: the file cannot be written; what was written of it is removed.
+        OSError: the file cannot be written; one that was there is unchanged.
     """
     picture = io.BytesIO()
     _draw(basic, concurrent, _relative(basic, concurrent), picture)
-    try:
-        path.write_bytes(picture.getvalue())
-    except OSError:
-        if path.is_file():
-            path.unlink()
-        raise
+    write_whole(path, picture.getvalue())
 
 
 def _relative(basic: _Losses, concurrent: _Losses) -> _Losses:

@@ -68,6 +68,25 @@ def check_picture(flag: str, picture: Path, suffixes: tuple[str, ...] = (".png",
         raise ValueError(f"{flag} {picture} cannot be written to ({error.strerror}): give another file") from error
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file. If that fails, one that was there is unchanged.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    target = path.resolve()  # of a link, the file that it names
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)  # such as /dev/stdout
+        return
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(target)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
 def reason_of(error: Exception) -> str:
     """Return in one line why a file could not be written: the system's reason, or else what the error says."""
     return getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -10,7 +10,7 @@ from ipu_jax import Schedule, popdist
 from ipu_jax.tools.process import CANNOT_WRITE
 from mnist_example.instances import is_first
 from mnist_example.layouts import MODES, Mode
-from mnist_example.places import check_picture, reason_of
+from mnist_example.places import check_picture, reason_of, write_whole
 
 _FLAG: Final = "--plot-schedule"
 _SUFFIXES: Final = (".svg", ".png")
@@ -64,7 +64,7 @@ class SchedulePictures:
         try:
             with popdist.busy("drawing the schedule"):
                 if path.suffix.lower() == ".svg":
-                    path.write_text(schedule.to_svg(), encoding="utf-8")
+                    write_whole(path, schedule.to_svg().encode())
                 else:
                     schedule.plot(path)
         except Exception as error:

@@ -5,13 +5,14 @@ import functools
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from faults_of.moments import PHASES, Moment, moment_of
 from faults_of.runs import Mark, Started
-from faults_of.trial import COMPILE_TIMEOUT, FOUND, GONE, LOOKS, Result, Trial
+from faults_of.trial import COMPILE_TIMEOUT, FOUND, GONE, LOOKS, PROGRAM, Result, Trial
 from faults_of.twin import Twin, lost_before
 
 _JOINING: Final = 10.0
@@ -96,11 +97,11 @@ def struck(blow: Blow, trial: Trial, phase: str) -> Result | None:
     return result
 
 
-def poprun_killed(trial: Trial, phase: str) -> Result | None:
+def poprun_killed(trial: Trial, phase: str, *program_flags: str) -> Result | None:
     """Kill poprun itself at a random moment: its watcher ends the instances; the same command resumes."""
     moment = moment_of(phase, trial.twin, trial.dice)
     cold = phase == "compile"
-    run = trial.start(cold=cold)
+    run = trial.start(cold=cold, program=[sys.executable, str(PROGRAM), *program_flags])
     result = Result(str(moment), bounds={"gone": FOUND + GONE})
     if not moment.wait_in(run, trial.dice.randrange(2)):
         run.end()
@@ -131,14 +132,27 @@ def bounds_of(blow: Blow, where: str, twin: Twin) -> dict[str, float]:
     return {"found": found, "gone": found + GONE}
 
 
-def resumed(trial: Trial, result: Result, at: float, gone_at: float | None, *, cold: bool = False) -> None:
-    """Measure when the training went on, and what it had to make again. Time in which nothing ran is left out."""
+def killed_in_a_second_save(trial: Trial, phase: str) -> Result | None:
+    """Kill all while a step is saved that is sealed already, as a save at the end does after one that was due."""
+    return poprun_killed(trial, phase, "--twice")
+
+
+def resumed(
+    trial: Trial, result: Result, at: float, gone_at: float | None, *, cold: bool = False, torn: bool = False
+) -> None:
+    """Measure when the training went on, and what it had to make again. Time in which nothing ran is left out.
+
+    What was sealed must not be lost, unless it is `torn`.
+    """
     went_on = [mark for mark in trial.marks() if mark.name == "resumed" and mark.time > (gone_at or at)]
     if not went_on:
         result.problems.append("it was not resumed")
         return
     first = min(went_on, key=lambda mark: mark.time)
     result.lost, allowed = lost_before(first, trial.marks(), trial.twin.every)
+    sealed = max((mark.step for mark in trial.marks() if mark.name == "sealed" and mark.time < first.time), default=0)
+    if int(first.value) < sealed and not torn:
+        result.problems.append(f"it was resumed at step {first.value}, though step {sealed} was sealed")
     step = min(
         (mark for mark in trial.marks() if mark.time > first.time and mark.name in ("step", "weights")),
         key=lambda mark: mark.time,
@@ -193,4 +207,5 @@ def says(line: str, pattern: str) -> bool:
 CASES: Final[dict[str, tuple[Callable[[Trial, str], Result | None], tuple[str, ...]]]] = {
     **{name: (functools.partial(struck, blow), PHASES) for name, blow in BLOWS.items()},
     "poprun killed": (poprun_killed, PHASES),
+    "killed while a step is saved again": (killed_in_a_second_save, ("save",)),
 }

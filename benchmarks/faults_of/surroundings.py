@@ -1,6 +1,7 @@
 """Break what a run stands on: its disk, its checkpoints, its port, and the command line of one of its instances."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -86,8 +88,63 @@ def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
     named = [line for line in again.errors if f"{found[-1]} cannot be restored" in line and "is skipped" in line]
     if len(named) != 1:
         result.problems.append(f"{len(named)} lines name the torn checkpoint")
-    resumed(trial, result, gone_at or run.ended, gone_at)
+    resumed(trial, result, gone_at or run.ended, gone_at, torn=True)
     trial.at_the_end(result, found[-1])
+    return result
+
+
+def newer_checkpoints(trial: Trial, phase: str) -> Result | None:
+    """Give the checkpoints the format of a newer version: the same command refuses, and leaves them as they are."""
+    moment = moment_of(phase, trial.twin, trial.dice)
+    run = trial.start()
+    if not moment.wait_in(run, 0):
+        run.end()
+        return None
+    run.process.send_signal(signal.SIGTERM)
+    gone_at = run.gone_at(None, 60)
+    run.end()
+    seals = {path: path.read_bytes() for path in trial.checkpoints.glob(f"step-*[0-9]/{SEAL}")}
+    if not seals:
+        return None
+    for path, before in seals.items():
+        text = json.dumps({**json.loads(before.partition(b"\n")[2]), "format": 1000}).encode()
+        path.write_bytes(b"%d\n%s" % (zlib.crc32(text), text))
+    refused = trial.start()
+    result = Result(str(moment))
+    status = refused.end()
+    if status != 1 or not any(
+        says(line, r"instance \d .*: .* may be the last checkpoint, ") for line in refused.errors
+    ):
+        result.problems.append(f"poprun ended with {status}, and does not say that it cannot read the checkpoints")
+    if {path for path in trial.checkpoints.glob(f"step-*/{SEAL}")} != seals.keys():
+        result.problems.append("a checkpoint that could not be read was removed")
+    for path, before in seals.items():
+        path.write_bytes(before)
+    trial.again(result)
+    resumed(trial, result, gone_at or run.ended, gone_at)
+    trial.at_the_end(result)
+    return result
+
+
+def two_writers(trial: Trial, phase: str) -> Result | None:
+    """Start the same command once more while it runs: the second is refused by name, and the first does not notice."""
+    moment = moment_of(phase, trial.twin, trial.dice)
+    slow = [sys.executable, str(PROGRAM), "--pause", "0.5"]  # it goes on while the second starts
+    run = trial.start(program=slow)
+    if not moment.wait_in(run, 0):
+        run.end()
+        return None
+    second = trial.start(program=slow)
+    status = second.end()
+    if status == 0 and run.end() == 0:
+        return None  # the first was done before the second came to its first step
+    result = Result(str(moment))
+    if status != 1 or not any(says(line, r"instance \d .*CheckpointError: .* is in use: ") for line in second.errors):
+        result.problems.append(f"the second poprun ended with {status}, and does not say that the folder is in use")
+    if status := run.end():
+        result.problems.append(f"the first poprun ended with {status}")
+    trial.after(run, result)
+    trial.at_the_end(result)
     return result
 
 
@@ -219,6 +276,11 @@ def listening(port: int = 0) -> Iterator[int]:
 CASES: Final[dict[str, tuple[Callable[[Trial, str], Result | None], tuple[str, ...]]]] = {
     "disk full": (disk_full, ("step", "save")),
     "torn checkpoint": (torn_checkpoint, ("step", "save", "end")),
+    "checkpoints of a newer version": (newer_checkpoints, ("step", "save", "end")),
+    "two trainings in one folder": (
+        two_writers,
+        ("compile",),
+    ),  # so that the first still runs when the second has started
     "port taken": (port_taken, ("given", "chosen")),
     "one instance with other flags": (other_flags, ("start",)),
 }

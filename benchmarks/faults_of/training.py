@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--pause", type=float, default=0.03, help="seconds between two steps")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--twice", action="store_true", help="save each step that is due again, once it is sealed")
     args = parser.parse_args()
     warnings.simplefilter("always", CheckpointWarning)
     mark("meeting")
@@ -175,6 +176,10 @@ def loop(
             mark("saving", done)
             checkpoints.save(state, feed, now=True)
             mark("saved", done, done)
+            if args.twice:
+                checkpoints.wait()
+                mark("sealed", done)
+                checkpoints.save(state, feed, extra="again", now=True)
         if checkpoints.last not in (None, sealed):
             sealed = checkpoints.last
             mark("sealed", sealed)

@@ -55,7 +55,9 @@ def damage_of(path: Path, files: dict[str, Sequence[int]], seconds: float) -> st
     except OSError as failed:
         error = failed
     if unreadable := first_error(error, seconds):
-        raise UnreadableError(f"a file cannot be read ({unreadable}): see that this user can read it", errno_of(unreadable))
+        raise UnreadableError(
+            f"a file cannot be read ({unreadable}): see that this user can read it", errno_of(unreadable)
+        )
     codes = np.asarray(popdist.all_reduce(codes, "sum", timeout=seconds))
     wrong = [f"{name} {_WORDS[code]}" for name, code in zip(names, codes.tolist(), strict=True) if code]
     return wrong[0] + (f", and so on for {len(wrong)} files" if len(wrong) > 1 else "") if wrong else ""

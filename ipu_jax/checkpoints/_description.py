@@ -94,7 +94,9 @@ def wrong_with(saved: Mapping[str, Any]) -> str:
         texts = [*(place.dtype for place in leaves), *(array["dtype"] for array in saved["arrays"].values())]
         texts += [text for place in leaves for text in (place.path, place.array)]
         is_right = all(isinstance(n, int) for shape in shapes for n in shape)
-        return "" if is_right and all(isinstance(text, str) for text in texts) else "its model has other shapes or names"
+        return (
+            "" if is_right and all(isinstance(text, str) for text in texts) else "its model has other shapes or names"
+        )
     except (KeyError, TypeError, AttributeError):
         return "its model is not described"
 

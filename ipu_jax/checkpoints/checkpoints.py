@@ -271,7 +271,7 @@ class Checkpoints:
             updates: made since the call before; by default the step's `device_iterations`.
 
         Raises:
-            CheckpointError: the last save failed, under `on_save_error="stop"`; or another training saves to the folder.
+            CheckpointError: the last save failed, under `on_save_error="stop"`; or another training has the folder.
             ValueError: the checkpoints are closed.
         """
         self._check_open()
@@ -361,7 +361,7 @@ class Checkpoints:
         return error is None
 
     def _is_saved(self, state: TrainState, job: Job) -> bool:
-        """Return whether the last checkpoint was made of this very state, whose arrays never change, and is still there.
+        """Return whether the last checkpoint was made of this very state, and is still there. Arrays never change.
 
         Communicates a number per instance if it has the same step.
         """

@@ -324,7 +324,11 @@ def test_a_picture_that_fails_leaves_the_figures(few_digits, capsys, tmp_path, m
     out, err = capsys.readouterr()
     assert out == "Largest relative difference of the losses: 5.0e-01 over the first 3 updates, 5.0e-01 over all 3\n"
     assert err == f"run-sharded-mnist: --plot {picture} was not drawn (File too large): the figures are above\n"
-    assert not picture.exists()
+    assert not list(tmp_path.iterdir())
+    picture.write_text("of an earlier run")
+    assert main(["--compare", "--plot", str(picture), *TINY]) == 74
+    assert picture.read_text() == "of an earlier run"
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
 
 
 def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits, capsys, tmp_path):

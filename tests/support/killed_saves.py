@@ -1,8 +1,8 @@
 """End a program before any change that it makes to a folder of checkpoints, as a kill would, or by one.
 
-    deaths = Deaths(monkeypatch.setattr)
-    with deaths.before(7):      # the seventh change of the folder does not happen, and no later one does
-        checkpoints.save(state, now=True)
+deaths = Deaths(monkeypatch.setattr)
+with deaths.before(7):      # the seventh change of the folder does not happen, and no later one does
+    checkpoints.save(state, now=True)
 """
 
 import contextlib

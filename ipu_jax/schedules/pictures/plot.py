@@ -67,10 +67,15 @@ def _checked(path: object) -> Path:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file; if that fails, what was written of it is removed."""
+    """Write a file; if that fails, one that was there is unchanged."""
+    target = file.resolve()  # of a link, the file that it names
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)  # such as /dev/stdout
+        return
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        file.write_bytes(content)
+        scratch.write_bytes(content)
+        scratch.replace(target)
     except OSError:
-        if file.is_file():
-            file.unlink()
+        scratch.unlink(missing_ok=True)
         raise

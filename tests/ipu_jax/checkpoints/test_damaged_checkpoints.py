@@ -1,6 +1,5 @@
 """Test that a checkpoint that is damaged in any way is found, named and skipped for the one before it."""
 
-import json
 import shutil
 import warnings
 from pathlib import Path

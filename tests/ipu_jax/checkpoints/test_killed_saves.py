@@ -69,7 +69,7 @@ def run(folder: Path, number: int) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rename", [1, 2, 3, 4, 5])
 def test_kill_9_before_any_rename_loses_nothing(tmp_path, rename):
-    """The renames of a save: its checksums and its seal get their names, the old one's place is made free, and taken."""
+    """The renames: checksums and seal get their names, the old checkpoint frees its place, and the new one takes it."""
     status = run(tmp_path, rename).wait(120)
     assert status == (-signal.SIGKILL if rename <= 4 else 0)
     assert restored(tmp_path) == ((5, 1) if rename <= 2 else (5, 2))
@@ -163,10 +163,11 @@ def test_a_save_whose_last_rename_fails_leaves_both(tmp_path, monkeypatch):
         return usual(self, target)
 
     with Checkpoints(tmp_path, step, keep=1, on_save_error="continue") as checkpoints:
-        with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"step-5 failed, \[Errno 5\]"):
+        with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", rename)
             checkpoints.save(state_of(step, 5, 2), now=True)
-            checkpoints.wait()
+            with pytest.warns(UserWarning, match=r"step-5 failed, \[Errno 5\]"):
+                checkpoints.wait()
         assert _seal.read_seal(tmp_path / "step-5")["number"] == 1
         assert [path.name for path in _folder.left_over_in(tmp_path)] == ["step-5.unsealed"]
     assert restored(tmp_path) == (5, 2)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,8 +35,8 @@ print(f"held{child}", flush=True)
 time.sleep(60)
 """
 REST = (
-    "Two trainings in one folder would remove each other's checkpoints: wait until that one has ended, stop it, or save "
-    "to another folder"
+    "Two trainings in one folder would remove each other's checkpoints: wait until that one has ended, stop it, or "
+    "save to another folder"
 )
 
 

