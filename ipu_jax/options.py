@@ -84,7 +84,8 @@ class TrainOptions:
             "mean".
         weighted: whether the loss of a micro-batch is a sum that comes with its count: the loss function, or the last
             stage, returns `(sum, count)`, or `(sum, aux)` with `aux["count"]`. The mean is then exactly the sum over
-            all micro-batches and replicas, divided by the sum of their counts; 0 if that is 0.
+            all micro-batches and replicas, divided by the sum of their counts; 0 if that is 0. No stage may add a loss
+            (`Outputs(loss=)`).
         device_iterations: the number of weight updates in one call.
         outputs: which outputs of these updates a call returns: "final" for those of the last one, "all", their "sum",
             or a number n for those of every n-th update (a divisor of `device_iterations`), and of the last one of a

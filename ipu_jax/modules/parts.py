@@ -113,7 +113,7 @@ def import_library(module: str) -> Any:
 
 
 class Call(Protocol):
-    """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; None for what there is not."""
+    """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; the last two may be None."""
 
     def __call__(self, params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any: ...
 

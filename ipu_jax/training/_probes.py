@@ -135,8 +135,8 @@ class ProbedPipeline:
             loss_cotangent: that of one micro-batch.
 
         Returns:
-            Per stage its flags, (replicas, M, values) each, and the loss that it adds, if any; per slot and per concurrent
-            group the probes, (replicas, [ipus,] uses, rows, M); and a bool.
+            Per stage its flags, (replicas, M, values) each, and the loss that it adds, if any; per slot and per
+            concurrent group the probes, (replicas, [ipus,] uses, rows, M); and a bool.
         """
         model, extended, layout = self._pipeline, self._extended, self._layout
         probes = jnp.zeros(self._shape, jnp.float32)

@@ -32,8 +32,8 @@ def equinox_part(ipu=0):
     return equinox_stage(eqx.nn.MLP(3, 3, 3, 1, key=jax.random.key(0)), "g", ipu=ipu, inputs="x", loss=mean)
 
 
-# the leaves of nnx_part are adapter/bias, adapter/kernel, base/bias, base/kernel, layers/0/kernel; those of equinox_part
-# layers/0/weight, layers/0/bias, layers/1/weight, layers/1/bias
+# leaves of nnx_part: adapter/bias, adapter/kernel, base/bias, base/kernel, layers/0/kernel
+# leaves of equinox_part: layers/0/weight, layers/0/bias, layers/1/weight, layers/1/bias
 NNX_FROZEN = {"base": True, "adapter": False, "layers": [False]}, [0, 0, 1, 1, 0]
 EQUINOX_FROZEN = {"layers": [{"weight": True, "bias": False}, True]}, [1, 0, 1, 1]
 
