@@ -231,13 +231,18 @@ class Replicas:
             check_alive(what, tree)
 
     def check_params(self, params: Any) -> None:
-        """Raise `ValueError` unless the leaves of `params` are floating arrays."""
+        """Raise `ValueError` unless the leaves of `params` are floating arrays of at least 16 bits."""
         for path, leaf in jax.tree.leaves_with_path(params):
+            where = f"params{jax.tree_util.keystr(path)}"
             if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 described = getattr(leaf, "dtype", repr(leaf))
-                where = f"params{jax.tree_util.keystr(path)}"
                 raise ValueError(
                     f"{where} is {described}: weights must be floating arrays; carry other data in the batch"
+                )
+            if jnp.finfo(leaf.dtype).bits < 16:
+                raise ValueError(
+                    f"{where} is {leaf.dtype}: weights must have at least 16 bits; hold it in bfloat16 and cast it in "
+                    "loss_fn"
                 )
 
     def _mapped(self, *, backward: bool) -> Any:

@@ -211,6 +211,11 @@ def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
 def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
     if not frozen and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{where} is {dtype}: weights must be floating; freeze it, or carry other data in the batch")
+    if not frozen and jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"{where} is {dtype}: weights that are trained must have at least 16 bits; hold it in bfloat16 and cast "
+            "it in the stage, or freeze it"
+        )
 
 
 def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[str, Any]) -> list[Leaf]:

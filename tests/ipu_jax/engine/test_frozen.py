@@ -110,6 +110,31 @@ def test_of_two_groups_that_run_as_one_the_other_learns_in_whatever_order_they_a
         np.testing.assert_allclose(found[name]["w"], expected[name]["w"], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow(one_in=4)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "bool", "complex64"])
+def test_frozen_weights_may_be_of_any_dtype(dtype):
+    def scaled(p, x, mb):
+        return jnp.tanh(mb["x"] @ (jnp.real(p["scale"]).astype("float32") * p["w"]))
+
+    stages = [Stage(scaled, params="a"), Stage(loss_layer, params="b", ipu=1)]
+    pipeline = Pipeline(stages, gradient_accumulation=2, frozen={"a": {"w": False, "scale": True}})
+    scale = jnp.arange(D * D).reshape(D, D) % 3
+    params = {"a": {"w": normal(D, D), "scale": scale.astype(dtype)}, "b": {"w": normal(D, D, seed=1)}}
+    batch = {"x": normal(2, ROWS, D, seed=2), "y": normal(2, ROWS, D, seed=3)}
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+
+    def twin(a, b):
+        h = jnp.tanh(batch["x"] @ (jnp.real(params["a"]["scale"]).astype("float32") * a))
+        return jnp.mean((h @ b - batch["y"]) ** 2)
+
+    expected, of_both = jax.value_and_grad(twin, argnums=(0, 1))(params["a"]["w"], params["b"]["w"])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    found = pipeline.unshard(gradients)
+    assert largest_relative_error([found["a"]["w"], found["b"]["w"]], list(of_both)) < 1e-5
+    assert found["a"]["scale"].dtype == dtype
+    np.testing.assert_array_equal(pipeline.unshard(pipeline.shard(params))["a"]["scale"], params["a"]["scale"])
+
+
 def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backward():
     def compiled(frozen):
         stages = [

@@ -325,6 +325,16 @@ BAD_PARAMS = {
         GOOD | {"mlp": [np.ones(2, np.complex64)]},
         "params['mlp'][0] is complex64: weights must be floating; freeze it, or carry other data in the batch",
     ),
+    "weights of 8 bits": (
+        GOOD | {"mlp": [jnp.ones(2, jnp.float8_e4m3fn)]},
+        "params['mlp'][0] is float8_e4m3fn: weights that are trained must have at least 16 bits; hold it in bfloat16 "
+        "and cast it in the stage, or freeze it",
+    ),
+    "weights of 4 bits in a concurrent group": (
+        GOOD | {"head": {"w": jnp.ones((2, 4), jnp.float4_e2m1fn), "b": np.ones(4, F32)}},
+        "params['head']['w'] is float4_e2m1fn: weights that are trained must have at least 16 bits; hold it in "
+        "bfloat16 and cast it in the stage, or freeze it",
+    ),
     "a Python number": (GOOD | {"mlp": {"w": 2.5}}, "params['mlp']['w'] is 2.5: a weight must be an array"),
     "a string": (GOOD | {"mlp": "w.npy"}, "params['mlp'] is 'w.npy': a weight must be an array"),
 }
