@@ -1,4 +1,4 @@
-"""Measure the cost of pipelining a ResNet and an encoder-decoder transformer with skips, on 2 virtual IPUs.
+"""Measure the cost of pipelining a ResNet, a transformer with skips and a recommender, on 2 virtual IPUs.
 
 *ResNet-18* as for CIFAR: the stem is one 3x3 convolution without pooling, images are 32x32 with 3 channels. Every
 convolution is followed by batch norm, whose running averages are the stages' state. Blocks are the Flax modules of the
@@ -14,12 +14,22 @@ opposite, which joins it with its input by a matrix. So a message from IPU 0 to 
                          |            |            |          |
     IPU 1: loss <--- decoder 0 <- decoder 1 <- decoder 2 <----+
 
+*The recommender* reads a few rows of a large table per example (Naumov et al. 2019, arXiv:1906.00091). Its layers are
+on IPU 0, where the table is alone in its slot, or on IPU 1, where one of them shares a flat slot with the table. It is
+measured with few and with many micro-batches, since work on the whole table in each of them would grow with their
+number. The unsharded program adds to its gradient in place, too; it fills one table with zeros, the pipeline one per
+IPU.
+
+    IPU 0: ids -> table -> (layers)
+    IPU 1:                 (layers) -> loss
+
 Each pipeline is compared with its unsharded program (a jitted scan over micro-batches of the same functions) in
 results, CPU work and temporary bytes per IPU, under "grouped" and "zb-h1". No option is set.
 
-Dims: B images or sequences of a micro-batch, H and W rows and columns, C channels, T tokens, D features, V vocabulary.
+Dims: B images, sequences or examples of a micro-batch, H and W rows and columns, C channels, T tokens, D features,
+V vocabulary.
 
-    python benchmarks/models.py [--check] [--only resnet|transformer]
+    python benchmarks/models.py [--check] [--only resnet|transformer|recommender]
 """
 
 import argparse
@@ -44,6 +54,8 @@ from mnist_example.convolution import conv_general_dilated
 
 IPUS, MICRO_BATCHES, ROUNDS = 2, 8, 7
 BOUNDS = {"grouped": Bounds(cpu=1.05), "zb-h1": Bounds()}
+BOUNDS_OF_RECOMMENDER = {"grouped": Bounds(cpu=1.2), "zb-h1": Bounds(cpu=1.2)}
+ROWS, WIDTH, FIELDS = 200_000, 32, 8  # of the recommender's table, and how many rows an example reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +177,50 @@ def u_transformer(sizes: Sizes | None = None, *, sequences: int = 4, micro_batch
     return Model(stages, params, random_batch(sizes, micro_batches, sequences))
 
 
+# the recommender
+
+
+def look_up(p: Any, _: None, microbatch: Any) -> jax.Array:
+    return p["table"][microbatch["ids"]].reshape(len(microbatch["ids"]), -1)
+
+
+def perceptron(p: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
+    return jax.nn.relu(x_BD @ p["w0"]) @ p["w1"]
+
+
+def click_loss(p: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
+    return optax.sigmoid_binary_cross_entropy(x_BD[:, 0], microbatch["clicks"]).mean()
+
+
+def recommender(*, packed: bool, micro_batches: int, examples: int = 256, hidden: int = 256) -> Model:
+    """Return the recommender, random ids (M, B, FIELDS) and clicks.
+
+    Args:
+        packed: whether its layers are on IPU 1.
+        micro_batches: M.
+        examples: of a micro-batch.
+        hidden: the width of the hidden layer.
+    """
+    keys = jax.random.split(jax.random.key(3), 5)
+    params = {
+        "table": {"table": jax.random.normal(keys[0], (ROWS, WIDTH))},
+        "layers": {
+            "w0": jax.random.normal(keys[1], (FIELDS * WIDTH, hidden)) / (FIELDS * WIDTH) ** 0.5,
+            "w1": jax.random.normal(keys[2], (hidden, 1)) / hidden**0.5,
+        },
+    }
+    batch = {
+        "ids": jax.random.randint(keys[3], (micro_batches, examples, FIELDS), 0, ROWS),
+        "clicks": jax.random.bernoulli(keys[4], 0.5, (micro_batches, examples)).astype("float32"),
+    }
+    stages = [
+        Stage(look_up, params="table", ipu=0),
+        Stage(perceptron, params="layers", ipu=int(packed)),
+        Stage(click_loss, ipu=1),
+    ]
+    return Model(stages, params, batch)
+
+
 # the programs and the figures
 
 
@@ -180,7 +236,7 @@ def unsharded(model: Model) -> Callable[[Any, Any, Any], Any]:
             inputs = {} if stage.state is None else {"state": state[stage.state]}
             if stage.takes:
                 inputs["skips"] = {name: skips[name] for name in stage.takes}
-            x = stage.fn(params[stage.params], x, microbatch, **inputs)
+            x = stage.fn(params.get(stage.params), x, microbatch, **inputs)
             if isinstance(x, Outputs):
                 skips |= x.skips
                 if stage.state is not None:
@@ -214,26 +270,37 @@ def pipelined(model: Model, schedule: str) -> Program:
     return Program(compiled, arguments, lambda found: (found[0], *map(pipeline.unshard, found[1:])))
 
 
-def measure(figures: Figures, name: str, model: Model) -> None:
+def measure(figures: Figures, name: str, model: Model, bounds: dict[str, Bounds] = BOUNDS) -> None:
     arguments = (model.params, model.batch, model.state)
     dense = Program(jax.jit(unsharded(model)).lower(*arguments).compile(), arguments)
-    programs = {schedule: pipelined(model, schedule) for schedule in BOUNDS}
-    figures.add_beside_unsharded(name, dense, programs, BOUNDS, most_difference=1e-4, rounds=ROUNDS)
+    programs = {schedule: pipelined(model, schedule) for schedule in bounds}
+    figures.add_beside_unsharded(name, dense, programs, bounds, most_difference=1e-4, rounds=ROUNDS)
+
+
+def measure_recommender(figures: Figures) -> None:
+    for packed in (False, True):
+        for micro_batches in (4, 32):
+            name = f"recommender, M = {micro_batches}, " + (
+                "layers on IPU 1" if packed else "table and layers on IPU 0"
+            )
+            measure(figures, name, recommender(packed=packed, micro_batches=micro_batches), BOUNDS_OF_RECOMMENDER)
 
 
 MODELS = {"resnet": ("ResNet-18", resnet18), "transformer": ("U-shaped transformer", u_transformer)}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=list(MODELS), help="measure this model alone")
+    parser.add_argument("--only", choices=[*MODELS, "recommender"], help="measure this model alone")
 
 
 def main() -> int:
-    figures = Figures("a ResNet and an encoder-decoder transformer with skips as pipelines, and unsharded", flags=flags)
+    figures = Figures("a ResNet, a transformer with skips and a recommender as pipelines, and unsharded", flags=flags)
     configure(IPUS)
     for key, (name, make) in MODELS.items():
         if figures.args.only in (None, key):
             measure(figures, name, make())
+    if figures.args.only in (None, "recommender"):
+        measure_recommender(figures)
     return figures.status()
 
 

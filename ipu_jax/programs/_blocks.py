@@ -122,7 +122,9 @@ class Block:
         many = pieces > 1 and count * pieces * _ELEMENTS_PER_PIECE > math.prod(self.size)
         if many or total.size > _LARGEST_INDEX or not math.prod(self.leaf):
             return None
-        offsets = np.ravel_multi_index(np.indices((*update[:inner], *[1] * (len(update) - inner))), self.leaf)
+        offsets = np.ravel_multi_index(np.indices((*update[:inner], *[1] * (len(update) - inner))), self.leaf).astype(
+            np.int32
+        )
         first = jnp.where(inside, self._position(starts), total.size)[..., None] + offsets.reshape(-1)
         to_pieces = lax.ScatterDimensionNumbers((1,), (), (0,))
         rows = updates.reshape(count * pieces, math.prod(update[inner:]))

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax._jaxprs import laid_open
+from ipu_jax.programs import _blocks
 from ipu_jax.programs.gradient_sums import Sum, add_gradients
 from support.dense import largest_relative_error
 
@@ -202,6 +203,82 @@ def test_gradients_of_half_types_add_up_in_float32():
     (a, c), _ = add_gradients(traced, [*params.values(), x, dy], 1, sums, jnp.int32(0))
     np.testing.assert_array_equal(a, 257.0)  # in bfloat16, 256 + 1 is 256
     np.testing.assert_array_equal(c, 259.0)
+
+
+IDS = jnp.asarray([0, 2, 2, -1, 9, -9, 3, 2])  # of 3 or 4 rows: read twice, counted from the end, beyond both ends
+BYTES = jnp.asarray([0, 1, 1, 3, 255], "uint8")
+INSIDE = jnp.asarray([2, 0, 2])
+
+
+def read_in_every_mode(p, x):
+    rows = [p["c"].at[IDS].get(mode=mode, fill_value=0) for mode in ("clip", "fill", "promise_in_bounds")]
+    taken = [jnp.take(p["d"], IDS, axis=0, mode=mode, fill_value=0) for mode in ("clip", "wrap", "fill")]
+    return jnp.concatenate([*rows, *taken]) @ x.T
+
+
+def read_by_small_integers(p, x):
+    rows = [p["c"].at[BYTES].get(mode=mode, fill_value=0) for mode in ("clip", "fill")]
+    return jnp.concatenate(rows) @ x.T + p["g"].at[BYTES[1:], BYTES[1]].get(mode="clip").sum()
+
+
+def read_parts_of_rows(p, x):
+    columns = p["c"][:, INSIDE] @ p["d"][INSIDE, 1:3] @ p["d"][:2, INSIDE]
+    return x[:4, :3] * columns + p["a"][:, INSIDE, 1:].sum((0, 1)) + p["b"][INSIDE, :, INSIDE].sum(1)
+
+
+def read_along_an_axis(p, x):
+    picked = jnp.take_along_axis(p["c"], jnp.asarray([[1, 3], [0, 0], [2, 5], [-1, 1]]), axis=1, mode="clip")
+    per_layer = jax.vmap(lambda table, i: table[i])(p["a"], jnp.asarray([[0, 0], [3, 1], [9, 2]]))
+    return x @ picked * per_layer.sum()
+
+
+def read_in_a_scan(p, x):
+    def step(h, w):
+        h = h + jnp.take(w["a"], IDS[:ROWS], axis=0, mode="fill", fill_value=0)
+        return jnp.tanh(h @ p["d"]) + p["c"].at[IDS[:ROWS]].get(mode="clip"), None
+
+    return lax.scan(step, x, layers(p))[0]
+
+
+def read_from_slices(p, x):
+    """Read rows of slices: one beyond the end of a slice is not the next one of the table."""
+    of_slice = p["c"][1:3].at[IDS].get(mode="fill", fill_value=0) @ p["a"][1].at[IDS[:4]].get(mode="clip")
+    return of_slice @ x.T + p["a"][:2, 1:3].at[IDS[:4], IDS[4:]].get(mode="fill", fill_value=0).sum()
+
+
+def read_none(p, x):
+    return x + p["c"][IDS[:0]].sum() + p["a"][:, IDS[:0]].sum()
+
+
+READS = {
+    f.__name__: f
+    for f in (
+        read_in_every_mode, read_by_small_integers, read_parts_of_rows, read_along_an_axis, read_in_a_scan,
+        read_from_slices, read_none,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(tuple(SHAPES.values()), id="flat")])
+@pytest.mark.parametrize("fn", READS.values(), ids=READS)
+def test_rows_are_added_where_their_indices_point(fn, flat, monkeypatch):
+    monkeypatch.setattr(_blocks, "_ELEMENTS_PER_PIECE", 0)  # these tables are so small that zeros would cost less
+    found, expected = added_and_expected(fn, flat)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_half_types_add_up_in_float32():
+    table, ids = jnp.ones((4, D), "bfloat16"), jnp.asarray([1, 1, 3])
+    read = {"half": lambda t, x: x * t[ids], "wide": lambda t, x: x * t.astype("float32")[ids]}
+    for fn in read.values():
+        x = jnp.full((3, D), 1.0, jax.eval_shape(fn, table, jnp.ones((3, D), "bfloat16")).dtype)
+        traced = traced_backward(fn, table, x, jnp.ones_like(x))
+        for shape in (table.shape, (table.size + 1,)):
+            sums = [Sum(jnp.full(shape, 256.0), table.shape)]
+            (total,), _ = add_gradients(traced, [table, x, jnp.ones_like(x)], 1, sums, jnp.int32(0))
+            total = total.reshape(-1)[: table.size].reshape(table.shape)
+            np.testing.assert_array_equal(total[:, 0], [256, 258, 256, 257])  # in bfloat16, 256 + 1 is 256
 
 
 def made(jaxpr):

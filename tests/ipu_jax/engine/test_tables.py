@@ -1,0 +1,214 @@
+"""Test tables of which a micro-batch reads some rows: the engine adds their gradients in place.
+
+The oracle is a chain of products and look-ups, whose gradients are written out in numpy.
+"""
+
+import itertools
+import os
+import re
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from ipu_jax import Pipeline, Stage, make_mesh
+
+D, ROWS = 5, 6
+READS = {
+    "rows": lambda t, ids: t[ids],
+    "take": lambda t, ids: jnp.take(t, ids, axis=0),
+    "clip": lambda t, ids: t.at[ids].get(mode="clip"),
+    "scan": lambda t, ids: lax.scan(lambda h, _: (h, jnp.take(t, ids, axis=0)), 0, None, length=1)[1][0],
+    "checkpoint": lambda t, ids: jax.checkpoint(lambda t: jnp.take(t, ids, axis=0))(t),
+    "wide": lambda t, ids: t.astype("float32")[ids].astype(t.dtype),
+    "twice": lambda t, ids: jnp.concatenate([t[ids[:2]], jnp.take(t, ids[2:], axis=0)]),
+}
+
+
+def stage(p, x, mb, *, k, last, read):
+    """Return the rows of this stage's table that the micro-batch names, plus x @ w; of the last one, the loss."""
+    y = READS[read](p["t"], mb["ids"][:, k]) if "t" in p else 0
+    y = y + (0 if x is None else x @ p["w"])
+    return jnp.mean(jnp.square(y.astype("float32"))) if last else y
+
+
+def model(stages: int, dtype: str, replicas: int, m: int, read: str):
+    """Return the stages, their whole weights and a batch; stage k has a table if k is even."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(dtype)  # noqa: E731
+    params = {
+        str(k): ({"w": normal(D, D)} if k else {}) | ({"t": normal(11 + 4 * k, D)} if k % 2 == 0 else {})
+        for k in range(stages)
+    }
+    ids = rng.integers(0, 11, (replicas, m, ROWS, stages)).astype(np.int32)
+    ids[..., 0, :] = ids[..., 1, :]  # at least one row is read twice
+    fns = [partial(stage, k=k, last=k == stages - 1, read=read) for k in range(stages)]
+    return fns, params, {"ids": ids if replicas > 1 else ids[0]}
+
+
+def by_hand(params: dict[str, Any], ids: np.ndarray) -> tuple[float, dict[str, Any]]:
+    """Return the mean loss and gradients over micro-batches of ids (count, ROWS, stages), in float64."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    sums, loss = jax.tree.map(np.zeros_like, params), 0.0
+    for at in ids:
+        xs: list[np.ndarray] = []
+        for k, p in enumerate(params.values()):
+            y = p["t"][at[:, k]] if "t" in p else np.zeros((ROWS, D))
+            xs.append(y + xs[-1] @ p["w"] if k else y)
+        loss += np.mean(xs[-1] ** 2)
+        dy = 2 * xs[-1] / xs[-1].size
+        for k, (name, p) in reversed(list(enumerate(params.items()))):
+            if "t" in p:
+                np.add.at(sums[name]["t"], at[:, k], dy)
+            if k:
+                sums[name]["w"] += xs[k - 1].T @ dy
+                dy = dy @ p["w"].T
+    return loss / len(ids), jax.tree.map(lambda total: total / len(ids), sums)
+
+
+CASES = [
+    pytest.param(1, 1, "float32", "grouped", "rows", "auto", id="one-ipu"),
+    pytest.param(2, 1, "float32", "1f1b", "take", "auto", id="1f1b"),
+    pytest.param(2, 1, "bfloat16", "grouped", "rows", "auto", id="bfloat16"),
+    pytest.param(2, 2, "float32", "zb-h1", "scan", "none", id="replicas-zb-h1"),
+    pytest.param(4, 1, "float32", "zb-h1", "rows", "auto", id="zb-h1"),
+    pytest.param(4, 2, "bfloat16", "interleaved", "wide", "auto", id="interleaved"),
+    pytest.param(4, 1, "float32", "gpipe", "twice", "all", id="gpipe-recompute"),
+    pytest.param(8, 1, "float32", "sequential", "clip", "auto", id="sequential", marks=pytest.mark.slow),
+    pytest.param(8, 1, "bfloat16", "1f1b", "checkpoint", "auto", id="eight-ipus", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("ipus", "replicas", "dtype", "schedule", "read", "recompute"), CASES)
+def test_gradients_of_tables_on_several_ipus(ipus, replicas, dtype, schedule, read, recompute):
+    m = 2 * ipus + 1 if schedule == "interleaved" else 5
+    fns, params, batch = model(max(ipus, 2), dtype, replicas, m, read)
+    stages = [Stage(fn, params=str(k), ipu=k % ipus, recompute=recompute) for k, fn in enumerate(fns)]
+    pipeline = Pipeline(stages, mesh=make_mesh(replicas, ipus), gradient_accumulation=m, schedule=schedule)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+    expected_loss, expected = by_hand(params, batch["ids"].reshape(-1, ROWS, len(fns)))
+    bound = 1e-5 if dtype == "float32" else 4e-2
+    np.testing.assert_allclose(loss, expected_loss, rtol=bound)
+    found = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), pipeline.unshard(gradients))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=bound * np.abs(other).max())
+
+
+# what the compiled program makes
+
+VOCABULARY, WIDTH, MICRO_BATCHES = 1009, 24, 4
+FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "optimization-barrier", "opt-barrier")
+IN_PLACE = ("scatter", "dynamic-update-slice")
+
+
+def tied(p, ids):
+    rows = p["t"][ids]
+    return rows + jnp.tanh(rows @ p["t"][:WIDTH])
+
+
+def scan(p, ids):
+    start = jnp.zeros((len(ids), WIDTH))
+    return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h + jnp.take(p["t"], ids + i, axis=0)), start)
+
+
+def stacked_in_scan(p, ids):
+    start = jnp.zeros((len(ids), WIDTH))
+    return lax.scan(lambda h, t: (jnp.tanh(h + t[ids]), None), start, p["fields"])[0]
+
+
+def linen(p, ids):
+    return nn.Embed(VOCABULARY, WIDTH, dtype="float32").apply({"params": {"embedding": p["t"]}}, ids)
+
+
+def by_nnx(p, ids):
+    module = nnx.eval_shape(lambda: nnx.Embed(VOCABULARY, WIDTH, rngs=nnx.Rngs(0)))
+    module.embedding.set_value(p["t"])
+    return module(ids)
+
+
+LOOKUPS = {
+    "rows": lambda p, ids: p["t"][ids],
+    "twice": lambda p, ids: p["t"][ids] * jnp.take(p["t"], ids[::-1], axis=0),
+    "two tables": lambda p, ids: p["t"][ids] + p["u"][ids],
+    "scan": scan,
+    "slice": lambda p, ids: jnp.stack([lax.dynamic_slice(p["t"], (i, 0), (1, WIDTH))[0] for i in ids[:2]]),
+    "padded": lambda p, ids: p["t"][:-7][ids],
+    "stacked": lambda p, ids: sum(p["fields"][k][ids] for k in range(3)),
+    "stacked in a scan": stacked_in_scan,
+    "tied": tied,
+    "linen": linen,
+    "nnx": by_nnx,
+}
+SHAPES = {"t": (VOCABULARY, WIDTH), "u": (VOCABULARY, WIDTH), "fields": (3, VOCABULARY, WIDTH)}
+
+
+def compiled(lookup: str, dtype: str, layout: str, schedule: str) -> Any:
+    """Return a compiled pipeline of a look-up and a loss, whose weights, if it has any, share the look-up's slots."""
+    used = {"two tables": ("t", "u"), "stacked": ("fields",), "stacked in a scan": ("fields",)}.get(lookup, ("t",))
+    params: dict[str, Any] = {"table": {name: jax.ShapeDtypeStruct(SHAPES[name], dtype) for name in used}}
+    first = Stage(lambda p, x, mb: LOOKUPS[lookup](p, mb).astype("float32"), params="table", ipu=0)
+    if layout == "alone":
+        last = Stage(lambda p, x, mb: jnp.mean(jnp.square(x)), ipu=1)
+    else:
+        params["last"] = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
+        last = Stage(lambda w, x, mb: jnp.mean(jnp.square(x @ w.astype("float32"))), params="last", ipu=1)
+    pipeline = Pipeline([first, last], gradient_accumulation=MICRO_BATCHES, schedule=schedule)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
+    ids = np.zeros((MICRO_BATCHES, 8), np.int32)
+    flag = "xla_cpu_use_fusion_emitters"  # as users compile, whatever the tests' own flags say
+    options: Any = {flag: True} if flag in os.environ["XLA_FLAGS"] else {}
+    return jax.jit(pipeline.value_and_grad).lower(pipeline.shard(zeros), ids).compile(compiler_options=options)
+
+
+def made_in_a_tick(hlo: str, elements: int) -> list[str]:
+    """Return the instructions in loops whose result has as many elements, or more, and is not an update in place."""
+    bodies: dict[str, list[str]] = {}
+    for line in hlo.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            body = bodies.setdefault(opened[1], [])
+        elif " = " in line:
+            body.append(line.strip())
+    waiting = [name for body in bodies.values() for line in body for name in re.findall(r"body=%?([\w.\-]+)", line)]
+    seen, found = set(), []
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in bodies[name]:
+            made = re.match(r"(?:ROOT )?\S+ = \w+\[([\d,]+)\]\S* ([\w\-]+)\(", line)
+            waiting += re.findall(r"to_apply=%?([\w.\-]+)", line) + re.findall(r"body=%?([\w.\-]+)", line)
+            if made is None or np.prod(list(map(int, made[1].split(",")))) < elements or made[2] in FREE:
+                continue
+            fused = re.search(r"calls=%?([\w.\-]+)", line)
+            roots = [line for line in bodies[fused[1]] if line.startswith("ROOT")] if fused else [line]
+            if not any(f" {op}(" in root for op in IN_PLACE for root in roots):
+                found.append(line)
+    return found
+
+
+COMPILED = [
+    *itertools.product(LOOKUPS, ["float32"], ["packed"], ["grouped"]),
+    *itertools.product(["rows", "padded", "stacked"], ["float32"], ["alone"], ["grouped"]),
+    *itertools.product(["rows", "linen"], ["bfloat16"], ["alone", "packed"], ["zb-h1"]),
+]
+
+
+@pytest.mark.parametrize(("lookup", "dtype", "layout", "schedule"), COMPILED)
+def test_nothing_as_large_as_the_table_is_made_in_a_tick(lookup, dtype, layout, schedule):
+    program = compiled(lookup, dtype, layout, schedule)
+    assert not made_in_a_tick(program.as_text(), VOCABULARY * WIDTH // 2)
+    # The accumulators are outputs; those of a half type are float32, and rounded in the end.
+    held = VOCABULARY * WIDTH * 4 if dtype == "bfloat16" else 0
+    assert program.memory_analysis().temp_size_in_bytes < held + VOCABULARY * WIDTH * 4 / 2
+
+
+def test_a_gradient_that_is_as_large_as_the_table_is_seen():
+    LOOKUPS["scaled"] = lambda p, ids: (p["t"] * 3)[ids]
+    assert made_in_a_tick(compiled("scaled", "float32", "packed", "grouped").as_text(), VOCABULARY * WIDTH // 2)
