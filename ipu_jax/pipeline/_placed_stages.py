@@ -352,9 +352,3 @@ class PlacedStages:
             return loss
         last = self.stages[-1].name
         return loss, aux[last] if aux.keys() == {last} else aux
-
-    def aux_of_last_stage(self, aux: Any) -> Any:
-        """Return the last stage's part of the aux that `loss_with_aux` returned beside the loss."""
-        names, last = {stage.name for stage in self.stages}, self.stages[-1].name
-        is_by_stage = isinstance(aux, dict) and last in aux and aux.keys() <= names
-        return aux[last] if is_by_stage else aux

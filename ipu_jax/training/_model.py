@@ -57,8 +57,11 @@ def model_for(model: Any, options: TrainOptions) -> Any:
 
 
 def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:
-    """Return what came with the loss itself, which other stages may have added an aux of theirs to."""
-    return model.aux_of_last_stage(aux) if isinstance(model, Pipeline) else aux
+    """Return the aux that came with the loss itself: the last stage's, where the aux is by the names of stages."""
+    if not isinstance(model, Pipeline):
+        return aux
+    last, names = model.stages[-1].name, {stage.name for stage in model.stages}
+    return aux[last] if isinstance(aux, dict) and last in aux and aux.keys() <= names else aux
 
 
 def on_ipus(model: Pipeline | Replicas, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:

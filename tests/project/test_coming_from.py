@@ -1,4 +1,4 @@
-"""Test that what docs/coming-from/ and the how-to pages name as ours exists: arguments, methods, functions, flags."""
+"""Test that what docs/coming-from/ names as ours exists: arguments, methods and functions."""
 
 import inspect
 import re
@@ -8,8 +8,6 @@ import pytest
 
 import ipu_jax
 import sharded_ops
-from ipu_jax.distributed.launcher.options import PoprunParser
-from mnist_example import flags
 from support import documents
 
 DOCS = documents.ROOT / "docs"
@@ -49,16 +47,3 @@ def test_arguments_and_methods_that_are_named_exist(page):
                 assert hasattr(owner, attribute), code
                 seen += 1
     assert seen > 10
-
-
-@pytest.mark.parametrize("page", [*PAGES, DOCS / "how-to.md", *(DOCS / "tutorials").glob("*.md")], ids=lambda p: p.stem)
-def test_flags_of_our_commands_that_are_named_exist(page):
-    known = {
-        "poprun": {*PoprunParser()._option_string_actions},
-        "run-sharded-mnist": {*flags.make_parser("run-sharded-mnist", "")._option_string_actions},
-    }
-    text = page.read_text().replace("\\\n", " ")
-    for command, options in known.items():
-        for line in re.findall(rf"(?:^|`){command} ([^`\n]*)", text, re.MULTILINE):
-            own = re.split(r" python | run-sharded-mnist | \.venv", line)[0]
-            assert set(re.findall(r"(?<![\w-])--[\w-]+", own)) <= options, line

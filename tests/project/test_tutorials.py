@@ -9,7 +9,7 @@ from support import documents
 TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
 GUIDES = [
     documents.ROOT / f"docs/{name}.md"
-    for name in ("sharded-ops", "losses", "popdist", "weights", "checkpoints", "traces")
+    for name in ("sharded-ops", "losses", "popdist", "weights", "checkpoints", "traces", "coming-from/poptorch")
 ]
 OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("training", "how-to")]
 # They need no device, and are read first.
@@ -52,15 +52,25 @@ def _runs_and_prints_what_it_shows(path: Path):
 
 
 def test_every_page_with_code_is_run():
-    """`python` marks what is run; code that is not complete is `py`."""
+    """`python` marks what is run; `py` is code of another library, and says of which."""
     elsewhere = {documents.ROOT / "docs/pictures.md"}  # it writes files, which the test of pictures compares
     with_code = {path for path in (documents.ROOT / "docs").rglob("*.md") if documents.blocks(path, "python")}
     assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK, *elsewhere}
+    for path in documents.ROOT.rglob("*.md"):
+        for code in () if ".venv" in path.parts else documents.blocks(path, "py"):
+            assert code.splitlines()[0].endswith("# PopTorch"), path
 
 
 def test_the_flax_model_becomes_a_pipeline_in_40_lines():
     _, *blocks = documents.blocks(documents.ROOT / "docs/tutorials/flax.md", "python")
     assert len([line for block in blocks for line in block.splitlines() if line.strip()]) < 40
+
+
+def test_code_in_a_comment_runs_and_shows_nothing(tmp_path: Path):
+    path = tmp_path / "some.md"
+    path.write_text("<!-- a remark -->\n<!-- python\nx = 1\n-->\n\n```text\nno output\n```\n```python\nprint(x)\n```\n")
+    assert documents.blocks(path, "python") == ["x = 1\n", "print(x)\n"]
+    assert documents.run(path) == "1\n"
 
 
 def test_shown_output_is_what_stands_right_behind_code(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Run the Python code of a document as a reader would, and compare what it prints with what the document shows.
 
-The blocks run in order, as one program in a fresh process. Figures differ between machines and versions in their last
+The blocks run in order, as one program in a fresh process. A comment `<!-- python ... -->` is a block that runs, too:
+the context that code on the page needs, which nobody sees. Figures differ between machines and versions in their last
 digits, so they are compared with a tolerance. A loss at the end of a training differs the most.
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^(?:```|<!-- )(\w+)\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
 _RELATIVE = 0.02
 _RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version

@@ -1,7 +1,7 @@
 """Test every reduction over replicas and IPUs, one or two of each: of the loss, gradients, aux, state and norms.
 
-All values differ per replica, per IPU and per micro-batch. The state also has integers and bools: replica 0's go on, and
-none are averaged. The oracle is a loop over replicas and micro-batches, in plain jnp on one device, and NumPy's sums.
+All values differ per replica, per IPU and per micro-batch. The state also has integers and bools, of which
+replica 0's go on. The oracle is a loop over replicas and micro-batches, in plain jnp on one device, and NumPy's sums.
 """
 
 import functools
@@ -38,9 +38,14 @@ STATE = {
         "last": np.array([1, 2], np.uint8),
     },
     "of second": {"n": np.int32(0), "any": np.bool_(False), "largest": np.float32(0)},
-    "of head": {"columns": normal(6, COLUMNS), "marks": np.zeros(COLUMNS, np.int32), "odd": np.bool_(False)},
+    "of head": {
+        "columns": normal(6, COLUMNS),
+        "marks": np.zeros(COLUMNS, np.int32),
+        "odd": np.bool_(False),
+        "calls": np.int32(1),
+    },
 }
-SPLIT = {"columns": P("ipu"), "marks": P("ipu"), "odd": P()}
+SPLIT = {"columns": P("ipu"), "marks": P("ipu"), "odd": P(), "calls": P()}
 
 
 def first_of(p, x, mb, state):
@@ -71,8 +76,10 @@ def head_of(w, gain, x, mb, state):
         "columns": state["columns"] * 0.5 + y.sum(0),
         "marks": state["marks"] + mb["n"],
         "odd": state["odd"] ^ (mb["n"] % 2 == 1),
+        "calls": state["calls"] + mb["n"],
     }
-    return jnp.sum(y**2 * (1 + state["odd"])), new
+    # the state of an earlier micro-batch and update acts, integers and bools as well
+    return jnp.sum(y**2 * (1 + state["odd"] + 0.1 * state["calls"])), new
 
 
 # as a pipeline
@@ -114,7 +121,8 @@ def batch_of(replicas, number=0):
     lead = (replicas, M)
     return {
         "x": rng.normal(size=(*lead, ROWS, D)).astype(np.float32),
-        "n": rng.permutation(np.arange(1, 1 + replicas * M)).reshape(lead).astype(np.int32) + number,
+        # the first replica's numbers have other sums than the second's, also modulo 2
+        "n": rng.permutation([1, 2, 4, 6][: replicas * M]).reshape(lead).astype(np.int32) + number,
         "flags": rng.random((*lead, 3)) < 0.5,
     }
 
@@ -179,6 +187,14 @@ def same(found, expected, name):
     jax.tree_util.tree_map_with_path(one, found, expected)
 
 
+def alike_on_all_devices(tree):
+    """Assert that devices which hold the same part of an array hold the same numbers: replicas must not drift apart."""
+    for array in jax.tree.leaves(tree):
+        parts = {}
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, parts.setdefault(str(shard.index), np.asarray(shard.data)))
+
+
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
@@ -208,6 +224,7 @@ def test_a_pipeline_reduces_loss_gradients_aux_and_state(replicas, ipus, reducti
     same(loss, expected[0], "loss")
     same(pipeline.unshard(gradients), expected[1], "gradients")
     same(pipeline.unshard(new), expected[2], "state")
+    alike_on_all_devices([gradients, new])
     same(aux, given(expected[3], replicas), "aux")
     loss, aux = pipeline.loss(params, given(batch, replicas), state)
     expected = plain(PARAMS, batch, STATE, reduction, evaluates=True)
@@ -245,6 +262,7 @@ def test_a_step_reduces_losses_norms_aux_and_state_over_updates(replicas, ipus, 
         params = jax.tree.map(lambda w, g: np.float32(w - RATE * g), params, gradients)
     same(whole["params"], params, "weights")
     same(whole["stages"], stages, "state")
+    alike_on_all_devices([state.params, state.stages])
     after = [batch_of(replicas, 7 + number) for number in range(STEPS)]
     loss, _ = step.loss(
         state, jax.tree.map(lambda *leaves: np.stack([given(leaf, replicas) for leaf in leaves]), *after)
