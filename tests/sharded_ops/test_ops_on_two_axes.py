@@ -395,7 +395,7 @@ def _missing(spec):
 
 # Each number of IPUs and each dtype is tested in some of the modes only.
 CONFIGURATIONS = [
-    pytest.param(n, mode, dtype, id=f"{mode}-{n}-{dtype.__name__}", marks=() if always else pytest.mark.slow)
+    pytest.param(n, mode, dtype, id=f"{mode}-{n}-{jnp.dtype(dtype).name}", marks=() if always else pytest.mark.slow)
     for n, mode, dtype, always in (
         (2, "typed-outside", jnp.float32, True),
         (4, "untyped-outside", jnp.float32, True),

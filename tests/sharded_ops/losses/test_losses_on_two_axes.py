@@ -172,7 +172,8 @@ def _cases():
             if dtype is None or (dtype != jnp.float32 and typed == inside):
                 continue
             marks = () if (typed, inside, ipus) in always else pytest.mark.slow
-            name = f"{'typed' if typed else 'untyped'}-{'inside' if inside else 'outside'}-{ipus}-{dtype.__name__}"
+            mode = f"{'typed' if typed else 'untyped'}-{'inside' if inside else 'outside'}"
+            name = f"{mode}-{ipus}-{jnp.dtype(dtype).name}"
             yield pytest.param(typed, inside, ipus, dtype, id=name, marks=marks)
 
 
