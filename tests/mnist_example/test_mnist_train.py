@@ -190,7 +190,7 @@ def expected(batches):
     return unsharded_losses(batches, optax.sgd(RATE))
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "ipus"), [("basic", 2), ("concurrent", 2), pytest.param("concurrent", 4, marks=pytest.mark.slow)]
 )
@@ -200,7 +200,7 @@ def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode
     assert expected[-5:].mean() < 0.5 * expected[0]  # and something was learned
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus", "replicas"), [("basic", 2, 2), ("concurrent", 2, 4)])
 def test_replicas_agree_with_the_unsharded_program_on_the_same_images(mode, ipus, replicas, batches, expected):
     shared = dataclasses.replace(batches, gradient_accumulation=M // replicas, replicas=replicas)
@@ -264,7 +264,7 @@ def test_training_goes_on_from_the_state(batches):
     np.testing.assert_allclose(losses_of(in_parts), losses_of(at_once), rtol=1e-6)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
 @pytest.mark.parametrize("count", [1, 32, 70])
 def test_accuracy_is_of_all_images_and_no_others(mode, ipus, count, digits, batches):
@@ -295,7 +295,7 @@ def make_half_trainer(batches, mode, precision, half):
     return Trainer(pipeline, batches, learning_rate=0.01, precision=precision, half=half)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "precision", "half"),
     [("basic", "16.16", "bfloat16"), ("concurrent", "16.16", "bfloat16"), ("concurrent", "16.32", "float16")],
@@ -313,7 +313,7 @@ def test_evaluation_computes_in_the_half_that_training_does(mode, precision, hal
     assert trainer.accuracy(trainer.init(params), digits.test_images[clear], labels) == right
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "precision", "half", "step"),
     [

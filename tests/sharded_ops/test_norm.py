@@ -44,7 +44,7 @@ def _dense_layer(x, scale, bias):
     return y.astype(x.dtype)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
 @a_few_cases
 @examples
@@ -102,7 +102,7 @@ def _dense_other_scales(x, scale, bias):
     )
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @a_few_cases
 def test_no_scale_and_a_scale_to_which_one_is_added(mode, n, size, dtype):
     split = Split(size, n)
@@ -168,8 +168,8 @@ def _layer_norm_in_float64(x, scale, ct):
 def _error_from_rounded_means(x, columns):
     """Return how far layer_norm(x) without scale may be off if each mean is rounded to float32 once.
 
-    These are the mean of each IPU's `columns`, and the mean of the whole row. With means of 1e4 their roundings are 1e-3,
-    a thousand times those of everything else, for which 1% is added.
+    These are the mean of each IPU's `columns`, and the mean of the whole row. With means of 1e4 their roundings are
+    1e-3, a thousand times those of everything else, for which 1% is added.
     """
     wide = x.astype(np.float64)
     mean, deviation = wide.mean(-1, keepdims=True), wide.std(-1, keepdims=True)
@@ -204,7 +204,7 @@ def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
     assert np.abs(naive_variance - 1).max() > 0.5
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
 def test_second_derivatives_in_either_mode(typed, op, dense):
@@ -251,7 +251,7 @@ def test_each_sends_what_it_says(typed):
     assert sent(layer_norm) == ([("all-gather", 48)], [("all-gather", 48), backward])
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_norms_stand_in_vmap_scan_and_remat(typed):
     x, scale, bias = normal(0, (2, 3, 6)), normal(1, (6,)), normal(2, (6,))

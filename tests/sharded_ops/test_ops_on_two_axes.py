@@ -413,7 +413,7 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("n", "mode", "dtype"), CONFIGURATIONS)
 def test_values_and_every_gradient(case, n, mode, dtype):
@@ -441,7 +441,7 @@ def test_values_and_every_gradient(case, n, mode, dtype):
 _LATER = [pytest.param(n, typed, marks=pytest.mark.slow) for n, typed in ((1, True), (1, False), (2, False), (4, True))]
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "typed"), [(2, True), (4, False), *_LATER])
 def test_choices_are_those_of_each_token(n, typed):
     """Test ops that return columns, which have no gradient; the column drawn must not depend on the number of IPUs."""

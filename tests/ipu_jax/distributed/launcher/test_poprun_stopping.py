@@ -54,7 +54,7 @@ SLEEP = "\nready()\ntime.sleep(70)\n"
 IGNORE = "\nfor number in (1, 2, 15):\n    signal.signal(number, signal.SIG_IGN)" + SLEEP
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
 )
