@@ -26,9 +26,15 @@ RATE = 0.03
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_network():
-    """Train a tenth as many hidden units: the whole network computes the same, and takes most of a test's time."""
+def small_smooth_network():
+    """Train a tenth as many hidden units, which take a tenth of the time, and put silu for relu in both programs.
+
+    Where a rounding carries the input of a relu past 0, a gradient jumps, and the losses of later updates differ by far
+    more than roundings do (by 2e-4 here, once among some tens of trainings). That a stage has its relu is tested with
+    the model.
+    """
     patch = pytest.MonkeyPatch()
+    patch.setattr(jax.nn, "relu", jax.nn.silu)
     patch.setattr(model, "HIDDEN", 256)
     patch.setattr(model, "FEATURES", 128)
     yield
@@ -196,7 +202,7 @@ def expected(batches):
 )
 def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode, ipus, batches, expected):
     calls = train(make_trainer(batches, mode, ipus, learning_rate=RATE, repeat_count=20), updates=UPDATES)
-    np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-4)
+    np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-5)
     assert expected[-5:].mean() < 0.5 * expected[0]  # and something was learned
 
 
@@ -206,7 +212,7 @@ def test_replicas_agree_with_the_unsharded_program_on_the_same_images(mode, ipus
     shared = dataclasses.replace(batches, gradient_accumulation=M // replicas, replicas=replicas)
     options = {"learning_rate": RATE, "shard_optimizer": replicas > 2}
     calls = train(make_trainer(shared, mode, ipus, repeat_count=20, **options), updates=10)
-    np.testing.assert_allclose(losses_of(calls), expected[:10], rtol=1e-4)
+    np.testing.assert_allclose(losses_of(calls), expected[:10], rtol=1e-5)
 
 
 def test_an_optimizers_state_may_be_shared_by_the_replicas(batches):
