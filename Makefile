@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A text as one word of the shell: folders may have spaces and apostrophes in their names.
 quoted = '$(subst ','\'',$(1))'
-PYTHONS := $(if $(PYTHON),$(call quoted,$(PYTHON)),python3.13 python3.12 python3.11 python3)
+PYTHONS := $(if $(PYTHON),$(call quoted,$(PYTHON)),python3.13 python3.12 python3.11 python3.14 python3)
 
 # Chosen to pass 97% after two epochs, in both modes, within two minutes on two cores.
 MNIST_FLAGS ?= --batch-size 64 --gradient-accumulation-count 2 --learning-rate 0.2

@@ -3,16 +3,18 @@
 This file is at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, since these settings have no effect afterwards. Processes that a test starts inherit them.
 
-Only a sample of the tests marked slow runs. It has one in twenty of each function's cases, or one in k with
-`slow(one_in=k)`, but at least one; if a function has only one case, it runs one time in five. Tests marked
-slow(sampled=False), which take half a minute or more, are never in the sample. Each run draws another sample, by a seed
-that it prints and that `--slow-seed` sets, so that in time all of them run. `pytest --slow=all` runs them all.
+The tests marked slow are divided into N equal parts, for any N: the cases of each function take turns, from a part that
+its name decides. A plain `pytest` runs all other tests and one small part of the slow ones, the same on every machine.
+`pytest --slow=2/5` runs part 2 (of 0 to 4) of the slow tests and no others, and `pytest --slow=all` runs every test.
 """
 
+import argparse
 import os
-import random
+import re
+import time
+import zlib
+from collections import Counter
 from importlib.metadata import version
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -44,53 +46,75 @@ os.environ["IPU_JAX_MONITOR"] = "off"
 # A cached executable would hide what a test compiles.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
-_ONE_IN, _ALONE_ONE_IN = 20, 5
+_SAMPLE = "0/20"  # the slow tests that always run, together with the fast ones
+_TOO_LATE = "later than --slow-deadline"
 
-settings.register_profile("any load", deadline=None)  # on a machine with other work an example may take long
-settings.load_profile("any load")
+# Every run is the same run: `make random` is the place for new cases. On a busy machine an example may take long.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+
+def _slow(text: str) -> str:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if text in ("sample", "all") or (found and int(found[1]) < int(found[2])):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither sample, all nor a part such as 0/5 to 4/5")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", choices=("sample", "all"), default="sample", help="which of the slow tests run")
-    parser.addoption("--slow-seed", type=int, help="what draws the sample of the slow tests (random)")
+    parser.addoption(
+        "--slow",
+        type=_slow,
+        default="sample",
+        help="sample: the fast tests and a few slow ones (default); all: every test; K/N: part K of N of the slow ones",
+    )
+    parser.addoption(
+        "--slow-deadline",
+        type=float,
+        metavar="SECONDS",
+        help="start no test after this time, in seconds since 1970, and say how many did not run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.slow_seed is None:
-        given: dict[str, Any] = getattr(config, "workerinput", {})  # a worker of xdist uses the seed of its master
-        config.option.slow_seed = given.get("slow_seed", random.SystemRandom().randrange(1000))
-    if config.option.slow == "sample" and _COMPILE_FAST not in os.environ["XLA_FLAGS"]:
+    if config.option.slow != "all" and _COMPILE_FAST not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {_COMPILE_FAST}"
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    node.workerinput["slow_seed"] = node.config.option.slow_seed
-
-
 def pytest_report_header(config: pytest.Config) -> str:
-    if config.option.slow == "all":
-        return "slow tests: all"
-    return f"slow tests: a sample, drawn by --slow-seed {config.option.slow_seed}"
+    slow = config.option.slow
+    return "slow tests: " + {"all": "all", "sample": "a sample"}.get(slow, f"part {slow}, and no others")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.slow == "all":
+    slow = config.option.slow
+    if slow == "all":
         return
+    part, parts = map(int, (_SAMPLE if slow == "sample" else slow).split("/"))
+    kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
-    cases: dict[tuple[str, int], list[pytest.Item]] = {}  # the cases of each slow function
+    cases: Counter[str] = Counter()  # those seen of each slow function
     for item in items:
-        markers = list(item.iter_markers("slow"))  # the marks of the case itself, and those of its function
-        if any(marker.kwargs.get("sampled") is False for marker in markers):
-            left_out.append(item)
-        elif markers:
-            one_in = max(marker.kwargs.get("one_in", _ONE_IN) for marker in markers)
-            cases.setdefault((item.nodeid.split("[")[0], one_in), []).append(item)
-    for (function, one_in), of_function in cases.items():
-        dice = random.Random(f"{config.option.slow_seed} {function}")
-        first = dice.randrange(min(one_in, len(of_function)) if len(of_function) > 1 else _ALONE_ONE_IN)
-        left_out += [item for i, item in enumerate(of_function) if i % one_in != first]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        without = set(left_out)
-        items[:] = [item for item in items if item not in without]
+        if item.get_closest_marker("slow") is None:
+            runs = slow == "sample"
+        else:
+            function = item.nodeid.split("[")[0]
+            runs = (zlib.crc32(function.encode()) + cases[function]) % parts == part
+            cases[function] += 1
+        (kept if runs else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    deadline = item.config.option.slow_deadline
+    if deadline is not None and time.time() > deadline:
+        pytest.skip(_TOO_LATE)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.slow_deadline is not None:
+        skipped = terminalreporter.getreports("skipped")
+        late = sum(_TOO_LATE in str(report.longrepr) for report in skipped)
+        terminalreporter.write_line(f"{late} tests did not run: {_TOO_LATE}")

@@ -11,6 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 
+# From jax 0.12 on, one class is both, and the older name is not part of its public types.
+_ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+
 _T = TypeVar("_T")
 Rule = Callable[[Any, list[Any]], list[Any] | None]
 
@@ -40,7 +43,7 @@ def bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def closed_of(jaxpr: Any) -> Any:
     """Return a jaxpr from an equation's parameters as a closed jaxpr."""
-    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+    return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 
 def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
@@ -61,7 +64,7 @@ def part_of(closed: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Se
     """Return some equations of a closed jaxpr as a closed jaxpr from `invars` to `outvars`."""
     changed = {"invars": list(invars), "eqns": list(eqns), "outvars": list(outvars)}
     jaxpr = closed.jaxpr.replace(**changed, debug_info=closed.jaxpr.debug_info.with_unknown_names())
-    return core.ClosedJaxpr(jaxpr, closed.consts)
+    return _ClosedJaxpr(jaxpr, closed.consts)
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:

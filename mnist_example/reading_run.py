@@ -49,7 +49,7 @@ def _read_epochs(args: argparse.Namespace, batches: Batches, mesh: Mesh, feed: F
             seconds = time.perf_counter() - start
             say(
                 f"Epoch {epoch + 1}: {examples:,.0f} samples in {seconds:.2f} s, {examples / seconds:,.0f} samples/s, "
-                f"{megabytes / seconds:,.1f} MB/s"
+                f"{megabytes / seconds:,.2f} MB/s"
             )
 
 

@@ -148,8 +148,11 @@ def _mean_and_variance(x_ND: jax.Array, split: Split, axis: str) -> tuple[jax.Ar
     count = jnp.maximum(jnp.asarray(counts_n)[lax.axis_index(axis)], 1)
 
     # The sum of many columns with a large mean is large, and so is its rounding error. So the mean is computed in two
-    # passes. The derivatives of the second pass are exact, whatever the result of the first pass is.
-    rough_N = lax.stop_gradient(x_ND.sum(-1) / count)
+    # passes. The derivatives of the second pass are exact, whatever the result of the first pass is. The result is used
+    # twice. XLA computes the quotient anew for each use. Without the clamp behind it, it would fuse the quotient, not
+    # rounded, into the subtraction and the addition (fused multiply-add).
+    largest = jnp.finfo(x_ND.dtype).max
+    rough_N = lax.stop_gradient(lax.clamp(-largest, x_ND.sum(-1) / count, largest))
     mean_N = rough_N + _sum_without_padding(x_ND - rough_N[..., None], split, axis) / count
     squares_N = _sum_without_padding(jnp.square(x_ND - mean_N[..., None]), split, axis)
 

@@ -40,10 +40,13 @@ def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
         forward, *backward = program.jaxprs.values()
         weights = sum(len(params.group(name).leaves) for name in segment.groups)
         num_dy = len(split_floats(program.y)[0])
-        # B reads slices of the batch and of the stash, which are copies
-        sliced_inputs = range(weights, len(backward[0].in_avals) - num_dy)
         flops = [jaxpr_flops(jaxpr) for jaxpr in backward]
-        peak_bytes = [jaxpr_peak_bytes(jaxpr, copied=sliced_inputs, keep_outputs=False) for jaxpr in backward]
+        # Slices of the batch and of the stash are copies. B reads them, but dy from a channel; all that W reads is one.
+        ends = [len(backward[0].in_avals) - num_dy, *(len(jaxpr.in_avals) for jaxpr in backward[1:])]
+        peak_bytes = [
+            jaxpr_peak_bytes(jaxpr, copied=range(weights, end), keep_outputs=False)
+            for jaxpr, end in zip(backward, ends, strict=True)
+        ]
         peak_bytes.append(jaxpr_peak_bytes(forward, keep_outputs=False))
         costs.append(SegmentCost(jaxpr_flops(forward), sum(flops), sum(flops[1:]), max(peak_bytes)))
     return costs

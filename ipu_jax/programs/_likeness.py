@@ -77,7 +77,7 @@ def _constants_of(closed: Any) -> Iterator[Any]:
 
 
 def _parameter(value: Any) -> Iterator[Any]:
-    if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+    if hasattr(value, "eqns"):
         yield from _constants_of(value)
     elif isinstance(value, (tuple, list)):
         for part in value:

@@ -276,7 +276,7 @@ def _pulled_back(vjp: Callable[..., Any], cotangents: list[Any]) -> list[Any]:
     is_zero = [isinstance(ct, SymbolicZero) for ct in cotangents]
     if not any(is_zero):
         return list(vjp(cotangents))
-    closed = jax.make_jaxpr(vjp)([jax.ShapeDtypeStruct(ct.shape, ct.dtype) for ct in cotangents])
+    closed: Any = jax.make_jaxpr(vjp)([jax.ShapeDtypeStruct(ct.shape, ct.dtype) for ct in cotangents])
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     zeros: set[Any] = set()

@@ -99,7 +99,7 @@ def assert_equals_the_dense_gpt(ipus: int, micro_batches: int, **options: Any) -
     assert largest_relative_error(found, expected(micro_batches, "float32")) < 50 * np.finfo(np.float32).eps
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("micro_batches", "schedule", "recompute"), [(1, "grouped", "auto"), (3, "1f1b", "all"), (3, "zb-h1", "auto")]
 )
@@ -142,7 +142,7 @@ def test_bfloat16():
     assert largest_relative_error(found, exact) < dense_error + few
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [blocks, blocks_unrolled])
 def test_the_programs_beside_it_are_the_same_gpt(layers):
     """The unsharded program and the usual idiom, with which the pipeline is compared, equal the dense GPT."""

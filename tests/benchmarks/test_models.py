@@ -105,7 +105,7 @@ def expected(model: Model, loss_of: Callable[..., Any], keys: tuple[str, str]) -
     return (*jax.tree.map(lambda *parts: np.mean(np.asarray(parts, np.float64), axis=0), *found), state)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_is_the_independent_program(name):
     make, loss_of, keys = CASES[name]

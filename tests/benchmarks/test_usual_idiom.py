@@ -21,7 +21,7 @@ def loss(shared: Any, y: jax.Array, microbatch: Any) -> jax.Array:
     return jnp.mean((y @ shared["head"] * shared["scale"] - microbatch["y"]) ** 2)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variation", [{}, {"checkpoint": True}, {"skip_idle": True}, {"checkpoint": True, "skip_idle": True}]
 )

@@ -30,7 +30,7 @@ def without_speed(text):
     return [re.sub(r", [\d,]+ examples/s", "", line) for line in re.findall(r"\[Epoch.*", text)]
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "shown"), commands())
 def test_a_command_prints_what_the_page_shows(command, shown):
     words = [word for part in shlex.split(command) for word in STARTS.get(part, [part])]

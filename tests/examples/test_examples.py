@@ -81,10 +81,10 @@ def gpt_model(whole, examples):
 @pytest.mark.parametrize(
     ("example", "model", "loss_of", "labels"),
     [
-        pytest.param(linen_convnet, linen_model, cross_entropy, "labels", marks=pytest.mark.slow(one_in=7)),
-        pytest.param(nnx_transformer, nnx_model, cross_entropy, "targets", marks=pytest.mark.slow(one_in=7)),
-        pytest.param(equinox_attention, equinox_model, squared_error, "radius", marks=pytest.mark.slow(one_in=7)),
-        pytest.param(plain_layers, plain_model, squared_error, "y", marks=pytest.mark.slow(one_in=7)),
+        pytest.param(linen_convnet, linen_model, cross_entropy, "labels", marks=pytest.mark.slow),
+        pytest.param(nnx_transformer, nnx_model, cross_entropy, "targets", marks=pytest.mark.slow),
+        pytest.param(equinox_attention, equinox_model, squared_error, "radius", marks=pytest.mark.slow),
+        pytest.param(plain_layers, plain_model, squared_error, "y", marks=pytest.mark.slow),
         (tied_gpt, gpt_model, cross_entropy, "targets"),
     ],
     ids=lambda value: value.__name__.split(".")[-1] if isinstance(value, ModuleType) else "",

@@ -168,7 +168,7 @@ def test_the_same_shapes_give_the_same_schedule():
     assert str(found[0]) == str(found[1])
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "Auto", "AUTO"])
 def test_the_first_step_chooses_and_other_shapes_keep_it(name):
     pipeline, params, batch = unlike_stages(schedule=name)
@@ -210,7 +210,7 @@ def test_costs_without_bytes_get_the_counted_ones():
 # what it computes
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "ipus"),
     [((0, 1), 2), ((0, 1, None), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3, None), 4), ((None, 0, 1, 1, None), 2)],
@@ -243,7 +243,7 @@ def test_inside_the_users_own_jit():
     assert twin.choose_schedule(params, model.batch).schedule == pipeline.schedule
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32.32", "16.32"])
 def test_a_training_step_with_replicas(precision):
     model = chain((0, 1, None), M, replicas=2, like=False)
@@ -268,7 +268,7 @@ def totals(pipeline, params, batch):
     return [report.total(part.ipu) for part in report.ipus]
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 def test_what_is_found_fits_in_the_memory_of_an_ipu(share, recwarn):
     model = chain((0, 1, 2, 3), 8, like=False)

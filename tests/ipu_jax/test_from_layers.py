@@ -39,7 +39,7 @@ def places(pipeline: Pipeline) -> list:
     return [stage.ipu for stage in pipeline.stages]
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ipus": 2, "schedule": "1f1b"}, {"ipus": 2, "rounds": 2, "schedule": "looped"}])
 def test_it_trains_and_predicts_what_the_list_computes(options):
     pipeline, params = Pipeline.from_layers(

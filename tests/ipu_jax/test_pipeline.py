@@ -337,7 +337,7 @@ def test_the_reduction_is_of_the_gradients_and_the_loss_is_always_the_mean(reduc
     assert largest_relative_error(pipeline.unshard(gradients), jax.tree.map(lambda g: scale * g, of_mean)) < 1e-5
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("places", "replicas"), [((0, 1), 1), ((0, None), 2), ((None, 0, None), 1)])
 def test_loss_is_that_of_value_and_grad(places, replicas):
     model = chain(places, 3, replicas=replicas)
@@ -350,7 +350,7 @@ def test_loss_is_that_of_value_and_grad(places, replicas):
     np.testing.assert_allclose(alone, both, rtol=1e-6)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [1, ALL_IPUS])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_aux_comes_per_micro_batch_in_its_own_dtypes(place, replicas):
@@ -441,7 +441,7 @@ def test_a_pipeline_prints_as_its_stages():
 # many steps
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", ["value_and_grad", "loss"])
 def test_a_thousand_steps_on_eight_ipus_are_dispatched_without_waiting(method):
@@ -460,7 +460,7 @@ def test_a_thousand_steps_on_eight_ipus_are_dispatched_without_waiting(method):
 OPTIMIZERS = {"adam": optax.adam(0.05), "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True)}
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_inside_the_users_jit_equals_the_unsharded_run(optimizer):
     model = chain((None, 0, 1, None), 2, tied=True, replicas=2)

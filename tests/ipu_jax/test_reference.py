@@ -93,7 +93,7 @@ def test_a_pipeline_without_weights_is_verified_by_its_loss():
     assert str(report).endswith("0 gradients, largest relative error 0.0e+00 at (no weights)")
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "options", "reduction"),
     [((None, 0, 1, None), {"tied": True, "replicas": 2}, "sum"), ((0, None), {}, "mean")],
@@ -244,7 +244,7 @@ def test_a_concurrent_stage_that_counts_its_padding_is_found():
 # tolerances
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "other", "rtol"),
     [

@@ -135,7 +135,7 @@ def assert_everything_equals(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * np.abs(e[np.isfinite(e)]).max(), err_msg=str(path))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(reduction):
     """Test two replicas under "mean", and one under "sum", which gets numpy's float64 and holds it as float32."""
@@ -250,7 +250,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "change", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, message):
     model, sharded, ((loss, aux), gradients, state), expected = right
@@ -555,7 +555,7 @@ def test_a_fault_in_a_gradient_that_cancels_is_found():
         verify(pipeline, params, batch)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [0.0, 1.0])
 def test_a_gradient_in_bfloat16_that_cancels_is_judged_by_how_much_its_terms_are_rounded(fault):
     """The gradient of a bias before a batch norm is rounding errors only, and more of them if a stage's end rounds."""

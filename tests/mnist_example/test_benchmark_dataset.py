@@ -15,7 +15,7 @@ from mnist_example.benchmark_dataset import main
 from mnist_example.data import synthetic_mnist
 
 TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5"]
-SPEED = r"in \d+\.\d\d s, [\d,]+ samples/s, [\d,]+\.\d MB/s"
+SPEED = r"in \d+\.\d\d s, [\d,]+ samples/s, [\d,]+\.\d\d MB/s"
 
 
 @pytest.fixture(autouse=True)

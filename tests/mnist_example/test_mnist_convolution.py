@@ -11,7 +11,7 @@ from jax import lax
 from mnist_example.convolution import conv_general_dilated, matrix_product_convolution
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("kernel", "strides"), [(1, 1), (1, 2), (3, 1), (3, 2), (5, 1), (7, 2)])
 def test_matrix_products_are_the_convolution(size, kernel, strides):

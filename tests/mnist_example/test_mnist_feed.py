@@ -44,7 +44,7 @@ def losses_of(trainer):
     return np.concatenate(losses)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["basic", "concurrent"])
 def test_training_is_the_same_however_the_images_come(mode):
     pipeline, of = make_pipeline(mode, gradient_accumulation=5), batches()

@@ -79,7 +79,7 @@ def test_the_seed_makes_the_weights():
 # the pipelines
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus"), LAYOUTS)
 def test_loss_and_correct_are_the_dense_programs(mode, ipus, params, batch):
     pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M)
@@ -89,7 +89,7 @@ def test_loss_and_correct_are_the_dense_programs(mode, ipus, params, batch):
     np.testing.assert_array_equal(aux["correct"], (predictions == batch["labels"]).sum(-1))
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "ipus", "schedule"),
     [("basic", 2, "grouped"), ("concurrent", 2, "grouped"), ("concurrent", 4, "grouped"), ("basic", 2, "sequential")],
@@ -133,7 +133,7 @@ def test_a_class_that_pads_a_shard_is_never_predicted(params, batch):
 # what an example is
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
 def test_what_has_no_label_counts_for_nothing(mode, ipus, params, batch):
     labels = batch["labels"].copy()
@@ -176,7 +176,7 @@ def test_images_may_be_bytes_or_floats(params, batch):
 # precisions
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
 def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
     exact = dense_loss(params, batch)
@@ -202,7 +202,7 @@ def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
         assert apart < (1e-6 if precision == "32.32" else 0.02)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("images", ["uint8", "float32"])
 def test_stages_compute_in_the_dtype_of_their_weights(dtype, images, params, batch):

@@ -196,7 +196,7 @@ def test_weights_start_as_he_and_lecun_say():
 # the layers
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["stem", "block3"])
 def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, train, params, state):
@@ -232,7 +232,7 @@ def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, t
 # the pipelines
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus", "m"), LAYOUTS)
 def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
     """Compare loss, every gradient and every running average."""
@@ -263,7 +263,7 @@ def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
     np.testing.assert_array_equal(aux["correct"], (logits.argmax(-1) == labels).reshape(3, B).sum(-1))
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 def test_resnet50_is_the_unsharded_programs():
     pipeline = make_pipeline(50, "concurrent", ipus=2, gradient_accumulation=2, width=2)
     sharded = pipeline.shard(init_params(50, 0, width=2))
@@ -271,7 +271,7 @@ def test_resnet50_is_the_unsharded_programs():
     ipu_jax.verify(pipeline, sharded, make_batch(2), state=averages, rtol=1e-3)
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 def test_averages_are_float32_in_lower_precision(params, state):
     of_step = make_pipeline(18, "basic", gradient_accumulation=2, width=WIDTH)
     step = ipu_jax.make_train_step(of_step, optax.sgd(1.0), ipu_jax.TrainOptions(precision="16.16"))
@@ -344,7 +344,7 @@ def small(name="resnet18") -> Network:
     )
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 def test_evaluation_between_updates_changes_nothing():
     digits = synthetic_mnist(0, n_train=48, n_test=9)
     batches = Batches(digits.train_images, digits.train_labels, 8, 2)
@@ -415,7 +415,7 @@ def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
     assert (batches.batch_size, batches.gradient_accumulation, trainer.learning_rate) == expected
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch, tmp_path):
     runs = []

@@ -107,7 +107,7 @@ def test_stopped_at_any_call_and_resumed_it_ends_with_the_same_bits_and_lines(tm
     assert bits(leaves) == bits(whole)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "other"),
     [

@@ -26,9 +26,15 @@ RATE = 0.03
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_network():
-    """Train a tenth as many hidden units: the whole network computes the same, and takes most of a test's time."""
+def small_smooth_network():
+    """Train a tenth as many hidden units, which take a tenth of the time, and put silu for relu in both programs.
+
+    Where a rounding carries the input of a relu past 0, a gradient jumps, and the losses of later updates differ by far
+    more than roundings do (by 2e-4 here, once among some tens of trainings). That a stage has its relu is tested with
+    the model.
+    """
     patch = pytest.MonkeyPatch()
+    patch.setattr(jax.nn, "relu", jax.nn.silu)
     patch.setattr(model, "HIDDEN", 256)
     patch.setattr(model, "FEATURES", 128)
     yield
@@ -190,23 +196,23 @@ def expected(batches):
     return unsharded_losses(batches, optax.sgd(RATE))
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "ipus"), [("basic", 2), ("concurrent", 2), pytest.param("concurrent", 4, marks=pytest.mark.slow)]
 )
 def test_the_first_50_updates_agree_with_the_unsharded_program_step_by_step(mode, ipus, batches, expected):
     calls = train(make_trainer(batches, mode, ipus, learning_rate=RATE, repeat_count=20), updates=UPDATES)
-    np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-4)
+    np.testing.assert_allclose(losses_of(calls), expected, rtol=1e-5)
     assert expected[-5:].mean() < 0.5 * expected[0]  # and something was learned
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus", "replicas"), [("basic", 2, 2), ("concurrent", 2, 4)])
 def test_replicas_agree_with_the_unsharded_program_on_the_same_images(mode, ipus, replicas, batches, expected):
     shared = dataclasses.replace(batches, gradient_accumulation=M // replicas, replicas=replicas)
     options = {"learning_rate": RATE, "shard_optimizer": replicas > 2}
     calls = train(make_trainer(shared, mode, ipus, repeat_count=20, **options), updates=10)
-    np.testing.assert_allclose(losses_of(calls), expected[:10], rtol=1e-4)
+    np.testing.assert_allclose(losses_of(calls), expected[:10], rtol=1e-5)
 
 
 def test_an_optimizers_state_may_be_shared_by_the_replicas(batches):
@@ -264,7 +270,7 @@ def test_training_goes_on_from_the_state(batches):
     np.testing.assert_allclose(losses_of(in_parts), losses_of(at_once), rtol=1e-6)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
 @pytest.mark.parametrize("count", [1, 32, 70])
 def test_accuracy_is_of_all_images_and_no_others(mode, ipus, count, digits, batches):
@@ -295,7 +301,7 @@ def make_half_trainer(batches, mode, precision, half):
     return Trainer(pipeline, batches, learning_rate=0.01, precision=precision, half=half)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "precision", "half"),
     [("basic", "16.16", "bfloat16"), ("concurrent", "16.16", "bfloat16"), ("concurrent", "16.32", "float16")],
@@ -313,7 +319,7 @@ def test_evaluation_computes_in_the_half_that_training_does(mode, precision, hal
     assert trainer.accuracy(trainer.init(params), digits.test_images[clear], labels) == right
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "precision", "half", "step"),
     [

@@ -116,7 +116,7 @@ def test_the_schedule_that_was_found_is_named(few_digits, capsys):
     )
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "header"),
     [
@@ -139,7 +139,7 @@ def test_a_single_step_works_in_every_layout(flags, header, few_digits, capsys):
     )
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["basic", "concurrent"])
 def test_with_64_bit_numbers_it_trains_and_evaluates_as_without(mode, few_digits, capsys):
     told = []
@@ -347,7 +347,7 @@ def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits,
     assert picture.read_text() == Schedule.from_text(explained).to_svg()
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_defaults_learn_without_a_spike(seed, monkeypatch, tmp_path):
     """Test on scikit-learn's digits: the original's defaults made the loss jump to 54, and ended with 10%."""

@@ -1,7 +1,7 @@
 """Test the command lines of `wrong_command_lines.txt`: status 2 and one line that names the flag and the mend.
 
-All are tried in this process, with the function removed by which each command first uses jax. Some, or with --slow=all
-all of them, are also tried as processes, which must need less than two seconds.
+All are tried in this process, with the function removed by which each command first uses jax. Some, and all of
+them in a slow test, are also tried as processes, which must need less than two seconds.
 """
 
 import os

@@ -131,7 +131,7 @@ def test_a_command_of_the_wheel_helps_and_refuses(command, installed, tmp_path):
 TRAIN = "run-sharded-mnist --pipeline-mode concurrent --synthetic-data --run-single-step"
 
 
-@pytest.mark.slow(one_in=6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

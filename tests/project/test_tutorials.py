@@ -21,13 +21,7 @@ def test_there_are_tutorials():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(pytest.param(path, marks=pytest.mark.slow(sampled=path.stem != "gpt"), id=path.stem) for path in TUTORIALS),
-        *(pytest.param(path, id=path.stem) for path in OTHERS),
-    ],
-)
+@pytest.mark.parametrize("path", [*TUTORIALS, *OTHERS], ids=lambda path: path.stem)
 def test_a_tutorial_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)
 
@@ -37,7 +31,7 @@ def test_a_page_without_devices_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_a_guide_runs_and_prints_what_it_shows(path: Path):
     _runs_and_prints_what_it_shows(path)

@@ -1,12 +1,10 @@
 """Run a sample of the random programs (docs/design/random-programs.md), and test the tools that run them.
 
-RANDOM_PROGRAMS_SEED sets another seed than the fixed one. Each case runs in another process, so a crash or a hang is
-only the failure of that case.
+`make random` draws others. Each case runs in another process, so a crash or a hang is only the failure of that case.
 """
 
 import argparse
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -19,9 +17,9 @@ from random_programs.judge import fault_of
 from random_programs.schedules import spoil
 from random_programs.tables import random_table
 
-SEED = int(os.environ.get("RANDOM_PROGRAMS_SEED", "5"))
+SEED = 5
 
-# for each kind, how many cases always run, and how many more run with --slow=all
+# for each kind, how many cases always run, and how many more are slow
 ALWAYS = {"pipelines": 4, "schedules": 3, "training": 3, "ops": 12}
 MORE = {"pipelines": 40, "schedules": 20, "training": 20, "ops": 60}
 
@@ -43,7 +41,7 @@ def worker():
 def _cases():
     for kind in run.KINDS:
         for case in range(ALWAYS[kind] + MORE[kind]):
-            marks = () if case < ALWAYS[kind] else pytest.mark.slow(sampled=False)
+            marks = () if case < ALWAYS[kind] else pytest.mark.slow
             yield pytest.param(kind, case, marks=marks, id=f"{kind}-{case}")
 
 

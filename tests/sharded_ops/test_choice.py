@@ -65,7 +65,7 @@ def _both(floats, ints, *, size):
     return _choices(floats, size=size), _choices(ints, size=size)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [NAN, INF])
 @pytest.mark.parametrize(
     ("n", "size", "typed"), [(n, size, i % 2 == 0) for i, (n, size) in enumerate((*SPLITS, (3, 7), (8, 10)))]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,7 +16,6 @@ from sharded_ops._split import as_int32, check_one_per_row, local_rows, mask_pad
 from support.harness import SPLITS, exactly, mesh_of, on_ipus
 
 
-@settings(deadline=None, derandomize=True)
 @given(size=st.integers(1, 200), parts=st.integers(1, 40))
 def test_the_ipus_share_the_rows_out_in_order(size, parts):
     split = Split(size, parts)
@@ -118,7 +117,7 @@ def test_a_mistake_is_told_with_its_mend(wrong, message):
         wrong()
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "size"), SPLITS)
 @pytest.mark.parametrize("typed", [True, False])
 def test_inside_a_shard_map_each_ipu_knows_its_rows(n, size, typed):

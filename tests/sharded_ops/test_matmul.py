@@ -107,7 +107,7 @@ def _each_form(name, plain, scattered):
     return pytest.mark.parametrize(("mode", "n", "size", "dtype", name), params)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @_each_form("scattered", False, True)
 @examples
 @given(seed=seeds)
@@ -138,7 +138,7 @@ def test_columns_with_bias(mode, n, size, dtype, scattered, seed):
     _assert_like_dense(got, x, w, ct, n, bias=bias, dense=_dense_with_bias)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @_each_form("reduction", "sum", "scatter")
 @examples
 @given(seed=seeds)
@@ -196,7 +196,7 @@ def test_tied_projection(mode, n, size, dtype, seed):
     _assert_like_dense(got, hidden, table, ct, n, dense=_dense_tied)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_table_tied_to_its_embedding_gets_both_gradients(typed):
     split, ids = Split(7, 4), np.array([3, 0, 3, 6], np.int32)
@@ -238,7 +238,7 @@ def test_the_tied_table_is_contracted_where_it_lies(size, dtype):
     assert made(lambda table: 2 * table.T, table[:31]) != []
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_sequence_parallel_block_is_itself_under_vmap_scan_and_remat(typed):
     """Test two layers, each scattered in and out, on two examples, against the dense block: 5 tokens on 4 IPUs."""
@@ -278,7 +278,7 @@ def test_a_sequence_parallel_block_is_itself_under_vmap_scan_and_remat(typed):
         assert_close(one_got, one_want, 30.0, roundings=30)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weights_that_replicas_share_get_the_gradients_of_all(dtype):
     """Test two replicas of two IPUs, 3 tokens each: sums over the second axis must be neither lost nor made twice."""
@@ -388,7 +388,7 @@ def test_each_split_sends_what_it_says(typed):
     assert sent("rows", (P(None, "ipu"), P("ipu")), P()) == ([("all-reduce", 72)], row_backward)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_each_further_form_sends_what_it_says(typed):
     def sent(op, in_specs, out_spec, *args):

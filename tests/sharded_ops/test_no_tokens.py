@@ -108,7 +108,7 @@ OPS = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("typed", [True, False])
 def test_every_op_of_no_tokens(typed, dtype):

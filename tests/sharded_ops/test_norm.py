@@ -44,7 +44,7 @@ def _dense_layer(x, scale, bias):
     return y.astype(x.dtype)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
 @a_few_cases
 @examples
@@ -102,7 +102,7 @@ def _dense_other_scales(x, scale, bias):
     )
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @a_few_cases
 def test_no_scale_and_a_scale_to_which_one_is_added(mode, n, size, dtype):
     split = Split(size, n)
@@ -165,7 +165,25 @@ def _layer_norm_in_float64(x, scale, ct):
     return y * scale, dx
 
 
-@pytest.mark.slow(one_in=3)
+def _error_from_rounded_means(x, columns):
+    """Return how far layer_norm(x) without scale may be off if each mean is rounded to float32 once.
+
+    These are the mean of each IPU's `columns`, and the mean of the whole row. With means of 1e4 their roundings are
+    1e-3, a thousand times those of everything else, for which 1% is added.
+    """
+    wide = x.astype(np.float64)
+    mean, deviation = wide.mean(-1, keepdims=True), wide.std(-1, keepdims=True)
+    parts = [wide[:, i : i + columns] for i in range(0, wide.shape[1], columns)]
+    weights = np.array([part.shape[1] / wide.shape[1] for part in parts])
+    means = np.stack([part.mean(-1) for part in parts], -1)
+    roundings = weights * (means.astype(np.float32) - means)
+    in_mean = np.abs(roundings.sum(-1, keepdims=True)) + np.spacing(mean.astype(np.float32)) / 2
+    # The variance has the terms weights * (means - mean)^2. A small change of it changes its root by 1 / (2 deviation).
+    in_deviation = np.abs((roundings * (means - mean)).sum(-1, keepdims=True)) / deviation
+    return 1.01 * (in_mean + np.abs(wide - mean) / deviation * in_deviation) / deviation
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(("n", "size"), [(1, 4096), (8, 21)])
 def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
@@ -179,17 +197,14 @@ def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
     (dx,) = vjp(ct)
 
     want, want_dx = _layer_norm_in_float64(x, scale, ct)
-    # The mean's own rounding costs the result half a spacing. In one pass, or with a plain sum of the shards' means,
-    # the error would be 0.8 to 1.2 spacings.
-    spacing = mean * 2**-23
-    assert np.abs((out - want) / scale).max() <= 0.7 * spacing
-    assert np.abs(dx - want_dx).max() <= 2 * spacing * np.abs(ct * scale).max()
+    assert (np.abs(out - want) <= np.abs(scale) * _error_from_rounded_means(x, -(-size // n))).all()
+    assert np.abs(dx - want_dx).max() <= 2 * mean * 2**-23 * np.abs(ct * scale).max()
     # The docstring's claim about the other formula.
     naive_variance = np.mean(x**2, -1, dtype=np.float32) - np.mean(x, -1, dtype=np.float32) ** 2
     assert np.abs(naive_variance - 1).max() > 0.5
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
 def test_second_derivatives_in_either_mode(typed, op, dense):
@@ -236,7 +251,7 @@ def test_each_sends_what_it_says(typed):
     assert sent(layer_norm) == ([("all-gather", 48)], [("all-gather", 48), backward])
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_norms_stand_in_vmap_scan_and_remat(typed):
     x, scale, bias = normal(0, (2, 3, 6)), normal(1, (6,)), normal(2, (6,))

@@ -115,7 +115,7 @@ def test_nan_infinite_and_cold_rows_are_drawn_as_without_a_nucleus(n):
         assert found.tolist() == [2, 0, 4, logits[3].argmax()]
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 def test_it_sends_no_rows(typed):
     n, tokens, size = 2, 8, 64

@@ -395,7 +395,7 @@ def _missing(spec):
 
 # Each number of IPUs and each dtype is tested in some of the modes only.
 CONFIGURATIONS = [
-    pytest.param(n, mode, dtype, id=f"{mode}-{n}-{dtype.__name__}", marks=() if always else pytest.mark.slow)
+    pytest.param(n, mode, dtype, id=f"{mode}-{n}-{jnp.dtype(dtype).name}", marks=() if always else pytest.mark.slow)
     for n, mode, dtype, always in (
         (2, "typed-outside", jnp.float32, True),
         (4, "untyped-outside", jnp.float32, True),
@@ -413,7 +413,7 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("n", "mode", "dtype"), CONFIGURATIONS)
 def test_values_and_every_gradient(case, n, mode, dtype):
@@ -441,7 +441,7 @@ def test_values_and_every_gradient(case, n, mode, dtype):
 _LATER = [pytest.param(n, typed, marks=pytest.mark.slow) for n, typed in ((1, True), (1, False), (2, False), (4, True))]
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "typed"), [(2, True), (4, False), *_LATER])
 def test_choices_are_those_of_each_token(n, typed):
     """Test ops that return columns, which have no gradient; the column drawn must not depend on the number of IPUs."""

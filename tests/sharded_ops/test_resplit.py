@@ -68,7 +68,7 @@ def test_each_ipu_holds_its_rows_and_then_zeros(n):
     _assert_same_bits(LAYOUT.whole(padded), params)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(3, 8), (3, 1), (8, 2)])
 def test_a_step_saved_on_some_ipus_goes_on_elsewhere(tmp_path, before, after):
     """Test parameters and Adam's state after real steps on padded arrays, saved by numpy. Bits are compared."""

@@ -55,7 +55,7 @@ def _samples(key, logits, temperatures, top_ps, *, size, k):
     return draw(), draw(top_k=k, top_p=top_ps)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "typed", "impl", "dtype"),
     [
@@ -175,7 +175,7 @@ def _chance(observed, p):
     return float(jax.scipy.stats.chi2.sf(statistic, expected.size - (not rare.any())))
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_columns_are_drawn_with_their_probabilities(drawn, name):
     assert _chance(np.bincount(drawn[name], minlength=10), _probabilities(name)) > 1e-3

@@ -110,7 +110,7 @@ def _dense_softmax(logits):
     return jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "n", "size", "dtype"),
     [

@@ -90,7 +90,7 @@ def test_forward_mode_and_second_derivatives_of_a_half_table(dtype):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(
     ("op", "spec", "out_spec", "weight"),

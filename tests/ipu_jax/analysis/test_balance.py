@@ -36,7 +36,7 @@ def problems(draw):
     return costs, memory, draw(st.integers(1, len(costs))), draw(st.integers(5, 15))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems())
 def test_no_partition_is_better(problem):
     costs, _, ipus, _ = problem
@@ -46,7 +46,7 @@ def test_no_partition_is_better(problem):
     assert (max(found.loads), sum(load**2 for load in found.loads)) == best_by_force(costs, ipus)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems())
 def test_no_partition_below_the_limit_is_better(problem):
     costs, memory, ipus, limit = problem

@@ -120,7 +120,7 @@ def test_of_several_replicas_an_ipu_holds_the_batch_of_its_own():
     assert [part.batch for part in found.ipus] == [4 * MICRO_BATCHES * ROWS * 8] * 2
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_arguments_and_results_are_as_the_compiled_step_says(replicas):
     model = chain((None, 0, 1, None), 4, replicas=replicas, tied=True)

@@ -97,8 +97,10 @@ def test_every_field_by_hand(schedule, depths):
     # y and dx of each boundary; between the IPUs as made and as received; the loss; M aux
     assert found.channels == FLOAT * (2 * N * D + 2 * 2 * N * E + 2 * N * G) + FLOAT + M * FLOAT * (1 + N + 1)
     assert found.sums == 0
-    if not split:  # B of a layer: its input out of the stash, copied for the product, and its weights' gradient
-        assert (one.working_set, two.working_set) == (FLOAT * (N * D + D * E), FLOAT * (N * E + E * G))
+    # the gradient of a layer's weights, and its input, copied out of the stash for the product; for W, dy as well
+    dy = (N * E, N * G) if split else (0, 0)
+    assert one.working_set == FLOAT * (N * D + D * E + dy[0])
+    assert two.working_set == FLOAT * (N * E + E * G + dy[1])
     assert found.working_set == max(one.working_set, two.working_set)
     assert found.predicted_temporary == found.stash + found.channels + found.working_set
     own = (FIRST, SECOND)

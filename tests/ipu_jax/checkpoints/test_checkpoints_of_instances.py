@@ -36,7 +36,7 @@ def test_two_processes_save_and_one_restores(tmp_path):
         assert not bitwise(found, both[0], "restored")
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "devices"),
     [

@@ -66,7 +66,7 @@ def test_every_topology_restores_the_same_bits(stopped, name):
     assert not bitwise(resumed.plain(step, found.state), at_8)
 
 
-@pytest.mark.slow(one_in=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name not in ("basic", "two replicas")])
 def test_losses_go_on_on_other_ipus(stopped, name):
     folder, losses, _, _ = stopped

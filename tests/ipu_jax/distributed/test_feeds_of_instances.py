@@ -48,7 +48,7 @@ def check_rows(found: list[Results], number: int, options: Any, owned: list[list
             np.testing.assert_array_equal(results[f"{number} reads"], np.setdiff1d(np.union1d(own, [0]), [-1]))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", PLACEMENTS)
 def test_each_instance_reads_the_rows_of_its_own_replicas(devices):
     """It is also resumed by other numbers of instances than those that began the epoch."""

@@ -54,7 +54,7 @@ def test_a_replica_on_two_instances():
     assert_close(found, across.whole_pipeline(1, 2), rtol=1e-6, but=MEASURED)
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("devices", "replicas", "ipus"),
@@ -76,7 +76,7 @@ def test_pipelines_over_instances(devices, replicas, ipus, dtype):
     )
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "replicas", "ipus"), [((1, 1), 1, 2), ((1, 2, 1), 2, 2), ((2, 1), 1, 3)])
 def test_layers_predict_on_instances(devices, replicas, ipus):
     found = assert_same_everywhere(run_instances(across.predictions, devices, replicas=replicas, ipus=ipus))
@@ -99,7 +99,7 @@ def test_what_is_wrong_on_one_instance_fails_on_all():
     assert report(first) == report(last)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "said"), [("raises", "RuntimeError: of instance 1"), ("waits", "did not end in time")])
 def test_the_harness_ends_all_instances_and_says_what_failed(how, said):
     """An instance that raises leaves the other one in a collective, which has no end."""

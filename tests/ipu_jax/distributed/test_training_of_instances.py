@@ -53,7 +53,7 @@ def test_a_replica_on_two_instances_trains_as_on_one():
     assert not bitwise(found, across.trained(**options))
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_number_of_instances_trains_alike(name):
     """2 to 4 processes give equal bits; one process adds four numbers in another order."""
@@ -70,7 +70,7 @@ def test_any_number_of_instances_trains_alike(name):
     assert all("gradient_norm" in path for path in different), different
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 def test_eight_devices_in_one_two_and_four_processes():
     options = {"replicas": 2, "ipus": 4, "each": [OPTIONS["plain"], OPTIONS["all in parts"]]}
     two, four = (
@@ -85,7 +85,7 @@ def test_eight_devices_in_one_two_and_four_processes():
     assert largest_relative_error(*pair) <= 1e-5
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "all in parts", "dynamic"])
 def test_replicas_of_a_function_are_those_of_one_process(name):
     """One process runs them under pmap, several under shard_map."""
@@ -97,7 +97,7 @@ def test_replicas_of_a_function_are_those_of_one_process(name):
     assert largest_relative_error(of_four, expected) <= 1e-5
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [(1, 1), (1, 2, 1)])
 def test_an_epoch_of_a_feed_trains_as_on_one_instance(devices):
     """Two updates per call; the last call of the epoch has one."""
@@ -106,7 +106,7 @@ def test_an_epoch_of_a_feed_trains_as_on_one_instance(devices):
     assert not bitwise(found, across_feeds.feed_trains(**options))
 
 
-@pytest.mark.slow(sampled=False)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipelines", "training"])
 @pytest.mark.parametrize("devices", [(1, 1), (2, 1), (1, 1, 1, 1)])
 def test_random_programs_on_instances(devices, kind):

@@ -61,7 +61,7 @@ def test_no_matmul_of_a_stage_runs_outside_its_guard():
     assert not [line for line in tick_of(hlo) if re.search(r" (dot|convolution|custom-call)\(|kind=kCustom", line)]
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "sequential", "zb-h1"])
 def test_no_exchange_stands_before_a_task_of_its_tick(schedule):
     """Otherwise an IPU would wait in the exchange for its neighbour's task, before it begins its own."""
@@ -187,7 +187,7 @@ def test_a_stage_that_scans_its_layers_keeps_no_copy_of_the_weights_a_tick():
     assert program.memory_analysis().temp_size_in_bytes < 0.5 * weights  # pyright: ignore[reportOptionalMemberAccess]
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unlike", "options"),
     [

@@ -73,7 +73,7 @@ def case_id(case) -> str:
     return "-".join([where, f"on{ipus}", f"m{m}", *model, *(str(v) for v in pipeline.values())])
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "ipus", "micro_batches", "of_model", "of_pipeline"),
     # every other one always runs, of the others a sample
@@ -127,7 +127,7 @@ def test_eight_ipus_equal_the_twin(places, micro_batches, schedule):
     assert_equals_its_twin(chain(places, micro_batches, like=False), 8, {"schedule": schedule})
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("places", "ipus"), [((0, _, 1), 2), ((_, 0, 1, _), 4)])
 def test_bfloat16_stays_within_its_roundings_of_the_float32_twin(places, ipus):
     """A rounding is 2^-9 of a value, and a gradient has one per operation and layer, forward and backward: some 16."""
@@ -180,7 +180,7 @@ def rich_stage(i: int, width: int):
     return fn
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [(0, 1, 0), (0, _, 1), (_, 0, _)])
 def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
     rng = np.random.default_rng(0)
@@ -297,7 +297,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "fn", "plain"), COLLECTIVES.values(), ids=COLLECTIVES)
 def test_the_collectives_of_a_concurrent_stage_have_the_gradients_of_the_dense_program(spec, fn, plain):
     rng = np.random.default_rng(0)
@@ -348,7 +348,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("places", "forward", "backward"), OWN.values(), ids=OWN)
 def test_a_schedule_of_the_users_own_is_run_as_it_says(places, forward, backward):
     ipus = max(2, 1 + max(place for place in places if place is not None))

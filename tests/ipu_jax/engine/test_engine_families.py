@@ -89,7 +89,7 @@ def assert_equals_the_unsharded_program(
     assert float(pipeline.loss(sharded, batch)) == pytest.approx(report.loss, rel=1e-6)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrent_head", [False, True], ids=["local head", "concurrent head"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_family_equals_the_unsharded_program(name, concurrent_head):
@@ -111,7 +111,7 @@ def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
     assert_equals_the_unsharded_program(name, ipus, micro_batches, concurrent_head=ipus == 3, rounds=rounds)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute", ["none", "all", jax.checkpoint_policies.dots_saveable], ids=["none", "all", "dots"]
 )
@@ -120,7 +120,7 @@ def test_recompute_changes_no_number(name, recompute):
     assert_equals_the_unsharded_program(name, 2, 3, concurrent_head=False, recompute=recompute)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
 def test_a_table_made_for_the_costs_of_unlike_stages(lockstep):
     """Four layers there and back over two IPUs, and a concurrent head: the first layer costs 14 times the third."""

@@ -52,7 +52,7 @@ def run(model: Any, ipus: int, schedule: Any) -> Schedule:
     return pipeline.schedule
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrent_ends", [False, True], ids=["local", "concurrent ends"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_each_task_runs_once_in_its_tick_on_its_ipu(name, concurrent_ends, seen):
@@ -72,7 +72,7 @@ def test_like_stages_of_one_team_each_run_their_own(seen):
     assert Counter(seen) == planned(schedule)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "looped", "interleaved"])
 def test_the_simulators_figures_are_those_of_what_ran(name, seen):
     """With costs given to the tasks in the order in which they ran, makespan, bubble and stash are the simulator's."""

@@ -48,7 +48,7 @@ MIXED = {
 INT = {"w": False, "b": False, "scale": False, "row": True}
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["grouped", "zb-h1"])
 @pytest.mark.parametrize("places", [(0, 1), (None, 1), (0, None), (0, 0)])
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ FREEZES = {
 }
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("a", "nothing"), ("nothing", "a"), ("everything", "part of a and the head")]
 )

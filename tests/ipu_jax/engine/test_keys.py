@@ -53,7 +53,7 @@ def dropout_inputs(pipeline: Pipeline) -> tuple[Any, Any]:
     return params, {"x": normal(*lead, ROWS, D, seed=8), "y": normal(*lead, ROWS, D, seed=9)}
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "recompute", "replicas"),
     [

@@ -57,7 +57,7 @@ def test_the_cases_meet_in_all_pairs():
 _ALWAYS = 16  # each case has the most pairs that the cases before it lack
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if i < _ALWAYS else pytest.mark.slow) for i, case in enumerate(CASES)],

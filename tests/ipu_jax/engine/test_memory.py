@@ -32,7 +32,7 @@ def compiled_step(pipeline, params, batch):
     return jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("ipus", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("gpipe", "looped-bfs")])
 def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
@@ -41,7 +41,7 @@ def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
     assert max(flat) <= 1.05 * min(flat)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("ipus", [2, 4])
 def test_gpipe_keeps_every_micro_batch(ipus):
     small, large = (report_of("gpipe", ipus, m) for m in (8, 16))
@@ -49,7 +49,7 @@ def test_gpipe_keeps_every_micro_batch(ipus):
     assert compiled_bytes(large) - compiled_bytes(small) == pytest.approx(small.stash, rel=0.01)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ipus", "micro_batches"), [*((2, m) for m in MICRO_BATCHES), (4, 8), (4, 16)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_temporary_bytes_are_what_the_report_predicts(schedule, ipus, micro_batches):
@@ -66,7 +66,7 @@ def test_the_stash_is_depth_times_residuals(schedule, depths):
     assert last == depths[1] * (LAYERS + 1) * MESSAGE
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
 def test_without_recompute_the_stash_holds_what_jax_keeps(schedule, depths):
     """By hand: each of 3 layers keeps tanh and 1 - tanh; the last stage also its input and the difference from y."""
@@ -96,7 +96,7 @@ def heavy_weights(request):
     return pipeline, params, batch, compiled_step(pipeline, params, batch)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 def test_no_weights_are_stashed(heavy_weights):
     pipeline, params, batch, step = heavy_weights
     leaf, message = 4 * WIDE * WIDE, 4 * 2 * WIDE

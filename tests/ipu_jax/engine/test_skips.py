@@ -36,7 +36,7 @@ def taker(p, x, mb, *, skips):
     return x @ p["w"] + skips["long"]["h"] * skips["long"]["rows"][:, None]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "gpipe", "zb-h1", "sequential"])
 @pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 0, 1, 1), (0, None, 1, 2), (None, 0, None, 1), (0, 1, None, 2)])
 def test_skips_pass_along_with_their_gradients(places, schedule):

@@ -130,14 +130,14 @@ def assert_state_loss_and_gradients_equal_the_twins(model: NormModel, pipeline: 
     assert float(pipeline.loss(params, model.batch, state)) == float(evaluated)  # it changes nothing
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1"])
 def test_running_statistics_are_updated_once_a_micro_batch_in_order(schedule):
     model = NormModel((0, 1, 1), 3)
     assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, schedule))
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "ipus", "micro_batches", "replicas", "recompute"),
     [
@@ -157,7 +157,7 @@ def test_state_wherever_stages_stand(places, ipus, micro_batches, replicas, reco
     assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(ipus))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["looped", "zbv"])
 def test_state_of_several_stages_an_ipu(name):
     places = (0, 1, 0, 1) if name == "looped" else (0, 1, 1, 0)

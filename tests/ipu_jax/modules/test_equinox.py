@@ -60,7 +60,7 @@ def model_and_state(request):
     return eqx.nn.make_with_state(Model)(request.param)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 def test_training_equals_the_modules_own_calls(model_and_state):
     model, of_model = model_and_state
     parts = [

@@ -75,7 +75,7 @@ def _compiled_quickly():
         yield
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "replicas", "optimizers"),
     [
@@ -131,7 +131,7 @@ def test_every_optimizer_equals_plain_optax(model, replicas):
     check_model(model, replicas, OTHERS if replicas > 1 else OTHERS | FILLINGS | FACTORED)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_scalars_and_single_elements(replicas):
     unused = lambda p, x, mb: mb  # noqa: E731

@@ -26,7 +26,7 @@ def test_large_arrays_travel_alone_and_small_ones_together():
     assert zero.buckets(mixed, ["float32", "bfloat16", "float32"]) == [[0, 2], [1]]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_round_trip_is_the_sum(replicas, dtype, monkeypatch):

@@ -171,7 +171,7 @@ def added_and_expected(fn, flat):
 CHECKPOINT = pytest.param(jax.checkpoint, marks=pytest.mark.slow, id="checkpoint")
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flat",
     [

@@ -154,7 +154,7 @@ def last(p, x, mb):
     return jnp.mean((x @ p) ** 2)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["grouped", pytest.param("zb-h1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pair", UNLIKE.values(), ids=UNLIKE)
 def test_a_pipeline_of_unlike_stages_runs_each_ones_own(pair, schedule):

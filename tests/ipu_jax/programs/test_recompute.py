@@ -94,7 +94,7 @@ def primitives_of(jaxpr, times=1) -> Counter:
     return found
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [unrolled, scanned, nested])
 def test_gradients_of_a_transformer_are_the_plain_functions(fn):
     found, expected = gradients(fn, normal(STACK))
@@ -102,7 +102,7 @@ def test_gradients_of_a_transformer_are_the_plain_functions(fn):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * float(abs(other).max()))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradients_in_a_half_type(dtype):
     params = jax.tree.map(lambda w: w.astype(dtype), normal(STACK))

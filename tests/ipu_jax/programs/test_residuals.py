@@ -41,7 +41,7 @@ def test_the_input_of_a_custom_vjp_is_computed_again_from_what_is_stashed_anyway
     assert stash_of(two_products) == [(ROWS, WIDTH)] * 3
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["auto", "none"])
 def test_gradients_are_those_of_the_unsharded_program(recompute):
     def loss(weights, x, microbatch):

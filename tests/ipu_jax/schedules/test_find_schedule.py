@@ -108,7 +108,7 @@ def problems(draw):
     return costs, arguments, limit
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(problems())
 def test_no_family_that_fits_is_better(problem):
     costs, arguments, limit = problem
@@ -288,7 +288,7 @@ def lockstep_optimum(costs: StageCosts, micro_batches: int, limit: int, *, split
     raise AssertionError("the goal can be reached")
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2, 4])
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])

@@ -110,13 +110,13 @@ def schedules(draw, names=SCHEDULES, most_ipus: int = 6, most_micro_batches: int
     return make_schedule(name, ipus=ipus, placement=tuple(placement), micro_batches=m_count)
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(schedule=schedules())
 def test_every_family_replays_on_every_placement(schedule):
     replay(schedule)
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(schedule=schedules())
 def test_every_schedule_prints_and_parses_back(schedule):
     assert Schedule.from_text(str(schedule)) == schedule
@@ -131,7 +131,7 @@ def attempt(schedule: Schedule, **tables) -> tuple[Schedule | None, str]:
         return None, str(error)
 
 
-@settings(deadline=None, max_examples=400, derandomize=True)
+@settings(max_examples=400)
 @given(schedule=schedules(most_ipus=3, most_micro_batches=4), data=st.data())
 def test_what_the_validator_lets_through_replays(schedule, data):
     """Move cells of a table with room between its ticks: it must be refused, or be still right."""
@@ -174,13 +174,13 @@ def _with_idle_ticks(schedule: Schedule, data) -> dict:
     }
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(schedule=schedules(), data=st.data())
 def test_a_schedule_with_idle_ticks_put_in_is_right_too(schedule, data):
     replay(dataclasses.replace(schedule, **_with_idle_ticks(schedule, data)))
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(schedule=schedules(tuple(n for n in SCHEDULES if n not in ("sequential", "grouped"))), data=st.data())
 def test_micro_batches_may_run_in_another_order_where_the_slots_allow_it(schedule, data):
     shuffled = data.draw(st.permutations(range(schedule.micro_batches)))

@@ -178,7 +178,7 @@ def test_a_concurrent_head_runs_forward_and_backward_in_the_tick_of_the_last_loc
 
 
 @pytest.mark.parametrize("name", ["sequential", "grouped"])
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(ipus_and_placement=PLACEMENTS, micro_batches=st.integers(1, 6))
 def test_every_placement_gives_a_schedule_that_replays(name, ipus_and_placement, micro_batches):
     ipus, placement = ipus_and_placement
@@ -200,7 +200,6 @@ def test_every_placement_gives_a_schedule_that_replays(name, ipus_and_placement,
 # tasks
 
 
-@settings(deadline=None, derandomize=True)
 @given(stage=st.integers(0, 999), kind=st.sampled_from("FB"), microbatch=st.integers(0, 9999))
 def test_a_task_prints_and_parses_back(stage, kind, microbatch):
     task = Task(stage, kind, microbatch)
@@ -375,7 +374,7 @@ def tables_near_a_schedule(draw):
     return placement, spread(forward), spread(backward)
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(tables=tables_near_a_schedule())
 def test_what_the_validator_lets_through_replays(tables):
     placement, forward, backward = tables
@@ -386,7 +385,7 @@ def test_what_the_validator_lets_through_replays(tables):
     replay(schedule)
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(tables=tables_near_a_schedule(), data=st.data())
 def test_a_stretched_schedule_is_accepted_where_micro_batches_dont_meet(tables, data):
     placement, forward, backward = tables

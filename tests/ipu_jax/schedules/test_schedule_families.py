@@ -68,7 +68,7 @@ def test_the_zero_bubble_grid_with_concurrent_ends():
 # closed forms
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES, costs=COSTS)
 def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, costs):
     s_count, m_count = sizes
@@ -77,7 +77,7 @@ def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, co
         assert run.bubble == pytest.approx((s_count - 1) / (m_count + s_count - 1)), name
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(sizes, rounds):
     s_count, m_count = sizes
@@ -89,7 +89,7 @@ def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(size
         assert run.bubble == pytest.approx((s_count - 1) / (rounds * m_count + s_count - 1))
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES)
 def test_zb_h1_leaves_a_third_of_the_bubble(sizes):
     s_count, m_count = sizes
@@ -97,7 +97,7 @@ def test_zb_h1_leaves_a_third_of_the_bubble(sizes):
     assert run.makespan == pytest.approx(3 * m_count + s_count - 1 + max(0, s_count - m_count))
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES)
 def test_zbv_leaves_little_more_than_the_way_to_the_fold(sizes):
     s_count, m_count = sizes
@@ -113,7 +113,7 @@ def bound(s_count: int, m_count: int, rounds: int) -> float:
     return 3 * m_count + (s_count - 1) / rounds
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80)
 @given(sizes=SIZES, rounds=st.integers(1, 6))
 def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):
     s_count, m_count = sizes
@@ -145,7 +145,7 @@ def test_waves_are_below_zbv(rounds, bubble):
     assert run.peak_stash == (4 * rounds,) * 4
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES)
 def test_a_wave_of_two_sweeps_is_never_longer_than_zbv(sizes):
     wave, zbv = (make_schedule(name, ipus=sizes[0], micro_batches=sizes[1]) for name in ("zb-wave", "zbv"))
@@ -153,7 +153,7 @@ def test_a_wave_of_two_sweeps_is_never_longer_than_zbv(sizes):
     assert wave.simulate().makespan <= zbv.simulate().makespan + 1e-9
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds):
     s_count, m_count = sizes
@@ -166,7 +166,7 @@ def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds
         assert runs["looped-zb"].makespan == pytest.approx(bound(s_count, m_count, rounds))
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
     s_count, m_count = sizes
@@ -182,7 +182,7 @@ def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
         assert forward == sorted(forward) or s_count == 1
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES)
 def test_dualpipev_is_near_the_bound_and_keeps_a_micro_batch_more_than_1f1b(sizes):
     s_count, m_count = sizes
@@ -193,7 +193,7 @@ def test_dualpipev_is_near_the_bound_and_keeps_a_micro_batch_more_than_1f1b(size
         assert run.makespan <= bound(s_count, m_count, 2) + 0.5
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80)
 @given(sizes=SIZES)
 def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
     s_count, m_count = sizes
@@ -204,7 +204,7 @@ def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
     assert looped <= bubbles[2] + 1e-9
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES)
 def test_interleaved_is_the_closed_table(sizes):
     s_count, m_count = sizes
@@ -217,7 +217,7 @@ def test_interleaved_is_the_closed_table(sizes):
 # what is kept
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80)
 @given(sizes=SIZES)
 def test_what_each_family_stashes(sizes):
     s_count, m_count = sizes
@@ -250,7 +250,7 @@ def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
     assert kept(12) == kept(48)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES, name=st.sampled_from(["interleaved", "gpipe", "grouped", "sequential"]))
 def test_no_message_waits_where_a_register_must_do(sizes, name):
     schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
@@ -358,7 +358,7 @@ def test_w_takes_its_part_of_the_backward():
     assert make_schedule("1f1b", ipus=4, micro_batches=8).simulate(weight=0.3).makespan == 33
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=SIZES, name=st.sampled_from(SCHEDULES))
 def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
     schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
@@ -368,7 +368,7 @@ def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
     assert held.peak_stash == free.peak_stash
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(sizes=SIZES.filter(lambda sizes: sizes[0] > 1), name=st.sampled_from([n for n in ONE_PHASE if n not in FOLDED]))
 def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
     schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])

@@ -20,7 +20,7 @@ from ipu_jax.tools.tied_embedding import Inputs, Results, dense_program, differe
 SMALL = ["--vocab-size", "10", "--feature-size", "8", "--sequence-length", "6"]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [["--ipus", "1"], ["--ipus", "2"], ["--ipus", "3"], ["--ipus", "8"], ["--ipus", "4", "--fp16"], ["--bf16"]],
@@ -33,7 +33,7 @@ def test_the_pipeline_matches_the_unsharded_program(argv, capsys):
     assert printed[2:] == ["Results match."]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "ipus"), [("1", "2"), ("3", "8"), ("8001", "4")])
 @pytest.mark.parametrize("half", [[], ["--fp16"], ["--bf16"]])
 def test_any_vocabulary_on_any_number_of_ipus_matches(vocabulary, ipus, half, capsys):
@@ -126,7 +126,7 @@ def test_a_broken_op_is_noticed(name, broken, wrong, capsys, monkeypatch):
     assert _named_as_wrong(capsys) == wrong
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken", "wrong"), BROKEN)
 def test_a_broken_gradient_is_noticed_in_half_types_however_small_it_is(name, broken, wrong, capsys, monkeypatch):
     monkeypatch.setattr(tied_embedding, name, broken)

@@ -32,7 +32,7 @@ def test_the_sharded_program_matches_the_unsharded(argv, capsys):
     assert printed[2:] == ["Results match."]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [("1", "1", "1"), ("3", "1", "2"), ("2", "64", "1000")])
 def test_other_sizes_match_too(size, capsys):
     rows, cols, outsize = size

@@ -276,10 +276,10 @@ def test_a_loop_is_told_a_few_calls_later_and_its_state_stays_usable(tmp_path):
     ("replicas", "ipus", "options"),
     [
         (2, 2, {}),
-        pytest.param(1, 1, {}, marks=pytest.mark.slow(one_in=4)),
-        pytest.param(1, 4, {"precision": "16.32"}, marks=pytest.mark.slow(one_in=4)),
-        pytest.param(2, 4, {"shard_optimizer": True, "ema_decay": 0.9}, marks=pytest.mark.slow(one_in=4)),
-        pytest.param(2, 2, {"precision": "16.16", "norms": True}, marks=pytest.mark.slow(one_in=4)),
+        pytest.param(1, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 4, {"precision": "16.32"}, marks=pytest.mark.slow),
+        pytest.param(2, 4, {"shard_optimizer": True, "ema_decay": 0.9}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"precision": "16.16", "norms": True}, marks=pytest.mark.slow),
     ],
 )
 def test_after_a_skip_the_bits_are_those_of_a_run_without_the_batch(replicas, ipus, options):

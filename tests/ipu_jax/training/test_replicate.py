@@ -34,7 +34,7 @@ def twin(params, batch, reduction: str):
     return loss, jax.tree.map(lambda g: g * (count if reduction == "sum" else 1), gradients)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "m", "reduction", "dtype"),
     [

@@ -63,7 +63,7 @@ def plain(optimizer, params, batches, reduction="mean"):
 # functions
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "m", "reduction", "shard_optimizer"),
     [
@@ -131,7 +131,7 @@ def test_the_optimizer_state_falls_by_the_replicas():
     assert held[True] <= whole / 4 + 2 * 4 * 2
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
 @pytest.mark.parametrize("shapes", [((0,), (3, 2), (), (2, 0)), ((0, 4), (0,), (0,), (0,))])
 def test_leaves_without_elements_are_updated_like_any(kind, shapes):

@@ -79,7 +79,7 @@ def test_compute_in_half_with_sums_in_float32(precision, half):
     assert float(step.whole(state)["params"][0]) == -float(jnp.asarray(exact, held))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["16.32", "16.16"])
 def test_a_pipeline_in_half_is_near_the_float32_one(precision):
     model = chain((0, None), 4, like=False)
@@ -122,7 +122,7 @@ def test_what_is_exact_infinite_or_no_number_stays(half):
         np.testing.assert_array_equal(stochastic_round(x, half, jax.random.key(seed)).astype(jnp.float32), x)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shard_optimizer"),
     [("function", False), ("function", True), ("pipeline", True), ("whole", False), ("whole", True), ("split", True)],
@@ -296,7 +296,7 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
     assert largest_relative_error(whole_state["params"], plain.whole(expected)["params"]) <= 1e-6
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_a_gradient_that_is_infinite_on_one_ipu_of_one_replica_skips_the_whole_update(bad, shard_optimizer):

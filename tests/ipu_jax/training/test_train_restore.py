@@ -38,7 +38,7 @@ def batch_for(replicas, seed):
     return jnp.asarray(rows if replicas > 1 else rows[:, 0], jnp.float32)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((2, True), (1, False)), ((1, False), (4, True))])
 def test_training_goes_on_where_it_stopped(before, after):
     params = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights())

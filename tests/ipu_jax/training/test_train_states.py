@@ -168,7 +168,7 @@ def test_a_state_that_lies_otherwise_is_refused():
     assert bitwise(alike.whole(state), whole.whole(whole(whole.init(WEIGHTS), ROWS)[0]))
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
 @pytest.mark.parametrize(
     "other",

@@ -133,7 +133,7 @@ def test_an_interrupted_export_leaves_the_old_file(path, monkeypatch):
     assert_is_old(path)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 def test_a_disk_that_is_full_leaves_the_old_file(path):
     """The kernel itself refuses the bytes behind a limit, as a full disk does."""
     export_weights(path, OLD)

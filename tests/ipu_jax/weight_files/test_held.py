@@ -14,7 +14,7 @@ from support.instances import run_instances
 MIB = 1 << 20
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
 @pytest.mark.parametrize("way", ["export", "import"])
 def test_the_host_holds_a_few_leaves_however_many_there_are(tmp_path, monkeypatch, way, suffix):

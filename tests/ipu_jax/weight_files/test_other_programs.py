@@ -155,7 +155,7 @@ def loss(p, x, mb):
     return jnp.mean(logits(p, x, mb))
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("ipus", [1, 2, 4, 8])
 def test_a_torch_mlp_predicts_as_by_hand(tmp_path, ipus):
     state_dict = mlp_state_dict()

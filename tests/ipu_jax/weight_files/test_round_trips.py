@@ -201,7 +201,7 @@ def chain(ipus: int) -> tuple[Pipeline, dict]:
     return Pipeline(stages, specs={"a table": P(None, "ipu")}, frozen=frozen, gradient_accumulation=2), whole
 
 
-@pytest.mark.slow(one_in=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True, "replication_factor": 2}, {"precision": "16.16"}])
 @pytest.mark.parametrize("ipus", [1, 3])
 def test_a_training_state_gives_its_weights_and_their_average(path, ipus, options):

@@ -113,7 +113,7 @@ def test_every_option(mode, n, size, dtype, shape, seed, scale, data):
     assert_close(dweights, want_dweights, 1 + np.abs(want_dweights).max(initial=0), ROUNDINGS)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @every_case
 @examples
 @given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)), data=st.data())

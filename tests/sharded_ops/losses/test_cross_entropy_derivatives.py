@@ -123,7 +123,7 @@ def _rematerialised(op, logits, soft, labels):
     return jax.checkpoint(op)(logits, soft, labels)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["typed-outside", "untyped-inside"])
 @pytest.mark.parametrize("wrapped", [_vmapped, _scanned, _rematerialised], ids=["vmap", "scan", "remat"])
 def test_the_cross_entropy_may_stand_in_other_transforms(wrapped, mode):

@@ -23,7 +23,7 @@ from support.harness import (
 from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, sharded_cross_entropy
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(
     ("floats", "dtype", "options"),

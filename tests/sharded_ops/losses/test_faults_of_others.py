@@ -100,7 +100,7 @@ def test_gathered_logits_are_refused():
         on_ipus(op, 2, (P(), P()), P())(jnp.ones((3, 8)), jnp.zeros(3, jnp.int32))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 5.0}])
 def test_padded_columns_are_not_in_the_denominator(options):
     """If a vocabulary is padded to a multiple (as by Megatron-LM's --make-vocab-size-divisible-by), columns of padding
@@ -133,7 +133,7 @@ def test_a_label_out_of_range_takes_no_other_shards_logit():
     np.testing.assert_allclose(loss[-1:], _dense(hidden[-1:] @ table.T, labels[-1:], ct[-1:])[0], rtol=2e-6)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["typed-inside", "untyped-inside"])
 @pytest.mark.parametrize("gradients", ["backward", "forward"])
 def test_the_gradient_of_the_hidden_states_is_whole_on_every_ipu(mode, gradients):
@@ -199,7 +199,7 @@ def test_losses_that_are_not_reduced_have_the_gradient_of_each_ones_cotangent():
     _assert_same((dhidden, unpadded(Split(7, 2), dtable, 0)), want)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["backward", "forward"])
 def test_gradients_in_half_precision_accumulate_in_float32(gradients):
     """Liger-Kernel #512, #827 (PR 830): the table's gradient was added up over chunks of tokens in bfloat16, and the

@@ -198,7 +198,7 @@ def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
 # Cost
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "smoothing"), [(True, 0.1), (False, 0.0)])
 def test_it_sends_one_gather_and_one_reduction_of_dx(typed, smoothing):
     n, tokens, features, floats = 2, 8, 3, 3
@@ -235,7 +235,7 @@ def _temporaries(program, arguments):
     return analysis.temp_size_in_bytes
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "size", "more"), [(1024, 32000, 0), (1024, 31999, 128 * 16000), (4096, 65536, 0)])
 def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries(tokens, size, more):
     """With padding it needs a chunk of logits more, those whose padding is masked."""
@@ -278,7 +278,7 @@ def test_it_makes_as_many_matmuls_as_it_says(gradients, matmuls):
 # With other transforms
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["backward", "forward"])
 def test_it_is_the_head_of_a_pipeline_that_all_ipus_compute(gradients):
     size, features, micro_batches, rows = 7, 5, 3, 4

@@ -172,11 +172,12 @@ def _cases():
             if dtype is None or (dtype != jnp.float32 and typed == inside):
                 continue
             marks = () if (typed, inside, ipus) in always else pytest.mark.slow
-            name = f"{'typed' if typed else 'untyped'}-{'inside' if inside else 'outside'}-{ipus}-{dtype.__name__}"
+            mode = f"{'typed' if typed else 'untyped'}-{'inside' if inside else 'outside'}"
+            name = f"{mode}-{ipus}-{jnp.dtype(dtype).name}"
             yield pytest.param(typed, inside, ipus, dtype, id=name, marks=marks)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True], ids=["logits", "linear"])
 @pytest.mark.parametrize(("typed", "inside", "ipus", "dtype"), list(_cases()))
 def test_values_and_gradients_are_those_worked_out_by_hand(fused, typed, inside, ipus, dtype):
@@ -228,7 +229,7 @@ def test_soft_targets_may_vary_over_fewer_axes_than_the_logits(spec):
     np.testing.assert_allclose(dsoft, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["hidden", "labels", "weights"])
 def test_one_operand_alone_may_vary_over_the_data_axis(name, gradients):
@@ -306,7 +307,7 @@ def test_hidden_is_not_split_over_the_table_s_axis():
 # Labels
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("ipus", [1, 2, 4])
 def test_every_label_of_an_uneven_vocabulary_has_its_own_columns_loss(ipus):
     """11 columns: 6 and 5, or 3, 3, 3 and 2; labels from 2 below to 3 beyond, across every boundary and the padding."""

@@ -41,7 +41,7 @@ def test_a_killed_instance_is_noticed_within_half_a_second_and_all_are_gone_with
     assert "last finished step 7) was ended by SIGKILL" in last
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hang", "letter", "stacks"),
     [

@@ -16,7 +16,7 @@ PLACES = ["--num-replicas", "2", "--num-instances", "2", "--ipus-per-replica", "
 TRAINING = ["--pipeline-mode", "concurrent", "--synthetic-data", "--epochs", "1000"]
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 def test_the_instances_of_a_training_are_shown_with_their_places(tmp_path):
     settings = {name: value for name, value in environment(tmp_path / "records").items() if name != "PJRT_NPROC"}
     program = [sys.executable, "-m", "mnist_example.run_sharded_mnist", *TRAINING]
