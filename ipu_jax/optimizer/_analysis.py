@@ -26,12 +26,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend import core
 
 from ipu_jax._jaxprs import laid_open, variables
 from ipu_jax.optimizer._conditions import with_selects
 from ipu_jax.optimizer.blocks import Blocks
+from ipu_jax.optimizer.extra_arguments import updated
 from ipu_jax.weights.packing import Leaf
 
 # fmt: off
@@ -97,20 +97,20 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
     """Trace the optimizer's update on the logical tree, and find where each value can be computed.
 
     Args:
-        optimizer: an `optax.GradientTransformation`; one that takes extra arguments gets `value=`, the loss.
+        optimizer: an `optax.GradientTransformation`; if its update takes `value=`, it gets the loss.
         blocks: where the weights are.
 
     Raises:
-        ValueError: the update needs a leaf in one piece that is in parts, or it needs leaves of several IPUs at once.
+        ValueError: the update needs a leaf in one piece that is in parts, leaves of several IPUs at once, or an
+            argument that a training step does not have.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in blocks.leaves]
     weights = blocks.logical_tree(leaves)
     state = jax.eval_shape(optimizer.init, weights)
     treedef = jax.tree.structure(state)
 
     def update(gradients: Any, state: Any, params: Any, value: Any) -> Any:
-        updates, new = optimizer.update(gradients, state, params, value=value)
+        updates, new = updated(optimizer, gradients, state, params, value)
         if jax.tree.structure(new) != treedef or jax.tree.structure(updates) != blocks.treedef:
             raise ValueError(
                 "optimizer: its update gives a tree of another structure than it was given: "

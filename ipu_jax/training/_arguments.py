@@ -1,5 +1,6 @@
 """Check that states, keys and batches fit a training step, before anything is compiled or dispatched."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -62,13 +63,31 @@ class Arguments:
             )
         self.check_key(state.key)
 
+    @property
+    def _draws(self) -> bool:
+        return self._random or self._options.stochastic_rounding
+
+    def key_for_state(self, key: Any) -> Any:
+        """Return the key that a new state holds: the one given, or None with a warning where nothing draws numbers."""
+        if key is None or self._draws:
+            self.check_key(key)
+            return key
+        warnings.warn(
+            "key is not used, for neither the model nor the rounding is random: leave it out, or if the model should "
+            "draw numbers, say so: Stage(..., random=True), or replicate(..., random=True) for a loss function",
+            stacklevel=4,  # of the caller of init or restore, which are decorated
+        )
+        return None
+
     def check_key(self, key: Any) -> None:
         """Check that a key is there if, and only if, something draws numbers."""
         needs = "the model is random" if self._random else "stochastic_rounding=True draws numbers"
-        if (key is None) != (not self._random and not self._options.stochastic_rounding):
-            if key is None:
-                raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
-            raise ValueError("a key was given, but neither the model nor the rounding is random: leave it out")
+        if key is None and self._draws:
+            raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
+        if key is not None and not self._draws:
+            raise ValueError(
+                "the state has a key, but this step draws no numbers: give step.restore(other.whole(state))"
+            )
         if key is not None and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
 

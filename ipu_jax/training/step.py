@@ -25,6 +25,7 @@ from ipu_jax._beacon import Phase
 from ipu_jax._recording import count_samples
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.devices import REPLICA_AXIS, InFlight
+from ipu_jax.optimizer.extra_arguments import check_arguments
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.training._arguments import Arguments
@@ -53,11 +54,13 @@ def make_train_step(
     Args:
         model: a `Pipeline`, `Replicas`, or a loss function as `Replicas` takes it.
         optimizer: sees the logical weights, leaf by leaf, wherever they are: `{group: pytree}` for a pipeline, with
-            `optax.MaskedNode()` for frozen leaves. `optax.MultiSteps(...)` is taken as it is.
+            `optax.MaskedNode()` for frozen leaves. `optax.MultiSteps(...)` is taken as it is. If its update takes
+            `value=`, it gets the loss.
         options: how the step runs; `TrainOptions()` if None.
 
     Raises:
-        ValueError: the options contradict the model's, or an argument is of the wrong type.
+        ValueError: the options contradict the model's, an argument is of the wrong type, or the optimizer's update
+            calls the loss function itself (`optax.lbfgs` with its line search).
 
     >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
@@ -87,6 +90,7 @@ class TrainStep:
             raise ValueError(f"optimizer={optimizer!r} is no optax.GradientTransformation: give optax.sgd(...) or such")
         if not isinstance(options, TrainOptions):
             raise ValueError(f"options={options!r} are no TrainOptions: give TrainOptions(...), or leave them out")
+        check_arguments(optimizer)
         self.options, self.model = options, model_for(model, options)
         self.random = (
             any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random
@@ -121,16 +125,15 @@ class TrainStep:
         Args:
             params: `{group: pytree}` for a pipeline, any pytree of floating arrays for a function. They are copied.
             stages: `{group: pytree}` if a pipeline's stages hold state, else None.
-            key: a typed key if the model or the rounding is random, else None.
+            key: a typed key if the model or the rounding is random. Otherwise it is not used, and a warning says so.
 
         Raises:
-            ValueError: the weights don't fit the model, a key or the stages' state is missing or superfluous, or the
-                optimizer needs in one piece what is in parts. Nothing has been compiled by then.
+            ValueError: the weights don't fit the model, a key is missing, the stages' state is missing or superfluous,
+                or the optimizer needs in one piece what is in parts. Nothing has been compiled by then.
         """
         if isinstance(params, Sharded):
             raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
-        self._arguments.check_key(key)
-        return self._placement.first(params, stages, key)
+        return self._placement.first(params, stages, self._arguments.key_for_state(key))
 
     @_beacon.during(Phase.BUSY, "placing the state", _beacon.LONG)
     def restore(self, whole: dict[str, Any]) -> TrainState:
@@ -147,7 +150,7 @@ class TrainStep:
         missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
         if missing:
             raise ValueError(f"the saved state has no {sorted(missing)}: give what step.whole(state) gave")
-        self._arguments.check_key(whole["key"])
+        whole = {**whole, "key": self._arguments.key_for_state(whole["key"])}
         if (whole["scale"] is None) == isinstance(self.options.loss_scale, DynamicScale):
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
         return self._placement.placed(whole)

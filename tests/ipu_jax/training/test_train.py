@@ -441,14 +441,29 @@ def test_options_that_do_not_fit_the_model():
         make_train_step(3, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
 
 
+def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():
+    params, batches = problem(2, 1)
+    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=2))
+    rule = r"^key is not used, for neither the model nor the rounding is random: leave it out, or .* random=True"
+    with pytest.warns(UserWarning, match=rule) as caught:
+        state = step.init(params, key=jax.random.key(0))
+    assert caught[0].filename == __file__
+    assert state.key is None
+    without, _ = step(step.init(params), batches)
+    with pytest.warns(UserWarning, match=rule):
+        state = step.restore(step.whole(state) | {"key": jax.random.key(1)})
+    found, _ = step(state, batches)
+    jax.tree.map(np.testing.assert_array_equal, step.whole(found), step.whole(without))
+
+
 def test_what_init_and_a_call_refuse():
     params, batches = problem(2, 1)
     step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=2))
-    key, keys = jax.random.key(0), jax.random.split(jax.random.key(0))
+    keys = jax.random.split(jax.random.key(0))
     with refused("state is not of this step: make it with step.init(params)"):
         step(None, batches)  # pyright: ignore[reportArgumentType]
-    with refused("a key was given, but neither the model nor the rounding is random: leave it out"):
-        step.init(params, key=key)
+    with refused("key=3 is not one typed key: make it with jax.random.key(seed)"):
+        make_train_step(Replicas(loss_fn, random=True), optax.sgd(0.1)).init(params, key=3)
     random = make_train_step(Replicas(loss_fn, random=True), optax.sgd(0.1))
     with refused("key is missing, and the model is random: pass init(..., key=jax.random.key(seed))"):
         random.init(params)
