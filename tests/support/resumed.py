@@ -5,6 +5,7 @@ on one IPU, or split unevenly over all of them. The data are shuffled.
 """
 
 import dataclasses
+import os
 import time
 import warnings
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import (
     ALL_IPUS,
+    CheckpointError,
     Checkpoints,
     DynamicScale,
     Feed,
@@ -201,6 +203,21 @@ def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
         **{f"restored{name}": value for name, value in before.items()},
         **plain(step, state),
     }
+
+
+def two_trainings(folder: str) -> Results:
+    """Return the errors of a second training in a folder, and the files that it leaves."""
+    step = step_for(TOPOLOGIES["basic"])
+    state, errors = first_state(step), []
+    with Checkpoints(folder, step, timeout=60) as first, Checkpoints(folder, step, timeout=60) as second:
+        first.save(state, now=True)
+        first.wait()
+        for use in (second.lock, lambda: second.save(state, now=True)):
+            try:
+                use()
+            except CheckpointError as error:
+                errors.append(f"{error.errno} {error}")
+    return {"errors": np.array(errors), "files": np.array(sorted(os.listdir(folder)))}
 
 
 def one_does_not_save(folder: str) -> Results:

@@ -82,6 +82,15 @@ def test_what_one_process_finds_wrong_is_known_to_all(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_has_one_lock_and_a_second_training_is_refused_on_all_instances(tmp_path):
+    for number, found in enumerate(run_instances(resumed.two_trainings, [1, 1], folder=str(tmp_path))):
+        where = f"on instance 0: {tmp_path}" if number else str(tmp_path)
+        assert len(found["errors"]) == 2
+        assert all(str(error).startswith(f"16 {where} is in use: this process saves") for error in found["errors"])
+        assert "step-0" in found["files"]
+
+
+@pytest.mark.slow
 def test_an_instance_that_does_not_save_is_named_in_time(tmp_path):
     first, _ = run_instances(resumed.one_does_not_save, [1, 1], folder=str(tmp_path))
     assert "instance 1 of 2 did not come within 3 s" in str(first["error"])

@@ -1,6 +1,7 @@
 """Test pictures of schedules: against grids drawn by hand, every family task by task, and what cannot be drawn."""
 
 import re
+import resource
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
@@ -400,3 +401,16 @@ def test_a_file_that_cannot_be_written_raises_the_error_of_the_system(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(FileNotFoundError):
         _SCHEDULE.plot(tmp_path / "no" / "x.svg")
+
+
+def test_a_disk_that_gets_full_leaves_the_picture_that_was_there(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "x.svg").write_text("of an earlier run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _SCHEDULE.plot(tmp_path / "x.svg")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["of an earlier run"]
