@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax._collectives import broadcast
+from ipu_jax._guard import Fence, guard
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.engine import _hooks
 from ipu_jax.engine._carry import Arguments, Carry
-from ipu_jax.engine._guard import Fence, guard
 from ipu_jax.engine.labels import label
 from ipu_jax.engine.plan import Exchange, Plan
 from ipu_jax.engine.stash import Key, Stash

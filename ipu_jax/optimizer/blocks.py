@@ -197,8 +197,17 @@ class Blocks:
         """Return whether this IPU has a leaf in a slot."""
         return jnp.asarray([leaf is not None for leaf in self.blocks[k].leaves])[lax.axis_index(IPU_AXIS)]
 
-    def leaf_mask(self, k: int) -> Any:
-        """Return which elements of a block, in its update shape, belong to a leaf; None if all do on every IPU."""
+    def is_filled(self, k: int) -> bool:
+        """Return whether a slot has no elements but those of the leaf, on each IPU that has a leaf in it."""
+        size = self.blocks[k].size
+        filled = all(self.leaves[leaf].size == size for leaf in self.blocks[k].leaves if leaf is not None)
+        return filled and self.replicas * self.chunk_size(k) == size
+
+    def leaf_mask(self, k: int, zero: Any = 0) -> Any:
+        """Return which elements of a block, in its update shape, belong to a leaf; None if all do on every IPU.
+
+        A `Fence.zero` keeps XLA from computing the mask before the guard.
+        """
         block = self.blocks[k]
         sizes = [0 if leaf is None else self.leaves[leaf].size for leaf in block.leaves]
         if block.split is not None:
@@ -209,7 +218,7 @@ class Blocks:
         if not is_padded and self.replicas * self.chunk_size(k) == block.size:
             return None
         shape = self.update_shape(k)
-        position = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
+        position = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape) + zero
         if self.replicas > 1:
             position += lax.axis_index(REPLICA_AXIS) * self.chunk_size(k)
         if block.is_slot:

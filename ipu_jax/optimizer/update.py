@@ -7,6 +7,7 @@ comparison of the traced programs shows. Otherwise a `switch` chooses among the 
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import optax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax._guard import Fence, guard
 from ipu_jax._jaxprs import bound
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.optimizer._analysis import LeafReduction, analyze_update
@@ -95,27 +97,38 @@ class ShardedUpdate:
         return [weights for weights, *_ in results], new
 
     def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
-        """Return a block's weights plus their update, and its new state arrays."""
-        new, mask = self._on_block(k, arrays, env, self._updated_leaf), self.blocks.leaf_mask(k)
-        if mask is None:
-            return new
-        # elements that belong to no leaf keep their values: zeros, or a frozen leaf
-        old = [arrays[1].astype(new[0].dtype), *map(jnp.zeros_like, new[1:])]
-        flat = [False, *self.state_layout.flat_arrays(k)]
-        masks = [self.blocks.has_leaf(k) if is_flat else mask for is_flat in flat]
-        return [jnp.where(m, n, o) for m, n, o in zip(masks, new, old, strict=True)]
+        """Return a block's weights plus their update, and its new state arrays.
 
-    def _updated_leaf(self, leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator) -> list[Any]:
-        """Return a leaf's weights plus their update, and the new state arrays of its block."""
-        update, weights, state = evaluator.in_block(self._updates[leaf]), arrays[1], list(arrays[2:])
-        wide = jnp.promote_types(weights.dtype, jnp.float32)
+        In a slot that some IPU does not fill, an IPU without a leaf leaves them as they are, at no cost.
+        """
+        if not self.blocks[k].is_slot or self.blocks.leaf_mask(k) is None:
+            return self._on_block(k, arrays, env, partial(self._updated_leaf, mask=self.blocks.leaf_mask(k)))
+        gradient, weights, *state = arrays
+
+        def body(fence: Fence, old: list[Any]) -> list[Any]:
+            mask = None if self.blocks.is_filled(k) else self.blocks.leaf_mask(k, fence.zero)
+            run = partial(self._updated_leaf, mask=mask)
+            return self._on_block(k, [fence(gradient), old[0].astype(weights.dtype), *old[1:]], env, run)
+
+        wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+        return guard(jnp.int32(0), self.blocks.has_leaf(k), body, [wide, *state])[1]
+
+    def _updated_leaf(self, leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator, *, mask: Any) -> list[Any]:
+        """Return a leaf's weights plus their update, and the new state arrays of its block.
+
+        Elements that belong to no leaf keep their values: zeros, or a frozen leaf. The update is computed from the new
+        state that is written, with these zeros: from any other, XLA would need a copy of the old state.
+        """
+        weights, state = arrays[1], list(arrays[2:])
+        wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
         for i, place in self.state_layout.array_of[leaf].items():
             if self.state_layout.is_flat(i):
                 flat = jnp.ravel(evaluator.logical(self._new_state[i]))
                 state[place] = jnp.pad(flat, (0, state[place].size - flat.size))
             else:
-                state[place] = evaluator.in_block(self._new_state[i])
-        return [weights.astype(wide) + update.astype(wide), *state]
+                state[place] = evaluator.masked(self._new_state[i], mask)
+        new = wide + evaluator.in_block(self._updates[leaf]).astype(wide.dtype)
+        return [new if mask is None else jnp.where(mask, new, wide), *state]
 
     def _on_block(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: _LeafProgram) -> list[Any]:
         """Run `of_leaf` for the leaf that this IPU has in a block.
