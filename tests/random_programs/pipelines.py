@@ -1,6 +1,7 @@
 """Test pipelines of random stages, placements and schedules: loss, gradients, aux and state, by a dense program."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +26,10 @@ class Case:
         self.model = draw_model(dice)
         self.table_seed = dice.number()
         self.judges_verify, self.evaluates = dice.chance(0.1), dice.chance(0.15)
+        self.predicted = dice.between(1, 7) if dice.chance(0.3) else 0  # micro-batches
 
     def __str__(self) -> str:
-        return f"{self.model}\n  verify: {self.judges_verify}, evaluates: {self.evaluates}"
+        return f"{self.model}\n  verify: {self.judges_verify}, evaluates: {self.evaluates}, predicted: {self.predicted}"
 
     def check(self) -> None:
         model = self.model
@@ -39,6 +41,8 @@ class Case:
             )
         pipeline = pipeline_of(model, schedule)
         assert_right(model, pipeline, evaluates=self.evaluates)
+        if self.predicted:
+            assert_predicts(model, pipeline, self.predicted)
         if self.judges_verify:
             verify(pipeline, *arguments(model, pipeline))
 
@@ -89,6 +93,23 @@ def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -
     if evaluates:
         evaluated = pipeline.loss(*given)
         assert_close("evaluated loss", evaluated[0] if aux else evaluated, exact[0], rounded[0], eps)
+
+
+def assert_predicts(model: Model, pipeline: Pipeline, micro_batches: int) -> None:
+    """Raise `AssertionError` if predictions, of any number of micro-batches, are not those of the dense program."""
+    params, _, state, key = arguments(model, pipeline)
+    batch = dataclasses.replace(model, micro_batches=micro_batches).batch(1)
+    batch = {name: leaf for name, leaf in batch.items() if name not in ("labels", "y")}  # there are none in prediction
+    given = batch if model.replicas > 1 else {name: leaf[0] for name, leaf in batch.items()}
+    with bubbles_of_nan():
+        found = pipeline.predict(params, given, state, key)
+    found = np.asarray(found).reshape(model.replicas, micro_batches, *found.shape[-2:])
+    exact = Dense(model, exact=True).predict(model.weights(), batch, model.state(), key)
+    own = [
+        Dense(model, exact=False, fused=fused).predict(nudged(model.weights(), 0), batch, model.state(), key)
+        for fused in (True, False)
+    ]
+    assert_close("predictions", found, exact, own, coarsest(model.dtypes))
 
 
 def parts(model: Model, result: Any) -> tuple[Any, dict[int, Any], Any, Any]:

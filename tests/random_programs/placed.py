@@ -1,5 +1,6 @@
 """Make the stages of a random model as a user of the library would write them, concurrent ones with `sharded_ops`."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +65,7 @@ def _stage(model: Model, number: int) -> Stage:
         state=state_of(number) if piece.norm else None,
         random=piece.keep < 1,
         takes=piece.takes,
+        predict=None if piece.loss is None else _function(dataclasses.replace(piece, loss=None, aux=False), False),
     )
 
 

@@ -33,8 +33,8 @@ class Dense:
     def __init__(self, model: Model, *, exact: bool, fused: bool = True):
         self.model, self.exact = model, exact
         self.frozen = jax.tree.leaves(model.by_leaf(lambda leaf: leaf.frozen))
-        options = None if fused else {"xla_allow_excess_precision": False}
-        self._step = jax.jit(jax.value_and_grad(self._loss_of, has_aux=True), compiler_options=options)
+        self._options = None if fused else {"xla_allow_excess_precision": False}
+        self._step = jax.jit(jax.value_and_grad(self._loss_of, has_aux=True), compiler_options=self._options)
 
     def run(self, weights: Any, batch: Any, state: Any, key: Any = None) -> tuple[Any, Any, dict[int, Any], Any]:
         """Return `(loss, gradients, {stage: aux of (replicas, M, ...)}, new state)` of one weight update.
@@ -50,6 +50,29 @@ class Dense:
                 weights, batch, state = as_float64(weights), as_float64(batch), as_float64(state)
             return self._run(weights, batch, state, key)
 
+    def predict(self, weights: Any, batch: Any, state: Any, key: Any = None) -> np.ndarray:
+        """Return what the last stage computes before its loss, (replicas, m, ROWS, width); the state stays as it is."""
+        with jax.enable_x64(self.exact):
+            if self.exact:
+                weights, batch, state = as_float64(weights), as_float64(batch), as_float64(state)
+            forward = jax.jit(
+                lambda mb, keys: self._forward(weights, mb, state, keys, predicts=True)[0],
+                compiler_options=self._options,
+            )
+            lead = batch["x"].shape[:2]
+            found = [
+                np.asarray(forward({name: leaf[r, m] for name, leaf in batch.items()}, self._keys(key, r, m)))
+                for r, m in np.ndindex(*lead)
+            ]
+            return np.stack(found).reshape(*lead, *found[0].shape)
+
+    def _keys(self, key: Any, replica: int, m: int) -> Any:
+        """Return the key of each stage for a micro-batch; None if nothing is random."""
+        if not self.model.random:
+            return None
+        of_micro_batch = jax.random.fold_in(jax.random.fold_in(key, replica), m)
+        return [jax.random.fold_in(of_micro_batch, stage) for stage in range(len(self.model.pieces))]
+
     def _loss_of(self, learning: Any, frozen: Any, mb: Any, state: Any, keys: Any) -> Any:
         whole = [f if one is None else one for one, f in zip(learning, frozen, strict=True)]
         treedef = jax.tree.structure(self.model.by_leaf(lambda leaf: 0))
@@ -64,10 +87,7 @@ class Dense:
         for replica in range(model.replicas):
             state = first_state
             for m in range(model.micro_batches):
-                keys = None
-                if model.random:
-                    of_micro_batch = jax.random.fold_in(jax.random.fold_in(key, replica), m)
-                    keys = [jax.random.fold_in(of_micro_batch, stage) for stage in range(len(model.pieces))]
+                keys = self._keys(key, replica, m)
                 mb = {name: leaf[replica, m] for name, leaf in batch.items()}
                 (loss, (state, aux)), gradients = self._step(learning, frozen, mb, state, keys)
                 counts.append(float(count_of(mb)) if model.weighted else 1.0)
@@ -85,7 +105,7 @@ class Dense:
         mean = lambda *s: s[0] if s[0].dtype == np.int32 else np.mean(s, axis=0)  # noqa: E731
         return loss, jax.tree.unflatten(treedef, gradients), stacked, jax.tree.map(mean, *states)
 
-    def _forward(self, weights: Any, mb: Any, state: Any, keys: Any) -> Any:
+    def _forward(self, weights: Any, mb: Any, state: Any, keys: Any, *, predicts: bool = False) -> Any:
         model, h = self.model, None
         state, sent, aux = dict(state), {}, {}
         for i, piece in enumerate(model.pieces):
@@ -106,7 +126,7 @@ class Dense:
                 sent[piece.sends] = begun
             if piece.aux:
                 aux[i] = {"mean": jnp.sum(h) / h.size, "rows": h[:, 0]}
-            if piece.loss is not None:
+            if piece.loss is not None and not predicts:
                 h = self._loss(piece.loss, w, h, mb)
             if piece.wraps:
                 h = (h, jnp.mean(h, axis=1)[:, None])

@@ -4,6 +4,8 @@ The losses that the calls return, the weights, the stages' state and the optimiz
 """
 
 import dataclasses
+import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_jax import DynamicScale, TrainOptions, make_train_step
+from ipu_jax import (
+    Checkpoints,
+    DynamicScale,
+    NonFiniteLossWarning,
+    TrainOptions,
+    export_weights,
+    import_weights,
+    make_train_step,
+)
 from ipu_jax.options import Precision
 from random_programs import placed
 from random_programs.closeness import as_float64, assert_close, coarsest, nudged, of_all_processes
@@ -77,17 +87,23 @@ class Case:
         if self.model.schedule == "own" or all(jax.tree.leaves(self.model.by_leaf(lambda leaf: leaf.frozen))):
             self.model = dataclasses.replace(self.model, schedule="grouped", groups=_thawed(self.model))
         if dice.chance(0.25):
-            pieces = tuple(dataclasses.replace(piece, aux=False) for piece in self.model.pieces)
+            *others, last = self.model.pieces
+            pieces = (*others, dataclasses.replace(last, aux=False))  # its count is its aux
             self.model = dataclasses.replace(self.model, weighted=True, pieces=pieces)
         self.recipe = draw_recipe(dice)
         self.options = draw_options(dice, self.model, self.is_function)
         self.calls = dice.between(1, 2)
+        # where the state goes on: as a file of weights, or as a checkpoint, on more IPUs if there are
+        self.keeps = dice.weighted({"": 2, "safetensors": 1, "npz": 1, "checkpoint": 2})
         self._dense: dict[tuple[bool, bool], Dense] = {}
-        self.bad = dice.between(0, 3) if isinstance(self.options.loss_scale, DynamicScale) else None
+        self.bad = None
+        if isinstance(self.options.loss_scale, DynamicScale) or self.options.on_nonfinite:
+            self.bad = dice.between(0, 3)
 
     def __str__(self) -> str:
         what = "a plain function" if self.is_function else "a pipeline"
-        return f"{what}: {self.model}\n  {self.recipe}\n  {self.options}\n  calls: {self.calls}, bad update: {self.bad}"
+        drawn = f"calls: {self.calls}, bad update: {self.bad}, keeps: {self.keeps}"
+        return f"{what}: {self.model}\n  {self.recipe}\n  {self.options}\n  {drawn}"
 
     @property
     def updates(self) -> int:
@@ -107,20 +123,25 @@ class Case:
         rounded = [self._trained(exact=False), self._trained(exact=False, nudge=1)]
         if {*self.model.dtypes, *half} != {"float32"}:
             rounded.append(self._trained(exact=False, fused=False))
-        whole, losses, updated = self._found()
+        whole, losses, updated, norms = self._found()
         eps = coarsest([*self.model.dtypes, *half])
         want = [_told(run["losses"], self.options) for run in (exact, *rounded)]
         assert np.array_equal(np.isfinite(losses), np.isfinite(want[0])), f"losses {losses}, and should be {want[0]}"
         finite = np.isfinite(want[0])
         assert_close("losses", losses[finite], want[0][finite], [told[finite] for told in want[1:]], eps)
-        for what in ("params", "optimizer", "stages"):
+        averaged = ("ema",) if self.options.ema_decay else ()
+        for what in ("params", "optimizer", "stages", *averaged):
             assert_close(what, whole[what], exact[what], [run[what] for run in rounded], eps)
+        if norms is not None:
+            of_runs = [_told(run["norms"], self.options) for run in (exact, *rounded)]
+            fine = np.isfinite(of_runs[0])
+            assert_close("norms", norms[fine], of_runs[0][fine], [each[fine] for each in of_runs[1:]], eps)
         if updated is not None:
             wanted = _told(exact["updated"], self.options)
             assert np.array_equal(updated, wanted), f"updated {updated}, and should be {wanted}"
 
-    def _found(self) -> tuple[dict[str, Any], np.ndarray, Any]:
-        """Return the results of the training step."""
+    def _found(self) -> tuple[dict[str, Any], np.ndarray, Any, Any]:
+        """Return the results of the training step: its whole state, losses, which updates were made, and norms."""
         model, options = self.model, self.options
         step = make_train_step(self._model(), self.recipe.build(), options)
         key = jax.random.key(model.seed) if step.random or options.stochastic_rounding else None
@@ -135,14 +156,46 @@ class Case:
                 stacked = jax.tree.map(lambda leaf: leaf[0], stacked) if options.device_iterations == 1 else stacked
                 state, outputs = step(state, stacked)
                 told.append(jax.device_get(jax.tree.map(of_all_processes, outputs)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteLossWarning)
+            step.check(state)
         whole = step.whole(state)
+        self._check_kept(step, state, whole)
         found = {
+            "ema": None if whole["ema"] is None else self._trained_leaves(whole["ema"]),
             "params": whole["params"],
             "optimizer": _floats(whole["optimizer"]),
             "stages": whole["stages"] or {},
         }
         flat = lambda of: np.concatenate([np.atleast_1d(of(outputs)) for outputs in told])  # noqa: E731
-        return found, flat(lambda o: o.loss), None if told[0].updated is None else flat(lambda o: o.updated)
+        losses = flat(lambda o: o.loss)
+        norms = flat(lambda o: o.parameter_norm) if options.norms else None
+        return found, losses, None if told[0].updated is None else flat(lambda o: o.updated), norms
+
+    def _trained_leaves(self, tree: Any) -> Any:
+        frozen = self.model.by_leaf(lambda leaf: leaf.frozen)
+        return jax.tree.map(lambda still, leaf: optax.MaskedNode() if still else leaf, frozen, tree)
+
+    def _check_kept(self, step: Any, state: Any, whole: Any) -> None:
+        """Raise `AssertionError` unless a file or a checkpoint gives the same bits back, on more IPUs if there are."""
+        more = dataclasses.replace(self.model, ipus=self.model.ipus + 1)
+        fits = not self.is_function and more.replicas * more.ipus <= 8
+        other = make_train_step(pipeline_of(more, "grouped"), self.recipe.build(), self.options) if fits else step
+        with tempfile.TemporaryDirectory() as folder:
+            if self.keeps in ("safetensors", "npz"):
+                path = f"{folder}/weights.{self.keeps}"
+                export_weights(path, state)
+                read = import_weights(path, other.model.shard_shapes(whole["params"]))
+                assert_same_bits(other.model.unshard(read), whole["params"])
+            elif self.keeps:
+                with Checkpoints(folder, step) as checkpoints:
+                    checkpoints.save(state, now=True)
+                key = jax.random.key(0) if other.random or self.options.stochastic_rounding else None
+                first = other.init(self.model.weights(), stages=self.model.state() or None, key=key)
+                with Checkpoints(folder, other) as checkpoints:
+                    found = checkpoints.restore(first)
+                assert found is not None
+                assert_same_bits(other.whole(found.state), whole)
 
     def _model(self) -> Any:
         if not self.is_function:
@@ -175,6 +228,8 @@ class Case:
             [optax.MaskedNode() if f else leaf for f, leaf in zip(dense.frozen, jax.tree.leaves(tree), strict=True)],
         )
         optimizer, stages = recipe.init(masked(weights)), model.state()
+        wide = lambda tree: jax.tree.map(lambda w: np.asarray(w, np.float64 if exact else np.float32), masked(tree))  # noqa: E731
+        average, norms = wide(weights), []
         key = jax.random.key(model.seed) if model.random else None
         update = jax.jit(recipe.update)
         losses, updated = [], []
@@ -185,10 +240,11 @@ class Case:
                 given, read = to_half(weights), to_half(batch)
             loss, gradients, _, new_stages = dense.run(given, read, stages, of_update)
             losses.append(loss)
+            norms.append(np.sqrt(sum(np.sum(np.square(w)) for w in jax.tree.leaves(wide(weights)))))
             gradients = masked(jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights))
             finite = all(np.isfinite(np.asarray(g, np.float64)).all() for g in jax.tree.leaves(gradients))
             updated.append(int(finite))
-            if isinstance(options.loss_scale, DynamicScale) and not finite:
+            if (isinstance(options.loss_scale, DynamicScale) or options.on_nonfinite) and not finite:
                 continue
             if options.max_gradient_norm is not None:
                 clip = optax.clip_by_global_norm(options.max_gradient_norm)
@@ -201,13 +257,26 @@ class Case:
             if options.precision == "16.16":
                 weights = to_half(weights)
                 weights = as_float64(weights) if exact else weights
+            if options.ema_decay:
+                average = jax.tree.map(lambda e, w: e + (1 - options.ema_decay) * (w - e), average, wide(weights))
         return {
+            "ema": average,
+            "norms": norms,
             "params": weights,
             "optimizer": _floats(optimizer),
             "stages": stages,
             "losses": losses,
             "updated": updated,
         }
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Raise `AssertionError` unless two trees have the same structure, dtypes and bits; keys count as numbers."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        is_key = jnp.issubdtype(getattr(b, "dtype", None), jax.dtypes.prng_key)
+        a, b = (np.asarray(jax.random.key_data(leaf) if is_key else leaf) for leaf in (a, b))
+        assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), f"{jax.tree_util.keystr(path)} has other bits"
 
 
 def draw_recipe(dice: Dice) -> Recipe:
@@ -242,6 +311,10 @@ def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
         half=dice.one_of(("bfloat16", "float16")) if precision != "32.32" else "bfloat16",
         stochastic_rounding=precision == "16.16" and dice.chance(0.4),
         shard_optimizer=dice.chance(0.4),
+        donate=dice.chance(0.8),
+        norms=dice.chance(0.3),
+        ema_decay=dice.weighted({None: 2, 0.75: 1}),
+        on_nonfinite=dice.weighted({None: 2, "skip": 1}),
     )
 
 
