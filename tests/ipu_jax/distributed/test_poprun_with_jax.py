@@ -130,7 +130,7 @@ def ended(tmp_path, when):
     return poprun(*words, str(tmp_path / "saved"), POPRUN_TEST=str(tmp_path), timeout=120)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "said"),
     [

@@ -71,7 +71,7 @@ def pipeline_of(places, **options):
     return Pipeline(stages, gradient_accumulation=M, specs=specs, **options)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "reduction"),
     [("grouped", "mean"), ("1f1b", "sum"), ("gpipe", "mean"), ("zb-h1", "sum"), ("sequential", "sum")],

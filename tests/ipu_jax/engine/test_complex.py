@@ -70,7 +70,7 @@ def weights():
     return jax.tree.map(lambda shape: normal(*shape, seed=next(seeds)), SHAPES, is_leaf=lambda s: isinstance(s, tuple))
 
 
-@pytest.mark.slow(one_in=12)
+@pytest.mark.slow
 @pytest.mark.parametrize("ipus", [1, 2, 4])
 @pytest.mark.parametrize("recompute", POLICIES.values(), ids=POLICIES)
 def test_complex_values_under_every_policy(recompute, ipus):

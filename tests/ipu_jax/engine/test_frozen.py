@@ -110,7 +110,7 @@ def test_of_two_groups_that_run_as_one_the_other_learns_in_whatever_order_they_a
         np.testing.assert_allclose(found[name]["w"], expected[name]["w"], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "bool", "complex64"])
 def test_frozen_weights_may_be_of_any_dtype(dtype):
     def scaled(p, x, mb):

@@ -52,7 +52,7 @@ READS = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("read", "ipus", "schedule"),
     [

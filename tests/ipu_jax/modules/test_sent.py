@@ -71,7 +71,7 @@ TOKENS = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ipus", "schedule"), [((0, 0, 1, 1), "1f1b"), ((0, 1, 2, 3), "zb-h1"), ((0, 1, 2, 0), "grouped")]
 )
@@ -156,7 +156,7 @@ def unet(apply, x):
     return apply("last", apply("up", x, second), first)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ipus", "schedule"), [((0, 0, 1, 1), "1f1b"), ((0, 1, 2, 3), "zb-h1")])
 def test_a_u_net_sends_its_skips(ipus, schedule):
     variables = {}

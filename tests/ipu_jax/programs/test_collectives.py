@@ -216,7 +216,7 @@ def concurrent_loss(p, x, mb):
     return jnp.mean((concurrent_layer(p, x, mb) - mb["y"]) ** 2)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_permutes_over_both_axes_are_right_in_concurrent_stages(schedule):
     """All devices run a concurrent stage in the same tick, so they all meet in its permutes, in the same order."""

@@ -345,7 +345,7 @@ def check(case):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=described(case), marks=() if i < 5 else pytest.mark.slow(one_in=6))
+        pytest.param(case, id=described(case), marks=() if i < 5 else pytest.mark.slow)
         for i, case in enumerate(CASES)
     ],
 )

@@ -204,7 +204,7 @@ def _compiled_quickly():
         yield
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "ipus", "reduction", "schedule"),
     [
@@ -238,7 +238,7 @@ ALWAYS = {(2, 2, True, True), (2, 2, False, False), (2, 1, True, False), (1, 2, 
 
 @pytest.mark.parametrize(
     ("replicas", "ipus", "weighted", "shard_optimizer"),
-    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow(one_in=4)) for case in CASES],
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES],
 )
 def test_a_step_reduces_losses_norms_aux_and_state_over_updates(replicas, ipus, weighted, shard_optimizer):
     reduction = "sum" if weighted == shard_optimizer and replicas * ipus < 4 else "mean"
