@@ -101,7 +101,7 @@ class Diagnosis:
             )
             any_trained = any_trained or bool(trained)
         names = [stage.name for stage in self._model.stages]
-        losses = sum(_wide(own["loss"]) for own in flags if "loss" in own)
+        losses = np.sum([_wide(own["loss"]) for own in flags if "loss" in own], axis=0)
         return Flags(losses, stages, names, is_finite)
 
 
