@@ -33,7 +33,7 @@ def stop_counting_bytes() -> None:
     It asks tensorstore for all its counters, twice per save, and tensorstore 0.1.86 leaks 6 kB in each answer.
     """
     with contextlib.suppress(ImportError):
-        module = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
+        module: Any = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
         if hasattr(module, "get_tensorstore_raw_bytes"):
             module.get_tensorstore_raw_bytes = lambda direction=None: 0
 

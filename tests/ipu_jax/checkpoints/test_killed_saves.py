@@ -40,6 +40,7 @@ def test_a_kill_before_any_change_loses_nothing_that_was_sealed(tmp_path, monkey
     before, after = state_of(step, 5, 1), state_of(step, number, 2)
     with Checkpoints(tmp_path / "first", step) as checkpoints:
         checkpoints.save(before, now=True)
+    at, folder = 0, tmp_path
     for at in itertools.count(1):
         folder = Path(shutil.copytree(tmp_path / "first", tmp_path / str(at)))
         killed = Checkpoints(folder, step, keep=1)
