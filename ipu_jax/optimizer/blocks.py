@@ -194,14 +194,17 @@ class Blocks:
         return array if array.shape == shape else array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def has_leaf(self, k: int) -> Any:
-        """Return whether this IPU has a leaf in a slot."""
-        return jnp.asarray([leaf is not None for leaf in self.blocks[k].leaves])[lax.axis_index(IPU_AXIS)]
+        """Return whether this IPU has a leaf in a slot; XLA does not know it where the leaves differ in size."""
+        return jnp.asarray(self._sizes(k), jnp.int32)[lax.axis_index(IPU_AXIS)] > 0
+
+    def _sizes(self, k: int) -> list[int]:
+        """Return the size of each IPU's leaf in a block, 0 where it has none."""
+        return [0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves]
 
     def is_filled(self, k: int) -> bool:
         """Return whether a slot has no elements but those of the leaf, on each IPU that has a leaf in it."""
         size = self.blocks[k].size
-        filled = all(self.leaves[leaf].size == size for leaf in self.blocks[k].leaves if leaf is not None)
-        return filled and self.replicas * self.chunk_size(k) == size
+        return {*self._sizes(k)} <= {0, size} and self.replicas * self.chunk_size(k) == size
 
     def leaf_mask(self, k: int, zero: Any = 0) -> Any:
         """Return which elements of a block, in its update shape, belong to a leaf; None if all do on every IPU.
@@ -209,7 +212,7 @@ class Blocks:
         A `Fence.zero` keeps XLA from computing the mask before the guard.
         """
         block = self.blocks[k]
-        sizes = [0 if leaf is None else self.leaves[leaf].size for leaf in block.leaves]
+        sizes = self._sizes(k)
         if block.split is not None:
             size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
             is_padded = size < local * self.ipus

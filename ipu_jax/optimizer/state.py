@@ -107,10 +107,6 @@ class StateLayout:
             )
         return self._divided(leaves)
 
-    def flat_arrays(self, k: int) -> list[bool]:
-        """Return which of a block's state arrays contain parts in flat form."""
-        return [size is not None for _, size in self._arrays[k]]
-
     def _divided(self, leaves: Sequence[Any]) -> OptimizerState:
         per_block = [
             [np.zeros(shape, dtype) for shape, dtype in self._global_shapes(k)] for k in range(len(self._blocks))

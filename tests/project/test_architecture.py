@@ -24,6 +24,7 @@ GROUND = (
     "_collectives",
     "_compilations",
     "_deprecated",
+    "_guard",
     "_instances",
     "_jaxprs",
     "_keys",

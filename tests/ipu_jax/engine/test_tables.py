@@ -13,11 +13,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
 
-from ipu_jax import Pipeline, Stage, make_mesh
+from ipu_jax import Pipeline, Stage, make_mesh, make_train_step
 
 D, ROWS = 5, 6
 READS = {
@@ -148,22 +149,29 @@ LOOKUPS = {
 SHAPES = {"t": (VOCABULARY, WIDTH), "u": (VOCABULARY, WIDTH), "fields": (3, VOCABULARY, WIDTH)}
 
 
-def compiled(lookup: str, dtype: str, layout: str, schedule: str) -> Any:
-    """Return a compiled pipeline of a look-up and a loss, whose weights, if it has any, share the look-up's slots."""
+def model_of(lookup: str, dtype: str, layout: str, schedule: str) -> tuple[Pipeline, dict[str, Any], np.ndarray]:
+    """Return a pipeline of a look-up and a loss, whose weights, if it has any, share the look-up's slots."""
     used = {"two tables": ("t", "u"), "stacked": ("fields",), "stacked in a scan": ("fields",)}.get(lookup, ("t",))
-    params: dict[str, Any] = {"table": {name: jax.ShapeDtypeStruct(SHAPES[name], dtype) for name in used}}
+    params: dict[str, Any] = {"table": {name: np.zeros(SHAPES[name], dtype) for name in used}}
     first = Stage(lambda p, x, mb: LOOKUPS[lookup](p, mb).astype("float32"), params="table", ipu=0)
     if layout == "alone":
         last = Stage(lambda p, x, mb: jnp.mean(jnp.square(x)), ipu=1)
     else:
-        params["last"] = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
+        params["last"] = np.zeros((WIDTH, WIDTH), dtype)
         last = Stage(lambda w, x, mb: jnp.mean(jnp.square(x @ w.astype("float32"))), params="last", ipu=1)
     pipeline = Pipeline([first, last], gradient_accumulation=MICRO_BATCHES, schedule=schedule)
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
-    ids = np.zeros((MICRO_BATCHES, 8), np.int32)
-    flag = "xla_cpu_use_fusion_emitters"  # as users compile, whatever the tests' own flags say
-    options: Any = {flag: True} if flag in os.environ["XLA_FLAGS"] else {}
-    return jax.jit(pipeline.value_and_grad).lower(pipeline.shard(zeros), ids).compile(compiler_options=options)
+    return pipeline, params, np.zeros((MICRO_BATCHES, 8), np.int32)
+
+
+def compiled(lowered: Any) -> Any:
+    """Return a program compiled as users do, whatever the tests' own flags say."""
+    flag = "xla_cpu_use_fusion_emitters"
+    return lowered.compile(compiler_options={flag: True} if flag in os.environ["XLA_FLAGS"] else {})
+
+
+def gradient_of(*case: str) -> Any:
+    pipeline, params, ids = model_of(*case)
+    return compiled(jax.jit(pipeline.value_and_grad).lower(pipeline.shard(params), ids))
 
 
 def made_in_a_tick(hlo: str, elements: int) -> list[str]:
@@ -202,13 +210,21 @@ COMPILED = [
 
 @pytest.mark.parametrize(("lookup", "dtype", "layout", "schedule"), COMPILED)
 def test_nothing_as_large_as_the_table_is_made_in_a_tick(lookup, dtype, layout, schedule):
-    program = compiled(lookup, dtype, layout, schedule)
+    program = gradient_of(lookup, dtype, layout, schedule)
     assert not made_in_a_tick(program.as_text(), VOCABULARY * WIDTH // 2)
     # The accumulators are outputs; those of a half type are float32, and rounded in the end.
     held = VOCABULARY * WIDTH * 4 if dtype == "bfloat16" else 0
     assert program.memory_analysis().temp_size_in_bytes < held + VOCABULARY * WIDTH * 4 / 2
 
 
-def test_a_gradient_that_is_as_large_as_the_table_is_seen():
-    LOOKUPS["scaled"] = lambda p, ids: (p["t"] * 3)[ids]
-    assert made_in_a_tick(compiled("scaled", "float32", "packed", "grouped").as_text(), VOCABULARY * WIDTH // 2)
+def test_a_gradient_that_is_as_large_as_the_table_is_seen(monkeypatch):
+    monkeypatch.setitem(LOOKUPS, "scaled", lambda p, ids: (p["t"] * 3)[ids])
+    assert made_in_a_tick(gradient_of("scaled", "float32", "packed", "grouped").as_text(), VOCABULARY * WIDTH // 2)
+
+
+@pytest.mark.parametrize("layout", ["alone", "packed"])
+def test_the_optimizer_needs_no_memory_beside_the_gradient_of_the_table(layout):
+    pipeline, params, ids = model_of("rows", "float32", layout, "grouped")
+    step = make_train_step(pipeline, optax.adam(0.1))
+    program = compiled(step.lower(step.init(params), ids))
+    assert program.memory_analysis().temp_size_in_bytes < 1.5 * VOCABULARY * WIDTH * 4

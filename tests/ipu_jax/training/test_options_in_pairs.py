@@ -344,10 +344,7 @@ def check(case):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=described(case), marks=() if i < 5 else pytest.mark.slow)
-        for i, case in enumerate(CASES)
-    ],
+    [pytest.param(case, id=described(case), marks=() if i < 5 else pytest.mark.slow) for i, case in enumerate(CASES)],
 )
 def test_options_together_equal_plain_optax(case):
     with quick_compiles():
