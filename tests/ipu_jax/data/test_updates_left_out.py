@@ -67,7 +67,8 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
         with Feed(stream, epochs=1, prefetch=prefetch, remainder=remainder, **options) as feed:
             assert sum(batch.updates for batch in feed) == updates
     # a shorter batch begins behind those that were read, so that less is left over than the whole epoch would leave
-    with Feed(stream, epochs=2, prefetch=prefetch, remainder="drop", **options | {"device_iterations": 1}) as feed:
+    of_one: dict[str, Any] = {**options, "device_iterations": 1, "remainder": "drop"}
+    with Feed(stream, epochs=2, prefetch=prefetch, **of_one) as feed:
         for _ in range(3):
             next(feed)
         state = feed.state()
