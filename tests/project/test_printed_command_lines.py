@@ -4,7 +4,7 @@ The real command runs up to the point where its parser has accepted the words; n
 """
 
 import argparse
-import importlib
+import importlib.util
 import re
 import runpy
 import shlex

@@ -258,7 +258,8 @@ class Case:
                 weights = to_half(weights)
                 weights = as_float64(weights) if exact else weights
             if options.ema_decay:
-                average = jax.tree.map(lambda e, w: e + (1 - options.ema_decay) * (w - e), average, wide(weights))
+                step = 1 - options.ema_decay
+                average = jax.tree.map(lambda e, w, step=step: e + step * (w - e), average, wide(weights))
         return {
             "ema": average,
             "norms": norms,
@@ -274,7 +275,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
     """Raise `AssertionError` unless two trees have the same structure, dtypes and bits; keys count as numbers."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        is_key = jnp.issubdtype(getattr(b, "dtype", None), jax.dtypes.prng_key)
+        is_key = isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jax.dtypes.prng_key)
         a, b = (np.asarray(jax.random.key_data(leaf) if is_key else leaf) for leaf in (a, b))
         assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), f"{jax.tree_util.keystr(path)} has other bits"
 

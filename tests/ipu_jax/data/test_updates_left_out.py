@@ -1,6 +1,7 @@
 """Test how many updates an epoch makes: by default a feed says which are left out, and "updates" makes all of them."""
 
 import warnings
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,7 @@ LEFT_OUT = [
 ]
 
 
-def message(updates, of_updates, left_out, examples, iterations):
+def message(updates: int, of_updates: int, left_out: int, examples: int, iterations: int) -> str:
     return exactly(
         f"each epoch leaves out {updates} of {of_updates} updates ({left_out} of {examples} examples), since they do "
         f"not fill a batch of device_iterations={iterations}: give remainder='updates' to make them, or "
@@ -40,7 +41,9 @@ def test_a_feed_says_once_which_updates_its_default_leaves_out(sizes, left_out):
     if left_out is None:
         feed = make()
     else:
-        with pytest.warns(UserWarning, match=message(*left_out, count, iterations)) as caught:
+        with pytest.warns(
+            UserWarning, match=message(left_out[0], left_out[1], left_out[2], count, iterations)
+        ) as caught:
             feed = make()
         assert [warning.filename for warning in caught] == [__file__]
     made = sum(batch.updates for batch in feed)
@@ -55,7 +58,7 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
     def stream(epoch):
         return ({"n": n} for n in range(23))
 
-    options = {"items": "examples", "mesh": make_mesh(2, 1), "micro_batch": 2, "device_iterations": 2}
+    options: dict[str, Any] = {"items": "examples", "mesh": make_mesh(2, 1), "micro_batch": 2, "device_iterations": 2}
     with Feed(stream, epochs=1, prefetch=prefetch, **options) as feed:
         with pytest.warns(UserWarning, match=message(1, 5, 7, 23, 2)) as caught:
             batches = list(feed)
@@ -64,7 +67,8 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
         with Feed(stream, epochs=1, prefetch=prefetch, remainder=remainder, **options) as feed:
             assert sum(batch.updates for batch in feed) == updates
     # a shorter batch begins behind those that were read, so that less is left over than the whole epoch would leave
-    with Feed(stream, epochs=2, prefetch=prefetch, remainder="drop", **options | {"device_iterations": 1}) as feed:
+    of_one: dict[str, Any] = {**options, "device_iterations": 1, "remainder": "drop"}
+    with Feed(stream, epochs=2, prefetch=prefetch, **of_one) as feed:
         for _ in range(3):
             next(feed)
         state = feed.state()

@@ -3,6 +3,8 @@
 jax defines what an index beyond the end reads, and what its gradient is; a pipeline must not change it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +101,7 @@ def close(found, expected):
 # split over the IPUs: an id outside gives a row of zeros, and a label outside does not count
 
 
-def split_model(ipus, out_of_range="ignore"):
+def split_model(ipus, out_of_range: Any = "ignore"):
     def embed(p, x, mb):
         return embedding(p, mb["ids"], size=V)
 
@@ -204,7 +206,7 @@ def test_rows_that_fill_a_batch_up_do_not_count(examples, replicas, m, iteration
     state, per_update = step.init({"w": np.zeros(D, np.float32)}), replicas * m * micro_batch
     sizes = {"micro_batch": micro_batch, "gradient_accumulation": m, "device_iterations": iterations}
     fill = {"x": np.float32(9), "y": -1}
-    expected, updates, losses = np.zeros(D), 0, []
+    expected, updates, losses, mean = np.zeros(D), 0, [], np.nan
     with Feed(
         {"x": x, "y": y}, mesh=pipeline.mesh, shuffle=False, remainder="pad", fill=fill, epochs=2, **sizes
     ) as feed:

@@ -4,6 +4,8 @@ Others are not, since a slot is no leaf: it has leaves of several stages, shapes
 all. The gradients of each update are numbers of the batch, so the oracle is optax on the whole weights.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +106,7 @@ def pipeline(**options):
     return Pipeline(stages, mesh=make_mesh(1, 2), specs=SPECS, **options)
 
 
-def plain(optimizer, weights, gradients):
+def plain(optimizer, weights: Any, gradients) -> Any:
     """Return the weights after an update with each of the gradients, by optax on a tree."""
     state = optimizer.init(weights)
     update = jax.jit(optimizer.update)
