@@ -36,7 +36,7 @@ def norm_layer(p, x, mb, *, state):
     seen = {
         "mean": MOMENTUM * state["mean"] + (1 - MOMENTUM) * mean,
         "var": MOMENTUM * state["var"] + (1 - MOMENTUM) * var,
-        "count": state["count"] + 1,
+        "count": state["count"] + (mb["x"] > 0).sum(dtype=jnp.int32),  # not the same on all replicas
     }
     return Outputs(jnp.tanh((h - mean) * lax.rsqrt(var + 1e-5) * p["gain"]), state=seen)
 
@@ -89,13 +89,13 @@ class NormModel:
         """Return loss, gradients and new state, without using any of our code."""
 
         def forward(params, x, y, state):
-            new = {}
+            new, positive = {}, jnp.sum(x > 0, dtype=jnp.int32)
             for name in self.names:
                 h = jnp.einsum("nd,de->ne", x, params[name]["w"])
                 mean, var = h.sum(0) / ROWS, jnp.square(h - h.sum(0) / ROWS).sum(0) / ROWS
                 old = state[f"{name} seen"]
                 new[f"{name} seen"] = {
-                    "count": old["count"] + 1,
+                    "count": old["count"] + positive,
                     "mean": old["mean"] * 0.9 + mean * 0.1,
                     "var": old["var"] * 0.9 + var * 0.1,
                 }
@@ -124,6 +124,11 @@ def assert_state_loss_and_gradients_equal_the_twins(model: NormModel, pipeline: 
     expected_loss, expected_gradients, expected_state = model.twin()
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
     assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
+    for array in jax.tree.leaves(new_state):
+        of_device = {shard.device.id: shard for shard in array.addressable_shards}
+        for replica in pipeline.mesh.devices[1:]:
+            for first, other in zip(pipeline.mesh.devices[0], replica, strict=True):
+                np.testing.assert_array_equal(of_device[first.id].data, of_device[other.id].data)
     found = pipeline.unshard(new_state)
     assert largest_relative_error(found, expected_state) < 1e-5
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32"), jnp.dtype("int32")}
@@ -205,6 +210,11 @@ def test_a_concurrent_stage_may_split_its_state():
     np.testing.assert_array_equal(pipeline.unshard(new)["s"], [2, 2, 4])  # two micro-batches; 2 + 1 numbers an IPU
 
 
+def test_integers_of_replica_0_are_those_of_all_replicas():
+    model = NormModel((0, 1), 2, replicas=2)
+    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2))
+
+
 def test_state_out_of_a_step_goes_into_the_next():
     model = NormModel((0, 1, 1), 2)
     pipeline = model.pipeline(2, "1f1b")
@@ -216,7 +226,8 @@ def test_state_out_of_a_step_goes_into_the_next():
         return pipeline.value_and_grad(params, model.batch, state)[2]
 
     counts = [seen["count"] for seen in pipeline.unshard(two_steps(params, state)).values()]
-    assert [int(count) for count in counts] == [4, 5]
+    of_a_step = int((model.batch["x"] > 0).sum())
+    assert [int(count) for count in counts] == [2 * of_a_step, 1 + 2 * of_a_step]
 
 
 @pytest.mark.parametrize(

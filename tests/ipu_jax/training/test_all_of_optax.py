@@ -57,7 +57,7 @@ def downhill(transform):
 
 _OPTIMIZERS = """
     adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw
-    noisy_sgd novograd optimistic_adam optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd
+    novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd
     signum sm3 yogi contrib.acprop contrib.ademamix contrib.adopt contrib.galore contrib.madgrad contrib.muon
     contrib.schedule_free_adamw contrib.schedule_free_sgd contrib.simplified_ademamix contrib.cocob
     contrib.dadapt_adamw contrib.dog contrib.dowg contrib.momo contrib.momo_adam contrib.prodigy
@@ -110,6 +110,7 @@ MADE: dict[str, Callable[[], Any]] = {
         optax.adam(0.01), 2, should_skip_update_fn=lambda u, g, p: optax.skip_large_updates(u, g, p, 1e-1)
     ),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", optax.adam(0.01))),
+    "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=0),
     "partition": lambda: optax.partition({"body": optax.adam(0.01), "head": optax.sgd(0.1)}, groups),
     "polyak_sgd": lambda: optax.polyak_sgd(0.1),
     "scale_by_learning_rate": lambda: optax.scale_by_learning_rate(0.1),
