@@ -83,7 +83,7 @@ def test_complex_values_under_every_policy(recompute, ipus):
 
     def dense(params):
         def one(mb):
-            x = None
+            x: Any = None
             for name, fn in FNS.items():
                 x = fn(params[name], x, mb)
             return x

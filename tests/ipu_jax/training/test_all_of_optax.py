@@ -87,6 +87,7 @@ def with_defaults(name: str) -> Any:
     raise AssertionError(name)
 
 
+ANY_OPTAX: Any = optax  # its types refuse callables that it takes
 NORMALIZED = lambda: optax.chain(contrib.normalize(), optax.sgd(0.05))  # noqa: E731
 MADE: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: with_defaults(name) for name in _OPTIMIZERS if exported(name)},
@@ -99,14 +100,14 @@ MADE: dict[str, Callable[[], Any]] = {
     "clip": lambda: downhill(optax.clip(0.01)),
     "clip_by_block_rms": lambda: downhill(optax.clip_by_block_rms(0.01)),
     "clip_by_global_norm": lambda: downhill(optax.clip_by_global_norm(0.01)),
-    "conditionally_mask": lambda: optax.conditionally_mask(optax.adam(0.01), lambda step, **_: step < 2),
-    "conditionally_transform": lambda: optax.conditionally_transform(optax.adam(0.01), lambda step, **_: step < 2),
+    "conditionally_mask": lambda: ANY_OPTAX.conditionally_mask(optax.adam(0.01), lambda step, **_: step < 2),
+    "conditionally_transform": lambda: ANY_OPTAX.conditionally_transform(optax.adam(0.01), lambda step, **_: step < 2),
     "ema": lambda: downhill(optax.ema(0.9)),
-    "freeze": lambda: optax.chain(optax.sgd(0.1), optax.freeze(of_body)),
+    "freeze": lambda: optax.chain(optax.sgd(0.1), ANY_OPTAX.freeze(of_body)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 5)),
     "masked": lambda: optax.masked(optax.adam(0.01), of_body),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.01), 2),
-    "MultiSteps that skip": lambda: optax.MultiSteps(
+    "MultiSteps that skip": lambda: ANY_OPTAX.MultiSteps(
         optax.adam(0.01), 2, should_skip_update_fn=lambda u, g, p: optax.skip_large_updates(u, g, p, 1e-1)
     ),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", optax.adam(0.01))),
@@ -117,9 +118,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "scale_by_polyak": lambda: downhill(optax.scale_by_polyak()),
     "scale_by_rprop": lambda: downhill(optax.scale_by_rprop(0.01)),
     "scale_by_schedule": lambda: optax.scale_by_schedule(lambda n: -0.1 / (n + 1)),
-    "selective_transform": lambda: optax.selective_transform(optax.adam(0.01), freeze_mask=of_body),
+    "selective_transform": lambda: ANY_OPTAX.selective_transform(optax.adam(0.01), freeze_mask=of_body),
     "set_to_zero": lambda: optax.set_to_zero(),
-    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: -0.1 * g + 0.01 * p),
+    "stateless_with_tree_map": lambda: ANY_OPTAX.stateless_with_tree_map(lambda g, p: -0.1 * g + 0.01 * p),
     "trace": lambda: downhill(optax.trace(0.9)),
     "contrib.mechanize": lambda: contrib.mechanize(optax.sgd(0.1)),
     "contrib.schedule_free": lambda: contrib.schedule_free(optax.adam(0.01), 0.01),
