@@ -249,3 +249,38 @@ def remove_all_but(folder: Path, keep: int) -> list[tuple[Path, OSError]]:
         except OSError as error:
             failed.append((found.path, error))
     return failed
+
+
+def _checked_path(name: str, path: Any, such_as: str) -> Path:
+    """Return a path as an absolute one.
+
+    Raises:
+        ValueError: it is empty, or not a path.
+    """
+    if not isinstance(path, str | os.PathLike) or os.fspath(path) in ("", b"") or "\0" in os.fsdecode(path):
+        raise ValueError(f"{name}={path!r} is not a path: give one {such_as}")
+    return Path(os.fsdecode(path)).absolute()
+
+
+def checked_folder(folder: Any) -> Path:
+    """Return the path that `folder=` gives.
+
+    Raises:
+        ValueError: it is not a path, or there is a file.
+    """
+    path = _checked_path("folder", folder, "such as 'runs/mnist'")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"folder={os.fspath(folder)!r} is not a folder: give one, or a name that is free")
+    return path
+
+
+def checkpoint_at(resume: Any) -> Path:
+    """Return the path that `resume=` gives.
+
+    Raises:
+        ValueError: it is neither a path nor one of the words.
+    """
+    path = _checked_path("resume", resume, "of a checkpoint, or 'auto', 'must' or 'never'")
+    if isinstance(resume, str) and os.sep not in resume and not path.exists():
+        raise ValueError(f"resume={resume!r} is neither 'auto', 'must' nor 'never', and there is no folder {path}")
+    return path

@@ -123,9 +123,7 @@ class Checkpoints:
         for name, value, such_as in (("minutes", minutes, 10), ("timeout", timeout, 300)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value!r} is not a positive number: give one such as {such_as}")
-        self.folder = _checked_path("folder", folder, "such as 'runs/mnist'")
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"folder={os.fspath(folder)!r} is not a folder: give one, or a name that is free")
+        self.folder = _folder.checked_folder(folder)
         self._step, self._timeout = step, timeout
         self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
         self._words = _seal.as_plain("describes", dict(describes or {}))
@@ -172,7 +170,7 @@ class Checkpoints:
                 cannot be read by this user or by this version.
         """
         if resume not in ("auto", "must", "never"):
-            resume = _checkpoint_at(resume)
+            resume = _folder.checkpoint_at(resume)
         self._due.restart(int(like.step))
         if resume == "never":
             if found := self._search.candidates():
@@ -502,26 +500,3 @@ class Checkpoints:
 def _warn(text: str) -> None:
     if jax.process_index() == 0:
         warnings.warn(text, CheckpointWarning, stacklevel=4)
-
-
-def _checked_path(name: str, path: Any, such_as: str) -> Path:
-    """Return a path as an absolute one.
-
-    Raises:
-        ValueError: it is empty, or not a path.
-    """
-    if not isinstance(path, str | os.PathLike) or os.fspath(path) in ("", b"") or "\0" in os.fsdecode(path):
-        raise ValueError(f"{name}={path!r} is not a path: give one {such_as}")
-    return Path(os.fsdecode(path)).absolute()
-
-
-def _checkpoint_at(resume: Any) -> Path:
-    """Return the path that `resume=` gives.
-
-    Raises:
-        ValueError: it is neither a path nor one of the words.
-    """
-    path = _checked_path("resume", resume, "of a checkpoint, or 'auto', 'must' or 'never'")
-    if isinstance(resume, str) and os.sep not in resume and not path.exists():
-        raise ValueError(f"resume={resume!r} is neither 'auto', 'must' nor 'never', and there is no folder {path}")
-    return path
