@@ -42,12 +42,26 @@ def loss_of(params, batch):
     return jnp.mean(jax.vmap(one)(batch))
 
 
-def of_body(tree):
+def of_body(tree: Any) -> Any:
     return {name: jax.tree.map(lambda _, name=name: name == "body", leaves) for name, leaves in tree.items()}
 
 
 def groups(tree):
     return {name: jax.tree.map(lambda _, name=name: name, leaves) for name, leaves in tree.items()}
+
+
+OF_BODY: Any = of_body  # optax's annotations leave functions out
+
+
+def first_two(step: Any, **_: Any) -> Any:
+    return step < 2
+
+
+def decayed(g: Any, p: Any) -> Any:
+    return -0.1 * g + 0.01 * p
+
+
+SKIPS: Any = lambda updates, number, params: optax.skip_large_updates(updates, number, params, 1e-1)  # noqa: E731
 
 
 def downhill(transform):
@@ -87,7 +101,6 @@ def with_defaults(name: str) -> Any:
     raise AssertionError(name)
 
 
-ANY_OPTAX: Any = optax  # its types refuse callables that it takes
 NORMALIZED = lambda: optax.chain(contrib.normalize(), optax.sgd(0.05))  # noqa: E731
 MADE: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: with_defaults(name) for name in _OPTIMIZERS if exported(name)},
@@ -100,16 +113,14 @@ MADE: dict[str, Callable[[], Any]] = {
     "clip": lambda: downhill(optax.clip(0.01)),
     "clip_by_block_rms": lambda: downhill(optax.clip_by_block_rms(0.01)),
     "clip_by_global_norm": lambda: downhill(optax.clip_by_global_norm(0.01)),
-    "conditionally_mask": lambda: ANY_OPTAX.conditionally_mask(optax.adam(0.01), lambda step, **_: step < 2),
-    "conditionally_transform": lambda: ANY_OPTAX.conditionally_transform(optax.adam(0.01), lambda step, **_: step < 2),
+    "conditionally_mask": lambda: optax.conditionally_mask(optax.adam(0.01), first_two),
+    "conditionally_transform": lambda: optax.conditionally_transform(optax.adam(0.01), first_two),
     "ema": lambda: downhill(optax.ema(0.9)),
-    "freeze": lambda: optax.chain(optax.sgd(0.1), ANY_OPTAX.freeze(of_body)),
+    "freeze": lambda: optax.chain(optax.sgd(0.1), optax.freeze(OF_BODY)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 5)),
     "masked": lambda: optax.masked(optax.adam(0.01), of_body),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.01), 2),
-    "MultiSteps that skip": lambda: ANY_OPTAX.MultiSteps(
-        optax.adam(0.01), 2, should_skip_update_fn=lambda u, g, p: optax.skip_large_updates(u, g, p, 1e-1)
-    ),
+    "MultiSteps that skip": lambda: optax.MultiSteps(optax.adam(0.01), 2, should_skip_update_fn=SKIPS),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", optax.adam(0.01))),
     "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=0),
     "partition": lambda: optax.partition({"body": optax.adam(0.01), "head": optax.sgd(0.1)}, groups),
@@ -118,9 +129,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "scale_by_polyak": lambda: downhill(optax.scale_by_polyak()),
     "scale_by_rprop": lambda: downhill(optax.scale_by_rprop(0.01)),
     "scale_by_schedule": lambda: optax.scale_by_schedule(lambda n: -0.1 / (n + 1)),
-    "selective_transform": lambda: ANY_OPTAX.selective_transform(optax.adam(0.01), freeze_mask=of_body),
+    "selective_transform": lambda: optax.selective_transform(optax.adam(0.01), freeze_mask=OF_BODY),
     "set_to_zero": lambda: optax.set_to_zero(),
-    "stateless_with_tree_map": lambda: ANY_OPTAX.stateless_with_tree_map(lambda g, p: -0.1 * g + 0.01 * p),
+    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(decayed),
     "trace": lambda: downhill(optax.trace(0.9)),
     "contrib.mechanize": lambda: contrib.mechanize(optax.sgd(0.1)),
     "contrib.schedule_free": lambda: contrib.schedule_free(optax.adam(0.01), 0.01),
