@@ -8,6 +8,7 @@ import importlib.util
 import re
 import runpy
 import shlex
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -56,6 +57,7 @@ def flags_in_text(path: Path) -> list[tuple[str, list[str]]]:
 @pytest.fixture
 def parsers(monkeypatch):
     """Let every parser stop the command after it has accepted its words, and return the parsers that did."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # a script sets its own, which would stay with the tests
     accepted: list[argparse.ArgumentParser] = []
     for owner, name in ((Parser, "parse"), (argparse.ArgumentParser, "parse_args")):
         original = getattr(owner, name)
