@@ -252,8 +252,10 @@ def _scatter_add(
     walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
 ) -> dict[int, Any] | None:
     """Add the gradient of a gather: rows of a table."""
-    k, block, (_, rows, updates) = own[0].k, own[0].block, inputs
-    total = block.scatter_add(totals[k], rows, updates, eqn.params) if walk.is_zero(eqn.invars[0]) else None
+    k, (_, indices, updates) = own[0].k, inputs
+    total = None
+    if walk.is_zero(eqn.invars[0]):
+        total = own[0].block.scatter_add(totals[k], indices, updates, eqn.params)
     if total is None:
         return None
     totals[k] = total

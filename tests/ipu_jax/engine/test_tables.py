@@ -34,8 +34,8 @@ READS = {
 
 def stage(p, x, mb, *, k, last, read):
     """Return the rows of this stage's table that the micro-batch names, plus x @ w; of the last one, the loss."""
-    y = READS[read](p["t"], mb["ids"][:, k]) if "t" in p else 0
-    y = y + (0 if x is None else x @ p["w"])
+    terms = [READS[read](p["t"], mb["ids"][:, k])] if "t" in p else []
+    y = sum(terms if x is None else [*terms, x @ p["w"]], start=jnp.zeros((), p["t" if "t" in p else "w"].dtype))
     return jnp.mean(jnp.square(y.astype("float32"))) if last else y
 
 
@@ -62,7 +62,7 @@ def by_hand(params: dict[str, Any], ids: np.ndarray) -> tuple[float, dict[str, A
         for k, p in enumerate(params.values()):
             y = p["t"][at[:, k]] if "t" in p else np.zeros((ROWS, D))
             xs.append(y + xs[-1] @ p["w"] if k else y)
-        loss += np.mean(xs[-1] ** 2)
+        loss += float(np.mean(xs[-1] ** 2))
         dy = 2 * xs[-1] / xs[-1].size
         for k, (name, p) in reversed(list(enumerate(params.items()))):
             if "t" in p:
@@ -177,6 +177,7 @@ def gradient_of(*case: str) -> Any:
 def made_in_a_tick(hlo: str, elements: int) -> list[str]:
     """Return the instructions in loops whose result has as many elements, or more, and is not an update in place."""
     bodies: dict[str, list[str]] = {}
+    body: list[str] = []
     for line in hlo.splitlines():
         if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             body = bodies.setdefault(opened[1], [])
