@@ -13,7 +13,7 @@ GUIDES = [
 ]
 OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("training", "how-to")]
 # They need no device, and are read first.
-QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("concepts", "runs")]
+QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("concepts", "runs", "design/what-stages-may-hold")]
 
 
 def test_there_are_tutorials():
