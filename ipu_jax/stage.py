@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ipu_jax._checks import as_int, check_choice
+from ipu_jax._jaxprs import closed_of
 from ipu_jax.devices import ALL_IPUS, IPU_AXIS, AllIpus
 
 
@@ -197,7 +198,9 @@ class _RealsBy:
     policy: Callable[..., Any]
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        made = primitive.abstract_eval(*avals, **params)[0]
+        # a function with a derivative of its own has a body, and no rule for shapes
+        body = params.get("call_jaxpr")
+        made = primitive.abstract_eval(*avals, **params)[0] if body is None else closed_of(body).out_avals
         dtypes = [aval.dtype for aval in jax.tree.leaves(made) if hasattr(aval, "dtype")]
         is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
         return False if is_complex else self.policy(primitive, *avals, **params)

@@ -246,3 +246,20 @@ def test_an_error_of_a_stages_own_backward_says_which_stage_it_was():
     with pytest.raises(KeyError, match="residuals") as caught:
         traced(lambda p, x, mb: broken(mb @ p))
     assert "raised in stage 0, 'body'" in caught.value.__notes__
+
+
+@jax.custom_vjp
+def cubed(x):
+    return x**3
+
+
+cubed.defvjp(lambda x: (x**3, x), lambda x, dy: (3 * x**2 * dy,))
+
+
+@pytest.mark.parametrize("fn", [jax.nn.relu, cubed], ids=["custom_jvp", "custom_vjp"])
+def test_a_policy_is_asked_about_functions_with_a_derivative_of_their_own(fn):
+    stage = Stage(lambda w, x: fn(x @ w).sum(), ipu=0, recompute=jax.checkpoint_policies.dots_saveable)
+    w, x = np.eye(3, dtype=np.float32) * 2, np.arange(-4, 5, dtype=np.float32).reshape(3, 3)
+    gradient = jax.jit(jax.grad(stage.checkpointed(stage.fn)))(w, x)
+    y = 2 * x
+    np.testing.assert_allclose(gradient, x.T @ (y > 0 if fn is jax.nn.relu else 3 * y**2), rtol=1e-6)

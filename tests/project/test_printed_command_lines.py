@@ -105,6 +105,8 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", words[2:] if as_module else words[1:])
     if as_module and words[2] in ("examples.linen_convnet",):
         return _takes_a_folder(words)
+    if as_module:
+        monkeypatch.delitem(sys.modules, words[2], raising=False)  # another test may have imported it
     with pytest.raises(Parsed):
         _ = (
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)

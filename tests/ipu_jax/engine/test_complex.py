@@ -35,7 +35,7 @@ def loss(p, x, mb):
     z = lax.scan(lambda c, _: (jnp.tanh(c) * x, c.real.sum()), z / (1 + abs(z)), None, length=2)[0]
     z = lax.cond(z.real.sum() > 0, lambda z: z * z, lambda z: z / (2 + abs(z)), z)
     turns = lax.stop_gradient(lax.while_loop(lambda c: abs(c).max() < 1, lambda c: c * 2, z + 1e-3))
-    return jnp.mean(abs(z * turns * jax.nn.silu(z.real) - mb["y"]) ** 2)
+    return jnp.mean(abs(z * turns * jax.nn.relu(z.real) - mb["y"]) ** 2)
 
 
 FNS = {"first": to_complex, "second": of_complex, "third": filtered, "last": loss}

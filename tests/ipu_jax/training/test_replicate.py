@@ -208,7 +208,7 @@ def test_what_a_call_refuses():
     with refused(
         "params['w'] is float8_e5m2: weights must have at least 16 bits; hold it in bfloat16 and cast it in loss_fn"
     ):
-        model.value_and_grad({"w": jnp.zeros(3, jnp.float8_e5m2)}, batch)
+        model.value_and_grad({"w": np.zeros(3, jnp.float8_e5m2)}, batch)
     random = replicate(loss_fn, replication_factor=2, random=True)
     with refused("key=None is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)"):
         random.value_and_grad(held, batch)

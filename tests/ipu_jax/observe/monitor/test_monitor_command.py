@@ -54,7 +54,8 @@ def test_json_has_a_line_with_stable_keys(folder, capsys):
     assert 0 <= process["busy_share"] <= 1
 
 
-def test_json_and_the_table_hold_no_command_to_the_terminal(folder, capsys):
+def test_json_and_the_table_hold_no_command_to_the_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     evil = "\x1b]0;t\x07\x9b\x7f"
     said = f"""{STEPS}
 ipu = dict(id=0, platform="cpu", kind={evil!r}, replica=0, ipu=0, stages=[{evil!r}])
@@ -69,7 +70,7 @@ beacon.enter(Phase.FAILED, {evil!r})
     assert as_json.isascii()
     assert as_json.isprintable()
     assert json.loads(as_json)["processes"][0]["ipus"][0]["stages"] == [evil]
-    assert any("?]0;t???" in line for line in table)
+    assert "?]0;t???" in " ".join(table)
     assert all(line.isprintable() for line in table)
 
 
