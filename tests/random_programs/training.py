@@ -160,7 +160,8 @@ class Case:
             warnings.simplefilter("ignore", NonFiniteLossWarning)
             step.check(state)
         whole = step.whole(state)
-        self._check_kept(step, state, whole)
+        if jax.process_count() == 1:  # instances would need one folder for all
+            self._check_kept(step, state, whole)
         found = {
             "ema": None if whole["ema"] is None else self._trained_leaves(whole["ema"]),
             "params": whole["params"],
