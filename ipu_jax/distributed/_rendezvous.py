@@ -84,7 +84,7 @@ def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: flo
 
 
 def _read(hello: Any) -> tuple[int | None, dict[str, str]]:
-    """Return the number and the fingerprint of a hello; None if it is no hello."""
+    """Return the number and the fingerprint of a hello; None if it is not a hello."""
     match hello:
         case {"instance": int(number), "fingerprint": dict(theirs)} if not isinstance(number, bool):
             if all(isinstance(value, str) for value in theirs.values()):

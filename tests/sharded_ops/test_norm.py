@@ -169,7 +169,7 @@ def _error_from_rounded_means(x, columns):
     """Return how far layer_norm(x) without scale may be off if each mean is rounded to float32 once.
 
     These are the mean of each IPU's `columns`, and the mean of the whole row. With means of 1e4 their roundings are
-    1e-3, a thousand times those of everything else, for which 1% is added.
+    1e-3. All other roundings are a thousand times smaller; 1% is added for them.
     """
     wide = x.astype(np.float64)
     mean, deviation = wide.mean(-1, keepdims=True), wide.std(-1, keepdims=True)
