@@ -38,14 +38,10 @@ class LeafEvaluator:
         self._analysis, self._blocks, self._leaf, self._shape = analysis, blocks, leaf, shape
         self._in_block, self._owned, self._replicated = in_block, owned, replicated
 
-    def masked(self, v: Any, mask: Any) -> Any:
-        """Return a value in the block's update shape with zeros where `mask` is False, as later readers see it, too."""
-        value = self.in_block(v)
-        if mask is not None:
-            value = jnp.where(mask, value, 0)
-            if not isinstance(v, core.Literal):
-                self._in_block[v] = value
-        return value
+    def replace(self, v: Any, value: Any) -> None:
+        """Have later readers of a value in the block's update shape see this one."""
+        if not isinstance(v, core.Literal):
+            self._in_block[v] = value
 
     def in_block(self, v: Any) -> Any:
         """Return a value of the leaf's shape, or a number, in the block's update shape."""

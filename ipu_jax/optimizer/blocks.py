@@ -28,6 +28,8 @@ from ipu_jax.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
 from ipu_jax.weights.packing import Sharded
 from ipu_jax.weights.place import Place
 
+_WORTH_A_PROGRAM = 2**16  # elements, whose update takes some 100 us of a CPU core
+
 
 @dataclasses.dataclass(frozen=True)
 class Block:
@@ -193,39 +195,55 @@ class Blocks:
         shape = self.leaves[leaf].shape
         return array if array.shape == shape else array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
-    def has_leaf(self, k: int) -> Any:
-        """Return whether this IPU has a leaf in a slot; XLA does not know it where the leaves differ in size."""
-        return jnp.asarray(self._sizes(k), jnp.int32)[lax.axis_index(IPU_AXIS)] > 0
+    def counts(self, k: int) -> np.ndarray:
+        """Return how many elements of a slot, in its update shape, belong to a leaf: (replicas, ipus).
 
-    def _sizes(self, k: int) -> list[int]:
-        """Return the size of each IPU's leaf in a block, 0 where it has none."""
-        return [0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves]
+        They are the first ones, and none where an IPU has no leaf.
+        """
+        sizes = np.array([0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves])
+        starts = np.arange(self.replicas)[:, None] * self.chunk_size(k)
+        return np.clip(sizes - starts, 0, self.chunk_size(k))
 
-    def is_filled(self, k: int) -> bool:
-        """Return whether a slot has no elements but those of the leaf, on each IPU that has a leaf in it."""
-        size = self.blocks[k].size
-        return {*self._sizes(k)} <= {0, size} and self.replicas * self.chunk_size(k) == size
+    def own_count(self, k: int) -> Any:
+        """Return this IPU's entry of `counts`. XLA does not know it, not even where all entries are equal."""
+        counts = jnp.asarray(self.counts(k), jnp.int32)
+        is_own = jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS)
+        if self.replicas > 1:
+            is_own &= (jnp.arange(self.replicas) == lax.axis_index(REPLICA_AXIS))[:, None]
+        return jnp.sum(jnp.where(is_own, counts, 0))
+
+    def lengths(self, k: int) -> list[int]:
+        """Return how many elements of a slot IPUs update: the largest of `counts`, and smaller ones that save much.
+
+        Each IPU updates as few as have its leaf. Each length is at most half of the next one, because an update is
+        compiled for each.
+        """
+        lengths: list[int] = []
+        for count in sorted({*self.counts(k).flat}, reverse=True):
+            if not lengths or (0 < 2 * count <= lengths[-1] and lengths[-1] - count >= _WORTH_A_PROGRAM):
+                lengths.append(int(count))
+        return lengths[::-1]
 
     def leaf_mask(self, k: int, zero: Any = 0) -> Any:
         """Return which elements of a block, in its update shape, belong to a leaf; None if all do on every IPU.
 
         A `Fence.zero` keeps XLA from computing the mask before the guard.
         """
-        block = self.blocks[k]
-        sizes = self._sizes(k)
+        block, shape, size, local = self.blocks[k], self.update_shape(k), 1, 1
         if block.split is not None:
             size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
-            is_padded = size < local * self.ipus
+        if block.is_slot:
+            is_padded = bool((self.counts(k) < math.prod(shape)).any())
         else:
-            size, local, is_padded = 0, 1, any(size < block.size for size in sizes)
-        if not is_padded and self.replicas * self.chunk_size(k) == block.size:
+            is_padded = self.replicas * self.chunk_size(k) > block.size
+            is_padded |= block.split is not None and size < local * self.ipus
+        if not is_padded:
             return None
-        shape = self.update_shape(k)
         position = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape) + zero
+        if block.is_slot:
+            return position < self.own_count(k)
         if self.replicas > 1:
             position += lax.axis_index(REPLICA_AXIS) * self.chunk_size(k)
-        if block.is_slot:
-            return position < jnp.asarray(sizes, jnp.int32)[lax.axis_index(IPU_AXIS)]
         mask = position < block.size
         if block.split is not None:
             stride = math.prod(block.shape[block.split + 1 :])

@@ -6,6 +6,7 @@ comparison of the traced programs shows. Otherwise a `switch` chooses among the 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -99,36 +100,74 @@ class ShardedUpdate:
     def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
         """Return a block's weights plus their update, and its new state arrays.
 
-        In a slot that some IPU does not fill, an IPU without a leaf leaves them as they are, at no cost.
+        The update of a slot stands in guards, so that XLA makes it in place. An IPU without a leaf in the slot runs
+        none of them. Where the update is elementwise, an IPU with a small leaf updates the first elements only.
         """
-        if not self.blocks[k].is_slot or self.blocks.leaf_mask(k) is None:
-            return self._on_block(k, arrays, env, partial(self._updated_leaf, mask=self.blocks.leaf_mask(k)))
-        gradient, weights, *state = arrays
+        blocks, (gradient, weights, *state) = self.blocks, arrays
+        if not blocks[k].is_slot:
+            run = partial(self._updated_leaf, old=[weights, *state], mask=blocks.leaf_mask(k))
+            return self._on_block(k, arrays, env, run)
+        counts, own = blocks.counts(k), blocks.own_count(k)
+        is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks[k].leaves if leaf is not None)
+        new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
+        for shorter, length in itertools.pairwise([0, *(blocks.lengths(k) if is_elementwise else [weights.size])]):
 
-        def body(fence: Fence, old: list[Any]) -> list[Any]:
-            mask = None if self.blocks.is_filled(k) else self.blocks.leaf_mask(k, fence.zero)
-            run = partial(self._updated_leaf, mask=mask)
-            return self._on_block(k, [fence(gradient), old[0].astype(weights.dtype), *old[1:]], env, run)
+            def body(fence: Fence, old: list[Any], shorter: int = shorter, length: int = length) -> list[Any]:
+                first = [fence(gradient), *old]
+                if length < weights.size:
+                    first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
+                first[1] = first[1].astype(weights.dtype)
+                is_filled = {int(n) for n in counts.flat if shorter < n <= length} == {length}
+                mask = None if is_filled else _first(blocks.leaf_mask(k, fence.zero), length)
+                return self._on_block(k, first, env, partial(self._updated_leaf, old=old, mask=mask, zero=fence.zero))
 
-        wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
-        return guard(jnp.int32(0), self.blocks.has_leaf(k), body, [wide, *state])[1]
+            new = guard(jnp.int32(0), (shorter < own) & (own <= length), body, new)[1]
+        return new
 
-    def _updated_leaf(self, leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator, *, mask: Any) -> list[Any]:
+    def _is_elementwise(self, leaf: int) -> bool:
+        """Return whether each element of a leaf's update needs numbers and the same element of other arrays only."""
+        analysis, seen = self.analysis, set[Any]()
+        waiting = [self._updates[leaf], *(self._new_state[i] for i in self.state_layout.array_of[leaf])]
+        while waiting:
+            v = waiting.pop()
+            if isinstance(v, core.Literal) or v in seen:
+                continue
+            seen.add(v)
+            if v in analysis.owned or (v not in analysis.leaf_of and v not in analysis.constant_fills and v.aval.shape):
+                return False
+            if v in analysis.leaf_of and v in analysis.made_by:
+                waiting += analysis.made_by[v].invars
+        return True
+
+    def _updated_leaf(
+        self, leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator, *, old: list[Any], mask: Any, zero: Any = 0
+    ) -> list[Any]:
         """Return a leaf's weights plus their update, and the new state arrays of its block.
 
         Elements that belong to no leaf keep their values: zeros, or a frozen leaf. The update is computed from the new
         state that is written, with these zeros: from any other, XLA would need a copy of the old state.
+
+        Args:
+            leaf: its number.
+            arrays: gradient, weights and state arrays, or the first elements of each.
+            evaluator: of these.
+            old: weights and state arrays, whole; new values are written into their first elements.
+            mask: which elements of `arrays` belong to the leaf; None for all.
+            zero: where the first element is: 0, which XLA does not know where it must write in place.
         """
-        weights, state = arrays[1], list(arrays[2:])
+        weights, state = arrays[1], list(old[1:])
         wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
         for i, place in self.state_layout.array_of[leaf].items():
             if self.state_layout.is_flat(i):
                 flat = jnp.ravel(evaluator.logical(self._new_state[i]))
                 state[place] = jnp.pad(flat, (0, state[place].size - flat.size))
             else:
-                state[place] = evaluator.masked(self._new_state[i], mask)
+                value = evaluator.in_block(self._new_state[i])
+                value = value if mask is None else jnp.where(mask, value, 0)
+                state[place] = _with_first(state[place], value, zero)
+                evaluator.replace(self._new_state[i], _first(state[place], value.size))
         new = wide + evaluator.in_block(self._updates[leaf]).astype(wide.dtype)
-        return [new if mask is None else jnp.where(mask, new, wide), *state]
+        return [_with_first(old[0], new if mask is None else jnp.where(mask, new, wide), zero), *state]
 
     def _on_block(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: _LeafProgram) -> list[Any]:
         """Run `of_leaf` for the leaf that this IPU has in a block.
@@ -247,3 +286,16 @@ def _select_own(leaves: Sequence[int | None], values: list[Any]) -> Any:
     following = iter(values)
     by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
     return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
+
+
+def _first(array: Any, length: int) -> Any:
+    """Return as many elements of a flat array, or the array where it has no more, of any shape."""
+    return array if array.size <= length else array[:length]
+
+
+def _with_first(array: Any, value: Any, zero: Any) -> Any:
+    """Return a flat array with these first elements, or `value` where it has the array's shape.
+
+    XLA writes in place where the value is computed from a slice of the array at the same index, which it does not know.
+    """
+    return value if value.shape == array.shape else lax.dynamic_update_slice_in_dim(array, value, zero, 0)

@@ -7,7 +7,7 @@ So a scan over layers never stacks the gradients of all layers, and a gradient t
 that slice of the accumulator only. A gradient is a sum of parts, and the jaxpr shows which equation computes each part.
 Where nothing else reads a part, its equation is replaced by one that adds to the accumulator in place. Any other part
 is computed as traced, and then added. JAX's own way, `VJP.with_refs`, adds a scan's gradients to the wrong leaves in
-jax 0.10 where some leaves have a `Ref` and others have none (docs/design/guards.md).
+jax 0.10 where some leaves have a `Ref` and others have none (docs/design/engine.md).
 """
 
 import collections
@@ -109,7 +109,7 @@ class _Walk:
     def block_of_input(self, eqn: Any, block: Block) -> Block | None:
         """Return the block to which an equation's inputs, or its first one, can be added instead of its output.
 
-        Return None where there is no such block.
+        Return None where no block qualifies.
         """
         part, name = eqn.invars[0].aval, eqn.primitive.name
         if name == "add_any":

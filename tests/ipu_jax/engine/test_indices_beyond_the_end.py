@@ -90,6 +90,56 @@ def test_a_table_on_one_ipu_is_read_as_plain_jax_reads_it(read, ipus, schedule):
     jax.tree.map(close, pipeline.unshard(gradients), expected)
 
 
+LEGAL = np.clip(IDS, 0, V - 1)  # a promise that all are in bounds must be kept
+MODES = {
+    "clip": lambda t, ids: t.at[ids].get(mode="clip"),
+    "fill": lambda t, ids: t.at[ids].get(mode="fill", fill_value=0.5),
+    "wrap": lambda t, ids: jnp.take(t, ids, axis=0, mode="wrap"),
+    "clip by take": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+    "clip unsigned": lambda t, ids: t.at[ids.astype("uint32")].get(mode="clip"),
+    "clip a part of a row": lambda t, ids: jnp.tile(t[:, 1:3].at[ids].get(mode="clip"), 2),
+    "promise_in_bounds": lambda t, ids: t.at[LEGAL].get(mode="promise_in_bounds"),
+}
+
+
+@pytest.mark.parametrize("slot", ["flat", "of its own shape", "a row of a scanned leaf"])
+def test_every_mode_of_a_gather_on_one_ipu(slot):
+    """Each table is in a slot with a leaf of the other IPU: the slot is flat if that has another shape."""
+    layers = (2,) if slot == "a row of a scanned leaf" else ()
+
+    def rows_of(tables, ids):
+        return sum(MODES[mode](table, ids) for mode, table in tables.items()) / len(MODES)
+
+    def first(p, x, mb):
+        if not layers:
+            return rows_of(p, mb["ids"])
+        layer = lambda h, tables: (jnp.tanh(h) + rows_of(tables, mb["ids"]), None)  # noqa: E731
+        return lax.scan(layer, jnp.zeros((TOKENS, D)), p)[0]
+
+    def last(p, x, mb):
+        return jnp.mean((jnp.tanh(x @ sum(w.reshape(-1, D)[:D] for w in p.values())) - mb["y"]) ** 2)
+
+    shape = (V + 1, D) if slot == "flat" else (*layers, V, D)
+    params = {
+        "first": {mode: normal(k, *layers, V, D) for k, mode in enumerate(MODES)},
+        "last": {mode: normal(10 + k, *shape) for k, mode in enumerate(MODES)},
+    }
+    batch = batch_of(M)
+    stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M)
+    sharded = pipeline.shard(params)
+    assert {array.shape[1:] for array in sharded.slots} == {((V + 1) * D,) if slot == "flat" else shape}
+    loss, gradients = pipeline.value_and_grad(sharded, batch)
+
+    def plain(params):
+        losses = [last(params["last"], first(params["first"], None, mb), mb) for mb in microbatches(batch)]
+        return jnp.mean(jnp.stack(losses))
+
+    expected_loss, expected = jax.jit(jax.value_and_grad(plain))(params)
+    close(loss, expected_loss)
+    jax.tree.map(close, pipeline.unshard(gradients), expected)
+
+
 def microbatches(batch):
     return [jax.tree.map(lambda leaf, m=m: leaf[m], batch) for m in range(len(batch["ids"]))]
 

@@ -1,7 +1,7 @@
 """Test the memory of a compiled step against the prediction of its report and the promises of the design.
 
 The bytes are XLA's own (`memory_analysis`), and the buffers are those in the compiled program's text, so nothing here
-depends on the code that predicts. `benchmarks/memory.py` has the model, and prints the figures of docs/memory.md.
+depends on the code that predicts. `benchmarks/memory.py` has the model, and prints the figures of docs/measured.md.
 """
 
 import math

@@ -229,3 +229,46 @@ def test_the_optimizer_needs_no_memory_beside_the_gradient_of_the_table(layout):
     step = make_train_step(pipeline, optax.adam(0.1))
     program = compiled(step.lower(step.init(params), ids))
     assert program.memory_analysis().temp_size_in_bytes < 1.5 * VOCABULARY * WIDTH * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "updated"),
+    [
+        pytest.param([4000, 4000], {4000}, id="equal"),
+        pytest.param([4000, 500], {500 * 32, 4000 * 32}, id="two"),
+        pytest.param([4000, 1500, 1000, 20], {1500 * 32, 4000 * 32}, id="four", marks=pytest.mark.slow),
+    ],
+)
+def test_an_update_of_tables_is_in_place_and_as_long_as_each_ipu_needs(rows, updated):
+    """Tables share a slot; a length is compiled for each that is at most half of the next, and saves much."""
+    stages = [
+        Stage(lambda p, x, ids: (0 if x is None else x) + p[ids % len(p)], params=str(k), ipu=k)
+        for k in range(len(rows))
+    ]
+    stages.append(Stage(lambda p, x, ids: jnp.mean(jnp.square(x)), ipu=len(rows) - 1))
+    pipeline = Pipeline(stages, gradient_accumulation=2)
+    random = np.random.default_rng(0)
+    params: Any = {str(k): random.normal(size=(n, 32)).astype("float32") for k, n in enumerate(rows)}
+    ids = random.integers(0, 4000, (2, 8)).astype("int32")
+    step = make_train_step(pipeline, optax.adam(0.1))
+    state = step.init(params)
+    program = compiled(step.lower(state, ids))
+    largest = rows[0] * 32
+    assert program.memory_analysis().temp_size_in_bytes < 1.2 * largest * 4
+    assert not re.findall(rf"\[(?:1,)*(?:{largest}|{rows[0]},32)\]\S* copy\(", program.as_text())
+    assert {int(n) for n in re.findall(r"f32\[(\d+)(?:,32)?\]\S* sqrt\(", program.as_text())} == updated
+    for _ in range(2):
+        state, _ = step(state, ids)
+    found = step.whole(state)["params"]
+
+    def loss(params, ids):
+        return jnp.mean(jnp.square(sum(p[ids % len(p)] for p in params.values())))
+
+    optimizer = optax.adam(0.1)
+    held = optimizer.init(params)
+    for _ in range(2):
+        gradients = jax.tree.map(lambda *g: sum(g) / 2, *(jax.grad(loss)(params, i) for i in ids))
+        updates, held = optimizer.update(gradients, held, params)
+        params = optax.apply_updates(params, updates)
+    for k in params:
+        np.testing.assert_allclose(found[k], params[k], rtol=1e-5, atol=1e-5)

@@ -15,6 +15,7 @@ from ipu_jax._jaxprs import laid_open
 from ipu_jax.programs import _blocks
 from ipu_jax.programs.gradient_sums import Sum, add_gradients
 from support.dense import largest_relative_error
+from support.trained import quick_compiles
 
 LAYERS, D, ROWS = 3, 4, 5
 X = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D)), "float32")
@@ -248,6 +249,72 @@ def read_from_slices(p, x):
 
 def read_none(p, x):
     return x + p["c"][IDS[:0]].sum() + p["a"][:, IDS[:0]].sum()
+
+
+AT = jnp.asarray([2, 0, 7])  # the last one is beyond the end of each dim: a slice that begins there is moved inside
+
+# parts of a weight of (LAYERS, D, D), each by another equation or at other positions
+PARTS = {
+    "every second": lambda w: [
+        w[::2],
+        w[1::2],
+        w[:, 1::3],
+        w[1, :, ::2],
+        lax.slice(w, (0, 1, 0), (3, 4, 4), (2, 2, 3)),
+    ],
+    "several dims": lambda w: [
+        w[1:, :2, 1:3],
+        w[2:, ::3, 1:],
+        w[::2, ::2, ::2],
+        w[1, 2:, 3],
+        w[..., 1],
+        w[1:2, None, 2],
+    ],
+    "from behind": lambda w: [w[::-1], w[:, ::-2], w[2:0:-1, 3:0:-2, ::-3], w[-1], w[:, -3:-1], jnp.flip(w, (0, 2))],
+    "at a computed index": lambda w: [
+        lax.dynamic_slice(w, AT, (1, D, 2)),
+        lax.dynamic_slice(w, AT[::-1], (2, 3, D)),
+        lax.dynamic_slice_in_dim(w, AT[2], 2, axis=1),
+        lax.dynamic_index_in_dim(w, AT[0] - 1, axis=1, keepdims=False),
+        w[AT[0]],
+        w[AT[1], :, -AT[0]],
+    ],
+    "by arrays of indices": lambda w: [
+        w[AT[:2]],
+        w[:, AT],
+        w[AT[:2], ..., AT[1:]],
+        w[AT[:2, None], AT[:2]],
+        w[::2, AT[:2], 1::2],
+        w[jnp.asarray([-1, -3])],
+        w[np.array([True, False, True])],
+        jnp.take(w, AT, axis=2, mode="clip"),
+        jnp.take_along_axis(w, AT[:2].reshape(1, 2, 1), axis=1),
+    ],
+    "rearranged": lambda w: [
+        jnp.roll(w, 1, axis=1),
+        *jnp.split(w, [1, 3], axis=2),
+        w.reshape(LAYERS * D, D)[::3],
+        w.T[1::2],
+        w.at[1].set(0)[:2],
+        lax.pad(w, 0.0, ((-1, 1, 0), (0, -2, 1), (1, 0, 2))),
+        jnp.diagonal(w, axis1=1, axis2=2),
+        jnp.tril(w),
+    ],
+}
+
+
+@pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(tuple(SHAPES.values()), id="flat")])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_each_part_of_a_weight_is_added_where_it_was_read(parts, flat):
+    """Two leaves: the first of each part alone, and the second of all parts together."""
+
+    def fn(p, x):
+        return jnp.concatenate([part.reshape(-1) for part in (parts(p["a"])[0], *parts(p["b"]))])
+
+    with quick_compiles():
+        found, expected = added_and_expected(fn, flat)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 READS = {
