@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ipu_jax._checks import as_int, check_count
 from ipu_jax._deprecated import renamed_method
 from ipu_jax.schedules._moments import Moments
+from ipu_jax.schedules._plot import figure_of, plot, svg_of
 from ipu_jax.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.schedules._text import draw, parse
 from ipu_jax.schedules._timetable import (
@@ -42,7 +43,6 @@ from ipu_jax.schedules._timetable import (
 )
 from ipu_jax.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.schedules._validate import validate
-from ipu_jax.schedules.pictures import plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -262,49 +262,58 @@ IPUs takes until the next tick: move it to tick 3 or later
         """Draw the schedule: a row per IPU, and what it does in each tick, or in time.
 
         The picture names ramp-up, main, ramp-down and the weight update, and is as wide as a page. Cells have the
-        numbers of their micro-batches; where they are too small for that, dots mark a few micro-batches.
+        numbers of their micro-batches; where they are too small for that, a few micro-batches are dark. A notebook
+        shows a schedule, and the figure that this returns, as this picture.
 
         Args:
-            path: an SVG or PNG file to write, as its ending says. None writes nothing. An SVG file is that of `to_svg`.
+            path: an SVG, PNG or PDF file to write, as its ending says. None writes nothing. A file that is there is
+                replaced when the new one is whole.
             simulation: what `simulate` returned for this schedule. Then a task is as wide as it takes long. Default:
                 the planned ticks.
 
         Returns:
-            A figure of matplotlib, the extra `plots`. `to_svg` does without it.
+            A figure of matplotlib, the extra `plots`.
 
         Raises:
             ValueError: `path` ends in something else, `simulation` is not of this schedule, or the schedule is too
                 large to be seen.
             ImportError: matplotlib is missing.
-            OSError: the file cannot be written; what was written of it is removed.
+            OSError: the file cannot be written; a file that was there is unchanged.
 
         >>> from ipu_jax.schedules import make_schedule
         >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
-        >>> schedule.plot("1f1b.pdf")
+        >>> schedule.plot("1f1b.gif")
         Traceback (most recent call last):
         ...
-        ValueError: path='1f1b.pdf' ends neither in .svg nor in .png: give such a name, or save the figure that plot() \
-returns
+        ValueError: path='1f1b.gif' ends in none of .svg, .png and .pdf: give such a name, or save the figure that \
+plot() returns
         """
-        return plot.plot(self, path, simulation, self.bubble)
+        return plot(self, path, simulation, self.bubble)
 
     def to_svg(self, *, simulation: Simulation | None = None) -> str:
-        """Return the picture that `plot` draws as the text of an SVG file, without matplotlib.
+        """Return the picture that `plot` draws as the text of an SVG file.
 
-        It needs no other file, may stand in a page of HTML as it is, and is dark where the page is. The same schedule
-        gives the same text.
+        It needs no other file, and may stand in a page of HTML as it is. The same schedule gives the same text.
 
         Args:
             simulation: as for `plot`.
 
         Raises:
             ValueError: `simulation` is not of this schedule, or the schedule is too large to be seen.
+            ImportError: matplotlib, the extra `plots`, is missing.
 
         >>> from ipu_jax.schedules import make_schedule
         >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
         >>> svg = schedule.to_svg(simulation=schedule.simulate(forward=1, backward=2, transfer=0.1))
         """
-        return plot.svg(self, simulation, self.bubble)
+        return svg_of(figure_of(self, simulation, self.bubble))
+
+    def _repr_svg_(self) -> str | None:
+        """Return the picture that a notebook shows, or None where it can't be drawn: then the text is shown."""
+        try:
+            return self.to_svg()
+        except (ImportError, ValueError):
+            return None
 
 
 def placement_of(placement: Any) -> Placement:

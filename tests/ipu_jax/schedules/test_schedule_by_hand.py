@@ -201,6 +201,10 @@ SECOND_FIRST = {
         Schedule("mine", (0, None), 2, ((1, 0), (2, 1)), ((4, 3), (2, 1)), None, "one-phase"),
         "counts",
     ),
+    "a stage behind, whose B is in order": (
+        Schedule("mine", (0, 1), 2, ((1, 0), (2, 1)), ((4, 5), (3, 4)), None, "one-phase"),
+        "counts",
+    ),
 }
 
 
@@ -229,3 +233,41 @@ def test_micro_batches_out_of_order_are_refused_where_a_stage_holds_state(case):
     batch = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
     expected = np.mean(batch**2 if len(schedule.placement) == 1 else np.sin(batch) ** 2)
     assert float(pipeline.value_and_grad(pipeline.shard({}), batch)[0]) == pytest.approx(expected, rel=1e-5)
+
+
+# the ticks of two stages, per stage and micro-batch: messages between IPUs keep their order, so both have the same one
+FORWARD = {"in order": ((0, 1), (1, 2)), "second first": ((1, 0), (2, 1))}
+BACKWARD = {"in order": ((4, 5), (3, 4)), "second first": ((5, 4), (4, 3))}
+
+
+@pytest.mark.parametrize("holds", ["first", "last", "both"])
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("forward", FORWARD)
+def test_f_of_a_stage_with_state_must_be_in_order_and_b_need_not(forward, backward, holds):
+    """The new state tells the order of the micro-batches: it is 10 times the old one plus the micro-batch's number."""
+    stages = []
+    for k, name in enumerate(("first", "last")):
+
+        def fn(p, x, mb, *, state=None, k=k):
+            y = (mb["x"] if x is None else x) * p
+            y = y if k == 0 else jnp.mean(y**2)
+            return y if state is None else Outputs(y, state=10 * state + mb["number"])
+
+        held = f"of {name}" if holds in (name, "both") else None
+        stages.append(Stage(fn, params=name, ipu=k, name=name, state=held))
+    schedule = Schedule("mine", (0, 1), 2, FORWARD[forward], BACKWARD[backward], None, "one-phase")
+    options = {"mesh": make_mesh(1, 2), "schedule": schedule, "gradient_accumulation": 2}
+    if forward == "second first":
+        named = "first" if holds == "both" else holds
+        with pytest.raises(ValueError, match=f"^schedule 'mine' runs F of stage {named!r} out of the micro-batches'"):
+            Pipeline(stages, **options)
+        return
+    pipeline = Pipeline(stages, **options)
+    x = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    state = pipeline.shard_state({stage.state: np.float32(3) for stage in stages if stage.state})
+    params = pipeline.shard({"first": np.float32(2), "last": np.float32(0.5)})
+    loss, gradients, new = pipeline.value_and_grad(params, {"x": x, "number": np.array([1, 2], np.float32)}, state)
+    squares = np.mean(x**2)  # the loss is (2 * 0.5) ** 2 times these
+    assert float(loss) == pytest.approx(squares, rel=1e-5)
+    assert pipeline.unshard(gradients) == pytest.approx({"first": squares, "last": 4 * squares}, rel=1e-5)
+    assert pipeline.unshard(new) == {stage.state: 312 for stage in stages if stage.state}
