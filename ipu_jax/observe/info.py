@@ -18,10 +18,10 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NoReturn
 
-from ipu_jax._record import SWITCH, is_off, own_folder
+from ipu_jax._cli.parser import Parser
+from ipu_jax._cli.process import run
 from ipu_jax._version import __version__
-from ipu_jax.tools.command_line import Parser
-from ipu_jax.tools.process import run
+from ipu_jax.processes.own_record import SWITCH, is_off, own_folder
 
 PROG: Final = "ipu-info"
 FORMAT: Final = 1

@@ -14,19 +14,20 @@ import dataclasses
 import json
 import os
 import pwd
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
-from ipu_jax._processes import own_identity
-from ipu_jax._record import SWITCH, is_off
+from rich.console import Console, RenderableType
+
+from ipu_jax._cli import process
+from ipu_jax._cli.parser import Parser, number_that, shown, whole_number
 from ipu_jax.observe.monitor import screen, table
 from ipu_jax.observe.monitor.rows import Look, Watch, user_name
-from ipu_jax.tools import process
-from ipu_jax.tools.command_line import Parser, number_that, shown, whole_number
+from ipu_jax.processes.identity import own_identity
+from ipu_jax.processes.own_record import SWITCH, is_off
 
 PROG: Final = "ipu-monitor"
 FORMAT: Final = 1
@@ -35,6 +36,8 @@ FORMAT: Final = 1
 _EVERY: Final = 1.0
 _SAMPLE: Final = 0.3
 _LARGEST_PID: Final = 2**31 - 1
+_NO_LIMIT: Final = 10_000
+"""The width of a file or a pipe, in letters."""
 
 
 def command() -> NoReturn:
@@ -64,7 +67,7 @@ def _parser() -> Parser:
         PROG,
         "Shows the processes on this host that use ipu_jax: their IPUs, stages, steps, speed and state. Only those of "
         "this user, or all for root.",
-        "On a terminal it watches until q is pressed; otherwise it shows one table. docs/monitor.md describes the "
+        "On a terminal it watches until q is pressed; otherwise it shows one table. docs/watching.md describes the "
         "columns and the JSON.",
     )
     parser.add_argument("--once", action="store_true", help="show one table, and end")
@@ -131,39 +134,32 @@ def json_of(look: Look) -> dict[str, Any]:
 
 
 def _as_table(watch: Watch, args: argparse.Namespace, seconds: float | None) -> int:
-    host, is_terminal = socket.gethostname(), sys.stdout.isatty()
-    coloured = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    is_terminal = sys.stdout.isatty()
+    console = Console(width=None if is_terminal or os.environ.get("COLUMNS") else _NO_LIMIT)
+
+    def picture(look: Look) -> RenderableType:
+        notes = () if look.rows else (_why_empty(args),)
+        return table.picture_of(look, console.width, table.about_host(socket.gethostname()), notes)
+
     look = _sampled(watch)
-
-    def lines(width: int | None) -> list[str]:
-        drawn = table.lines_of(look, width, about=table.about_host(host), coloured=coloured)
-        return drawn if look.rows else [*drawn, *_why_empty(args)]
-
-    if seconds is not None and is_terminal:
-
-        def picture(width: int) -> list[str]:
-            nonlocal look
-            look = watch.look()
-            return lines(width)
-
-        return screen.show(picture, seconds)
+    if seconds is not None and is_terminal and not console.is_dumb_terminal:
+        return screen.show(lambda: picture(watch.look()), console, seconds)
     while True:
-        print("\n".join(lines(shutil.get_terminal_size().columns if is_terminal or "COLUMNS" in os.environ else None)))
+        console.print(picture(look))
         if seconds is None:
             return 0
         time.sleep(seconds)
         look = watch.look()
 
 
-def _why_empty(args: argparse.Namespace) -> list[str]:
+def _why_empty(args: argparse.Namespace) -> str:
     """Return what to say if there is nothing to show."""
     others = [user_name(uid) for uid in args.user if uid != os.geteuid()]
     if others and os.geteuid() != 0:
-        return [f"What {' and '.join(others)} runs, only that user and root can see."]
+        return f"What {' and '.join(others)} runs, only that user and root can see."
     chosen = " of those that were asked for" if args.user or args.pid else ""
-    if is_off():
-        return [f"No process{chosen} uses ipu_jax, and {SWITCH}=off asks for no records."]
-    return [f"No process{chosen} uses ipu_jax."]
+    switched_off = f", and {SWITCH}=off asks for no records" if is_off() else ""
+    return f"No process{chosen} uses ipu_jax{switched_off}."
 
 
 if __name__ == "__main__":

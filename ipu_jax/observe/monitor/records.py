@@ -1,11 +1,10 @@
 """Find the records that processes have written of themselves, and remove those of processes that are gone.
 
-    /run/user/1000/ipu_jax/3207-918273-3437d34c-4026531836.json  \\
-                           3207-918273-3437d34c-4026531836.beacon  >  Record
-    /proc/3207/stat                                              /
+    /run/user/1000/ipu_jax/3207-918273-3437d34c-4026531836.record  \\
+    process 3207, as psutil sees it                                 >  Record
 
 Everything in a folder is checked before it is believed: whose it is, that it is a file, its size, its names and types.
-What is no record is ignored, and named. `ipu_jax/_record.py` writes records.
+What is no record is ignored, and named. `ipu_jax/processes/own_record.py` writes records.
 
 Nothing here imports jax.
 """
@@ -16,19 +15,22 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ipu_jax import _beacon, _record
-from ipu_jax._beacon import Reading
-from ipu_jax._processes import Identity, Process, living
-from ipu_jax._record import DYNAMIC, FORMAT, STATIC, UnsafeFolderError
+import psutil
+
+from ipu_jax.processes import beacons, own_record
+from ipu_jax.processes.beacons import Reading
+from ipu_jax.processes.identity import Identity, is_living
 
 _LARGEST: Final = 1 << 20
 _MOST: Final = 1 << 31
 _OF_USERS: Final = Path("/run/user")
 _ROOT: Final = 0
+_ASKED: Final = ("status", "uids", "create_time", "memory_info", "cpu_affinity", "cpu_percent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,28 +40,23 @@ class Ipu:
     id: int
     platform: str
     kind: str
-    replica: int | None
-    ipu: int | None
-    stages: tuple[str, ...]
+    replica: int | None = None
+    ipu: int | None = None
+    stages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """Hold what a process has written of itself, and what /proc says of it.
+class Said:
+    """Hold the JSON of a record.
 
     Attributes:
-        identity: of the process.
-        process: what /proc says of it.
-        command: its words.
+        command: the words of the command line.
         run: the name of poprun's run and attempt, which its instances share; None without poprun.
         instance, instances: its number, and how many there are.
         replicas, ipus_per_replica: of all instances; None before a mesh was made.
         ipus: those of this process.
-        reading: what its beacon says; None if that cannot be read.
     """
 
-    identity: Identity
-    process: Process
     command: tuple[str, ...]
     run: str | None
     instance: int
@@ -67,7 +64,30 @@ class Record:
     replicas: int | None
     ipus_per_replica: int | None
     ipus: tuple[Ipu, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Hold what a process has written of itself, and what the system says of it.
+
+    Attributes:
+        identity: of the process.
+        process: the same process, for psutil.
+        seen: its `_ASKED` attributes, as `psutil.Process.as_dict` returns them.
+        said: the JSON.
+        reading: what its beacon says; None if that cannot be read.
+    """
+
+    identity: Identity
+    process: psutil.Process
+    seen: dict[str, Any]
+    said: Said
     reading: Reading | None
+
+    @property
+    def uid(self) -> int:
+        """Return the number of its user."""
+        return self.seen["uids"].effective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,26 +98,27 @@ class Ignored:
     reason: str
 
 
-def find(own: Identity) -> tuple[list[Record], list[Ignored]]:
+def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list[Record], list[Ignored]]:
     """Return the records of the processes that live, and what was ignored. Remove this user's that are left over.
 
     Args:
         own: the identity of this process, with which others are compared.
+        before: the processes of the look before, since which psutil measures shares of CPU time.
     """
     records: list[Record] = []
     ignored: list[Ignored] = []
     for folder, uid in _folders():
         try:
-            with _record.opened(folder, uid) as handle:
+            with own_record.opened(folder, uid) as handle:
                 for name in sorted(os.listdir(handle)):
-                    found = _found(name, handle, uid, own)
+                    found = _found(name, handle, uid, own, before)
                     if isinstance(found, Record):
                         records.append(found)
                     elif found is not None:
                         ignored.append(Ignored(str(folder / name), found))
         except FileNotFoundError:
             continue
-        except UnsafeFolderError as error:
+        except own_record.UnsafeFolderError as error:
             ignored.append(Ignored(str(folder), str(error)))
         except OSError as error:
             ignored.append(Ignored(str(folder), error.strerror or str(error)))
@@ -106,12 +127,12 @@ def find(own: Identity) -> tuple[list[Record], list[Ignored]]:
 
 def _folders() -> Iterator[tuple[Path, int]]:
     """Yield the folders in which records may lie, with the user whose each must be. root sees those of all users."""
-    chosen, uid = _record.chosen_folder(), os.geteuid()
+    chosen, uid = own_record.chosen_folder(), os.geteuid()
     if chosen is not None:
         yield chosen, uid
         return
-    found = {_OF_USERS / str(uid) / "ipu_jax": uid, _record.temporary_folder(uid): uid}
-    runtime = _record.runtime_folder()
+    found = {_OF_USERS / str(uid) / "ipu_jax": uid, own_record.temporary_folder(uid): uid}
+    runtime = own_record.runtime_folder()
     if runtime is not None:
         found[runtime] = uid
     if uid == _ROOT:
@@ -124,42 +145,41 @@ def _folders() -> Iterator[tuple[Path, int]]:
     yield from found.items()
 
 
-def _found(name: str, folder: int, uid: int, own: Identity) -> Record | str | None:
-    """Return the record that a file of a folder begins, why it is ignored, or None if it is another part of one."""
-    identity, is_static = _record.identity_of(name), name.endswith(STATIC)
+def _found(
+    name: str, folder: int, uid: int, own: Identity, before: Mapping[Identity, psutil.Process]
+) -> Record | str | None:
+    """Return the record that a file of a folder is, why it is ignored, or None if its process has ended."""
+    identity = own_record.identity_of(name)
     if identity is None:
         return "has no name of a record"
     if not identity.counts_as(own):
-        return "is of another container or host, or from before a restart of this one" if is_static else None
-    found = living(identity)
-    if found is None:
+        return "is of another container or host, or from before a restart of this one"
+    if not is_living(identity):
         if uid == os.geteuid():
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
         return None
-    if not is_static:
-        return None
-    if found.uid != uid:
-        return f"names a process of user {found.uid}"
     try:
-        content = _content(name, folder, uid)
-        values = json.loads(content)
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            return f"is not of format {FORMAT}: another version of ipu_jax has written it"
-        reading = _beacon.read_by(lambda: _beacon_of(identity, folder, uid))
-        return _record_of(values, identity, found, reading)
-    except FileNotFoundError:
+        process = before.get(identity) or psutil.Process(identity.pid)
+        seen = process.as_dict(_ASKED)
+        if None in seen.values():
+            return "names a process that cannot be looked into"
+        if seen["uids"].effective != uid:
+            return f"names a process of user {seen['uids'].effective}"
+        content = beacons.whole(lambda: _content(name, folder, uid)) or b""
+        text = content[beacons.SIZE :].rstrip(b"\0")
+        if not text:
+            return None  # it is just being begun
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.get("format") != own_record.FORMAT:
+            return f"is not of format {own_record.FORMAT}: another version of ipu_jax has written it"
+        return Record(identity, process, seen, _checked(Said, values), beacons.parsed(content))
+    except (FileNotFoundError, psutil.NoSuchProcess):
         return None  # the process has just ended
     except OSError as error:
         return error.strerror or str(error)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return "is no record: it is damaged"
-
-
-def _beacon_of(identity: Identity, folder: int, uid: int) -> bytes | None:
-    with contextlib.suppress(OSError):
-        return _content(f"{identity}{DYNAMIC}", folder, uid)
-    return None
 
 
 def _content(name: str, folder: int, uid: int) -> bytes:
@@ -174,42 +194,21 @@ def _content(name: str, folder: int, uid: int) -> bytes:
         return file.read(_LARGEST)
 
 
-def _record_of(values: dict[str, Any], identity: Identity, found: Process, reading: Reading | None) -> Record:
-    """Return the record of a JSON's values; raise `KeyError` or `TypeError` if they are none of a record."""
-    return Record(
-        identity=identity,
-        process=found,
-        command=tuple(_of(str, word) for word in _of(list, values["command"])),
-        run=_of(str | None, values["run"]),
-        instance=_count(values["instance"]),
-        instances=_count(values["instances"]),
-        replicas=_count(values["replicas"], known=False),
-        ipus_per_replica=_count(values["ipus_per_replica"], known=False),
-        ipus=tuple(
-            Ipu(
-                id=_count(ipu["id"]),
-                platform=_of(str, ipu["platform"]),
-                kind=_of(str, ipu["kind"]),
-                replica=_count(ipu.get("replica"), known=False),
-                ipu=_count(ipu.get("ipu"), known=False),
-                stages=tuple(_of(str, stage) for stage in _of(list, ipu.get("stages", []))),
-            )
-            for ipu in (_of(dict, ipu) for ipu in _of(list, values["ipus"]))
-        ),
-        reading=reading,
-    )
+def _checked(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as a type of `Said`: a dataclass, a tuple of equal ones, a count or a text.
 
+    Raises:
+        TypeError: it is none.
 
-def _count(value: Any, *, known: bool = True) -> Any:
-    """Return how many there are, or None if that need not be known; raise `TypeError` for anything else."""
-    if value is None and not known:
-        return None
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise TypeError(f"{value!r} is no number of processes, replicas or IPUs")
-    return value
-
-
-def _of(kind: Any, value: Any) -> Any:
-    if not isinstance(value, kind):
+    >>> _checked(Ipu, {"id": 0, "platform": "cpu", "kind": "cpu", "stages": ["mlp"]})
+    Ipu(id=0, platform='cpu', kind='cpu', replica=None, ipu=None, stages=('mlp',))
+    """
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind).items()
+        return kind(**{name: _checked(hint, value[name]) for name, hint in hints if name in value})
+    kinds = typing.get_args(kind) or (kind,)
+    if typing.get_origin(kind) is tuple:
+        value, kinds = tuple(_checked(kinds[0], one) for one in _checked(list, value)), (tuple,)
+    if type(value) not in kinds or (type(value) is int and not 0 <= value <= _MOST):
         raise TypeError(f"{value!r} is no {kind}")
     return value

@@ -15,13 +15,15 @@ import time
 from collections.abc import Collection
 from typing import Final, Literal
 
-from ipu_jax._beacon import Phase, Reading
-from ipu_jax._processes import Identity
+import psutil
+
 from ipu_jax._terminal import printable
 from ipu_jax.distributed.launcher.events import Beat, progress_of
 from ipu_jax.distributed.launcher.stall import Judge, Stuck
 from ipu_jax.observe.monitor import records
 from ipu_jax.observe.monitor.records import Ignored, Ipu, Record
+from ipu_jax.processes.beacons import Phase, Reading
+from ipu_jax.processes.identity import Identity
 
 State = Literal["running", "waiting", "stopped", "stuck"]
 
@@ -30,6 +32,7 @@ _Run = tuple[int, str | Identity]
 COMPILING_LIMIT: Final = 1800.0
 """Seconds that a compilation may take, as by default under poprun."""
 
+_STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _DOING: Final = {
     Phase.SILENT: "no step yet",
     Phase.STARTING: "first step",
@@ -44,7 +47,7 @@ _DOING: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Hold what is known of a process; its fields are the keys of `--json`, and docs/monitor.md describes them."""
+    """Hold what is known of a process; its fields are the keys of `--json`, and docs/watching.md describes them."""
 
     pid: int
     user: str
@@ -89,31 +92,30 @@ class Watch:
     def __init__(self, own: Identity, users: Collection[int] = (), pids: Collection[int] = ()):
         self._own, self._users, self._pids = own, users, pids
         self._judges: dict[_Run, _RunJudge] = {}
-        self._cpu: dict[Identity, tuple[float, float]] = {}
+        self._processes: dict[Identity, psutil.Process] = {}
 
     def look(self) -> Look:
         """Look once. Shares of CPU time are since the look before, and unknown in the first."""
-        found, ignored = records.find(self._own)
-        now = time.monotonic()
+        before = self._processes
+        found, ignored = records.find(self._own, before)
+        self._processes = {record.identity: record.process for record in found}
+        now, at = time.monotonic(), time.time()
         runs: dict[_Run, list[Record]] = {}
         for record in found:
-            runs.setdefault(_run(record), []).append(record)
+            # the instances of a run have the same user, and its name or, without one, are one process
+            runs.setdefault((record.uid, record.said.run or record.identity), []).append(record)
         self._judges = {run: self._judges.get(run) or _RunJudge() for run in runs}
-        verdicts = {run: self._judges[run].verdict(members, now) for run, members in runs.items()}
-        before, self._cpu = self._cpu, {record.identity: (record.process.cpu_seconds, now) for record in found}
-        rows = [
-            _row(record, *verdicts[_run(record)], _busy(record, before, now), now)
-            for record in found
-            if (not self._users or record.process.uid in self._users)
-            and (not self._pids or record.identity.pid in self._pids)
-        ]
+        rows: list[Row] = []
+        for run, members in runs.items():
+            stuck = self._judges[run].verdict(members, now, at)
+            rows += [
+                _row(record, stuck, now, at, known=record.identity in before)
+                for record in members
+                if (not self._users or record.uid in self._users)
+                and (not self._pids or record.identity.pid in self._pids)
+            ]
         rows.sort(key=lambda row: (-row.running_seconds if row.run is None else 0.0, row.run or "", row.instance))
-        return Look(time.time(), tuple(rows), tuple(ignored))
-
-
-def _run(record: Record) -> _Run:
-    """Return what the instances of a run share: its user, and its name or, without one, the one process."""
-    return record.process.uid, record.run or record.identity
+        return Look(at, tuple(rows), tuple(ignored))
 
 
 class _RunJudge:
@@ -123,62 +125,56 @@ class _RunJudge:
         self._judge = Judge(None, COMPILING_LIMIT)
         self._numbers: dict[Identity, int] = {}
 
-    def verdict(self, members: list[Record], now: float) -> tuple[Identity | None, Stuck | None]:
-        """Return which process is stuck, and why; None twice if all may go on."""
-        living = {record.identity for record in members}
-        for identity in [identity for identity in self._numbers if identity not in living]:
+    def verdict(self, members: list[Record], now: float, at: float) -> Stuck | None:
+        """Return which process is stuck, and why; None if all may go on."""
+        for identity in self._numbers.keys() - {record.identity for record in members}:
             self._judge.exited(self._numbers.pop(identity))
         for record in members:
             if record.identity not in self._numbers:
                 self._numbers[record.identity] = number = max(self._numbers.values(), default=-1) + 1
-                self._judge.started(number, now - record.process.age)
+                self._judge.started(number, now - (at - record.seen["create_time"]))
             progress = None if record.reading is None else progress_of(record.reading)
-            letter = record.process.letter.upper()
+            letter = "T" if record.seen["status"] in _STOPPED else "S"
             self._judge.beat(Beat(self._numbers[record.identity], record.identity.pid, letter, progress), now)
-        stuck = self._judge.verdict(now)
-        if stuck is None:
-            return None, None
-        return next(identity for identity, number in self._numbers.items() if number == stuck.instance), stuck
+        return self._judge.verdict(now)
 
 
-def _row(record: Record, culprit: Identity | None, stuck: Stuck | None, busy_share: float | None, now: float) -> Row:
-    reading, found = record.reading, record.process
+def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: bool) -> Row:
+    reading, said, seen = record.reading, record.said, record.seen
     state: State = "running"
     reason = None
-    if found.letter in "Tt":
+    if seen["status"] in _STOPPED:
         state = "stopped"
-    elif stuck is not None and culprit == record.identity:
+    elif stuck is not None and stuck.pid == record.identity.pid:
         state = "stuck"
         reason = f"{stuck.doing} for {stuck.seconds:.0f} s, and may for {stuck.limit:.3g} s: {stuck.rule}"
     elif stuck is not None and reading is not None and reading.phase is Phase.STEPPING:
         state, reason = "waiting", f"for process {stuck.pid}"
-    step = rates = None
+    step = rates = last_step_seconds = None
     if reading is not None and reading.finished:
         step = reading.updates or reading.finished
         rates = _rates(reading) if state == "running" else (0.0, 0.0)
-    known = reading is not None and reading.samples > 0
+        last_step_seconds = max(0.0, now - reading.finished_ns / 1e9)
     return Row(
         pid=record.identity.pid,
-        user=user_name(found.uid),
-        command=printable(" ".join(_short_names(record.command))),
+        user=user_name(record.uid),
+        command=printable(" ".join(_short_names(said.command))),
         state=state,
         reason=reason,
         doing=None if reading is None else _doing(reading),
-        running_seconds=found.age,
-        run=record.run,
-        instance=record.instance,
-        instances=record.instances,
-        replicas=record.replicas,
-        ipus_per_replica=record.ipus_per_replica,
-        ipus=record.ipus,
+        running_seconds=max(0.0, at - seen["create_time"]),
+        run=said.run,
+        instance=said.instance,
+        instances=said.instances,
+        replicas=said.replicas,
+        ipus_per_replica=said.ipus_per_replica,
+        ipus=said.ipus,
         step=step,
         steps_per_second=rates and rates[0],
-        samples_per_second=rates[1] if rates and known else None,
-        last_step_seconds=None
-        if reading is None or not reading.finished
-        else max(0.0, now - reading.finished_ns / 1e9),
-        busy_share=busy_share,
-        rss_bytes=found.rss_bytes,
+        samples_per_second=rates[1] if rates and reading is not None and reading.samples else None,
+        last_step_seconds=last_step_seconds,
+        busy_share=seen["cpu_percent"] / (100 * len(seen["cpu_affinity"])) if known else None,
+        rss_bytes=seen["memory_info"].rss,
         device_bytes=reading.device_bytes or None if reading is not None else None,
     )
 
@@ -189,18 +185,6 @@ def _rates(reading: Reading) -> tuple[float, float] | None:
     if seconds <= 0:
         return None
     return (reading.updates - reading.mark.updates) / seconds, (reading.samples - reading.mark.samples) / seconds
-
-
-def _busy(record: Record, before: dict[Identity, tuple[float, float]], now: float) -> float | None:
-    """Return the CPU time that a process took since the look before, over all that its cores had."""
-    if record.identity not in before:
-        return None
-    cpu_seconds, at = before[record.identity]
-    try:
-        cores = len(os.sched_getaffinity(record.identity.pid))
-    except OSError:
-        cores = os.cpu_count() or 1
-    return max(0.0, record.process.cpu_seconds - cpu_seconds) / ((now - at) * cores) if now > at else None
 
 
 def _doing(reading: Reading) -> str:

@@ -10,125 +10,86 @@ Nothing here imports jax.
 import contextlib
 import os
 import select
-import shutil
 import signal
 import sys
 import termios
+import time
 import tty
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Final
 
-_ENTER: Final = "\x1b[?1049h\x1b[?25l"
-_LEAVE: Final = "\x1b[?25h\x1b[?1049l"
-_HOME: Final = "\x1b[H"
-_REST_OF_LINE: Final = "\x1b[K"
-_REST: Final = "\x1b[J"
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 _QUIT: Final = b"qQ"
+_LISTEN: Final = 0.1
+"""Seconds after which signals and the terminal's size are looked at."""
 
 
-def show(picture: Callable[[int], Sequence[str]], seconds: float) -> int:
+def show(picture: Callable[[], RenderableType], console: Console, seconds: float) -> int:
     """Draw a picture every few seconds until the user has seen enough; return the exit status.
-
-    Args:
-        picture: returns the lines for a width. They may have colours, and are not wider.
-        seconds: between two pictures.
 
     Returns:
         0 after q, or 128 + the number of the signal that ended it.
     """
-    with _signals() as heard, _terminal() as terminal:
-        while True:
-            size = shutil.get_terminal_size()
-            lines = picture(size.columns)[: size.lines]
-            terminal.write(_HOME + "\n".join(f"{line}{_REST_OF_LINE}" for line in lines) + _REST)
-            for event in _events(heard, terminal.keys, seconds):
-                if isinstance(event, bytes):
-                    if any(key in _QUIT for key in event):
-                        return 0
-                elif event in _ENDING:
-                    return 128 + event
-                elif event == signal.SIGTSTP:
-                    terminal.leave()
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                    terminal.enter()
+    with _signals() as heard:
+        while (signal_number := _draw(picture, console, seconds, heard)) == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return 128 + signal_number if signal_number else 0
 
 
-class _Terminal:
-    """The terminal on stdout, and the keys of stdin if that is a terminal, too."""
-
-    def __init__(self):
-        self.keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        self._before: Any = None
-
-    def enter(self) -> None:
-        if self.keys is not None:
-            self._before = termios.tcgetattr(self.keys)
-            tty.setcbreak(self.keys)
-        self.write(_ENTER)
-
-    def leave(self) -> None:
-        if self.keys is not None and self._before is not None:
-            with contextlib.suppress(termios.error):  # it has been hung up
-                termios.tcsetattr(self.keys, termios.TCSADRAIN, self._before)
-            self._before = None
-        self.write(_LEAVE)
-
-    def write(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+def _draw(picture: Callable[[], RenderableType], console: Console, seconds: float, heard: list[int]) -> int:
+    """Draw until a signal comes, and return its number; 0 after q."""
+    live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with _keys() as keys, live:
+        due, size = 0.0, console.size
+        while not heard:
+            if time.monotonic() >= due or console.size != size:
+                due, size = time.monotonic() + seconds, console.size
+                live.update(picture(), refresh=True)
+            if select.select(keys, [], [], _LISTEN)[0]:
+                typed = b""
+                with contextlib.suppress(OSError):
+                    typed = os.read(keys[0], 64)
+                if not typed:  # the terminal has gone
+                    return signal.SIGHUP
+                if any(key in _QUIT for key in typed):
+                    return 0
+        return heard.pop(0)
 
 
 @contextlib.contextmanager
-def _terminal() -> Iterator[_Terminal]:
-    terminal = _Terminal()
-    terminal.enter()
+def _keys() -> Iterator[list[int]]:
+    """Yield stdin, from which keys are read as they are pressed; nothing if it is no terminal."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield []
+        return
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
+    tty.setcbreak(keys)
     try:
-        yield terminal
+        yield [keys]
     finally:
-        terminal.leave()
+        with contextlib.suppress(termios.error):  # it has been hung up
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[int]:
-    """Yield a pipe from which the numbers of signals are read, one byte each, in place of what they do otherwise.
+def _signals() -> Iterator[list[int]]:
+    """Yield a list of the signals that come, in place of what they do otherwise.
 
-    `ipu_jax.tools.process` ends a command at Ctrl-C within a thread, which would leave the terminal as it is now. The
-    system's handler writes the numbers, since a signal that another thread receives does not end a wait of this one.
+    `ipu_jax._cli.process` ends a command at Ctrl-C within a thread, which would leave the terminal as it is now.
     """
-    read, write = os.pipe()
-    for end in (read, write):
-        os.set_blocking(end, False)
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        """Do nothing: without a handler of Python's, nothing would be written."""
-
-    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    before = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGTSTP, signal.SIGWINCH)}
+    heard: list[int] = []
+    wakeup = signal.set_wakeup_fd(-1)
+    before = {number: signal.getsignal(number) for number in _HEARD}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # nohup, or a shell in the background, has asked for this
-            signal.signal(number, hear)
+            signal.signal(number, lambda number, _: heard.append(number))
     try:
-        yield read
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(wakeup)
-        os.close(read)
-        os.close(write)
-
-
-def _events(heard: int, keys: int | None, seconds: float) -> list[signal.Signals | bytes]:
-    """Return the signals and keys that come, or nothing if none do in so many seconds."""
-    ready, _, _ = select.select([heard] if keys is None else [heard, keys], [], [], seconds)
-    events: list[signal.Signals | bytes] = []
-    if heard in ready:
-        events += [signal.Signals(number) for number in os.read(heard, 64)]
-    if keys in ready and keys is not None:
-        try:
-            typed = os.read(keys, 64)
-        except OSError:
-            typed = b""
-        events.append(typed or signal.SIGHUP)  # nothing: the terminal has gone
-    return events

@@ -11,18 +11,26 @@ with RunLog("run.jsonl") as log:
 
 import contextlib
 import datetime
+import importlib.metadata
 import importlib.util
 import json
 import math
 import os
+import platform
+import sys
 import time
 import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+import jax
+
+from ipu_jax._version import __version__
+
 __all__ = ["RunLog", "RunLogWarning"]
 
+_PACKAGES: Final = ("jax", "jaxlib", "optax", "numpy")
 _CURVES: Final = ("accuracy", "samples_per_second")
 
 
@@ -37,8 +45,8 @@ class RunLog:
     that cannot be written any more, as on a full disk, gives one `RunLogWarning`, and the run goes on.
 
     An event has "event", its name; "time", in UTC; "seconds" since the log was opened; and whatever the caller says.
-    Names are the caller's. `write_report` understands start, resumed, compiled, losses, accuracy, saved, skipped,
-    failed, stopped and end; see docs/runs.md.
+    Names are the caller's. `write_report` understands start, resumed, compiled, losses, evaluated, saved, skipped,
+    failed, stopped and end; see docs/watching.md.
 
     Args:
         path: the file, or None to keep events only in memory.
@@ -75,6 +83,21 @@ class RunLog:
         if path is not None:
             self.events = _events_in(Path(path))
             self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def start(self, **values: Any) -> None:
+        """Write down that a run begins: its command, attempt, instances, devices and versions, and these values."""
+        kinds = sorted({device.device_kind for device in jax.devices()})
+        versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        self.event(
+            "start",
+            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+            attempt=int(os.environ.get("IPU_JAX_ATTEMPT", 0)),
+            instances=jax.process_count(),
+            devices=f"{len(jax.devices())} x {', '.join(kinds)}",
+            versions={"ipu_jax": __version__, "Python": platform.python_version(), "system": platform.platform()}
+            | versions,
+            **values,
+        )
 
     def event(self, name: str, **values: Any) -> None:
         """Write an event down.

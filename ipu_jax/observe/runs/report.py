@@ -13,8 +13,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
+import jax
+
+from ipu_jax.analysis.report import PipelineReport
 from ipu_jax.observe.runs import _facts
 from ipu_jax.observe.tracing.timeline import Timeline
+from ipu_jax.replacing import replacing
+from ipu_jax.training.state import TrainState
 
 _MOST_SLICES: Final = 6000
 _MOST_POINTS: Final = 1000
@@ -45,16 +50,27 @@ def write_report(
     Raises:
         OSError: the file cannot be written; one that was there stays.
     """
-    target = Path(path)
     text = page(events, title=title, schedules=schedules, timeline=timeline, memory=memory)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(target)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
-    return target
+    with replacing(path) as file:
+        file.write(text.encode())
+    return Path(path)
+
+
+def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
+    """Return the predicted bytes of each IPU by kind, with the optimizer's state, and their limit, for `write_report`.
+
+    Args:
+        report: of `Pipeline.report`.
+        state: of the training step.
+    """
+    device = jax.local_devices()[0]
+    shares = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer)]
+    ipus = [{**report.bytes_by_kind(part.ipu), "optimizer": sum(shares)} for part in report.ipus]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        return {"ipus": ipus, "limit": limit, "limit_of": f"the memory of one {device.device_kind}"}
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"ipus": ipus, "limit": whole, "limit_of": "the host's memory, which all virtual IPUs share"}
 
 
 def page(

@@ -19,8 +19,7 @@ from typing import Any, Final, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from ipu_jax import _beacon, _observer
-from ipu_jax._beacon import Phase
+from ipu_jax import _observer
 from ipu_jax._checks import check_count
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
@@ -30,6 +29,8 @@ from ipu_jax.observe.tracing._profile import Profiler, Run
 from ipu_jax.observe.tracing.errors import TraceError
 from ipu_jax.observe.tracing.report import TraceReport, make_report
 from ipu_jax.observe.tracing.timeline import Timeline
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 
 FILE: Final = "trace.json.gz"
 
@@ -182,7 +183,7 @@ class Recording:
         _wait(self._last)  # a step that the profiler sees the beginning of only is none that can be read
         self._stop()
         self._state = "finished"
-        with _beacon.during(Phase.BUSY, "reading a trace", _beacon.LONG):
+        with beacons.during(Phase.BUSY, "reading a trace", beacons.LONG):
             recorded = self._recorded()
             parts = _merging.gathered(recorded)
             for part in parts:
@@ -204,7 +205,7 @@ class Recording:
         if self._state != "recording":
             return
         self._state = "recorded"
-        with _beacon.during(Phase.BUSY, "reading a profile", _beacon.LONG):
+        with beacons.during(Phase.BUSY, "reading a profile", beacons.LONG):
             try:
                 self._profiler.stop()
                 self._runs = self._profiler.runs()

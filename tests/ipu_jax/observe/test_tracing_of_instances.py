@@ -39,12 +39,12 @@ def test_all_instances_are_in_one_file(tmp_path):
     assert "2 steps of" in done.out
     assert "2 instances on one clock" in done.out
     events = json.loads(gzip.decompress((tmp_path / "trace" / "trace.json.gz").read_bytes()))["traceEvents"]
-    threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name" and e["pid"] > 1}
+    threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     assert threads == {
-        (2, "replica 0, IPU 0"),
-        (2, "replica 0, IPU 1"),
-        (3, "replica 1, IPU 0"),
-        (3, "replica 1, IPU 1"),
+        (1 + replica, f"replica {replica}, IPU {ipu}, {track}")
+        for replica in range(2)
+        for ipu in range(2)
+        for track in ("plan", "measured")
     }
     # all replicas end their reduction of gradients together, so on one clock no update ends before another begins
     for step in range(2):

@@ -43,7 +43,7 @@ def test_the_instances_of_a_training_are_shown_with_their_places(tmp_path):
                     (row["instance"], 0),
                     (row["instance"], 1),
                 ]
-                assert row["ipus"][0]["stages"][0] == "mlp"
+                assert row["ipus"][0]["stages"][0] == "hidden"
                 assert row["state"] == "running"
                 # an update is 4 micro-batches of 16 images on each of 2 replicas
                 assert row["samples_per_second"] == pytest.approx(128 * row["steps_per_second"])

@@ -24,6 +24,7 @@ MONITOR = [sys.executable, "-m", "ipu_jax.observe.monitor.command"]
 HEEDING = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])", *MONITOR]
 STEPS = "for k in range(3): ago(3 - k), beacon.finished()\nago(0)"
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
+PICTURE = b"uses ipu_jax"
 KEYS = {
     "pid", "user", "command", "state", "reason", "doing", "running_seconds", "run", "instance", "instances",
     "replicas", "ipus_per_replica", "ipus", "step", "steps_per_second", "samples_per_second", "last_step_seconds",
@@ -38,7 +39,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_json_has_a_line_with_stable_keys(folder, capsys):
-    with recorded(folder, f"{STEPS}\n_record.note(ipus=[dict(id=3, platform='cpu', kind='cpu')])") as running:
+    with recorded(folder, f"{STEPS}\nown_record.note(ipus=[dict(id=3, platform='cpu', kind='cpu')])") as running:
         (folder / "other").write_text("")
         assert command.main(["--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -59,7 +60,7 @@ def test_json_and_the_table_hold_no_command_to_the_terminal(folder, capsys, monk
     evil = "\x1b]0;t\x07\x9b\x7f"
     said = f"""{STEPS}
 ipu = dict(id=0, platform="cpu", kind={evil!r}, replica=0, ipu=0, stages=[{evil!r}])
-_record.note(run={evil!r}, ipus=[ipu])
+own_record.note(run={evil!r}, ipus=[ipu])
 beacon.enter(Phase.FAILED, {evil!r})
 """
     with recorded(folder, said):
@@ -103,7 +104,7 @@ def test_records_that_are_turned_off_are_named(monkeypatch, capsys):
 
 
 def test_without_proc_there_is_one_line(folder, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("ipu_jax._processes._PROC", tmp_path)
+    monkeypatch.setattr("ipu_jax.processes.identity._PROC", tmp_path)
     with pytest.raises(SystemExit) as stopped:
         command.main([])
     assert stopped.value.code == 2
@@ -113,7 +114,7 @@ def test_without_proc_there_is_one_line(folder, capsys, monkeypatch, tmp_path):
 
 
 def test_a_look_takes_less_than_half_a_second_of_work_and_is_not_wrapped(folder):
-    with recorded(folder, STEPS):
+    with recorded(folder, f"{STEPS}\nbeacon.enter(Phase.BUSY, 'saving', 600)"):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             MONITOR, env=environment(folder, COLUMNS="80"), capture_output=True, text=True, timeout=60
@@ -124,7 +125,7 @@ def test_a_look_takes_less_than_half_a_second_of_work_and_is_not_wrapped(folder)
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     assert all(len(line) <= 80 for line in lines)
-    assert lines[2].endswith("  running")
+    assert lines[2].rstrip().endswith("  busy: saving")
 
 
 def test_it_can_be_repeated_into_a_pipe(folder):
@@ -184,14 +185,11 @@ def terminal(folder):
     terminal.close()
 
 
-PICTURE_ENDS = b"\x1b[J"
-
-
 @pytest.mark.parametrize(
     ("end", "status"), [("q", 0), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_the_terminal_is_as_before_when_it_ends(terminal, end, status):
-    first = terminal.read_until(PICTURE_ENDS)
+    first = terminal.read_until(PICTURE)
     assert first.startswith(ENTER)
     assert b"No process uses ipu_jax." in first
     if isinstance(end, str):
@@ -204,17 +202,17 @@ def test_the_terminal_is_as_before_when_it_ends(terminal, end, status):
 
 
 def test_it_is_drawn_anew_for_another_size_and_after_a_suspension(folder, terminal):
-    wide = terminal.read_until(PICTURE_ENDS)
+    wide = terminal.read_until(PICTURE)
     assert b"processes on 0 IPUs" in wide
     terminal.resize(30)
     os.kill(terminal.process.pid, signal.SIGWINCH)
     narrow = wide
     for _ in range(5):  # one that was due anyway may come first
-        narrow = terminal.read_until(PICTURE_ENDS).rpartition(b"\x1b[H")[2]  # two may come at once
+        narrow = terminal.read_until(PICTURE).rpartition(b"\x1b[H")[2]  # two may come at once
         if b"processes on 0 IPUs" not in narrow:
             break
     assert b"processes on 0 IPUs" not in narrow
-    assert b".." in narrow
+    assert "…".encode() in narrow
     os.kill(terminal.process.pid, signal.SIGTSTP)
     assert terminal.read_until(LEAVE)
     until = time.monotonic() + 20
@@ -223,4 +221,4 @@ def test_it_is_drawn_anew_for_another_size_and_after_a_suspension(folder, termin
         time.sleep(0.01)
     assert termios.tcgetattr(terminal.handle) == terminal.before
     os.kill(terminal.process.pid, signal.SIGCONT)
-    assert terminal.read_until(PICTURE_ENDS).startswith(ENTER)
+    assert terminal.read_until(PICTURE).startswith(ENTER)

@@ -5,7 +5,7 @@ go on while the steps are stuck. A write costs no system call. Times are of CLOC
 host share.
 
     instance    begun(), finished(), enter(...)  --+->  <run folder>/beacon.3   -->  poprun
-                                                   +->  the process's record   -->  ipu-monitor (`_record.py`)
+                                                   +->  the process's record   -->  ipu-monitor (`own_record.py`)
 
 The first file exists under a launcher, that is if `IPU_JAX_RUN_DIR` is in the environment. A process that has neither
 file has no beacon, and every call does nothing.
@@ -30,7 +30,8 @@ INSTANCE: Final = "IPU_JAX_INSTANCE"
 _LAYOUT: Final = struct.Struct("<4sI17qd128s")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 3
-_SIZE: Final = 4096
+SIZE: Final = 4096
+"""Bytes of the file, or of the part of one, that is mapped."""
 _MARK_EVERY_NS: Final = 5_000_000_000
 
 
@@ -253,24 +254,32 @@ def mapped(handle: int) -> mmap.mmap:
         OSError: there is no room for it. Without a check, the first write to the memory would end the process.
     """
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(handle, 0, _SIZE)
+        os.posix_fallocate(handle, 0, SIZE)
     else:
-        os.write(handle, bytes(_SIZE))
-    return mmap.mmap(handle, _SIZE)
+        os.write(handle, bytes(SIZE))
+    return mmap.mmap(handle, SIZE)
 
 
 def read(path: Path) -> Reading | None:
     """Return what a beacon says, or None if there is none yet, or it was being written and cannot be read."""
-    return read_by(lambda: _bytes_of(path))
+    return parsed(whole(lambda: _bytes_of(path)))
 
 
-def read_by(content: Callable[[], bytes | None]) -> Reading | None:
-    """Return what a beacon says, as `read` does, of a file whose beginning `content` returns anew at each call."""
+def whole(content: Callable[[], bytes | None]) -> bytes | None:
+    """Return a content that was not being written: `content`, which reads it anew, has returned it twice in a row.
+
+    The writer is not locked out. After four different readings the last one is returned.
+    """
     found = content()
-    for _ in range(3):  # the writer is not locked out; two equal readings in a row are a whole one
+    for _ in range(3):
         before, found = found, content()
         if before == found:
             break
+    return found
+
+
+def parsed(found: bytes | None) -> Reading | None:
+    """Return what the content of a beacon says, or None if it is none."""
     if found is None or len(found) < _LAYOUT.size:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)

@@ -12,8 +12,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, _beacon, _record, make_train_step, popdist
-from ipu_jax._processes import own_identity
+from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, make_train_step, popdist
+from ipu_jax.processes import beacons, own_record
+from ipu_jax.processes.identity import own_identity
 from support.recorded import environment
 
 
@@ -21,19 +22,19 @@ from support.recorded import environment
 def folder(tmp_path, monkeypatch):
     """Let this process begin a record of its own, in a new folder."""
     monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    for module, name in ((_record, "_asked"), (_record, "_record"), (_beacon, "_current"), (_beacon, "_looked")):
+    for module, name in ((own_record, "_asked"), (own_record, "_record"), (beacons, "_current"), (beacons, "_looked")):
         monkeypatch.setattr(module, name, None)
     yield tmp_path / "records"
-    if _record._record is not None:
-        _record._record.remove()
+    if own_record._record is not None:
+        own_record._record.remove()
 
 
 def written(folder):
     """Return what the record of this process says: its JSON, and its beacon."""
-    (static,) = folder.glob("*.json")
-    reading = _beacon.read(static.with_suffix(".beacon"))
+    (path,) = folder.iterdir()
+    reading = beacons.read(path)
     assert reading is not None
-    return json.loads(static.read_text()), reading
+    return json.loads(path.read_bytes()[beacons.SIZE :]), reading
 
 
 def pipeline_of_two():
@@ -53,7 +54,7 @@ def test_a_training_writes_its_ipus_stages_updates_and_examples(folder):
         state, outputs = step(state, jnp.ones((3, 2, 2, 4, 3)))
         outputs.loss.block_until_ready()
     static, reading = written(folder)
-    assert (static["format"], static["pid"], static["instance"], static["instances"]) == (1, os.getpid(), 0, 1)
+    assert (static["format"], static["instance"], static["instances"]) == (2, 0, 1)
     assert static["command"] == sys.orig_argv
     assert (static["replicas"], static["ipus_per_replica"]) == (2, 2)
     assert [(ipu["platform"], ipu["replica"], ipu["ipu"], ipu["stages"]) for ipu in static["ipus"]] == [
@@ -109,8 +110,8 @@ def test_steps_of_a_loop_of_ones_own_count_as_they_are_told(folder):
 
 def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch):
     clock = [100]
-    monkeypatch.setattr("ipu_jax._beacon.time.monotonic_ns", lambda: clock[0] * 10**9)
-    beacon = _record.begin()
+    monkeypatch.setattr("ipu_jax.processes.beacons.time.monotonic_ns", lambda: clock[0] * 10**9)
+    beacon = own_record.begin()
     assert beacon is not None
     marks: list[int] = []
     for _ in range(20):
@@ -125,47 +126,63 @@ def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch)
 def test_only_the_user_may_read_it_and_it_goes_with_the_process(tmp_path):
     code = """
 import json, os
-from ipu_jax import _beacon, _record
-_record.begin(), _record.note(replicas=3)
-folder = _record.own_folder()
-print(*(oct(path.stat().st_mode & 0o777) for path in (folder, *sorted(folder.iterdir()))))
+from ipu_jax.processes import beacons, own_record
+own_record.begin(), own_record.note(replicas=3)
+folder = own_record.own_folder()
+print(*(oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())))
 if os.fork() == 0:
-    print(_beacon.current(), flush=True)
-    _record.note(replicas=4)  # of which it has no record
-    _record.begin()
-    _record.note(replicas=5)
+    print(beacons.current(), flush=True)
+    own_record.note(replicas=4)  # of which it has no record
+    own_record.begin()
+    own_record.note(replicas=5)
     print(len(list(folder.iterdir())), flush=True)
     raise SystemExit  # whose exit is not the end of the other process
 os.wait()
-print(*(json.loads(path.read_text())["replicas"] for path in folder.glob("*.json")))
+print(*(json.loads(path.read_bytes()[beacons.SIZE:])["replicas"] for path in folder.iterdir()))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(tmp_path / "records"), capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout, done.stderr) == ("0o700 0o600 0o600\nNone\n4\n3\n", "")
+    assert (done.stdout, done.stderr) == ("0o700 0o600\nNone\n2\n3\n", "")
     assert list((tmp_path / "records").iterdir()) == []
+
+
+def test_a_process_that_replaces_its_program_begins_anew(tmp_path):
+    code = """
+import json, os, sys
+from ipu_jax.processes import beacons, own_record
+own_record.begin(), own_record.note(run="a" * (2000 if len(sys.argv) == 1 else 1))
+if len(sys.argv) == 1:
+    os.execv(sys.executable, [*sys.orig_argv, "again"])
+(path,) = own_record.own_folder().iterdir()
+print(json.loads(path.read_bytes()[beacons.SIZE:])["run"], beacons.read(path).pid == os.getpid())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(tmp_path / "records"), capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("a True\n", "")
 
 
 def test_the_records_lie_in_the_users_own_runtime_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("IPU_JAX_MONITOR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert _record.own_folder() == tmp_path / "ipu_jax"
+    assert own_record.own_folder() == tmp_path / "ipu_jax"
     monkeypatch.setattr(os, "geteuid", lambda: 4321)  # as under sudo: the folder is another user's
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/scratch")
-    assert str(_record.own_folder()) == "/scratch/ipu_jax-4321"
+    assert str(own_record.own_folder()) == "/scratch/ipu_jax-4321"
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "0", "no"])
 def test_it_can_be_turned_off(folder, monkeypatch, word):
     monkeypatch.setenv("IPU_JAX_MONITOR", word)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
-    assert _record.begin() is None
+    assert own_record.begin() is None
     assert not (folder.parent / "ipu_jax").exists()
 
 
 def test_a_folder_that_others_could_write_to_gets_no_record(folder, tmp_path):
     folder.mkdir(mode=0o755)
-    assert _record.begin() is None
+    assert own_record.begin() is None
     assert list(folder.iterdir()) == []
 
 
@@ -180,49 +197,54 @@ def test_what_is_no_folder_gets_no_record(folder, tmp_path, monkeypatch, kind):
     else:
         monkeypatch.setenv("IPU_JAX_MONITOR", str(folder / "deeper"))
     InFlight(limit=1).admit(jnp.ones(()))
-    assert _beacon.current() is None
+    assert beacons.current() is None
     assert list(elsewhere.iterdir()) == []
 
 
-@pytest.mark.parametrize("what", ["mkdir", "rename", "posix_fallocate", "mmap"])
+@pytest.mark.parametrize("what", ["mkdir", "pwrite", "posix_fallocate", "mmap"])
 def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(mmap if what == "mmap" else os, what, full)
-    assert _record.begin() is None
+    assert own_record.begin() is None
     assert not folder.exists() or list(folder.iterdir()) == []
 
 
 def test_without_proc_there_is_no_record(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr("ipu_jax._processes._PROC", tmp_path / "none")
+    monkeypatch.setattr("ipu_jax.processes.identity._PROC", tmp_path / "none")
     assert own_identity() is None
-    assert _record.begin() is None
+    assert own_record.begin() is None
     assert not folder.exists()
 
 
-def test_a_record_that_can_no_longer_be_changed_changes_nothing(folder):
-    _record.begin()
-    folder.chmod(0o777)
-    _record.note(replicas=7)
-    assert written(folder)[0]["replicas"] is None
+def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    own_record.begin()
+    own_record.note(run="x" * 1000)
+    own_record.note(run="short")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    own_record.note(replicas=7)
+    static, _ = written(folder)
+    assert (static["run"], static["replicas"]) == ("short", None)
 
 
 def test_what_killed_processes_have_left_is_removed_by_the_next(folder):
     own = own_identity()
     assert own is not None
     folder.mkdir(mode=0o700)
-    left = [f"{own._replace(start=own.start - 1)}{end}" for end in (".json", ".beacon", ".json.new")]
-    others = [f"{own._replace(start=1, boot='00000000')}.json", f"{own._replace(start=1)}.txt", "notes"]
-    for name in (*left, *others):
+    others = [f"{own._replace(start=1, boot='00000000')}.record", f"{own._replace(start=1)}.txt", "notes"]
+    for name in (f"{own._replace(start=own.start - 1)}.record", *others):
         (folder / name).write_text("")
-    _record.begin()
-    assert {path.name for path in folder.iterdir()} == {*others, f"{own}.json", f"{own}.beacon"}
+    own_record.begin()
+    assert {path.name for path in folder.iterdir()} == {*others, f"{own}.record"}
 
 
 def test_a_long_command_is_shortened(folder, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["train", "x" * 5000, "more"])
-    _record.begin()
+    own_record.begin()
     static, _ = written(folder)
     assert static["command"] == ["train", "x" * 995 + "..."]
 
@@ -230,12 +252,12 @@ def test_a_long_command_is_shortened(folder, monkeypatch):
 def test_under_poprun_one_beacon_is_written_to_both_files(folder, monkeypatch, tmp_path):
     run = tmp_path / "poprun-abc"
     run.mkdir()
-    monkeypatch.setenv(_beacon.RUN_DIR, str(run))
-    monkeypatch.setenv(_beacon.INSTANCE, "0")
-    beacon = _record.begin()
+    monkeypatch.setenv(beacons.RUN_DIR, str(run))
+    monkeypatch.setenv(beacons.INSTANCE, "0")
+    beacon = own_record.begin()
     assert beacon is not None
     assert beacon.launched
     beacon.finished(2)
     static, reading = written(folder)
     assert static["run"] == "poprun-abc"
-    assert _beacon.read(run / "beacon.0") == reading
+    assert beacons.read(run / "beacon.0") == reading

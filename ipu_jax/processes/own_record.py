@@ -1,14 +1,14 @@
 """Write down what this process is, and which IPUs it has, where `ipu-monitor` finds it.
 
-A *record* is two files in a folder that only its user may read:
+A *record* is a file in a folder that only its user may enter:
 
     $XDG_RUNTIME_DIR/ipu_jax/               or /tmp/ipu_jax-<uid>/
-        3207-918273-3437d34c-4026531836.json     what seldom changes: the command, IPUs and their stages, the instance
-        3207-918273-3437d34c-4026531836.beacon   what each step changes: `_beacon.py`, mapped into memory
+        3207-918273-3437d34c-4026531836.record     the name is the process's `Identity`
+            4096 bytes    the beacon, mapped into memory: what each step changes (`beacons.py`)
+            the rest      JSON: what seldom changes, such as the command, the IPUs and their stages, the instance
 
-The name is the process's `Identity`. The JSON is replaced as a whole when something in it becomes known, which no step
-does. The files go when the process ends; those of a killed one are removed by the next process or
-`ipu-monitor`.
+The JSON is written again when something in it becomes known, which no step does. The file goes when the process ends;
+the next process, or `ipu-monitor`, removes the file of a killed one.
 
 A record never fails a run: where none can be written, there is none. `IPU_JAX_MONITOR=off` asks for none, and
 `IPU_JAX_MONITOR=/some/folder` for another folder.
@@ -27,17 +27,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Beacon
-from ipu_jax._processes import Identity, living, own_identity
 from ipu_jax._version import __version__
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Beacon
+from ipu_jax.processes.identity import Identity, is_living, own_identity
 
 SWITCH: Final = "IPU_JAX_MONITOR"
-FORMAT: Final = 1
+FORMAT: Final = 2
 """The version of the JSON."""
-STATIC: Final = ".json"
-DYNAMIC: Final = ".beacon"
-SCRATCH: Final = ".json.new"
+ENDING: Final = ".record"
 
 _OFF: Final = ("off", "0", "no", "false")
 _RUNTIME: Final = "XDG_RUNTIME_DIR"
@@ -82,9 +80,8 @@ def own_folder() -> Path:
 
 
 def identity_of(name: str) -> Identity | None:
-    """Return the identity of the process to whose record a file belongs, by its name; None if it is of no record."""
-    end = next((end for end in (SCRATCH, STATIC, DYNAMIC) if name.endswith(end)), "")
-    return Identity.parse(name.removesuffix(end)) if end else None
+    """Return the identity of the process whose record has this name; None if it is the name of no record."""
+    return Identity.parse(name.removesuffix(ENDING)) if name.endswith(ENDING) else None
 
 
 @contextlib.contextmanager
@@ -112,73 +109,65 @@ def opened(folder: Path, uid: int) -> Iterator[int]:
 
 
 class _Record:
-    """The record of this process. Every method raises `OSError` if a file cannot be written."""
+    """The record of this process. Every method but `remove` raises `OSError` if the file cannot be written."""
 
     def __init__(self, identity: Identity):
-        self.identity = identity
+        self._pid, self._name = identity.pid, f"{identity}{ENDING}"
         self._folder = own_folder()
         self._content: dict[str, Any] = {
             "format": FORMAT,
-            "pid": identity.pid,
             "command": _shortened(sys.orig_argv),
-            "ipu_jax": __version__,
-            "run": os.path.basename(os.environ.get(_beacon.RUN_DIR, "")) or None,
+            "run": os.path.basename(os.environ.get(beacons.RUN_DIR, "")) or None,
             "instance": 0,
             "instances": 1,
             "replicas": None,
             "ipus_per_replica": None,
             "ipus": [],
+            "ipu_jax": __version__,
         }
+        self._length = 0
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._folder, 0o700)
+        with opened(self._folder, os.geteuid()) as folder:
+            _remove_left_over(folder, identity)
+            # one is there if this process has replaced its program by `exec`
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(self._name, flags, 0o600, dir_fd=folder)
         try:
-            self._begin()
+            memory = beacons.mapped(self._file)
+            self._write()
         except OSError:
             self.remove()
             raise
+        beacons.write_to(memory)
 
     def note(self, **values: Any) -> None:
         """Write values to the JSON, if they are new."""
-        if values.items() <= self._content.items():
-            return
-        self._content |= values
-        with opened(self._folder, os.geteuid()) as folder:
-            self._write(folder)
+        if not values.items() <= self._content.items():
+            self._content |= values
+            self._write()
 
     def remove(self) -> None:
-        """Remove the files."""
-        if self.identity.pid != os.getpid():
-            return  # a process that was forked off
-        with contextlib.suppress(OSError), opened(self._folder, os.geteuid()) as folder:
-            for end in (STATIC, DYNAMIC, SCRATCH):
-                with contextlib.suppress(OSError):
-                    os.unlink(f"{self.identity}{end}", dir_fd=folder)
+        """Remove the file, unless this process was forked off from the one that it describes."""
+        if self._pid == os.getpid():
+            with contextlib.suppress(OSError), opened(self._folder, os.geteuid()) as folder:
+                os.unlink(self._name, dir_fd=folder)
 
-    def _begin(self) -> None:
-        with opened(self._folder, os.geteuid()) as folder:
-            self._remove_left_over(folder)
-            self._write(folder)
-            handle = _new_file(f"{self.identity}{DYNAMIC}", folder)
-            try:
-                _beacon.write_to(_beacon.mapped(handle))
-            finally:
-                os.close(handle)
+    def _write(self) -> None:
+        # blanks cover the end of a longer text that was there
+        text = json.dumps(self._content).encode().ljust(self._length)
+        os.posix_fallocate(self._file, beacons.SIZE, len(text))  # a full disk must not leave half of it
+        os.pwrite(self._file, text, beacons.SIZE)
+        self._length = len(text)
 
-    def _remove_left_over(self, folder: int) -> None:
-        """Remove what killed processes have left, so that it does not add up where nobody runs ipu-monitor."""
-        for name in os.listdir(folder):
-            identity = identity_of(name)
-            if identity is not None and identity.counts_as(self.identity) and living(identity) is None:
-                with contextlib.suppress(FileNotFoundError):  # another process does the same
-                    os.unlink(name, dir_fd=folder)
 
-    def _write(self, folder: int) -> None:
-        scratch = f"{self.identity}{SCRATCH}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(scratch, dir_fd=folder)
-        with open(_new_file(scratch, folder), "w") as file:
-            json.dump(self._content, file)
-        os.rename(scratch, f"{self.identity}{STATIC}", src_dir_fd=folder, dst_dir_fd=folder)
+def _remove_left_over(folder: int, own: Identity) -> None:
+    """Remove what killed processes have left, so that it does not add up where nobody runs ipu-monitor."""
+    for name in os.listdir(folder):
+        identity = identity_of(name)
+        if identity is not None and identity.counts_as(own) and not is_living(identity):
+            with contextlib.suppress(FileNotFoundError):  # another process does the same
+                os.unlink(name, dir_fd=folder)
 
 
 _record: _Record | None = None
@@ -196,7 +185,7 @@ def begin() -> Beacon | None:
                 _record = identity and _Record(identity)
             if _record is not None:
                 atexit.register(_record.remove)
-    return _beacon.current()
+    return beacons.current()
 
 
 def is_begun() -> bool:
@@ -208,7 +197,7 @@ def note(**values: Any) -> None:
     """Write down what has become known, if this process has a record.
 
     Args:
-        values: of the JSON, as `docs/monitor.md` names them.
+        values: fields of the JSON, named as in `Said` (`observe/monitor/records.py`).
     """
     if _record is not None:
         with contextlib.suppress(OSError, ValueError):
@@ -221,10 +210,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)  # it may begin a record of its own
-
-
-def _new_file(name: str, folder: int) -> int:
-    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
 
 def _shortened(words: Sequence[str]) -> list[str]:

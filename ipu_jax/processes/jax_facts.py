@@ -1,27 +1,33 @@
 """Tell this process's record what jax knows: its devices, the stages on them, compilations, examples and memory."""
 
 import math
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
+import jax.monitoring
 import numpy as np
 from jax.sharding import Mesh
 
-from ipu_jax import _compilations, _record
+from ipu_jax.processes import own_record
+from ipu_jax.processes.beacons import Beacon, Phase
+
+_BACKEND_COMPILE: Final = "/jax/core/compile/backend_compile_duration"
+_COMPILE: Final = "/jax/core/compile/"
 
 
 def begin() -> None:
     """Begin the record of this process, unless it has one. No device is touched."""
-    beacon = _record.begin()
+    beacon = own_record.begin()
     if beacon is not None:
-        _compilations.tell(beacon)
+        tell_compilations(beacon)
 
 
 def note_devices(devices: Sequence[Any]) -> None:
     """Begin the record, and write down the devices of this process that are to be IPUs."""
     begin()
-    _record.note(**_place(), ipus=[_described(device) for device in devices])
+    own_record.note(**_place(), ipus=[_described(device) for device in devices])
 
 
 def note_mesh(mesh: Mesh, stages: Sequence[tuple[str, int | None]] = ()) -> None:
@@ -32,7 +38,7 @@ def note_mesh(mesh: Mesh, stages: Sequence[tuple[str, int | None]] = ()) -> None
         stages: the name of each stage and its IPU, None for all, if they are known.
     """
     begin()
-    if not _record.is_begun():
+    if not own_record.is_begun():
         return
     own = jax.process_index()
     ipus: list[dict[str, Any]] = []
@@ -41,7 +47,7 @@ def note_mesh(mesh: Mesh, stages: Sequence[tuple[str, int | None]] = ()) -> None
             there = [name for name, place in stages if place is None or place == ipu]
             ipus.append({**_described(device), "replica": replica, "ipu": ipu, "stages": there})
     replicas, ipus_per_replica = mesh.devices.shape
-    _record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
+    own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
 
 
 def count_samples(batch: Any, dims: int) -> int:
@@ -70,3 +76,32 @@ def _place() -> dict[str, Any]:
 
 def _described(device: Any) -> dict[str, Any]:
     return {"id": device.id, "platform": device.platform, "kind": device.device_kind}
+
+
+_told: Beacon | None = None
+
+
+def tell_compilations(beacon: Beacon) -> None:
+    """Let a beacon be in the phase `COMPILING` while jax compiles. A second call for it does nothing."""
+    global _told
+    if _told is not beacon:
+        _told = beacon
+        jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
+
+
+class _Compilations:
+    """Listens to jax: a program is traced, lowered, then compiled; each of these reports its own end only."""
+
+    def __init__(self, beacon: Beacon):
+        self._beacon, self._stepping = beacon, Phase.STARTING
+
+    def __call__(self, event: str, duration_secs: float, **_: Any) -> None:
+        if not event.startswith(_COMPILE) or self._beacon.pid != os.getpid():
+            return
+        phase = self._beacon.phase
+        if event == _BACKEND_COMPILE:
+            if phase is Phase.COMPILING:
+                self._beacon.enter(self._stepping)
+        elif phase in (Phase.STARTING, Phase.STEPPING):
+            self._stepping = phase
+            self._beacon.enter(Phase.COMPILING)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ipu_jax import InFlight, _beacon
-from ipu_jax._beacon import Beacon, Phase, read
+from ipu_jax import InFlight
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Beacon, Phase, read
 
 
 def test_a_beacon_says_what_was_written(tmp_path):
@@ -64,35 +65,35 @@ def test_what_is_no_beacon_is_not_read(tmp_path, content):
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    monkeypatch.setenv(_beacon.RUN_DIR, str(tmp_path))
-    monkeypatch.setenv(_beacon.INSTANCE, "3")
-    monkeypatch.setattr(_beacon, "_looked", False)
-    monkeypatch.setattr(_beacon, "_current", None)
+    monkeypatch.setenv(beacons.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(beacons.INSTANCE, "3")
+    monkeypatch.setattr(beacons, "_looked", False)
+    monkeypatch.setattr(beacons, "_current", None)
     return tmp_path / "beacon.3"
 
 
 def test_the_first_process_of_an_instance_that_asks_writes_its_beacon(launched):
-    beacon = _beacon.current()
+    beacon = beacons.current()
     assert beacon is not None
-    assert _beacon.current() is beacon
+    assert beacons.current() is beacon
     assert read(launched) is not None
 
 
 def test_another_process_of_the_instance_writes_none(launched):
     Beacon(launched)
-    assert _beacon.current() is None
+    assert beacons.current() is None
 
 
 def test_a_process_that_was_forked_off_writes_none(launched):
     code = """
 import os
-from ipu_jax import _beacon
-print(_beacon.current() is not None, flush=True)
+from ipu_jax.processes import beacons
+print(beacons.current() is not None, flush=True)
 if os.fork() == 0:
-    print(_beacon.current(), flush=True)
+    print(beacons.current(), flush=True)
     raise SystemExit
 os.wait()
-print(_beacon.current() is not None)
+print(beacons.current() is not None)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("True\nNone\nTrue\n", "")
@@ -123,10 +124,10 @@ def test_a_step_counts_as_begun_before_its_dispatch(launched):
 
 
 def test_only_the_outermost_piece_of_work_counts(launched):
-    beacon = _beacon.current()
+    beacon = beacons.current()
     assert beacon is not None
-    with _beacon.during(Phase.BUSY, "saving", 60):
-        with _beacon.during(Phase.WAITING, "in a barrier", 5):
+    with beacons.during(Phase.BUSY, "saving", 60):
+        with beacons.during(Phase.WAITING, "in a barrier", 5):
             assert beacon.phase is Phase.BUSY
         assert beacon.phase is Phase.BUSY
     assert beacon.phase is Phase.SILENT
@@ -142,7 +143,7 @@ def test_a_step_inside_jit_is_not_dispatched(launched):
         return y
 
     jax.jit(own_loop)(jnp.float32(1))
-    beacon = _beacon.current()
+    beacon = beacons.current()
     assert beacon is not None
     assert (beacon.phase, beacon.steps) == (Phase.SILENT, (0, 0))  # a loop of the user's own, which may tell nothing
 

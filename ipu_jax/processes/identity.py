@@ -1,0 +1,71 @@
+"""Tell one process from a later one with the same number.
+
+    3207-918273-3437d34c-4026531836
+    pid  start  boot     pid namespace    Identity: no other process ever has all four
+
+A number alone is given again to a later process, another container has numbers of its own, and another host's may be
+the same. The start is in clock ticks since boot, which no change of the clock moves. These few fields are read without
+psutil, which no training imports.
+
+Nothing here imports jax.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+_NAME: Final = re.compile(r"(\d{1,10})-(\d{1,20})-([0-9a-f]{8})-(\d{1,20})")
+_PROC: Final = Path("/proc")
+
+
+class Identity(NamedTuple):
+    """Identify a process: its number and start time, the namespace of the number, and the boot of the time."""
+
+    pid: int
+    start: int
+    boot: str
+    namespace: int
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """Return the identity that `str` has made a text of, or None if it has not.
+
+        >>> Identity.parse("3207-918273-3437d34c-4026531836")
+        Identity(pid=3207, start=918273, boot='3437d34c', namespace=4026531836)
+        """
+        found = _NAME.fullmatch(name)
+        return found and cls(int(found[1]), int(found[2]), found[3], int(found[4]))
+
+    def __str__(self) -> str:
+        return f"{self.pid}-{self.start}-{self.boot}-{self.namespace}"
+
+    def counts_as(self, other: "Identity") -> bool:
+        """Return whether both are numbers of the same host's boot and container, so that they can be compared."""
+        return (self.boot, self.namespace) == (other.boot, other.namespace)
+
+
+def is_living(identity: Identity) -> bool:
+    """Return whether the process with this identity, which must count as one's own does, has not ended."""
+    return _start(identity.pid) == identity.start
+
+
+def own_identity() -> Identity | None:
+    """Return the identity of this process, or None if /proc cannot be read."""
+    start = _start(os.getpid())
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text()[:8]
+        namespace = (_PROC / "self/ns/pid").stat().st_ino
+    except OSError:
+        return None
+    return None if start is None else Identity(os.getpid(), start, boot, namespace)
+
+
+def _start(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since boot; None if it has ended or is hidden from this user."""
+    try:
+        # the name, in parentheses, may contain spaces and parentheses
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
