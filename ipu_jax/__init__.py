@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
     from ipu_jax.analysis.cost import flops_of
     from ipu_jax.analysis.report import PipelineReport
-    from ipu_jax.checkpoints.checkpoints import CheckpointError, Checkpoints, CheckpointWarning, Restored
+    from ipu_jax.checkpoints.checkpoints import CheckpointError, Checkpoints, CheckpointWarning, Restored, SaveError
     from ipu_jax.data.feed import Feed, FeedBatch
     from ipu_jax.data.order import EpochOrder, Position
     from ipu_jax.data.prefetch import FeedTimeoutError
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
     from ipu_jax.distributed import popdist
     from ipu_jax.distributed.stopping import StopRequest
-    from ipu_jax.modules import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
+    from ipu_jax.executable_cache import ExecutableCache
+    from ipu_jax.loop.fit import FitResult, fit
+    from ipu_jax.modules import ModuleStage, conv_general_dilated, equinox_stage, gather_stages, linen_stage, nnx_stage
     from ipu_jax.observe.runs.log import RunLog, RunLogWarning
-    from ipu_jax.observe.runs.report import write_report
+    from ipu_jax.observe.runs.report import memory_of, write_report
     from ipu_jax.observe.tracing.errors import TraceError
     from ipu_jax.observe.tracing.recording import Recording, trace
     from ipu_jax.observe.tracing.report import TraceReport
@@ -61,9 +63,11 @@ __all__ = [
     "Checkpoints",
     "DynamicScale",
     "EpochOrder",
+    "ExecutableCache",
     "Feed",
     "FeedBatch",
     "FeedTimeoutError",
+    "FitResult",
     "FoundSchedule",
     "Half",
     "InFlight",
@@ -85,6 +89,7 @@ __all__ = [
     "Restored",
     "RunLog",
     "RunLogWarning",
+    "SaveError",
     "Saved",
     "Schedule",
     "Sharded",
@@ -105,9 +110,11 @@ __all__ = [
     "balance_layers",
     "canonical_name",
     "configure",
+    "conv_general_dilated",
     "equinox_stage",
     "export_weights",
     "find_schedule",
+    "fit",
     "flops_of",
     "gather_stages",
     "import_weights",
@@ -116,6 +123,7 @@ __all__ = [
     "make_schedule",
     "make_train_step",
     "measure_costs",
+    "memory_of",
     "nnx_stage",
     "normalise",
     "on_host",

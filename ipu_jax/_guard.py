@@ -1,7 +1,7 @@
 """Guard a piece of program: run it or do nothing, as a loop of one iteration or none.
 
 It is a loop rather than a `lax.cond`, because XLA updates a loop's carry in place, whereas a conditional may copy a
-buffer that it passes through. So gradient accumulators and the stash are never copied (docs/design/guards.md).
+buffer that it passes through. So gradient accumulators and the stash are never copied (docs/design/engine.md).
 
 The loop counts on from the number of guards that were active before it. So XLA cannot run a guard before all earlier
 ones. Otherwise it may order an exchange, which waits for all IPUs, before the tasks of some of them: F of IPU 0, the

@@ -31,9 +31,10 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
-from ipu_jax import _beacon, _observer, _recording
-from ipu_jax._beacon import Phase
+from ipu_jax import _observer
 from ipu_jax._checks import check_choice, check_count
+from ipu_jax.processes import beacons, jax_facts
+from ipu_jax.processes.beacons import Phase
 
 Cores = Literal["shared", "one per IPU"]
 
@@ -66,8 +67,8 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
     call or `JAX_NUM_CPU_DEVICES`, is kept. On GPU and TPU the existing devices are used.
 
     On CPU this also sizes XLA's thread pool. XLA makes a thread per core, and an IPU that waits in an exchange blocks
-    one, so that on two cores the IPU that works would run on one (docs/design/threads.md). A size that the user set by
-    the environment variable `PJRT_NPROC` is kept.
+    one, so that on two cores the IPU that works would run on one (docs/design/distributed.md). A size that the user set
+    by the environment variable `PJRT_NPROC` is kept.
 
     Args:
         num_ipus: how many IPUs the program needs in this process, at least 1.
@@ -94,7 +95,7 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
     with _thread_pool(pool_threads(max(num_ipus, cpu_devices_asked_for()), cores)):
         devices = local_devices()
     if len(devices) >= num_ipus:
-        _recording.note_devices(devices[:num_ipus])
+        jax_facts.note_devices(devices[:num_ipus])
         return devices[:num_ipus]
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
@@ -142,7 +143,7 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[:needed],
     )
-    _recording.note_mesh(mesh)
+    jax_facts.note_mesh(mesh)
     return mesh
 
 
@@ -181,7 +182,7 @@ class InFlight:
         self._work: collections.deque[tuple[int, int]] = collections.deque()  # of steps that it does not
         self._is_begun = self._is_joint = False
         self._ask_memory_at, self._devices_tell = 0.0, True
-        _recording.begin()
+        jax_facts.begin()
         _windows.add(self)
 
     @property
@@ -204,7 +205,7 @@ class InFlight:
         Args:
             arguments: those of the step, a pytree.
         """
-        beacon = _beacon.current()
+        beacon = beacons.current()
         # without poprun nobody asks who has begun, and to look at hundreds of arguments takes time
         if beacon is None or not beacon.launched:
             return
@@ -234,7 +235,7 @@ class InFlight:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
         smallest = min(leaf.nbytes for leaf in leaves)
         self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
-        beacon = _beacon.current()
+        beacon = beacons.current()
         if beacon is not None:
             if not self._is_begun:
                 beacon.begun()
@@ -256,7 +257,7 @@ class InFlight:
         while self._steps:
             self._wait_for_oldest()
         self._counted = 0
-        if self._work and (beacon := _beacon.current()) is not None:
+        if self._work and (beacon := beacons.current()) is not None:
             beacon.finished(len(self._work), *map(sum, zip(*self._work, strict=True)))
             self._work.clear()
 
@@ -268,7 +269,7 @@ class InFlight:
                 live[0].block_until_ready()
                 return
 
-    def _count_ready(self, beacon: _beacon.Beacon) -> None:
+    def _count_ready(self, beacon: beacons.Beacon) -> None:
         """Tell the beacon of the oldest steps that have finished since the last call."""
         ready = max(self._counted, 0)
         while ready < len(self._steps) and all(
@@ -286,11 +287,11 @@ class InFlight:
             beacon.finished(ready - self._counted, updates, samples)
             self._counted = ready
 
-    def _hold_memory(self, beacon: _beacon.Beacon) -> None:
+    def _hold_memory(self, beacon: beacons.Beacon) -> None:
         """Ask the devices once in a while how much of their memory is in use. Those of a CPU do not say."""
         now = time.monotonic()
         if now >= self._ask_memory_at:
-            held = _recording.device_bytes()
+            held = jax_facts.device_bytes()
             beacon.hold(held)
             self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
 
@@ -316,7 +317,7 @@ def local_devices() -> list[Any]:
     """
     try:
         # jax waits here until the devices of all instances are known, and gives up after 120 s without saying for whom
-        with _beacon.during(Phase.WAITING, "for the devices of all instances", 110):
+        with beacons.during(Phase.WAITING, "for the devices of all instances", 110):
             return jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
         asked_for = jax.config.values["jax_platforms"]

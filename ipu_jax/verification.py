@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax._instances import gathered, on_host
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.pipeline import Pipeline
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 from ipu_jax.reference import unsharded_update
 from ipu_jax.weights.packing import Sharded
 
@@ -64,7 +64,7 @@ def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
 
 
-@_beacon.during(Phase.BUSY, "verifying", _beacon.LONG)
+@beacons.during(Phase.BUSY, "verifying", beacons.LONG)
 def verify(
     pipeline: Pipeline,
     params: Sharded,

@@ -13,7 +13,7 @@ bytes are the same in each row, and are predicted from the largest values:
                +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); those of
                               the weight's own dtype are the gradients that the step returns, and are counted there
 
-Nothing is run. `docs/memory.md` compares predictions with what XLA reports.
+Nothing is run. `docs/measured.md` compares predictions with what XLA reports.
 """
 
 import dataclasses

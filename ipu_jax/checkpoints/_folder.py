@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from ipu_jax.checkpoints import _seal
 from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError
+from ipu_jax.replacing import sync_folder
 
 _NAME: Final = re.compile(r"step-(\d+)")
 # orbax writes to a folder with a longer name
@@ -88,7 +89,7 @@ def publish(path: Path) -> None:
         if is_replacing:
             replaced.rename(path)
         raise
-    _seal.sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def found_at(path: Path) -> Found:

@@ -22,8 +22,8 @@ import weakref
 from pathlib import Path
 from typing import Any, Final
 
-from ipu_jax._processes import Identity, living, own_identity
 from ipu_jax.checkpoints.errors import CheckpointError
+from ipu_jax.processes.identity import Identity, is_living, own_identity
 
 NAME: Final = ".lock"
 
@@ -166,7 +166,7 @@ def _own_text() -> bytes:
 
 
 def _content(text: bytes) -> dict[str, str]:
-    """Return what a lock says of its owner; nothing if it is not one of ours, or being written."""
+    """Return the owner that a lock names; an empty one if the file is not our lock or is still being written."""
     try:
         content = json.loads(text)
         fields = {name: content[name] for name in ("host", "process", "since")}
@@ -191,7 +191,7 @@ def _has_ended(text: bytes) -> bool:
     identity = Identity.parse(content.get("process", ""))
     if identity is None or own is None or content["host"] != socket.gethostname():
         return False
-    return identity.boot != own.boot or (identity.counts_as(own) and living(identity) is None)
+    return identity.boot != own.boot or (identity.counts_as(own) and not is_living(identity))
 
 
 def _read(path: Path) -> bytes:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError
+from ipu_jax.replacing import sync_folder
 
 SEAL: Final = "ipu_jax.json"
 FORMAT: Final = 1
@@ -49,6 +50,15 @@ def as_plain(name: str, value: Any) -> Any:
     if back != value and value == value:  # tuples become lists, and numbers as keys strings
         raise ValueError(f"{name}={value!r} would come back as {back!r}: give lists, and dicts with strings as keys")
     return back
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values of plain data are stored alike, up to the order of names.
+
+    >>> is_same({"a": 1, "b": None}, {"b": None, "a": 1}), is_same(1, True)
+    (True, False)
+    """
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def write_checksums(folder: Path, instance: int, instances: int) -> None:
@@ -141,15 +151,6 @@ def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str
         except (FileNotFoundError, NotADirectoryError):
             wrong[name] = MISSING
     return wrong
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the operating system write a folder's entries to disk, so that a power cut does not undo a rename."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _wrong_field(content: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ class Writer:
     Attributes:
         job: the checkpoint that is being written, or that was written last.
         last: the last one that was sealed.
-        not_removed: checkpoints that are no longer kept and could not be removed, with the reasons. Instance 0 has it.
+        not_removed: old checkpoints that could not be removed, with the reasons. Set on instance 0 only.
     """
 
     def __init__(self, store: Store, meetings: Meetings, *, keep: int, seconds: float):

@@ -28,8 +28,6 @@ from typing import Any, Final, Literal
 
 import jax
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax._checks import check_choice, check_count
 from ipu_jax.checkpoints import _agreement, _description, _folder, _reading, _seal
 from ipu_jax.checkpoints._arrays import named, size_of
@@ -38,14 +36,16 @@ from ipu_jax.checkpoints._lock import Lock
 from ipu_jax.checkpoints._search import Search
 from ipu_jax.checkpoints._store import Store
 from ipu_jax.checkpoints._writer import Job, Writer
-from ipu_jax.checkpoints.errors import CheckpointError, CheckpointWarning, errno_of
+from ipu_jax.checkpoints.errors import CheckpointError, CheckpointWarning, SaveError, errno_of
 from ipu_jax.data.feed import Feed
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.meetings import Meetings
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 from ipu_jax.training.state import TrainState
 from ipu_jax.training.step import TrainStep
 
-__all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored"]
+__all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored", "SaveError"]
 
 _LOOK_EVERY: Final = 0.02
 
@@ -179,7 +179,7 @@ class Checkpoints:
                     "resume='auto'"
                 )
             return None
-        with _beacon.during(Phase.BUSY, "restoring a checkpoint", max(_beacon.LONG, self._timeout)):
+        with beacons.during(Phase.BUSY, "restoring a checkpoint", max(beacons.LONG, self._timeout)):
             here = _description.description_of(self._step, like)
             if resume in ("auto", "must"):
                 self._settle()
@@ -234,7 +234,7 @@ class Checkpoints:
             return
         error: BaseException | None = None
         if jax.process_index() == 0:
-            with _beacon.during(Phase.BUSY, "locking the folder of checkpoints", _beacon.LONG):
+            with beacons.during(Phase.BUSY, "locking the folder of checkpoints", beacons.LONG):
                 try:
                     self._take_lock()
                     _folder.settle(self.folder)
@@ -288,7 +288,7 @@ class Checkpoints:
         return is_due
 
     def _lock_or_leave_it_to_the_save(self) -> None:
-        """Refuse a second training; a folder that cannot be written to is told of when it is saved to."""
+        """Refuse a second training; a folder that cannot be written to is reported by the first save."""
         try:
             self.lock()
         except CheckpointError as error:
@@ -338,7 +338,7 @@ class Checkpoints:
         self._step.check(state)  # a state that is stopped has not learned of all batches before the feed's position
         position = feed.state() if isinstance(feed, Feed) else feed
         # tracing, too, which shapes are found by, is no step: else the beacon would say COMPILING until the next one
-        with _beacon.during(Phase.BUSY, "waiting for the steps before a save", max(_beacon.LONG, self._timeout)):
+        with beacons.during(Phase.BUSY, "waiting for the steps before a save", max(beacons.LONG, self._timeout)):
             number = int(state.step)
             arrays = named(state)
             content = {
@@ -366,7 +366,7 @@ class Checkpoints:
         last = self._writer.last
         if last is None or last.step != job.step:
             return False
-        is_same = self._saved is not None and self._saved() is state and last.content == job.content
+        is_same = self._saved is not None and self._saved() is state and _seal.is_same(last.content, job.content)
         is_there = jax.process_index() != 0 or _folder.found_at(last.path).seal is not None
         return not _agreement.anywhere(not (is_same and is_there), self._timeout)
 
@@ -374,7 +374,7 @@ class Checkpoints:
         """Begin to write; return what went wrong on this instance or another one."""
         error: BaseException | None = None
         if jax.process_index() == 0:
-            with _beacon.during(Phase.BUSY, "making room for a save", _beacon.LONG):
+            with beacons.during(Phase.BUSY, "making room for a save", beacons.LONG):
                 try:
                     self._take_lock()
                     _folder.make_room(self.folder, job.step, job.size)
@@ -382,7 +382,7 @@ class Checkpoints:
                     error = failed
         if error := self._first_of_all(error):
             return error
-        with _beacon.during(Phase.BUSY, "beginning a save", max(_beacon.LONG, self._timeout)):
+        with beacons.during(Phase.BUSY, "beginning a save", max(beacons.LONG, self._timeout)):
             try:
                 self._writer.begin(job, arrays)
             except (OSError, ValueError, RuntimeError) as failed:
@@ -400,7 +400,7 @@ class Checkpoints:
             waits = self._writer.waits_for_others
             # who waits for another instance is no excuse for it: poprun is to find one that is stuck
             doing = (Phase.WAITING, "for the others' parts of a save") if waits else (Phase.BUSY, "waiting for a save")
-            with _beacon.during(*doing, 2 * self._timeout + 60):
+            with beacons.during(*doing, 2 * self._timeout + 60):
                 while self._writer.is_busy and self._writer.waits_for_others == waits:
                     self._writer.wait(_LOOK_EVERY)
         self._report(self._first_of_all(self._writer.take_error()))
@@ -428,7 +428,7 @@ class Checkpoints:
             self.wait()
             last = self._writer.last
             if last is not None:
-                with _beacon.during(Phase.BUSY, "verifying a checkpoint", max(_beacon.LONG, self._timeout)):
+                with beacons.during(Phase.BUSY, "verifying a checkpoint", max(beacons.LONG, self._timeout)):
                     self._verify(last)
         finally:
             self._meetings.close()
@@ -480,7 +480,7 @@ class Checkpoints:
         first = " ".join(str(error).split())
         text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
         if self._stops:
-            raise CheckpointError(text, number) from error
+            raise SaveError(text, number) from error
         _warn(text)
 
     def _first_of_all(self, error: BaseException | None) -> BaseException | None:

@@ -18,6 +18,10 @@ class CheckpointError(RuntimeError):
         self.errno = errno
 
 
+class SaveError(CheckpointError):
+    """Raised if a checkpoint cannot be saved."""
+
+
 class UnreadableError(CheckpointError):
     """A checkpoint may be whole, but this program cannot read it: nobody may replace or remove it."""
 

@@ -102,7 +102,7 @@ class BatchDims:
 
         Args:
             left_out: the examples that are left out, fewer than a batch's.
-            examples: those of the epoch.
+            examples: the number of examples in an epoch.
             stacklevel: of the warning, as the caller counts it.
         """
         updates = left_out // self.per_update

@@ -7,22 +7,19 @@
     `------------- `workers` threads, at most `prefetch` batches ahead ---'
 
     source = {"images": images, "labels": labels}
-    with Feed(source, mesh=pipeline.mesh, micro_batch=64, gradient_accumulation=16) as feed:
+    with Feed(source, step=step, micro_batch=64) as feed:
         for batch in feed.epoch():
-            loss, gradients = pipeline.value_and_grad(params, batch.data)
+            state, outputs = step(state, batch)
 
-Bytes are sent as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/feed.md.
+Bytes are sent as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/data.md.
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax._checks import as_int, check_choice, check_count
 from ipu_jax.data.batch import FeedBatch, Sender, share_of
 from ipu_jax.data.dims import REMAINDERS, BatchDims
@@ -32,10 +29,25 @@ from ipu_jax.data.reader import IndexedReader, Reader, Run
 from ipu_jax.data.rebatch import StreamReader
 from ipu_jax.data.source import ArraySource, ExampleSource, has_numbers
 from ipu_jax.data.stream import Stream
+from ipu_jax.options import TrainOptions
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 
 __all__ = ["Feed", "FeedBatch"]
 
 _MARGIN = 10.0
+
+
+@runtime_checkable
+class ForStep(Protocol):
+    """Say what a feed needs to know of a training step."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def gradient_accumulation(self) -> int: ...
+    @property
+    def options(self) -> TrainOptions: ...
 
 
 class Feed:
@@ -52,7 +64,9 @@ class Feed:
     Args:
         source: where the examples are from; `items` says how it gives them. An array may be NumPy's, jax's, or a tensor
             of torch or TensorFlow. In examples and batches of `items`, a list of numbers is an array, too.
-        mesh: a mesh with an axis "replica", such as `Pipeline.mesh`.
+        step: the training step that the batches are for: it says `mesh`, `gradient_accumulation` and
+            `device_iterations`, and `remainder` is "updates" by default.
+        mesh: a mesh with an axis "replica", such as `Pipeline.mesh`; needed without a `step`.
         micro_batch: B, the examples of a micro-batch.
         items: None for a pytree of arrays with one example per row, or for an indexable: an object with `__len__()` and
             with a `__getitem__` that returns a pytree of arrays (n, ...) for an index array (n,). "examples" for an
@@ -62,8 +76,8 @@ class Feed:
             as a `DataLoader` or `tf.data.Dataset`; a function that takes the number of an epoch and returns a fresh
             iterator of it; or an iterator, which can be read once. Every instance reads the whole stream, and keeps the
             rows of its own replicas. If there are several workers, several threads call `__getitem__` at once.
-        gradient_accumulation: M, the micro-batches of an update on each replica.
-        device_iterations: K, the updates of a batch.
+        gradient_accumulation: M, the micro-batches of an update on each replica; 1 by default.
+        device_iterations: K, the updates of a batch; 1 by default.
         shuffle: whether each epoch has a new order, which depends on the seed. Otherwise it is the source's own order.
             By default True, except for a stream, which must shuffle by itself.
         seed: the seed of the shuffling, at least 0.
@@ -87,9 +101,13 @@ class Feed:
             workers and the dims of the batch may differ from before. A stream continues by the source's `state_dict`
             and `load_state_dict`, if it has both; otherwise by reading the examples before the state again, which must
             then come in the same order as before. This is checked by the last of them.
-        last: the deprecated name of `remainder`.
+
+    `len(feed)` is the number of batches in an epoch, which a stream does not say.
 
     Attributes:
+        device_iterations: K, the updates of a batch.
+        examples_per_update: over all replicas and micro-batches.
+        updates_per_epoch: None for a stream.
         like: a pytree like a batch's, with leaves `jax.ShapeDtypeStruct` with sharding: a step can be compiled for it.
         prefetch, workers: the arguments of these names.
 
@@ -103,7 +121,7 @@ class Feed:
     >>> source = {"x": np.arange(10, dtype=np.int32)}
     >>> with Feed(source, mesh=make_mesh(2, 1), micro_batch=2, shuffle=False, epochs=1) as feed:
     ...     batch = next(feed)
-    ...     batch.data["x"].tolist(), feed.batches_per_epoch, feed.state()["position"]
+    ...     batch.data["x"].tolist(), len(feed), feed.state()["position"]
     ([[[0, 1]], [[2, 3]]], 2, 4)
 
     A loader's batches of 3 become batches of 4, which is 2 replicas x 2 examples:
@@ -118,11 +136,12 @@ class Feed:
         self,
         source: Any,
         *,
-        mesh: Mesh,
         micro_batch: int,
+        step: ForStep | None = None,
+        mesh: Mesh | None = None,
         items: Literal["examples", "batches"] | None = None,
-        gradient_accumulation: int = 1,
-        device_iterations: int = 1,
+        gradient_accumulation: int | None = None,
+        device_iterations: int | None = None,
         shuffle: bool | None = None,
         seed: int = 0,
         epochs: int | None = None,
@@ -134,8 +153,8 @@ class Feed:
         instance: int | None = None,
         timeout: float = 120.0,
         state: Mapping[str, Any] | None = None,
-        last: str | None = None,
     ):
+        mesh, gradient_accumulation, device_iterations = _dims_of(step, mesh, gradient_accumulation, device_iterations)
         if epochs is not None:
             check_count("epochs", epochs)
         num_ahead = as_int(prefetch)
@@ -158,8 +177,8 @@ class Feed:
             **share_of(mesh, instances, instance),
         }
         rest: dict[str, Any] = {"fill": fill, "epochs": epochs, "state": state}
-        remainder = _remainder(remainder, last)
-        is_chosen, remainder = remainder is not None, "drop" if remainder is None else remainder
+        is_chosen = remainder is not None or step is not None
+        remainder = remainder or ("drop" if step is None else "updates")
         if items is None or (items == "examples" and has_numbers(source) and not isinstance(source, dict)):
             examples = ArraySource(source) if items is None else ExampleSource(source)
             order = EpochOrder(
@@ -174,34 +193,56 @@ class Feed:
                 left_out = order.examples % order.per_batch
                 order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=2)
             self._reader: Reader = IndexedReader(examples, order, Sender(mesh, order.dims, examples.like), **rest)
+            self.updates_per_epoch = order.updates_per_epoch
+            self.examples_per_update = order.per_update
         else:
             _check_stream(source, shuffle, seed, remainder, workers)
-            stream = Stream(source, batched=items == "batches")
-            self._reader = StreamReader(
-                stream, BatchDims(micro_batch, **dims), mesh, remainder=remainder, warns=not is_chosen, **rest
-            )
+            stream, of_batch = Stream(source, batched=items == "batches"), BatchDims(micro_batch, **dims)
+            self._reader = StreamReader(stream, of_batch, mesh, remainder=remainder, warns=not is_chosen, **rest)
+            self.updates_per_epoch, self.examples_per_update = None, of_batch.per_update
         self.like, self._position, self._epochs = self._reader.like, self._reader.start, epochs
+        self._last = self._position  # where the last batch begins
         self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
+        self.device_iterations = device_iterations
         self._run: Run | None = None
         self._ahead: Prefetcher[Position, tuple[FeedBatch | None, Position]] | None = None
         self._closed = False
 
-    @property
-    def batches_per_epoch(self) -> int:
+    def __len__(self) -> int:
         """Return the number of batches in a whole epoch.
 
         Raises:
-            ValueError: the source is a stream, which does not say so.
+            TypeError: the source is a stream, which does not say so.
         """
         return self._reader.batches_per_epoch()
 
-    def state(self) -> dict[str, Any]:
+    def __bool__(self) -> bool:
+        return True
+
+    def state(self, *, updates: int | None = None) -> dict[str, Any]:
         """Return the feed's position as plain data: after the last batch that was returned, however many are ready.
 
         These are plain ints, and the same on every instance. For a stream with a `state_dict` of its own, what that
         returned is "source" among them.
+
+        Args:
+            updates: the position after this many updates of that batch, the first ones. Not for a stream, which can
+                only go on after a whole batch.
         """
-        return self._reader.state(self._position)
+        position = self._position
+        if updates is not None:
+            position = self._reader.within(self._last, updates * self.examples_per_update)
+        return self._reader.state(position)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned, as a feed that is made with `state=` does.
+
+        Raises:
+            ValueError: the state belongs to another order of examples, or the source cannot be read again.
+        """
+        position = self._reader.position_of(state)
+        self._drop()
+        self._position = position
 
     def seek(self, epoch: int) -> None:
         """Go to the start of an epoch. If the feed is there already, batches that are ready are kept.
@@ -271,8 +312,9 @@ class Feed:
             raise ValueError("the feed is closed: read inside its `with` block")
         try:
             # a slow source is not a stuck step; the margin lets our own error, which says what the workers do, go first
-            with _beacon.during(Phase.BUSY, "reading a batch", self._timeout + _MARGIN):
-                batch, self._position = self._read()
+            with beacons.during(Phase.BUSY, "reading a batch", self._timeout + _MARGIN):
+                batch, following = self._read()
+                self._last, self._position = self._position, following
         except FeedTimeoutError:
             raise  # the batch may still arrive: the next call waits for it again
         except BaseException as error:  # Ctrl-C, too, may arrive after a batch is taken and before it is counted
@@ -317,10 +359,20 @@ def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, 
         raise ValueError(f"remainder='wrap', but {named}, so the first ones are gone: use 'drop', 'updates' or 'pad'")
 
 
-def _remainder(remainder: str | None, last: str | None) -> str | None:
-    if last is None:
-        return remainder
-    if remainder is not None:
-        raise ValueError(f"last={last!r} and remainder={remainder!r} are two names of one thing: give remainder")
-    warnings.warn("Feed(last=) is called remainder= now", DeprecationWarning, stacklevel=3)
-    return last
+def _dims_of(step: ForStep | None, mesh: Mesh | None, m: int | None, k: int | None) -> tuple[Mesh, int, int]:
+    """Return mesh, gradient accumulation and device iterations, the step's if there is one.
+
+    Raises:
+        ValueError: both are given, or neither.
+    """
+    if step is None:
+        if mesh is None:
+            raise ValueError("neither step= nor mesh= is given: say whom the batches are for, such as step=step")
+        return mesh, 1 if m is None else m, 1 if k is None else k
+    if not isinstance(step, ForStep):
+        raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+    given = {"mesh": mesh, "gradient_accumulation": m, "device_iterations": k}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}= is given, and the step has one: leave it out, or leave step= out")
+    return step.mesh, step.gradient_accumulation, step.options.device_iterations

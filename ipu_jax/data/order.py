@@ -127,6 +127,13 @@ class EpochOrder:
         whole, left = divmod(max(self.examples - position, 0), self.per_batch)
         return whole + (self.dims.kept(left, self.remainder) > 0)
 
+    @property
+    def updates_per_epoch(self) -> int:
+        """Return the number of updates in a whole epoch, those that are filled up included."""
+        left = self.examples % self.per_batch
+        of_last = self.dims.updates(self.dims.kept(left, self.remainder))
+        return self.examples // self.per_batch * (self.per_batch // self.per_update) + of_last
+
     def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
         """Return the order of all examples in an epoch, (examples,), read-only."""
         with self._lock:  # one worker shuffles, the others wait for it

@@ -59,8 +59,28 @@ class Reader(Protocol):
         """Return the position as plain data, from which another feed continues."""
         ...
 
+    def position_of(self, state: Mapping[str, Any]) -> Position:
+        """Return the position that `state` returned as plain data.
+
+        Raises:
+            ValueError: it is not one of this source, or the source cannot return to it.
+        """
+        ...
+
+    def within(self, start: Position, examples: int) -> Position:
+        """Return the position after this many examples of the batch at `start`.
+
+        Raises:
+            ValueError: the source can only go on after a whole batch.
+        """
+        ...
+
     def batches_per_epoch(self) -> int:
-        """Return the number of batches in a whole epoch."""
+        """Return the number of batches in a whole epoch.
+
+        Raises:
+            TypeError: nobody knows it.
+        """
         ...
 
 
@@ -92,7 +112,7 @@ class IndexedReader:
         self.like = sender.like
         self._source, self._order, self._sender, self._epochs = source, order, sender, epochs
         self._fill = filling(fill, source.like)
-        self.start = order.first(Position(0, 0) if state is None else _position_of(state, order))
+        self.start = Position(0, 0) if state is None else self.position_of(state)
 
     def run(self, position: Position) -> Run:
         """Return what makes the batches from this position on."""
@@ -107,6 +127,14 @@ class IndexedReader:
         order = self._order
         values = (position.epoch, position.position, order.examples, order.seed, int(order.shuffle))
         return dict(zip(_STATE, values, strict=True))
+
+    def position_of(self, state: Mapping[str, Any]) -> Position:
+        """Return the position that `state` returned, or the start of the next epoch if no batch begins after it."""
+        return self._order.first(_position_of(state, self._order))
+
+    def within(self, start: Position, examples: int) -> Position:
+        """Return the position after this many examples of the batch at `start`."""
+        return self._order.first(Position(start.epoch, start.position + examples))
 
     def batches_per_epoch(self) -> int:
         """Return the number of batches in a whole epoch."""

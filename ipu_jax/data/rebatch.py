@@ -104,9 +104,23 @@ class StreamReader:
         state: dict[str, Any] = {"epoch": position.epoch, "position": position.position, "checksum": checksum}
         return state if position.source is None else state | {"source": position.source, "offset": position.offset}
 
+    def position_of(self, state: Mapping[str, Any]) -> Position:
+        """Return the position that `state` returned.
+
+        Raises:
+            ValueError: it is not one of a stream, or the stream cannot return to it.
+        """
+        position = _position_of(state)
+        self._stream.check_seek(position.epoch)
+        return position
+
+    def within(self, start: Position, examples: int) -> Position:
+        """Raise, since a stream can only go on after a whole batch."""
+        raise ValueError("a stream can only go on after a whole batch: leave updates= out")
+
     def batches_per_epoch(self) -> int:
         """Raise, since nobody knows before the epoch is over."""
-        raise ValueError("a stream does not say how many batches an epoch has: count those that feed.epoch() yields")
+        raise TypeError("a stream does not say how many batches an epoch has: count those that feed.epoch() yields")
 
 
 class _StreamRun:

@@ -16,11 +16,11 @@ from typing import Any, Final
 import jax
 from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax.distributed._exchange import process
 from ipu_jax.distributed._fingerprint import named
 from ipu_jax.distributed.errors import InstancesMissingError
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 
 _ROOM: Final = "ipu_jax/stop"
 _POLL_SECONDS: Final = 0.2
@@ -66,7 +66,7 @@ class AgreedStop:
             if self._client is None:
                 return self._is_asked
         if is_waiting:
-            with _beacon.during(Phase.WAITING, "for the step after which all instances stop", self._seconds + 10):
+            with beacons.during(Phase.WAITING, "for the step after which all instances stop", self._seconds + 10):
                 self._last = 1 + max(self._written())
         return self._last is not None and self._calls >= self._last
 

@@ -15,9 +15,9 @@ import numpy as np
 from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
 from jax.experimental import multihost_utils
 
-from ipu_jax import _beacon
 from ipu_jax.distributed._fingerprint import named
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError
+from ipu_jax.processes import beacons
 
 _SMALL: Final = 1 << 18
 _MARGIN: Final = 10.0  # poprun waits a little longer than we, whose error names who is missing
@@ -54,7 +54,7 @@ def gather(what: str, form: str, payload: bytes, *, seconds: float, root: int | 
     client, count = distributed.global_state.client, process()[1]
     if count == 1 or client is None:
         return [payload]
-    with _beacon.meeting(f"in {what}", seconds + _MARGIN):
+    with beacons.meeting(f"in {what}", seconds + _MARGIN):
         return _gathered(client, what, form, payload, seconds=seconds, root=root)
 
 

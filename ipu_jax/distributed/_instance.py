@@ -26,10 +26,10 @@ from typing import Any, Final, NoReturn
 import jax
 from jax._src import compiler, distributed  # the cache's writer and the coordination service's client: not exported
 
-from ipu_jax import _beacon, _compilations, _record
-from ipu_jax._beacon import Beacon, Phase
 from ipu_jax.devices import finish_all_steps
 from ipu_jax.distributed.environment import cache_of
+from ipu_jax.processes import beacons, jax_facts, own_record
+from ipu_jax.processes.beacons import Beacon, Phase
 
 _LONGEST_MESSAGE: Final = 4000
 _END_SECONDS: Final = 3600.0
@@ -44,9 +44,9 @@ def prepare() -> None:
     if _prepared_pid == os.getpid():
         return
     _prepared_pid = os.getpid()
-    beacon = _record.begin()
+    beacon = own_record.begin()
     if beacon is not None:
-        _compilations.tell(beacon)
+        jax_facts.tell_compilations(beacon)
         _stacks_on_request()
     _keep_executables()
     end = _End(beacon)
@@ -82,7 +82,7 @@ def _keep_executables() -> None:
 
 def file_of(kind: str) -> Path | None:
     """Return a file of this instance in the folder that its launcher reads; None without one."""
-    run_dir, instance = os.environ.get(_beacon.RUN_DIR), os.environ.get(_beacon.INSTANCE)
+    run_dir, instance = os.environ.get(beacons.RUN_DIR), os.environ.get(beacons.INSTANCE)
     return Path(run_dir) / kind.format(instance) if run_dir and instance else None
 
 

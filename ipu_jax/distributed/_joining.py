@@ -7,13 +7,13 @@ from typing import Final
 
 import jax
 
-from ipu_jax import _beacon
 from ipu_jax.distributed import _instance
 from ipu_jax.distributed._exchange import gather
 from ipu_jax.distributed._fingerprint import difference, fingerprint
 from ipu_jax.distributed._rendezvous import meet
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError
+from ipu_jax.processes import beacons
 
 # A launcher notices a dead instance long before. Without one, this is when the others give up; jax's own is 100 s.
 _HEARTBEAT_SECONDS: Final = 30
@@ -70,7 +70,7 @@ def join(place: Place, *, seconds: float, flags: bool = True) -> None:
     global _joined
     if _joined != place:
         _instance.prepare()
-        with _beacon.meeting("in popdist.init", seconds + _MARGIN):
+        with beacons.meeting("in popdist.init", seconds + _MARGIN):
             meet(place, fingerprint(place, flags=flags), seconds=seconds)
         _joined = place
 

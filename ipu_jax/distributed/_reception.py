@@ -107,7 +107,7 @@ class Reception:
                 guest.socket.sendall(_sealed(self._token, b"host", guest.nonces, value))
 
     def close_the_door(self) -> None:
-        """Listen no longer, and drop all connections but those of guests whose words `next` has returned."""
+        """Stop listening, and close every connection but the ones that `next` has returned."""
         for guest in [*self._here.values(), *(guest for guest, _ in self._ready)]:
             guest.socket.close()
         self._here.clear()
@@ -233,7 +233,7 @@ def _opened(token: str, who: bytes, nonces: bytes, line: bytes) -> Any:
 
 
 def _line(host: socket.socket, most: int, deadline: float) -> bytes:
-    """Return the next bytes up to the end of a line; fewer if there are no more, or too many."""
+    """Return the next bytes up to the end of a line; fewer where the connection ends or the line is too long."""
     text = b""
     while not text.endswith(b"\n") and len(text) < most:
         host.settimeout(max(0.001, deadline - time.monotonic()))

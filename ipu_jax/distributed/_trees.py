@@ -67,7 +67,7 @@ def _split(joined: bytes, like: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]
 def _reduced(parts: list[npt.NDArray[Any]], op: str) -> npt.NDArray[Any]:
     """Return the sum or mean, added in the order of the instances."""
     dtype = parts[0].dtype
-    is_whole = dtype.kind in "iub"
+    is_whole = dtype.kind == "b" or jnp.issubdtype(dtype, jnp.integer)  # int4 has another kind
     wide: Any = np.complex128 if dtype.kind == "c" else np.float64
     if is_whole and op == "sum":
         wide = np.uint64 if dtype.kind == "u" else np.int64

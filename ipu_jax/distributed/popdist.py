@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from ipu_jax import _beacon, _record
-from ipu_jax._beacon import Phase
 from ipu_jax._checks import check_choice, check_count
 from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, meet_seconds, place_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
+from ipu_jax.processes import beacons, own_record
+from ipu_jax.processes.beacons import Phase
 
 __all__ = [
     "InstancesDifferError",
@@ -105,6 +105,11 @@ def get_instance_index() -> int:
     """Return the number of this instance, from 0."""
     place = _place()
     return _process()[0] if place is None else place.instance
+
+
+def is_first() -> bool:
+    """Return whether this instance is the one that prints, and writes files."""
+    return get_instance_index() == 0
 
 
 def get_num_instances() -> int:
@@ -268,7 +273,7 @@ def busy(what: str, seconds: float = 600.0) -> Iterator[None]:
     >>> with busy("drawing the losses", seconds=60):
     ...     pass
     """
-    with _beacon.during(Phase.BUSY, what, seconds):
+    with beacons.during(Phase.BUSY, what, seconds):
         yield
 
 
@@ -298,7 +303,7 @@ def count_steps(steps: int = 1, *, updates: int | None = None, samples: int = 0)
     >>> count_steps(updates=10, samples=640)
     """
     check_count("steps", steps)
-    beacon = _record.begin()
+    beacon = own_record.begin()
     if beacon is not None:
         beacon.begun(steps)
         beacon.finished(steps, updates, samples)

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from ipu_jax._cli import process
 from ipu_jax.distributed.environment import START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher import config
 from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
@@ -34,7 +35,6 @@ from ipu_jax.distributed.launcher.remote import RemoteHost, Shell
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 from ipu_jax.distributed.launcher.topology import Topology, is_this_host, ranges
 from ipu_jax.distributed.launcher.writer import Writer
-from ipu_jax.tools import process
 
 NOT_FOUND: Final = 127
 """The exit status if there is no such program, as a shell's."""

@@ -1,4 +1,4 @@
-"""Let SIGTERM end a training after its current step, so that it can be saved: `StopRequest`.
+"""Let SIGTERM, or Ctrl-C, end a training after its current step, so that it can be saved: `StopRequest`.
 
 with StopRequest() as stop, Checkpoints(folder, step) as checkpoints:
     for batch in feed:
@@ -40,10 +40,13 @@ class StopRequest:
     gets the signal.
 
     Args:
-        grace: seconds from the signal until the process ends with status 143, if it is still inside the block.
+        grace: seconds from SIGTERM until the process ends with status 143, if it is still inside the block.
+        interrupts: whether the first Ctrl-C asks to stop, too, without a limit of time. A second one raises
+            KeyboardInterrupt, as it does outside the block.
 
     Attributes:
-        asked: whether the signal has come, to this instance or, as far as this one knows, to another.
+        asked: whether a signal has come, to this instance or, as far as this one knows, to another.
+        by: "Ctrl-C" if that asked this instance first, else "SIGTERM".
 
     Raises:
         ValueError: `grace` is not a positive number, or this is not the main thread.
@@ -57,17 +60,18 @@ class StopRequest:
     (False, True)
     """
 
-    def __init__(self, grace: float = 30.0):
+    def __init__(self, grace: float = 30.0, *, interrupts: bool = False):
         if not (grace > 0 and math.isfinite(grace)):
             raise ValueError(f"grace={grace!r} is not a number of seconds: give one such as 30")
-        self._grace = grace
+        self._grace, self._interrupts = grace, interrupts
         self._agreed: AgreedStop | None = None
         self._timer: threading.Timer | None = None
-        self._before: Any = signal.SIG_DFL
+        self._before: dict[int, Any] = {}
         self._pipe = (-1, -1)
         self._usual_fd = -1
-        self._has_come = False
-        self.asked = False
+        self._has_come = self._was_interrupted = False
+        self._interruptions = 0
+        self.asked, self.by = False, "SIGTERM"
 
     def due(self) -> bool:
         """Return whether to stop here: SIGTERM has come to this instance or, in time for this call, to another one.
@@ -93,13 +97,19 @@ class StopRequest:
         # Python runs handlers between two instructions only, which may be minutes apart; the pipe is read at once
         self._usual_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="SIGTERM", daemon=True).start()
-        before = signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.siginterrupt(signal.SIGTERM, False)
-        self._before = signal.SIG_DFL if before is None else before  # None: not Python's, and cannot be set again
+        self._take_over(signal.SIGTERM, lambda *_: None)
+        if self._interrupts and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self._take_over(signal.SIGINT, self._raise_at_the_second)
         return self
 
+    def _take_over(self, number: int, handler: Any) -> None:
+        before = signal.signal(number, handler)
+        signal.siginterrupt(number, False)
+        self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's, and cannot be set
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        signal.signal(signal.SIGTERM, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
         signal.set_wakeup_fd(self._usual_fd, warn_on_full_buffer=False)
         os.write(self._pipe[1], bytes([_CLOSE]))
         if self._timer is not None:
@@ -113,6 +123,10 @@ class StopRequest:
         while (number := os.read(read, 1)[0]) != _CLOSE:
             if number == signal.SIGTERM:
                 self._take()
+            elif number == signal.SIGINT and self._interrupts and not self._was_interrupted:
+                self._was_interrupted = True
+                print("Ctrl-C: stopping after this step; once more ends at once", file=sys.stderr, flush=True)
+                self._ask("Ctrl-C")
             elif self._usual_fd >= 0:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._usual_fd, bytes([number]))
@@ -126,9 +140,18 @@ class StopRequest:
         self._timer = threading.Timer(self._grace, self._give_up)
         self._timer.daemon = True
         self._timer.start()
+        self._ask("SIGTERM")
+
+    def _ask(self, by: str) -> None:
+        self.by = self.by if self.asked else by
         if self._agreed is not None:
             self._agreed.ask()
         self.asked = True
+
+    def _raise_at_the_second(self, *_: Any) -> None:
+        self._interruptions += 1
+        if self._interruptions > 1:
+            raise KeyboardInterrupt
 
     def _give_up(self) -> None:
         print(f"SIGTERM: not ended within {self._grace:g} s, so the process is stopped", file=sys.stderr, flush=True)

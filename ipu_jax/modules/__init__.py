@@ -3,9 +3,10 @@
 No file here imports Flax or Equinox before a stage is made of one of their modules.
 """
 
+from ipu_jax.modules.convolution import conv_general_dilated
 from ipu_jax.modules.equinox import equinox_stage
 from ipu_jax.modules.linen import linen_stage
 from ipu_jax.modules.nnx import nnx_stage
 from ipu_jax.modules.parts import ModuleStage, gather_stages
 
-__all__ = ["ModuleStage", "equinox_stage", "gather_stages", "linen_stage", "nnx_stage"]
+__all__ = ["ModuleStage", "conv_general_dilated", "equinox_stage", "gather_stages", "linen_stage", "nnx_stage"]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 Losses = Mapping[Any, float] | None
-"""With which weight the sum of what is sown is added to the loss, by collection (linen) or type of variable (NNX)."""
+"""The weight of each collection (linen) or variable type (NNX) of sown values in the loss."""
 
 
 def check_losses(name: str, losses: Losses, example: str) -> dict[Any, float]:

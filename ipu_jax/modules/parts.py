@@ -94,8 +94,8 @@ def _refuse_shared(stage: str, kind: str, groups: dict[str, Any], holders: dict[
             raise ValueError(
                 f"stages {other!r} and {stage!r} hold the same array, {there} and {here}, which each of them would "
                 f"train by itself. If it is one weight (tied), let the module of {other!r} return it as well, with "
-                f"sends=('tied',), and that of {stage!r} use it as an argument, with takes=('tied',). If they are two "
-                "weights that start alike, copy one: jax.tree.map(jnp.copy, ...)"
+                f"sends=('tied',), and the module of {stage!r} use it as an argument, with takes=('tied',). If they "
+                "are two weights that start alike, copy one: jax.tree.map(jnp.copy, ...)"
             )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ipu_jax._recording import count_samples
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.analysis.report import make_report
 from ipu_jax.devices import make_mesh
@@ -27,6 +26,7 @@ from ipu_jax.pipeline._derivatives import differentiable_loss, refusing_derivati
 from ipu_jax.pipeline._description import describe
 from ipu_jax.pipeline._layers import stages_of_layers
 from ipu_jax.pipeline._placed_stages import PlacedStages
+from ipu_jax.processes.jax_facts import count_samples
 from ipu_jax.stage import Role, Stage
 from ipu_jax.weights import packing
 from ipu_jax.weights.arguments import check_predictable

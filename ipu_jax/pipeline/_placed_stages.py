@@ -8,11 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
-from ipu_jax._recording import note_mesh
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.analysis.schedule_choice import ScheduleChoice, StepShapes
@@ -22,6 +19,9 @@ from ipu_jax.engine import scan as engine
 from ipu_jax.engine.on_mesh import run_on_mesh
 from ipu_jax.engine.plan import Plan
 from ipu_jax.options import PipelineOptions, Reduction
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
+from ipu_jax.processes.jax_facts import note_mesh
 from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.stage import Role, Stage
 from ipu_jax.weights import packing
@@ -82,7 +82,7 @@ class PlacedStages:
         """Return the schedule, or "auto" if none has been found yet."""
         return self._choice.schedule_or_name
 
-    @_beacon.during(Phase.BUSY, "placing weights", _beacon.LONG)
+    @beacons.during(Phase.BUSY, "placing weights", beacons.LONG)
     def shard(self, params: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of weights}` on the IPUs.
 
@@ -121,7 +121,7 @@ class PlacedStages:
         """
         return packing.shard_tree(state, self._groups.state_layout(state), self.mesh)
 
-    @_beacon.during(Phase.BUSY, "gathering weights", _beacon.LONG)
+    @beacons.during(Phase.BUSY, "gathering weights", beacons.LONG)
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
         """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
 

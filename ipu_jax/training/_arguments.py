@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_jax._checks import check_count
 from ipu_jax._keys import is_one_key
 from ipu_jax.data.feed import FeedBatch
 from ipu_jax.options import DynamicScale, TrainOptions
@@ -91,21 +92,35 @@ class Arguments:
         if key is not None and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
 
-    def batch_of_call(self, state: TrainState, batch: Any) -> Any:
-        """Check a state and the batch of a call, and return the arrays of this batch."""
+    def batch_of_call(self, state: TrainState, batch: Any, updates: Any = None) -> tuple[Any, range]:
+        """Check a state, the batch of a call and its updates; return the batch's arrays, and which updates are made."""
         self.check_state(state)
-        batch = self._updates_of(batch)
+        arrays, made = self._arrays_of(batch), self._updates_of(batch, updates)
         key = state.key if self._random else None
         if isinstance(self._model, Pipeline):
-            self._model.check(state.params, self._of_one_update(batch), state.stages, key)
+            self._model.check(state.params, self._of_one_update(arrays), state.stages, key)
         else:
-            self._model.check(state.params, self._of_one_update(batch), key)
-        return batch
+            self._model.check(state.params, self._of_one_update(arrays), key)
+        return arrays, made
+
+    def _updates_of(self, batch: Any, updates: Any) -> range:
+        """Return which updates of a batch a call makes."""
+        most = batch.updates if isinstance(batch, FeedBatch) else self._options.device_iterations
+        if updates is None:
+            return range(most)
+        made = updates if isinstance(updates, range) else range(check_count("updates", updates))
+        if not (made.step == 1 and 0 <= made.start < made.stop <= most):
+            raise ValueError(
+                f"updates={updates!r}, but the batch has {most}: give a number from 1 to {most}, a range of them such "
+                f"as range({most}), or leave it out"
+            )
+        return made
 
     def batch_of_loss(self, state: TrainState, batch: Any) -> Any:
-        """Check a state and a batch whose loss is asked for, and return the arrays of this batch."""
+        """Check a state and a batch whose loss is asked for; return the arrays of its updates with real examples."""
         self.check_state(state)
-        batch = self._updates_of(batch)
+        arrays, count = self._arrays_of(batch), len(self._updates_of(batch, None))
+        batch = arrays if self._options.device_iterations == count else jax.tree.map(lambda leaf: leaf[:count], arrays)
         check_batch(self._of_one_update(batch), self._model.replicas, self._model.options.gradient_accumulation)
         return batch
 
@@ -115,8 +130,8 @@ class Arguments:
         check_alive("batch", batch)
         check_batch(batch, self._model.replicas, self._model.options.gradient_accumulation)
 
-    def _updates_of(self, batch: Any) -> Any:
-        """Return the arrays of a batch, those of a `FeedBatch` without updates that have no real example."""
+    def _arrays_of(self, batch: Any) -> Any:
+        """Return the arrays of a batch."""
         arrays: Any = batch.data if isinstance(batch, FeedBatch) else batch
         check_alive("batch", arrays)
         count = self._options.device_iterations
@@ -128,8 +143,6 @@ class Arguments:
                     f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
                     f"its first dim must be device_iterations={count}"
                 )
-        if isinstance(batch, FeedBatch) and batch.updates < count:
-            return jax.tree.map(lambda leaf: leaf[: batch.updates], arrays)
         return arrays
 
     def _of_one_update(self, batch: Any) -> Any:

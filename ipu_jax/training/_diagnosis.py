@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax._instances import on_host
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.options import TrainOptions
 from ipu_jax.pipeline import Pipeline
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 from ipu_jax.training._loss_scale import current_scale
 from ipu_jax.training._probes import ProbedPipeline, float_names, run_probed_function
 from ipu_jax.training.nonfinite import Flags, NonFinite, StageFlags, first_nonfinite, no_flags
@@ -38,7 +38,7 @@ class Diagnosis:
         self._model, self._options, self._random = model, options, random
         self._program = jax.jit(self._run)
 
-    @_beacon.during(Phase.BUSY, "finding what was not finite", _beacon.LONG)
+    @beacons.during(Phase.BUSY, "finding what was not finite", beacons.LONG)
     def find(self, state: TrainState, batch: Any, step: int) -> NonFinite | None:
         """Return the first value that is not finite in an update, or None if there is none.
 

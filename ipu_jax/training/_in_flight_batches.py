@@ -29,11 +29,13 @@ class _Call:
     Attributes:
         first: the number of updates before it, int32.
         batch: its batch.
+        made: which of its updates were made.
         numbers: `StepOutputs.nonfinite` of it.
     """
 
     first: Any
     batch: Any
+    made: range
     numbers: Any
 
 
@@ -49,9 +51,9 @@ class BatchesInFlight:
         self._options, self._find = options, find
         self._calls: collections.deque[_Call] = collections.deque()
 
-    def add(self, first: Any, batch: Any, numbers: Any) -> None:
+    def add(self, first: Any, batch: Any, made: range, numbers: Any) -> None:
         """Remember a call that was just dispatched."""
-        self._calls.append(_Call(first, batch, numbers))
+        self._calls.append(_Call(first, batch, made, numbers))
 
     def settle(self, state: TrainState, keep: int) -> None:
         """Read the outcome of all calls but the last `keep`, and forget their batches.
@@ -73,12 +75,12 @@ class BatchesInFlight:
         """Warn of the updates of a call with these numbers, and raise if it has the one that stopped the state."""
         limit, before, first = limit_of(self._options), int(state.step), int(call.first)
         several = self._options.device_iterations > 1
-        last = first + (jax.tree.leaves(call.batch)[0].shape[0] if several else 1)
+        last = first + len(call.made)
         stopped = int(state.nonfinite) >= limit
         # the outputs may name an earlier one in its place
         stops = before + 1 if stopped and first <= before < last else None
         for number in sorted(numbers if stops is None else {number for number in numbers if number < stops} | {stops}):
-            batch = _update_of(call.batch, number - 1 - first) if several else call.batch
+            batch = _update_of(call.batch, call.made.start + number - 1 - first) if several else call.batch
             found = self._find(state, batch, number)
             # if no later update was made, the state is still the one before it
             is_same = number > before + stopped - int(state.nonfinite)

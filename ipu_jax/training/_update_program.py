@@ -45,45 +45,43 @@ class Iteration:
         self.model, self.options, self.update, self.random = model, options, update, random
         self._learning_rate = learning_rate_in(update)
 
-    def run(self, state: TrainState, batch: Any, *, stacked: bool) -> tuple[TrainState, StepOutputs]:
-        """Run all updates of a call.
+    def run(
+        self, state: TrainState, batch: Any, updates: tuple[Any, Any], *, stacked: bool
+    ) -> tuple[TrainState, StepOutputs]:
+        """Run the updates of a call.
 
         Args:
             state: this IPU's blocks.
-            batch: leaves ([updates,] 1, M, ...), this replica's; at most `device_iterations` updates.
-            stacked: whether outputs have a leading dim of updates.
+            batch: leaves ([updates,] 1, M, ...), this replica's.
+            updates: the first update of the batch that is made, and the one after the last, int32 (), the same on all
+                IPUs; not looked at if `device_iterations` is 1.
+            stacked: whether outputs have a leading dim, one row per `options.every` updates. Rows of updates that are
+                not made are zeros.
         """
         options = self.options
         if options.device_iterations == 1:
             return self.one(state, jax.tree.map(lambda leaf: leaf[0], batch))
         batch = jax.tree.map(lambda leaf: leaf[:, 0], batch)
-        if stacked and options.every == 1:
-            return lax.scan(self.one, state, batch)
 
-        def keep_last(carry: Any, batch: Any) -> tuple[Any, None]:
-            state, before = carry
-            state, outputs = self.one(state, batch)
-            nonfinite = first_of(before.nonfinite, outputs.nonfinite)
-            if options.outputs == "sum":
-                outputs = jax.tree.map(jnp.add, before, outputs)
-            return (state, dataclasses.replace(outputs, nonfinite=nonfinite)), None
+        def update(i: Any, carry: tuple[TrainState, StepOutputs]) -> tuple[TrainState, StepOutputs]:
+            state, rows = carry
+            state, outputs = self.one(state, jax.tree.map(lambda leaf: leaf[i], batch))
+            row = i // options.every
+            if options.every > 1:  # the row of several updates
+                before = jax.tree.map(lambda leaf: leaf[row], rows)
+                nonfinite = first_of(before.nonfinite, outputs.nonfinite)
+                if options.outputs == "sum":
+                    outputs = jax.tree.map(jnp.add, before, outputs)
+                outputs = dataclasses.replace(outputs, nonfinite=nonfinite)
+            return state, jax.tree.map(lambda leaf, value: leaf.at[row].set(value), rows, outputs)
 
-        def every(state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
-            return lax.scan(keep_last, (state, blank), batch)[0]
-
-        # outputs that were not asked for are never stacked
         first = jax.tree.map(lambda leaf: leaf[0], batch)
-        blank = jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), jax.eval_shape(self.one, state, first)[1])
-        if not stacked:
-            return every(state, batch)
-        count = jax.tree.leaves(batch)[0].shape[0]
-        whole = count - count % options.every
-        groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, options.every, *leaf.shape[1:]), batch)
-        state, outputs = lax.scan(every, state, groups)
-        if whole == count:
-            return state, outputs
-        state, last = every(state, jax.tree.map(lambda leaf: leaf[whole:], batch))
-        return state, jax.tree.map(lambda several, one: jnp.concatenate([several, one[None]]), outputs, last)
+        like = jax.eval_shape(self.one, state, first)[1]
+        count_of_rows = options.device_iterations // options.every
+        # outputs that were not asked for are never stacked
+        rows = jax.tree.map(lambda leaf: jnp.zeros((count_of_rows, *leaf.shape), leaf.dtype), like)
+        state, rows = lax.fori_loop(*updates, update, (state, rows))
+        return state, rows if stacked else jax.tree.map(lambda leaf: leaf[0], rows)
 
     def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         """Run one update; batch leaves are (M, ...)."""

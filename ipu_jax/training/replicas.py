@@ -22,10 +22,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ipu_jax._checks import check_count
 from ipu_jax._instances import on_host, put, spans_instances
 from ipu_jax._keys import is_one_key
-from ipu_jax._recording import count_samples
 from ipu_jax.devices import REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.pipeline import Pipeline
+from ipu_jax.processes.jax_facts import count_samples
 from ipu_jax.training._accumulate import accumulate, accumulate_gradients
 from ipu_jax.weights.arguments import check_alive, check_batch
 

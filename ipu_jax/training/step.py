@@ -11,23 +11,25 @@ gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> r
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
-from ipu_jax._recording import count_samples
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.devices import REPLICA_AXIS, InFlight
 from ipu_jax.optimizer.extra_arguments import check_arguments
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
+from ipu_jax.processes.jax_facts import count_samples
 from ipu_jax.training._arguments import Arguments
 from ipu_jax.training._average import with_average
 from ipu_jax.training._diagnosis import Diagnosis
@@ -106,6 +108,16 @@ class TrainStep:
         self._batches = None if options.on_nonfinite is None else BatchesInFlight(options, self._diagnosis.find)
 
     @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of replicas (and IPUs) that a `Feed` sends batches to."""
+        return self.model.mesh
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Return M, the micro-batches of an update on each replica."""
+        return self.model.options.gradient_accumulation
+
+    @property
     def placement(self) -> Placement:
         """Return what places this step's states, for checkpoints."""
         return self._placement
@@ -118,7 +130,7 @@ class TrainStep:
 
     # state
 
-    @_beacon.during(Phase.BUSY, "placing the state", _beacon.LONG)
+    @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
     def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
         """Place whole weights, and the optimizer's first state for them, on the IPUs.
 
@@ -135,7 +147,7 @@ class TrainStep:
             raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
         return self._placement.first(params, stages, self._arguments.key_for_state(key))
 
-    @_beacon.during(Phase.BUSY, "placing the state", _beacon.LONG)
+    @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
     def restore(self, whole: dict[str, Any]) -> TrainState:
         """Return the state to continue with from what `whole` returned.
 
@@ -155,7 +167,7 @@ class TrainStep:
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
         return self._placement.placed(whole)
 
-    @_beacon.during(Phase.BUSY, "gathering the state", _beacon.LONG)
+    @beacons.during(Phase.BUSY, "gathering the state", beacons.LONG)
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.
 
@@ -174,8 +186,10 @@ class TrainStep:
 
     # the call
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
-        """Make `device_iterations` weight updates.
+    def __call__(
+        self, state: TrainState, batch: Any, *, updates: int | range | None = None
+    ) -> tuple[TrainState, StepOutputs]:
+        """Make `device_iterations` weight updates, or some of them with the same program.
 
         Communicates what the model communicates, and per update one psum of all gradients over the replicas; or, with
         `shard_optimizer`, one psum_scatter of gradients and one all_gather of weights per bucket.
@@ -184,10 +198,12 @@ class TrainStep:
             state: from `init` or the previous call. Its buffers are reused, and it can't be used afterwards, unless
                 the options say `donate=False`.
             batch: leaves (device_iterations, replicas, M, micro-batch, ...), without those of the first two dims that
-                are 1; or the `FeedBatch` of such a `Feed`. If only some of its updates have real examples, only these
-                are made (a program of its own, compiled once for each number of updates). Rows that fill an update up
-                are rows like any other here: have the model count them as 0, and the options be `weighted=True`.
-                Across several instances, arrays that are not a `Feed`'s are the whole batch, the same on each instance.
+                are 1; or the `FeedBatch` of a `Feed`. Rows that fill an update up are rows like any other here:
+                have the model count them as 0, and the options be `weighted=True`. Across several instances, arrays
+                that are not a `Feed`'s are the whole batch, the same on each instance.
+            updates: how many of the batch's updates are made, the first ones; or a range of them, counted from 0. By
+                default those of a `FeedBatch` that have real examples, and otherwise all. They are an argument of the
+                compiled program: another number compiles nothing.
 
         Returns:
             The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.
@@ -199,21 +215,20 @@ class TrainStep:
                 dispatched, so the state stays usable. Under "skip", a skipped update of an earlier call gives a
                 `NonFiniteLossWarning`.
         """
-        batch = self._arguments.batch_of_call(state, batch)
+        batch, made = self._arguments.batch_of_call(state, batch, updates)
         batches = None if isinstance(state.step, Tracer) else self._batches
         if batches is not None:
             batches.settle(state, keep=self._window.limit)
         self._window.begin((state, batch))
         with ShortTracebacks():
-            state, outputs, *before = self._program(state, batch)
-        several = self.options.device_iterations > 1
-        self._window.admit(
-            outputs.loss,
-            updates=jax.tree.leaves(batch)[0].shape[0] if several else 1,
-            samples=count_samples(batch, 2 + several + (self.model.replicas > 1)),
-        )
+            state, outputs, *before = self._program(state, batch, (np.int32(made.start), np.int32(made.stop)))
+        k = self.options.device_iterations
+        samples = count_samples(batch, 2 + (k > 1) + (self.model.replicas > 1)) * len(made) // k
+        self._window.admit(outputs.loss, updates=len(made), samples=samples)
         if batches is not None:
-            batches.add(before[0], batch, outputs.nonfinite)
+            batches.add(before[0], batch, made, outputs.nonfinite)
+        if self._is_stacked and len(made) < k:
+            outputs = _rows(outputs, made.start // self.options.every, -(-made.stop // self.options.every))
         return state, outputs
 
     def check(self, state: TrainState) -> None:
@@ -298,25 +313,32 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""
-        return self._program.lower(state, self._arguments.batch_of_call(state, batch))
+        batch, made = self._arguments.batch_of_call(state, batch)
+        return self._program.lower(state, batch, (np.int32(made.start), np.int32(made.stop)))
 
-    def _run(self, state: TrainState, batch: Any) -> Any:
+    @property
+    def _is_stacked(self) -> bool:
+        """Return whether outputs have a leading dim of updates."""
+        several = self.options.device_iterations > 1
+        return several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
+
+    def _run(self, state: TrainState, batch: Any, updates: Any) -> Any:
         """Return the new state and the outputs; and under `on_nonfinite`, the number of updates before the call."""
         before = state.step
         several, alone = self.options.device_iterations > 1, self.model.replicas == 1
         if alone:  # the mapped program has a replica axis even for one replica
             batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, int(several)), batch)
         of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
-        stacked = several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
+        stacked = self._is_stacked
         of_aux = PartitionSpec(*[None] * stacked, REPLICA_AXIS)
         of_outputs = StepOutputs(
             WHOLE, of_aux, WHOLE, gradient_norm=WHOLE, parameter_norm=WHOLE, learning_rate=WHOLE, nonfinite=WHOLE
         )
         of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
         iteration = Iteration(self.model, self.options, update, random=self.random)
-        program = lambda state, batch: iteration.run(state, batch, stacked=stacked)  # noqa: E731
-        mapped = on_ipus(self.model, program, in_specs=(of_state, of_batch), out_specs=(of_state, of_outputs))
-        state, outputs = mapped(state, batch)
+        program = lambda state, batch, updates: iteration.run(state, batch, updates, stacked=stacked)  # noqa: E731
+        in_specs, out_specs = (of_state, of_batch, WHOLE), (of_state, of_outputs)
+        state, outputs = on_ipus(self.model, program, in_specs=in_specs, out_specs=out_specs)(state, batch, updates)
         if alone:
             aux = jax.tree.map(lambda leaf: jnp.squeeze(leaf, int(stacked)), outputs.aux)
             outputs = dataclasses.replace(outputs, aux=aux)
@@ -331,3 +353,8 @@ class TrainStep:
             return program(params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
         return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # an array of several instances can be sliced in a program only
+def _rows(outputs: StepOutputs, first: int, stop: int) -> StepOutputs:
+    return jax.tree.map(lambda leaf: leaf[first:stop], outputs)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ipu_jax._instances import gathered
+from ipu_jax.replacing import replacing
 from ipu_jax.weight_files import _npz, _safetensors
-from ipu_jax.weight_files._replacing import replacing
 from ipu_jax.weight_files._tensors import TensorInfo
 from ipu_jax.weight_files._whole import whole_leaves
 

@@ -1,4 +1,4 @@
-"""Find an instance that has ended its program, with status 0, while another one still needs it: pure rules.
+"""Find an instance that ended its program with status 0 while another one still needs it: pure rules.
 
 All instances make the same steps and meetings, in one order, and a beacon counts those that need everybody: how many
 were begun, and for how many this instance has done its part.
@@ -17,8 +17,8 @@ import dataclasses
 import math
 from typing import Final
 
-from ipu_jax._beacon import Phase
 from ipu_jax.distributed.launcher.events import Beat, Progress
+from ipu_jax.processes.beacons import Phase
 
 PATIENCE: Final = 1.2
 """Seconds that an instance waits in a way that is not counted, until another that has ended is taken for the reason."""
@@ -31,7 +31,7 @@ class EarlyEnd:
     Attributes:
         instance, other: their numbers.
         status: the exit status of the first; None if it still waits for the others.
-        finished: the steps that the first had finished; None if it has told of none.
+        finished: the steps that the first had finished; None if it has reported none.
         doing: what the other one does.
     """
 
@@ -72,7 +72,7 @@ class Ends:
         return None
 
     def needed_by(self, other: int, now: float) -> EarlyEnd | None:
-        """Return the instance that one needs in vain, or needed when it failed; None if there is none."""
+        """Return the ended instance that `other` waits for, or waited for when it failed; None if there is none."""
         progress = self._progress.get(other)
         if progress is None:
             return None
@@ -115,11 +115,11 @@ def _doing(progress: Progress) -> str:
     return f"trains, in step {progress.begun}"
 
 
-def told(early: EarlyEnd, host: str, pid: int) -> list[str]:
+def lines_about(early: EarlyEnd, host: str, pid: int) -> list[str]:
     """Return the lines that describe it.
 
     >>> end = EarlyEnd(0, 1, None, 5, "trains, in step 6")
-    >>> print(*told(end, "here", 77), sep="\\n")  # doctest: +ELLIPSIS
+    >>> print(*lines_about(end, "here", 77), sep="\\n")  # doctest: +ELLIPSIS
     instance 0 (host here, pid 77) ended its program after step 5, while instance 1 still trains, in step 6
       all instances must make the same steps and calls: look for what ends one of them early, such as ...
     """

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
 from ipu_jax.distributed.environment import THREADS
 from ipu_jax.distributed.launcher import watcher
 from ipu_jax.distributed.launcher.events import (
@@ -42,6 +40,8 @@ from ipu_jax.distributed.launcher.events import (
 )
 from ipu_jax.distributed.launcher.host import STACKS_WITHIN
 from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 
 BEAT_EVERY: Final = 0.2
 """Seconds between two looks at a beacon."""
@@ -107,7 +107,7 @@ class LocalHost:
                 if not bind or self._reserved is not None:
                     self._waiting.append(Ready(free_port(bind, found)))
                     return
-            self._waiting.append(Refused(f"port {port} on {self.name} is that of another run of poprun"))
+            self._waiting.append(Refused(f"port {port} on {self.name} belongs to another run of poprun"))
         except OSError as error:
             self._let_go_of_the_port()
             what = f"port {port}" if port else "a port"
@@ -216,7 +216,7 @@ class LocalHost:
 
     def _pid_of(self, instance: _Instance) -> int:
         """Return the process that steps, which may be a child of the one that was started."""
-        reading = _beacon.read(self._path("beacon", instance.number))
+        reading = beacons.read(self._path("beacon", instance.number))
         return instance.process.pid if reading is None else reading.pid
 
     def _outputs(self, instance: _Instance, most: int = _AT_ONCE) -> list[Event]:
@@ -254,7 +254,7 @@ class LocalHost:
         ]
 
     def _beat(self, instance: _Instance) -> list[Event]:
-        reading = _beacon.read(self._path("beacon", instance.number))
+        reading = beacons.read(self._path("beacon", instance.number))
         pid = instance.process.pid if reading is None else reading.pid
         letter = letter_of(pid)
         if pid != instance.process.pid and letter_of(instance.process.pid) == "T":

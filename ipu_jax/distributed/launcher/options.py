@@ -17,16 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ipu_jax._cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
-from ipu_jax.tools.command_line import MOST_IPUS, Parser, number_that, shown, whole_number
 
 GRACE: Final = 1.5
 _DESCRIPTION: Final = (
     "Start a program as several host processes (instances) that share replicas and IPUs, show what they print, and end "
     "them all, with the reason, when one fails or is stuck."
 )
-_EPILOG: Final = "The options end at the first word that is none, or at --. docs/poprun.md tells more."
+_EPILOG: Final = "The options end at the first word that is none, or at --. docs/instances.md tells more."
 _TRUE: Final = ("yes", "true", "on", "1")
 _FALSE: Final = ("no", "false", "off", "0")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -25,8 +25,8 @@ import math
 import statistics
 from typing import Final
 
-from ipu_jax._beacon import Phase
 from ipu_jax.distributed.launcher.events import Beat, Progress
+from ipu_jax.processes.beacons import Phase
 
 LEAST: Final = 5.0
 """Seconds without a finished step that are never too many."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ipu_jax.distributed.launcher import report
-from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends, told
+from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends, lines_about
 from ipu_jax.distributed.launcher.events import (
     FULL,
     Beat,
@@ -295,7 +295,7 @@ class Attempt:
 
     def _told_of(self, early: EarlyEnd) -> list[str]:
         lines = self._display.tail(early.instance) or self._display.tail(early.instance, "stdout")
-        said = told(early, self._host_of(early.instance).name, self._pids[early.instance])
+        said = lines_about(early, self._host_of(early.instance).name, self._pids[early.instance])
         return [*said, *report.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:

@@ -17,6 +17,7 @@ from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 
 N, K, D, E, G, V = 3, 6, 8, 10, 7, 9  # V columns on 2 IPUs: 5 and 4
 M = 2
+LAYERS = 3
 FLOAT = 4  # bytes
 
 
@@ -147,6 +148,51 @@ def test_the_working_set_by_hand():
     assert found.working_set == FLOAT * last_b
 
 
+# half types inside a stage
+
+X, H = 2 * N * D, 2 * N * E  # bytes of a half input, and of what is between the products
+DOTS, EVERYTHING = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable
+
+
+def half_inside(w, x, mb):
+    """Compute two products in a half type, of weights in float32."""
+    h = (mb if x is None else x).astype("bfloat16") @ w["up"].astype("bfloat16")
+    return (jnp.sin(h) @ w["down"].astype("bfloat16")).astype("float32")
+
+
+def half_layers(w, x, mb):
+    return lax.scan(lambda h, layer: (half_inside(layer, h, None), None), mb if x is None else x, w)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "recompute", "first", "second"),
+    [
+        # the half input, sin(h) and cos(h)
+        (half_inside, "none", X + 2 * H, X + 2 * H),
+        (half_inside, EVERYTHING, X + 2 * H, X + 2 * H),
+        # h, from which sin and cos follow; the first stage's half input follows from the batch
+        (half_inside, "auto", H, X + H),
+        # the results of products, and the input, which is float32
+        (half_inside, DOTS, H, 2 * X + H),
+        (half_inside, "all", 0, 2 * X),
+        # per layer h and the half input
+        (half_layers, "auto", LAYERS * (X + H), LAYERS * (X + H)),
+        (half_layers, DOTS, LAYERS * (X + H), LAYERS * (X + H) + 2 * X),
+        (half_layers, "all", 0, 2 * X),
+    ],
+)
+def test_no_half_copy_of_the_weights_is_stashed(fn, recompute, first, second):
+    """The copies follow from the weights alone, of which there is one for all micro-batches."""
+    stages = [Stage(fn, params=name, ipu=k, recompute=recompute) for k, name in enumerate("ab")]
+    stages.append(Stage(lambda p, x, mb: jnp.mean(x), ipu=1))
+    pipeline = Pipeline(stages, gradient_accumulation=M, schedule="gpipe")
+    lead = () if fn is half_inside else (LAYERS,)
+    weights = {"up": np.ones((*lead, D, E), np.float32), "down": np.ones((*lead, E, D), np.float32)}
+    params = pipeline.shard({name: weights for name in "ab"})
+    found = pipeline.report(params, jax.ShapeDtypeStruct((M, N, D), "float32"), compile=False)
+    assert [part.stash for part in found.ipus] == [M * first, M * second]  # gpipe keeps all micro-batches
+
+
 # keys
 
 
@@ -170,9 +216,6 @@ def test_a_key_that_is_folded_again_is_not_kept():
     assert [part.stash for part in found.ipus] == [0, M * FLOAT * N * D], (
         "a stage's input; the first one's is the batch"
     )
-
-
-LAYERS = 3
 
 
 def noisy_layers(w, x, mb, *, key):

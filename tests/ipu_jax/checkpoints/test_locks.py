@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ipu_jax import CheckpointError, Checkpoints
-from ipu_jax._processes import own_identity
 from ipu_jax.checkpoints import _lock
 from ipu_jax.checkpoints._lock import Lock
+from ipu_jax.processes.identity import own_identity
 from support.killed_saves import restored, state_of, step_of
 
 ROOT = Path(__file__).parents[3]

@@ -1,12 +1,15 @@
 """Test that a training that is stopped and resumed is the one that was not, also on other IPUs."""
 
+import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ipu_jax import Checkpoints
-from support import resumed
+from support import across, resumed
 from support.resumed import TOPOLOGIES
 from support.trained import quick_compiles
 
@@ -64,6 +67,52 @@ def test_every_topology_restores_the_same_bits(stopped, name):
     found = restored(folder, step)
     assert found.topology == ("same" if name in ("basic", "other schedule") else "other")
     assert not bitwise(resumed.plain(step, found.state), at_8)
+
+
+def with_other_values(state: Any) -> Any:
+    """Return a state in which no leaf has the value that a new state has, and no two elements are alike."""
+    leaves, treedef = jax.tree.flatten(state)
+
+    def other(number: int, leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(100 + number), leaf.sharding)
+        values = 100 * number + np.arange(1, leaf.size + 1).reshape(leaf.shape)
+        return jax.device_put(jnp.asarray(values, leaf.dtype), leaf.sharding)
+
+    drawn = jax.tree.unflatten(treedef, [other(number, leaf) for number, leaf in enumerate(leaves)])
+    return dataclasses.replace(drawn, nonfinite=jax.device_put(jnp.int32(1), state.nonfinite.sharding))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("basic", "basic"),
+        ("two replicas", "two replicas"),
+        ("concurrent", "other schedule"),
+        ("basic", "two replicas"),
+        ("two replicas", "concurrent, four IPUs"),
+    ],
+)
+def test_no_leaf_of_a_state_is_lost(tmp_path, before, after):
+    """Save weights, optimizer, stages' state, both numbers of the scale, step, key and average, all unlike new ones."""
+    one, other = (resumed.step_for(TOPOLOGIES[name], on_nonfinite="skip", max_skips=3) for name in (before, after))
+    new = resumed.first_state(one)
+    state = with_other_values(new)
+    unchanged = [name for name, value in named(new).items() if np.array_equal(value, named(state)[name])]
+    assert not unchanged
+    with Checkpoints(tmp_path, one) as checkpoints:
+        checkpoints.save(state, now=True)
+    found = restored(tmp_path, other).state
+    assert not bitwise(resumed.plain(other, found), resumed.plain(one, state))
+    assert not bitwise(resumed.plain(other, other.restore(one.whole(state))), resumed.plain(one, state))
+    assert int(found.nonfinite) == 0  # the one leaf that is not saved
+    if before == after:
+        assert bitwise(named(found), named(state)) == [".nonfinite"]
+
+
+def named(state: Any) -> Any:
+    """Return all arrays of a state as they lie on the IPUs, by name."""
+    return across.named("", state)
 
 
 @pytest.mark.slow

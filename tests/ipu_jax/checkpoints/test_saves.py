@@ -15,10 +15,11 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, DynamicScale, TrainOptions, _beacon, _compilations, make_train_step
+from ipu_jax import CheckpointError, Checkpoints, DynamicScale, TrainOptions, make_train_step
 from ipu_jax.checkpoints import _due, _seal
 from ipu_jax.checkpoints._due import Due
 from ipu_jax.checkpoints._store import Store
+from ipu_jax.processes import beacons, jax_facts
 from support import resumed
 from support.harness import exactly
 from support.refusals import refused
@@ -100,6 +101,44 @@ def test_only_the_last_ones_are_kept(tmp_path):
     assert checkpoints.last == 4
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize(
+    ("saves", "keep", "kept"),
+    [
+        ([100, 300, 150], 3, [150, 300, 100]),
+        ([100, 300, 150], 1, [150]),
+        ([100, 300, 150, 200], 2, [200, 150]),
+        ([9, 10, 2], 2, [2, 10]),
+        ([5, 6, 5], 3, [5, 6]),
+        ([5, 6, 7, 5], 2, [5, 7]),
+        ([3, 0], 3, [0, 3]),
+    ],
+)
+def test_the_last_checkpoint_is_what_was_saved_last_whatever_its_step(tmp_path, saves, keep, kept, is_resumed):
+    """Each save has its own weights. Resumed: another program makes each, and resumed the first of all by its path."""
+    step = step_of(optax.sgd(0.1))
+    like = step.init(WEIGHTS)
+    whole, first = step.whole(like), tmp_path / f"step-{saves[0]}"
+    for program in [[number] for number in range(len(saves))] if is_resumed else [range(len(saves))]:
+        with Checkpoints(tmp_path, step, keep=keep) as checkpoints:
+            if first.exists():
+                checkpoints.restore(like, resume=first)
+            for number in program:
+                weights = {**WEIGHTS, "b": np.full(2, number, np.float32)}
+                checkpoints.save(step.restore({**whole, "params": weights, "step": saves[number]}), now=True)
+                checkpoints.wait()
+                assert checkpoints.last == saves[number]
+    assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{each}" for each in kept}
+    with Checkpoints(tmp_path, step) as checkpoints:
+        for rank, each in enumerate(kept):
+            found = checkpoints.restore(like, resume="must")
+            assert found is not None
+            last = max(number for number, at in enumerate(saves) if at == each)
+            assert (found.step, found.state.params["b"].tolist()) == (each, [last, last])
+            if rank + 1 < len(kept):  # without this one, the one that was saved before it is the last
+                found.path.rename(tmp_path / f"elsewhere {rank}")
+
+
 def test_a_call_that_saves_nothing_waits_for_nothing(tmp_path):
     """It neither reads the state, whose step may not have run yet, nor writes."""
     step = step_of()
@@ -175,6 +214,42 @@ def test_the_users_data_and_the_feeds_position_come_back(tmp_path):
         found = checkpoints.restore(state)
     assert found is not None
     assert (found.extra, found.feed) == (extra, position)
+
+
+POSITION, EXTRA = {"epoch": 1, "position": 3}, {"rate": 0.1, "flags": ["a", {"b": None}], "on": 1}
+
+
+@pytest.mark.parametrize(
+    ("position", "extra", "is_written"),
+    [
+        ({"position": 3, "epoch": 1}, {"on": 1, "flags": ["a", {"b": None}], "rate": 0.1}, False),
+        ({"epoch": 1, "position": 4}, EXTRA, True),
+        ({"epoch": 2, "position": 3}, EXTRA, True),
+        ({"epoch": 1}, EXTRA, True),
+        (None, EXTRA, True),
+        (POSITION, {**EXTRA, "rate": 0.2}, True),
+        (POSITION, {**EXTRA, "flags": ["a", {"b": False}]}, True),
+        (POSITION, {**EXTRA, "on": True}, True),
+        (POSITION, {**EXTRA, "on": 1.0}, True),
+        (POSITION, {**EXTRA, "more": 1}, True),
+        (POSITION, [EXTRA], True),
+        (POSITION, None, True),
+        (None, None, True),
+    ],
+)
+def test_the_same_state_with_another_position_or_extra_is_written_anew(tmp_path, position, extra, is_written):
+    step = step_of()
+    state = step.init(WEIGHTS)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        assert checkpoints.save(state, POSITION, extra=EXTRA, now=True)
+        checkpoints.wait()
+        first = _seal.read_seal(tmp_path / "step-0")["number"]
+        assert checkpoints.save(state, position, extra=extra, now=True)
+    assert _seal.read_seal(tmp_path / "step-0")["number"] == first + is_written
+    with Checkpoints(tmp_path, step) as checkpoints:
+        found = checkpoints.restore(state)
+    assert found is not None
+    assert (found.feed, found.extra) == (position, extra)
 
 
 def test_empty_arrays_and_keys_of_an_optimizer_are_restored(tmp_path):
@@ -343,36 +418,36 @@ def test_an_error_in_the_last_save_is_raised_at_the_end(tmp_path, monkeypatch):
 
 
 def test_the_launcher_is_told_that_a_save_is_no_stuck_step(tmp_path, monkeypatch):
-    from ipu_jax import _beacon
+    from ipu_jax.processes import beacons
 
     run = tmp_path / "run"
     run.mkdir()
-    beacon = _beacon.Beacon(run / "beacon.0")
-    beacon.enter(_beacon.Phase.STEPPING)
-    monkeypatch.setattr(_beacon, "current", lambda: beacon)
+    beacon = beacons.Beacon(run / "beacon.0")
+    beacon.enter(beacons.Phase.STEPPING)
+    monkeypatch.setattr(beacons, "current", lambda: beacon)
     seen = []
     begin = Store.begin
     monkeypatch.setattr(
-        Store, "begin", lambda self, *a: (seen.append((beacon.phase, _beacon.read(run / "beacon.0"))), begin(self, *a))
+        Store, "begin", lambda self, *a: (seen.append((beacon.phase, beacons.read(run / "beacon.0"))), begin(self, *a))
     )
     step = step_of()
     with warnings.catch_warnings(), Checkpoints(tmp_path / "c", step) as checkpoints:
         checkpoints.save(step.init(WEIGHTS), now=True)
     ((phase, reading),) = seen
-    assert phase is _beacon.Phase.BUSY
+    assert phase is beacons.Phase.BUSY
     assert (reading.label, reading.limit) == ("beginning a save", 600.0)
-    assert beacon.phase is _beacon.Phase.STEPPING
+    assert beacon.phase is beacons.Phase.STEPPING
 
 
 def test_a_save_is_no_compilation_for_poprun(tmp_path, monkeypatch):
     """Finding shapes traces a function: the beacon would say COMPILING until the next step, for which it may wait."""
-    beacon = _beacon.Beacon(tmp_path / "beacon")
-    monkeypatch.setattr(_beacon, "current", lambda: beacon)
+    beacon = beacons.Beacon(tmp_path / "beacon")
+    monkeypatch.setattr(beacons, "current", lambda: beacon)
     phases = []
     monkeypatch.setattr(
         beacon, "enter", lambda phase, *rest: phases.append(phase) or type(beacon).enter(beacon, phase, *rest)
     )
-    listener = _compilations._Compilations(beacon)
+    listener = jax_facts._Compilations(beacon)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         step = step_of()
@@ -384,5 +459,5 @@ def test_a_save_is_no_compilation_for_poprun(tmp_path, monkeypatch):
             checkpoints.save(step.restore({**step.whole(state), "step": 1}), now=True)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
-    assert _beacon.Phase.BUSY in phases
-    assert _beacon.Phase.COMPILING not in phases
+    assert beacons.Phase.BUSY in phases
+    assert beacons.Phase.COMPILING not in phases

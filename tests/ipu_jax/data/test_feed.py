@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax import Feed, FeedTimeoutError, Pipeline, Stage, make_mesh, normalise
 from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import Prefetcher
+from support.harness import exactly
 
 ROOT = Path(__file__).parents[3]
 N = 101
@@ -81,7 +82,7 @@ def test_batches_are_those_of_a_plain_loop(replicas, ipus, iterations, lead, spe
     per_batch = 6 * replicas * iterations
     expected = [dense(source, lead=lead, per_batch=per_batch, epoch=epoch, seed=4) for epoch in (0, 1)]
     with Feed(source, mesh=mesh, micro_batch=2, prefetch=prefetch, workers=workers, **options) as feed:
-        assert feed.batches_per_epoch == len(expected[0])
+        assert len(feed) == len(expected[0])
         found = list(feed)
         assert [batch.epoch for batch in found] == [0] * len(expected[0]) + [1] * len(expected[1])
         for batch, wanted in zip(found, itertools.chain(*expected), strict=True):
@@ -383,6 +384,38 @@ def test_what_cannot_be_is_refused_in_one_line(options, message):
     assert str(refused.value) == message
 
 
+OWN = {"examples": 100, "seed": 5, "shuffle": 1}  # of the feed that is given the states below
+
+
+@pytest.mark.parametrize(("epoch", "position"), [(0, 0), (0, 40), (3, 0), (3, 100)])
+@pytest.mark.parametrize(
+    ("name", "given"), [("examples", 101), ("examples", 1000), ("seed", 0), ("seed", 6), ("shuffle", 0)]
+)
+def test_a_state_of_another_order_is_refused_by_name_wherever_it_is(name, given, epoch, position):
+    """Also at the start of an epoch and behind its end. A feed of the state's own order takes each of them."""
+
+    def feed_of(order, state):
+        return Feed(
+            numbers(order["examples"]),
+            mesh=make_mesh(1, 1),
+            micro_batch=2,
+            seed=order["seed"],
+            shuffle=bool(order["shuffle"]),
+            state=state,
+        )
+
+    other = OWN | {name: given}
+    for mine, theirs in ((OWN, other), (other, OWN)):
+        state = {"epoch": epoch, "position": position, **theirs}
+        message = (
+            f"state is of {name}={theirs[name]}, but the feed has {name}={mine[name]}: its order is another one, and "
+            "examples would be lost or read twice"
+        )
+        with pytest.raises(ValueError, match=exactly(message)):
+            feed_of(mine, state)
+        feed_of(theirs, state).close()
+
+
 def test_a_mesh_without_replicas_is_refused():
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     with pytest.raises(ValueError, match=r"^mesh has axes \('data',\), none is 'replica': make it with make_mesh\("):
@@ -493,16 +526,3 @@ def test_two_processes_fill_one_mesh():
         assert of_other == (
             f"instance={1 - me}, but process {me} is instance {me} of the mesh: give that, or leave it out"
         )
-
-
-def test_the_old_name_of_remainder_works_and_says_so():
-    source, options = numbers(), {"mesh": make_mesh(1, 1), "micro_batch": 3, "prefetch": 0}
-    with pytest.warns(DeprecationWarning, match=r"\AFeed\(last=\) is called remainder= now\Z"):
-        old = Feed(source, last="wrap", **options)
-    assert len(list(itertools.islice(old.epoch(), 9))) == len(
-        list(itertools.islice(Feed(source, remainder="wrap", **options).epoch(), 9))
-    )
-    with pytest.raises(
-        ValueError, match=r"\Alast='pad' and remainder='wrap' are two names of one thing: give remainder\Z"
-    ):
-        Feed(source, last="pad", remainder="wrap", **options)

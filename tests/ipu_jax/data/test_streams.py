@@ -123,10 +123,10 @@ def test_an_epoch_ends_and_the_next_one_begins():
         feed.seek(1)
         assert real(next(feed))[0] == 100
         with pytest.raises(
-            ValueError,
+            TypeError,
             match=exactly("a stream does not say how many batches an epoch has: count those that feed.epoch() yields"),
         ):
-            _ = feed.batches_per_epoch
+            _ = len(feed)
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])

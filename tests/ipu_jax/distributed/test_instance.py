@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from ipu_jax import _beacon
-from ipu_jax._beacon import Phase
+from ipu_jax.processes import beacons
+from ipu_jax.processes.beacons import Phase
 from support.programs import places, run_programs
 
 ENDS = """
@@ -58,7 +58,7 @@ def test_an_instance_that_fails_ends_at_once_with_its_exit_code(tmp_path, how, c
     record = json.loads((tmp_path / "error.1.json").read_text())
     assert (record["type"], record["begun"], record["finished"]) == (kind, 3, 3)
     assert not (tmp_path / "error.0.json").exists()
-    found = _beacon.read(tmp_path / "beacon.1")
+    found = beacons.read(tmp_path / "beacon.1")
     assert found is not None
     assert found.phase is Phase.FAILED
     assert found.label.startswith(kind)
@@ -69,7 +69,7 @@ def test_instances_that_end_well_end_together_with_0(tmp_path):
     ended = run_programs(tmp_path, ENDS, places(2, run_dir=tmp_path), arguments=[["well"]] * 2)
     assert [(one.code, one.lines) for one in ended] == [(0, ["done"])] * 2, ended[0].stderr + ended[1].stderr
     for number in range(2):
-        found = _beacon.read(tmp_path / f"beacon.{number}")
+        found = beacons.read(tmp_path / f"beacon.{number}")
         assert found is not None
         assert (found.phase, found.begun, found.finished) == (Phase.ENDING, 3, 3)
 
@@ -86,8 +86,8 @@ UNCHANGED = """
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(rows)
     child = subprocess.run([sys.executable, "-c", "import jax; print(len(jax.devices()))"], capture_output=True)
     counts = jax.process_index(), jax.process_count(), jax.local_device_count()
-    from ipu_jax import _beacon
-    assert _beacon.current().phase is _beacon.Phase.SILENT  # it is not taken for a program that starts for ever
+    from ipu_jax.processes import beacons
+    assert beacons.current().phase is beacons.Phase.SILENT  # it is not taken for a program that starts for ever
     print(*counts, float(total), child.stdout.decode().strip())
 """
 
@@ -98,19 +98,20 @@ def test_an_unchanged_program_finds_its_place(tmp_path):
     assert [one.code for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     # a process that the program starts, and that does not join, is a program of its own
     assert [one.lines for one in ended] == [["0 2 3 15.0 3"], ["1 2 3 15.0 3"]]
-    found = _beacon.read(tmp_path / "beacon.1")
+    found = beacons.read(tmp_path / "beacon.1")
     assert found is not None
     assert (found.phase, found.begun) == (Phase.ENDING, 0)
 
 
 WATCHED = """
     import json, os, pathlib, signal, time
-    from ipu_jax import InFlight, _beacon, popdist
+    from ipu_jax import InFlight, popdist
+    from ipu_jax.processes import beacons
 
     popdist.init()
     import jax, jax.numpy as jnp
 
-    beacon, seen = _beacon.current(), []
+    beacon, seen = beacons.current(), []
     slow = jax.jit(lambda x: seen.append(beacon.phase.name) or sum(jnp.sin(x * k) for k in range(3)))
     window, x = InFlight(), jnp.ones(4)
     window.admit(slow(x))

@@ -1,6 +1,7 @@
-"""Test popdist where there is one instance, and what it reads from poprun's environment."""
+"""Test popdist with one instance, what it reads from poprun's environment, and the arithmetic of exchanges."""
 
 import re
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import popdist
+from ipu_jax.distributed import _trees
 from ipu_jax.distributed.environment import Place
 
 ADDRESS = "127.0.0.1:40001"
@@ -95,3 +97,98 @@ def test_an_environment_that_no_launcher_made_is_refused(monkeypatch):
     monkeypatch.setenv("IPU_JAX_INSTANCE", "0")
     with pytest.raises(ValueError, match=r"^the environment has IPU_JAX_INSTANCE, but not "):
         popdist.init()
+
+
+# the arithmetic of exchanges
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """Return a function that makes a call for each of several trees, as if each were another instance's."""
+
+    def of(call, trees):
+        sent: list[bytes] = []
+
+        def collect(what, form, payload, **options):
+            sent.append(payload)
+            return [payload]
+
+        monkeypatch.setattr(_trees, "gather", collect)
+        for tree in trees:
+            call(tree)
+        parts = list(sent)
+        hand_out = lambda *_, root=None, **options: parts if root is None else [parts[root]]  # noqa: E731
+        monkeypatch.setattr(_trees, "gather", hand_out)
+        return [call(tree) for tree in trees]
+
+    return of
+
+
+LARGE = 2**53 + 1  # the first integer that float64 does not hold
+WHOLE = {  # of each dtype, the numbers of three instances; None for Python's own
+    "above 2**53": (None, [LARGE, 2, -LARGE - 2]),
+    "counts": (None, [LARGE, LARGE, 1]),
+    "at the end of int64": ("int64", [2**62, 2**62 - 1, 0]),
+    "at the beginning of int64": ("int64", [-(2**63), 2**63 - 1, 3]),
+    "at the end of uint64": ("uint64", [2**64 - 1, 0, 0]),
+    "above int64": ("uint64", [2**63 + 1, 2**63 - 5, 3]),
+    "of 32 bits": ("int32", [2**31 - 1, -(2**31), 7]),
+    "of 32 bits without a sign": ("uint32", [2**32 - 9, 4, 4]),
+    "of 8 bits": ("int8", [127, -128, 100]),
+    "of 4 bits": ("int4", [7, -8, 3]),
+    "flags": ("bool", [True, False, True]),
+    "Python's flags": (None, [True, True, False]),
+}
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), WHOLE.values(), ids=WHOLE)
+def test_integers_of_several_instances(exchanged, dtype, numbers):
+    """By Python's own integers and fractions, which are exact."""
+    trees = [{"a": [n if dtype is None else np.array([n], dtype)]} for n in numbers]
+
+    def number(found, kind, held):
+        (leaf,) = found["a"]
+        assert type(leaf) is kind if dtype is None else leaf.dtype == held
+        return np.ravel(leaf)[0].item()
+
+    for found in exchanged(lambda tree: popdist.all_reduce(tree, "sum"), trees):
+        assert number(found, int, "int64" if dtype == "bool" else dtype) == sum(numbers)
+    mean, largest = Fraction(sum(numbers), 3), max(abs(int(n)) for n in numbers)
+    for found in exchanged(popdist.all_reduce, trees):
+        assert abs(Fraction(number(found, float, "float64")) - mean) <= Fraction(largest, 2**51)  # a few roundings
+    for root, n in enumerate(numbers):
+        for found in exchanged(lambda tree, root=root: _trees.broadcast(tree, root, seconds=1), trees):
+            assert number(found, type(n), dtype) == n
+
+
+FLOATS = {  # of three instances, and their sum, which is rounded once to the dtype
+    "a small one between large ones": ("float32", [2.0**30, 1.0, -(2.0**30)], 1.0),
+    "beyond float32 between": ("float32", [2.0**127, 2.0**127, -(2.0**127)], 2.0**127),
+    "more than bfloat16 counts": ("bfloat16", [256.0, 1.0, 1.0], 258.0),
+    "beyond float16 between": ("float16", [60000.0, 60000.0, -65504.0], 54496.0),
+    "of 8 bits": ("float8_e4m3fn", [16.0, 1.0, 1.0], 18.0),
+    "of 64 bits": ("float64", [2.0**53, 1.0, 1.0], 2.0**53),  # from the first instance to the last
+    "infinite": ("float32", [np.inf, 1.0, 2.0], np.inf),
+    "no number": ("bfloat16", [np.nan, 1.0, 2.0], np.nan),
+    "complex": ("complex64", [2.0**30 + 1j, 1.0, -(2.0**30) - 3j], 1.0 - 2j),
+    "Python's": (None, [0.1, 0.2, 0.3], 0.1 + 0.2 + 0.3),
+    "Python's complex": (None, [1j, 3.0 + 0j, 3.0 - 4j], 6.0 - 3j),
+}
+
+
+@pytest.mark.parametrize(("dtype", "numbers", "total"), FLOATS.values(), ids=FLOATS)
+def test_floats_of_several_instances(exchanged, dtype, numbers, total):
+    trees = [[n if dtype is None else np.array([n], dtype)] for n in numbers]
+    like = np.asarray(trees[0][0]).dtype
+
+    def check(found, expected):
+        assert isinstance(found, np.ndarray if dtype else type(expected))
+        assert np.asarray(found).dtype == like
+        np.testing.assert_array_equal(np.ravel(found).astype(complex), np.ravel(expected).astype(like).astype(complex))
+
+    for call, expected in ((lambda tree: popdist.all_reduce(tree, "sum"), total), (popdist.all_reduce, total / 3)):
+        for (found,) in exchanged(call, trees):
+            check(found, expected)
+    for root in range(3):
+        for (found,) in exchanged(lambda tree, root=root: _trees.broadcast(tree, root, seconds=1), trees):
+            check(found, numbers[root])

@@ -108,7 +108,7 @@ def test_after_the_block_no_grace_period_is_left():
 def test_ctrl_c_ends_a_command_inside_the_block_as_outside():
     process = started(f"""
         from ipu_jax import StopRequest
-        from ipu_jax.tools.process import run
+        from ipu_jax._cli.process import run
         def main():
             with StopRequest():
                 print("ready")

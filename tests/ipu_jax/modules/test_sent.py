@@ -262,8 +262,8 @@ def plain_parts():
 def test_an_array_that_two_stages_hold_is_refused(parts, arrays):
     message = (
         f"stages 'words' and 'head' hold the same array, {arrays}, which each of them would train by itself. If it is "
-        "one weight (tied), let the module of 'words' return it as well, with sends=('tied',), and that of 'head' use "
-        "it as an argument, with takes=('tied',). If they are two weights that start alike, copy one: "
+        "one weight (tied), let the module of 'words' return it as well, with sends=('tied',), and the module of "
+        "'head' use it as an argument, with takes=('tied',). If they are two weights that start alike, copy one: "
         "jax.tree.map(jnp.copy, ...)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -1,6 +1,7 @@
 """Test updates that are not finite: they change no bit, and what is named is what was made wrong by hand."""
 
 import dataclasses
+import functools
 import re
 import warnings
 from typing import Any
@@ -376,6 +377,54 @@ def test_an_overflow_remains_the_affair_of_a_dynamic_scale_and_a_loss_does_not()
     assert bits(step.whole(state)) == bits(before)  # the scale among them
     with pytest.raises(NonFiniteLossError, match=r"^update 7, replica 1, micro-batch 0: batch is not finite, and"):
         step.check(state)
+
+
+@functools.cache
+def step_of_eight(max_skips):
+    """Return a step of 8 updates per call: the gradient of w is the batch's number, in float16 and scaled."""
+    options = TrainOptions(
+        loss_scale=DynamicScale(initial=2.0**8),
+        precision="16.32",
+        half="float16",
+        on_nonfinite="skip",
+        max_skips=max_skips,
+        device_iterations=8,
+        outputs="all",
+    )
+    return make_train_step(lambda w, x: x.mean() * w, optax.sgd(2.0**-4), options)
+
+
+@pytest.mark.parametrize(
+    ("max_skips", "updates", "stops"),
+    [
+        (1, "oogogNgg", 6),
+        (2, "NoNggggg", 3),
+        (2, "ooNooNgg", 6),
+        (2, "NgNogNoo", None),
+        (2, "gNNogNgg", 3),
+        (2, "NogNNoNg", 5),
+        (3, "NoNooNgg", 6),
+        (3, "NoNgNoNN", 8),
+        (3, "NNogNNoo", None),
+        (3, "gggooggo", None),
+    ],
+)
+def test_overflows_neither_end_nor_belong_to_a_row_of_losses_that_are_not_finite(max_skips, updates, stops):
+    """By hand: g is an update that is made, o an overflow beside a finite loss, N a loss that is NaN."""
+    step: Any = step_of_eight(max_skips)
+    numbers = {"g": 1.0, "o": 2.0**15, "N": np.nan}  # 2**15 overflows under all of these scales, and 1 under none
+    batch = np.array([numbers[kind] for kind in updates], np.float32).reshape(8, 1, 1)
+    state, outputs = step(step.init(np.float32(1)), batch)
+    before = updates[: 8 if stops is None else stops - 1]  # what comes before the update that stops the state
+    assert outputs.updated.tolist() == [int(kind == "g") for kind in before] + [0] * (8 - len(before))
+    named = [number * (kind == "N") for number, kind in enumerate(before, 1)] + [stops] * (8 - len(before))
+    assert outputs.nonfinite.tolist() == named
+    assert int(state.step) == len(before)
+    row = updates[:stops].rpartition("g")[2].count("N")
+    assert int(state.nonfinite) == row
+    assert (row == max_skips) == (stops is not None)
+    assert float(state.params) == 1 - before.count("g") / 2**4
+    assert float(state.scale.scale) == 2.0 ** (8 - before.count("o"))
 
 
 # the program

@@ -61,15 +61,18 @@ def rows_of(batch, dims):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), batch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reduction", "updates"), [("function", "mean", 2), ("function", "sum", 1), ("pipeline", "mean", 2)]
-)
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
 def test_counts_weigh_as_in_training(kind, reduction, updates):
     step, state = step_of(kind, masked_sum, REPLICAS, reduction, weighted=True, device_iterations=updates)
-    batch = tokens(*(UPDATES,) * (updates > 1), REPLICAS, M)
+    batch = tokens(*(updates,) * (updates > 1), REPLICAS, M)
+    if updates > 1:
+        batch["mask"][1] = 0  # an update without anything that counts
     loss, counts = step.loss(state, batch)
     total, count = masked_sum(PARAMS, rows_of(batch, batch["x"].ndim - 2))
-    np.testing.assert_allclose(loss, total / count if reduction == "mean" else total, rtol=1e-6)
+    # the sum of one update, averaged over the updates
+    np.testing.assert_allclose(loss, total / count if reduction == "mean" else total / updates, rtol=1e-6)
     np.testing.assert_array_equal(counts, batch["mask"].sum(-1))
     without = step.loss(state, batch | {"mask": np.zeros_like(batch["mask"])})[0]
     assert float(without) == 0
@@ -78,9 +81,13 @@ def test_counts_weigh_as_in_training(kind, reduction, updates):
         np.testing.assert_allclose(outputs.loss, loss, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "replicas"), [("function", 1), ("pipeline", 2)])
-def test_a_mean_is_over_all_updates_and_nothing_changes(kind, replicas):
-    step, state = step_of(kind, mean, replicas, device_iterations=UPDATES, shard_optimizer=True)
+@pytest.mark.parametrize(
+    ("kind", "replicas", "reduction"),
+    [("function", 1, "mean"), ("pipeline", 2, "mean"), ("function", 2, "sum"), ("pipeline", 1, "sum")],
+)
+def test_a_mean_is_over_all_updates_and_nothing_changes(kind, replicas, reduction):
+    """Without counts the reduction is only of the gradients."""
+    step, state = step_of(kind, mean, replicas, reduction, device_iterations=UPDATES, shard_optimizer=True)
     batch = tokens(UPDATES, *(replicas,) * (replicas > 1), M)
     loss = step.loss(state, batch)
     np.testing.assert_allclose(loss, mean(PARAMS, rows_of(batch, batch["x"].ndim - 2)), rtol=1e-6)

@@ -117,7 +117,7 @@ def test_norms_in_half_are_of_sums_in_float32_and_of_weights_that_are_kept():
 def test_the_learning_rate_is_the_one_that_the_optimizer_keeps(optimizer, expected):
     step = make_train_step(loss_fn, optimizer, TrainOptions(device_iterations=STEPS, outputs="all"))
     state = step.init(weights())
-    _, outputs = jax.eval_shape(step._program, state, rows(STEPS, 1))
+    _, outputs = jax.eval_shape(step, state, rows(STEPS, 1))
     assert outputs.gradient_norm is None
     assert outputs.parameter_norm is None
     if expected is None:

@@ -1,6 +1,7 @@
 """Test half types: the dtypes of operations, sums and weights; rounding that is right on average; loss scaling."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def test_what_is_computed_and_held_in_which_dtype(kind, precision, half):
     step = make_train_step(model, optax.adam(0.1), TrainOptions(precision=precision, half=half))
     state = step.init(params if kind == "function" else {"p": params})
     # it need not be compiled, since the trace shows it
-    shapes, _ = jax.eval_shape(step._program, state, batch)
+    shapes, _ = jax.eval_shape(step, state, batch)
     computed, held = (("float32" if part == "32" else half) for part in precision.split("."))
     assert found == {"w": computed, "x": computed, "n": "int32"}
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes.params)} == {jnp.dtype(held)}
@@ -176,6 +177,55 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
 
 
 # sums and evaluation
+
+
+LIMIT, MANY = 2.0**-8, 5000
+GRADIENTS = {  # of two leaves, of MANY elements and of 3
+    "squares overflow float16": (300.0, [-1000.0, 300.0, 0.5]),
+    "sum of squares overflows float16": (16.0, [100.0, -200.0, 1.0]),
+    "one element is near the largest": (0.0, [60000.0, -0.125, 30.0]),
+    "squares are 0 in float16": (2.0**-13, [2.0**-14, -(2.0**-13), 0.0]),
+    "more squares than halves can count": (1.0, [1.0, -1.0, 1.0]),
+    "below the limit": (2.0**-16, [2.0**-13, -(2.0**-13), 2.0**-15]),
+}
+
+
+@functools.cache
+def clipping_step(kind, half):
+    """Return a step whose gradients are the batch."""
+    options = TrainOptions(
+        precision="16.16",
+        half=half,
+        max_gradient_norm=LIMIT,
+        norms=True,
+        shard_optimizer=kind == "shard_optimizer",
+        replication_factor=2 if kind == "shard_optimizer" else 1,
+    )
+    if kind != "pipeline":
+        return make_train_step(lambda p, mb: (p["a"] * mb["a"]).sum() + (p["b"] * mb["b"]).sum(), optax.sgd(1), options)
+    first = Stage(lambda p, x, mb: (p * mb["a"]).sum(), params="a", ipu=0)
+    last = Stage(lambda p, x, mb: x + (p * mb["b"]).sum(), params="b", ipu=1)
+    return make_train_step(Pipeline([first, last]), optax.sgd(1), options)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("kind", ["function", "shard_optimizer", "pipeline"])
+def test_gradients_in_half_are_clipped_by_their_norm_in_float64(kind, half, gradients):
+    step = clipping_step(kind, half)
+    given = {"a": jnp.full(MANY, gradients[0], half), "b": jnp.asarray(gradients[1], half)}
+    state = step.init(jax.tree.map(jnp.zeros_like, given))
+    lead = (2, 1) if kind == "shard_optimizer" else (1,)
+    state, outputs = step(state, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), given))
+    wide = {name: np.asarray(leaf).astype(np.float64) for name, leaf in given.items()}
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in wide.values()))
+    np.testing.assert_allclose(outputs.gradient_norm, norm, rtol=1e-5)
+    for name, found in step.whole(state)["params"].items():
+        expected, spacing = -wide[name] * min(1, LIMIT / norm), float(jnp.finfo(half).eps)
+        # one rounding to the half type, in which float16 has no numbers between 0 and 2**-24
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), expected, rtol=0.6 * spacing, atol=2**-25, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("kind", ["function", "pipeline"])

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ipu_jax import Pipeline, Saved, Stage, export_weights, import_weights
-from ipu_jax.weight_files import _replacing, _safetensors
+from ipu_jax import Pipeline, Saved, Stage, export_weights, import_weights, replacing
+from ipu_jax.weight_files import _safetensors
 
 FORMATS = ("safetensors", "npz")
 OLD, NEW = {"w": np.zeros(3, np.float32)}, {"w": np.arange(300_000, dtype=np.float32)}
@@ -76,10 +76,10 @@ def test_a_reader_of_the_old_file_goes_on_with_it(path):
 def test_the_file_reaches_the_disk_before_it_gets_its_name(path, monkeypatch):
     done = []
     monkeypatch.setattr(
-        _replacing.os, "fsync", lambda descriptor: done.append(("fsync", os.path.isdir(f"/proc/self/fd/{descriptor}")))
+        replacing.os, "fsync", lambda descriptor: done.append(("fsync", os.path.isdir(f"/proc/self/fd/{descriptor}")))
     )
     rename = os.replace
-    monkeypatch.setattr(_replacing.os, "replace", lambda *names: (done.append("rename"), rename(*names)))
+    monkeypatch.setattr(replacing.os, "replace", lambda *names: (done.append("rename"), rename(*names)))
     export_weights(path, OLD)
     assert done == [("fsync", False), "rename", ("fsync", True)]
 
@@ -99,7 +99,7 @@ def test_whatever_fails_the_old_file_stays(path, monkeypatch, call):
             return fails if name == call else getattr(self._file, name)
 
     if call in ("fsync", "replace"):
-        monkeypatch.setattr(_replacing.os, call, fails)
+        monkeypatch.setattr(replacing.os, call, fails)
     else:
         opened = Path.open
 
@@ -110,7 +110,7 @@ def test_whatever_fails_the_old_file_stays(path, monkeypatch, call):
             with opened(self, mode) as file:
                 yield Failing(file)
 
-        monkeypatch.setattr(_replacing.Path, "open", failing)
+        monkeypatch.setattr(replacing.Path, "open", failing)
     with pytest.raises(
         OSError, match=r"No space left on device: could not write it, the file that was there is unch"
     ) as error:
@@ -126,7 +126,7 @@ def test_an_interrupted_export_leaves_the_old_file(path, monkeypatch):
     def interrupted(descriptor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_replacing.os, "fsync", interrupted)
+    monkeypatch.setattr(replacing.os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export_weights(path, NEW)
     monkeypatch.undo()

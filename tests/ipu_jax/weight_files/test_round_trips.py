@@ -22,6 +22,7 @@ from ipu_jax import (
     make_train_step,
     replicate,
 )
+from support.trained import quick_compiles
 
 FORMATS = ("safetensors", "npz")
 
@@ -217,6 +218,54 @@ def test_a_training_state_gives_its_weights_and_their_average(path, ipus, option
     for average, name in ((False, "params"), (True, "ema")):
         export_weights(path, state, average=average)
         assert_same_bits(import_weights(path, jax.tree.map(np.asarray, expected[name])), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("up", "down", "mid"), {}),
+        (("down", "up", "mid"), {"shard_optimizer": True, "replication_factor": 2}),
+        (("layer 10", "layer 9", "a table"), {"precision": "16.32"}),
+        (("b/1", "a", "B"), {"device_iterations": 2}),
+    ],
+)
+def test_each_group_has_its_own_weights_and_average_whatever_their_names(tmp_path, names, options):
+    """By hand: the loss is a sum, in which all leaves of stage k have the slope 1, 2 or 4. All groups look alike."""
+    slopes = dict(zip(names, (1.0, 2.0, 4.0), strict=True))
+
+    def local(name):
+        def fn(p, x, mb):
+            own = slopes[name] * (p["w"].sum() + p["b"].sum() + p["fixed"].sum())
+            return (mb.mean() * 0 if x is None else x) + own.astype(mb.dtype)
+
+        return fn
+
+    def head(p, x, mb):
+        return jax.lax.psum(x / jax.lax.axis_size("ipu") + local(names[2])(p, None, mb), "ipu")
+
+    stages = [Stage(local(name), params=name, ipu=k) for k, name in enumerate(names[:2])]
+    stages.append(Stage(head, params=names[2], ipu=ALL_IPUS))
+    fixed = {"w": False, "b": False, "fixed": True}
+    specs = {names[2]: {"w": P("ipu"), "b": P("ipu"), "fixed": P("ipu")}}
+    made = Pipeline(stages, mesh=make_mesh(1, 2), specs=specs, frozen=dict.fromkeys(names, fixed))
+    step = make_train_step(made, optax.sgd(0.5), TrainOptions(ema_decay=0.75, **options))
+    rng = np.random.default_rng(0)
+    whole = {name: {leaf: rng.normal(size=(3, 2)).astype(np.float32) for leaf in ("w", "b", "fixed")} for name in names}
+    updates, replicas = options.get("device_iterations", 1), options.get("replication_factor", 1)
+    lead = (updates,) * (updates > 1) + (replicas,) * (replicas > 1)
+    with quick_compiles():
+        state, _ = step(step.init(whole), np.ones((*lead, 1, 2), np.float32))
+    # the weights after 0, 1 and 2 updates are w, w - 0.5 slope and w - slope; a quarter of the way is averaged
+    moved = {1: (0.5, 0.125), 2: (1.0, 0.75 * 0.125 + 0.25 * 1.0)}[updates]
+    for average in (False, True):
+        export_weights(tmp_path / "w.npz", state, average=average)
+        with np.load(tmp_path / "w.npz") as file:
+            assert len(file.files) == 9
+            for name, leaves in whole.items():
+                for leaf, first in leaves.items():
+                    expected = first if fixed[leaf] else first - moved[average] * slopes[name]
+                    found = file[f"{name.replace('/', '~1')}/{leaf}"]
+                    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=f"{name} {leaf}")
 
 
 def test_a_functions_state_gives_its_average(path):

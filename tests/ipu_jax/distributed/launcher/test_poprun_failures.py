@@ -84,7 +84,7 @@ def test_a_slow_program_is_not_stuck(tmp_path):
     body = """
     for n in range(3):
         step(n, seconds=2.5)  # less than 5 x the median
-    with beacon.during(_beacon.Phase.BUSY, "saving", limit=60) if me == 0 else beacon.during(beacon.phase):
+    with beacon.during(beacons.Phase.BUSY, "saving", limit=60) if me == 0 else beacon.during(beacon.phase):
         if me == 0:
             time.sleep(6.5)  # the other one waits for it, and is not stuck either
     step(3)
@@ -97,7 +97,7 @@ def test_a_phase_may_take_its_own_limit_only(tmp_path):
     body = """
     step(0)
     if me == 1:
-        beacon.enter(_beacon.Phase.BUSY, "saving", limit=1)
+        beacon.enter(beacons.Phase.BUSY, "saving", limit=1)
         time.sleep(60)
     step(1)
     """
@@ -110,7 +110,7 @@ def test_a_phase_may_take_its_own_limit_only(tmp_path):
 
 def test_compiling_is_bounded_by_its_option(tmp_path):
     body = """
-    beacon.enter(_beacon.Phase.COMPILING)
+    beacon.enter(beacons.Phase.COMPILING)
     time.sleep(60)
     """
     ran = poprun("--compile-timeout", "1", *TWO, *program(tmp_path, body))
@@ -152,7 +152,7 @@ def joint(n):
 def end(at_once=False):
     print(f"ended={time.monotonic()}", flush=True)
     if not at_once:
-        beacon.enter(_beacon.Phase.ENDING)
+        beacon.enter(beacons.Phase.ENDING)
         time.sleep(60)  # for the others
     os._exit(0)
 """
@@ -167,15 +167,15 @@ def end(at_once=False):
             "with status 0 after step 5, while instance 1 still trains, in step 6",
         ),
         (
-            "beacon.begun(joint=True); beacon.enter(_beacon.Phase.COMPILING); me or end(True); time.sleep(60)",
+            "beacon.begun(joint=True); beacon.enter(beacons.Phase.COMPILING); me or end(True); time.sleep(60)",
             "with status 0 before its first step had finished, while instance 1 still compiles step 1",
         ),
         (
-            "joint(0); me or end()\nwith _beacon.meeting('in all_reduce', 60): time.sleep(60)",
+            "joint(0); me or end()\nwith beacons.meeting('in all_reduce', 60): time.sleep(60)",
             "after step 1, while instance 1 still waits in all_reduce",
         ),
         (
-            "joint(0); me or end()\nwith _beacon.during(_beacon.Phase.WAITING, 'for the others', 60): time.sleep(60)",
+            "joint(0); me or end()\nwith beacons.during(beacons.Phase.WAITING, 'for the others', 60): time.sleep(60)",
             "after step 1, while instance 1 still waits for the others",
         ),
     ],
@@ -213,7 +213,7 @@ def test_an_exit_with_0_that_costs_another_one_its_connection_is_named_first(tmp
     assert "failed with RuntimeError: Gloo: Connection closed by peer (exit status 1)" in consequence
 
 
-AT_IMPORT = "with _beacon.meeting('in popdist.init', 60): time.sleep(60)"
+AT_IMPORT = "with beacons.meeting('in popdist.init', 60): time.sleep(60)"
 
 
 def test_an_instance_that_ends_before_it_has_a_beacon_is_named(tmp_path):
@@ -243,7 +243,7 @@ def test_one_that_writes_a_last_file_when_the_others_have_ended_is_left_alone(tm
     body = """
     [joint(n) for n in range(5)]
     if me == 1:
-        beacon.enter(_beacon.Phase.ENDING)
+        beacon.enter(beacons.Phase.ENDING)
         while not (run_dir / "written").exists():
             time.sleep(0.01)
         sys.exit()
@@ -309,7 +309,7 @@ def test_an_exception_is_told_even_if_its_program_takes_its_time_to_end(tmp_path
     if me == 0:
         error = ValueError("mine")
         write_error(error)
-        beacon.enter(_beacon.Phase.FAILED, "ValueError")
+        beacon.enter(beacons.Phase.FAILED, "ValueError")
         (run_dir / "failed").touch()
         time.sleep(60)
     while not (run_dir / "failed").exists():

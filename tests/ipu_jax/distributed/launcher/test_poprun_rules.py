@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipu_jax._beacon import Phase
 from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
 from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends
 from ipu_jax.distributed.launcher.events import (
@@ -25,6 +24,7 @@ from ipu_jax.distributed.launcher.events import (
 from ipu_jax.distributed.launcher.failure import failure_of, first
 from ipu_jax.distributed.launcher.stall import Judge
 from ipu_jax.distributed.launcher.supervisor import Outcome
+from ipu_jax.processes.beacons import Phase
 
 
 def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, **others):

@@ -307,7 +307,7 @@ def test_of_two_runs_with_one_port_the_second_is_refused_and_the_first_goes_on(t
         first.kill()
     assert (second.status, second.out) == (2, "")
     mend = "give another --coordinator-port or -bind"
-    assert second.err == f"poprun: port {port} on localhost is that of another run of poprun: {mend}\n"
+    assert second.err == f"poprun: port {port} on localhost belongs to another run of poprun: {mend}\n"
     assert (first.returncode, sorted(out.splitlines())) == (0, ["[1,0]<stdout>:met", "[1,1]<stdout>:met"]), err
     assert poprun("--coordinator-port", port, "true").status == 0  # it is free again
 

@@ -33,7 +33,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        _sync_if_possible(target.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -57,13 +57,14 @@ def _permissions(target: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_if_possible(folder: Path) -> None:
     """Have the new name reach the disk as well, on file systems that can: the file itself is there in any case."""
     with contextlib.suppress(OSError):
-        _sync(folder)
+        sync_folder(folder)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the operating system write a folder's entries to disk, so that a power cut does not undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,15 +6,18 @@ Nothing here imports jax, so that a wrong command line is refused at once.
 import argparse
 import contextlib
 import difflib
+import math
 import platform
 import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ipu_jax import __version__
-from ipu_jax.tools.process import is_of_a_removed_directory
+from ipu_jax._checks import check_choice
+from ipu_jax._cli.process import is_of_a_removed_directory
+from ipu_jax._version import __version__
 
 _Value = TypeVar("_Value")
 
@@ -71,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         `batch_size=8` becomes `--batch-size 8`, since who typed the latter does not know the former.
         """
         if is_of_a_removed_directory(error):
-            raise error  # it says nothing; `ipu_jax.tools.process` does
+            raise error  # it says nothing; `ipu_jax._cli.process` does
         self.error(_NAMED_VALUE.sub(lambda found: self._flag_of(found[1]) or found[0], str(error)))
 
     def _as_typed(self, error: argparse.ArgumentError) -> str:
@@ -173,3 +176,46 @@ def number_that(kind: Callable[[str], _Value], accept: Callable[[_Value], bool],
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is not {rule}")
 
     return of_text
+
+
+count = number_that(int, lambda n: n >= 1, "a count: give a whole number of at least 1")
+positive = number_that(float, lambda x: 0 < x < math.inf, "a positive number: give one such as 0.01")
+# rates that float32 can represent: a rate that is rounded to 0 would silently train nothing
+rate = number_that(float, lambda x: 2.0**-126 <= x < 2.0**128, "a positive number: give one such as 0.01")
+seed = number_that(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number from 0 to 4294967295")
+
+
+def path(text: str) -> Path:
+    """Return `text` as a path. An empty path is refused: it would be the current folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no path: give one that is not empty")
+    return Path(text)
+
+
+def checkpoint(text: str) -> str:
+    """Return "auto", "never" or the path of a checkpoint, which must be there; `./auto` is a folder of that name."""
+    if text not in ("auto", "never") and not path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no checkpoint: give its folder, or auto, or never")
+    return text
+
+
+def checked(check: Callable[[str], str]) -> Callable[[str], str]:
+    """Return an argparse type for texts that `check` does not refuse by a ValueError, whose message is shown."""
+
+    def of_text(text: str) -> str:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return of_text
+
+
+def one_of(name: str, choices: Sequence[str]) -> Callable[[str], str]:
+    """Return an argparse type for one of `choices`, in upper or lower case (TensorFlow for the IPU wrote "Grouped")."""
+    return checked(lambda text: check_choice(name, shown(text.lower()), tuple(choices)))
+
+
+def braces(names: Sequence[str]) -> str:
+    """Return the metavar of a choice: "{basic,concurrent}"."""
+    return "{" + ",".join(names) + "}"

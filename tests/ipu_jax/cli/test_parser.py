@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ipu_jax
-from ipu_jax.tools.command_line import Parser, whole_number
+from ipu_jax._cli.parser import Parser, whole_number
 from ipu_jax.tools.machine import check_memory
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 # A command is this program with the body of `main`.
 COMMAND = """
 import sys
-from ipu_jax.tools.process import run
+from ipu_jax._cli.process import run
 def main():
 {body}
     return 5

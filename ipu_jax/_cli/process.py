@@ -18,7 +18,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, NoReturn, TextIO
 
 CANNOT_WRITE: Final = 74
@@ -52,20 +53,50 @@ class _Stream(io.TextIOWrapper):
             raise _CannotWriteError(error.errno, error.strerror) from error
 
 
-def run(prog: str, main: Callable[[], int]) -> NoReturn:
+def run(prog: str, main: Callable[[], int], *, extra: str | None = None, packages: Collection[str] = ()) -> NoReturn:
     """Run a command, and end the process with its exit status, or one of those above.
 
     Args:
         prog: the name of the command.
         main: the command; it returns its exit status, or exits.
+        extra: of ipu-jax, which installs what the command needs besides.
+        packages: the names by which these are imported. Without one of them the process ends with status 2.
     """
     _open_what_is_closed()
     for name, number in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, _Stream(number, encoding=getattr(getattr(sys, name), "encoding", "utf-8")))
     _end_at_ctrl_c()
-    status = _status(prog, main)
+    status = _status(prog, lambda: _main_with(packages, extra, prog, main))
     _discard_if_unwritable(sys.stderr)  # argparse goes on without an error when it cannot print one
     sys.exit(status)
+
+
+def _main_with(packages: Collection[str], extra: str | None, prog: str, main: Callable[[], int]) -> int:
+    try:
+        return main()
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").split(".")[0]
+        if package not in packages:
+            raise
+        print(f"{prog} needs {package}, which is not installed: pip install 'ipu-jax[{extra}]'", file=sys.stderr)
+        return 2
+
+
+@contextlib.contextmanager
+def warnings_as_lines(prog: str, *kinds: type[Warning], shown: bool = True) -> Iterator[None]:
+    """Print warnings of some kinds as lines of a command, for the time of a `with` block; nothing unless `shown`."""
+
+    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        if not issubclass(category, kinds):
+            usual(message, category, *args, **kwargs)
+        elif shown:
+            print(f"{prog}: {message}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        for kind in kinds:
+            warnings.simplefilter("always", kind)
+        usual, warnings.showwarning = warnings.showwarning, show
+        yield
 
 
 def _status(prog: str, main: Callable[[], int]) -> Any:
@@ -74,6 +105,8 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
             return main()
         except SystemExit as stopped:
             return stopped.code
+        except KeyboardInterrupt:  # of a command that takes Ctrl-C itself, and has said what it did
+            return _INTERRUPTED
         except FileNotFoundError as error:
             if not is_of_a_removed_directory(error):
                 raise
@@ -91,7 +124,7 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
 
 
 def is_of_a_removed_directory(error: BaseException) -> bool:
-    """Return whether an error is that of a process whose working directory was removed, and that asks for it."""
+    """Return whether an error comes from asking for a working directory that was removed."""
     if not isinstance(error, FileNotFoundError) or error.filename is not None:
         return False
     try:

@@ -1,0 +1,105 @@
+"""What a command needs that may run under poprun, where several instances share the replicas and the first one speaks.
+
+    poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode concurrent
+
+The numbers of replicas and of IPUs are poprun's then. Without poprun there is one instance, and nothing here changes
+anything. Nothing here imports jax before `start_ipus`.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Final, NoReturn, TypeVar
+
+from ipu_jax._cli.parser import Parser
+from ipu_jax.distributed import popdist
+
+_Result = TypeVar("_Result")
+
+_LOAD_SECONDS: Final = 600.0
+_FIRST_SPEAKS_SECONDS: Final = 3.0
+_FIRST_ENDS_SECONDS: Final = 1.0
+
+
+class InstanceParser(Parser):
+    """A parser whose errors the first instance prints, although all instances come to them.
+
+    Another instance waits a moment with an error. Where the first one has it too, poprun ends the other meanwhile; an
+    error that the other one alone has, such as of a folder that its host lacks, is printed.
+    """
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exit with the message; an instance other than the first one waits before it."""
+        if status and not popdist.is_first():
+            time.sleep(_FIRST_SPEAKS_SECONDS)
+        super().exit(status, message)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Exit with status 2 and the error's message; under poprun, with its names of the counts in it."""
+        if popdist.is_popdist_env_set() and any(name in str(error) for name in ("ipus", "replicas")):
+            names = "(under poprun, --ipus is its --ipus-per-replica, and --replicas its --num-replicas)"
+            error = ValueError(f"{error} {names}")
+        super().refuse(error)
+
+
+def counts_of(ipus: int | None, replicas: int | None, *, default_ipus: int = 2) -> dict[str, int]:
+    """Return the flags "ipus" and "replicas": poprun's, or else those that were given, or else the defaults.
+
+    Raises:
+        ValueError: they were given, and poprun has others.
+    """
+    if not popdist.is_popdist_env_set():
+        return {"ipus": ipus or default_ipus, "replicas": replicas or 1}
+    counts = {"ipus": popdist.get_num_ipus_per_replica(), "replicas": popdist.get_num_total_replicas()}
+    for name, given, flag in (("ipus", ipus, "ipus-per-replica"), ("replicas", replicas, "num-replicas")):
+        if given not in (None, counts[name]):
+            raise ValueError(f"--{name} {given}, but poprun runs --{flag} {counts[name]}: leave --{name} out")
+    return counts
+
+
+def start_ipus(replicas: int, ipus: int) -> None:
+    """Connect this instance with the others, and make its share of `replicas` x `ipus` virtual IPUs.
+
+    Raises:
+        ValueError: they cannot be made; the message has the flags --ipus and --replicas.
+    """
+    from ipu_jax.devices import configure  # imports jax
+
+    popdist.init()
+    if popdist.get_num_instances() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # jax has set a handler that does nothing
+    count = replicas * ipus // popdist.get_num_instances()
+    try:
+        configure(count)
+    except ValueError as error:
+        flags = f"--ipus {ipus}" + (f" x --replicas {replicas}" if replicas > 1 else "")
+        raise ValueError(str(error).replace(f"num_ipus={count}", flags)) from error
+
+
+def first_of_host_first(load: Callable[[], _Result]) -> _Result:
+    """Call a function that may download files, on the first instance of each host before its others.
+
+    Communicates: all instances wait for the first ones.
+    """
+    if popdist.get_num_instances() == 1:
+        return load()
+    loaded = load() if popdist.get_local_instance_index() == 0 else None
+    popdist.barrier("the first instance of each host has loaded the data", timeout=_LOAD_SECONDS)
+    return load() if loaded is None else loaded
+
+
+def wait_for_all(where: str, seconds: float = 300.0) -> None:
+    """Wait until all instances have come here, for `seconds` at most; a single one goes on at once."""
+    if popdist.get_num_instances() > 1:
+        with popdist.busy(f"waiting for the others at {where}", seconds):
+            popdist.barrier(where, timeout=seconds)
+
+
+def end_together() -> None:
+    """Wait for the other instances, which come to the same end, so that none is stopped before it has said why.
+
+    The first instance ends last, since the others would lose the coordinator, which it runs, and complain of that.
+    """
+    wait_for_all("the end of the training", 60)
+    if popdist.is_first() and popdist.get_num_instances() > 1:
+        time.sleep(_FIRST_ENDS_SECONDS)

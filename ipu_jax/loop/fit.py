@@ -1,0 +1,462 @@
+"""Train to the end: the loop around a `TrainStep`, with all that such a loop needs.
+
+step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, outputs="all"))
+feed = Feed(data, step=step, micro_batch=16)
+result = fit(step, step.init(weights), feed, epochs=2, evaluate=accuracy, checkpoints="runs/x", log="run.jsonl")
+
+feed --batch--> step, step, step ...     one call runs, the next one waits, the host reads the one before
+                  |-- losses             a line per tenth of an epoch, the bar, the log
+                  |-- a save is due      checkpoints
+                  |-- SIGTERM, Ctrl-C    save, say so, and stop
+end of an epoch   `-- evaluate           a line, the log
+"""
+
+import collections
+import contextlib
+import dataclasses
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ipu_jax._checks import check_count
+from ipu_jax.checkpoints.checkpoints import CheckpointError, Checkpoints
+from ipu_jax.data.batch import FeedBatch
+from ipu_jax.data.feed import Feed
+from ipu_jax.distributed import popdist
+from ipu_jax.distributed.stopping import StopRequest
+from ipu_jax.loop.progress import Bar, LossLines, Say, shows_progress, spinner
+from ipu_jax.observe.runs.log import RunLog
+from ipu_jax.observe.tracing.errors import TraceError
+from ipu_jax.observe.tracing.recording import Recording
+from ipu_jax.observe.tracing.recording import trace as recorded
+from ipu_jax.training.state import StepOutputs, TrainState
+from ipu_jax.training.step import TrainStep
+
+Evaluate = Callable[[TrainState], Mapping[str, float]]
+Path_ = str | os.PathLike[str]
+
+_SAVE_MINUTES: Final = 10.0
+_CALLS_AHEAD: Final = 1
+_POLL_SECONDS: Final = 0.002
+_EVALUATION_SECONDS: Final = 1800.0
+
+
+@dataclasses.dataclass
+class FitResult:
+    """Hold what came of a training.
+
+    Attributes:
+        state: after the last update.
+        updates: how many it has made, those before it was resumed included.
+        losses: float32, the losses that the calls returned, of the updates of this run: of each one under
+            `TrainOptions(outputs="all")`, of every call's last one under "final".
+        evaluations: the number of updates and what `evaluate` returned, for each time that it was called.
+        skipped: how many updates were not made, since they overflowed or were not finite.
+        seconds: that the updates took, with the compilation, without evaluations.
+        stopped: "SIGTERM" or "Ctrl-C" if that ended the training early, else None.
+        last: of the class: the result so far of a `fit` that did not return, such as after Ctrl-C; else None.
+    """
+
+    last: ClassVar["FitResult | None"] = None
+
+    state: TrainState
+    updates: int
+    losses: npt.NDArray[np.float32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    evaluations: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
+    skipped: int = 0
+    seconds: float = 0.0
+    stopped: str | None = None
+
+    def __repr__(self) -> str:
+        last = f", last loss {self.losses[-1]:.4g}" if len(self.losses) else ""
+        found = "".join(f", {name} {value:.4g}" for name, value in (self.evaluations or [(0, {})])[-1][1].items())
+        return f"FitResult({self.updates:,} updates{last}{found}{f', stopped by {self.stopped}' * bool(self.stopped)})"
+
+
+def fit(
+    step: TrainStep,
+    state: TrainState,
+    feed: Feed,
+    *,
+    epochs: float | None = None,
+    updates: int | None = None,
+    evaluate: Evaluate | None = None,
+    checkpoints: Checkpoints | Path_ | None = None,
+    resume: Path_ = "auto",
+    log: RunLog | Path_ | None = None,
+    notes: Mapping[str, Any] | None = None,
+    tensorboard: Path_ | None = None,
+    trace: Recording | Path_ | None = None,
+    progress: bool | None = None,
+    say: Say = print,
+    title: str = "Training",
+) -> FitResult:
+    """Train with the batches of a feed until all updates are made, SIGTERM or Ctrl-C comes, or an update is not finite.
+
+    While it runs, it prints the mean loss ten times per epoch, and draws a bar on a terminal. At SIGTERM or the first
+    Ctrl-C it ends the calls in flight and saves; then SIGTERM returns, and Ctrl-C raises KeyboardInterrupt. After
+    Ctrl-C, or any other error, the last state is in `FitResult.last`, until the next `fit`.
+
+    Across several instances all of them call it alike; the first one prints and writes the log.
+
+    Communicates what the step does; with checkpoints what `Checkpoints` does.
+
+    Args:
+        step: of `make_train_step`. Give it `TrainOptions(outputs="all")` to see the loss of each update of a call.
+        state: of `step.init`, or a result's. Its buffers are reused.
+        feed: of `Feed(..., step=step)`. It is read from where it is.
+        epochs: train this many epochs, also part of one; 1 by default. Whole ones for a stream.
+        updates: train this many updates, in place of epochs.
+        evaluate: called with the state at the end of each epoch and of the training; it returns figures by name, such
+            as `{"accuracy": 0.97}`.
+        checkpoints: save to this folder, at the end of each epoch, every ten minutes and at the end; or `Checkpoints`
+            of your own, which then stay open.
+        resume: where to go on from, as `Checkpoints.restore` takes it: "auto" for the last checkpoint, if there is one.
+        log: append to this file, a line of JSON per call; or a `RunLog` of your own, which then stays open.
+        notes: plain data for the first event of the log, such as flags.
+        tensorboard: write TensorBoard's files to this folder; not with a `RunLog` of your own.
+        trace: record three updates early in the training, as `trace` does, to this folder; or a `Recording`.
+        progress: whether to draw a bar; by default on a terminal.
+        say: prints a line.
+        title: of the bar.
+
+    Returns:
+        The last state, and what was measured.
+
+    Raises:
+        ValueError: an argument is outside its rule, or contradicts another. Nothing is compiled by then.
+        NonFiniteLossError: under `TrainOptions(on_nonfinite=)`.
+        CheckpointError: a checkpoint cannot be restored or saved.
+        KeyboardInterrupt: after Ctrl-C.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from ipu_jax import TrainOptions, make_train_step
+    >>> step = make_train_step(lambda w, rows: jnp.mean((rows - w) ** 2), optax.sgd(0.25))
+    >>> feed = Feed(np.ones((8, 3), np.float32), step=step, micro_batch=4)
+    >>> fit(step, step.init(jnp.zeros(3)), feed, epochs=2, progress=False, say=lambda line: None)
+    FitResult(4 updates, last loss 0.3349)
+    """
+    goal = _goal_of(step, state, feed, epochs, updates)
+    if evaluate is not None and not callable(evaluate):
+        raise ValueError(f"evaluate={evaluate!r} cannot be called: give a function of a state that returns a dict")
+    if tensorboard is not None and isinstance(log, RunLog):
+        raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
+    is_first = popdist.get_instance_index() == 0
+    shown = shows_progress(progress) and is_first
+    result = FitResult(state, int(state.step))
+    FitResult.last = result
+    with contextlib.ExitStack() as context:
+        # the handlers of signals belong to the main thread
+        is_main = threading.current_thread() is threading.main_thread()
+        stop = context.enter_context(StopRequest(interrupts=True)) if is_main else None
+        own: Checkpoints | None = None
+        if isinstance(checkpoints, str | os.PathLike):
+            own = Checkpoints(checkpoints, step, every=feed.updates_per_epoch, minutes=_SAVE_MINUTES)
+            checkpoints = context.enter_context(own)
+        if (log is not None or tensorboard is not None) and not isinstance(log, RunLog):
+            log = context.enter_context(RunLog(log, tensorboard=tensorboard)) if is_first else None
+        recording = recorded(trace) if isinstance(trace, str | os.PathLike) else trace
+        if recording is not None:
+            context.enter_context(recording)
+        loop = _Loop(step, feed, result, goal, evaluate, checkpoints, log, recording, stop, say, shown)
+        try:
+            loop.begin(resume, notes or {})
+            with Bar(title, goal.updates, result.updates, feed.examples_per_update, shown=shown) as loop.bar:
+                loop.train()
+            if own is not None:
+                own.close()  # sealed, before it is said
+            loop.end()
+        except BaseException as error:
+            error.add_note("The last state is ipu_jax.FitResult.last.state")
+            loop.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
+            raise
+    if result.stopped == "Ctrl-C":
+        raise KeyboardInterrupt
+    FitResult.last = None
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Goal:
+    """Say when a training ends: after this many updates, or, with a stream, before this epoch of the feed."""
+
+    updates: int | None
+    epoch: int | None
+
+
+def _goal_of(step: Any, state: Any, feed: Any, epochs: float | None, updates: int | None) -> _Goal:
+    """Return when the training ends.
+
+    Raises:
+        ValueError: an argument is of the wrong type or outside its rule.
+    """
+    if not isinstance(step, TrainStep):
+        raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state={type(state).__name__} is not a state of the step: give step.init(weights)")
+    if not isinstance(feed, Feed):
+        raise ValueError(f"feed={type(feed).__name__} is not a Feed: give Feed(data, step=step, micro_batch=...)")
+    if feed.device_iterations != step.options.device_iterations:
+        raise ValueError(
+            f"the feed has device_iterations={feed.device_iterations}, but the step {step.options.device_iterations}: "
+            "make it with Feed(data, step=step, ...)"
+        )
+    if updates is not None:
+        if epochs is not None:
+            raise ValueError(f"epochs={epochs!r} and updates={updates!r} are both given: give one of them")
+        return _Goal(int(state.step) + check_count("updates", updates), None)
+    epochs = 1 if epochs is None else epochs
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
+        raise ValueError(f"epochs={epochs!r} is not a positive number: give one such as 2, or 0.5 for half of one")
+    if feed.updates_per_epoch is not None:
+        return _Goal(int(state.step) + max(1, round(epochs * feed.updates_per_epoch)), None)
+    if epochs != int(epochs):
+        raise ValueError(f"epochs={epochs!r}, but a stream does not say how long one is: give an int, or updates=")
+    return _Goal(None, feed.state()["epoch"] + int(epochs))
+
+
+@dataclasses.dataclass
+class _Loop:
+    """The state of a training while it runs; `fit` documents what it is given."""
+
+    step: TrainStep
+    feed: Feed
+    result: FitResult
+    goal: _Goal
+    evaluate: Evaluate | None
+    checkpoints: Checkpoints | None
+    log: RunLog | None
+    recording: Recording | None
+    stop: StopRequest | None
+    print: Say
+    shown: bool
+
+    def __post_init__(self) -> None:
+        self.bar = Bar("", None, 0, 0, shown=False)
+        self._lines = LossLines(self.feed.updates_per_epoch, self.say)
+        self._pending: collections.deque[list[tuple[StepOutputs, int]]] = collections.deque()
+        self._begun = self._saved = self._dispatched = self.result.updates
+        self._traced, self._is_compiled = 0, False
+        self._clock = time.perf_counter()
+
+    def say(self, line: str) -> None:
+        """Print a line, on the first instance."""
+        if popdist.get_instance_index() == 0:
+            self.print(line)
+
+    def event(self, name: str, **values: Any) -> None:
+        """Write an event to the log, if there is one."""
+        if self.log is not None and popdist.get_instance_index() == 0:
+            self.log.event(name, **values)
+
+    def begin(self, resume: Path_, notes: Mapping[str, Any]) -> None:
+        """Write down what is trained, and go on from a checkpoint if there is one."""
+        if self.log is not None:
+            self.log.start(
+                step=repr(self.step),
+                ipus=getattr(self.step.model, "ipus", 1),
+                replicas=self.step.model.replicas,
+                samples_per_update=self.feed.examples_per_update,
+                updates_per_epoch=self.feed.updates_per_epoch,
+                total_updates=self.goal.updates,
+                **notes,
+            )
+        if self.checkpoints is None:
+            return
+        self.checkpoints.lock()
+        try:
+            found = self.checkpoints.restore(self.result.state, resume=resume)
+        except ValueError as error:  # of another training
+            raise CheckpointError(str(error)) from error
+        if found is None:
+            return
+        self.result.state, self.result.updates = found.state, found.step
+        self._begun = self._saved = self._dispatched = found.step
+        if found.feed is not None:
+            self.feed.restore(found.feed)
+        of_fit = found.extra.get("fit") if isinstance(found.extra, dict) else None
+        if of_fit:
+            self.result.skipped = of_fit["skipped"]
+            self._lines.restore(of_fit["lines"])
+        onto = "" if found.topology == "same" else ", onto other IPUs or other places of the stages"
+        self.say(f"Resumed from {found.path}, after {found.step:,} updates{onto}")
+        self.event("resumed", updates=found.step, path=str(found.path))
+
+    def train(self) -> None:
+        """Make all updates that are left, or those before the training is asked to stop."""
+        if self._is_over():
+            self._evaluate()
+        while not self._is_over():
+            before, begun = self._dispatched, time.perf_counter()
+            for batch in self.feed.epoch():
+                self._call(batch)
+                if self._is_over():
+                    break
+            self._report_all_but(0)
+            self.step.check(self.result.state)
+            self.result.seconds += time.perf_counter() - begun
+            if self.result.stopped is not None or self._dispatched == before:  # or the feed has no further epochs
+                break
+            if self._is_over():
+                self._save()  # before the last line is printed: a longer training would not print it
+                self._lines.end(self.result.updates)
+            self._evaluate()
+        self._finish_trace()
+
+    def _is_over(self) -> bool:
+        if self.result.stopped is not None:
+            return True
+        if self.goal.updates is not None:
+            return self._dispatched >= self.goal.updates
+        return self.feed.state()["epoch"] >= self.goal.epoch
+
+    def _call(self, batch: FeedBatch) -> None:
+        """Make the updates of a batch, as many as are left, and save or stop where it is time."""
+        result, left = self.result, batch.updates
+        if self.goal.updates is not None:
+            left = min(left, self.goal.updates - self._dispatched)
+        pieces: list[tuple[StepOutputs, int]] = []
+        for made in self._pieces(left):
+            begun = time.perf_counter()
+            with spinner("Compiling", shown=self.shown and not self._is_compiled):
+                result.state, outputs = self.step(result.state, batch, updates=made)
+            if not self._is_compiled:
+                self._is_compiled, seconds = True, time.perf_counter() - begun
+                self.say(f"Compiled in {seconds:.1f} s")
+                self.event("compiled", compile_seconds=round(seconds, 3))
+                self._clock = time.perf_counter()
+            self._dispatched += len(made)
+            pieces.append((outputs, len(made)))
+        self._pending.append(pieces)
+        self._report_all_but(_CALLS_AHEAD)
+        if left < batch.updates and self.feed.updates_per_epoch is not None:
+            self.feed.restore(self.feed.state(updates=left))  # the next training goes on there
+        is_due = self.checkpoints is not None and self.checkpoints.due(result.state, left)
+        if self.stop is not None and self.stop.due():
+            result.stopped = self.stop.by
+        if is_due or result.stopped is not None:
+            self._save()
+
+    def _pieces(self, count: int) -> Iterator[range]:
+        """Yield the updates of a call in one piece; while a trace is to be recorded: one, then those it records."""
+        first = 0
+        while first < count:
+            length = count - first
+            if self.recording is not None and not self.recording.is_recorded:
+                length = min(length, self.recording.steps - self._traced if self._is_compiled else 1) or length
+                self._traced += length if self._is_compiled else 0
+            yield range(first, first + length)
+            first += length
+            if self.recording is not None and self.recording.is_recorded:
+                self._finish_trace()
+
+    def _report_all_but(self, waiting: int) -> None:
+        """Wait for all calls but the last few, and show their losses."""
+        result = self.result
+        while len(self._pending) > waiting:
+            pieces = self._pending.popleft()
+            losses = np.concatenate([self._losses_of(*piece) for piece in pieces], dtype=np.float32)
+            count, skipped = sum(count for _, count in pieces), sum(_skipped(*piece) for piece in pieces)
+            result.updates += count
+            result.losses = np.concatenate([result.losses, losses], dtype=np.float32)
+            result.skipped += skipped
+            self._lines.add(losses, skipped, result.updates)
+            self.bar.move(result.updates)
+            now = time.perf_counter()
+            speed, self._clock = count * self.feed.examples_per_update / max(now - self._clock, 1e-9), now
+            self.event(
+                "losses",
+                updates=result.updates,
+                epoch=self._epoch(),
+                losses=losses.tolist(),
+                samples_per_second=round(speed, 1),
+            )
+            if skipped:
+                self.event("skipped", updates=result.updates, count=skipped, reason="overflows, or not finite")
+
+    def _losses_of(self, outputs: StepOutputs, count: int) -> npt.NDArray[Any]:
+        """Wait for updates of a call, and return the losses that they have, (losses,)."""
+        while not outputs.loss.is_ready():
+            time.sleep(_POLL_SECONDS)  # inside XLA, no handler of a signal would run until the call has ended
+        if outputs.nonfinite is not None and np.any(np.asarray(outputs.nonfinite)):
+            self.step.check(self.result.state)  # raises if it stops the training, before a line is printed of it
+        losses, options = np.atleast_1d(np.asarray(outputs.loss, np.float32)), self.step.options
+        return losses / count if options.outputs == "sum" and options.device_iterations > 1 else losses
+
+    def _epoch(self) -> float | None:
+        per_epoch = self.feed.updates_per_epoch
+        return None if per_epoch is None else self.result.updates / per_epoch
+
+    def _save(self) -> None:
+        """Save now, unless this state is saved already."""
+        if self.checkpoints is None or self._saved == self._dispatched:
+            return
+        self._report_all_but(0)
+        extra = {"fit": {"lines": self._lines.state(), "skipped": self.result.skipped}}
+        if self.checkpoints.save(self.result.state, self.feed, extra=extra, now=True):
+            self._saved = self._dispatched
+            self.event("saved", updates=self._saved, folder=str(self.checkpoints.folder))
+
+    def _evaluate(self) -> None:
+        """Show the figures of the state."""
+        if self.evaluate is None:
+            return
+        with popdist.busy("evaluating", _EVALUATION_SECONDS):
+            found = {name: float(value) for name, value in self.evaluate(self.result.state).items()}
+        updates, epoch = self.result.updates, self._epoch()
+        self.result.evaluations.append((updates, found))
+        figures = [f"Test {name}: {_figure(name, value)}" for name, value in found.items()]
+        self.say(", ".join([f"Update {updates:,}" if epoch is None else f"Epoch {epoch:.1f}", *figures]))
+        self.event("evaluated", updates=updates, epoch=epoch, **found)
+        self._clock = time.perf_counter()
+
+    def _finish_trace(self) -> None:
+        recording, self.recording = self.recording, None
+        if recording is None:
+            return
+        try:
+            recording.finish()
+        except TraceError as error:
+            self.say(f"There is no trace: {error}")
+        else:
+            self.say(f"{recording.report}\nTrace: {recording.path}, for https://ui.perfetto.dev")
+
+    def end(self) -> None:
+        """Say what was done, and write it to the log."""
+        result, made = self.result, self.result.updates - self._begun
+        if result.stopped is not None:
+            where = ""
+            if self.checkpoints is not None and self._saved == result.updates:
+                where = f", which are saved in {self.checkpoints.folder}: the same call goes on from there"
+            held = "; the state is ipu_jax.FitResult.last.state" if result.stopped == "Ctrl-C" else ""
+            line = f"{result.stopped}: stopped after {result.updates:,} updates{where}{held}"
+            self.event("stopped", reason=line)
+        else:
+            self.event("end", reason="all updates were made")
+            line = f"{result.updates:,} updates were made before"
+            if made:
+                speed = made * self.feed.examples_per_update / max(result.seconds, 1e-9)
+                of_which = f", {made:,} of them" if self._begun else ""
+                line = f"{result.updates:,} updates{of_which} in {result.seconds:.1f} s, {speed:,.0f} samples/s"
+            line += f"; {result.skipped} updates were skipped" if result.skipped else ""
+        self.say(line)
+
+
+def _skipped(outputs: StepOutputs, count: int) -> int:
+    """Return how many updates of a call were not made, as far as its outputs say so."""
+    if outputs.updated is None:
+        return 0
+    updated = np.atleast_1d(np.asarray(outputs.updated))
+    if len(updated) == count:
+        return count - int(updated.sum())
+    return count - int(updated[0]) if updated[0] > 1 else 0
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"

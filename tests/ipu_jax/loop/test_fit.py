@@ -1,0 +1,284 @@
+"""Test `fit` against plain loops on one device: what it trains, prints, saves, and leaves behind when it is stopped."""
+
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import (
+    Checkpoints,
+    Feed,
+    FitResult,
+    NonFiniteLossError,
+    Pipeline,
+    RunLog,
+    Stage,
+    TrainOptions,
+    fit,
+    make_mesh,
+    make_train_step,
+    trace,
+)
+from support.trained import quick_compiles
+
+B, M, D, RATE = 3, 2, 4, 0.05
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def weights():
+    return {"body": normal(0, D, 5), "head": normal(1, 5)}
+
+
+def make_step(k=1, ipus=2, **options):
+    pipeline = Pipeline(
+        [
+            Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="body", ipu=0),
+            Stage(lambda p, x, mb: jnp.mean((x @ p - 1) ** 2), params="head", ipu=ipus - 1),
+        ],
+        mesh=make_mesh(1, ipus),
+        gradient_accumulation=M,
+    )
+    return make_train_step(pipeline, optax.sgd(RATE), TrainOptions(device_iterations=k, outputs="all", **options))
+
+
+def twin(rows, updates, start=0):
+    """Return losses and weights of plain SGD over rows in their order, `updates` of them, from update `start` of it."""
+    per_epoch = len(rows) // (M * B)
+    w, losses = {name: jnp.asarray(value) for name, value in weights().items()}, []
+    value_and_grad = jax.value_and_grad(lambda w, x: jnp.mean((jnp.tanh(x @ w["body"]) @ w["head"] - 1) ** 2))
+    for update in range(updates):
+        at = update % per_epoch * M * B
+        loss, gradients = value_and_grad(w, rows[at : at + M * B])
+        w = jax.tree.map(lambda a, g: a - RATE * g, w, gradients)
+        losses.append(float(loss))
+    return losses[start:], w
+
+
+def assert_same_weights(step, state, expected):
+    found = step.whole(state)["params"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, dict(expected))
+
+
+class Lines(list):
+    def __call__(self, line):
+        self.append(line)
+
+
+@pytest.mark.parametrize("ipus", [1, 2])
+@pytest.mark.parametrize(("k", "epochs"), [(1, 1), (3, 2), (4, 1.6)])
+def test_a_training_is_the_one_of_a_plain_loop(ipus, k, epochs):
+    """7 updates per epoch: neither 3 nor 4 divides them, and 1.6 epochs end inside a call."""
+    rows, updates = normal(2, 7 * M * B + 2, D), round(7 * epochs)
+    expected, end = twin(rows[: 7 * M * B], updates)
+    step = make_step(k, ipus)
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+        assert (len(feed), feed.updates_per_epoch) == (-(-7 // k), 7)
+        result = fit(step, step.init(weights()), feed, epochs=epochs, say=Lines())
+        np.testing.assert_allclose(result.losses, expected, rtol=1e-4)
+        assert (result.updates, result.stopped, int(result.state.step)) == (updates, None, updates)
+        assert_same_weights(step, result.state, end)
+        # a second call goes on behind the last update, also inside an epoch
+        again = fit(step, result.state, feed, updates=3, say=Lines())
+    np.testing.assert_allclose(again.losses, twin(rows[: 7 * M * B], updates + 3, updates)[0], rtol=1e-4)
+
+
+def test_lines_evaluations_and_the_log(tmp_path):
+    step, lines, seen = make_step(2), Lines(), []
+    rows = normal(3, 10 * M * B, D)
+
+    def evaluate(state):
+        seen.append(int(state.step))
+        return {"accuracy": seen[-1] / 100, "error": 0.25}
+
+    log = tmp_path / "run.jsonl"
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+        result = fit(step, step.init(weights()), feed, epochs=1.5, evaluate=evaluate, log=log, say=lines)
+    losses, _ = twin(rows, 15)
+    assert seen == [10, 15]
+    assert result.evaluations == [(10, {"accuracy": 0.1, "error": 0.25}), (15, {"accuracy": 0.15, "error": 0.25})]
+    assert lines[0].startswith("Compiled in ")
+    assert lines[1] == f"Epoch 0.2, Mean loss: {np.mean(losses[:2]):.3f}"
+    assert lines[6] == "Epoch 1.0, Test accuracy: 10.00%, Test error: 0.25"
+    assert lines[-3] == f"Epoch 1.5, Mean loss: {losses[14]:.3f}"
+    assert lines[-2] == "Epoch 1.5, Test accuracy: 15.00%, Test error: 0.25"
+    assert lines[-1].startswith("15 updates in ")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [event["event"] for event in events if event["event"] != "losses"] == [
+        "start", "compiled", "evaluated", "evaluated", "end",
+    ]  # fmt: skip
+    assert (events[0]["samples_per_update"], events[0]["total_updates"]) == (M * B, 15)
+    logged = [loss for event in events if event["event"] == "losses" for loss in event["losses"]]
+    np.testing.assert_allclose(logged, losses, rtol=1e-4)
+
+
+@pytest.fixture
+def listening():
+    """Let this process hear Ctrl-C, which one that was started in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, listening):
+    rows = normal(4, 10 * M * B, D)
+    expected, end = twin(rows, 20)
+    step, said = make_step(2), Lines()
+
+    def signalled(line):
+        said(line)
+        if line.startswith("Epoch 0.4"):
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)  # until the thread that waits for signals has seen it
+
+    def run(say):
+        with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+            return fit(step, step.init(weights()), feed, epochs=2, checkpoints=tmp_path / "run", say=say)
+
+    if name == "Ctrl-C":
+        with pytest.raises(KeyboardInterrupt):
+            run(signalled)
+        first = FitResult.last
+    else:
+        first = run(signalled)
+    assert first is not None
+    assert first.stopped == name
+    assert 4 <= first.updates < 10
+    assert_same_weights(step, first.state, twin(rows, first.updates)[1])
+    assert said[-1].startswith(f"{name}: stopped after {first.updates} updates, which are saved in {tmp_path / 'run'}")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    second = Lines()
+    result = run(second)
+    assert second[0].startswith(f"Resumed from {tmp_path / 'run'}")
+    np.testing.assert_allclose([*first.losses, *result.losses], expected, rtol=1e-4)
+    assert_same_weights(step, result.state, end)
+    whole = Lines()
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+        fit(step, step.init(weights()), feed, epochs=2, say=whole)
+    of_losses = lambda lines: [line for line in lines if "Mean loss" in line]  # noqa: E731
+    assert of_losses(said) + of_losses(second) == of_losses(whole)
+    third = Lines()
+    assert run(third).losses.size == 0
+    assert third[-1] == "20 updates were made before"
+
+
+def test_an_error_leaves_the_last_state(tmp_path):
+    rows = normal(5, 6 * M * B, D)
+    rows[4 * M * B + 1, 0] = np.nan
+    step = make_step(on_nonfinite="stop")
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, RunLog(tmp_path / "log") as log:
+        with pytest.raises(NonFiniteLossError, match="update 5, replica 0, micro-batch 0") as raised:
+            fit(step, step.init(weights()), feed, log=log, say=Lines())
+        assert "ipu_jax.FitResult.last.state" in "".join(raised.value.__notes__)
+        assert FitResult.last is not None
+        assert_same_weights(step, FitResult.last.state, twin(rows, 4)[1])
+        assert log.events[-1]["event"] == "failed"
+        fit(
+            step, step.restore(step.whole(FitResult.last.state)), feed, updates=1, log=log, say=Lines()
+        )  # both stay open
+    assert FitResult.last is None
+
+
+def test_skipped_updates_are_counted():
+    rows = normal(6, 6 * M * B, D)
+    rows[2 * M * B, 0] = np.inf
+    step, lines = make_step(3, on_nonfinite="skip"), Lines()
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fit(step, step.init(weights()), feed, say=lines)
+    assert result.skipped == 1
+    assert any(line.endswith(", 1 of 3 updates skipped") for line in lines)
+    assert lines[-1].endswith("; 1 updates were skipped")
+
+
+def test_a_stream_is_trained_on_epoch_by_epoch():
+    rows = normal(7, 5 * M * B, D)
+    step, lines = make_step(2), Lines()
+    batches = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+    with Feed(batches, items="batches", step=step, micro_batch=B) as feed:
+        result = fit(step, step.init(weights()), feed, epochs=2, evaluate=lambda state: {"x": 1}, say=lines)
+        assert feed
+        with pytest.raises(TypeError, match="a stream does not say how many"):
+            len(feed)
+        with pytest.raises(ValueError, match=r"epochs=0\.5, but a stream .* give an int, or updates="):
+            fit(step, result.state, feed, epochs=0.5)
+    np.testing.assert_allclose(result.losses, twin(rows, 10)[0], rtol=1e-4)
+    assert lines.count("Update 5, Test x: 1") == 1
+
+
+def test_a_trace_is_of_three_updates_whatever_a_call_makes(tmp_path):
+    rows = normal(8, 12 * M * B, D)
+    step, lines = make_step(6), Lines()
+    recording = trace(tmp_path)
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+        result = fit(step, step.init(weights()), feed, trace=recording, say=lines)
+    np.testing.assert_allclose(result.losses, twin(rows, 12)[0], rtol=1e-4)
+    assert {each.step for each in recording.timeline.steps} == {0, 1, 2}
+    assert any(f"Trace: {recording.path}" in line for line in lines)
+
+
+def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path):
+    rows, results = normal(9, 4 * M * B, D), []
+    step = make_step()
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, Checkpoints(tmp_path, step, every=1) as mine:
+        train = lambda: results.append(fit(step, step.init(weights()), feed, checkpoints=mine, say=Lines()))  # noqa: E731
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        mine.save(results[0].state, feed, extra="more", now=True)
+    assert mine.last == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": "x"}, r"step='x' is not a training step: make it with make_train_step"),
+        ({"state": 3}, r"state=int is not a state of the step: give step.init\(weights\)"),
+        ({"feed": [1]}, r"feed=list is not a Feed: give Feed\(data, step=step"),
+        ({"epochs": 0}, r"epochs=0 is not a positive number: give"),
+        ({"epochs": True}, r"epochs=True is not a positive number: give"),
+        ({"epochs": float("inf")}, r"epochs=inf is not a positive number: give"),
+        ({"updates": 0}, r"updates=0"),
+        ({"updates": 2, "epochs": 1}, r"epochs=1 and updates=2 are both given: give one"),
+        ({"evaluate": 3}, r"evaluate=3 cannot be called: give a function"),
+        ({"log": RunLog(), "tensorboard": "x"}, r"tensorboard= is given, and a RunLog: give"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_wrong_arguments_are_refused(change, words):
+    step = make_step()
+    with Feed(normal(0, M * B, D), step=step, micro_batch=B) as feed:
+        given = {"step": step, "state": step.init(weights()), "feed": feed, **change}
+        with pytest.raises(ValueError, match=words):
+            fit(**given)
+
+
+def test_a_feed_of_another_step_is_refused():
+    step = make_step(2)
+    feed = Feed(normal(0, M * B, D), mesh=step.mesh, gradient_accumulation=M, micro_batch=B)
+    with feed, pytest.raises(ValueError, match="device_iterations=1, but the step 2: make it with Feed"):
+        fit(step, step.init(weights()), feed)
+    with pytest.raises(ValueError, match="mesh= is given, and the step has one: leave it out"):
+        Feed(normal(0, M * B, D), step=step, mesh=step.mesh, micro_batch=B)
+    with pytest.raises(ValueError, match=r"neither step= nor mesh= is given: say .* step=step"):
+        Feed(normal(0, M * B, D), micro_batch=B)
+    with pytest.raises(ValueError, match="step=3 is not a training step: make it with"):
+        Feed(normal(0, M * B, D), step=3, micro_batch=B)  # pyright: ignore[reportArgumentType] (on purpose)

@@ -1,0 +1,114 @@
+"""Test calls that make only some updates of their batch, against plain optax on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import NonFiniteLossError, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+
+K, M, B, D = 5, 2, 3, 4
+RATE = 0.1
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def dense_losses(weights, batch):
+    """Return the loss of each update of plain SGD, and the weights after the last; batch is (updates, M, B, D)."""
+
+    def loss_fn(w, rows):
+        return jnp.mean((jnp.tanh(rows @ w["a"]) @ w["b"]) ** 2)
+
+    losses = []
+    for rows in batch.reshape(len(batch), -1, D):
+        loss, gradients = jax.value_and_grad(loss_fn)(weights, rows)
+        losses.append(float(loss))
+        weights = jax.tree.map(lambda w, g: w - RATE * g, weights, gradients)
+    return losses, weights
+
+
+def make_step(ipus, **options):
+    pipeline = Pipeline(
+        [
+            Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="a", ipu=0),
+            Stage(lambda p, x, mb: jnp.mean((x @ p) ** 2), params="b", ipu=ipus - 1),
+        ],
+        mesh=make_mesh(1, ipus),
+        gradient_accumulation=M,
+    )
+    return make_train_step(pipeline, optax.sgd(RATE), TrainOptions(device_iterations=K, **options))
+
+
+def weights():
+    return {"a": normal(0, D, 7), "b": normal(1, 7, 3)}
+
+
+@pytest.mark.parametrize("ipus", [1, 2])
+@pytest.mark.parametrize("pieces", [[5], [3, 2], [1, 3, 1]])
+def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program(ipus, pieces):
+    batch = normal(2, K, M, B, D)
+    expected, end = dense_losses(weights(), batch)
+    step = make_step(ipus, outputs="all")
+    state, losses, first = step.init(weights()), [], 0
+    for count in pieces:
+        state, outputs = step(state, batch, updates=range(first, first + count))
+        assert outputs.loss.shape == (count,)
+        losses += outputs.loss.tolist()
+        first += count
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    assert int(state.step) == K
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), step.whole(state)["params"], end)
+    assert step._program._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (jax hides it)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"outputs": "final"}, lambda losses: losses[2]),
+        ({"outputs": "sum"}, sum),
+        ({"outputs": "all"}, lambda losses: losses),
+        ({"outputs": 5}, lambda losses: losses[2]),
+    ],
+    ids=["final", "sum", "all", "every fifth"],
+)
+def test_outputs_are_those_of_the_updates_that_were_made(options, expected):
+    batch = normal(3, K, M, B, D)
+    step = make_step(2, **options)
+    _, outputs = step(step.init(weights()), batch, updates=3)
+    np.testing.assert_allclose(outputs.loss, expected(dense_losses(weights(), batch[:3])[0]), rtol=2e-5)
+
+
+def test_a_group_of_updates_that_is_cut_short_has_the_outputs_of_its_last_one():
+    loss_fn = lambda w, rows: jnp.mean((rows * w) ** 2)  # noqa: E731
+    step = make_train_step(loss_fn, optax.sgd(RATE), TrainOptions(device_iterations=6, outputs=2))
+    batch, w, losses = normal(4, 6, 1, B), 2.0, []
+    for rows in batch[:, 0]:
+        losses.append(np.mean((rows * w) ** 2))
+        w -= RATE * 2 * w * np.mean(rows**2)
+    state, outputs = step(step.init(jnp.float32(2)), batch, updates=5)
+    np.testing.assert_allclose(outputs.loss, [losses[1], losses[3], losses[4]], rtol=1e-5)
+    state, outputs = step(state, batch, updates=range(5, 6))
+    np.testing.assert_allclose(outputs.loss, [losses[5]], rtol=1e-5)
+    np.testing.assert_allclose(state.params, w, rtol=1e-5)
+
+
+def test_an_update_that_is_not_finite_is_found_in_its_piece_of_the_batch():
+    batch = normal(5, K, M, B, D)
+    batch[3, 1, 2, 0] = np.nan
+    step = make_step(2, on_nonfinite="stop", donate=False)
+    state = step.init(weights())
+    for made in (range(2), range(2, K)):
+        state, _ = step(state, batch, updates=made)
+    with pytest.raises(NonFiniteLossError, match="update 4, replica 0, micro-batch 1, stage 0"):
+        step.check(state)
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("wrong", [0, 6, -1, True, 2.5, range(3, 3), range(0, 6), range(0, 4, 2), range(-1, 2)])
+def test_wrong_updates_are_refused(wrong):
+    step = make_step(2)
+    with pytest.raises(ValueError, match=r"updates=.*give"):
+        step(step.init(weights()), normal(6, K, M, B, D), updates=wrong)
