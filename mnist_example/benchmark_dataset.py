@@ -18,37 +18,34 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # run as a script: the packages of this very checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mnist_example import instances
-from mnist_example.extra import run_with_extra
-from mnist_example.flag_checks import check_data_flags
-from mnist_example.flags import make_parser, parse
+from ipu_jax._cli.process import run
+from mnist_example.flags import PACKAGES, check_data_flags, parsed
 
 PROG = "benchmark-dataset"
 
 
 def command() -> NoReturn:
     """Run the command as the process's own."""
-    run_with_extra(PROG, main)
+    run(PROG, main, extra="mnist", packages=PACKAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command on `argv` (default: the process's own), and return its exit status; bad input exits."""
-    parser = make_parser(
-        PROG,
+    description = (
         "Reads the batches of a training and does nothing else: how many a second is the host good for? Takes the "
-        "flags of run-sharded-mnist; those of the model and its updates change nothing.",
+        "flags of run-sharded-mnist; flags of the model and its updates change nothing."
     )
-    args = parse(parser, argv)
+    parser, flags = parsed(PROG, description, argv)
     try:
-        check_data_flags(args)
-        from mnist_example import inputs
+        check_data_flags(flags)
+        from mnist_example.data import prepared
 
-        data, batches = inputs.prepare(args, args.ipus)
+        data = prepared(flags, flags.ipus)
     except (ValueError, OSError) as error:
-        parser.refuse(instances.explained(error))
-    from mnist_example.reading_run import read
+        parser.refuse(error)
+    from mnist_example import training  # imports jax
 
-    read(args, batches, data)
+    training.read(flags, data)
     return 0
 
 

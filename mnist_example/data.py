@@ -15,7 +15,6 @@ import gzip
 import logging
 import math
 import os
-import queue
 import sys
 import threading
 import time
@@ -28,6 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import pooch
 import requests
+
+from ipu_jax.distributed.commands import first_of_host_first, start_ipus
+from mnist_example.flags import Flags
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,35 @@ class MNIST:
     test_labels: npt.NDArray[np.uint8]
     source: str
     """The origin of the digits, as text for the user."""
+
+
+def prepared(flags: Flags, ipus: int) -> MNIST:
+    """Return the digits that the flags ask for, and make `ipus` IPUs for each replica.
+
+    Data that may have to be downloaded are read last, so that a platform that is missing is named at once; then an
+    instance connects with the others, of which the first on each host downloads them.
+
+    Raises:
+        ValueError, OSError: a folder that the user named does not hold the digits, there are too few images for one
+            update, or the IPUs cannot be made.
+    """
+    load = lambda: synthetic_mnist(flags.seed) if flags.synthetic_data else load_mnist(flags.data_dir)  # noqa: E731
+    may_download = not (flags.synthetic_data or flags.data_dir or os.environ.get("MNIST_DIR"))
+    data = None if may_download else load()
+    if data is None:
+        start_ipus(flags.replicas, ipus)
+        data = first_of_host_first(load)
+    if len(data.train_images) < flags.images_per_update:
+        given = {"batch_size": flags.batch_size, "gradient_accumulation_count": flags.gradient_accumulation_count}
+        given |= {"replicas": flags.replicas} if flags.replicas > 1 else {}
+        product = " x ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(
+            f"{product} takes {flags.images_per_update} images for an update, but there are {len(data.train_images)}: "
+            f"lower one of the {'two' if len(given) == 2 else 'three'}"
+        )
+    if not may_download:
+        start_ipus(flags.replicas, ipus)
+    return data
 
 
 def load_mnist(
@@ -102,21 +133,10 @@ def load_mnist(
 def synthetic_mnist(seed: int, n_train: int = 60_000, n_test: int = 10_000) -> MNIST:
     """Return random pixels and labels in MNIST's shapes, for measuring speed without data. They can't be learned.
 
-    Args:
-        seed: the same seed gives the same arrays.
-        n_train: training images, at least 1.
-        n_test: test images, at least 1.
-
-    Raises:
-        ValueError: a count below 1, or a negative seed.
-
     >>> digits = synthetic_mnist(seed=0, n_train=6, n_test=2)
     >>> digits.train_images.shape, digits.train_images.dtype, digits.test_labels.shape, digits.source
     ((6, 28, 28), dtype('uint8'), (2,), 'synthetic data, seed 0')
     """
-    for name, value, least in (("seed", seed, 0), ("n_train", n_train, 1), ("n_test", n_test, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
     random = np.random.default_rng(seed)
 
     def images_and_labels(count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
@@ -219,51 +239,34 @@ def _is_complete(cache: Path) -> bool:
 def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
     """Fetch the files that the cache lacks from the first mirror that can; return a text for each mirror that failed.
 
-    pooch checks a file before it moves it into the cache, so the cache never contains a broken download.
+    pooch checks a file before it moves it into the cache, so the cache never contains a broken download. A thread does
+    it, since no timeout covers the resolution of a name, which can hang for a long time without a network.
     """
     failures: list[str] = []
-    left = list(mirrors)
-    while left:
-        mirror = _first_to_answer(left)
-        if mirror is None:
-            return [*failures, f"no good answer within {_ANSWER_SECONDS:g} s from {' or '.join(left)}"]
-        files = pooch.create(path=cache, base_url=mirror, registry=_SHA256)
-        try:
-            for name in _SHA256:
-                # Without a timeout, requests would wait for ever for a host that has stopped sending.
-                downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=_STALL_SECONDS)
-                files.fetch(name, downloader=downloader)  # pyright: ignore[reportArgumentType] (pooch's own mismatch)
-            return failures
-        except (requests.RequestException, OSError, ValueError) as error:
-            failures.append(f"{mirror} failed ({error})")
-            left.remove(mirror)
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    def fetch() -> None:
+        for mirror in mirrors:
+            files = pooch.create(path=cache, base_url=mirror, registry=_SHA256)
+            try:
+                has_it = requests.head(
+                    mirror + next(iter(_SHA256)), timeout=_ANSWER_SECONDS / len(mirrors), allow_redirects=True
+                )
+                has_it.raise_for_status()
+                has_begun.set()
+                for name in _SHA256:
+                    downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=_STALL_SECONDS)
+                    files.fetch(name, downloader=downloader)  # pyright: ignore[reportArgumentType] (pooch's mismatch)
+                break
+            except (requests.RequestException, OSError, ValueError) as error:
+                failures.append(f"{mirror} failed ({error})")
+        has_ended.set()
+
+    threading.Thread(target=fetch, daemon=True).start()
+    until = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < until and not (has_begun.is_set() or has_ended.is_set()):
+        has_ended.wait(0.02)
+    if not has_begun.is_set() and not has_ended.is_set():
+        return [*failures, f"no good answer within {_ANSWER_SECONDS:g} s from {' or '.join(mirrors)}"]
+    has_ended.wait()
     return failures
-
-
-def _first_to_answer(mirrors: Sequence[str]) -> str | None:
-    """Return the first mirror that answers that it has the data, or None if none does in time.
-
-    All mirrors are asked at once, by daemon threads that may outlive this call: no timeout of requests covers the name
-    resolution, which can hang for a long time without a network.
-    """
-    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def ask(mirror: str) -> None:
-        try:
-            url = mirror + next(iter(_SHA256))
-            has_it = requests.head(url, timeout=_ANSWER_SECONDS, allow_redirects=True).ok
-        except (requests.RequestException, OSError, ValueError):
-            has_it = False
-        answers.put(mirror if has_it else None)
-
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    for mirror in mirrors:
-        threading.Thread(target=ask, args=(mirror,), daemon=True).start()
-    for _ in mirrors:
-        try:
-            answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            return None
-        if answer is not None:
-            return answer
-    return None

@@ -1,12 +1,16 @@
-"""Make the handwritten digits network as a pipeline: on two IPUs, or with its classifier split over all IPUs.
+"""Make the handwritten digits network as a pipeline: on several IPUs, or with its classifier split over all of them.
 
-It is a 784-2560-1280-10 MLP with relu between the layers and a bias in each. Both modes use the same weights:
+It is a 784-2560-1280-10 MLP with relu between the layers and a bias in each. All layouts use the same weights:
 
-    basic         IPU0   images -> MLP \\
-                  IPU1                  -> classifier -- softmax cross-entropy -> loss
+    basic, 2 IPUs   IPU0   images -> hidden, features \\
+                    IPU1                              -> classifier -- softmax cross-entropy -> loss
 
-    concurrent    IPU0   images -> MLP \\ -> classifier (classes 0-4) -- softmax cross-entropy \\
-                  IPU1                  \\-> classifier (classes 5-9) -- softmax cross-entropy  -> loss
+    basic, 3 IPUs   IPU0   images -> hidden \\
+                    IPU1                    -> features \\
+                    IPU2                                -> classifier -- softmax cross-entropy -> loss
+
+    concurrent      IPU0   images -> hidden, features \\ -> classifier (classes 0-4) -- softmax cross-entropy \\
+                    IPU1                              \\-> classifier (classes 5-9) -- softmax cross-entropy  -> loss
 
 In concurrent mode every IPU holds its own columns of the classifier's weight and of its bias. The softmax gets the
 number of real classes: 10 classes on 4 IPUs are 3, 3, 3 and 1, and the 2 columns that pad the last shard don't count.
@@ -28,8 +32,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 import sharded_ops
-from ipu_jax import ALL_IPUS, IPU_AXIS, Pipeline, Reduction, Stage, make_mesh, normalise
-from mnist_example.layouts import CLASSES, Mode, check_mlp_ipus
+from ipu_jax import ALL_IPUS, IPU_AXIS, Pipeline, Stage, make_mesh, normalise
+from mnist_example.flags import CLASSES, Mode
 
 PIXELS: Final = 28 * 28
 HIDDEN: Final = 2560
@@ -45,8 +49,8 @@ def init_params(seed: int) -> dict[str, Any]:
         seed: the same seed gives the same weights.
 
     Returns:
-        `{"mlp": {"hidden": {"w": (P, H), "b": (H,)}, "features": {"w": (H, D), "b": (D,)}},
-        "classifier": {"w": (D, C), "b": (C,)}}`.
+        `{"hidden": {"w": (P, H), "b": (H,)}, "features": {"w": (H, D), "b": (D,)}, "classifier": {"w": (D, C), "b":
+        (C,)}}`.
 
     >>> jax.tree.map(jnp.shape, init_params(0)["classifier"])
     {'b': (10,), 'w': (1280, 10)}
@@ -54,23 +58,13 @@ def init_params(seed: int) -> dict[str, Any]:
     he = jax.nn.initializers.he_normal()
     keys = jax.random.split(jax.random.key(seed), 3)
     return {
-        "mlp": {
-            "hidden": _layer(keys[0], he, PIXELS, HIDDEN),
-            "features": _layer(keys[1], he, HIDDEN, FEATURES),
-        },
+        "hidden": _layer(keys[0], he, PIXELS, HIDDEN),
+        "features": _layer(keys[1], he, HIDDEN, FEATURES),
         "classifier": classifier_params(keys[2], FEATURES),
     }
 
 
-def make_pipeline(
-    mode: Mode,
-    *,
-    ipus: int = 2,
-    replicas: int = 1,
-    gradient_accumulation: int = 84,
-    schedule: str = "grouped",
-    reduction: Reduction = "sum",
-) -> Pipeline:
+def make_pipeline(mode: Mode, *, ipus: int = 2, replicas: int = 1, **options: Any) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
     Every stage computes in the dtype of its weights, and the loss in float32, so `TrainOptions(precision=)` of a
@@ -79,25 +73,14 @@ def make_pipeline(
 
     Args:
         mode: "basic" or "concurrent", as drawn at the top of this file.
-        ipus: IPUs of a replica; basic mode takes 2, concurrent mode 1 to 10.
+        ipus: IPUs of a replica; basic mode uses 3 at most.
         replicas: copies of the network, each with micro-batches of its own.
-        gradient_accumulation: M, the micro-batches of one weight update.
-        schedule: a name of `ipu_jax.SCHEDULES`, or "auto".
-        reduction: gradients are the "sum" or the "mean" over the micro-batches and the replicas.
-
-    Raises:
-        ValueError: an unknown name, a count below 1, IPUs that `check_mlp_ipus` refuses, or fewer devices than IPUs.
+        options: of `Pipeline`, such as `gradient_accumulation`, `schedule` and `reduction`.
     """
-    check_mlp_ipus(mode, ipus)
-    head, specs = head_stages(mode, ipu=1)
-    return Pipeline(
-        [Stage(_mlp, params="mlp", ipu=0), *head],
-        mesh=make_mesh(replicas, ipus),
-        schedule=schedule,
-        gradient_accumulation=gradient_accumulation,
-        reduction=reduction,
-        specs=specs,
-    )
+    places = (0, 1) if mode == "basic" and ipus > 2 else (0, 0)
+    head, specs = head_stages(mode, ipu=ipus - 1)
+    body = [Stage(_hidden, params="hidden", ipu=places[0]), Stage(_features, params="features", ipu=places[1])]
+    return Pipeline([*body, *head], mesh=make_mesh(replicas, ipus), specs=specs, **options)
 
 
 def head_stages(mode: Mode, ipu: int) -> tuple[list[Stage], dict[str, Any]]:
@@ -140,11 +123,14 @@ def scaled_images(images: jax.Array, dtype: DTypeLike) -> jax.Array:
     return normalise(images, dtype=dtype) if images.dtype == jnp.uint8 else images.astype(dtype)
 
 
-def _mlp(params: Any, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:
+def _hidden(params: Any, x: None, microbatch: dict[str, jax.Array]) -> jax.Array:
     images = microbatch["images"]
-    x_BP = scaled_images(images, params["hidden"]["w"].dtype).reshape(len(images), PIXELS)
-    h_BH = jax.nn.relu(_dense(params["hidden"], x_BP))
-    return jax.nn.relu(_dense(params["features"], h_BH))
+    x_BP = scaled_images(images, params["w"].dtype).reshape(len(images), PIXELS)
+    return jax.nn.relu(_dense(params, x_BP))
+
+
+def _features(params: Any, h_BH: jax.Array, microbatch: Any) -> jax.Array:
+    return jax.nn.relu(_dense(params, h_BH))
 
 
 def _dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:

@@ -38,10 +38,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax import LayerPlacement, Outputs, Pipeline, Reduction, Stage, balance_layers, flops_of, make_mesh
-from mnist_example.checks import check_count
-from mnist_example.convolution import conv_general_dilated
-from mnist_example.layouts import DEPTHS, RESNET_BLOCKS, Depth, Mode, check_resnet_ipus
+from ipu_jax import Outputs, Pipeline, Stage, balance_layers, conv_general_dilated, flops_of, make_mesh
+from mnist_example.flags import RESNET_BLOCKS, Mode
 from mnist_example.model import classifier_params, head_stages, scaled_images
 
 SIDE: Final = 28
@@ -146,28 +144,22 @@ def _input(params: Any, x: jax.Array | None, microbatch: dict[str, jax.Array]) -
 
 
 @functools.cache
-def layers_of(depth: Depth, *, width: int = WIDTH) -> tuple[Layer, ...]:
+def layers_of(name: str, *, width: int = WIDTH) -> tuple[Layer, ...]:
     """Return the stem and the blocks, in order. The head is not included.
 
     Args:
-        depth: 18 or 50.
+        name: "resnet18" or "resnet50".
         width: channels of the stem, and of the first blocks' 3x3; the published networks have 64.
 
-    Raises:
-        ValueError: another depth, or a width below 1.
-
-    >>> [layer.name for layer in layers_of(18)][-2:], layers_of(50)[-1].inputs
+    >>> [layer.name for layer in layers_of("resnet18")][-2:], layers_of("resnet50")[-1].inputs
     (['block7', 'block8'], (1, 1, 2048))
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"depth={depth!r} is unknown: choose one of {', '.join(map(str, DEPTHS))}")
-    check_count("width", width)
     layers = [Layer("stem", _Stem(width), (SIDE, SIDE))]
-    for group, count in enumerate(RESNET_BLOCKS[depth]):
+    for group, count in enumerate(RESNET_BLOCKS[name]):
         features = width * 2**group
         for place in range(count):
             strides = 2 if group and not place else 1
-            if depth == 18:
+            if name == "resnet18":
                 shapes = ((features, 3, strides), (features, 3, 1))
             else:
                 shapes = ((features, 1, 1), (features, 3, strides), (4 * features, 1, 1))
@@ -182,20 +174,20 @@ def _output(layer: Layer) -> tuple[int, ...]:
     return shape.shape[1:]
 
 
-def init_params(depth: Depth, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
+def init_params(name: str, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
     """Return random whole weights for `Pipeline.shard`, float32, the same for both modes and any number of IPUs.
 
     The initialisation is He's normal for kernels, LeCun's normal for the classifier, 1 for scales and 0 for biases.
 
     Args:
-        depth, width: as `layers_of` takes them.
+        name, width: as `layers_of` takes them.
         seed: the same seed gives the same weights.
 
     Returns:
         `{"stem": {...}, "block1": {...}, ..., "classifier": {"w": (D, classes), "b": (classes,)}}`; a convolution's
         kernel is (rows, columns, C in, C out).
     """
-    layers = layers_of(depth, width=width)
+    layers = layers_of(name, width=width)
     random = np.random.default_rng(seed)  # drawing 50 shapes with jax.random takes 10 s, most of it for compiling
 
     def drawn(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -213,75 +205,49 @@ def init_params(depth: Depth, seed: int, *, width: int = WIDTH) -> dict[str, Any
     }
 
 
-def init_state(depth: Depth, *, width: int = WIDTH) -> dict[str, Any]:
+def init_state(name: str, *, width: int = WIDTH) -> dict[str, Any]:
     """Return the running averages before training for `Pipeline.shard_state`: means of 0 and variances of 1.
 
     Returns:
         `{"stem": {...}, "block1": {...}, ...}`: for each batch norm, `{"mean": (C,), "var": (C,)}` in float32.
     """
-    layers = layers_of(depth, width=width)
+    layers = layers_of(name, width=width)
     fresh = jax.jit(lambda key: {layer.name: layer.init(key)["batch_stats"] for layer in layers})
     return fresh(jax.random.key(0))
 
 
 def make_pipeline(
-    depth: Depth,
-    mode: Mode,
-    *,
-    ipus: int = 2,
-    replicas: int = 1,
-    gradient_accumulation: int = 84,
-    schedule: str = "grouped",
-    reduction: Reduction = "sum",
-    width: int = WIDTH,
+    name: str, mode: Mode, *, ipus: int = 2, replicas: int = 1, width: int = WIDTH, **options: Any
 ) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
-    Precision, micro-batches, loss and aux are those of `mnist_example.model.make_pipeline`. A micro-batch must have at
-    least 2 images; the images may have any numbers of rows and columns.
+    Precision, micro-batches, loss, aux and options are those of `mnist_example.model.make_pipeline`. A micro-batch must
+    have at least 2 images; the images may have any numbers of rows and columns.
 
     Args:
-        depth, width: as `layers_of` takes them.
+        name, width: as `layers_of` takes them.
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of a replica, from 1 to the number of layers.
         replicas: copies of the network, each with micro-batches of its own.
-        gradient_accumulation: M, the micro-batches of one weight update.
-        schedule: a name of `ipu_jax.SCHEDULES`, or "auto".
-        reduction: gradients are the "sum" or the "mean" over the micro-batches and the replicas.
-
-    Raises:
-        ValueError: an unknown name, a count below 1, IPUs that `check_resnet_ipus` refuses, or fewer devices than IPUs.
+        options: of `Pipeline`.
     """
-    check_resnet_ipus(depth, mode, ipus)
-    mesh = make_mesh(replicas, ipus)
-    layers = layers_of(depth, width=width)
-    last = ipus - 1
-    head, specs = head_stages(mode, ipu=last)
-    stages = []
-    for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True):
-        stages.append(Stage(layer.train, params=layer.name, ipu=ipu, state=layer.name, evaluate=layer.evaluate))
-    stages.append(Stage(_pool, ipu=last, name="pool"))
-    return Pipeline(
-        [*stages, *head],
-        mesh=mesh,
-        schedule=schedule,
-        gradient_accumulation=gradient_accumulation,
-        reduction=reduction,
-        specs=specs,
-    )
+    layers = layers_of(name, width=width)
+    head, specs = head_stages(mode, ipu=ipus - 1)
+    stages = [
+        Stage(layer.train, params=layer.name, ipu=ipu, state=layer.name, evaluate=layer.evaluate)
+        for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True)
+    ]
+    pool = Stage(_pool, ipu=ipus - 1, name="pool")
+    return Pipeline([*stages, pool, *head], mesh=make_mesh(replicas, ipus), specs=specs, **options)
 
 
-def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> tuple[int, ...]:
+def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> list[int]:
     """Return the IPU of each layer. Neighbouring layers stay together, and the IPUs' loads are as even as possible."""
     names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
-    if mode == "concurrent":
-        return _numbers(balance_layers(names, costs, ipus))
-    # the head costs almost nothing, but it may get an IPU of its own
-    return _numbers(balance_layers([*names, "head"], [*costs, 0], ipus))[:-1]
-
-
-def _numbers(found: LayerPlacement) -> tuple[int, ...]:
-    return tuple(ipu for ipu in found.ipus if ipu is not None)
+    if mode == "basic":  # the head costs almost nothing, but it may get an IPU of its own
+        names, costs = [*names, "head"], [*costs, 0]
+    found = balance_layers(names, costs, ipus).ipus
+    return [ipu for ipu in found if ipu is not None][: len(layers)]
 
 
 def _cost(layer: Layer) -> int:

@@ -20,35 +20,31 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # run as a script: the packages of this very checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mnist_example import instances
-from mnist_example.extra import run_with_extra
-from mnist_example.flag_checks import check_flags, ipus_of
-from mnist_example.flags import make_parser, parse
+from ipu_jax._cli.process import run
+from mnist_example.flags import PACKAGES, check_flags, parsed
 
 PROG = "run-sharded-mnist"
 
 
 def command() -> NoReturn:
     """Run the command as the process's own."""
-    run_with_extra(PROG, main)
+    run(PROG, main, extra="mnist", packages=PACKAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command on `argv` (default: the process's own), and return its exit status; bad input exits."""
-    parser = make_parser(PROG, "Trains a network on handwritten digits, as a pipeline over virtual IPUs.")
-    args = parse(parser, argv)
+    parser, flags = parsed(PROG, "Trains a network on handwritten digits, as a pipeline over virtual IPUs.", argv)
     try:
-        check_flags(args)
-        from mnist_example import inputs
+        check_flags(flags)
+        from mnist_example.data import prepared
 
-        data, batches = inputs.prepare(args, max(ipus_of(args).values()))
-        from mnist_example import training_run
+        data = prepared(flags, max(map(flags.ipus_of, flags.modes)))
+        from mnist_example import training  # imports jax
 
-        trainers = training_run.make_trainers(args, batches)
-        record = training_run.RunRecord(args)
+        trainings = [training.Training(flags, mode, data) for mode in flags.modes]
     except (ValueError, OSError) as error:
-        parser.refuse(instances.explained(error))
-    return training_run.train_and_compare(args, trainers, data, record)
+        parser.refuse(error)
+    return training.train_all(flags, trainings)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from mnist_example import inputs, reading_run
-from mnist_example.batches import Batches
+from ipu_jax import EpochOrder, Position
+from mnist_example import data, training
 from mnist_example.benchmark_dataset import main
 from mnist_example.data import synthetic_mnist
 
@@ -21,7 +21,7 @@ SPEED = r"in \d+\.\d\d s, [\d,]+ samples/s, [\d,]+\.\d\d MB/s"
 @pytest.fixture(autouse=True)
 def few_digits(monkeypatch):
     """Use synthetic data of 103 images, so that an epoch takes almost no time."""
-    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+    monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
 
 
 @pytest.mark.parametrize(
@@ -52,29 +52,27 @@ def test_a_line_follows_every_epoch(flags, capsys):
 def test_a_part_of_an_epoch_reads_its_own_samples_and_no_more(
     epochs, repeat_count, samples, flags, monkeypatch, capsys
 ):
-    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 2060, 25))
+    monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 2060, 25))
     made = []
-    monkeypatch.setattr(reading_run, "_of_updates", _kept(reading_run._of_updates, made))
+    wait = jax.block_until_ready
+    monkeypatch.setattr(training.jax, "block_until_ready", lambda data: made.append(wait(data)) or data)
     flags = [*flags, "--batch-size", "16", "--gradient-accumulation-count", "2", "--repeat-count", repeat_count]
     assert main(["--synthetic-data", *flags, "--epochs", epochs]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split(" in ")[0] for line in lines] == [f"Epoch {k + 1}: {n:,} samples" for k, n in enumerate(samples)]
     # the images of the updates that training makes, in the same order
     digits = synthetic_mnist(0, 2060, 25)
-    batches = Batches(digits.train_images, digits.train_labels, 16, 2)
-    order = np.concatenate([batches.of_epoch(epoch).reshape(-1)[:n] for epoch, n in enumerate(samples)])
-    labels = np.concatenate([np.asarray(batch.data["labels"]).reshape(-1) for batch in made])
-    np.testing.assert_array_equal(labels[: len(order)], digits.train_labels[order])
-    assert len(labels) == len(order)
-
-
-def _kept(generate, made):
-    def keeping(*args):
-        for batch in generate(*args):
-            made.append(batch)
-            yield batch
-
-    return keeping
+    epoch_order = EpochOrder(2060, 16, gradient_accumulation=2, iterations=64, remainder="updates")
+    read = [epoch_order.rows(Position(epoch, 0)).indices.reshape(-1)[:n] for epoch, n in enumerate(samples)]
+    labels = [np.asarray(data["labels"]).reshape(-1, 32) for data in made]
+    labels = [rows if rows.ndim == 2 else rows[None] for rows in labels]
+    found, per_epoch = [], iter(samples)
+    left = next(per_epoch) // 32
+    for rows in labels:  # of each call, the updates that are left of its epoch
+        found.append(rows[:left].reshape(-1))
+        left -= min(left, len(rows))
+        left = left or next(per_epoch, 0) // 32
+    np.testing.assert_array_equal(np.concatenate(found), digits.train_labels[np.concatenate(read)])
 
 
 def test_replicas_get_batches_of_their_own(capsys):

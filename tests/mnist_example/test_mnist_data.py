@@ -278,7 +278,7 @@ def assert_gives_digits_in_time(mirrors: list[str], cache: Path, seconds: float 
 def test_hosts_that_never_answer_are_given_up_within_five_seconds(silent, closed, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert_gives_digits_in_time([silent, silent, closed], tmp_path)
-    assert f"MNIST could not be downloaded: no good answer within 3.5 s from {silent}" in caplog.text
+    assert f"MNIST could not be downloaded: {silent} failed" in caplog.text
     assert "--data-dir" in caplog.text
 
 
@@ -337,16 +337,3 @@ def test_synthetic_data_has_the_shapes_and_follows_its_seed():
     assert one.train_labels.max() <= 9
     np.testing.assert_array_equal(one.train_images, same.train_images)
     assert (one.train_images != other.train_images).any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"seed": -1}, "seed=-1 must be at least 0"),
-        ({"seed": 0, "n_train": 0}, "n_train=0 must be at least 1"),
-        ({"seed": 0, "n_test": -3}, "n_test=-3 must be at least 1"),
-    ],
-)
-def test_synthetic_data_refuses_counts_that_cannot_be(arguments, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        synthetic_mnist(**arguments)

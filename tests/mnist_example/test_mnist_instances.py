@@ -4,7 +4,6 @@ The unsharded run, without poprun, is the oracle. Under poprun all replicas are 
 however many instances share them, so that the bits are equal; the plain run adds them in another order.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mnist_example.instances import InstanceParser, fill_in_counts
+from ipu_jax.distributed.commands import InstanceParser, counts_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parents[1] / "support" / "mnist_instance.py"
@@ -202,15 +201,15 @@ def test_instances_share_an_executable_cache(tmp_path):
     assert_equal(second, first, "basic", 2)
     # each has programs of its own, and the second start compiles on none
     names = [sorted(path.name for path in (cache / f"instance-{i}").iterdir()) for i in range(2)]
-    assert all(any(name.startswith("jit__run_updates-") for name in of_instance) for of_instance in names)
+    assert all(any(name.startswith("jit__run-") for name in of_instance) for of_instance in names)
     # a third start mends what was damaged
-    (step,) = (cache / "instance-0").glob("jit__run_updates-*-cache")
+    (step,) = (cache / "instance-0").glob("jit__run-*-cache")
     content = step.read_bytes()
     step.write_bytes(content[:1000])
     third = poprun(tmp_path / "third", 2, 2, 2, TRAIN, *flags, images=20)
     assert third.status == 0, third.err
     assert re.findall(TAG.pattern, third.err, re.MULTILINE) == ["0"], third.err
-    assert "an entry of jit__run_updates" in third.err
+    assert "an entry of jit__run" in third.err
     assert_equal(third, first, "basic", 2)
     assert not list(cache.rglob("*.aside"))
     assert len(step.read_bytes()) > len(content) / 2
@@ -302,25 +301,18 @@ def place(monkeypatch):
     return become
 
 
-def arguments(ipus=None, replicas=None):
-    return argparse.Namespace(ipus=ipus, replicas=replicas)
-
-
 def test_counts_are_those_of_poprun(place):
     place(0)
-    args = arguments()
-    fill_in_counts(args)
-    assert (args.ipus, args.replicas) == (2, 4)
-    fill_in_counts(arguments(ipus=2, replicas=4))
+    assert counts_of(None, None) == counts_of(2, 4) == {"ipus": 2, "replicas": 4}
     with pytest.raises(ValueError, match=r"^--replicas 2, but poprun runs --num-replicas 4: leave --replicas out$"):
-        fill_in_counts(arguments(replicas=2))
+        counts_of(None, 2)
 
 
 @pytest.mark.parametrize("instance", [0, 1])
 def test_another_instance_waits_before_it_refuses(instance, place, monkeypatch, capsys):
     place(instance)
     waited = []
-    monkeypatch.setattr("mnist_example.instances.time.sleep", waited.append)
+    monkeypatch.setattr("ipu_jax.distributed.commands.time.sleep", waited.append)
     with pytest.raises(SystemExit, match="2"):
         InstanceParser("some", "A command.").error("wrong")
     assert waited == [3.0] * instance

@@ -9,11 +9,19 @@ import pytest
 import ipu_jax
 from ipu_jax import TrainOptions, make_train_step
 from mnist_example.data import synthetic_mnist
-from mnist_example.layouts import CLASSES, check_mlp_ipus
+from mnist_example.flags import CLASSES
 from mnist_example.model import init_params, make_pipeline
 
 M, B = 3, 4
-LAYOUTS = [("basic", 2), ("concurrent", 1), ("concurrent", 2), ("concurrent", 4), ("concurrent", 8)]
+LAYOUTS = [
+    ("basic", 1),
+    ("basic", 2),
+    ("basic", 3),
+    ("concurrent", 1),
+    ("concurrent", 2),
+    ("concurrent", 4),
+    ("concurrent", 8),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,7 @@ def batch():
 def dense_logits(params, images):
     """Return the logits (N, C), by numpy in float64."""
     x = images.reshape(-1, 784) / 255.0
-    for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+    for layer in (params["hidden"], params["features"]):
         x = np.maximum(x @ np.asarray(layer["w"], np.float64) + np.asarray(layer["b"], np.float64), 0)
     return x @ np.asarray(params["classifier"]["w"], np.float64) + np.asarray(params["classifier"]["b"], np.float64)
 
@@ -59,13 +67,13 @@ def test_weights_have_the_networks_shapes_and_scales():
     assert shapes == {
         "['classifier']['b']": (10,),
         "['classifier']['w']": (1280, 10),
-        "['mlp']['features']['b']": (1280,),
-        "['mlp']['features']['w']": (2560, 1280),
-        "['mlp']['hidden']['b']": (2560,),
-        "['mlp']['hidden']['w']": (784, 2560),
+        "['features']['b']": (1280,),
+        "['features']['w']": (2560, 1280),
+        "['hidden']['b']": (2560,),
+        "['hidden']['w']": (784, 2560),
     }
-    assert float(params["mlp"]["hidden"]["w"].std()) == pytest.approx((2 / 784) ** 0.5, rel=0.01)
-    assert float(params["mlp"]["features"]["w"].std()) == pytest.approx((2 / 2560) ** 0.5, rel=0.01)
+    assert float(params["hidden"]["w"].std()) == pytest.approx((2 / 784) ** 0.5, rel=0.01)
+    assert float(params["features"]["w"].std()) == pytest.approx((2 / 2560) ** 0.5, rel=0.01)
     assert float(params["classifier"]["w"].std()) == pytest.approx((1 / 1280) ** 0.5, rel=0.05)
     assert not any(leaf.any() for leaf in jax.tree.leaves(params) if leaf.ndim == 1)
 
@@ -92,7 +100,13 @@ def test_loss_and_correct_are_the_dense_programs(mode, ipus, params, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "ipus", "schedule"),
-    [("basic", 2, "grouped"), ("concurrent", 2, "grouped"), ("concurrent", 4, "grouped"), ("basic", 2, "sequential")],
+    [
+        ("basic", 3, "1f1b"),
+        ("basic", 2, "grouped"),
+        ("concurrent", 2, "grouped"),
+        ("concurrent", 4, "grouped"),
+        ("basic", 2, "sequential"),
+    ],
 )
 def test_gradients_are_the_unsharded_programs(mode, ipus, schedule, params, batch):
     pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M, schedule=schedule)
@@ -208,30 +222,15 @@ def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
 def test_stages_compute_in_the_dtype_of_their_weights(dtype, images, params, batch):
     stored = jax.tree.map(lambda p: p.astype(dtype), params)
     micro_batch = {"images": batch["images"][0].astype(images), "labels": batch["labels"][0]}
-    mlp, classifier, loss = make_pipeline("basic", gradient_accumulation=M).stages
-    features = mlp.fn(stored["mlp"], None, micro_batch)
+    hidden, body, classifier, loss = make_pipeline("basic", gradient_accumulation=M).stages
+    features = body.fn(stored["features"], hidden.fn(stored["hidden"], None, micro_batch), micro_batch)
     logits = classifier.fn(stored["classifier"], features, micro_batch)
     assert (features.dtype, logits.dtype, loss.fn(None, logits, micro_batch)[0].dtype) == (dtype, dtype, "float32")
 
 
-# bad input
-
-
-@pytest.mark.parametrize(
-    ("mode", "ipus", "message"),
-    [
-        ("basic", 1, "ipus=1, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode"),
-        ("basic", 4, "ipus=4, but basic mode has a part for each of 2 IPUs: use 2, or concurrent mode"),
-        ("concurrent", 0, "ipus=0 is not a count: give an int of at least 1"),
-        ("concurrent", 11, "ipus=11, but there are 10 classes to split: use 10 IPUs at most"),
-        ("concurent", 2, "mode='concurent' is unknown: did you mean 'concurrent'? Choose one of 'basic', 'concurrent'"),
-    ],
-)
-def test_ipus_that_a_mode_cannot_use_are_refused(mode, ipus, message):
-    for refuse in (check_mlp_ipus, lambda mode, ipus: make_pipeline(mode, ipus=ipus)):
-        with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
-            refuse(mode, ipus)
-        assert str(refused.value) == message
+def test_in_basic_mode_the_layers_are_spread_over_three_ipus():
+    places = lambda ipus: [stage.place for stage in make_pipeline("basic", ipus=ipus).stages]  # noqa: E731
+    assert [places(1), places(2), places(3)] == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 2]]
 
 
 @pytest.mark.parametrize(

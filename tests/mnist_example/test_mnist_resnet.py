@@ -4,8 +4,8 @@ The tests' networks are 4 channels wide. With micro-batches of so few images, ba
 some variances are near zero, which magnifies rounding. The images here are large enough to avoid that.
 """
 
-import functools
 import math
+import types
 from typing import Any
 
 import flax.linen as nn
@@ -17,14 +17,11 @@ import pytest
 from jax import lax
 
 import ipu_jax
-from mnist_example import inputs, resnet, training_run
-from mnist_example.batches import Batches
+from mnist_example import data, resnet, training
 from mnist_example.data import synthetic_mnist
-from mnist_example.layouts import check_resnet_ipus
-from mnist_example.network import Network, network_of
+from mnist_example.flags import parsed
 from mnist_example.resnet import init_params, init_state, layers_of, make_pipeline
 from mnist_example.run_sharded_mnist import main
-from mnist_example.train import Trainer
 
 WIDTH = 4
 SIDE = 64  # so that the last blocks get 2x2 pixels, and each of their batch norms gets 32 values
@@ -51,7 +48,7 @@ def make_batch(m, b=B, side=SIDE):
 @pytest.fixture(scope="module")
 def params():
     """Return weights with scales and biases that aren't 1 and 0, so that one left out or misplaced is noticed."""
-    whole = init_params(18, 0, width=WIDTH)
+    whole = init_params("resnet18", 0, width=WIDTH)
     random = np.random.default_rng(1)
     return jax.tree.map(lambda p: p if p.ndim > 1 else p + jnp.float32(0.2 * random.standard_normal(p.shape)), whole)
 
@@ -60,7 +57,7 @@ def params():
 def state():
     """Return running averages that aren't 0 and 1, for the same reason."""
     random = np.random.default_rng(2)
-    fresh = init_state(18, width=WIDTH)
+    fresh = init_state("resnet18", width=WIDTH)
     return jax.tree.map(lambda s: s + jnp.float32(0.5 * random.random(s.shape)), fresh)
 
 
@@ -96,7 +93,7 @@ class Whole(nn.Module):
 def in_its_own_names(params, state):
     """Return the same weights and averages for `Whole`, whose modules are numbered in the order of their calls."""
     convs, norms, averages = [], [], []
-    for layer in layers_of(18):
+    for layer in layers_of("resnet18"):
         for name in sorted(params[layer.name]):  # "conv0", "conv1", "shortcut"; the stem's "first"
             convs.append(params[layer.name][name]["conv"])
             norms.append(params[layer.name][name]["norm"])
@@ -176,20 +173,20 @@ def published_count(depth):
 )
 def test_the_networks_have_the_published_number_of_weights(depth, count):
     assert published_count(depth) == count
-    layers = layers_of(depth)
+    layers = layers_of(f"resnet{depth}")
     shapes = [jax.eval_shape(layer.init, jax.random.key(0))["params"] for layer in layers]
     classifier = (512 if depth == 18 else 2048) * 10 + 10
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) + classifier == count
 
 
 def test_weights_start_as_he_and_lecun_say():
-    whole = init_params(18, 3)
+    whole = init_params("resnet18", 3)
     assert float(whole["block8"]["conv1"]["conv"]["kernel"].std()) == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
     assert float(whole["classifier"]["w"].std()) == pytest.approx((1 / 512) ** 0.5, rel=0.05)
     for path, leaf in jax.tree.leaves_with_path(whole):
         if leaf.ndim == 1:
             assert (leaf == (1 if path[-1].key == "scale" else 0)).all()
-    other = init_params(18, 4)
+    other = init_params("resnet18", 4)
     assert not np.array_equal(whole["stem"]["first"]["conv"]["kernel"], other["stem"]["first"]["conv"]["kernel"])
 
 
@@ -201,7 +198,7 @@ def test_weights_start_as_he_and_lecun_say():
 @pytest.mark.parametrize("name", ["stem", "block3"])
 def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, train, params, state):
     """Compare with plain lax; block3 halves the image and has a shortcut."""
-    layer = next(layer for layer in layers_of(18, width=WIDTH) if layer.name == name)
+    layer = next(layer for layer in layers_of("resnet18", width=WIDTH) if layer.name == name)
     x = jnp.asarray(np.random.default_rng(3).normal(size=(4, *layer.inputs)), jnp.float32)
     own, averages, moved = params[name], state[name], {}
 
@@ -236,7 +233,7 @@ def test_a_layer_reads_statistics_or_averages_and_moves_these_by_a_tenth(name, t
 @pytest.mark.parametrize(("mode", "ipus", "m"), LAYOUTS)
 def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
     """Compare loss, every gradient and every running average."""
-    pipeline = make_pipeline(18, mode, ipus=ipus, gradient_accumulation=m, width=WIDTH)
+    pipeline = make_pipeline("resnet18", mode, ipus=ipus, gradient_accumulation=m, reduction="sum", width=WIDTH)
     batch = make_batch(m)
     sharded, averages = pipeline.shard(params), pipeline.shard_state(state)
     report = ipu_jax.verify(pipeline, sharded, batch, state=averages, rtol=1e-4)
@@ -253,7 +250,7 @@ def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
 def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
-    pipeline = make_pipeline(18, mode, ipus=ipus, gradient_accumulation=3, width=WIDTH)
+    pipeline = make_pipeline("resnet18", mode, ipus=ipus, gradient_accumulation=3, width=WIDTH)
     batch = make_batch(3)
     loss, aux = pipeline.loss(pipeline.shard(params), batch, state=pipeline.shard_state(state))
     logits = evaluated(params, state, batch["images"].reshape(-1, SIDE, SIDE))
@@ -265,15 +262,15 @@ def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
 
 @pytest.mark.slow
 def test_resnet50_is_the_unsharded_programs():
-    pipeline = make_pipeline(50, "concurrent", ipus=2, gradient_accumulation=2, width=2)
-    sharded = pipeline.shard(init_params(50, 0, width=2))
-    averages = pipeline.shard_state(init_state(50, width=2))
+    pipeline = make_pipeline("resnet50", "concurrent", ipus=2, gradient_accumulation=2, width=2)
+    sharded = pipeline.shard(init_params("resnet50", 0, width=2))
+    averages = pipeline.shard_state(init_state("resnet50", width=2))
     ipu_jax.verify(pipeline, sharded, make_batch(2), state=averages, rtol=1e-3)
 
 
 @pytest.mark.slow
 def test_averages_are_float32_in_lower_precision(params, state):
-    of_step = make_pipeline(18, "basic", gradient_accumulation=2, width=WIDTH)
+    of_step = make_pipeline("resnet18", "basic", gradient_accumulation=2, width=WIDTH)
     step = ipu_jax.make_train_step(of_step, optax.sgd(1.0), ipu_jax.TrainOptions(precision="16.16"))
     placed, pipeline, batch = step.init(params, stages=state), step.model, make_batch(2)
     (loss, _), gradients, new = pipeline.value_and_grad(placed.params, batch, state=placed.stages)
@@ -288,113 +285,65 @@ def test_averages_are_float32_in_lower_precision(params, state):
 
 
 def test_layers_are_placed_by_what_they_cost():
-    pipeline = make_pipeline(18, "basic", ipus=2)
+    pipeline = make_pipeline("resnet18", "basic", ipus=2)
     places: dict[str, Any] = {stage.name: stage.place for stage in pipeline.stages}
     assert list(places.values()) == sorted(places.values())
     assert (places["stem"], places["block1"], places["block8"], places["cross-entropy"]) == (0, 0, 1, 1)
-    costs = [resnet._cost(layer) for layer in layers_of(18)]
-    halves = [sum(c for c, layer in zip(costs, layers_of(18), strict=True) if places[layer.name] == i) for i in (0, 1)]
+    costs = [resnet._cost(layer) for layer in layers_of("resnet18")]
+    halves = [
+        sum(c for c, layer in zip(costs, layers_of("resnet18"), strict=True) if places[layer.name] == i) for i in (0, 1)
+    ]
     assert max(halves) < 0.6 * sum(halves)
 
 
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 8), ("concurrent", 8)])
 def test_every_ipu_has_a_layer(mode, ipus):
-    pipeline = make_pipeline(18, mode, ipus=ipus, width=WIDTH)
+    pipeline = make_pipeline("resnet18", mode, ipus=ipus, width=WIDTH)
     assert {stage.place for stage in pipeline.stages} - {None} == set(range(ipus))
 
 
-@pytest.mark.parametrize(
-    ("depth", "mode", "ipus", "message"),
-    [
-        (18, "basic", 11, "ipus=11, but resnet18 has 10 layers to place in basic mode: use 10 IPUs at most"),
-        (18, "concurrent", 10, "ipus=10, but resnet18 has 9 layers to place in concurrent mode: use 9 IPUs at most"),
-        (50, "concurrent", 11, "ipus=11, but there are 10 classes to split: use 10 IPUs at most"),
-        (50, "basic", 19, "ipus=19, but resnet50 has 18 layers to place in basic mode: use 18 IPUs at most"),
-        (18, "basic", 0, "ipus=0 is not a count: give an int of at least 1"),
-        (18, "basics", 2, "mode='basics' is unknown: did you mean 'basic'? Choose one of 'basic', 'concurrent'"),
-    ],
-)
-def test_ipus_that_cannot_be_used_are_refused(depth, mode, ipus, message):
-    for refuse in (check_resnet_ipus, lambda depth, mode, ipus: make_pipeline(depth, mode, ipus=ipus)):
-        with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
-            refuse(depth, mode, ipus)
-        assert str(refused.value) == message
-
-
-def test_an_unknown_depth_or_width_is_refused():
-    with pytest.raises(ValueError, match=r"^depth=34 is unknown: choose one of 18, 50$"):
-        layers_of(34)  # pyright: ignore[reportArgumentType] (on purpose)
-    with pytest.raises(ValueError, match=r"^width=0 is not a count"):
-        layers_of(18, width=0)
-
-
-# training
-
-
-def small(name="resnet18") -> Network:
-    """Use a ResNet-18 that is 4 channels wide."""
-    return Network(
-        network_of(name).title,
-        functools.partial(make_pipeline, 18, width=WIDTH),
-        functools.partial(init_params, 18, width=WIDTH),
-        functools.partial(init_state, 18, width=WIDTH),
-        network_of(name).updates,
-        functools.partial(check_resnet_ipus, 18),
-        least_batch_size=2,
-    )
-
-
-@pytest.mark.slow
-def test_evaluation_between_updates_changes_nothing():
-    digits = synthetic_mnist(0, n_train=48, n_test=9)
-    batches = Batches(digits.train_images, digits.train_labels, 8, 2)
-    network = small()
-    trainer = Trainer(network.make_pipeline("basic", gradient_accumulation=2), batches, learning_rate=0.01)
-    ends = []
-    for looks in (False, True):
-        state = trainer.init(network.init_params(0), network.init_state())
-        for epoch in range(2):
-            state = trainer.run_epoch(state, epoch, on_call=lambda call: None)
-            if looks:
-                trainer.accuracy(state, digits.test_images, digits.test_labels)
-        ends.append(state)
-    plain, looked = ends
-    jax.tree.map(np.testing.assert_array_equal, plain, looked)
-    fresh, trained = network.init_state(), trainer.pipeline.unshard(plain.stages)
-    assert not np.array_equal(fresh["stem"]["first"]["norm"]["mean"], trained["stem"]["first"]["norm"]["mean"])
-
-
-@pytest.mark.slow
-def test_accuracy_is_of_all_images_whatever_fills_the_last_batch():
-    digits = synthetic_mnist(0, n_train=48, n_test=20)
-    network = small()
-    batches = Batches(digits.train_images, digits.train_labels, 8, 2)
-    trainer = Trainer(network.make_pipeline("concurrent", gradient_accumulation=2), batches, learning_rate=0.01)
-    params, state = network.init_params(0), network.init_state()
-    logits = evaluated(params, state, digits.test_images)
-    found = trainer.accuracy(trainer.init(params, state), digits.test_images, digits.test_labels)
-    assert found == (logits.argmax(-1) == digits.test_labels).mean()
-
-
 # the command
-
 
 TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "3"]
 
 
 @pytest.fixture
 def few_digits(monkeypatch):
-    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
+    monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
+
+
+def trained(flags):
+    """Return the training of a ResNet-18 that is 4 channels wide, after the flags' updates, and its result."""
+    _, found = parsed("run-sharded-mnist", "", [*flags, "--model", "resnet18", "--synthetic-data"])
+    each = training.Training(found, found.modes[0], data.prepared(found, found.ipus))
+    return each, each.run(None)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(resnet, "WIDTH", WIDTH)
+    for name in ("make_pipeline", "init_params", "init_state"):
+        function = getattr(resnet, name)
+        narrow = lambda *args, function=function, **how: function(*args, width=WIDTH, **how)  # noqa: E731
+        monkeypatch.setattr(resnet, name, narrow)
 
 
 @pytest.mark.slow
-def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
-    monkeypatch.setattr(training_run, "network_of", small)
-    flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--precision", "16.32"]
-    assert main([*flags, *TINY, "--model", "resnet18", "--run-single-step"]) == 0
+def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(few_digits, small, monkeypatch, capsys):
+    flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--batch-size", "4"]
+    looked, with_looks = trained(flags)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("concurrent ResNet-18 pipeline on 3 IPUs, grouped; synthetic data, seed 0")
     assert last.startswith("Test accuracy: ")
+    found, fresh = looked.step.whole(with_looks.state), init_state("resnet18", width=WIDTH)
+    assert not np.array_equal(fresh["stem"]["first"]["norm"]["mean"], found["stages"]["stem"]["first"]["norm"]["mean"])
+    # the accuracy is of all 10 images, whatever fills the last batch
+    digits = synthetic_mnist(0, 24, 10)
+    logits = evaluated(found["params"], found["stages"], digits.test_images)
+    assert looked.accuracy(with_looks.state) == (logits.argmax(-1) == digits.test_labels).mean()
+    monkeypatch.setattr(training.Training, "accuracy", lambda self, state: 0.0)
+    plain, without = trained(flags)
+    jax.tree.map(np.testing.assert_array_equal, plain.step.whole(without.state), found)
 
 
 @pytest.mark.parametrize(
@@ -405,48 +354,17 @@ def test_the_command_trains_a_resnet(few_digits, monkeypatch, capsys):
         (["--model", "resnet50", "--batch-size", "8", "--learning-rate", "0.01"], (8, 2, 0.01)),
     ],
 )
-def test_each_model_has_defaults_of_its_own(flags, expected, monkeypatch):
-    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 700, 10))
-    runs = []
-    monkeypatch.setattr(training_run, "train", lambda run: runs.append(run) or np.ones(1))
-    assert main(["--pipeline-mode", "basic", "--synthetic-data", *flags]) == 0
-    (trainer,) = (run.trainer for run in runs)
-    batches = trainer.batches
-    assert (batches.batch_size, batches.gradient_accumulation, trainer.learning_rate) == expected
+def test_each_model_has_defaults_of_its_own(flags, expected):
+    _, found = parsed("run-sharded-mnist", "", flags)
+    assert (found.batch_size, found.gradient_accumulation_count, found.learning_rate) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_compare_puts_both_modes_on_the_same_ipus(name, few_digits, monkeypatch, tmp_path):
     runs = []
-    monkeypatch.setattr(training_run, "train", lambda run: runs.append(run) or np.ones(1))
+    result = types.SimpleNamespace(losses=np.ones(1))
+    monkeypatch.setattr(training.Training, "run", lambda self, cache: runs.append(self) or result)
     picture = ["--plot", str(tmp_path / "losses.png")]
     assert main(["--compare", *picture, *TINY, "--model", name, "--ipus", "3"]) == 0
-    assert [(run.mode, run.trainer.pipeline.ipus) for run in runs] == [("basic", 3), ("concurrent", 3)]
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (
-            ["--model", "resnet19"],
-            "argument --model: model='resnet19' is unknown: did you mean 'resnet18'? "
-            "Choose one of 'mlp', 'resnet18', 'resnet50'",
-        ),
-        (
-            ["--model", "resnet18", "--ipus", "11"],
-            "--ipus 11, but resnet18 has 10 layers to place in basic mode: use 10 IPUs at most",
-        ),
-        (
-            ["--model", "resnet18", "--batch-size", "1"],
-            "--batch-size 1, but batch norm subtracts a micro-batch's mean, which of one image leaves nothing: "
-            "use at least 2",
-        ),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(flags, line, few_digits, monkeypatch, capsys):
-    monkeypatch.setattr(training_run, "train", None)
-    with pytest.raises(SystemExit) as stopped:
-        main(["--pipeline-mode", "basic", *TINY, *flags])
-    assert stopped.value.code == 2
-    assert capsys.readouterr() == ("", f"run-sharded-mnist: {line}\n")
+    assert [(run.mode, run.step.model.ipus) for run in runs] == [("basic", 3), ("concurrent", 3)]

@@ -1,0 +1,429 @@
+"""Train as the flags of `run-sharded-mnist` say, in one mode or both, and print what comes of it."""
+
+import contextlib
+import functools
+import io
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import numpy.typing as npt
+import optax
+
+from ipu_jax import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointWarning,
+    DynamicScale,
+    ExecutableCache,
+    Feed,
+    FitResult,
+    NonFiniteLossError,
+    NonFiniteLossWarning,
+    PipelineReport,
+    RunLog,
+    RunLogWarning,
+    SaveError,
+    Timeline,
+    TraceError,
+    TrainOptions,
+    TrainState,
+    fit,
+    make_mesh,
+    make_train_step,
+    memory_of,
+    normalise,
+    on_host,
+    popdist,
+    trace,
+    write_report,
+)
+from ipu_jax._cli.places import reason_of
+from ipu_jax._cli.process import CANNOT_WRITE, warnings_as_lines
+from ipu_jax.distributed.commands import end_together, wait_for_all
+from ipu_jax.loop.progress import Bar, shows_progress
+from ipu_jax.replacing import replacing
+from mnist_example import model, resnet
+from mnist_example.data import MNIST
+from mnist_example.flags import Flags, Mode, picture_of, schedule_picture_of
+
+PROG: Final = "run-sharded-mnist"
+_WARNINGS: Final = (CheckpointWarning, NonFiniteLossWarning, RunLogWarning)
+_FIRST_UPDATES: Final = 50
+"""The number of updates for which the modes' losses agree closely; rounding differs more with every update."""
+
+_TITLES: Final = {"mlp": "pipeline", "resnet18": "ResNet-18 pipeline", "resnet50": "ResNet-50 pipeline"}
+_Losses = npt.NDArray[np.floating]
+
+
+def say(line: str) -> None:
+    """Print a line at once, on the first instance only."""
+    if popdist.is_first():
+        print(line, flush=True)
+
+
+def complain(line: str) -> None:
+    """Print an error at once, on the first instance only."""
+    if popdist.is_first():
+        print(f"{PROG}: {line}", file=sys.stderr, flush=True)
+
+
+def feed_of(flags: Flags, data: MNIST, **whom: Any) -> Feed:
+    """Return a feed of one batch of training images for each device call, for a `step=` or a `mesh=`."""
+    arrays = {"images": data.train_images, "labels": data.train_labels}
+    workers = (flags.num_workers or 1) if flags.async_dataloader else 0
+    return Feed(
+        arrays if flags.eight_bit_io else _AsFloats(arrays),
+        micro_batch=flags.batch_size,
+        shuffle=flags.shuffle,
+        seed=flags.seed,
+        remainder="updates",
+        prefetch=workers and max(2, workers),
+        workers=workers or 1,
+        **whom,
+    )
+
+
+class _AsFloats:
+    """A data source of the images as float32 from 0 to 1, and their labels, for feeds that don't send bytes."""
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]):
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays["images"])
+
+    def __getitem__(self, indices: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
+        images, labels = self._arrays["images"], self._arrays["labels"]
+        return {"images": normalise(images.take(indices, axis=0)), "labels": labels[indices]}
+
+
+def updates_in_words(flags: Flags, data: MNIST) -> str:
+    """Return what an epoch is, for the first line."""
+    of_each = " on each" if flags.replicas > 1 else ""
+    return (
+        f"{len(data.train_images) // flags.images_per_update} updates per epoch, each of "
+        f"{flags.gradient_accumulation_count} micro-batches of {flags.batch_size}{of_each}"
+    )
+
+
+def ipus_in_words(ipus: int) -> str:
+    return f"{ipus} IPU{'s' * (ipus > 1)}"
+
+
+def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
+    """Return the optimizer of that name, with optax's defaults for everything except the learning rate."""
+    if name == "momentum":
+        return optax.sgd(learning_rate, momentum=0.9)
+    return getattr(optax, name)(learning_rate)
+
+
+class Training:
+    """A training in one mode, before it begins. Nothing is compiled, and no weights are drawn.
+
+    Raises:
+        ValueError: flags that do not go together.
+    """
+
+    def __init__(self, flags: Flags, mode: Mode, data: MNIST):
+        self.flags, self.data = flags, data
+        self.mode: Mode = mode
+        make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
+        pipeline = make(
+            mode,
+            ipus=flags.ipus_of(mode),
+            replicas=flags.replicas,
+            gradient_accumulation=flags.gradient_accumulation_count,
+            schedule=flags.pipeline_schedule,
+            reduction=flags.reduction,
+        )
+        options = TrainOptions(
+            device_iterations=flags.repeats_of(len(data.train_images)),
+            outputs="all",
+            precision=flags.precision,
+            half=flags.half or "bfloat16",
+            shard_optimizer=flags.shard_optimizer,
+            loss_scale=DynamicScale() if flags.half == "float16" else 1.0,
+            on_nonfinite=flags.on_nonfinite,
+        )
+        self.step = make_train_step(pipeline, make_optimizer(flags.optimizer, flags.learning_rate), options)
+        updates, steps = flags.updates_of(len(data.train_images)), flags.trace_steps or 3
+        if flags.trace and updates <= steps:
+            raise ValueError(
+                f"--trace records {steps} updates after the first one, and the flags ask for {updates}: give more "
+                "--epochs, or fewer --trace-steps"
+            )
+        folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
+        self.recording = None if folder is None else trace(folder, steps=steps)
+        self.memory: dict[str, Any] | None = None
+        self.status = 0
+        self.log = RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
+
+    def init(self) -> TrainState:
+        """Return the first state, the same in both modes."""
+        flags = self.flags
+        if flags.model == "mlp":
+            return self.step.init(model.init_params(flags.seed))
+        return self.step.init(resnet.init_params(flags.model, flags.seed), stages=resnet.init_state(flags.model))
+
+    def accuracy(self, state: TrainState) -> float:
+        """Return the fraction of the test images that the network classifies correctly, however many they are."""
+        data, pipeline = self.data, self.step.model
+        arrays = {"images": data.test_images, "labels": data.test_labels.astype(np.int32)}
+        correct = 0
+        with Feed(
+            arrays,
+            mesh=pipeline.mesh,
+            gradient_accumulation=pipeline.options.gradient_accumulation,
+            micro_batch=self.flags.batch_size,
+            shuffle=False,
+            remainder="pad",
+            fill={"images": 0, "labels": -1},
+        ) as feed:
+            for batch in feed.epoch():
+                _, aux = pipeline.loss(state.params, batch.data, state=state.stages)
+                correct += int(on_host(aux["correct"]).sum())
+        return correct / len(data.test_images)
+
+    def checkpoints(self) -> Checkpoints | None:
+        """Return where the training is saved, if it is."""
+        flags, data = self.flags, self.data
+        if flags.checkpoint_dir is None:
+            return None
+        crc = zlib.crc32(data.train_labels.tobytes(), zlib.crc32(data.train_images.tobytes()))
+        must_be_the_same = {
+            "model": flags.model,
+            "data": f"{len(data.train_images):,} images, CRC-32 {crc:08x}",
+            "images per update": flags.images_per_update,
+            "seed": flags.seed,
+            "shuffle": flags.shuffle,
+            "optimizer": flags.optimizer,
+            "precision": flags.precision + (f" {flags.half}" if flags.half else ""),
+            "reduction": flags.reduction,
+        }
+        if flags.reduction == "sum":  # an update grows with their number
+            must_be_the_same["micro-batches per update"] = flags.gradient_accumulation_count * flags.replicas
+        every, minutes = flags.checkpoint_every, flags.checkpoint_minutes
+        if every is None and minutes is None:
+            every, minutes = len(data.train_images) // flags.images_per_update, 10.0
+        return Checkpoints(
+            flags.checkpoint_dir,
+            self.step,
+            keep=flags.keep or 3,
+            every=every,
+            minutes=minutes,
+            describes=must_be_the_same,
+            on_save_error=flags.on_save_error or "stop",
+        )
+
+    def needs(self, state: TrainState) -> PipelineReport:
+        """Return what each IPU stores, computes and sends. Nothing is compiled."""
+        m = self.step.gradient_accumulation
+        with feed_of(self.flags, self.data, mesh=self.step.mesh, gradient_accumulation=m) as feed:
+            return self.step.model.report(state.params, feed.like, state.stages, compile=False)
+
+    def run(self, cache: ExecutableCache | None) -> FitResult:
+        """Train, and print the lines of that training."""
+        flags, data, pipeline = self.flags, self.data, self.step.model
+        replicas = f", {flags.replicas} replicas" if flags.replicas > 1 else ""
+        say(
+            f"{self.mode} {_TITLES[flags.model]} on {ipus_in_words(pipeline.ipus)}{replicas}, "
+            f"{flags.pipeline_schedule}; {data.source}: {updates_in_words(flags, data)}"
+        )
+        state = self.init()
+        if flags.explain or flags.report or flags.pipeline_schedule == "auto":
+            needs = self.needs(state)
+            self.memory = memory_of(needs, state)
+            if flags.explain:
+                say(f"{pipeline.schedule}\n{needs}")
+            if flags.pipeline_schedule == "auto":
+                found = pipeline.schedule.name
+                say(f"Schedule auto chose {'a table of its own' if found == 'auto' else found}")
+        if (file := schedule_picture_of(flags, self.mode)) is not None:
+            self.write("--plot-schedule", file, lambda: pipeline.schedule.plot(file), "Schedule")
+        with contextlib.ExitStack() as context:
+            checkpoints = self.checkpoints()
+            if checkpoints is not None:
+                context.enter_context(checkpoints)
+            feed = context.enter_context(feed_of(flags, data, step=self.step))
+            result = fit(
+                self.step,
+                state,
+                feed,
+                updates=flags.updates_of(len(data.train_images)),
+                evaluate=lambda state: {"accuracy": self.accuracy(state)},
+                checkpoints=checkpoints,
+                resume=flags.resume or "auto",
+                log=self.log,
+                notes={"mode": self.mode, "model": flags.model, "flags": _plain(flags)},
+                trace=self.recording,
+                progress=False if flags.no_progress else None,
+                say=say,
+                title=self.mode,
+            )
+        if self.recording is not None and result.stopped is None and self.timeline is None:
+            self.status = CANNOT_WRITE  # fit has said why
+        if result.stopped is None:
+            images = result.updates * flags.images_per_update
+            say(f"Test accuracy: {result.evaluations[-1][1]['accuracy']:.2%} after {images:,} images")
+        if cache is not None:
+            say(str(cache))
+        return result
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Return what --trace has recorded, if it has."""
+        try:
+            return None if self.recording is None else self.recording.timeline
+        except TraceError:
+            return None
+
+    def end(self) -> None:
+        """Close the log, and write the page of it, whatever has happened."""
+        if self.log is None:
+            return
+        self.log.close()
+        file, model, log = self.flags.report, self.step.model, self.log
+        if file is None:
+            return
+        timeline = self.timeline
+        title = f"{PROG}: {self.flags.model}, {self.mode}"
+        self.write(
+            "--report", file,
+            lambda: write_report(
+                file, log.events, title=title, timeline=timeline, memory=self.memory,
+                schedules={f"{model.schedule.name}, as planned": model.schedule.to_svg()},
+            ), "Report",
+        )  # fmt: skip
+
+    def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:
+        """Write a file on the first instance, and say so. One that cannot be written does not stop the training."""
+        if not popdist.is_first():
+            return
+        try:
+            with popdist.busy(f"writing {file.name}"):
+                write()
+        except Exception as error:  # whatever is wrong with it, the training was not in vain
+            complain(f"{flag} {file} was not written ({reason_of(error)})")
+            self.status = CANNOT_WRITE
+        else:
+            say(f"{what}: {file}")
+
+
+def train_all(flags: Flags, trainings: list[Training]) -> int:
+    """Train in each mode, with --compare tell and draw how far the losses are apart, and return the exit status."""
+    folder = flags.executable_cache
+    try:
+        with (
+            warnings_as_lines(PROG, *_WARNINGS, shown=popdist.is_first()),
+            contextlib.nullcontext() if folder is None else ExecutableCache(folder) as cache,
+        ):
+            results = {each.mode: each.run(cache) for each in trainings}
+    except NonFiniteLossError as error:
+        complain(f"{error.found or error}: training diverged; use a learning rate below {flags.learning_rate:g}")
+        end_together()
+        return 1
+    except CheckpointError as error:
+        complain(str(error) if isinstance(error, SaveError) else f"--checkpoint-dir: {error}")
+        end_together()
+        return CANNOT_WRITE if isinstance(error, SaveError) else 2
+    finally:
+        for each in trainings:
+            each.end()
+    if flags.compare:
+        losses = {mode: result.losses for mode, result in results.items()}
+        say(compared(losses["basic"], losses["concurrent"]))
+        file = picture_of(flags)
+        trainings[0].write("--plot", file, lambda: draw(losses["basic"], losses["concurrent"], file), "Picture")
+    return max(each.status for each in trainings)
+
+
+def read(flags: Flags, data: MNIST) -> None:
+    """Read all epochs onto the IPUs; print what is read, and a line after each epoch."""
+    images = len(data.train_images)
+    per_epoch, total, done = images // flags.images_per_update, flags.updates_of(images), 0
+    replicas = f"{flags.replicas} replicas of " if flags.replicas > 1 else ""
+    say(f"{data.source}, to {replicas}{ipus_in_words(flags.ipus)}: {updates_in_words(flags, data)}")
+    mesh, m, k = make_mesh(flags.replicas, flags.ipus), flags.gradient_accumulation_count, flags.repeats_of(images)
+    shown = popdist.is_first() and shows_progress(False if flags.no_progress else None)
+    feed = feed_of(flags, data, mesh=mesh, gradient_accumulation=m, device_iterations=k)
+    with feed, Bar("reading", total, 0, flags.images_per_update, shown=shown) as bar:
+        for epoch in range(-(-total // per_epoch)):
+            end, before, megabytes = min(total, (epoch + 1) * per_epoch), done, 0.0
+            wait_for_all("the start of an epoch")
+            start = time.perf_counter()
+            for batch in feed.epoch():
+                jax.block_until_ready(batch.data)
+                made = min(batch.updates, end - done)
+                megabytes += (
+                    sum(leaf.nbytes for leaf in jax.tree.leaves(batch.data)) / 1e6 * made / k
+                )  # of all instances
+                done += made
+                bar.move(done)
+                popdist.count_steps()
+                if done == end:
+                    break
+            wait_for_all("the end of an epoch")  # an epoch takes as long as the slowest instance
+            seconds, examples = time.perf_counter() - start, (done - before) * flags.images_per_update
+            say(
+                f"Epoch {epoch + 1}: {examples:,.0f} samples in {seconds:.2f} s, {examples / seconds:,.0f} samples/s, "
+                f"{megabytes / seconds:,.2f} MB/s"
+            )
+
+
+def compared(basic: _Losses, concurrent: _Losses) -> str:
+    """Return a line that says how far the losses of the two modes, (updates,) each, are apart."""
+    difference = _relative(basic, concurrent)
+    first = difference[:_FIRST_UPDATES]
+    # the loss of an update that was skipped may not be finite, and then has no difference
+    return (
+        f"Largest relative difference of the losses: {np.fmax.reduce(first):.1e} over the first {len(first)} updates, "
+        f"{np.fmax.reduce(difference):.1e} over all {len(difference)}"
+    )
+
+
+def _relative(basic: _Losses, concurrent: _Losses) -> _Losses:
+    with np.errstate(invalid="ignore"):
+        return np.abs(concurrent - basic) / basic
+
+
+def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
+    """Draw both curves above, one thick and one dashed since they nearly coincide, and below how far they are apart.
+
+    Raises:
+        OSError: the PNG file cannot be written; one that was there is unchanged.
+    """
+    from matplotlib.figure import Figure  # an extra, and slow to import
+    from matplotlib.ticker import MaxNLocator
+
+    updates = np.arange(1, len(basic) + 1)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, differences = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    mark = "o" if len(basic) == 1 else ""  # one point makes no line
+    curves.plot(updates, basic, color="#9ecae1", linewidth=5, marker=mark, markersize=12, label="basic")
+    curves.plot(updates, concurrent, color="#d94801", linewidth=1.3, linestyle="--", marker=mark, label="concurrent")
+    curves.set_ylabel("mean loss of an update")
+    curves.set_title("Basic and concurrent pipeline: same weights, same batches")
+    curves.legend()
+    shown = np.maximum(_relative(basic, concurrent), 1e-9)
+    differences.semilogy(updates, shown, color="#636363", linewidth=1, marker=mark)
+    differences.set_ylabel("relative difference")
+    differences.set_xlabel("weight updates")
+    differences.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    with replacing(path) as file:
+        file.write(picture.getvalue())
+
+
+def _plain(flags: Flags) -> dict[str, Any]:
+    """Return the flags as plain data."""
+    named = {name.replace("_", "-"): value for name, value in sorted(vars(flags).items())}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in named.items()}
