@@ -16,10 +16,9 @@ from typing import Any
 
 from figures import Figures, side_by_side
 from ipu_jax import Feed, Pipeline, configure, make_mesh
-from mnist_example.batches import Batches
+from mnist_example import training
 from mnist_example.data import MNIST, load_mnist
-from mnist_example.feeding import make_feed
-from mnist_example.layouts import MODES
+from mnist_example.flags import MODES, parsed
 from mnist_example.model import init_params, make_pipeline
 
 SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.py
@@ -28,13 +27,13 @@ PREFETCH = 2
 MOST = 1.05
 
 
-def feed_of(batches: Batches, pipeline: Pipeline, prefetch: int) -> Feed:
+def feed_of(data: MNIST, pipeline: Pipeline, rows: int, prefetch: int) -> Feed:
     """Return a feed of endless batches of one update each."""
     return Feed(
-        {"images": batches.images, "labels": batches.labels},
+        {"images": data.train_images, "labels": data.train_labels},
         mesh=pipeline.mesh,
-        micro_batch=batches.batch_size,
-        gradient_accumulation=batches.gradient_accumulation,
+        micro_batch=rows,
+        gradient_accumulation=pipeline.options.gradient_accumulation,
         prefetch=prefetch,
     )
 
@@ -47,11 +46,13 @@ def steps(pipeline: Pipeline, params: Any, next_batch: Callable[[], Any]) -> Any
     return result
 
 
-def crossing(data: MNIST, *, eight_bit_io: bool) -> int:
-    """Return the bytes of a call's images on both IPUs of a replica."""
-    batches = Batches(data.train_images, data.train_labels, batch_size=64, gradient_accumulation=16)
-    images = next(make_feed(batches, make_mesh(1, 2), eight_bit_io=eight_bit_io)).data["images"]
-    return sum(shard.data.nbytes for shard in images.addressable_shards)
+def crossing(flags: str) -> int:
+    """Return the bytes of a call's images on both IPUs of a replica, under these flags of the example."""
+    _, found = parsed(
+        "benchmarks/feed.py", "", ["--batch-size", "64", "--gradient-accumulation-count", "16", *flags.split()]
+    )
+    feed = training.feed_of(found, load_mnist(mirrors=()), mesh=make_mesh(1, 2), gradient_accumulation=16)
+    return sum(shard.data.nbytes for shard in next(feed).data["images"].addressable_shards)
 
 
 def main() -> int:
@@ -61,11 +62,10 @@ def main() -> int:
     params = init_params(0)
     print(data.source, flush=True)
     for rows, count in SIZES:
-        batches = Batches(data.train_images, data.train_labels, batch_size=rows, gradient_accumulation=count)
         for mode in MODES:
             pipeline = make_pipeline(mode, gradient_accumulation=count)
             step = partial(steps, pipeline, pipeline.shard(params))
-            with feed_of(batches, pipeline, PREFETCH) as ahead, feed_of(batches, pipeline, 0) as by_caller:
+            with feed_of(data, pipeline, rows, PREFETCH) as ahead, feed_of(data, pipeline, rows, 0) as by_caller:
                 # several batches, since a single one would stay in the CPU's caches
                 resident = itertools.cycle([next(by_caller).data for _ in range(8)])
                 on_ipus, fed, waited, alone = side_by_side(
@@ -84,7 +84,7 @@ def main() -> int:
                 figures.add_spread(f"{name}, {where}", costs)
     figures.add(
         "bytes of images that cross / as floats, --eight-bit-io",
-        crossing(data, eight_bit_io=True) / crossing(data, eight_bit_io=False),
+        crossing("--eight-bit-io") / crossing("--no-eight-bit-io"),
         0.25,
     )
     return figures.status()

@@ -46,9 +46,7 @@ KINDS = ("replicated", "sharded")
 
 
 def weights() -> dict[str, np.ndarray]:
-    params = init_params(0)
-    layers = {**params["mlp"], "classifier": params["classifier"]}
-    return {f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()}
+    return {f"{name}.{k}": np.asarray(w) for name, layer in init_params(0).items() for k, w in layer.items()}
 
 
 def batches() -> dict[str, dict[str, np.ndarray]]:

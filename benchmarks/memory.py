@@ -2,7 +2,7 @@
 
 Stages are three tanh layers of 64x64 on micro-batches of 512 rows, so that activations take nearly all the memory. The
 compiled step's `memory_analysis().temp_size_in_bytes` is compared with `PipelineReport.predicted_temporary`, for every
-schedule below. Nothing is run. docs/memory.md contains the table that this prints.
+schedule below. Nothing is run. docs/measured.md contains the table that this prints.
 
     python benchmarks/memory.py [--check]
 """
@@ -81,14 +81,14 @@ def settled(schedule: str, ipus: int) -> tuple[int, ...]:
 def main() -> int:
     figures = Figures("temporary bytes of a step: as compiled, as predicted, and in the micro-batches")
     configure(4)
-    print("| IPUs | schedule | M | stash, MB | predicted, MB | compiled, MB | compiled / predicted |")
-    print("|---|---|---|---|---|---|---|")
-    cases = [(ipus, schedule, m) for ipus in (2, 4) for schedule in SCHEDULES for m in MICRO_BATCHES]
-    for ipus, schedule, m in cases:
-        found = report_of(schedule, ipus, m)
-        sizes = [f"{size / 1e6:.2f}" for size in (found.stash, found.predicted_temporary, compiled_bytes(found))]
-        ratio = compiled_bytes(found) / found.predicted_temporary
-        print(f"| {ipus} | {schedule} | {m} | {' | '.join(sizes)} | {ratio:.2f} |", flush=True)
+    print("| IPUs | schedule | stash, MB | predicted, MB | compiled, MB | compiled / predicted |")
+    print("|---|---|---|---|---|---|")
+    for ipus, schedule in [(ipus, schedule) for ipus in (2, 4) for schedule in SCHEDULES]:
+        found = [report_of(schedule, ipus, m) for m in MICRO_BATCHES]
+        columns = [(one.stash, one.predicted_temporary, compiled_bytes(one)) for one in found]
+        cells = [" / ".join(f"{size / 1e6:.2f}" for size in sizes) for sizes in zip(*columns, strict=True)]
+        ratios = " / ".join(f"{compiled_bytes(one) / one.predicted_temporary:.2f}" for one in found)
+        print(f"| {ipus} | {schedule} | {' | '.join(cells)} | {ratios} |", flush=True)
     for ipus in (2, 4):
         for schedule in SCHEDULES:
             found = [report_of(schedule, ipus, m) for m in MICRO_BATCHES]

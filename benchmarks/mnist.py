@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Figures, side_by_side
 from ipu_jax import configure
-from mnist_example.layouts import MODES
+from mnist_example.flags import MODES
 from mnist_example.model import init_params, make_pipeline
 
 # images of a micro-batch, micro-batches per update, bound for the CPU work over that of the unsharded program
@@ -33,7 +33,7 @@ def unsharded(params: Any, batch: Any) -> Any:
 
     def loss_of(params: Any, microbatch: Any) -> Any:
         x = microbatch["images"].reshape(-1, 784) / jnp.float32(255)
-        for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+        for layer in (params["hidden"], params["features"]):
             x = jax.nn.relu(x @ layer["w"] + layer["b"])
         logits = x @ params["classifier"]["w"] + params["classifier"]["b"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean()

@@ -48,9 +48,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Bounds, Figures, Program
 from gpt import Sizes, block, init_params, layer_norm, loss_whole, random_batch
-from ipu_jax import Outputs, Pipeline, Stage, configure
+from ipu_jax import Outputs, Pipeline, Stage, configure, conv_general_dilated
 from mnist_example import resnet
-from mnist_example.convolution import conv_general_dilated
 
 IPUS, MICRO_BATCHES, ROUNDS = 2, 8, 7
 BOUNDS = {"grouped": Bounds(cpu=1.05), "zb-h1": Bounds()}
@@ -109,7 +108,7 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
         images: of a micro-batch.
         micro_batches: M.
     """
-    stem, blocks = Stem(width), resnet.layers_of(18, width=width)[1:]
+    stem, blocks = Stem(width), resnet.layers_of("resnet18", width=width)[1:]
     drawn = stem.init(jax.random.key(0), jnp.zeros((1, side, side, 3)), train=False)
     keys = jax.random.split(jax.random.key(1))
     middle = 1 + len(blocks) // IPUS
@@ -122,8 +121,8 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
         "images": jax.random.normal(keys[0], (micro_batches, images, side, side, 3)),
         "labels": jax.random.randint(keys[1], (micro_batches, images), 0, 10),
     }
-    params = resnet.init_params(18, 0, width=width) | {"stem": drawn["params"]}
-    return Model(stages, params, batch, resnet.init_state(18, width=width) | {"stem": drawn["batch_stats"]})
+    params = resnet.init_params("resnet18", 0, width=width) | {"stem": drawn["params"]}
+    return Model(stages, params, batch, resnet.init_state("resnet18", width=width) | {"stem": drawn["batch_stats"]})
 
 
 # the U-shaped transformer

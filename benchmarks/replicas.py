@@ -43,7 +43,7 @@ BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "pred": 1}
 
 def loss_fn(params: Any, batch: Any) -> Any:
     x = batch["images"].reshape(-1, 784) / jnp.float32(255)
-    for layer in (params["mlp"]["hidden"], params["mlp"]["features"]):
+    for layer in (params["hidden"], params["features"]):
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
     logits = x @ params["classifier"]["w"] + params["classifier"]["b"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
@@ -106,8 +106,7 @@ def bytes_on_one_ipu(tree: Any) -> int:
 
 def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> None:
     """Compare our step with a sharded optimizer with DDP's, and both overheads."""
-    layers = {**params["mlp"], "classifier": params["classifier"]}
-    weights = {f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()}
+    weights = {f"{name}.{k}": np.asarray(w) for name, layer in params.items() for k, w in layer.items()}
     for size, _, bound in SIZES:
         name, batch = str(size), batches[str(size)]
         with TorchPipeline(weights, {name: jax.tree.map(np.asarray, batch)}, program=TORCH_REPLICA) as rival:
@@ -116,7 +115,6 @@ def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> Non
             loss, theirs = rival.result(name, "DDP")
             found = ours(split)
             updated = ours.step.whole(ours.state)["params"]
-            updated = {**updated["mlp"], "classifier": updated["classifier"]}
             worst = max(
                 _difference_of_updates(weights[f"{n}.{k}"], theirs[f"{n}.{k}"], w) for n, k, w in _flat(updated)
             )

@@ -80,7 +80,7 @@ def torch_figures(figures: Figures) -> None:
 
 
 def _torch_layers(params: Any) -> dict[str, Any]:
-    return {**params["mlp"], "classifier": params["classifier"]}
+    return dict(params)
 
 
 def _step(pipeline: Pipeline, params: Any, batch: Any) -> Callable[[], Any]:

@@ -111,24 +111,37 @@ def check_figures(figures: Figures) -> None:
 
 
 def table() -> Iterator[str]:
-    """Yield the lines of the tables of docs/scale.md."""
-    yield "| bubble | " + " | ".join(f"S={s}, M={m}" for s, m in SHOWN) + " |"
-    yield "|---" * (1 + len(SHOWN)) + "|"
-    for name in SCHEDULES:
-        at_least = "≥ " if name == "zbv" else ""
-        yield f"| {name} | " + " | ".join(f"{at_least}{bubble(name, s, m):.1%}" for s, m in SHOWN) + " |"
-    yield ""
+    """Yield the lines of the tables of docs/measured.md; schedules with the same figures share a line."""
     sizes = (8, 64, 256, 1024)
-    yield "| M=4096 | " + " | ".join(f"stash, S={s}" for s in sizes) + " |"
-    yield "|---" * (1 + len(sizes)) + "|"
-    for name in SCHEDULES:
-        yield f"| {name} | " + " | ".join(f"{stash(name, s, 4096):g}" for s in sizes) + " |"
+    yield from _rows(
+        ["bubble", *(f"S={s}, M={m}" for s, m in SHOWN)],
+        {name: [f"{'≥ ' * (name == 'zbv')}{bubble(name, s, m):.1%}" for s, m in SHOWN] for name in SCHEDULES},
+    )
+    yield from _rows(
+        ["M=4096", *(f"stash, S={s}" for s in sizes)],
+        {name: [f"{stash(name, s, 4096):g}" for s in sizes] for name in SCHEDULES},
+    )
+    yield from _rows(
+        ["sent per IPU and step", "messages, M=256", "M=4096", *(f"{model}, M=4096" for model in MODELS)],
+        {
+            name: [
+                *(f"{messages(name, m):,}" for m in (256, 4096)),
+                *(f"{messages(name, 4096) * size / 1e12:.2f} TB" for size in MODELS.values()),
+            ]
+            for name in SCHEDULES
+        },
+    )
+
+
+def _rows(titles: list[str], cells: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the lines of one table, and an empty line."""
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" * len(titles) + "|"
+    names: dict[str, list[str]] = {}
+    for name, row in cells.items():
+        names.setdefault(" | ".join(row), []).append(name)
+    yield from (f"| {', '.join(alike)} | {row} |" for row, alike in names.items())
     yield ""
-    yield "| sent per IPU and step | messages, M=256 | M=4096 | " + " | ".join(f"{m}, M=4096" for m in MODELS) + " |"
-    yield "|---" * (3 + len(MODELS)) + "|"
-    for name in SCHEDULES:
-        sent = " | ".join(f"{messages(name, 4096) * size / 1e12:.2f} TB" for size in MODELS.values())
-        yield f"| {name} | {messages(name, 256):,} | {messages(name, 4096):,} | {sent} |"
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

@@ -50,9 +50,7 @@ def disk_full(trial: Trial, phase: str) -> Result | None:
         result.gone = None if gone_at is None else gone_at - at
         if run.process.returncode != 1:
             result.problems.append(f"poprun ended with {run.process.returncode}, not 1")
-        pattern = (
-            rf"instance \d \(.*failed with CheckpointError: saving {trial.checkpoints}/step-\d+ failed, \[Errno 28\]"
-        )
+        pattern = rf"instance \d \(.*failed with SaveError: saving {trial.checkpoints}/step-\d+ failed, \[Errno 28\]"
         if not any(says(line, pattern) for line in run.errors):
             result.problems.append("poprun's report does not say that the disk is full")
         trial.after(run, result)

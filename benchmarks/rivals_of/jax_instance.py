@@ -60,9 +60,7 @@ class _Worker:
     def __init__(self, rank: int, folder: Path, instances: int):
         self._rank, self._folder, self._instances = rank, folder, instances
         with np.load(folder / "weights.npz") as found:
-            layers = {name: {k: found[f"{name}.{k}"] for k in ("w", "b")} for name in LAYERS}
-        classifier = layers.pop("classifier")
-        self._params = {"mlp": layers, "classifier": classifier}
+            self._params = {name: {k: found[f"{name}.{k}"] for k in ("w", "b")} for name in LAYERS}
         self._programs: dict[str, Any] = {}
         self._batches: dict[tuple[str, str], Any] = {}
 
@@ -77,9 +75,8 @@ class _Worker:
         if order["do"] == "result":
             loss = float(program(batch))
             whole = program.step.whole(program.state)["params"]
-            layers = {**whole["mlp"], "classifier": whole["classifier"]}
             found: dict[str, Any] = {
-                f"{name}.{k}": np.asarray(w) for name, layer in layers.items() for k, w in layer.items()
+                f"{name}.{k}": np.asarray(w) for name, layer in whole.items() for k, w in layer.items()
             }
             found["loss"] = np.float32(loss)
             np.savez(self._folder / f"result-{self._rank}.npz", **found)

@@ -93,5 +93,6 @@ def test_a_case(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # thirteen runs, each with processes of its own
 def test_all_cases(tmp_path):
     assert faults.main(["--times", "1", "--check", "--keep", str(tmp_path)]) == 0

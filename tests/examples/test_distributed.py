@@ -20,7 +20,7 @@ STARTS = {"python": [sys.executable], "poprun": [sys.executable, "-m", "ipu_jax.
 
 def commands():
     """Return the commands of the page that are followed by what they print, with that."""
-    pairs = re.findall(r"^```bash\n([^`]*)```\n\n```text\n([^`]*)```$", PAGE.read_text(), re.MULTILINE)
+    pairs = re.findall(r"^```bash\n([^`]*)```\n+```text\n([^`]*)```$", PAGE.read_text(), re.MULTILINE)
     assert [command.split()[0] for command, _ in pairs] == ["python", "poprun"]
     return [pytest.param(*pair, id=pair[0].split()[0]) for pair in pairs]
 

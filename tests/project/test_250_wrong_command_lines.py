@@ -19,7 +19,7 @@ from ipu_jax.distributed import poprun
 from ipu_jax.observe import info
 from ipu_jax.observe.monitor import command
 from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
-from mnist_example import benchmark_dataset, inputs, run_sharded_mnist
+from mnist_example import benchmark_dataset, data, run_sharded_mnist
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -87,8 +87,8 @@ def test_there_are_250_of_them_over_all_commands():
 def no_jax(monkeypatch):
     """Remove what each command first calls of jax."""
     monkeypatch.setattr(ipu_jax, "configure", None)
-    digits = inputs.synthetic_mnist(0)  # takes a while, and is the same for each seed here
-    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: digits)
+    digits = data.synthetic_mnist(0)  # takes a while, and is the same for each seed here
+    monkeypatch.setattr(data, "synthetic_mnist", lambda seed: digits)
 
 
 def test_every_line_is_refused_before_jax_is_used(no_jax, capsys, tmp_path, monkeypatch):

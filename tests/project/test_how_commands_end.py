@@ -1,4 +1,4 @@
-"""Test that each of the commands ends as `ipu_jax.tools.process` says: at Ctrl-C in an import, and without a reader."""
+"""Test that each of the commands ends as `ipu_jax._cli.process` says: at Ctrl-C in an import, and without a reader."""
 
 import os
 import subprocess

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from ipu_jax._cli.parser import Parser
 from ipu_jax.distributed.launcher.options import PoprunParser
-from ipu_jax.tools.command_line import Parser
 from support import documents
 
 ROOT = documents.ROOT

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from ipu_jax.tools import sharded_embedding_tool, sharded_matmul_tool, split_matmul, tied_embedding
-from mnist_example import benchmark_dataset, inputs, reading_run, run_sharded_mnist, training_run
+from mnist_example import benchmark_dataset, data, run_sharded_mnist, training
 from mnist_example.data import synthetic_mnist
 
 TRAIN = "--pipeline-mode concurrent --synthetic-data --batch-size 4 --gradient-accumulation 5"
@@ -88,9 +88,9 @@ def cases():
 def nothing_runs(monkeypatch):
     """Remove everything that runs after flags and data are checked, so that a test fails if it is called."""
     jax.devices()  # the backend runs with 8 IPUs: more cannot be made
-    monkeypatch.setattr(inputs, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
-    monkeypatch.setattr(training_run, "train", None)
-    monkeypatch.setattr(reading_run, "read", None)
+    monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+    monkeypatch.setattr(training.Training, "run", None)
+    monkeypatch.setattr(training, "read", None)
     monkeypatch.setattr(tied_embedding, "run_pipeline", None)
     monkeypatch.setattr(split_matmul, "sharded_program", None)
 

@@ -1,1 +1,1 @@
-"""Compare random pipelines, schedules, training steps and ops with dense ones (docs/design/random-programs.md)."""
+"""Compare random pipelines, schedules, training steps and ops with dense ones (docs/design/tests.md)."""

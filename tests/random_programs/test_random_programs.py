@@ -1,4 +1,4 @@
-"""Run a sample of the random programs (docs/design/random-programs.md), and test the tools that run them.
+"""Run a sample of the random programs (docs/design/tests.md), and test the tools that run them.
 
 `make random` draws others. Each case runs in another process, so a crash or a hang is only the failure of that case.
 """

@@ -19,10 +19,10 @@ POPRUN = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from ipu_jax import _beacon
+from ipu_jax.processes import beacons
 me, run_dir = int(os.environ["IPU_JAX_INSTANCE"]), Path(os.environ["IPU_JAX_RUN_DIR"])
 instances, attempt = int(os.environ["IPU_JAX_INSTANCES"]), int(os.environ["IPU_JAX_ATTEMPT"])
-beacon = _beacon.current()
+beacon = beacons.current()
 def meet(n):
     (run_dir / f"met.{n}.{me}").touch()
     while not all((run_dir / f"met.{n}.{i}").exists() for i in range(instances)):

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_jax import popdist
-from ipu_jax.tools.process import run
-from mnist_example import inputs, model, training_run
+from ipu_jax import TrainStep, popdist
+from ipu_jax._cli.process import run
+from mnist_example import data, model, training
 from mnist_example.data import MNIST, synthetic_mnist
 
 
@@ -38,7 +38,7 @@ def numbers_of(images: Any) -> np.ndarray:
 
 
 def main(folder: str, images: str, command: str, *flags: str) -> int:
-    setattr(inputs, "synthetic_mnist", lambda seed: numbered_digits(int(images), seed))  # noqa: B010 (its type is kept)
+    setattr(data, "synthetic_mnist", lambda seed: numbered_digits(int(images), seed))  # noqa: B010 (its type is kept)
     for size, units in (("HIDDEN", 64), ("FEATURES", 32)):
         setattr(model, size, units)
     module = importlib.import_module(f"mnist_example.{command}")
@@ -48,46 +48,43 @@ def main(folder: str, images: str, command: str, *flags: str) -> int:
 
 
 def _save_what_is_trained(folder: Path) -> None:
-    usual_train = training_run.train
+    usual = training.Training.run
 
-    def train(run: training_run.Run) -> Any:
+    def train(self: training.Training, cache: Any) -> Any:
         found: dict[str, Any] = {}
-        states = _record(run.trainer, found)
-        found["losses"] = usual_train(run)
-        for path, leaf in jax.tree.leaves_with_path(run.trainer.step.whole(states[-1])["params"]):
+        call = TrainStep.__call__
+        row_of = {device: row for row, devices in enumerate(self.step.mesh.devices) for device in devices}
+
+        def recorded(step: Any, state: Any, batch: Any, *, updates: Any = None) -> Any:
+            _note(found, row_of, batch, updates, several=step.options.device_iterations > 1)
+            return call(step, state, batch, updates=updates)
+
+        setattr(TrainStep, "__call__", recorded)  # noqa: B010 (its type is kept)
+        try:
+            result = usual(self, cache)
+        finally:
+            setattr(TrainStep, "__call__", call)  # noqa: B010
+        found["losses"] = result.losses
+        for path, leaf in jax.tree.leaves_with_path(self.step.whole(result.state)["params"]):
             found[f"weights{jax.tree_util.keystr(path)}"] = np.asarray(leaf, np.float32)
-        np.savez(folder / f"{run.mode}-{popdist.get_instance_index()}.npz", **found)
-        return found["losses"]
+        np.savez(folder / f"{self.mode}-{popdist.get_instance_index()}.npz", **found)
+        return result
 
-    setattr(training_run, "train", train)  # noqa: B010
+    setattr(training.Training, "run", train)  # noqa: B010
 
 
-def _record(trainer: Any, found: dict[str, Any]) -> list[Any]:
-    """Keep a trainer's states after each epoch, and the numbers of the images that it got by epoch and replica."""
-    mesh, feed, states = trainer.pipeline.mesh, trainer.feed, []
-    row_of = {device: row for row, devices in enumerate(mesh.devices) for device in devices}
-    usual_run, usual_epoch = trainer.run_epoch, feed.epoch
-
-    def epoch() -> Any:
-        for batch in usual_epoch():
-            of_call: dict[int, np.ndarray] = {}
-            for shard in batch.data["images"].addressable_shards:
-                values = np.asarray(shard.data)
-                values = values[: batch.updates] if trainer.updates_per_call > 1 else values
-                numbers, row = numbers_of(values).reshape(-1), row_of[shard.device]
-                # all IPUs of a replica have the same images
-                np.testing.assert_array_equal(of_call.setdefault(row, numbers), numbers)
-            for row, numbers in of_call.items():
-                name = f"images {len(states)} {row}"
-                found[name] = np.concatenate([found.get(name, numbers[:0]), numbers])
-            yield batch
-
-    def run_epoch(*arguments: Any, **options: Any) -> Any:
-        states.append(usual_run(*arguments, **options))
-        return states[-1]
-
-    feed.epoch, trainer.run_epoch = epoch, run_epoch
-    return states
+def _note(found: dict[str, Any], row_of: dict[Any, int], batch: Any, updates: range, *, several: bool) -> None:
+    """Keep the numbers of the images that a call's updates get, by epoch and replica."""
+    of_call: dict[int, np.ndarray] = {}
+    for shard in batch.data["images"].addressable_shards:
+        values = np.asarray(shard.data)
+        values = values[updates.start : updates.stop] if several else values
+        numbers, row = numbers_of(values).reshape(-1), row_of[shard.device]
+        # all IPUs of a replica have the same images
+        np.testing.assert_array_equal(of_call.setdefault(row, numbers), numbers)
+    for row, numbers in of_call.items():
+        name = f"images {batch.epoch} {row}"
+        found[name] = np.concatenate([found.get(name, numbers[:0]), numbers])
 
 
 if __name__ == "__main__":

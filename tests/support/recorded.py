@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 # `ago(seconds)` lets all that follows be written down as if it were so long ago.
 PRELUDE = """
 import os, sys, time
-from ipu_jax import _beacon, _record
-from ipu_jax._beacon import Phase
-beacon = _record.begin()
+from ipu_jax.processes import beacons, own_record
+from ipu_jax.processes.beacons import Phase
+beacon = own_record.begin()
 now = time.monotonic_ns
 def ago(seconds):
-    _beacon.time.monotonic_ns = lambda: now() - int(seconds * 1e9)
+    beacons.time.monotonic_ns = lambda: now() - int(seconds * 1e9)
 def ready():
     print("ready", flush=True)
     time.sleep(60)
