@@ -24,7 +24,7 @@ import time
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("pipelines", "schedules", "training", "ops")
+KINDS = ("pipelines", "schedules", "training", "ops", "modules")
 CASES_OF_A_PROCESS = 150
 
 
