@@ -118,7 +118,8 @@ class ShardedUpdate:
                     first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
                 first[1] = first[1].astype(weights.dtype)
                 is_filled = {int(n) for n in counts.flat if shorter < n <= length} == {length}
-                mask = None if is_filled else _first(blocks.leaf_mask(k, fence.zero), length)
+                mask = None if is_filled else blocks.leaf_mask(k, fence.zero)
+                mask = None if mask is None else _first(mask, length)
                 return self._on_block(k, first, env, partial(self._updated_leaf, old=old, mask=mask, zero=fence.zero))
 
             new = guard(jnp.int32(0), (shorter < own) & (own <= length), body, new)[1]
