@@ -56,6 +56,12 @@ class ShardedUpdate:
         self._updates, self._new_state = jaxpr.outvars[:n], jaxpr.outvars[n:]
         self.state_layout = StateLayout(analysis, blocks)
 
+    @property
+    def reads_loss(self) -> bool:
+        """Return whether the optimizer's update depends on the loss."""
+        jaxpr = self.analysis.jaxpr
+        return any(v is self._loss for v in (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)))
+
     def init(self, params: Any) -> OptimizerState:
         """Return the optimizer's first state for the logical tree of whole weights, as `state_layout` lays it out."""
         return self.state_layout.init(self.optimizer, params)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from ipu_jax._deprecated import renamed_method
@@ -18,6 +19,7 @@ from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.engine import scan as engine
 from ipu_jax.engine.on_mesh import run_on_mesh
 from ipu_jax.engine.plan import Plan
+from ipu_jax.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.options import PipelineOptions, Reduction
 from ipu_jax.processes import beacons
 from ipu_jax.processes.beacons import Phase
@@ -120,6 +122,29 @@ class PlacedStages:
             ValueError: a group is missing or unknown, a leaf is not an array, or a spec does not fit.
         """
         return packing.shard_tree(state, self._groups.state_layout(state), self.mesh)
+
+    def optimizer(self, transformation: optax.GradientTransformation) -> PipelineOptimizer:
+        """Return an optax transformation as an optimizer of this pipeline's weights, for a loop of one's own.
+
+        optax's functions on a `Sharded` itself would see packed arrays. Here they see `{group: pytree}`.
+
+        Args:
+            transformation: any `optax.GradientTransformation` that does not call the loss function itself.
+
+        Raises:
+            ValueError: its update needs a function that computes the loss, as lbfgs's does.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from ipu_jax import Pipeline
+        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+        >>> params, optimizer = pipeline.shard({"w": jnp.ones((3, 1))}), pipeline.optimizer(optax.lamb(0.5))
+        >>> loss, gradients = pipeline.value_and_grad(params, jnp.ones((2, 4, 3)))
+        >>> params, state = optimizer.apply(gradients, optimizer.init(params), params)
+        >>> pipeline.unshard(params)["w"].round(4).tolist()
+        [[0.5], [0.5], [0.5]]
+        """
+        return PipelineOptimizer(self, transformation)
 
     @beacons.during(Phase.BUSY, "gathering weights", beacons.LONG)
     def unshard(self, sharded: Sharded) -> dict[str, Any]:

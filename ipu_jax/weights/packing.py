@@ -1,7 +1,7 @@
 """Place weights on the IPUs in the arrays that a `PackedLayout` describes, and read and write them there."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,12 @@ from ipu_jax.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_a
 class Sharded:
     """Parameters, gradients, or any tree like them, on the IPUs.
 
-    It is a pytree of packed arrays, not of the model's leaves: a slot has leaves of several stages, shapes and ranks.
-    What is elementwise is right on it, `jax.tree.map` and `optax.adam` for example, and so are norms over all of it,
-    such as `optax.clip_by_global_norm`. What looks at a leaf's shape, norm or path is not: lamb, lars, adafactor,
-    `adaptive_grad_clip`, masks by rank or path. A decay of all weights also changes frozen ones. `make_train_step` is
-    right for every optimizer.
+    `params["body"]["w"]` reads a leaf, whole, and `dict(params)` reads all groups. As a pytree it consists of packed
+    arrays, not of the model's leaves: a slot has leaves of several stages, shapes and ranks. What is elementwise is
+    right on the pytree, `jax.tree.map` and `optax.adam` for example, and so are norms over all of it, such as
+    `optax.clip_by_global_norm`. What looks at a leaf's shape, norm or path is not: lamb, lars, adafactor,
+    `adaptive_grad_clip`, masks by rank or path. A decay of all weights also changes frozen ones. `Pipeline.optimizer`
+    and `make_train_step` are right for every optimizer.
 
     Attributes:
         slots: the weights of the local groups. Each array is `(ipus, *slot.shape)` globally; each IPU holds one row.
@@ -34,6 +35,22 @@ class Sharded:
     slots: list[Any]
     concurrent: dict[str, list[Any]]
     layout: PackedLayout = dataclasses.field(metadata={"static": True})
+
+    def keys(self) -> list[str]:
+        """Return the names of the groups, sorted."""
+        return sorted(group.name for group in self.layout.groups)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, group: str) -> Any:
+        """Return a group's tree of whole arrays, without padding, to be read: changes do not reach the IPUs.
+
+        Outside of `jax.jit` it communicates as `Pipeline.unshard` does, for the arrays that contain the group.
+        """
+        if group not in self.keys():
+            raise KeyError(f"{group!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
+        return whole_group(self, self.layout.group(group))
 
 
 def specs_of(layout: PackedLayout) -> Sharded:
@@ -103,19 +120,25 @@ def unshard_tree(sharded: Sharded) -> dict[str, Any]:
 
     Communicates one all-gather per array that is split over several instances.
     """
-    groups: dict[str, Any] = {}
-    slots = [on_host(slot) for slot in sharded.slots]
-    for group in sharded.layout.groups:
-        values = []
-        for i, leaf in enumerate(group.leaves):
-            if group.ipu is None:
-                whole = on_host(sharded.concurrent[group.name][i])
-                value = whole[tuple(slice(size) for size in leaf.shape)]
-            else:
-                value = slots[leaf.slot][group.ipu].reshape(-1)[: leaf.size].reshape(leaf.shape)
-            values.append(jnp.asarray(value))
-        groups[group.name] = jax.tree.unflatten(group.treedef, values)
-    return groups
+    slots = [on_host(slot) for slot in sharded.slots]  # each is read once, for all groups that are in it
+    read = dataclasses.replace(sharded, slots=slots)
+    return {group.name: whole_group(read, group) for group in sharded.layout.groups}
+
+
+def whole_group(sharded: Sharded, group: Group) -> Any:
+    """Return a group's tree of whole arrays, without padding. Communicates as `unshard_tree` does, for this group."""
+
+    def whole(array: Any) -> Any:
+        return array if isinstance(array, jax.core.Tracer) else on_host(array)
+
+    values = []
+    for i, leaf in enumerate(group.leaves):
+        if group.ipu is None:
+            value = whole(sharded.concurrent[group.name][i])[tuple(map(slice, leaf.shape))]
+        else:
+            value = whole(sharded.slots[leaf.slot])[group.ipu].reshape(-1)[: leaf.size].reshape(leaf.shape)
+        values.append(jnp.asarray(value))
+    return jax.tree.unflatten(group.treedef, values)
 
 
 def read(slots: Sequence[jax.Array], group: Group) -> Any:

@@ -45,7 +45,7 @@ WINGS: dict[str, set[str]] = {
     "programs": {"schedules"},
     "engine": {"programs", "weights", "schedules"},
     "analysis": {"engine", "programs", "weights", "schedules"},
-    "pipeline": {"analysis", "engine", "programs", "weights", "schedules"},
+    "pipeline": {"optimizer", "analysis", "engine", "programs", "weights", "schedules"},
     "reference": {"pipeline", "programs", "weights"},
     "verification": {"reference", "pipeline", "weights"},
     "optimizer": {"weights"},

@@ -1,7 +1,8 @@
 """Test what the pages say of optax on packed weights: elementwise transformations and global norms are right there.
 
-Others are not, since a slot is no leaf: it has leaves of several stages, shapes and ranks. A training step is right for
-all. The gradients of each update are numbers of the batch, so the oracle is optax on the whole weights.
+Others are not, since a slot is not a leaf: it has leaves of several stages, shapes and ranks. `Pipeline.optimizer` and
+a training step are right for all. The gradients of each update are numbers of the batch, so the oracle is optax on the
+whole weights.
 """
 
 from typing import Any
@@ -77,7 +78,7 @@ WEIGHTS = normal(0, SHAPES)
 GRADIENTS = [normal(1 + k, SHAPES) for k in range(UPDATES)]
 
 
-def pipeline(**options):
+def pipeline(ipus=2, replicas=1, **options):
     """Return a pipeline whose gradients are the batch's numbers: the loss is their product with the weights."""
 
     def stage(name):
@@ -87,11 +88,11 @@ def pipeline(**options):
 
         return fn
 
-    def head(p, x, mb):  # on each IPU, its columns: the last IPU's padding stands for no number of the batch
+    def head(p, x, mb):  # on each IPU, its columns of 5; padding stands for no number of the batch
         first = jax.lax.axis_index("ipu") * p["b"].shape[0]
         own = jax.tree.map(
             lambda w, g: jax.lax.dynamic_slice_in_dim(
-                jnp.pad(g, [*[(0, 0)] * (g.ndim - 1), (0, 1)]), first, w.shape[-1], -1
+                jnp.pad(g, [*[(0, 0)] * (g.ndim - 1), (0, -5 % ipus)]), first, w.shape[-1], -1
             ),
             p,
             mb["head"],
@@ -103,7 +104,7 @@ def pipeline(**options):
         Stage(stage("second"), params="second", ipu=1),
         Stage(head, params="head", ipu=ALL_IPUS),
     ]
-    return Pipeline(stages, mesh=make_mesh(1, 2), specs=SPECS, **options)
+    return Pipeline(stages, mesh=make_mesh(replicas, ipus), specs=SPECS, **options)
 
 
 def plain(optimizer, weights: Any, gradients) -> Any:
@@ -119,6 +120,22 @@ def plain(optimizer, weights: Any, gradients) -> Any:
 def on_sharded(optimizer):
     made = pipeline()
     return made.unshard(plain(optimizer, made.shard(WEIGHTS), [made.shard(each) for each in GRADIENTS]))
+
+
+def by_own_loop(transformation, model=None, updates=GRADIENTS):
+    """Return the weights after updates in a jit of one's own."""
+    made = model or pipeline()
+    optimizer, params = made.optimizer(transformation), made.shard(WEIGHTS)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def update(params, state, batch):
+        loss, gradients = made.value_and_grad(params, batch)
+        return optimizer.apply(gradients, state, params, value=loss)
+
+    for each in updates:
+        params, state = update(params, state, jax.tree.map(lambda g: g[None], each))
+    return made.unshard(params)
 
 
 def by_step(optimizer):
@@ -169,3 +186,88 @@ def test_a_training_step_is_right_with_every_optimizer(name):
     with quick_compiles():
         found = by_step(optimizer)
     assert difference(found, plain(optimizer, WEIGHTS, GRADIENTS)) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*WRONG, *REFUSED, "adam", "clip_by_global_norm", "inject_hyperparams"])
+def test_an_optimizer_of_the_pipeline_is_right_with_every_transformation(name):
+    transformation = (RIGHT | WRONG | REFUSED)[name]
+    with quick_compiles():
+        found = by_own_loop(transformation)
+    assert difference(found, plain(transformation, WEIGHTS, GRADIENTS)) < 1e-5
+
+
+def test_an_optimizer_of_the_pipeline_leaves_frozen_weights_and_their_dtypes_as_they_are():
+    decayed = optax.adamw(1e-2, weight_decay=1.0)
+    whole = {**WEIGHTS, "second": jax.tree.map(lambda w: w.astype(jnp.bfloat16), WEIGHTS["second"])}
+    made = pipeline(frozen={"first": {"w": True, "b": False}})
+    optimizer, params = made.optimizer(decayed), made.shard(whole)
+    gradients = made.shard(
+        GRADIENTS[0] | {"second": jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADIENTS[0]["second"])}
+    )
+    new, _ = optimizer.apply(gradients, optimizer.init(params), params)
+    assert new.layout == params.layout
+    assert jax.tree.map(lambda w: w.dtype, made.unshard(new)) == jax.tree.map(lambda w: w.dtype, whole)
+    np.testing.assert_array_equal(made.unshard(new)["first"]["w"], WEIGHTS["first"]["w"])
+    assert not jnp.allclose(made.unshard(new)["first"]["b"], WEIGHTS["first"]["b"], rtol=1e-4)
+
+
+def test_a_state_is_saved_whole_and_goes_on_elsewhere():
+    transformation = optax.lamb(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1, mask=MATRICES)
+    one, two = pipeline(), pipeline(ipus=4)
+    optimizer, params = one.optimizer(transformation), one.shard(WEIGHTS)
+    state = optimizer.init(params)
+    for each in GRADIENTS[:2]:
+        params, state = optimizer.apply(one.shard(each), state, params)
+    saved, whole = optimizer.whole(state, params), one.unshard(params)
+    assert jax.tree.structure(saved) == jax.tree.structure(transformation.init(WEIGHTS))
+    other, params = two.optimizer(transformation), two.shard(whole)
+    params, _ = other.apply(two.shard(GRADIENTS[2]), other.restore(saved, params), params)
+    assert difference(two.unshard(params), plain(transformation, WEIGHTS, GRADIENTS)) < 1e-5
+
+
+def test_replicas_make_the_same_update():
+    transformation = optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
+    made = pipeline(replicas=2, reduction="sum")
+    halves = [jax.tree.map(lambda g: jnp.stack([0.25 * g, 0.75 * g]), each) for each in GRADIENTS]
+    optimizer, params = made.optimizer(transformation), made.shard(WEIGHTS)
+    state = optimizer.init(params)
+    for each in halves:
+        _, gradients = made.value_and_grad(params, jax.tree.map(lambda g: g[:, None], each))
+        params, state = optimizer.apply(gradients, state, params)
+    assert difference(made.unshard(params), plain(transformation, WEIGHTS, GRADIENTS)) < 1e-5
+
+
+def test_what_an_optimizer_of_the_pipeline_needs_is_said_before_anything_runs():
+    made = pipeline()
+    params, gradients = made.shard(WEIGHTS), made.shard(GRADIENTS[0])
+    with pytest.raises(ValueError, match="its update needs value_fn=, a function that computes the loss"):
+        made.optimizer(optax.lbfgs())
+    on_plateau = made.optimizer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)))
+    state = on_plateau.init(params)
+    with pytest.raises(ValueError, match=r"reads the loss: give it, apply\(gradients, state, params, value=loss\)"):
+        on_plateau.apply(gradients, state, params)
+    on_plateau.apply(gradients, state, params, value=1.0)
+    adam = made.optimizer(optax.adam(0.1))
+    with pytest.raises(ValueError, match="is another optimizer's"):
+        adam.apply(gradients, state, params)
+    with pytest.raises(ValueError, match=r"params is dict: give what Pipeline\.shard returned"):
+        adam.init(WEIGHTS)
+    other = Pipeline([Stage(lambda w, x, mb: jnp.sum(w), params="w", ipu=0)], mesh=make_mesh(1, 2))
+    with pytest.raises(ValueError, match="gradients are not laid out as params"):
+        adam.apply(other.shard({"w": jnp.ones(3)}), adam.init(params), params)
+
+
+# reading by group and leaf
+
+
+def test_weights_are_read_by_group_and_leaf():
+    made = pipeline()
+    params = made.shard(WEIGHTS)
+    assert list(params) == params.keys() == ["first", "head", "second"]
+    jax.tree.map(np.testing.assert_array_equal, dict(params), WEIGHTS)
+    norm_of_head = jax.jit(lambda params: jnp.linalg.norm(params["head"]["w"]))(params)
+    np.testing.assert_allclose(norm_of_head, jnp.linalg.norm(WEIGHTS["head"]["w"]), rtol=1e-6)
+    first = jax.jit(lambda params: params["first"])(params)
+    jax.tree.map(np.testing.assert_array_equal, first, WEIGHTS["first"])
+    with pytest.raises(KeyError, match="'body' is not a group: there are 'first', 'head', 'second'"):
+        params["body"]

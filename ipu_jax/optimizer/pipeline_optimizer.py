@@ -1,0 +1,147 @@
+"""Run any optax transformation on a pipeline's weights, in a training loop of one's own.
+
+gradients, params      Sharded, packed arrays  ->  each IPU updates its own leaves  ->  the new params
+optax's own functions  see {group: pytree}, leaf by leaf, whatever the arrays are
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax._instances import put
+from ipu_jax.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
+from ipu_jax.optimizer.extra_arguments import check_arguments
+from ipu_jax.optimizer.state import OptimizerState
+from ipu_jax.optimizer.update import ShardedUpdate
+from ipu_jax.weights import packing
+from ipu_jax.weights.arguments import check_alive
+from ipu_jax.weights.packed_layout import PackedLayout
+from ipu_jax.weights.packing import Sharded
+
+
+class PipelineOptimizer:
+    """Runs an optax transformation where a pipeline's weights are; made by `Pipeline.optimizer`.
+
+    `init` makes the first state and `apply` updates weights and state. `apply` may stand in one's own `jax.jit`, beside
+    `Pipeline.value_and_grad`. optax sees the logical tree `{group: pytree}`, so that masks, norms and shapes of leaves
+    mean what they say. Frozen leaves do not change.
+    """
+
+    def __init__(self, pipeline: Any, transformation: optax.GradientTransformation):
+        check_arguments(transformation)
+        self._pipeline, self._transformation = pipeline, transformation
+        self._updates: dict[PackedLayout, ShardedUpdate] = {}
+        self._programs: dict[PackedLayout, Callable[..., Any]] = {}
+
+    def init(self, params: Sharded) -> OptimizerState:
+        """Return the optimizer's first state.
+
+        Communicates as `Pipeline.unshard` does. It cannot be called inside `jax.jit`.
+
+        Args:
+            params: from `Pipeline.shard`.
+
+        Raises:
+            ValueError: the optimizer needs in one piece what is in parts; the message names leaf and operation.
+        """
+        update, whole = self._update_for(params), self._pipeline.unshard(params)
+        layout = self._pipeline.apply_frozen(params).layout
+        trained = [
+            value
+            for name in sorted(whole)
+            for leaf, value in zip(layout.group(name).leaves, jax.tree.leaves(whole[name]), strict=True)
+            if not leaf.frozen
+        ]
+        return self._placed(update, update.init(update.blocks.logical_tree(trained)))
+
+    def apply(
+        self, gradients: Sharded, state: OptimizerState, params: Sharded, value: Any = None
+    ) -> tuple[Sharded, OptimizerState]:
+        """Return the new weights, which are the weights plus optax's updates, and the new state.
+
+        Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
+        parts of one leaf; nothing for an elementwise optimizer. Weights are rounded to their dtype once, from float32.
+
+        Args:
+            gradients: of `params`, from `Pipeline.value_and_grad`.
+            state: from `init`, or from the update before.
+            params: from `Pipeline.shard`, or from the update before.
+            value: the loss, a float scalar, for transformations that ask for it, such as
+                `optax.contrib.reduce_on_plateau`.
+
+        Raises:
+            ValueError: the state is another optimizer's, the gradients are of other weights, or the transformation
+                reads the loss and `value` is missing.
+        """
+        update, as_trained = self._update_for(params), self._pipeline.apply_frozen(params)
+        update.state_layout.check(state)
+        if not isinstance(gradients, Sharded) or _shapes(gradients) != _shapes(params):
+            raise ValueError("gradients are not laid out as params: give what value_and_grad returned for these params")
+        if value is None and update.reads_loss:
+            raise ValueError("this optimizer reads the loss: give it, apply(gradients, state, params, value=loss)")
+        layout = as_trained.layout
+        if layout not in self._programs:
+            self._programs[layout] = self._program(update, layout, self._specs(update, state))
+        gradients = dataclasses.replace(gradients, layout=layout)
+        value = jnp.float32(0 if value is None else value)
+        new, state = self._programs[layout](gradients, state, as_trained, value)
+        return dataclasses.replace(new, layout=params.layout), state
+
+    def _program(self, update: ShardedUpdate, layout: PackedLayout, states: OptimizerState) -> Callable[..., Any]:
+        """Return the program of `apply`, for states with these specs."""
+
+        def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Any) -> Any:
+            of_ipu = [[array[0, 0] for array in of_block] for of_block in state.per_block]
+            given = dataclasses.replace(state, per_block=of_ipu)
+            unrounded, new = update.apply(to_blocks(gradients), given, to_blocks(params), value)
+            weights = [w.astype(block.dtype) for w, block in zip(unrounded, update.blocks, strict=True)]
+            per_block = [[array[None, None] for array in of_block] for of_block in new.per_block]
+            return from_blocks(params, weights), dataclasses.replace(new, per_block=per_block)
+
+        weights = packing.specs_of(layout)
+        in_specs = (weights, states, weights, PartitionSpec())
+        return jax.jit(
+            jax.shard_map(
+                on_ipu, mesh=self._pipeline.mesh, in_specs=in_specs, out_specs=(weights, states), check_vma=False
+            )
+        )
+
+    def whole(self, state: OptimizerState, params: Sharded) -> Any:
+        """Return the state as optax knows it, whole, to be saved. Communicates as `Pipeline.unshard` does."""
+        check_alive("state", state)
+        return self._update_for(params).state_layout.whole(state)
+
+    def restore(self, whole: Any, params: Sharded) -> OptimizerState:
+        """Return what `whole` returned, placed on the IPUs for such weights.
+
+        Raises:
+            ValueError: it is another optimizer's, or of other weights.
+        """
+        update = self._update_for(params)
+        return self._placed(update, update.state_layout.restore(whole))
+
+    def _update_for(self, params: Any) -> ShardedUpdate:
+        if not isinstance(params, Sharded):
+            raise ValueError(f"params is {type(params).__name__}: give what Pipeline.shard returned")
+        layout = self._pipeline.apply_frozen(params).layout
+        if layout not in self._updates:
+            self._updates[layout] = ShardedUpdate(self._transformation, blocks_of_layout(layout, replicas=1))
+        return self._updates[layout]
+
+    def _placed(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
+        on_mesh = functools.partial(NamedSharding, self._pipeline.mesh)
+        return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, self._specs(update, state))
+
+    def _specs(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
+        per_block = [[update.blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.per_block)]
+        return dataclasses.replace(state, per_block=per_block, replicated=[PartitionSpec() for _ in state.replicated])
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
