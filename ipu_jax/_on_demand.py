@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ipu_jax._deprecated import now_called
-
 
 def names_on_demand(package: str, init: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package whose `__init__` imports its names for type checkers only.
@@ -28,7 +26,7 @@ def names_on_demand(package: str, init: str) -> tuple[Callable[[str], Any], Call
         if not homes:
             homes.update(_homes(init))
         if name not in homes:
-            return now_called(name, stacklevel=3)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         home = importlib.import_module(homes[name])
         # a name may be a module of the home, which nobody has imported yet
         found = getattr(home, name, None) or importlib.import_module(f"{homes[name]}.{name}")

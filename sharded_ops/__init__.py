@@ -2,7 +2,6 @@
 
 from sharded_ops._collectives import from_all, reduce_scatter_tokens, reduce_to, reduce_to_all, scatter_tokens, to_all
 from sharded_ops._debug import debug_sharding
-from sharded_ops._deprecated import __getattr__ as __getattr__
 from sharded_ops._embedding import embedding, take_along_last_dim
 from sharded_ops._matmul import matmul
 from sharded_ops._norm import layer_norm, rms_norm

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax._deprecated import renamed_attribute
 from ipu_jax.analysis._account import (
     channel_bytes,
     idle_shares,
@@ -99,8 +98,6 @@ class PipelineReport:
     working_set: int
     sums: int
     temporary: int | None = None
-
-    registers = renamed_attribute("PipelineReport", "registers", "channels")
 
     @property
     def predicted_temporary(self) -> int:

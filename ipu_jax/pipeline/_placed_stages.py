@@ -9,7 +9,6 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from ipu_jax._deprecated import renamed_method
 from ipu_jax._jaxprs import traced_on
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.analysis.report import MemoryGuard, PipelineReport, make_report
@@ -340,9 +339,6 @@ class PlacedStages:
             ValueError: this pipeline's `frozen` does not fit the weights, or a leaf that it trains is not floating.
         """
         return self._groups.apply_frozen(params)
-
-    on_ipu = renamed_method("Pipeline", "on_ipu", "run_on_ipu")
-    rebuilt = renamed_method("Pipeline", "rebuilt", "replace")
 
     def check(self, params: Any, batch: Any, state: Any = None, key: Any = None) -> None:
         """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""

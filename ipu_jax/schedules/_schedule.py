@@ -24,7 +24,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ipu_jax._checks import as_int, check_count
-from ipu_jax._deprecated import renamed_method
 from ipu_jax.schedules._moments import Moments
 from ipu_jax.schedules._plot import figure_of, plot, svg_of
 from ipu_jax.schedules._simulate import Cost, Simulation, simulate
@@ -110,8 +109,6 @@ class Schedule(Timetable):
     def weight_residual_depth(self, stage: int) -> int:
         """Return the largest number of micro-batches that a stage holds at once between B and W; 0 if it has no W."""
         return Moments(self).weight_residuals(stage).depth()
-
-    cut_depth = renamed_method("Schedule", "cut_depth", "weight_residual_depth")
 
     def inbox_depth(self, boundary: int, kind: Kind) -> int:
         """Return the largest number of messages that wait at once between two stages; 1 if no queue is needed.

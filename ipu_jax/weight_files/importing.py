@@ -6,6 +6,7 @@ mapping    {"mlp/w": Saved("fc.weight").transpose(), "mlp/b": "fc.bias"}
 """
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,10 +18,11 @@ from ipu_jax.weight_files._fit import fit, holds, misfit
 from ipu_jax.weight_files._npz import NpzFile
 from ipu_jax.weight_files._placing import placed, wanted_leaves
 from ipu_jax.weight_files._safetensors import SafetensorsFile
-from ipu_jax.weight_files._tensors import TensorInfo, WeightSource
+from ipu_jax.weight_files._tensors import BadFileError, TensorInfo, WeightSource, naming
 from ipu_jax.weight_files.names import named_leaves
 from ipu_jax.weight_files.saved import Saved, rounded
 
+_INDEX = ".index.json"  # of Hugging Face
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # an archive with entries, and an empty one
 
 
@@ -40,7 +42,8 @@ def import_weights(
 
     Args:
         source: the path of a safetensors or npz file, ours or another program's; several paths, of files that share one
-            model; or a pytree of arrays on the host, named as `export_weights` names it.
+            model, or the path of their index, such as "model.safetensors.index.json"; or a pytree of arrays on the
+            host, named as `export_weights` names it.
         like: what is returned, with other values: what `Pipeline.shard` or `shard_shapes` returns, or a pytree of
             arrays or `jax.ShapeDtypeStruct`. A leaf with a sharding is placed by it; any other becomes a NumPy array.
         mapping: per leaf of another name or shape, the name of its array, or a `Saved` that says how it is made.
@@ -98,10 +101,30 @@ def _opened(source: Any, files: contextlib.ExitStack) -> WeightSource:
 
 def _opened_file(path: str | os.PathLike[str], files: contextlib.ExitStack) -> WeightSource:
     label = os.fspath(path)
+    if str(label).endswith(_INDEX):
+        return _opened_index(str(label), files)
     file = files.enter_context(open(path, "rb"))  # noqa: SIM115 (the stack closes it)
     kind = NpzFile if file.read(4) in _ZIP else SafetensorsFile
     file.seek(0)
     return kind(file, str(label))
+
+
+def _opened_index(path: str, files: contextlib.ExitStack) -> WeightSource:
+    """Return the arrays of the files that an index names, all in its folder: {"weight_map": {array: file}}."""
+    with open(path, encoding="utf-8") as file, naming(path, ValueError, RecursionError):
+        index = json.load(file)
+        homes = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(homes, dict) or not homes or not all(isinstance(home, str) for home in homes.values()):
+            raise ValueError('it has no "weight_map" from names of arrays to names of files')
+        outside = sorted(home for home in homes.values() if os.path.basename(home) != home)
+        if outside:
+            raise ValueError(f"it names {outside[0]!r}, which is not a file beside it")
+    names = sorted(set(homes.values()))
+    of_file = {home: _opened_file(os.path.join(os.path.dirname(path), home), files) for home in names}
+    for name, home in homes.items():
+        if name not in of_file[home].tensors:
+            raise BadFileError(f"{path} says that {name!r} is in {home}, which does not have it. Download both again")
+    return _Several(list(of_file.values()))
 
 
 class _Tree:

@@ -23,7 +23,6 @@ GROUND = (
     "_checks",
     "_cli",
     "_collectives",
-    "_deprecated",
     "_guard",
     "_instances",
     "_jaxprs",

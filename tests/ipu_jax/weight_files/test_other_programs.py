@@ -107,6 +107,31 @@ def test_a_model_in_several_files_is_read(tmp_path):
         import_weights([paths[0], paths[0]], {"a": TENSORS["half"]})
 
 
+def test_a_model_in_several_files_is_read_by_their_index(tmp_path):
+    homes = {"half": "model-00001-of-00002.safetensors", "ids": "model-00002-of-00002.safetensors"}
+    for name, home in homes.items():
+        save_file({name: TENSORS[name]}, tmp_path / home)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 64}, "weight_map": homes}))
+    like = {name: TENSORS[name] for name in homes}
+    jax.tree.map(np.testing.assert_array_equal, import_weights(index, like), like)
+    for text, message in (
+        ("{", "is damaged: Expecting property name"),
+        ('{"weight_map": []}', 'it has no "weight_map"'),
+        (
+            '{"weight_map": {"half": "../half.safetensors"}}',
+            "it names '../half.safetensors', which is not a file beside",
+        ),
+        (json.dumps({"weight_map": {"ids": homes["half"]}}), f"says that 'ids' is in {homes['half']}, which does not"),
+    ):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            import_weights(index, like)
+    index.write_text(json.dumps({"weight_map": {"half": "gone.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"gone\.safetensors"):
+        import_weights(index, like)
+
+
 def test_a_dtype_without_meaning_here_is_refused_only_where_it_is_needed(tmp_path):
     path = tmp_path / "odd.safetensors"
     save_file({"w": TENSORS["half"], "other": np.zeros(4, np.uint8)}, path)
