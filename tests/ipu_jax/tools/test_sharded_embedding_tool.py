@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ipu_jax
 from ipu_jax.tools import tied_embedding
 from ipu_jax.tools.agreement import HALF_TOLERANCE
 from ipu_jax.tools.sharded_embedding_tool import main
@@ -152,25 +151,6 @@ def test_a_small_gradient_is_judged_by_its_norm_too():
     near, far = (want._replace(gradient=want.gradient * factor) for factor in (1.04, 1.06))
     assert differences(near, want, HALF_TOLERANCE) == {}
     assert differences(far, want, HALF_TOLERANCE) == {"gradient": pytest.approx(0.06 * 4e-4)}
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["--ipus", "0"], "argument --ipus: '0' is not a whole number of at least 1"),
-        (["--vocab-size", "0"], "argument --vocab-size: '0' is not a whole number of at least 1"),
-        (["--feature-size", "-4"], "argument --feature-size: '-4' is not a whole number of at least 1"),
-        (["--sequence-length", "long"], "argument --sequence-length: 'long' is not a whole number of at least 1"),
-        (["--seed", "-1"], "argument --seed: '-1' is not a whole number of at least 0"),
-        (["--fp16", "--bf16"], "argument --bf16: not allowed with argument --fp16"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line_before_anything_compiles(argv, line, capsys, monkeypatch):
-    monkeypatch.setattr(ipu_jax, "configure", None)
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == 2
-    assert capsys.readouterr() == ("", f"sharded-embedding-tool: {line}\n")
 
 
 @pytest.mark.parametrize(

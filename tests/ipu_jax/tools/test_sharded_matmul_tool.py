@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ipu_jax
 from ipu_jax.tools import split_matmul
 from ipu_jax.tools.agreement import HALF_TOLERANCE
 from ipu_jax.tools.sharded_matmul_tool import main
@@ -105,25 +104,6 @@ def test_random_logits_are_as_large_whatever_the_sizes(rows, cols, outsize):
     assert np.std(lhs @ rhs) == pytest.approx(1 / 3, rel=0.1)
     assert labels.shape == (rows,)
     assert 0 <= labels.min() <= labels.max() < outsize
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["--rows", "0"], "argument --rows: '0' is not a whole number of at least 1"),
-        (["--cols", "-4"], "argument --cols: '-4' is not a whole number of at least 1"),
-        (["--outsize", "many"], "argument --outsize: 'many' is not a whole number of at least 1"),
-        (["--ipus", "0"], "argument --ipus: '0' is not a whole number of at least 1"),
-        (["--seed", "-1"], "argument --seed: '-1' is not a whole number of at least 0"),
-        (["--fp16", "--bf16"], "argument --bf16: not allowed with argument --fp16"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line_before_anything_compiles(argv, line, capsys, monkeypatch):
-    monkeypatch.setattr(ipu_jax, "configure", None)
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == 2
-    assert capsys.readouterr() == ("", f"sharded-matmul-tool: {line}\n")
 
 
 def test_more_ipus_than_there_are_is_refused_in_one_line(capsys, monkeypatch):
