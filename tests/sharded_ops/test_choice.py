@@ -17,7 +17,6 @@ from support.harness import (
     collectives,
     dense_vjp,
     every_case,
-    exactly,
     examples,
     normal,
     on_ipus,
@@ -211,28 +210,3 @@ def test_each_sends_what_it_says(typed, dtype):
     both = collectives(lambda x, ct: jax.vjp(top, x)[1](ct), x, jnp.ones((tokens, 2), dtype))
     backward = [kind_and_size for kind_and_size in both if kind_and_size[0] != "all-gather"]
     assert backward == ([] if typed else [("all-reduce", 4 * tokens * 2)])
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            lambda x, key: argmax(x.astype(jnp.complex64), size=4),
-            "x_shard has dtype complex64, which has no order: give real numbers",
-        ),
-        (
-            lambda x, key: argmax(x, size=7),
-            "x_shard has shape (3, 2) on each IPU, with 2 rows in dim -1, but size=7 over the 2 IPUs of axis 'ipu' "
-            "takes 4: pad the whole array with Split(size=7, parts=2).pad(array, -1) and shard it with "
-            "in_specs=Split(size=7, parts=2).spec(-1, 2, 'ipu')",
-        ),
-        (
-            lambda x, key: argmax(x, size=4, axis="model"),
-            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
-            "this axis, or give the axis that its mesh has",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(op, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, (COLUMNS, P()), P())(jnp.ones((3, 4)), jax.random.key(0))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import (
@@ -25,7 +24,6 @@ from support.harness import (
     assert_close,
     collectives,
     every_case,
-    exactly,
     examples,
     normal,
     on_ipus,
@@ -227,72 +225,6 @@ def test_each_sends_what_it_says(op, typed, forward, backward):
     out = sharded(x)
     assert collectives(sharded, x) == forward
     assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == backward
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            lambda x: to_all(x, 2),
-            "owner=2 names no IPU of axis 'ipu', which has 2: give 0 to 1",
-        ),
-        (
-            lambda x: to_all(x, lax.axis_index("ipu")),
-            "owner varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
-            "name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x: to_all(x, 0, "model"),
-            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
-            "this axis, or give the axis that its mesh has",
-        ),
-        (
-            lambda x: from_all(x, 2, 4),
-            "x_shard has shape (2, 3) on each IPU, without a dim 2 to split: give an array that has one",
-        ),
-        (
-            lambda x: from_all(x, 0, 5),
-            "x_shard has shape (2, 3) on each IPU, with 2 rows in dim 0, but size=5 over the 2 IPUs of axis 'ipu' "
-            "takes 3: pad the whole array with Split(size=5, parts=2).pad(array, 0) and shard it with "
-            "in_specs=Split(size=5, parts=2).spec(0, 2, 'ipu')",
-        ),
-        (
-            lambda x: reduce_to_all(reduce_to_all(x)),
-            "x of shape (2, 3) is the same on all 2 IPUs of axis 'ipu', so it is no part of a sum over them: use it as "
-            "it is, or lax.pcast(x, 'ipu', to='varying') if each IPU does add the same",
-        ),
-        (
-            lambda x: reduce_scatter_tokens(reduce_to_all(x)),
-            "x of shape (2, 3) is the same on all 2 IPUs of axis 'ipu', so it is no part of a sum over them: use it as "
-            "it is, or lax.pcast(x, 'ipu', to='varying') if each IPU does add the same",
-        ),
-        (
-            lambda x: reduce_scatter_tokens(x, dim=2),
-            "x has shape (2, 3), without a dim 2 to scatter: give an array that has one",
-        ),
-        (
-            lambda x: scatter_tokens(reduce_to_all(x), dim=-3),
-            "x has shape (2, 3), without a dim -3 to scatter: give an array that has one",
-        ),
-        (
-            scatter_tokens,
-            "x varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
-            "name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x: scatter_tokens(x, "model"),
-            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
-            "this axis, or give the axis that its mesh has",
-        ),
-        (
-            lambda x: reduce_to(x, -1),
-            "owner=-1 names no IPU of axis 'ipu', which has 2: give 0 to 1",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(op, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, P("ipu"), P())(jnp.ones((4, 3)))
 
 
 def test_outside_any_shard_map_the_axis_is_missed():

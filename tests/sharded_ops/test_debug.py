@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import debug_sharding, reduce_to_all
-from support.harness import collectives, exactly, on_ipus
+from support.harness import collectives, on_ipus
 
 debug_x = functools.partial(debug_sharding, name="x")
 
@@ -190,28 +190,3 @@ def test_it_sends_what_it_says(typed):
         return out, vjp(ct)
 
     assert collectives(both, x, x) == 2 * sent
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            lambda x: debug_sharding(x.astype(jnp.complex64), "spectrum"),
-            "spectrum has dtype complex64, which has no least and greatest element: give debug_sharding a boolean, "
-            "integer or real array, such as x.real and x.imag, or jax.random.key_data(x)",
-        ),
-        (
-            lambda x: debug_sharding(jax.random.key(0), "key"),
-            "key has dtype key<fry>, which has no least and greatest element: give debug_sharding a boolean, integer "
-            "or real array, such as x.real and x.imag, or jax.random.key_data(x)",
-        ),
-        (
-            lambda x: debug_sharding(x, "x", "model"),
-            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
-            "this axis, or give the axis that its mesh has",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(op, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, P("ipu"), P("ipu"))(jnp.ones(4))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, take_along_last_dim
@@ -19,7 +18,6 @@ from support.harness import (
     collectives,
     dense_vjp,
     every_case,
-    exactly,
     examples,
     normal,
     on_ipus,
@@ -211,83 +209,3 @@ def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
     sharded = on_ipus(functools.partial(embedding, size=5), 2, (P("ipu"), P()), P())
     dtable = jax.grad(lambda table: sharded(table, ids).sum())(padded(split, np.ones((5, 1), np.float32), 0))
     assert dtable.ravel().tolist() == [0, 0, 2, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            lambda x, ids: embedding(x, ids.astype(jnp.float32), size=4),
-            "ids has dtype float32, but indices must be integers: use int32",
-        ),
-        (
-            lambda x, ids: embedding(x, ids + lax.axis_index("ipu"), size=4),
-            "ids varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
-            "don't name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x, ids: embedding(x[..., None], ids, size=4),
-            "table has shape (2, 2, 1) on each IPU, but must have 2 dims: reshape it to (rows, D)",
-        ),
-        (
-            lambda x, ids: embedding(x, ids, size=5),
-            "table has shape (2, 2) on each IPU, with 2 rows in dim 0, but size=5 over the 2 IPUs of axis 'ipu' takes "
-            "3: pad the whole array with Split(size=5, parts=2).pad(array, 0) and shard it with "
-            "in_specs=Split(size=5, parts=2).spec(0, 2, 'ipu')",
-        ),
-        (
-            lambda x, ids: embedding(x, ids, size=0),
-            "size=0 is out of range: give an int of at least 1",
-        ),
-        (
-            lambda x, ids: embedding(x, ids, size=4, axis="model"),
-            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
-            "this axis, or give the axis that its mesh has",
-        ),
-        (
-            lambda x, ids: _any_embedding(x, ids, size=4, split="columns"),
-            "split='columns' is no way to split a table: use 'rows' or 'features'",
-        ),
-        (
-            lambda x, ids: _any_embedding(x, ids, size=4, reduction="mean"),
-            "reduction='mean' is no way to leave the result: use 'sum' or 'scatter'",
-        ),
-        (
-            lambda x, ids: embedding(x, ids, size=4, split="features", reduction="scatter"),
-            "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='features' sums nothing: "
-            "use split='rows', or from_all and then scatter_tokens",
-        ),
-        (
-            lambda x, ids: embedding(x, ids[0], size=4, reduction="scatter"),
-            "ids has shape (), without a dim 0 to scatter: give reduction='sum', or an array of ids",
-        ),
-        (
-            lambda x, ids: embedding(x, ids, size=5, split="features"),
-            "table has shape (2, 2) on each IPU, with 2 rows in dim 1, but size=5 over the 2 IPUs of axis 'ipu' takes "
-            "3: pad the whole array with Split(size=5, parts=2).pad(array, 1) and shard it with "
-            "in_specs=Split(size=5, parts=2).spec(1, 2, 'ipu')",
-        ),
-        (
-            lambda x, ids: take_along_last_dim(x, ids, size=4),
-            "indices has shape (3,), but a shard of shape (2, 2) takes one index for each of its rows: give shape (2,)",
-        ),
-        (
-            lambda x, ids: take_along_last_dim(x, ids[:2] == 0, size=4),
-            "indices has dtype bool, but indices must be integers: use int32",
-        ),
-        (
-            lambda x, ids: take_along_last_dim(x, ids[:2] + lax.axis_index("ipu"), size=4),
-            "indices varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
-            "don't name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x, ids: take_along_last_dim(x, ids[:2], size=7),
-            "x_shard has shape (2, 2) on each IPU, with 2 rows in dim -1, but size=7 over the 2 IPUs of axis 'ipu' "
-            "takes 4: pad the whole array with Split(size=7, parts=2).pad(array, -1) and shard it with "
-            "in_specs=Split(size=7, parts=2).spec(-1, 2, 'ipu')",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(op, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, (P("ipu"), P()), P())(jnp.ones((4, 2)), jnp.zeros(3, jnp.int32))

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, sample
 from sharded_ops import _sampling as choice
-from support.harness import exactly, normal, on_ipus, padded
+from support.harness import normal, on_ipus, padded
 from support.transforms import COLUMNS, INF, NAN, in_transforms
 
 
@@ -280,70 +279,3 @@ def test_drawing_may_stand_in_vmap_and_scan(transform, typed):
 
 
 OUT_OF_RANGE = "is out of range: give"
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            lambda x, key: sample(key, x, size=4, top_k=5),
-            "top_k=5 is out of range: give an int from 1 to 4, or None for all columns",
-        ),
-        (
-            lambda x, key: sample(key, x.astype(jnp.int32), size=4),
-            "logits_shard has dtype int32, but logits must be floating: convert them first",
-        ),
-        (
-            lambda x, key: sample(jax.random.key_data(key), x, size=4),
-            "key has dtype uint32 and shape (2,), so it is not one typed key: make it with jax.random.key(seed), or "
-            "jax.random.wrap_key_data of raw data",
-        ),
-        (
-            lambda x, key: sample(0, x, size=4),  # pyright: ignore[reportArgumentType]
-            "key=0 is not one typed key: make it with jax.random.key(seed), or jax.random.wrap_key_data of raw data",
-        ),
-        (
-            lambda x, key: sample(jax.random.split(key, 3), x, size=4),
-            "key has dtype key<fry> and shape (3,), so it is not one typed key: make it with jax.random.key(seed), or "
-            "jax.random.wrap_key_data of raw data",
-        ),
-        (
-            lambda x, key: sample(jax.random.fold_in(key, lax.axis_index("ipu")), x, size=4),
-            "key varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
-            "name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x, key: sample(key, x, size=4, temperature=1.0 + lax.axis_index("ipu")),
-            "temperature varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
-            "don't name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x, key: sample(key, x, size=4, temperature=-1),
-            f"temperature=-1 {OUT_OF_RANGE} a finite number, at least 0",
-        ),
-        (
-            lambda x, key: sample(key, x, size=4, temperature=np.array([1, 2, INF])),
-            f"temperature=inf {OUT_OF_RANGE} a finite number, at least 0",
-        ),
-        (
-            lambda x, key: sample(key, x, size=4, temperature=NAN),
-            f"temperature=nan {OUT_OF_RANGE} a finite number, at least 0",
-        ),
-        (
-            lambda x, key: sample(key, x, size=4, temperature=jnp.ones((3, 1)) * x[0, 0]),
-            "temperature has shape (3, 1), but logits of (3,) tokens take one for all or one for each: give shape () "
-            "or (3,)",
-        ),
-        (
-            lambda x, key: sample(key, x, size=4, top_k=2, top_p=0.0),
-            f"top_p=0.0 {OUT_OF_RANGE} more than 0, at most 1",
-        ),
-        (
-            lambda x, key: sample(key, x, size=4, top_k=2, top_p=1.5),
-            f"top_p=1.5 {OUT_OF_RANGE} more than 0, at most 1",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(op, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, (COLUMNS, P()), P())(jnp.ones((3, 4)), jax.random.key(0))

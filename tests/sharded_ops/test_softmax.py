@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, from_all, log_softmax, softmax
+from sharded_ops import Split, log_softmax, softmax
 from support.harness import (
     MODES,
     assert_close,
     collectives,
     dense_vjp,
     every_case,
-    exactly,
     examples,
     normal,
     on_ipus,
@@ -176,30 +175,3 @@ def test_log_softmax_sends_what_it_says(typed, backward):
     assert collectives(sharded, logits) == [("all-gather", 2 * 2 * 4 * 5)]
     both = collectives(lambda logits, ct: jax.vjp(sharded, logits)[1](ct), logits, logits)
     assert both == sorted([("all-gather", 2 * 2 * 4 * 5), backward])
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            lambda x: softmax(x.astype(jnp.int32), size=4),
-            "logits_shard has dtype int32, but logits must be floating: convert them first",
-        ),
-        (
-            lambda x: log_softmax(x[0, 0], size=4),
-            "logits_shard has shape () on each IPU, without a dim -1 to split: give an array that has one",
-        ),
-        (
-            lambda x: log_softmax(x, size=4, axis="model"),
-            "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
-            "this axis, or give the axis that its mesh has",
-        ),
-        (
-            lambda x: from_all(log_softmax(x, size=-4), -1, 4),
-            "size=-4 is out of range: give an int of at least 1",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(op, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, P(None, "ipu"), P())(jnp.ones((3, 4)))

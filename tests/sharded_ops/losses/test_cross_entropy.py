@@ -10,7 +10,6 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, log_softmax_cross_entropy
@@ -281,27 +280,3 @@ def test_a_wrong_option_is_refused_when_traced(options, message):
     options = {"size": 4, "labels": np.zeros(3, np.int32)} | options
     with pytest.raises(ValueError, match=exactly(message)):
         on_ipus(functools.partial(log_softmax_cross_entropy, **options), 2, COLUMNS, P())(jnp.ones((3, 4)))
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            lambda x, labels: log_softmax_cross_entropy(x, labels + lax.axis_index("ipu"), size=4),
-            "labels varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't "
-            "name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x, labels: log_softmax_cross_entropy(x, labels, size=4, weights=x[:, 0]),
-            "weights varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
-            "don't name 'ipu', or use to_all or from_all on it first",
-        ),
-        (
-            lambda x, labels: log_softmax_cross_entropy(x.astype(jnp.int32), labels, size=4),
-            "logits_shard has dtype int32, but logits must be floating: convert them first",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(op, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, (COLUMNS, P()), P())(jnp.ones((3, 4)), jnp.zeros(3, jnp.int32))

@@ -19,7 +19,6 @@ from support.harness import (
     assert_close,
     collectives,
     dense_vjp,
-    exactly,
     examples,
     normal,
     on_ipus,
@@ -347,48 +346,3 @@ def test_it_is_the_loss_of_the_logits_it_does_not_make():
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"gradients": "forward"},
-            "gradients='forward' computes them before each token's cotangent is known, so the loss must be reduced: "
-            "use reduction='mean' or 'sum', or gradients='backward'",
-        ),
-        (
-            {"hidden": jnp.ones((3, 2))},
-            "hidden of shape (3, 2) and table of shape (2, 4) on each IPU don't go together: give (.., D) and (rows, "
-            "D)",
-        ),
-        (
-            {"hidden": jnp.ones((3, 4), jnp.bfloat16)},
-            "hidden has dtype bfloat16 and table float32, but both must have the same floating dtype: convert one of "
-            "them",
-        ),
-        (
-            {"labels": np.zeros((3, 4), np.int32)},
-            "labels has shape (3, 4), but hidden of shape (3, 4) takes one for each token: give shape (3,)",
-        ),
-        ({"labels": np.zeros(3, bool)}, "labels has dtype bool, but indices must be integers: use int32"),
-        (
-            {"weights": np.ones(4)},
-            "weights has shape (4,), but hidden of shape (3, 4) takes one for each token: give shape (3,)",
-        ),
-        (
-            {"size": 9},
-            "table has shape (2, 4) on each IPU, with 2 rows in dim 0, but size=9 over the 2 IPUs of axis 'ipu' takes "
-            "5: pad the whole array with Split(size=9, parts=2).pad(array, 0) and shard it with "
-            "in_specs=Split(size=9, parts=2).spec(0, 2, 'ipu')",
-        ),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(options, message):
-    options = {"hidden": jnp.ones((3, 4)), "labels": np.zeros(3, np.int32), "size": 4} | options
-
-    def op(table):
-        return linear_cross_entropy(table=table, **options)
-
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, ROWS, P())(jnp.ones((4, 4)))

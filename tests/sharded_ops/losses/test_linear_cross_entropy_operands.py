@@ -14,7 +14,6 @@ from support.harness import (
     assert_close,
     collectives,
     dense_vjp,
-    exactly,
     normal,
     on_ipus,
     padded,
@@ -193,56 +192,6 @@ def test_rows_that_do_not_count_may_be_nan_unless_their_log_sum_exp_is_wanted():
         assert np.isnan(value) == wants_lse
         assert np.isnan(grads[2]).any() == wants_lse
         assert not np.isnan(np.asarray(grads[0])[[0, 2]]).any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"bias": jnp.ones((2, 1))},
-            "bias has dtype float32 and shape (2, 1) on each IPU, but takes one float for each row of the table: give "
-            "a floating array of 1 dim",
-        ),
-        (
-            {"bias": jnp.ones(2, jnp.int32)},
-            "bias has dtype int32 and shape (2,) on each IPU, but takes one float for each row of the table: give "
-            "a floating array of 1 dim",
-        ),
-        (
-            {"gradients": "forward", "reduction": "mean", "return_log_sum_exp": True},
-            "gradients='forward' computes them before the cotangent of the log-sum-exp is known: use "
-            "gradients='backward' with return_log_sum_exp=True",
-        ),
-        (
-            {"gradients": "forward", "reduction": "mean", "labels": np.ones((3, 2), np.float32)},
-            "gradients='forward' would keep the gradients of the soft targets, which are as large as the logits: use "
-            "gradients='backward' with soft targets",
-        ),
-        (
-            {"labels": np.ones((3, 4), np.float32)},
-            "labels are floating, so they are soft targets, of shape (3, 4); they must have the shape of the logits, "
-            "(3, 2) on each IPU: split them as the logits, or give integers for labels",
-        ),
-        (
-            {"labels": np.ones((3, 2), np.float32), "ignore_index": 0},
-            "ignore_index=0 and out_of_range='ignore' speak of labels, but soft targets were given: leave both out, "
-            "and give a token that does not count a weight of 0",
-        ),
-        (
-            {"tokens": 3, "hidden": jnp.ones(4), "labels": np.int32(0)},
-            "hidden has shape (4,), without a dim of tokens that is scattered: give (N, .., D)",
-        ),
-        ({"tokens": 2.0}, "tokens=2.0 is not an int: give an int of at least 0, or None if all IPUs hold hidden"),
-    ],
-)
-def test_a_wrong_call_is_refused_when_traced(options, message):
-    options = {"hidden": jnp.ones((3, 4)), "labels": np.zeros(3, np.int32), "size": 4} | options
-
-    def op(table):
-        return linear_cross_entropy(table=table, **options)
-
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, ROWS, P())(jnp.ones((4, 4)))
 
 
 def test_scattered_hidden_of_another_number_of_tokens_is_refused():
