@@ -276,6 +276,3 @@ def test_drawing_may_stand_in_vmap_and_scan(transform, typed):
     got = on_ipus(each_ipu, 3, (P(), P(None, None, "ipu")), P(), typed)(keys, padded(Split(7, 3), logits, 2))
     want = [np.argmax(row + np.float32(0.8) * _gumbel(key, (5,), 7), -1) for key, row in zip(keys, logits, strict=True)]
     np.testing.assert_array_equal(got, want)
-
-
-OUT_OF_RANGE = "is out of range: give"
