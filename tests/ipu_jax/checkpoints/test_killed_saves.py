@@ -78,9 +78,9 @@ def test_kill_9_before_any_rename_loses_nothing(tmp_path, rename):
 
 @left_overs_are_named
 @pytest.mark.slow
-def test_kill_9_at_any_time_of_a_save_of_the_same_step(tmp_path, request):
-    dice = random.Random(request.config.option.slow_seed)
-    for number in range(3):
+def test_kill_9_at_any_time_of_a_save_of_the_same_step(tmp_path):
+    dice = random.Random(930)
+    for number in range(8):
         folder = tmp_path / str(number)
         process = run(folder, 1000)
         while not (folder / "step-5").exists():
