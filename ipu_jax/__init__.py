@@ -1,12 +1,12 @@
-"""Multi-IPU programming on any JAX device: pipelines, concurrent stages, and the proof that they equal one device."""
+"""Multi-IPU programming on any JAX device: pipelines, concurrent stages, and proof that they match one device."""
 
 from typing import TYPE_CHECKING
 
 from ipu_jax._on_demand import names_on_demand
 from ipu_jax._version import __version__
 
-# Type checkers read these imports. When the program runs, a name is imported where it is first asked for: a command
-# line is then checked, and a schedule printed, before jax is there. Importing jax takes a second.
+# Type checkers read these imports. At run time, a name is imported when it is first used: so a command line is checked,
+# and a schedule printed, without importing jax, which takes a second.
 if TYPE_CHECKING:
     from ipu_jax._instances import on_host
     from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs

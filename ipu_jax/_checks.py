@@ -1,4 +1,4 @@
-"""Check single arguments: errors give the value, the rule and the mend. Without jax, since `schedules` uses it."""
+"""Check single arguments: errors give the value, the rule and a fix. No jax here, since `schedules` imports this."""
 
 import difflib
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def as_int(value: object) -> int | None:
-    """Return `value` as a Python int if it is an integer of Python or NumPy, else None. A bool is not an integer.
+    """Return `value` as a Python int if it is a Python or NumPy integer, else None. A bool is not an integer.
 
     >>> as_int(np.int64(3)), as_int(True), as_int(3.0)
     (3, None, None)
@@ -17,10 +17,10 @@ def as_int(value: object) -> int | None:
 
 
 def check_count(name: str, value: object) -> int:
-    """Return `value` as a Python int, if it is an integer of at least 1 of Python or NumPy.
+    """Return `value` as a Python int, if it is a Python or NumPy integer of at least 1.
 
     Raises:
-        ValueError: it is not (bools are not counts).
+        ValueError: it is not (a bool is not a count).
 
     >>> check_count("micro_batches", np.int64(4))
     4
@@ -32,7 +32,7 @@ def check_count(name: str, value: object) -> int:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Return `value` as a Python bool, if it is a bool of Python or NumPy.
+    """Return `value` as a Python bool, if it is a Python or NumPy bool.
 
     Raises:
         ValueError: it is not.
@@ -65,7 +65,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def check_positive(name: str, value: object) -> float:
-    """Return `value` as a Python number, if it is a finite number above 0 of Python or NumPy.
+    """Return `value` as a Python number, if it is a finite Python or NumPy number above 0.
 
     Raises:
         ValueError: it is not.
@@ -80,12 +80,12 @@ def check_positive(name: str, value: object) -> float:
 
 
 def check_cost(name: str, value: object, kind: str = "cost") -> float:
-    """Return `value` as a float, if it is a finite number of at least 0 that `float` takes, and not text or a bool.
+    """Return `value` as a float, if `float` accepts it as a finite number of at least 0, and it is not text or a bool.
 
     Args:
         name: the name of the argument.
         value: its value.
-        kind: what error messages call such a number.
+        kind: the word for the number in error messages.
 
     Raises:
         ValueError: it is not.

@@ -1,7 +1,7 @@
-"""Communicate between IPUs or replicas, and say which equations of a traced program do.
+"""Communicate between IPUs or replicas, and say which equations of a traced program communicate.
 
-XLA pairs the devices of a collective by its replica groups. What has none, such as a ppermute, waits for every device
-of the mesh, whatever its axis: if only some devices run it, XLA pairs it with another permute that the others run.
+XLA pairs the devices of a collective by its replica groups. A collective without them, such as a ppermute, waits for
+every device of the mesh, whatever its axis: if only some devices run it, XLA pairs it with a permute of the others.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ _SILENT = ("axis_index", "pcast", "pvary", "preduced")  # these communicate noth
 def axes_of(eqn: Any) -> tuple[str, ...]:
     """Return the mesh axes that an equation names, with or without communicating over them.
 
-    The equations of the jaxprs inside it are not looked at.
+    Jaxprs inside the equation are not searched.
     """
     params = [value for name, value in eqn.params.items() if name == "axes" or "axis_name" in name]
     named = [axis for value in params for axis in (value if isinstance(value, list | tuple | frozenset) else [value])]
-    if not any(True for _ in core.jaxprs_in_params(eqn.params)):  # which bring their own effects
+    if not any(True for _ in core.jaxprs_in_params(eqn.params)):  # inner jaxprs bring their own effects
         named += [effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"]
     return tuple(axis for axis in (REPLICA_AXIS, IPU_AXIS) if axis in named)
 
@@ -38,12 +38,12 @@ def is_ungrouped(eqn: Any) -> bool:
 
 
 def waits(eqn: Any, axis: str) -> bool:
-    """Return whether an equation waits for other devices of an axis; without replica groups it does on every axis."""
+    """Return whether an equation waits for other devices of an axis. Without replica groups it waits on every axis."""
     return is_ungrouped(eqn) or (axis in axes_of(eqn) and eqn.primitive.name in _GROUPED)
 
 
 def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
-    """Return on every device of the axis the tree that `source` holds; the others' is not read.
+    """Return the tree that `source` holds on every device of the axis; the other devices' trees are not read.
 
     Communicates one psum per leaf.
     """
@@ -51,7 +51,7 @@ def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
 
 
 def state_over_replicas(tree: Any) -> Any:
-    """Return the state that all replicas continue with: the mean of floating leaves, replica 0's of the others.
+    """Return the state that all replicas continue with: the mean of floating leaves, and replica 0's other leaves.
 
     Communicates one all-reduce per leaf over the axis "replica".
     """

@@ -1,11 +1,11 @@
-"""Guard a piece of program: run it or do nothing, as a loop of one iteration or none.
+"""Guard a piece of program: run it or do nothing, as a loop of one or zero iterations.
 
 It is a loop rather than a `lax.cond`, because XLA updates a loop's carry in place, whereas a conditional may copy a
 buffer that it passes through. So gradient accumulators and the stash are never copied (docs/design/engine.md).
 
-The loop counts on from the number of guards that were active before it. So XLA cannot run a guard before all earlier
-ones. Otherwise it may order an exchange, which waits for all IPUs, before the tasks of some of them: F of IPU 0, the
-exchange of its y, F of IPU 1. Each IPU would then wait for the other's task before it begins its own.
+The loop's counter starts at the number of guards that were active before it. So XLA cannot run a guard before the
+earlier guards have run. Otherwise XLA may order an exchange, which waits for all IPUs, before the tasks of some IPUs: F
+of IPU 0, the exchange of its y, F of IPU 1. Each IPU would then wait for the other's task before it begins its own.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from jax import lax
 class Fence:
     """Make values depend on the iteration of a guard's loop.
 
-    XLA may compute a value that does not depend on the iteration before the loop, whether the guard is active or not.
+    XLA may compute any other value before the loop, whether the guard is active or not.
 
     Attributes:
-        i: the loop's counter. Tied to `zero` instead, an exchange was moved out of its guard by XLA.
+        i: the loop's counter. XLA moved an exchange out of its guard when it was tied to `zero` instead.
         zero: always 0, which XLA does not know.
     """
 
@@ -35,15 +35,15 @@ class Fence:
 
 
 def guard(guards_run: Any, active: Any, body: Callable[[Fence, Any], Any], carry: Any) -> tuple[Any, Any]:
-    """Return `(guards_run + 1, body(fence, carry))` where `active`, else `(guards_run, carry)`.
+    """Return `(guards_run + 1, body(fence, carry))` if `active`, else `(guards_run, carry)`.
 
     `body` must pass the values that it reads from outside through its `Fence`.
 
     Args:
-        guards_run: int32, how many guards were active so far.
+        guards_run: int32, the number of guards that were active so far.
         active: bool.
         body: the piece of program.
-        carry: what it changes.
+        carry: the values that the body changes.
     """
     end = guards_run + active.astype(jnp.int32)
 

@@ -3,8 +3,8 @@
     instance 0            instance 1                a mesh over the devices of two processes (`jax.distributed`)
     IPU 0 | rows 0-1      IPU 1 | rows 2-3          on_host: rows 0-3 as a NumPy array, on both
 
-An instance sees the values of its own devices only. So whatever reads a whole array communicates, and all instances
-must call it, in the same order. If all devices belong to this process, nothing here communicates.
+An instance sees only the values of its own devices. So a function that reads a whole array communicates, and all
+instances must call it, in the same order. If all devices belong to this process, nothing here communicates.
 """
 
 import functools
@@ -30,9 +30,9 @@ def own_device(mesh: Mesh) -> Any:
 
 
 def put(tree: Any, sharding: Sharding) -> Any:
-    """Return the tree on the devices of a sharding. Every instance gives the same whole values.
+    """Return the tree on the devices of a sharding. Every instance passes the same whole values.
 
-    From host to device only, unless a leaf already lies on several instances: then `on_host` reads it.
+    Communicates from host to device only, unless a leaf is already on several instances: then `on_host` reads it.
     """
     if sharding.is_fully_addressable and not any(map(_is_elsewhere, jax.tree.leaves(tree))):
         return jax.device_put(tree, sharding)
@@ -41,7 +41,7 @@ def put(tree: Any, sharding: Sharding) -> Any:
         if is_key(leaf):
             return jax.random.wrap_key_data(placed(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         whole = on_host(leaf)
-        # not jax.device_put, which communicates to compare the values of all instances; a copy, as a CPU shares memory
+        # not jax.device_put, which communicates to compare the values of all instances; copied, as a CPU shares memory
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
     return jax.tree.map(placed, tree)
@@ -54,7 +54,7 @@ def on_host(array: Any) -> npt.NDArray[Any]:
     holds the whole array until it is read: convert a tree leaf by leaf.
 
     Raises:
-        ValueError: the array lies on several instances, and on no mesh.
+        ValueError: the array is on several instances, but not on a mesh.
     """
     if not _is_elsewhere(array) or array.is_fully_replicated:
         return np.asarray(array)
@@ -69,7 +69,7 @@ def on_host(array: Any) -> npt.NDArray[Any]:
 
 
 def gathered(mesh: Mesh, numbers: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Return the numbers that each instance gives, exactly: a row per device, (devices, len(numbers)).
+    """Return the exact numbers that each instance passes: a row per device, (devices, len(numbers)).
 
     There is one row if all devices belong to this process. Otherwise it communicates one all-gather.
 
@@ -91,7 +91,7 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 def _is_whole_everywhere(array: jax.Array) -> bool:
-    """Return whether every instance holds all parts of an array: all instances must answer this alike."""
+    """Return whether every instance holds all parts of an array. All instances must get the same answer."""
     parts: dict[int, set[Any]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         parts.setdefault(device.process_index, set()).add(tuple((dim.start, dim.stop) for dim in index or ()))

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 
-# From jax 0.12 on, one class is both, and the older name is not part of its public types.
+# From jax 0.12 on, one class is both open and closed, and the older name is not among the public types.
 _ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 
 _T = TypeVar("_T")
@@ -93,7 +93,7 @@ def needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
 
 
 def postponed(closed: Any, on: Sequence[Any]) -> Any:
-    """Return the same program, in which equations that do not depend on `on` run only before one that needs them."""
+    """Return the same program, in which equations that do not depend on `on` run only when others need them."""
     jaxpr = closed.jaxpr
     dependent = depending(jaxpr.eqns, on)
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -127,7 +127,7 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many inputs of a scan are constants, and how many its carry."""
+    """Return how many inputs of a scan are constants, and how many are its carry."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12

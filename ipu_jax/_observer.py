@@ -1,4 +1,4 @@
-"""Let one observer see every program that `Pipeline` and `TrainStep` give to the devices. Without one nothing is done.
+"""Let one observer see every program that `Pipeline` and `TrainStep` dispatch. Without an observer, nothing happens.
 
 Programs pass through `InFlight` (`devices.py`), which calls `admit` after each dispatch.
 """
@@ -6,14 +6,14 @@ Programs pass through `InFlight` (`devices.py`), which calls `admit` after each 
 from typing import Any, Final, Protocol
 
 UPDATE: Final = "ipu_jax.update"
-"""The name, in the compiled program, of all that a training step does with its gradients."""
+"""The name, in the compiled program, of a training step's operations on its gradients."""
 
 
 class Observer(Protocol):
     """See programs on their way to the devices."""
 
     def admit(self, owner: Any, outputs: list[Any], updates: int) -> None:
-        """See the arrays that a program of so many weight updates returns, which was just dispatched."""
+        """See the output arrays of a program that was just dispatched, and its number of weight updates."""
         ...
 
 
@@ -26,6 +26,6 @@ def current() -> Observer | None:
 
 
 def observe_by(observer: Observer | None) -> None:
-    """Make this the observer; None for no one."""
+    """Set the observer, or remove it with None."""
     global _current
     _current = observer

@@ -1,4 +1,4 @@
-"""Import a package's public names where they are first asked for, so that `import ipu_jax` alone loads no jax."""
+"""Import a package's public names when they are first used, so that `import ipu_jax` alone does not load jax."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 def names_on_demand(package: str, init: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package whose `__init__` imports its names for type checkers only.
 
-    The imports under `if TYPE_CHECKING:` in that file say where each name is defined, so that they are written once.
+    The imports under `if TYPE_CHECKING:` in that file say where each name is defined, so no second list is needed.
 
     Args:
         package: the package's `__name__`.
@@ -28,9 +28,9 @@ def names_on_demand(package: str, init: str) -> tuple[Callable[[str], Any], Call
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         home = importlib.import_module(homes[name])
-        # a name may be a module of the home, which nobody has imported yet
+        # the name may be a module in its home that has not been imported yet
         found = getattr(home, name, None) or importlib.import_module(f"{homes[name]}.{name}")
-        setattr(sys.modules[package], name, found)  # asked for once only
+        setattr(sys.modules[package], name, found)  # so that `get` is called only once per name
         return found
 
     def names() -> list[str]:
@@ -42,7 +42,7 @@ def names_on_demand(package: str, init: str) -> tuple[Callable[[str], Any], Call
 
 def _homes(init: str) -> dict[str, str]:
     """Return the module from which each name is imported under `if TYPE_CHECKING:` in the file `init`."""
-    import ast  # takes longer than all the rest of the package's own import
+    import ast  # takes longer than the rest of the package's import
 
     (block,) = (
         node

@@ -1,9 +1,9 @@
-"""Make text that others have written harmless for a terminal, which takes some of it for commands.
+"""Make text from other programs harmless for a terminal, which may take parts of it for commands.
 
     ESC ] 0 ; ... BEL     sets the window's title; ESC ] 52 the clipboard
     ESC c                 resets the terminal
-    ESC [ 6 n, ENQ        is answered on the keyboard's line, as if the user had typed it
-    ESC [ 2 J, BS, VT     erases, or moves into what others have written
+    ESC [ 6 n, ENQ        is answered as keyboard input, as if the user had typed it
+    ESC [ 2 J, BS, VT     erases text, or moves into the text of others
     U+0080 to U+009F      stand for ESC and a letter (C1): U+009B is ESC [
     ESC [ 31 m            is a colour
 
@@ -46,7 +46,7 @@ def has_commands(text: bytes) -> bool:
 
 
 def without_commands(text: bytes) -> bytes:
-    """Return what a program has written without commands to a terminal, but with newlines, tabs and colours.
+    """Return a program's output without terminal commands, but with newlines, tabs and colours.
 
     >>> without_commands(b"\\x1b]52;c;cm0gLXJm\\x07one \\x1b[31mtwo\\x1b[0m\\x1b[2J\\x1bc \\xc2\\x9b31m\\x9b")
     b'one \\x1b[31mtwo\\x1b[0m 31m'
@@ -55,7 +55,7 @@ def without_commands(text: bytes) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Return a name, or words of others, in one line in which nothing commands a terminal.
+    """Return a name or other foreign text in one line, without terminal commands.
 
     >>> printable("train\\n\\x1b]0;title\\x07 \\x9b2J naïve")
     'train ?]0;title? ?2J naïve'

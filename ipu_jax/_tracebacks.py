@@ -1,9 +1,9 @@
-"""Shorten the traceback of an exception that a user's function raised, called by ours.
+"""Shorten the traceback of an exception from a user's function that our code called.
 
     user's call -> pipeline.value_and_grad -> 13 frames of ours -> user's stage
 
-Of our frames only the first one stays, that of the method that the user called. jax leaves out its own frames by
-itself. Set jax's option `jax_traceback_filtering` to "off" to see all of them.
+Only the first of our frames stays: the method that the user called. jax removes its own frames. Set jax's option
+`jax_traceback_filtering` to "off" to see all frames.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ import jax
 
 _OURS = f"{Path(__file__).parent}/"
 _JAX = f"{Path(jax.__file__).parent}/"
-_BETWEEN = (contextlib.__file__, functools.__file__)  # what our frames call each other through
+_BETWEEN = (contextlib.__file__, functools.__file__)  # our frames call each other through these
 
 
 class ShortTracebacks:
-    """A context in which the tracebacks of users' exceptions get no frame of ours, but the one of the `with` itself.
+    """A context in which the tracebacks of users' exceptions get only one frame of ours, that with the `with` itself.
 
     Errors that we raise ourselves keep all frames.
     """

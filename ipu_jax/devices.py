@@ -1,4 +1,4 @@
-"""Make virtual IPUs, one XLA device each on any platform, and their mesh; bound the steps in flight.
+"""Make virtual IPUs (one XLA device each, on any platform) and their mesh, and bound the steps in flight.
 
 On a laptop or in CI the devices are forced host devices of the CPU backend; on a GPU or TPU machine they are the real
 ones. The program is the same. They form one mesh, with a row per replica:
@@ -43,7 +43,7 @@ IPU_AXIS: Final = "ipu"
 
 
 class AllIpus(enum.Enum):
-    """The type of `ALL_IPUS`, its only member: an enum, so that it stays one object through pickle and deepcopy."""
+    """The type of `ALL_IPUS`, its only member. An enum member stays one object through pickle and deepcopy."""
 
     ALL_IPUS = "ALL_IPUS"
 
@@ -62,19 +62,19 @@ ALL_IPUS: Final = AllIpus.ALL_IPUS
 def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
     """Give this process at least `num_ipus` virtual IPUs, and start the jax backend.
 
-    On CPU that many host devices are made, which only works before the backend starts: call this first (but after
+    On CPU this makes `num_ipus` host devices, which only works before the backend starts: call it first (but after
     `jax.distributed.initialize`, if several processes work together). A larger count that was set before, by an earlier
     call or `JAX_NUM_CPU_DEVICES`, is kept. On GPU and TPU the existing devices are used.
 
-    On CPU this also sizes XLA's thread pool. XLA makes a thread per core, and an IPU that waits in an exchange blocks
-    one, so that on two cores the IPU that works would run on one (docs/design/distributed.md). A size that the user set
-    by the environment variable `PJRT_NPROC` is kept.
+    On CPU this also sizes XLA's thread pool. By default XLA makes a thread per core, and an IPU that waits in an
+    exchange blocks a thread: of two cores, only one would be left for an IPU that works (docs/design/distributed.md). A
+    size that the user set by the environment variable `PJRT_NPROC` is kept.
 
     Args:
         num_ipus: how many IPUs the program needs in this process, at least 1.
-        cores: how virtual IPUs use a CPU's cores. "shared": an IPU that works may use all cores, and one that waits
-            uses none, so that a program is as fast as it can be. "one per IPU": each IPU has one core's worth, as far
-            as there are cores, so that bubbles take time as they do on real devices: use it to compare schedules.
+        cores: how virtual IPUs use a CPU's cores. "shared": an IPU that works can use all cores, and an IPU that waits
+            uses none, so that a program runs as fast as possible. "one per IPU": each IPU gets one core's worth, if
+            there are enough cores, so that bubbles take time as on real devices. Use it to compare schedules.
 
     Returns:
         The first `num_ipus` devices of this process.
@@ -103,8 +103,8 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
 def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 
-    After `jax.distributed.initialize` these are the devices of all instances, those of instance 0 first. Every instance
-    calls it alike, and a replica may be on several of them.
+    After `jax.distributed.initialize` these are the devices of all instances, beginning with instance 0. Every instance
+    makes the same call, and a replica can be on several instances.
 
     Args:
         replicas: copies of the model, at least 1: the size of axis "replica".
@@ -148,10 +148,10 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
 
 
 class InFlight:
-    """Bounds the number of steps that are dispatched and not finished.
+    """Bounds the number of steps that are dispatched but not finished.
 
     jax dispatches without waiting. On the CPU backend some 45 queued steps with collectives exhaust the threads that
-    XLA's rendezvous needs, and the process aborts or hangs. So a loop that runs steps must pass each one to `admit`.
+    XLA's rendezvous needs, and the process aborts or hangs. So a loop that runs steps must pass each step to `admit`.
 
     A step is remembered by its outputs of up to a kilobyte, or by its smallest output. This is enough, since all
     outputs of one computation become ready together, and a scalar does not keep weights alive. An output that was
@@ -160,7 +160,7 @@ class InFlight:
     such as the loss.
 
     Args:
-        limit: steps that may be outstanding after `admit` returns, at least 1.
+        limit: the number of steps that may be outstanding after `admit` returns, at least 1.
 
     Raises:
         ValueError: `limit` is not a positive int.
@@ -178,8 +178,8 @@ class InFlight:
     def __init__(self, limit: int = 4):
         self._limit = check_count("limit", limit)
         self._steps: collections.deque[list[Any]] = collections.deque()
-        self._counted = 0  # of the oldest steps, how many the beacon counts as finished
-        self._work: collections.deque[tuple[int, int]] = collections.deque()  # of steps that it does not
+        self._counted = 0  # how many of the oldest steps the beacon counts as finished
+        self._work: collections.deque[tuple[int, int]] = collections.deque()  # of the other steps
         self._is_begun = self._is_joint = False
         self._ask_memory_at, self._devices_tell = 0.0, True
         jax_facts.begin()
@@ -198,15 +198,15 @@ class InFlight:
     def begin(self, arguments: Any = None) -> None:
         """Tell poprun, if it runs this process, that a step is about to be dispatched; `admit` takes its outputs.
 
-        A dispatch may wait for other instances. Of instances that are stuck, the one that has begun the fewest steps is
-        the one that the others wait for. Without a call of this, `admit` counts the step as begun. Inside a `jax.jit`
-        nothing is dispatched yet, and nothing is done.
+        A dispatch may wait for other instances. If instances are stuck, they wait for the instance that has begun the
+        fewest steps. Without this call, `admit` counts the step as begun. Inside a `jax.jit` nothing is dispatched yet,
+        so this does nothing.
 
         Args:
-            arguments: those of the step, a pytree.
+            arguments: the arguments of the step, a pytree.
         """
         beacon = beacons.current()
-        # without poprun nobody asks who has begun, and to look at hundreds of arguments takes time
+        # without poprun nobody asks who has begun, and looking at hundreds of arguments takes time
         if beacon is None or not beacon.launched:
             return
         leaves = jax.tree.leaves(arguments)
@@ -215,14 +215,14 @@ class InFlight:
             beacon.begun(joint=self._is_joint)
 
     def admit(self, outputs: Any, *, updates: int = 1, samples: int = 0) -> None:
-        """Remember a step that was just dispatched; wait for the oldest ones until `limit` are outstanding.
+        """Remember a step that was just dispatched; wait for the oldest steps until `limit` are outstanding.
 
-        Inside a `jax.jit` nothing is dispatched yet, and nothing is done.
+        Inside a `jax.jit` nothing is dispatched yet, so this does nothing.
 
         Args:
-            outputs: what the step returned, a pytree that contains a `jax.Array`.
+            outputs: the results of the step, a pytree that contains a `jax.Array`.
             updates: how many weight updates the step makes, for `ipu-monitor` and traces.
-            samples: how many examples go into them, on all instances together; 0 if that is not known.
+            samples: how many examples go into them, on all instances together; 0 if unknown.
 
         Raises:
             ValueError: `outputs` contains no array that can be waited for.
@@ -270,7 +270,7 @@ class InFlight:
                 return
 
     def _count_ready(self, beacon: beacons.Beacon) -> None:
-        """Tell the beacon of the oldest steps that have finished since the last call."""
+        """Tell the beacon which of the oldest steps have finished since the last call."""
         ready = max(self._counted, 0)
         while ready < len(self._steps) and all(
             output.is_deleted() or output.is_ready() for output in self._steps[ready]
@@ -279,7 +279,7 @@ class InFlight:
         if ready > self._counted:
             updates = samples = 0
             for _ in range(ready - self._counted):
-                if self._work:  # there was perhaps no beacon when the step was admitted
+                if self._work:  # perhaps there was no beacon when the step was admitted
                     of_step = self._work.popleft()
                     updates, samples = updates + of_step[0], samples + of_step[1]
             if self._devices_tell:
@@ -288,7 +288,7 @@ class InFlight:
             self._counted = ready
 
     def _hold_memory(self, beacon: beacons.Beacon) -> None:
-        """Ask the devices once in a while how much of their memory is in use. Those of a CPU do not say."""
+        """Ask the devices once in a while how much of their memory is in use. CPU devices do not say."""
         now = time.monotonic()
         if now >= self._ask_memory_at:
             held = jax_facts.device_bytes()
@@ -297,13 +297,13 @@ class InFlight:
 
 
 def finish_all_steps() -> None:
-    """Wait for all steps that this process has dispatched, so that its beacon says at the end how many there were."""
+    """Wait for all steps that this process has dispatched, so that its beacon reports their final number."""
     for window in list(_windows):
         window._finish()
 
 
 def _is_on_all_instances(leaf: Any) -> bool:
-    """Return whether a leaf lies on devices of every instance, of which there are several."""
+    """Return whether there are several instances, and a leaf is on devices of each."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return False
     return len({device.process_index for device in leaf.sharding.device_set}) == jax.process_count()
@@ -316,7 +316,7 @@ def local_devices() -> list[Any]:
         ValueError: `JAX_PLATFORMS` names a platform that this machine does not have.
     """
     try:
-        # jax waits here until the devices of all instances are known, and gives up after 120 s without saying for whom
+        # jax waits here until the devices of all instances are known, and gives up after 120 s without naming any
         with beacons.during(Phase.WAITING, "for the devices of all instances", 110):
             return jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
@@ -339,7 +339,7 @@ def pool_threads(ipus: int, cores: Cores) -> int:
 
 @contextlib.contextmanager
 def _thread_pool(threads: int) -> Iterator[None]:
-    """Let a CPU backend that starts inside have a pool of so many threads, unless the user has set another size."""
+    """Set the thread pool size of a CPU backend that starts in this context, unless the user has set a size."""
     if "PJRT_NPROC" in os.environ:
         yield
         return
@@ -347,7 +347,7 @@ def _thread_pool(threads: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # XLA reads it only when the backend starts; a process that this one starts has its own number of IPUs
+        # XLA reads it only when the backend starts; a child process has its own number of IPUs
         del os.environ["PJRT_NPROC"]
 
 
@@ -358,7 +358,7 @@ def cpu_devices_asked_for() -> int:
 
 
 def _too_few(needed: int, there: int, platform: str) -> str:
-    """Return the end of an error message: how many devices there are, and the mend."""
+    """Return the end of an error message: how many devices there are, and a fix."""
     if platform == "cpu":
         where = f" on instance {jax.process_index()}" if jax.process_count() > 1 else ""
         return (

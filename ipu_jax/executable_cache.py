@@ -1,14 +1,14 @@
-"""Keep what jax compiles in a folder, so that the second start of a program compiles nothing.
+"""Keep compiled programs in a folder, so that the second start of a program compiles nothing.
 
-jax's own persistent cache does the work. By default, however, it keeps only programs that took long to compile, which
-on a CPU are none; its keys depend on the folder's name; and it never repairs an entry that it cannot read. The entry is
-therefore repaired like this:
+jax's own persistent cache does the work. By default, however, it keeps only programs that took long to compile (on a
+CPU, none), and its keys depend on the folder's name. It never repairs an entry that it cannot read. So this module
+repairs the entry:
 
     jax cannot read an entry, and warns     ->   the entries with that program's name are set aside
     jax compiles, and writes the missing entry
     jax looks for the next program          ->   the other entries with that name are put back
 
-Under poprun each instance has a folder of its own in it, `popdist.own_cache`.
+Under poprun each instance has its own folder inside that folder, `popdist.own_cache`.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ _ASIDE: Final = ".aside"
 
 
 class ExecutableCache:
-    """A context in which jax looks for every program in a folder before it compiles it, and keeps it there afterwards.
+    """A context in which jax looks for a program in a folder before compiling it, and keeps compiled programs there.
 
     A program is found if the same jax has compiled the same program with the same options for the same devices, even if
     the folder has been renamed since. If an entry cannot be read, a warning is logged, and the program is compiled and
-    its entry written anew.
+    its entry written again.
 
     Args:
-        folder: where the programs are kept; it is made if it does not exist.
+        folder: the folder of the programs; it is made if it does not exist.
 
     Raises:
         ValueError: an empty name, something other than a folder, or a folder that can't be made or written to.
@@ -79,7 +79,7 @@ class ExecutableCache:
 
     def __enter__(self) -> "ExecutableCache":
         with contextlib.ExitStack() as context:
-            self._put_back()  # entries that a killed process has left aside
+            self._put_back()  # entries that a killed process left set aside
             self._exchange_settings()
             context.callback(self._exchange_settings)
             jax.monitoring.register_event_listener(self._count)
@@ -134,7 +134,7 @@ class ExecutableCache:
         return True
 
     def _put_back(self) -> None:
-        """Put back the entries that were set aside and not written anew."""
+        """Put back the entries that were set aside and not written again."""
         for aside in self._folder.glob(f"*{_ASIDE}"):
             entry = aside.with_name(aside.name.removesuffix(_ASIDE))
             if entry.exists():

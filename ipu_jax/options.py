@@ -3,7 +3,7 @@
     PipelineOptions(gradient_accumulation=16, reduction="mean")
     TrainOptions(device_iterations=10, max_gradient_norm=1.0, shard_optimizer=True)
 
-Errors are raised before anything is traced or compiled, and give the value, the rule and the mend.
+Errors are raised before anything is traced or compiled, and give the value, the rule and a fix.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class PipelineOptions:
         reduction: the gradients are the "mean" or the "sum" over the M micro-batches and the replicas.
 
     Raises:
-        ValueError: a value is outside its rule.
+        ValueError: a value breaks its rule.
     """
 
     gradient_accumulation: int = 1
@@ -42,16 +42,16 @@ class PipelineOptions:
 class DynamicScale:
     """A loss scale that grows as far as possible. An update with an inf or NaN in its gradients is skipped.
 
-    A skipped update leaves weights, optimizer state and stages' state as they were, on all IPUs and replicas.
+    A skipped update leaves weights, optimizer state and stages' state unchanged, on all IPUs and replicas.
 
     Attributes:
         initial: the scale of the first update.
         growth_interval: after this many good updates in a row the scale is multiplied by `factor`.
-        factor: the factor by which the scale grows, and is divided after a skipped update; above 1.
+        factor: the scale grows by this factor, and is divided by it after a skipped update; above 1.
         smallest, largest: the bounds of the scale.
 
     Raises:
-        ValueError: a value is outside its rule.
+        ValueError: a value breaks its rule.
     """
 
     initial: float = 2.0**15
@@ -84,12 +84,12 @@ class TrainOptions:
             "mean".
         weighted: whether the loss of a micro-batch is a sum that comes with its count: the loss function, or the last
             stage, returns `(sum, count)`, or `(sum, aux)` with `aux["count"]`. The mean is then exactly the sum over
-            all micro-batches and replicas, divided by the sum of their counts; 0 if that is 0. No stage may add a loss
-            (`Outputs(loss=)`).
+            all micro-batches and replicas, divided by the sum of their counts; 0 if the counts sum to 0. No stage may
+            add a loss (`Outputs(loss=)`).
         device_iterations: the number of weight updates in one call.
-        outputs: which outputs of these updates a call returns: "final" for those of the last one, "all", their "sum",
-            or a number n for those of every n-th update (a divisor of `device_iterations`), and of the last one of a
-            `FeedBatch` that is cut short. A sum is one of all outputs, norms and learning rates among them.
+        outputs: which updates' outputs a call returns: "final" (the last update's), "all", their "sum", or a number n
+            (every n-th update's, with n a divisor of `device_iterations`, and the last update's of a `FeedBatch` that
+            is cut short). A sum includes all outputs, even norms and learning rates.
         max_gradient_norm: gradients are scaled down to this norm, taken over all weights of all IPUs; None for never.
         loss_scale: the factor by which the loss is multiplied for the backward pass, or a `DynamicScale`.
         precision: the precision of the computation, and of sums, weights and optimizer state.
@@ -100,22 +100,22 @@ class TrainOptions:
             tensor sharding).
         donate: whether a call gives the buffers of its state to the new state, so that the old one cannot be used
             again. False keeps the old state, at the cost of one more copy of weights and optimizer state.
-        norms: whether `StepOutputs` have the norms of gradients and weights: one more pass over both, and one psum of
-            two floats.
-        ema_decay: keep a moving average of the trained weights, e' = e + (1 - ema_decay) (w - e), which begins at the
-            first weights: between 0 and 1, such as 0.999. `TrainStep.loss(..., ema=True)` evaluates it and
-            `TrainStep.whole` returns it. It takes the bytes of the weights in float32, divided over the replicas under
-            `shard_optimizer`. None for no average.
-        on_nonfinite: what becomes of an update whose loss or gradients are not finite. It is not made: weights,
-            optimizer state, stages' state and average keep their bits. "stop": no later update is made either, and a
-            later call raises `NonFiniteLossError`, which names update, replica, micro-batch and stage. "skip": the next
-            update is made, and a later call warns with the same names. None: it is made. Under a `DynamicScale`,
-            gradients that overflow beside a finite loss remain its own affair. The last few batches are kept until
-            their updates have ended.
-        max_skips: under on_nonfinite="skip", the last of so many such updates in a row stops as under "stop".
+        norms: whether `StepOutputs` contain the norms of gradients and weights. They cost one more pass over both, and
+            one psum of two floats.
+        ema_decay: the decay of a moving average of the trained weights, e' = e + (1 - ema_decay) (w - e), which begins
+            at the first weights: between 0 and 1, such as 0.999. `TrainStep.loss(..., ema=True)` evaluates the average
+            and `TrainStep.whole` returns it. It takes the bytes of the weights in float32, divided over the replicas
+            under `shard_optimizer`. None: no average.
+        on_nonfinite: what happens to an update whose loss or gradients are not finite. "stop" and "skip" do not make
+            it: weights, optimizer state, stages' state and average keep their bits. "stop": no later update is made
+            either, and a later call raises `NonFiniteLossError`, which names update, replica, micro-batch and stage.
+            "skip": the next update is made, and a later call warns with the same names. None: the update is made. A
+            `DynamicScale` still handles gradients that overflow while the loss is finite. The last few batches are kept
+            until their updates have ended.
+        max_skips: under on_nonfinite="skip", this many such updates in a row stop the training as under "stop".
 
     Raises:
-        ValueError: a value is outside its rule, or contradicts another.
+        ValueError: a value breaks its rule, or contradicts another.
     """
 
     replication_factor: int | None = None
@@ -185,13 +185,13 @@ class TrainOptions:
 
     @property
     def every(self) -> int:
-        """Return outputs every this many updates; all are summed under "sum"."""
+        """Return the number of updates per set of returned outputs; under "sum" all are summed."""
         if isinstance(self.outputs, int):
             return self.outputs
         return 1 if self.outputs == "all" else self.device_iterations
 
 
 def _keep(options: Any, **checked: Any) -> None:
-    """Put checked values into frozen options. NumPy's numbers become Python's, so that both hash and trace the same."""
+    """Put checked values into frozen options. NumPy's numbers become Python's, so that both hash and trace alike."""
     for name, value in checked.items():
         object.__setattr__(options, name, value)

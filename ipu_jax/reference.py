@@ -1,4 +1,4 @@
-"""Run a pipeline's stages unsharded, on whole weights: what the pipeline is compared with.
+"""Run a pipeline's stages unsharded, on whole weights, for comparison with the pipeline.
 
 `reference_value_and_grad` runs the stages one after the other, micro-batch by micro-batch. Each micro-batch is
 differentiated by its own `jax.vjp`, from the same cotangent of the loss as in the pipeline, so that a custom rule that
@@ -29,21 +29,21 @@ from ipu_jax.weights.arguments import check_batch, check_key, check_predictable,
 def reference_value_and_grad(
     pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
 ) -> Any:
-    """Return what `Pipeline.value_and_grad` returns, from the unsharded program.
+    """Return the result of `Pipeline.value_and_grad`, computed by the unsharded program.
 
     Args:
         pipeline: the pipeline with the stages, gradient accumulation, reduction and frozen leaves. Its schedule is
             ignored.
         params: `{group: pytree}`, whole weights.
-        batch, key: as `Pipeline.value_and_grad` takes them.
+        batch, key: as for `Pipeline.value_and_grad`.
         state: `{group: pytree}`, whole, if stages have state.
 
     Returns:
-        `(loss, {group: pytree of gradients})`, with aux and new state as `Pipeline.value_and_grad` returns them. The
-        loss is the mean over micro-batches and replicas. Gradients are reduced as the pipeline's `reduction` says, and
-        accumulated in float32 at least. All of it is on the first device of the mesh, or the first that this instance
-        has. Each replica runs on its first IPU, and also on the first IPU of each further instance that it is on. Only
-        the stages' own functions communicate, over axis "replica"; and what lies on several instances is gathered.
+        `(loss, {group: pytree of gradients})`, with aux and new state as in `Pipeline.value_and_grad`. The loss is the
+        mean over micro-batches and replicas. Gradients are reduced by the pipeline's `reduction`, and accumulated in at
+        least float32. All results are on this instance's first device of the mesh. Each replica runs on its first IPU,
+        and also on the first IPU of each other instance that it is on. Only the stages' own functions communicate, over
+        axis "replica"; and arrays on several instances are gathered.
 
     Raises:
         ValueError: the batch does not fit, or a group of state or a key is missing or superfluous.
@@ -60,18 +60,18 @@ def reference_predict(
     *,
     return_state: bool = False,
 ) -> Any:
-    """Return what `Pipeline.predict` returns, from the unsharded program.
+    """Return the result of `Pipeline.predict`, computed by the unsharded program.
 
     Args:
         pipeline: the pipeline with the stages.
         params: `{group: pytree}`, whole weights.
-        batch, key, return_state: as `Pipeline.predict` takes them.
+        batch, key, return_state: as for `Pipeline.predict`.
         state: `{group: pytree}`, whole, if stages have state.
 
     Returns:
-        The outputs with leading dims (m,), or (replicas, m), on the mesh's first device, or the first that this
-        instance has; outputs that the pipeline keeps split have no padding here. With `return_state`, `(outputs,
-        {group: pytree of state})`. It communicates as `reference_value_and_grad` does.
+        The outputs with leading dims (m,), or (replicas, m), on this instance's first device of the mesh; outputs that
+        the pipeline keeps split have no padding here. With `return_state`, `(outputs, {group: pytree of state})`. It
+        communicates like `reference_value_and_grad`.
 
     Raises:
         ValueError: as in `Pipeline.predict`.
@@ -105,7 +105,7 @@ def unsharded_update(
     *,
     fused: bool = True,
 ) -> Any:
-    """Return `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
+    """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(key, stages, "training")
     check_batch(batch, replicas, m)
@@ -207,7 +207,7 @@ def _copies(mesh: Mesh) -> Mesh:
     """Return a mesh of the replicas' first IPUs, (replicas, 1, copies).
 
     If a replica is on several instances, each of them has a copy of it: the program runs on all instances, and each
-    gets the results. Nothing else tells the copies apart.
+    gets the results. The copies do not differ otherwise.
     """
     rows: list[list[Any]] = []
     for row in mesh.devices:

@@ -1,4 +1,4 @@
-"""Write a file so that at every moment its path has either the old file or the whole new one."""
+"""Write a file so that its path always leads to either the old file or the whole new file."""
 
 import contextlib
 import errno
@@ -14,9 +14,9 @@ from typing import BinaryIO
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`, which becomes `path` at the end of the block.
 
-    The new file has reached the disk when it gets its name. If the block raises, or the disk refuses, the temporary
-    file is removed, and a file that was there before is unchanged. A symbolic link stays one, and what it leads to is
-    replaced. The permissions are those of the file before, or those that any new file gets.
+    The new file has reached the disk when it gets its name. If the block raises, or writing fails, the temporary file
+    is removed, and an existing file is unchanged. A symbolic link stays a link, and its target is replaced. The
+    permissions are the old file's, or the defaults of a new file.
 
     Raises:
         OSError: the file cannot be written. Its `filename` is `path`.
@@ -25,7 +25,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
     try:
         mode = _permissions(target)
-        # closed before the rename: on some network disks only closing tells that writing failed
+        # closed before the rename: on some network disks only closing reports that writing failed
         with temporary.open("xb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
@@ -45,7 +45,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _permissions(target: Path) -> int | None:
-    """Return the permissions of a file, or None if there is none; raise `OSError` for what is not a plain file."""
+    """Return the permissions of a file, or None if there is none; raise `OSError` if it is not a plain file."""
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def _permissions(target: Path) -> int | None:
 
 
 def _sync_if_possible(folder: Path) -> None:
-    """Have the new name reach the disk as well, on file systems that can: the file itself is there in any case."""
+    """Write the new name to disk as well, on file systems that can; the file itself is already there."""
     with contextlib.suppress(OSError):
         sync_folder(folder)
 

@@ -20,7 +20,7 @@ class Outputs:
     """The result of a stage that returns more than `y`.
 
     Attributes:
-        y: the input of the next stage; from the last stage the micro-batch's mean loss.
+        y: the input of the next stage; from the last stage, the micro-batch's mean loss.
         state: the new state, shaped like the old one, if the stage has state.
         skips: by name, values that a later stage `takes`; gradients flow back through them.
         loss: a float scalar that is added to the micro-batch's loss, such as a balance loss; gradients flow back
@@ -43,13 +43,14 @@ class Stage:
     """A piece of the model: a plain function, and where it runs.
 
     `fn(params, x, microbatch) -> y`. `params` is the group's pytree; on a concurrent stage each leaf is this IPU's
-    shard. `x` is what the stage before returned (None for the first), `microbatch` one micro-batch of the batch (its
-    leaves without the leading M). The last stage returns the micro-batch's mean loss, a float scalar, or `(loss, aux)`.
-    A stage that has more results returns `Outputs`. A stage that needs more inputs gets them as keyword arguments:
-    `state=`, `key=`, `skips=`.
+    shard. `x` is the result of the previous stage (None for the first), and `microbatch` is one micro-batch of the
+    batch (its leaves without the leading M). The last stage returns the micro-batch's mean loss, a float scalar, or
+    `(loss, aux)`. A stage that has more results returns `Outputs`. A stage that needs more inputs gets them as keyword
+    arguments: `state=`, `key=`, `skips=`.
 
-    A local stage runs on one IPU, and may not communicate over axis "ipu". A concurrent stage runs on all IPUs at once:
-    `x`, `y`, keys and skips are the same on all of them, and `fn` communicates with `jax.lax` collectives over "ipu".
+    A local stage runs on one IPU, and must not communicate over axis "ipu". A concurrent stage runs on all IPUs at
+    once: `x`, `y`, keys and skips are the same on all IPUs, and `fn` communicates with `jax.lax` collectives over
+    "ipu".
 
     A stage with state (as in batch norm), random numbers (as in dropout), and another function for evaluation:
 
@@ -77,29 +78,29 @@ class Stage:
     Attributes:
         fn: the function above.
         params: the name of its parameter group, or None for a stage without weights. Several stages of one IPU, or
-            several concurrent stages, may name the same group; their gradients are added.
+            several concurrent stages, can name the same group; their gradients are added.
         ipu: the IPU of the replica, counted from 0, or `ALL_IPUS` for a concurrent stage.
         reference: an independent dense function of the same signature, which `verify` runs on the whole weights in
             place of `fn`.
         name: its name in error messages. Default: the group's name.
-        recompute: what B computes again instead of reading it from the stash: "auto" (whatever is cheaper to compute
-            again than to stash, such as gelu, norms and softmax, but no product with weights); "none"; "all" (only the
-            stage's input is stashed, and B runs F once more); or a policy of `jax.checkpoint_policies`, which says what
-            is stashed of the values that are not complex: complex ones, which jax cannot keep, are computed again.
+        recompute: which values B computes again instead of reading the stash: "auto" (those that are cheaper to compute
+            again than to stash, such as gelu, norms and softmax, but not products with weights); "none"; "all" (only
+            the stage's input is stashed, and B runs F again); or a policy of `jax.checkpoint_policies`, which says
+            which values are stashed. Complex values, which jax cannot keep, are then always computed again.
         state: the name of a state group of this stage only: arrays of any dtype that each F reads as `state=` and
-            replaces, for one micro-batch after the other, in order. No gradient flows through it. At the end of the
+            replaces, one micro-batch after the other, in order. No gradient flows through it. At the end of the
             step its floats are averaged over the replicas; other dtypes keep the value of replica 0.
-        random: whether `fn` gets `key=`, a typed key of this micro-batch, stage and replica: the same on all IPUs of
-            the replica, when B recomputes, and in the unsharded program.
-        takes: names of skips that earlier stages returned in their `Outputs`; `fn` gets them as `skips=`, a dict. They
-            are passed along through the stages between, and several stages may take the same skip.
+        random: whether `fn` gets `key=`, a typed key of this micro-batch, stage and replica. It is the same on all IPUs
+            of the replica, when B recomputes, and in the unsharded program.
+        takes: names of skips that earlier stages returned in their `Outputs`; `fn` gets them as `skips=`, a dict. The
+            stages in between pass them on, and several stages can take the same skip.
         evaluate: the function that `Pipeline.loss` runs in place of `fn` (without dropout, with batch norm's running
             statistics). It is called like `fn`; a state that it returns is dropped, and `key=` is None if none is
             given.
-        predict: the function that `Pipeline.predict` runs, in place of `evaluate` or `fn`. It is called like `fn`; from
-            the last stage, which must have one, it returns the outputs of one micro-batch, any pytree of arrays, in
-            place of the loss. A state that it returns is what the next micro-batch reads (a cache); without one, the
-            state stays. `key=` is None if none is given.
+        predict: the function that `Pipeline.predict` runs, in place of `evaluate` or `fn`. It is called like `fn`. The
+            last stage must have one, which returns the outputs of one micro-batch, any pytree of arrays, in place of
+            the loss. If it returns a state, the next micro-batch reads that state (a cache); otherwise the state stays.
+            `key=` is None if none is given.
         predict_specs: on a concurrent last stage, a `PartitionSpec`, or a pytree of them that is a prefix of the
             outputs, for the dims of one micro-batch's outputs: an output with "ipu" stays split over the IPUs, such as
             logits by vocabulary. By default every IPU returns the whole outputs.
@@ -198,7 +199,7 @@ class _RealsBy:
     policy: Callable[..., Any]
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        # a function with a derivative of its own has a body, and no rule for shapes
+        # a function with a derivative of its own has a body, but no rule for shapes
         body = params.get("call_jaxpr")
         made = primitive.abstract_eval(*avals, **params)[0] if body is None else closed_of(body).out_avals
         dtypes = [aval.dtype for aval in jax.tree.leaves(made) if hasattr(aval, "dtype")]

@@ -28,12 +28,13 @@ class VerificationReport:
     """The errors that `verify` measured.
 
     Attributes:
-        loss, reference_loss: the loss of the pipeline, and that of the unsharded program.
+        loss, reference_loss: the losses of the pipeline and of the unsharded program.
         loss_error: their difference, relative to the reference.
         gradient_errors: per leaf, the largest difference relative to the largest magnitude in the reference. If an
-            error of any leaf is too large, the part that rounding explains (see `verify`) is subtracted from all.
-        state_errors: likewise for the new state, if stages have state.
-        aux_errors: likewise for the aux, if stages return some.
+            error of any leaf is too large, the part that rounding explains (see `verify`) is subtracted from all
+            errors.
+        state_errors: the same for the new state, if stages have state.
+        aux_errors: the same for the aux, if stages return some.
     """
 
     loss: float
@@ -74,27 +75,27 @@ def verify(
     *,
     rtol: float | None = None,
 ) -> VerificationReport:
-    """Run the pipeline and the unsharded program on the same weights and batch, and compare all that they return.
+    """Run the pipeline and the unsharded program on the same weights and batch, and compare all their results.
 
-    That is the loss, every gradient, the new state if stages have state, and every leaf of every stage's aux for each
+    These are the loss, every gradient, the new state if stages have state, and every leaf of every stage's aux for each
     micro-batch and replica. Floats must agree to a tolerance, everything else exactly. In state and aux, equal
     infinities agree (a masked logit); in loss and gradients they do not.
 
     Some results are sums of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
-    attention. They consist of rounding errors only, in the unsharded program as in the pipeline. So if an error is too
+    attention. They consist only of rounding errors, in the unsharded program and in the pipeline. So if an error is too
     large, the unsharded program runs three more times, with its float32 weights moved by at most one unit in their last
     place. If weights are half, it also runs once with each operation rounded, since fused operations keep float32
-    between them, and a pipeline is fused differently. An error of up to 4 times the largest change of a leaf in these
-    runs is then allowed.
+    between them, and a pipeline is fused differently. Then 4 times the largest change of a leaf in these runs is
+    subtracted from its error.
 
-    Across several instances all of them must call it, since it communicates: it runs the pipeline, gathers weights,
+    Across several instances, all of them must call this, since it communicates: it runs the pipeline, gathers weights,
     gradients and batch, and agrees on the errors. Each instance runs the unsharded program on its own first device, and
     all return the same report, or raise.
 
     Args:
         pipeline: the pipeline.
         params: from `pipeline.shard`.
-        batch, state, key: as `Pipeline.value_and_grad` takes them.
+        batch, state, key: as for `Pipeline.value_and_grad`.
         rtol: the largest relative error allowed in the loss and in each leaf (relative to the leaf's largest
             magnitude). Default: the largest of 1e-5, 8 machine epsilons of the coarsest weight dtype, and 8 of the
             leaf's own dtype.
@@ -162,14 +163,14 @@ def verify(
 
 
 class _Compared:
-    """A leaf of the pipeline's result, compared with that of the unsharded program.
+    """A leaf of the pipeline's result, compared with the unsharded program's.
 
     Attributes:
         name: its name in error messages.
-        actual, expected: the leaf of the pipeline, and that of the unsharded program.
+        actual, expected: the leaf from the pipeline and from the unsharded program.
         error: the largest difference, less a slack, relative to the largest finite magnitude in `expected`; once the
-            instances have agreed, the largest of theirs.
-        own_error: this instance's.
+            instances have agreed, the largest error of any instance.
+        own_error: this instance's error.
     """
 
     def __init__(self, name: str, actual: Any, expected: Any, slack: float, *, may_be_infinite: bool):
@@ -200,7 +201,7 @@ class _Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Allowed:
-    """The allowed error of a leaf: `rtol` if given, else one that rounding explains; 0 for integers."""
+    """The allowed error of a leaf: `rtol` if given, else an error that rounding explains; 0 for integers."""
 
     rtol: float | None
     default: float
@@ -219,7 +220,7 @@ def _roundings(dtype: Any) -> float:
 
 
 def _results(result: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """Return the loss, and by name the other results of `value_and_grad`."""
+    """Return the loss, and the other results of `value_and_grad` by name."""
     value, gradients, *state = result
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return loss, {"params": gradients, "state": state[0] if state else None, "aux": aux}
@@ -244,9 +245,9 @@ def _compare(actual: dict[str, Any], expected: dict[str, Any], slack: Any = None
 def _agree(
     mesh: Mesh, loss: Any, expected_loss: Any, compared_loss: _Compared, compared: dict[str, list[_Compared]]
 ) -> tuple[float, float]:
-    """Set each error to the largest that any instance has, and return the two losses of the first one.
+    """Set each error to the largest of any instance, and return the two losses of the first instance.
 
-    So that all instances go on alike: a copy of a value may be wrong on one of them only.
+    So all instances continue alike, even if a copy of a value is wrong on only one of them.
     """
     leaves = [compared_loss, *(leaf for leaves in compared.values() for leaf in leaves)]
     own = [float(loss), float(expected_loss), *(leaf.own_error for leaf in leaves)]
@@ -277,7 +278,7 @@ def _moved(weights: Any, seed: int) -> Any:
     rng = np.random.default_rng(seed)
 
     def move(leaf: Any) -> Any:
-        # a half type is not moved: a unit of it is not a rounding error, but another weight
+        # weights in half are not moved: a change by one unit is not a rounding error, but another weight
         if leaf.dtype not in (np.float32, np.float64):
             return leaf
         return (leaf * (1 + np.finfo(leaf.dtype).eps * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)

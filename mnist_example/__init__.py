@@ -1,1 +1,1 @@
-"""Train on handwritten digits with virtual IPUs: an MLP on one IPU, its classifier on another or sharded over all."""
+"""Train on handwritten digits with virtual IPUs, with the classifier on one IPU or sharded over all IPUs."""

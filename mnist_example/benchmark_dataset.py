@@ -2,10 +2,10 @@
 
     benchmark-dataset --batch-size 64 --gradient-accumulation-count 8 --repeat-count 4 --async-dataloader
 
-It takes the flags of `run-sharded-mnist`, so the command line of a training can be used unchanged. It moves the same
-batches to the same number of IPUs, and for a part of an epoch it moves only the images of its updates. If an epoch
-takes as long here as in training, the host is the bottleneck. Flags of the model, of its updates and of pictures change
-nothing here. MB/s count the bytes that are sent to each IPU.
+The command takes the flags of `run-sharded-mnist`, so the command line of a training can be used unchanged. It moves
+the same batches to the same number of IPUs. For part of an epoch, it moves only the images of the requested updates. If
+an epoch takes as long here as in training, the host is the bottleneck. Flags for the model, its updates and pictures
+have no effect here. MB/s count the bytes that are sent to each IPU.
 
 Exit status: 0, 2 for bad input, 74 when the output could not be written, 130 after Ctrl-C.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-if __name__ == "__main__" and not __package__:  # run as a script: the packages of this very checkout
+if __name__ == "__main__" and not __package__:  # run as a script: use the packages of this checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ipu_jax._cli.process import run
@@ -25,12 +25,12 @@ PROG = "benchmark-dataset"
 
 
 def command() -> NoReturn:
-    """Run the command as the process's own."""
+    """Run the command, and end the process with its exit status."""
     run(PROG, main, extra="mnist", packages=PACKAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on `argv` (default: the process's own), and return its exit status; bad input exits."""
+    """Run the command on `argv` (default: the process's arguments), and return its exit status; bad input exits."""
     description = (
         "Reads the batches of a training and does nothing else: how many a second is the host good for? Takes the "
         "flags of run-sharded-mnist; flags of the model and its updates change nothing."

@@ -1,10 +1,10 @@
 """Load handwritten digits from the first source that is available.
 
     --data-dir  ->  $MNIST_DIR  ->  the download cache  ->  a public mirror  ->  scikit-learn's digits
-    (IDX files, .gz or not)         (checksums)             (given up in 5 s)    (offline: small, and said loudly)
+    (IDX files, .gz or not)         (checksums)             (given up in 5 s)    (offline: small, with a warning)
 
 A folder that the user names must work: a missing or broken file in it is an error, and the next source is not tried.
-Only the network may fail, and then the program trains on the 1,797 real digits that are part of scikit-learn.
+Only the network may fail. Then the program trains on the 1,797 real digits that are part of scikit-learn.
 
 An IDX file contains a magic number (two zero bytes, the dtype, the number of dims), the dims as big-endian int32, and
 the values: http://yann.lecun.com/exdb/mnist. No maintained library reads it, so a small function here does.
@@ -46,7 +46,7 @@ _SHA256 = {
 _MEND = "put the four MNIST files there again, or leave the data dir out to download them"
 _MOST_DIGITS = 1_000_000  # in one file
 
-# How long all mirrors together may take to answer. Five seconds are promised in all; the rest is for loading digits.
+# How long all mirrors together may take to answer. Five seconds in total are promised; the rest is for loading digits.
 _ANSWER_SECONDS = 3.5
 _STALL_SECONDS = 5.0
 
@@ -70,8 +70,8 @@ class MNIST:
 def prepared(flags: Flags, ipus: int) -> MNIST:
     """Return the digits that the flags ask for, and make `ipus` IPUs for each replica.
 
-    Data that may have to be downloaded are read last, so that a platform that is missing is named at once; then an
-    instance connects with the others, of which the first on each host downloads them.
+    Data that may have to be downloaded is read after the IPUs are made, so that a missing platform is reported at once.
+    Making the IPUs also connects the instances, and then the first instance on each host downloads the data.
 
     Raises:
         ValueError, OSError: a folder that the user named does not hold the digits, there are too few images for one
@@ -106,7 +106,7 @@ def load_mnist(
 
     Args:
         data_dir: a folder with the four IDX files, `train-images-idx3-ubyte.gz` and so on, with or without `.gz`.
-            None: the folder that `$MNIST_DIR` names, else the download cache, else a download, else scikit-learn's.
+            None: the folder that `$MNIST_DIR` names, else the download cache, a download, or scikit-learn's digits.
         mirrors: URLs of folders to download from, each ending in "/". The first one that answers is used.
         cache_dir: where downloads are kept; None: the user's cache folder.
 
@@ -131,7 +131,7 @@ def load_mnist(
 
 
 def synthetic_mnist(seed: int, n_train: int = 60_000, n_test: int = 10_000) -> MNIST:
-    """Return random pixels and labels in MNIST's shapes, for measuring speed without data. They can't be learned.
+    """Return random pixels and labels in MNIST's shapes, to measure speed without data. They can't be learned.
 
     >>> digits = synthetic_mnist(seed=0, n_train=6, n_test=2)
     >>> digits.train_images.shape, digits.train_images.dtype, digits.test_labels.shape, digits.source
@@ -147,7 +147,7 @@ def synthetic_mnist(seed: int, n_train: int = 60_000, n_test: int = 10_000) -> M
 
 
 def _bundled_digits() -> MNIST:
-    """Return scikit-learn's digits: each pixel becomes 3x3 pixels, with an empty border of 2 pixels like MNIST's."""
+    """Return scikit-learn's digits: each pixel becomes 3x3 pixels, with an empty border of 2 pixels as in MNIST."""
     # These imports take a second, and are rarely needed.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -192,7 +192,7 @@ def _find(folder: Path, name: str) -> Path | None:
 def _read_idx(path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     """Read one IDX file of unsigned bytes, (N, *item). It may be compressed, whatever its name is.
 
-    No more is unzipped than its header says, since a file may unzip to a thousand times its size.
+    At most one byte more than its header announces is unzipped, since a file can unzip to a thousand times its size.
     """
     with path.open("rb") as file:
         is_zipped = file.read(2) == b"\x1f\x8b"
@@ -237,10 +237,10 @@ def _is_complete(cache: Path) -> bool:
 
 
 def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
-    """Fetch the files that the cache lacks from the first mirror that can; return a text for each mirror that failed.
+    """Fetch missing files of the cache from the first mirror that works; return a text for each mirror that failed.
 
     pooch checks a file before it moves it into the cache, so the cache never contains a broken download. A thread does
-    it, since no timeout covers the resolution of a name, which can hang for a long time without a network.
+    the download, since no timeout covers name resolution, which can hang for a long time without a network.
     """
     failures: list[str] = []
     has_begun, has_ended = threading.Event(), threading.Event()

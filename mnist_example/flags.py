@@ -1,4 +1,4 @@
-"""The flags of `run-sharded-mnist`, which `benchmark-dataset` takes too: what they are, and how they go together.
+"""The flags of `run-sharded-mnist` and `benchmark-dataset`, their defaults, and which of them can be combined.
 
 Nothing here imports jax, so that a wrong command line is refused at once.
 """
@@ -31,7 +31,7 @@ MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 OPTIMIZERS: Final = ("sgd", "momentum", "adam", "adamw", "lamb")
 CLASSES: Final = 10
 PACKAGES: Final = ("flax", "optax", "pooch", "requests", "rich", "sklearn")
-"""What the extra mnist installs."""
+"""The packages that the extra mnist installs."""
 RESNET_BLOCKS: Final = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}
 """The number of blocks with 64, 128, 256 and 512 channels."""
 
@@ -39,12 +39,12 @@ _MLP_LAYERS: Final = 3
 _MOST_EPOCHS: Final = 1_000_000
 _MOST_WORKERS: Final = 1024
 # The defaults of an update. The original's 8, 84 and 0.01 make an mlp's loss jump from 2.4 to 9.8; with these it stays
-# below 2.5 (docs/design/command-lines.md). A resnet of 84 micro-batches would jump to 30, and statistics of 8 images
-# are noisy.
+# below 2.5 (docs/design/command-lines.md). With 84 micro-batches a resnet's loss would jump to 30, and batch statistics
+# of 8 images are noisy.
 _MLP: Final = {"batch_size": 16, "gradient_accumulation_count": 4, "learning_rate": 0.015, "repeat_count": 5}
 _RESNET: Final = {"batch_size": 32, "gradient_accumulation_count": 2, "learning_rate": 0.02, "repeat_count": 1}
 _RATES: Final = {"adam": 0.001, "adamw": 0.001, "lamb": 0.01}
-# names that the library's errors give to what has a flag of another name here
+# names in the library's errors, and the flags here that correspond to them
 _CALLED: Final = {
     "mode": "--pipeline-mode",
     "schedule": "--pipeline-schedule",
@@ -228,7 +228,7 @@ class Flags:
 
     @property
     def modes(self) -> list[Mode]:
-        """Return the modes to train in: with --compare first the one that was asked for, then the other one."""
+        """Return the modes to train in; with --compare both modes, the requested mode first."""
         asked = self.pipeline_mode or MODES[0]
         return sorted(MODES, key=lambda mode: mode != asked) if self.compare else [asked]
 
@@ -237,15 +237,15 @@ class Flags:
         return self.batch_size * self.gradient_accumulation_count * self.replicas
 
     def ipus_of(self, mode: Mode) -> int:
-        """Return the IPUs of a replica; with --compare, basic takes no more than it can."""
+        """Return the number of IPUs of a replica; with --compare, at most as many as the mode can use."""
         return min(self.ipus, most_ipus(self.model, mode)) if self.compare else self.ipus
 
     def updates_of(self, images: int) -> int:
-        """Return how many weight updates the flags ask for, if there are this many images."""
+        """Return how many weight updates the flags ask for, given the number of images."""
         return 1 if self.run_single_step else max(1, round(self.epochs * (images // self.images_per_update)))
 
     def repeats_of(self, images: int) -> int:
-        """Return the updates of a device call: no more than an epoch has, or than the flags ask for."""
+        """Return the number of updates per device call: at most an epoch's updates, and at most `updates_of`."""
         return min(self.repeat_count, max(1, images // self.images_per_update), self.updates_of(images))
 
 
@@ -262,7 +262,7 @@ def most_ipus(model: str, mode: Mode) -> int:
 
 
 def parsed(prog: str, description: str, argv: Sequence[str] | None) -> tuple[InstanceParser, Flags]:
-    """Return the parser and the flags, with poprun's counts and the network's defaults; a bad command line exits."""
+    """Return the parser and the flags, with poprun's counts and the model's defaults; a bad command line exits."""
     parser = InstanceParser(
         prog,
         description,
@@ -285,7 +285,7 @@ def parsed(prog: str, description: str, argv: Sequence[str] | None) -> tuple[Ins
 
 
 def check_data_flags(flags: Flags) -> None:
-    """Raise a ValueError for flags of the data that don't go together, or that ask for more than a process can do."""
+    """Raise a ValueError for data flags that can't be combined, or that ask for more than a process can do."""
     if flags.replicas * flags.ipus > MOST_IPUS:
         replicas = f" x --replicas {flags.replicas}" if flags.replicas > 1 else ""
         raise ValueError(
@@ -299,10 +299,10 @@ def check_data_flags(flags: Flags) -> None:
 
 
 def check_flags(flags: Flags) -> None:
-    """Check what a single flag does not show: how flags go together, and that files can be written.
+    """Check what a single flag cannot show: that the flags can be combined, and that files can be written.
 
     Raises:
-        ValueError: flags that don't go together, or a file or folder that could not be written.
+        ValueError: flags that can't be combined, or a file or folder that can't be written.
     """
     check_data_flags(flags)
     if flags.pipeline_mode is None and not flags.compare:

@@ -1,6 +1,6 @@
 """Make the handwritten digits network as a pipeline: on several IPUs, or with its classifier split over all of them.
 
-It is a 784-2560-1280-10 MLP with relu between the layers and a bias in each. All layouts use the same weights:
+The network is a 784-2560-1280-10 MLP with relu between the layers and a bias in each. All layouts use the same weights:
 
     basic, 2 IPUs   IPU0   images -> hidden, features \\
                     IPU1                              -> classifier -- softmax cross-entropy -> loss
@@ -12,14 +12,14 @@ It is a 784-2560-1280-10 MLP with relu between the layers and a bias in each. Al
     concurrent      IPU0   images -> hidden, features \\ -> classifier (classes 0-4) -- softmax cross-entropy \\
                     IPU1                              \\-> classifier (classes 5-9) -- softmax cross-entropy  -> loss
 
-In concurrent mode every IPU holds its own columns of the classifier's weight and of its bias. The softmax gets the
-number of real classes: 10 classes on 4 IPUs are 3, 3, 3 and 1, and the 2 columns that pad the last shard don't count.
+In concurrent mode every IPU holds its own columns of the classifier's weight and bias. The softmax gets the number of
+real classes: 10 classes on 4 IPUs are 3, 3, 3 and 1, and the 2 columns that pad the last shard don't count.
 
 A micro-batch is `{"images": (B, 28, 28), "labels": (B,)}`: images are uint8 from 0 to 255, or floating from 0 to 1;
 labels have any integer dtype. An image with a label outside 0 to 9 does not count as an example: its loss is zero, and
 it is never correct. (Such images fill up the last batch of an evaluation.)
 
-Dims: B images of a micro-batch, P pixels, H hidden, D features that the classifier reads, C classes (c of them here).
+Dims: B images of a micro-batch, P pixels, H hidden, D features that the classifier reads, C classes (c on this IPU).
 """
 
 from typing import Any, Final
@@ -43,7 +43,7 @@ FEATURES: Final = 1280
 def init_params(seed: int) -> dict[str, Any]:
     """Return random whole weights for `Pipeline.shard`, float32, the same for both modes and any number of IPUs.
 
-    The initialisation is He's normal before a relu, LeCun's normal for the classifier, and zero for biases.
+    The initialisation is He normal before a relu, LeCun normal for the classifier, and zero for biases.
 
     Args:
         seed: the same seed gives the same weights.
@@ -67,14 +67,14 @@ def init_params(seed: int) -> dict[str, Any]:
 def make_pipeline(mode: Mode, *, ipus: int = 2, replicas: int = 1, **options: Any) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
-    Every stage computes in the dtype of its weights, and the loss in float32, so `TrainOptions(precision=)` of a
-    training step decides the precision. The loss is the mean over the micro-batches. aux is `{"correct": (M,) int32}`:
-    for each micro-batch, the number of images whose (first) largest logit is that of their label.
+    Every stage computes in the dtype of its weights, and the loss is computed in float32. So `TrainOptions(precision=)`
+    of a training step decides the precision. The loss is the mean over the micro-batches. aux is
+    `{"correct": (M,) int32}`: for each micro-batch, the number of images whose (first) largest logit is their label's.
 
     Args:
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of a replica; basic mode uses 3 at most.
-        replicas: copies of the network, each with micro-batches of its own.
+        replicas: copies of the network, each with its own micro-batches.
         options: of `Pipeline`, such as `gradient_accumulation`, `schedule` and `reduction`.
     """
     places = (0, 1) if mode == "basic" and ipus > 2 else (0, 0)
@@ -84,7 +84,7 @@ def make_pipeline(mode: Mode, *, ipus: int = 2, replicas: int = 1, **options: An
 
 
 def head_stages(mode: Mode, ipu: int) -> tuple[list[Stage], dict[str, Any]]:
-    """Return the last two stages of any network of digits: the classifier, and the cross-entropy as the loss.
+    """Return the last two stages of any network for digits: the classifier, and the cross-entropy as the loss.
 
     The stage before must return features (B, D). The weights are the group "classifier", `{"w": (D, C), "b": (C,)}`.
 
@@ -110,7 +110,7 @@ def head_stages(mode: Mode, ipu: int) -> tuple[list[Stage], dict[str, Any]]:
 
 
 def classifier_params(key: jax.Array, features: int) -> dict[str, jax.Array]:
-    """Return random weights of the group "classifier": `{"w": (features, C), "b": (C,)}`, LeCun's normal and zeros."""
+    """Return random weights of the group "classifier": `{"w": (features, C), "b": (C,)}`, LeCun normal and zeros."""
     return _layer(key, jax.nn.initializers.lecun_normal(), features, CLASSES)
 
 
@@ -119,7 +119,7 @@ def _layer(key: jax.Array, init: jax.nn.initializers.Initializer, rows: int, col
 
 
 def scaled_images(images: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return images in `dtype`, as the networks read them: bytes from 0 to 255 are scaled to 0 to 1, floats are not."""
+    """Return images in `dtype`, as the networks read them. Bytes from 0 to 255 are scaled to 0 to 1; floats are not."""
     return normalise(images, dtype=dtype) if images.dtype == jnp.uint8 else images.astype(dtype)
 
 
@@ -152,7 +152,7 @@ def _cross_entropy(params: None, logits_BC: jax.Array, microbatch: Any) -> tuple
 
 
 def _sharded_classifier(params: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
-    # In the columns that pad a shard, weight and bias are zero, and so are the logits. The loss never reads them.
+    # In the columns that pad a shard, weight and bias are zero, and so are the logits. The loss never reads these.
     return sharded_ops.matmul(x_BD, params["w"]) + params["b"]
 
 

@@ -1,6 +1,6 @@
 """Make ResNets for the handwritten digits as pipelines over any number of IPUs, with batch norm as stage state.
 
-They are the published networks (He et al. 2015, arXiv:1512.03385, table 1), for images of one channel and 10 classes:
+These are the published networks (He et al. 2015, arXiv:1512.03385, table 1), for one-channel images and 10 classes:
 
                       resnet18          resnet50
     stem              7x7, stride 2, 64 channels; batch norm; relu; 3x3 max pool, stride 2
@@ -10,8 +10,8 @@ They are the published networks (He et al. 2015, arXiv:1512.03385, table 1), for
     blocks, 512       2, first /2       3, first /2               adds its input, by a 1x1 where shapes differ
     head              average pool, classifier, cross-entropy
 
-A bottleneck has its stride in its 3x3 rather than in its first 1x1, like torchvision's ("v1.5"). Strided convolutions
-pad both sides evenly, like torch's. The layers are Flax modules. Each layer is a stage, and neighbouring stages on one
+A bottleneck has its stride in its 3x3 rather than in its first 1x1, as in torchvision ("v1.5"). Strided convolutions
+pad both sides evenly, as in torch. The layers are Flax modules. Each layer is a stage, and neighbouring stages on one
 IPU run as one piece:
 
     basic         IPU0   images -> stem, block1 ... \\
@@ -22,9 +22,9 @@ IPU run as one piece:
 
 Batch norm normalises a micro-batch by its own mean and variance, as in GPipe and in torch's pipelines. So results
 depend on the size of the micro-batch, but not on the number of IPUs. Running averages are the stages' state, in float32
-for every precision. Each micro-batch moves them by a tenth, and evaluation uses them in place of the statistics.
+for every precision. Each micro-batch moves them a tenth of the way to its statistics, and evaluation uses them instead.
 
-Dims: B images of a micro-batch, H and W rows and columns, C channels; arrays have them in that order ("NHWC").
+Dims: B images of a micro-batch, H rows, W columns, C channels; arrays have them in that order ("NHWC").
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class _Stem(nn.Module):
 
 
 class _Block(nn.Module):
-    """Convolutions to whose result the input is added: (B, H, W, C) to (B, H/strides, W/strides, out).
+    """Convolutions with the input added to their result: (B, H, W, C) to (B, H/strides, W/strides, out).
 
     `shapes` contains (features, kernel, strides) for each convolution.
     """
@@ -106,7 +106,7 @@ class _Block(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A part of the network that is one stage on one IPU. Its parameter group and its state group have its name.
+    """A part of the network that is one stage on one IPU. Its parameter group and state group are named like the layer.
 
     Attributes:
         name: such as "stem" or "block1".
@@ -139,7 +139,7 @@ class Layer:
 
 
 def _input(params: Any, x: jax.Array | None, microbatch: dict[str, jax.Array]) -> jax.Array:
-    """Return what a layer reads: for the first one, the images in the dtype of its weights."""
+    """Return the input of a layer: for the first layer, the images in the dtype of its weights."""
     return scaled_images(microbatch["images"], jax.tree.leaves(params)[0].dtype) if x is None else x
 
 
@@ -149,7 +149,7 @@ def layers_of(name: str, *, width: int = WIDTH) -> tuple[Layer, ...]:
 
     Args:
         name: "resnet18" or "resnet50".
-        width: channels of the stem, and of the first blocks' 3x3; the published networks have 64.
+        width: channels of the stem, and of the 3x3 in the first blocks; the published networks have 64.
 
     >>> [layer.name for layer in layers_of("resnet18")][-2:], layers_of("resnet50")[-1].inputs
     (['block7', 'block8'], (1, 1, 2048))
@@ -177,10 +177,10 @@ def _output(layer: Layer) -> tuple[int, ...]:
 def init_params(name: str, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
     """Return random whole weights for `Pipeline.shard`, float32, the same for both modes and any number of IPUs.
 
-    The initialisation is He's normal for kernels, LeCun's normal for the classifier, 1 for scales and 0 for biases.
+    The initialisation is He normal for kernels, LeCun normal for the classifier, 1 for scales and 0 for biases.
 
     Args:
-        name, width: as `layers_of` takes them.
+        name, width: as for `layers_of`.
         seed: the same seed gives the same weights.
 
     Returns:
@@ -206,7 +206,7 @@ def init_params(name: str, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
 
 
 def init_state(name: str, *, width: int = WIDTH) -> dict[str, Any]:
-    """Return the running averages before training for `Pipeline.shard_state`: means of 0 and variances of 1.
+    """Return the initial running averages for `Pipeline.shard_state`: means of 0 and variances of 1.
 
     Returns:
         `{"stem": {...}, "block1": {...}, ...}`: for each batch norm, `{"mean": (C,), "var": (C,)}` in float32.
@@ -221,14 +221,14 @@ def make_pipeline(
 ) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
-    Precision, micro-batches, loss, aux and options are those of `mnist_example.model.make_pipeline`. A micro-batch must
-    have at least 2 images; the images may have any numbers of rows and columns.
+    Precision, micro-batches, loss, aux and options are as in `mnist_example.model.make_pipeline`. A micro-batch must
+    have at least 2 images; the images can have any number of rows and columns.
 
     Args:
-        name, width: as `layers_of` takes them.
+        name, width: as for `layers_of`.
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of a replica, from 1 to the number of layers.
-        replicas: copies of the network, each with micro-batches of its own.
+        replicas: copies of the network, each with its own micro-batches.
         options: of `Pipeline`.
     """
     layers = layers_of(name, width=width)
@@ -244,7 +244,7 @@ def make_pipeline(
 def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> list[int]:
     """Return the IPU of each layer. Neighbouring layers stay together, and the IPUs' loads are as even as possible."""
     names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
-    if mode == "basic":  # the head costs almost nothing, but it may get an IPU of its own
+    if mode == "basic":  # the head costs almost nothing, but it can get its own IPU
         names, costs = [*names, "head"], [*costs, 0]
     found = balance_layers(names, costs, ipus).ipus
     return [ipu for ipu in found if ipu is not None][: len(layers)]

@@ -7,8 +7,8 @@
     run-sharded-mnist --compare --plot losses.png
     poprun --num-replicas 4 --num-instances 2 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode basic
 
-Exit status: 0 after training, and when SIGTERM has ended and saved it; 1 when it diverged, 2 for bad input (before
-anything is compiled), 74 when the picture, a checkpoint or the output could not be written, 130 after Ctrl-C, 143 after
+Exit status: 0 after training, or when SIGTERM has ended and saved it; 1 when it diverged; 2 for bad input (before
+anything is compiled); 74 when a picture, a checkpoint or the output could not be written; 130 after Ctrl-C; 143 after
 a second SIGTERM.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-if __name__ == "__main__" and not __package__:  # run as a script: the packages of this very checkout
+if __name__ == "__main__" and not __package__:  # run as a script: use the packages of this checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ipu_jax._cli.process import run
@@ -27,12 +27,12 @@ PROG = "run-sharded-mnist"
 
 
 def command() -> NoReturn:
-    """Run the command as the process's own."""
+    """Run the command, and end the process with its exit status."""
     run(PROG, main, extra="mnist", packages=PACKAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on `argv` (default: the process's own), and return its exit status; bad input exits."""
+    """Run the command on `argv` (default: the process's arguments), and return its exit status; bad input exits."""
     parser, flags = parsed(PROG, "Trains a network on handwritten digits, as a pipeline over virtual IPUs.", argv)
     try:
         check_flags(flags)

@@ -1,4 +1,4 @@
-"""Train as the flags of `run-sharded-mnist` say, in one mode or both, and print what comes of it."""
+"""Train as the flags of `run-sharded-mnist` say, in one mode or both, and print the results."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ from mnist_example.flags import Flags, Mode, picture_of, schedule_picture_of
 PROG: Final = "run-sharded-mnist"
 _WARNINGS: Final = (CheckpointWarning, NonFiniteLossWarning, RunLogWarning)
 _FIRST_UPDATES: Final = 50
-"""The number of updates for which the modes' losses agree closely; rounding differs more with every update."""
+"""The number of updates for which the modes' losses agree closely; rounding differences grow with every update."""
 
 _TITLES: Final = {"mlp": "pipeline", "resnet18": "ResNet-18 pipeline", "resnet50": "ResNet-50 pipeline"}
 _Losses = npt.NDArray[np.floating]
@@ -74,7 +74,7 @@ def complain(line: str) -> None:
 
 
 def feed_of(flags: Flags, data: MNIST, **whom: Any) -> Feed:
-    """Return a feed of one batch of training images for each device call, for a `step=` or a `mesh=`."""
+    """Return a feed of training images, one batch for each device call; `whom` names a `step=` or a `mesh=`."""
     arrays = {"images": data.train_images, "labels": data.train_labels}
     workers = (flags.num_workers or 1) if flags.async_dataloader else 0
     return Feed(
@@ -90,7 +90,7 @@ def feed_of(flags: Flags, data: MNIST, **whom: Any) -> Feed:
 
 
 class _AsFloats:
-    """A data source of the images as float32 from 0 to 1, and their labels, for feeds that don't send bytes."""
+    """A data source of images as float32 from 0 to 1, and their labels, for feeds that don't send bytes."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]):
         self._arrays = arrays
@@ -104,7 +104,7 @@ class _AsFloats:
 
 
 def updates_in_words(flags: Flags, data: MNIST) -> str:
-    """Return what an epoch is, for the first line."""
+    """Describe an epoch in words, for the first line of output."""
     of_each = " on each" if flags.replicas > 1 else ""
     return (
         f"{len(data.train_images) // flags.images_per_update} updates per epoch, each of "
@@ -117,17 +117,17 @@ def ipus_in_words(ipus: int) -> str:
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
-    """Return the optimizer of that name, with optax's defaults for everything except the learning rate."""
+    """Return the optimizer with this name, with optax's defaults for everything except the learning rate."""
     if name == "momentum":
         return optax.sgd(learning_rate, momentum=0.9)
     return getattr(optax, name)(learning_rate)
 
 
 class Training:
-    """A training in one mode, before it begins. Nothing is compiled, and no weights are drawn.
+    """A training in one mode. Making one compiles nothing and draws no weights.
 
     Raises:
-        ValueError: flags that do not go together.
+        ValueError: flags that can't be combined.
     """
 
     def __init__(self, flags: Flags, mode: Mode, data: MNIST):
@@ -172,7 +172,7 @@ class Training:
         return self.step.init(resnet.init_params(flags.model, flags.seed), stages=resnet.init_state(flags.model))
 
     def accuracy(self, state: TrainState) -> float:
-        """Return the fraction of the test images that the network classifies correctly, however many they are."""
+        """Return the fraction of test images that the network classifies correctly, for any number of images."""
         data, pipeline = self.data, self.step.model
         arrays = {"images": data.test_images, "labels": data.test_labels.astype(np.int32)}
         correct = 0
@@ -191,7 +191,7 @@ class Training:
         return correct / len(data.test_images)
 
     def checkpoints(self) -> Checkpoints | None:
-        """Return where the training is saved, if it is."""
+        """Return the checkpoints of the training; None if it is not saved."""
         flags, data = self.flags, self.data
         if flags.checkpoint_dir is None:
             return None
@@ -206,7 +206,7 @@ class Training:
             "precision": flags.precision + (f" {flags.half}" if flags.half else ""),
             "reduction": flags.reduction,
         }
-        if flags.reduction == "sum":  # an update grows with their number
+        if flags.reduction == "sum":  # the size of an update grows with the number of micro-batches
             must_be_the_same["micro-batches per update"] = flags.gradient_accumulation_count * flags.replicas
         every, minutes = flags.checkpoint_every, flags.checkpoint_minutes
         if every is None and minutes is None:
@@ -222,13 +222,13 @@ class Training:
         )
 
     def needs(self, state: TrainState) -> PipelineReport:
-        """Return what each IPU stores, computes and sends. Nothing is compiled."""
+        """Report what each IPU stores, computes and sends. Nothing is compiled."""
         m = self.step.gradient_accumulation
         with feed_of(self.flags, self.data, mesh=self.step.mesh, gradient_accumulation=m) as feed:
             return self.step.model.report(state.params, feed.like, state.stages, compile=False)
 
     def run(self, cache: ExecutableCache | None) -> FitResult:
-        """Train, and print the lines of that training."""
+        """Train, and print the output lines of the training."""
         flags, data, pipeline = self.flags, self.data, self.step.model
         replicas = f", {flags.replicas} replicas" if flags.replicas > 1 else ""
         say(
@@ -267,7 +267,7 @@ class Training:
                 title=self.mode,
             )
         if self.recording is not None and result.stopped is None and self.timeline is None:
-            self.status = CANNOT_WRITE  # fit has said why
+            self.status = CANNOT_WRITE  # fit has reported the reason
         if result.stopped is None:
             images = result.updates * flags.images_per_update
             say(f"Test accuracy: {result.evaluations[-1][1]['accuracy']:.2%} after {images:,} images")
@@ -277,14 +277,14 @@ class Training:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Return what --trace has recorded, if it has."""
+        """Return the timeline that --trace has recorded; None if there is none."""
         try:
             return None if self.recording is None else self.recording.timeline
         except TraceError:
             return None
 
     def end(self) -> None:
-        """Close the log, and write the page of it, whatever has happened."""
+        """Close the log, and write the report, whatever has happened."""
         if self.log is None:
             return
         self.log.close()
@@ -302,13 +302,13 @@ class Training:
         )  # fmt: skip
 
     def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:
-        """Write a file on the first instance, and say so. One that cannot be written does not stop the training."""
+        """Write a file on the first instance, and report it. A failure to write does not stop the training."""
         if not popdist.is_first():
             return
         try:
             with popdist.busy(f"writing {file.name}"):
                 write()
-        except Exception as error:  # whatever is wrong with it, the training was not in vain
+        except Exception as error:  # a fault in the file must not discard the training
             complain(f"{flag} {file} was not written ({reason_of(error)})")
             self.status = CANNOT_WRITE
         else:
@@ -316,7 +316,7 @@ class Training:
 
 
 def train_all(flags: Flags, trainings: list[Training]) -> int:
-    """Train in each mode, with --compare tell and draw how far the losses are apart, and return the exit status."""
+    """Train in each mode, and return the exit status. With --compare, print and draw how far the losses are apart."""
     folder = flags.executable_cache
     try:
         with (
@@ -344,7 +344,7 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
 
 
 def read(flags: Flags, data: MNIST) -> None:
-    """Read all epochs onto the IPUs; print what is read, and a line after each epoch."""
+    """Read all epochs onto the IPUs; print the source of the data, and a line after each epoch."""
     images = len(data.train_images)
     per_epoch, total, done = images // flags.images_per_update, flags.updates_of(images), 0
     replicas = f"{flags.replicas} replicas of " if flags.replicas > 1 else ""
@@ -377,10 +377,10 @@ def read(flags: Flags, data: MNIST) -> None:
 
 
 def compared(basic: _Losses, concurrent: _Losses) -> str:
-    """Return a line that says how far the losses of the two modes, (updates,) each, are apart."""
+    """Return a line that says how far the losses of the two modes, each (updates,), are apart."""
     difference = _relative(basic, concurrent)
     first = difference[:_FIRST_UPDATES]
-    # the loss of an update that was skipped may not be finite, and then has no difference
+    # the loss of a skipped update may not be finite, and then has no difference
     return (
         f"Largest relative difference of the losses: {np.fmax.reduce(first):.1e} over the first {len(first)} updates, "
         f"{np.fmax.reduce(difference):.1e} over all {len(difference)}"
@@ -393,10 +393,10 @@ def _relative(basic: _Losses, concurrent: _Losses) -> _Losses:
 
 
 def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
-    """Draw both curves above, one thick and one dashed since they nearly coincide, and below how far they are apart.
+    """Draw both curves, one thick and one dashed since they nearly coincide, and below them the relative difference.
 
     Raises:
-        OSError: the PNG file cannot be written; one that was there is unchanged.
+        OSError: the PNG file cannot be written; an existing file is unchanged.
     """
     from matplotlib.figure import Figure  # an extra, and slow to import
     from matplotlib.ticker import MaxNLocator

@@ -1,4 +1,4 @@
-"""Tensor-parallel ops to be called inside any `jax.shard_map`: all they need to know is the name of a mesh axis."""
+"""Tensor-parallel ops to call inside any `jax.shard_map`: they only need the name of a mesh axis."""
 
 from sharded_ops._collectives import from_all, reduce_scatter_tokens, reduce_to, reduce_to_all, scatter_tokens, to_all
 from sharded_ops._debug import debug_sharding

@@ -1,8 +1,8 @@
 """Check the ops' arguments: whole numbers, real numbers, words, the name of an axis, and arrays.
 
 Each function returns its argument as a plain Python or jax value, or raises before anything is traced. NumPy's numbers
-are accepted like Python's. A bool is never accepted as a number, nor an array as an option, because the compiled
-program depends on options.
+are accepted like Python's. A bool is never accepted as a number. An array is never accepted as an option, because the
+compiled program depends on options.
 """
 
 import math
@@ -19,14 +19,14 @@ from jax.typing import ArrayLike
 def whole_number(
     name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None, instead: str = ""
 ) -> int:
-    """Return `value` as an int, if it is a whole number in the range. Python's and NumPy's are accepted, bools are not.
+    """Return `value` as an int, if it is a Python or NumPy integer in the range. Bools are not accepted.
 
     Args:
         name: of the argument, for messages.
         value: anything.
         at_least: the least allowed value; None for no bound.
         at_most: the greatest allowed value; None for no bound.
-        instead: what the caller may do instead, as a message says it after "give an int ..., or ".
+        instead: an alternative for the caller, which the message states after "give an int ..., or ".
 
     Raises:
         ValueError: names the argument, its value and the range.
@@ -63,7 +63,7 @@ def real_number(
     at_most: float | None = None,
     instead: str = "",
 ) -> float:
-    """Return `value` as a float, if it is a finite number in the range. Python's and NumPy's are accepted, not bools.
+    """Return `value` as a float, if it is a finite Python or NumPy number in the range. Bools are not accepted.
 
     Args:
         name: of the argument, for messages.
@@ -71,7 +71,7 @@ def real_number(
         at_least: the least allowed value; None for no bound.
         above: a bound that the value must be greater than; None for no bound.
         at_most: the greatest allowed value; None for no bound.
-        instead: what the caller may do instead, as a message says it after "give a number ..., or ".
+        instead: an alternative for the caller, which the message states after "give a number ..., or ".
 
     Raises:
         ValueError: names the argument, its value and the range.
@@ -130,7 +130,7 @@ def one_of(name: str, value: Any, choices: tuple[str, ...], what: str = "is unkn
     """Return `value`, if it is one of `choices`.
 
     Raises:
-        ValueError: names the argument, its value, `what` is wrong with it, and the choices.
+        ValueError: names the argument, its value, the fault (`what`), and the choices.
 
     Example:
         >>> one_of("reduction", "mead", ("none", "mean", "sum"))
@@ -176,7 +176,7 @@ def array(name: str, value: ArrayLike) -> jax.Array:
 
 
 def shown(value: Any) -> str:
-    """Return the text that stands for `value` in a message: it is short, and for an array gives dtype and shape."""
+    """Return a short text for `value` in a message; for an array it gives dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"<{value.dtype}{list(value.shape)} array>"
     return f"{value}" if isinstance(value, np.number) else reprlib.repr(value)
@@ -185,6 +185,6 @@ def shown(value: Any) -> str:
 def _is_real(value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return False
-    # The scalars of ml_dtypes, such as those of bfloat16, are NumPy's but not registered as numbers.Real.
+    # Scalars of ml_dtypes, such as bfloat16 scalars, are NumPy scalars but not registered as numbers.Real.
     is_ml_dtype = isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
     return isinstance(value, numbers.Real) or is_ml_dtype

@@ -19,10 +19,10 @@ each:
 type that says so, may leave with `out_specs=P()`, and has one cotangent, already summed. Gradients are the dense
 program's, whether `jax.grad` is inside the `shard_map` or outside.
 
-`check_vma=False`: types say nothing. The function that is differentiated is the sum over the IPUs of what each of them
-returns, so every IPU holds a *part* of each cotangent. `jax.grad` outside the `shard_map` takes care of that: it gives
-each IPU 1/n of a replicated output's cotangent, and sums the gradients that the IPUs return for a replicated input. A
-`jax.vjp` inside must do the same itself: give each IPU cotangent/n, and `psum` the gradients of replicated inputs.
+`check_vma=False`: types say nothing. The differentiated function is the sum of the IPUs' results, so every IPU holds a
+*part* of each cotangent. `jax.grad` outside the `shard_map` takes care of that: it gives each IPU 1/n of a replicated
+output's cotangent, and sums the gradients that the IPUs return for a replicated input. If you use `jax.vjp` inside, you
+must do the same yourself: give each IPU cotangent/n, and `psum` the gradients of replicated inputs.
 
 The ops of this package follow both conventions, because they are made of plain `lax` collectives of the right kind. The
 functions at the end of this file distinguish the two.
@@ -44,7 +44,7 @@ from sharded_ops._split import Split, axis_size, check_shard, is_typed, split_ov
 def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
     """Return the owner's value of `x` on all IPUs of the axis. The owner is one of these IPUs.
 
-    The values of `x` on the other IPUs may be NaN: they are not read, and their gradient is zero.
+    The values of `x` on the other IPUs can be NaN: they are not read, and their gradient is zero.
 
     Forward: one all-reduce of `x` over `axis`. Backward: under check_vma=True nothing, as the cotangent is already
     summed; under check_vma=False one all-reduce.
@@ -59,7 +59,8 @@ def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array
         An array like `x`, the same on all IPUs.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, or `owner` is not an index on it or differs between IPUs.
+        ValueError: the enclosing shard_map has no axis `axis`, or `owner` is not an index on it or differs between
+            IPUs.
 
     Example:
         >>> from functools import partial
@@ -71,12 +72,12 @@ def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array
         [2.]
     """
     x = array("x", x)
-    # The sum of one value and zeros is exact in any dtype. Only for bools it is an int, which the cast undoes.
+    # The sum of one value and zeros is exact in any dtype. The sum of bools is an int, so it is cast back.
     return lax.psum(_only_on(owner, x, axis), axis).astype(x.dtype)
 
 
 def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.Array:
-    """Gather the shards of a split dim, so that every IPU holds the whole array without its padding.
+    """Gather the shards of a split dim, so that every IPU holds the whole array without padding.
 
     Forward: one all-gather of `x_shard` over `axis`. Backward: under check_vma=True nothing, as each IPU takes its own
     slice of the summed cotangent; under check_vma=False one reduce-scatter.
@@ -84,7 +85,7 @@ def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.
     Args:
         x_shard: (.., padded, ..) globally; each IPU holds (.., ceil(size/n), ..). Any dtype. Padding is dropped without
             being read, and its gradient is zero.
-        dim: the dim that is split; negative ones count from the end.
+        dim: the dim that is split; a negative dim counts from the end.
         size: the rows of that dim without padding.
         axis: the mesh axis.
 
@@ -92,7 +93,7 @@ def from_all(x_shard: jax.Array, dim: int, size: int, axis: str = "ipu") -> jax.
         (.., size, ..), the same on all IPUs.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, `x_shard` has no such dim, or it does not fit `size`.
+        ValueError: the enclosing shard_map has no axis `axis`, `x_shard` has no such dim, or it does not fit `size`.
 
     Example:
         >>> from functools import partial
@@ -123,7 +124,7 @@ def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
         An array like `x`, the same on all IPUs.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's; or by its type `x` is the same on all of several IPUs, so
+        ValueError: the enclosing shard_map has no axis `axis`; or `x` is typed as replicated over several IPUs, so
             that it is not a part of a sum, and the result would be n times too large.
 
     Example:
@@ -141,7 +142,7 @@ def reduce_to_all(x: jax.Array, axis: str = "ipu") -> jax.Array:
 def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:
     """Sum a partial value over the IPUs of the axis, and leave the sum on one of them, the owner.
 
-    The other IPUs hold zeros, whose cotangent may be NaN: it is not read.
+    The other IPUs hold zeros. The cotangent of these zeros is not read, so it can be NaN.
 
     Forward: one all-reduce of `x` over `axis`, in the dtype of `x`: XLA has no reduction to one device. Backward: one
     all-reduce of the owner's cotangent.
@@ -173,22 +174,22 @@ def reduce_to(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Ar
 def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
     """Split a value that all IPUs hold, so that each IPU keeps its own slice of `dim`. `from_all` is the inverse.
 
-    Forward: sends nothing. Backward: under check_vma=True one all-gather of the slices' cotangents. It sends half of
-    what the all-reduce that jax derives would send, and comes from a rule of its own, for reverse mode only. Under
+    Forward: sends nothing. Backward: under check_vma=True one all-gather of the slices' cotangents. It sends half as
+    much as the all-reduce that jax would derive. It comes from a custom rule, for reverse mode only. Under
     check_vma=False nothing: each IPU's part of the cotangent is its own slice, and the all-reduce of `x` is done where
     the `shard_map` is differentiated.
 
     Args:
         x: (N, ..), the same on all IPUs. Any dtype.
         axis: the mesh axis.
-        dim: the dim that is split, of any size N; negative ones count from the end.
+        dim: the dim to split, of any size N; a negative dim counts from the end.
 
     Returns:
-        (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
+        (N, ..) globally, padded with zeros to n * ceil(N/n) rows like `Split(N, n).pad`; each IPU holds
         (ceil(N/n), ..). The cotangent of the padding is not read.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, `x` has no such dim, or `x` differs between the IPUs.
+        ValueError: the enclosing shard_map has no axis `axis`, `x` has no such dim, or `x` differs between the IPUs.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -201,15 +202,15 @@ def scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
     x, dim = array("x", x), whole_number("dim", dim)
     split = _split_of_dim(x, dim, axis)
     check_same_on_all("x", x, axis)
-    # Integers have no cotangent that a rule could gather.
+    # Integers have no cotangent for the rule to gather.
     own = _typed_slice if is_typed(axis) and jnp.issubdtype(x.dtype, jnp.inexact) else _own_slice
     return own(x, split, axis, dim % x.ndim)
 
 
 def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.Array:
-    """Sum a partial value over the IPUs of the axis, and leave on each IPU its own slice of `dim` of the sum.
+    """Sum a partial value over the IPUs of the axis, and leave on each IPU its own slice of the sum along `dim`.
 
-    The result is that of `scatter_tokens(reduce_to_all(x))`, and half as much is sent.
+    The result equals `scatter_tokens(reduce_to_all(x))`, but half as much is sent.
 
     Forward: one reduce-scatter of `x` over `axis`, in the dtype of `x`. Backward: one all-gather of the slices'
     cotangents.
@@ -217,15 +218,15 @@ def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.
     Args:
         x: (N, ..) of any number dtype: this IPU's part of the sum.
         axis: the mesh axis.
-        dim: the dim that is split, of any size N; negative ones count from the end.
+        dim: the dim to split, of any size N; a negative dim counts from the end.
 
     Returns:
-        (N, ..) globally, padded with zeros to n * ceil(N/n) rows as by `Split(N, n).pad`; each IPU holds
+        (N, ..) globally, padded with zeros to n * ceil(N/n) rows like `Split(N, n).pad`; each IPU holds
         (ceil(N/n), ..). The cotangent of the padding is not read.
 
     Raises:
-        ValueError: `axis` is not the enclosing shard_map's, `x` has no such dim, or by its type `x` is the same on all
-            of several IPUs, as for `reduce_to_all`.
+        ValueError: the enclosing shard_map has no axis `axis`, `x` has no such dim, or `x` is typed as replicated over
+            several IPUs, as for `reduce_to_all`.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -245,7 +246,7 @@ def reduce_scatter_tokens(x: jax.Array, axis: str = "ipu", dim: int = 0) -> jax.
 
 
 def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """Return the slices of dim 0 of all IPUs, padding included, typed as varying over `axis`.
+    """Return all IPUs' slices of dim 0, including padding, typed as varying over `axis`.
 
     Forward: one all-gather. Backward: one reduce-scatter, since the result is typed as varying.
     """
@@ -254,7 +255,7 @@ def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
 
 
 def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False) -> jax.Array:
-    """Return `lax.all_gather` of `x`, under check_vma=True typed as the same on all IPUs.
+    """Return `lax.all_gather` of `x`; under check_vma=True it is typed as the same on all IPUs.
 
     Forward: one all-gather. Backward: under check_vma=True nothing; under check_vma=False one reduce-scatter.
     """
@@ -264,7 +265,7 @@ def gather_to_all(x: jax.Array, axis: str, dim: int = 0, *, tiled: bool = False)
 
 
 def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Return `x` typed as varying over these axes as well. Backward: a psum over each axis that was added."""
+    """Return `x` typed as varying over these axes as well. Backward: a psum over each added axis."""
     missing = axes - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
@@ -277,20 +278,20 @@ def as_varying_over(x: jax.Array, axis: str) -> jax.Array:
 def axes_of_rule(axis: str, *operands: jax.Array) -> frozenset[str]:
     """Return the mesh axes over which all these operands of a custom derivative rule must be typed as varying.
 
-    They are `axis`, unless check_vma is False, and the axes over which any of the operands varies: the gradient that
-    the rule returns for an operand varies over all of them, and must vary over the same axes as the operand itself.
+    These are `axis`, unless check_vma is False, and all axes over which any operand varies. The gradient that the rule
+    returns for an operand varies over all these axes, and must vary over the same axes as the operand itself.
     """
     axes = frozenset({axis}) if is_typed(axis) else frozenset[str]()
     return axes.union(*(varying_axes(operand) for operand in operands))
 
 
 def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
-    """Raise for a value that by its type differs between the IPUs of `axis`, where the op needs the same on all IPUs.
+    """Raise for a value that is typed as varying over `axis`, if the op needs the same value on all IPUs.
 
-    Under check_vma=False types say nothing, and this does nothing.
+    Under check_vma=False types say nothing, and this check does nothing.
 
     Raises:
-        ValueError: names the value, and how to bring it to all IPUs.
+        ValueError: names the value, and says how to bring it to all IPUs.
     """
     if isinstance(x, jax.Array) and axis in varying_axes(x):
         raise ValueError(
@@ -300,12 +301,12 @@ def check_same_on_all(name: str, x: ArrayLike, axis: str) -> None:
 
 
 def check_part_of_sum(x: jax.Array, axis: str) -> None:
-    """Raise for a value that by its type is the same on all of several IPUs, where the op would sum it over them.
+    """Raise for a value that is typed as replicated over several IPUs, if the op would sum it over them.
 
-    Under check_vma=False types say nothing, and this does nothing.
+    Under check_vma=False types say nothing, and this check does nothing.
 
     Raises:
-        ValueError: names the value, and how to sum it nevertheless.
+        ValueError: names the value, and says how to sum it nevertheless.
     """
     parts = axis_size(axis)
     if parts > 1 and is_typed(axis) and axis not in varying_axes(x):
@@ -329,7 +330,7 @@ def _only_on(owner: int | jax.Array, x: jax.Array, axis: str) -> jax.Array:
 
 
 def _split_of_dim(x: jax.Array, dim: int, axis: str) -> Split:
-    axis_size(axis)  # raises for an unknown axis, before a missing dim is looked for
+    axis_size(axis)  # raises for an unknown axis, before a missing dim is reported
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"x has shape {x.shape}, without a dim {dim} to scatter: give an array that has one")
     return split_over(x.shape[dim], axis, option=f"x.shape[{dim}]", at_least=0)
@@ -339,7 +340,7 @@ def _own_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(split.pad(x, dim), split.offset(lax.axis_index(axis)), split.local, dim)
 
 
-# A rule of its own, because lax's rule would all-reduce: it would sum cotangents that are zero outside an IPU's slice.
+# A custom rule, because lax's rule would all-reduce: it would sum cotangents that are zero outside an IPU's slice.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _typed_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
     return _own_slice(x, split, axis, dim)

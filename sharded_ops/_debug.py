@@ -1,4 +1,4 @@
-"""Print what each IPU holds of a value, in the forward pass and in the backward pass, from within a `shard_map`.
+"""Print an array's value on each IPU, in the forward pass and in the backward pass, from within a `shard_map`.
 
     y = debug_sharding(x, "hidden")
 
@@ -22,24 +22,25 @@ from sharded_ops._arguments import array, shown
 from sharded_ops._collectives import gather_to_all
 from sharded_ops._split import axis_size
 
-# The factor is odd, so multiplying by it loses no bits of a 32-bit word. It is Knuth's: 2**32 over the golden ratio.
+# The factor is odd, so multiplying by it loses no bits of a 32-bit word. It is Knuth's 2**32 over the golden ratio.
 _MIXER = np.uint32(2654435769)
 
 
 def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
-    """Return `x`, and print what each IPU of `axis` holds of it; the backward pass prints its cotangent likewise.
+    """Return `x`, and print its value on each IPU of `axis`; the backward pass prints the cotangent in the same way.
 
     A line contains the name of the value, the pass, the IPU (after its index on the mesh's other axes, if there are
-    any), the dtype and the shape on that IPU, whether all IPUs of the axis hold the same bits (as far as a checksum of
-    32 bits can tell), and the least, greatest and mean element, rounded to float32. If an element is NaN, so are all
-    three. Under check_vma=False the cotangent is this IPU's part of it (see the module `_collectives`).
+    any), and the dtype and the shape on that IPU. It says whether all IPUs of the axis hold the same bits (as far as a
+    checksum of 32 bits can tell). It ends with the least, greatest and mean element, rounded to float32. If an element
+    is NaN, so are all three. Under check_vma=False the cotangent is this IPU's part of it (see the module
+    `_collectives`).
 
     The lines of one value are printed together, in the order of the IPUs. Two values are printed in the order in which
-    the program computes them, which XLA may choose if neither depends on the other; `jax.effects_barrier()` waits until
-    everything is printed. Each step of a `lax.scan` and each example of a `jax.vmap` is printed by itself.
+    the program computes them. XLA chooses that order if neither depends on the other. `jax.effects_barrier()` waits
+    until everything is printed. Each step of a `lax.scan` and each example of a `jax.vmap` is printed separately.
 
     Forward and backward: one all-gather of 16 bytes from each IPU. As for any collective, every IPU of the axis must
-    take part, so do not call it in a branch that only some of them take. Only reverse-mode derivatives are supported.
+    take part, so do not call this in a branch that only some IPUs take. Only reverse-mode derivatives are supported.
 
     Args:
         x: any shape, of a boolean, integer or real dtype.
@@ -50,7 +51,7 @@ def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
         `x`, unchanged.
 
     Raises:
-        ValueError: `x` holds complex numbers or keys, or `axis` is not the enclosing shard_map's.
+        ValueError: `x` contains complex numbers or keys, or the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -139,7 +140,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     Two values that differ in only one word of 32 bits always have different checksums.
     """
     if x.dtype.itemsize < 4:
-        # This conversion is exact. Not all narrow types can be bit-cast to words.
+        # This conversion is exact. Some narrow types cannot be bit-cast to words.
         x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
     bits = lax.bitcast_convert_type(x, jnp.uint32).ravel()  # two words for an element of 8 bytes
     places = 2 * lax.iota(jnp.uint32, bits.size) + 1
@@ -147,6 +148,6 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """Map 32-bit words one to one, so that the low bits depend on the high bits as well, where floats differ most."""
+    """Map 32-bit words one to one, so that the low bits also depend on the high bits, in which floats differ most."""
     bits = (bits ^ (bits >> 16)) * _MIXER
     return bits ^ (bits >> 15)

@@ -1,8 +1,9 @@
 """Look up entries of a dim that is split over the IPUs of a mesh axis: rows of a table, or entries of the last dim.
 
-Each IPU looks up the entries that its shard contains, and takes zero for all others. One all-reduce adds these results
-up, or one reduce-scatter, which leaves each IPU the results of its own tokens. As all addends but one are zero, the sum
-is exact in any dtype. The gradient on each IPU is a scatter into its own shard, without communication.
+Each IPU looks up the entries that its shard contains, and takes zero for all others. Then either one all-reduce adds up
+the results, or one reduce-scatter adds them up and leaves each IPU the results of its own tokens. As all addends except
+one are zero, the sum is exact in any dtype. The gradient on each IPU is a scatter into its own shard, without
+communication.
 
     ids             0  4  9                         table rows     IPU 0: 0 1 2 3 4     IPU 1: 5 6 7 8 9
     IPU 0 finds     a  b  0
@@ -12,7 +13,7 @@ is exact in any dtype. The gradient on each IPU is a scatter into its own shard,
 A table can be split by features instead: every IPU looks up its own columns of every row, and sends nothing.
 
 An index that is in no shard (negative, or not below `size`) gives zero on all IPUs and no gradient. Padding is never
-read, because an index outside the shard is looked up out of bounds.
+read: an index outside the shard is replaced by one out of bounds.
 
 The gradient of a table in a half type is summed in float32 and rounded once, however often an id occurs.
 
@@ -57,10 +58,10 @@ def embedding(
     Args:
         table: of any dtype, in the shape given above. If n does not divide the split dim, pad it first:
             `Split(size, n).pad(table, 0)` for rows, `Split(size, n).pad(table, 1)` for features.
-        ids: any shape and integer dtype, the same on all IPUs. An id outside [0, V), negative ones included, gives a
-            row of zeros and no gradient.
-        size: the split dim without its padding: V, or D under split="features". Padding is never read, and its gradient
-            is zero; the result's columns of padded features are zeros.
+        ids: any shape and integer dtype, the same on all IPUs. An id outside [0, V), which includes negative ids, gives
+            a row of zeros and no gradient.
+        size: the size of the split dim without padding: V, or D under split="features". Padding is never read, and its
+            gradient is zero; the result's columns for padded features are zeros.
         axis: the mesh axis.
         split: which dim of `table` is split.
         reduction: what split="rows" does with the results of the IPUs: "sum" leaves the sum on all IPUs, "scatter"
@@ -71,8 +72,8 @@ def embedding(
 
     Raises:
         ValueError: `ids` are not integers, differ between IPUs or have no dim to scatter; `table` does not have 2 dims
-            or its shard does not fit `size`; `split` or `reduction` is unknown, or the two don't go together; or `axis`
-            is not the enclosing shard_map's.
+            or its shard does not fit `size`; `split` or `reduction` is unknown, or the two are incompatible; or the
+            enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -99,7 +100,7 @@ def embedding(
     check_same_on_all("ids", ids, axis)
     if split == "features":
         rows = as_int32("ids", ids, table.shape[0])
-        # jax counts a negative index from the end, so it is replaced by the first index that is out of bounds.
+        # jax counts a negative index from the end, so it is replaced by the first out-of-bounds index.
         rows = jnp.where(rows < 0, table.shape[0], rows)
         return mask_padding(_looked_up(table, rows), -1, rows_or_features, axis, fill=0)
     if reduction == "scatter" and np.ndim(ids) == 0:
@@ -118,8 +119,8 @@ def take_along_last_dim(x_shard: jax.Array, indices: ArrayLike, *, size: int, ax
 
     Args:
         x_shard: (N.., V) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(V/n)).
-        indices: (N..) of any integer dtype, the same on all IPUs. An index outside [0, size), negative ones included,
-            gives zero and no gradient.
+        indices: (N..) of any integer dtype, the same on all IPUs. An index outside [0, size), which includes negative
+            indices, gives zero and no gradient.
         size: V, without padding. Padding is never read, and its gradient is zero.
         axis: the mesh axis.
 
@@ -128,7 +129,7 @@ def take_along_last_dim(x_shard: jax.Array, indices: ArrayLike, *, size: int, ax
 
     Raises:
         ValueError: `indices` are not integers, differ between IPUs or don't have the shape (N..), the shard does not
-            fit `size`, or `axis` is not the enclosing shard_map's.
+            fit `size`, or the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -151,13 +152,13 @@ def take_along_last_dim(x_shard: jax.Array, indices: ArrayLike, *, size: int, ax
 
 
 def _looked_up(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return these rows of the table, with zeros for rows that are out of bounds."""
+    """Return these rows of the table, with zeros for row indices that are out of bounds."""
     if jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize <= 2:
         return _looked_up_half(table, rows)
     return table.at[rows].get(mode="fill", fill_value=0)
 
 
-# A rule of its own, because lax's rule would add up the cotangents of a row's tokens in the half type, in which 256 + 1
+# A custom rule, because lax's rule would add up the cotangents of a row's tokens in the half type: in bfloat16, 256 + 1
 # is 256. The transpose of this rule widens them first. In forward mode, a copy of the table's tangent is widened.
 @jax.custom_jvp
 def _looked_up_half(table: jax.Array, rows: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Describe one whole leaf of a tree and which of its dims is split, check leaves, and copy them to the host.
 
-`_tree_layout` combines these for whole trees.
+`_tree_layout` combines these functions for whole trees.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class LeafLayout:
             raise ValueError(f"dim={self.dim} of shape {self.shape} has no rows to split: give dim=None")
 
     def padded_shape(self, parts: int) -> tuple[int, ...]:
-        """Return the global shape on `parts` IPUs: `shape`, with the rows of `Split.padded` in `dim`."""
+        """Return the global shape on `parts` IPUs: `shape`, with `Split.padded` rows in `dim`."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], Split(self.shape[self.dim], parts).padded, *self.shape[self.dim + 1 :])
@@ -84,7 +84,7 @@ def check_leaf(method: str, path: str, leaf: Any, leaf_layout: LeafLayout, *, pa
     With `padded`, the leaf may have any number of rows of padding in its split dim.
 
     Raises:
-        ValueError: names the leaf, what it is and what it should be.
+        ValueError: names the leaf, its shape or dtype, and the expected one.
     """
     shape, dim = tuple(np.shape(leaf)), leaf_layout.dim
     fits = shape == leaf_layout.shape
@@ -112,7 +112,7 @@ def real_part(leaf_layout: LeafLayout) -> tuple[slice, ...]:
 def restore_dtype(array: np.ndarray, leaf_layout: LeafLayout) -> np.ndarray:
     """Return `array` in the dtype of the layout, if numpy has loaded it as plain bytes.
 
-    numpy saves a dtype that is not its own, such as bfloat16, as bytes without saying what they mean.
+    numpy saves a dtype that is not its own, such as bfloat16, as bytes without the name of the dtype.
     """
     dtype = jnp.dtype(leaf_layout.dtype)
     if array.dtype.kind == "V" and array.dtype.names is None and array.dtype.itemsize == dtype.itemsize:
@@ -121,17 +121,17 @@ def restore_dtype(array: np.ndarray, leaf_layout: LeafLayout) -> np.ndarray:
 
 
 def leaf_to_host(path: str, leaf: Any, leaf_layout: LeafLayout) -> np.ndarray:
-    """Return the whole leaf as a new array on the host, into which one shard after the other is copied.
+    """Return the whole leaf as a new array on the host. Shards are copied into it one after the other.
 
     Raises:
-        ValueError: the leaf does not fit the layout, or some of its rows are only on IPUs of other processes.
+        ValueError: the leaf does not fit the layout, or some of its rows are only on other processes' IPUs.
     """
     if not isinstance(leaf, jax.Array):
         leaf = restore_dtype(np.asarray(leaf), leaf_layout)
         check_leaf("whole", path, leaf, leaf_layout, padded=True)
         return np.array(leaf[real_part(leaf_layout)])
     check_leaf("whole", path, leaf, leaf_layout, padded=True)
-    # Shards with the same index are equal, such as those along other mesh axes: one of each is enough.
+    # Shards with the same index are equal, such as shards along other mesh axes: one of each is enough.
     shards = {tuple((part.start, part.stop) for part in shard.index): shard for shard in leaf.addressable_shards}
     if sum(shard.data.size for shard in shards.values()) < leaf.size:
         raise ValueError(
@@ -140,13 +140,13 @@ def leaf_to_host(path: str, leaf: Any, leaf_layout: LeafLayout) -> np.ndarray:
         )
     whole = np.empty(leaf_layout.shape, leaf.dtype)
     for shard in shards.values():
-        # A slice that goes beyond the end takes the existing rows only: the real rows of this shard.
+        # A slice that extends beyond the end takes only the existing rows, which are the real rows of this shard.
         rows = whole[(*shard.index, ...)]
         rows[...] = _on_host(shard.data)[tuple(slice(0, size) for size in rows.shape)]
     return whole
 
 
 def _on_host(shard: jax.Array) -> np.ndarray:
-    # jax keeps the host's copy of an array for as long as the array lives. Copying a temporary array frees it soon.
+    # jax keeps the host copy of an array as long as the array lives. The copy of a temporary array is freed soon.
     temporary = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
     return np.asarray(temporary)

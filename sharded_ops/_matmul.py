@@ -7,19 +7,18 @@
     x_ND  [ all ]  ->  y_NV [ IPU 0 | IPU 1 ]    x_ND  [ IPU 0 | IPU 1 ]  ->  y_NK [ sum ]
 
 A sharded MLP is a pair of these, first "columns" and then "rows" (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-"columns" sends nothing forward, "rows" takes the split result of "columns" as it is, and sends nothing backward.
+"columns" sends nothing forward. "rows" takes the split result of "columns" as it is, and sends nothing backward.
 
 Between two such pairs every IPU holds all tokens. In sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198,
 section 4.2.2) each IPU holds its own slice of the tokens there. One all-gather and one reduce-scatter, each with half
-the traffic of an all-reduce, then take the place of the all-reduce:
+the traffic of an all-reduce, then replace the all-reduce:
 
     tokens=N, split="columns"                          split="rows", reduction="scatter"
 
     x_ND  [ IPU 0 ]  gather                                                              [ IPU 0 ]
           [ IPU 1 ]  ---->  y_NV [ IPU 0 | IPU 1 ]     x_ND  [ IPU 0 | IPU 1 ]  ->  y_NK [ IPU 1 ]
 
-Dims: N tokens (any number of leading dims, of which the first is scattered), D and V or K the weight's rows and
-columns; n IPUs.
+Dims: N tokens (any number of leading dims; the first one is scattered), D rows of the weight, V or K columns; n IPUs.
 """
 
 import functools
@@ -88,22 +87,22 @@ def matmul(
         w: floating, in the shape given above. If n does not divide the split dim, pad it first with
             `Split(size, n).pad(w, dim)`.
         split: which dim of `w` is split.
-        size: the split dim without its padding (V, or D). If it is given, padding is not read and gets no gradient;
-            where there is padding, this takes a copy of the shard. Without it padding is multiplied like the rest: that
-            does no harm if it is zeros, and under split="columns" the results of padded columns are padding again.
+        size: the size of the split dim without padding (V, or D). If given, padding is not read and gets no gradient;
+            if there is padding, this needs a copy of the shard. Without `size`, padding is multiplied like the rest.
+            That does no harm if it is zeros, and under split="columns" the results of padded columns are padding again.
         axis: the mesh axis.
         bias: floating, in the shape given above, or None. It does not widen the result.
         reduction: what split="rows" does with the partial results: "sum" leaves their sum on all IPUs, "scatter" leaves
             it split over dim 0.
-        tokens: N, if the `x` of split="columns" is scattered over dim 0; None if all IPUs hold all of it.
+        tokens: N, if the `x` of split="columns" is scattered over dim 0; None if all IPUs hold the whole `x`.
 
     Returns:
         The product in the dtype that `x` and `w` promote to, in the shape given above.
 
     Raises:
-        ValueError: shapes or dtypes don't go together; `split` or `reduction` is unknown; `reduction` or `tokens` is
-            given for a split that has no use for it; a shard does not fit `size` or `tokens`; by its type an operand is
-            split where it must be whole, or whole where it must be split; or `axis` is not the enclosing shard_map's.
+        ValueError: shapes or dtypes don't fit together; `split` or `reduction` is unknown; `reduction` or `tokens` does
+            not apply to the given split; a shard does not fit `size` or `tokens`; by its type an operand is split where
+            it must be whole, or whole where it must be split; or the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -134,7 +133,7 @@ def matmul(
     if tokens is not None:
         split_tokens = split_over(tokens, axis, option="tokens", at_least=0)
         check_shard("x", x, 0, split_tokens, axis, option="tokens")
-        # On an axis of one IPU check_shard accepts an `x` that does not vary over it.
+        # On an axis of one IPU, check_shard accepts an `x` that does not vary over the axis.
         x = as_varying_over(x, axis)
         x = split_tokens.unpad(gather_tokens(x, axis), 0)
 
@@ -215,13 +214,13 @@ def _dot(x_ND: jax.Array, w_DV: jax.Array) -> jax.Array:
     if x_ND.dtype.itemsize > 2:
         return jnp.matmul(x_ND, w_DV)
     # A custom rule needs operands that vary over the same axes. The transpose of as_varying is a psum over the added
-    # axes, which lax would have done as well.
+    # axes, which lax would do as well.
     axes = varying_axes(x_ND) | varying_axes(w_DV)
     return _half_dot(as_varying(x_ND, axes), as_varying(w_DV, axes))
 
 
-# A rule of its own, because lax's rule would multiply the float32 cotangent by half operands. On CPU and GPU jax lowers
-# that to matmuls wholly in float32, with a float32 copy of each operand.
+# A custom rule, because lax's rule would multiply the float32 cotangent by half operands. On CPU and GPU, jax lowers
+# that to matmuls entirely in float32, with a float32 copy of each operand.
 @jax.custom_vjp
 def _half_dot(x_ND: jax.Array, w_DV: jax.Array) -> jax.Array:
     return jnp.matmul(x_ND, w_DV, preferred_element_type=jnp.float32)
@@ -243,7 +242,7 @@ _half_dot.defvjp(_half_dot_forward, _half_dot_backward)
 
 
 def contract_tokens(a_NA: jax.Array, b_NB: jax.Array) -> jax.Array:
-    """Return the sum over all tokens of their outer products, (A, B), accumulated in float32 for half types."""
+    """Return the sum of the outer products of all tokens, (A, B), accumulated in float32 for half types."""
     tokens = tuple(range(a_NA.ndim - 1))
     c_AB = lax.dot_general(a_NA, b_NB, ((tokens, tokens), ((), ())), preferred_element_type=accumulator(a_NA.dtype))
     return c_AB.astype(a_NA.dtype)
@@ -252,7 +251,7 @@ def contract_tokens(a_NA: jax.Array, b_NB: jax.Array) -> jax.Array:
 def _reduce_scatter(y_NK: jax.Array, dtype: jnp.dtype, axis: str) -> jax.Array:
     """Return `reduce_scatter_tokens(y_NK)`, with a backward pass that gathers the cotangent in `dtype`.
 
-    `dtype` is the one that the result will be rounded to.
+    The result will be rounded to `dtype`.
     """
     if y_NK.dtype == dtype:
         return reduce_scatter_tokens(y_NK, axis)
@@ -265,8 +264,7 @@ def _split_of_tokens(x: jax.Array, axis: str) -> Split:
     return split_over(x.shape[0], axis, option="x.shape[0]", at_least=0)
 
 
-# A rule of its own, because lax's rule would gather the cotangent in float32, although it was converted from the half
-# type.
+# A custom rule, because lax's rule would gather the cotangent in float32, although it was converted from the half type.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _half_reduce_scatter(y_NK: jax.Array, split: Split, dtype: jnp.dtype, axis: str) -> jax.Array:
     return reduce_scatter_tokens(y_NK, axis)

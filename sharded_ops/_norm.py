@@ -1,18 +1,18 @@
 """Normalise over a last dim that is split over the IPUs of a mesh axis.
 
 Each IPU reduces its own columns to one or two floats per token, one collective combines these into the statistics of
-the whole row on all IPUs, and each IPU finishes by itself.
+the whole row on all IPUs, and each IPU finishes on its own.
 
     rms_norm     each IPU's sum of squares                        one all-reduce of 1 float per token
     layer_norm   each IPU's mean m, and its sum M of (x - m)^2    one all-gather of 2 floats per token
 
-layer_norm combines what it gathered as Chan et al. do (Updating formulae and a pairwise algorithm for computing sample
-variances, 1979, equation 2.1), here for n parts of c columns each:
+layer_norm combines the gathered floats like Chan et al. (Updating formulae and a pairwise algorithm for computing
+sample variances, 1979, equation 2.1), here for n parts of c columns each:
 
     mean = sum(c * m) / D        variance = (sum(M) + sum(c * (m - mean)^2)) / D
 
-This never subtracts squares of large means, as E[x^2] - E[x]^2 does. With a mean of 1e4 and a deviation of 1, that
-would lose every digit of float32.
+Unlike E[x^2] - E[x]^2, this never subtracts squares of large means. With a mean of 1e4 and a deviation of 1, that
+subtraction would lose every digit of float32.
 
 Everything is plain lax, so derivatives of any order and in either mode are supported.
 
@@ -45,7 +45,7 @@ def rms_norm(
     Args:
         x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
             floating dtype; half types are computed in float32 and rounded once.
-        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating. None for no scale.
+        scale_shard: (D,) globally, padded and split like `x`; each IPU holds (ceil(D/n),). Floating. None for no scale.
         size: D, without padding. Padding is neither read nor counted, and its gradient is zero.
         axis: the mesh axis.
         epsilon: added to the mean of squares, at least 0.
@@ -56,9 +56,9 @@ def rms_norm(
         its cotangent is not read.
 
     Raises:
-        ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
-            `epsilon` is not a number of at least 0, `scale_offset` is not a number or is given without a scale, or
-            `axis` is not the enclosing shard_map's.
+        ValueError: an array is not floating, a shard does not fit `size` or is replicated over several IPUs, `epsilon`
+            is not a number of at least 0, `scale_offset` is not a number or is given without a scale, or the enclosing
+            shard_map has no axis `axis`.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 
@@ -101,7 +101,7 @@ def layer_norm(
     Args:
         x_shard: (N.., D) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(D/n)). Any
             floating dtype; half types are computed in float32 and rounded once.
-        scale_shard: (D,) globally, padded and split likewise; each IPU holds (ceil(D/n),). Floating. None for no scale.
+        scale_shard: (D,) globally, padded and split like `x`; each IPU holds (ceil(D/n),). Floating. None for no scale.
         bias_shard: as `scale_shard`, or None.
         size: D, without padding. Padding is neither read nor counted, and its gradient is zero.
         axis: the mesh axis.
@@ -113,9 +113,9 @@ def layer_norm(
         its cotangent is not read.
 
     Raises:
-        ValueError: an array is not floating, a shard does not fit `size` or is the same on all of several IPUs,
-            `epsilon` is not a number of at least 0, `scale_offset` is not a number or is given without a scale, or
-            `axis` is not the enclosing shard_map's.
+        ValueError: an array is not floating, a shard does not fit `size` or is replicated over several IPUs, `epsilon`
+            is not a number of at least 0, `scale_offset` is not a number or is given without a scale, or the enclosing
+            shard_map has no axis `axis`.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
 
@@ -144,22 +144,22 @@ def layer_norm(
 def _mean_and_variance(x_ND: jax.Array, split: Split, axis: str) -> tuple[jax.Array, jax.Array]:
     """Return the mean and the variance of each row over all IPUs, without padding. Forward: one all-gather."""
     counts_n = np.array([split.count(index) for index in range(split.parts)], x_ND.dtype)
-    # An IPU that holds padding only divides zero by one, and has a weight of zero in the sums over the IPUs.
+    # An IPU with nothing but padding divides zero by one, and has a weight of zero in the sums over the IPUs.
     count = jnp.maximum(jnp.asarray(counts_n)[lax.axis_index(axis)], 1)
 
     # The sum of many columns with a large mean is large, and so is its rounding error. So the mean is computed in two
-    # passes. The derivatives of the second pass are exact, whatever the result of the first pass is. The result is used
-    # twice. XLA computes the quotient anew for each use. Without the clamp behind it, it would fuse the quotient, not
-    # rounded, into the subtraction and the addition (fused multiply-add).
+    # passes. The derivatives of the second pass are exact, whatever the result of the first pass is. That result is
+    # used twice, and XLA computes its quotient again for each use. Without the clamp, XLA would fuse the unrounded
+    # quotient into the subtraction and the addition (fused multiply-add).
     largest = jnp.finfo(x_ND.dtype).max
     rough_N = lax.stop_gradient(lax.clamp(-largest, x_ND.sum(-1) / count, largest))
     mean_N = rough_N + _sum_without_padding(x_ND - rough_N[..., None], split, axis) / count
     squares_N = _sum_without_padding(jnp.square(x_ND - mean_N[..., None]), split, axis)
 
-    # from each of n shards two floats per token
+    # two floats per token from each of n shards
     parts_n2N = gather_to_all(jnp.stack([mean_N, squares_N]), axis)
     means_nN, squares_nN = parts_n2N[:, 0], parts_n2N[:, 1]
-    # Multiplied and summed rather than with a dot, whose operands a GPU or TPU may round.
+    # Multiplied and summed rather than computed with a dot, whose operands a GPU or TPU may round.
     weights_nN = jnp.asarray(counts_n / split.size).reshape(-1, *(1,) * mean_N.ndim)
     # Computed relative to the first shard's mean, for the same reason as above. The first shard always has a column
     # that is not padding.

@@ -1,13 +1,13 @@
-"""Find the columns of a split row that `sample` may draw: a nucleus, or those that are probable enough.
+"""Find the columns of a split row that `sample` may draw: a nucleus, or the columns that are probable enough.
 
 The nucleus is the fewest of the largest columns whose probabilities add up to top_p. Sorting would need whole rows, but
-a nucleus is given by its least logit alone. So that is searched for, among the bits of a float, four of them at a time:
+the least logit alone determines a nucleus. So this logit is searched for by the bits of a float, four bits at a time:
 
-    threshold  0011 ....     the largest one so far above which enough probability lies
+    threshold  0011 ....     the largest one so far with enough probability above it
     15 of      0011 0001 .. 0011 1111     each IPU adds up its columns from each threshold on,
-                                          one all-reduce of 15 numbers per token adds up all IPUs'
+                                          one all-reduce of 15 numbers per token adds up the IPUs' sums
 
-Columns that equal the least logit tie; of these the lower ones are taken, as many as are needed.
+Columns that equal the least logit tie; as many of them as needed are taken, lower columns first.
 
 Dims: N tokens (any number of leading dims), V columns; n IPUs, T thresholds.
 """
@@ -19,12 +19,12 @@ from jax import lax
 from sharded_ops._collectives import as_varying, gather_to_all
 from sharded_ops._split import Split, mask_padding, varying_axes
 
-_DIGIT = 4  # bits of the threshold that are found at once
+_DIGIT = 4  # bits of the threshold that are determined at once
 
 
 def odds(logits_NK: jax.Array, top_N1: jax.Array, temperature_N1: jax.Array) -> jax.Array:
     """Return how probable each column is, relative to the row's largest one: from 0 to 1."""
-    # Logits equal to the top one are treated apart, as inf - inf is NaN. At temperature 0 the others get 0.
+    # Logits equal to the top one are treated separately, as inf - inf is NaN. At temperature 0 the others get 0.
     below_NK = (logits_NK - top_N1) / jnp.maximum(temperature_N1, jnp.finfo(logits_NK.dtype).tiny)
     return jnp.exp(jnp.where(logits_NK == top_N1, 0, below_NK))
 
@@ -37,9 +37,9 @@ def kept_columns(
     split: Split,
     axis: str,
 ) -> jax.Array:
-    """Return which columns of this IPU's shard may be drawn, (N.., V) bool. NaN may, since `sample` draws the first.
+    """Return which columns of this IPU's shard can be drawn, (N.., V) bool. NaN can, since `sample` draws the first.
 
-    Forward: one all-reduce of 1 number per token, and with `top_p_N1` what `_in_nucleus` sends.
+    Forward: one all-reduce of 1 number per token; with `top_p_N1` also the collectives of `_in_nucleus`.
     """
     logits_NV = mask_padding(lax.stop_gradient(logits_NV), -1, split, axis, fill=-jnp.inf)
     is_nan_NV = jnp.isnan(logits_NV)
@@ -54,9 +54,9 @@ def kept_columns(
 
 
 def _in_nucleus(logits_NV: jax.Array, p_NV: jax.Array, top_N: jax.Array, top_p_N1: jax.Array, axis: str) -> jax.Array:
-    """Return which columns are in the nucleus. The row's largest one always is.
+    """Return which columns are in the nucleus. The row's largest column always is.
 
-    Forward: one all-reduce of 1 number per token, one of 15 for each 4 bits of a logit, and one all-gather of 2.
+    Forward, per token: one all-reduce of 1 number, one of 15 for each 4 bits of a logit, and one all-gather of 2.
     """
     ranks_NV, top_rank_N = _rank(logits_NV), _rank(top_N)
     needed_N = top_p_N1[..., 0] * lax.psum(p_NV.sum(-1), axis)
@@ -79,8 +79,8 @@ def _in_nucleus(logits_NV: jax.Array, p_NV: jax.Array, top_N: jax.Array, top_p_N
     parts_n2N = gather_to_all(of_shard_2N, axis)
     is_before_n1 = (jnp.arange(parts_n2N.shape[0]) < lax.axis_index(axis)).reshape(-1, *(1,) * top_N.ndim)
     tied_before_N = jnp.where(is_before_n1, parts_n2N[:, 1], 0).sum(0)
-    number_NV = tied_before_N[..., None] + jnp.cumsum(ties_NV, -1) - 1  # of a tied column among all of them, from 0
-    # The mass before a tied column; all of them have the same probability.
+    number_NV = tied_before_N[..., None] + jnp.cumsum(ties_NV, -1) - 1  # of a tied column among all tied ones, from 0
+    # The mass before a tied column; all tied columns have the same probability.
     before_NV = parts_n2N[:, 0].sum(0)[..., None] + number_NV * p_NV
     is_first_NV = (number_NV == 0) & (least_N1 == top_rank_N[..., None])
     tied_NV = ties_NV & ((before_NV < needed_N[..., None]) | is_first_NV)
@@ -89,7 +89,7 @@ def _in_nucleus(logits_NV: jax.Array, p_NV: jax.Array, top_N: jax.Array, top_p_N
 
 
 def _rank(logits: jax.Array) -> jax.Array:
-    """Return unsigned integers that are ordered as the logits are, 0 above -0."""
+    """Return unsigned integers in the same order as the logits, 0 above -0."""
     bits = logits.dtype.itemsize * 8
     unsigned = jnp.uint32 if bits == 32 else jnp.uint64
     raw = lax.bitcast_convert_type(logits, unsigned)

@@ -1,10 +1,11 @@
 """Draw columns at random from a last dim that is split over the IPUs of a mesh axis.
 
-A random draw is made by choosing the largest of noisy logits. If g is independent standard Gumbel noise, the largest of
-logits / T + g is a draw from softmax(logits / T), and so is the largest of logits + T g, which needs no special case
-for T = 0. See Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2. `_top_k` finds the largest.
+A random draw is made by adding noise to the logits and choosing the largest. If g is independent standard Gumbel noise,
+the largest of logits / T + g is a draw from softmax(logits / T). So is the largest of logits + T g, which needs no
+special case for T = 0. See Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2. `_top_k` finds the
+largest.
 
-The noise of a column is drawn from a key of its own, into which the column's *global* number is folded. So an IPU draws
+The noise of each column is drawn from its own key, into which the column's *global* number is folded. So an IPU draws
 the noise of its own columns only, and the result does not depend on the number of IPUs.
 
 Dims: N tokens (any number of leading dims), V columns, K candidate columns; n IPUs.
@@ -39,46 +40,46 @@ def sample(
 ) -> jax.Array:
     """Draw one column for each token from softmax(logits / temperature), over a last dim that is split over `axis`.
 
-    The same key draws the same columns on any number of IPUs: the random bits are the same, and a draw could differ
-    only if two columns tie to within the rounding of a logarithm. Probabilities are those of the logits in float32
+    The same key draws the same columns on any number of IPUs: the random bits are the same, and a draw can differ only
+    if two columns tie to within the rounding of a logarithm. Probabilities are computed from the logits in float32
     (float64 if they are in float64), exact to about 2**-32. Tokens are drawn independently of each other. To draw
     again, or for another batch, use another key; under `jax.vmap` use one key per row.
 
     Without `top_k`, each IPU draws Gumbel noise for each token and each of its own columns; then one all-gather sends 2
     numbers per token. This computes a hash and two logarithms per token and column, and a hash per column. `min_p` and
-    `top_p` add one all-reduce of 1 number per token for the largest logit, and `top_p` finds the nucleus without
-    gathering rows: by one all-reduce of 1 number, 8 (16 in float64) of 15, and one all-gather of 2. With `top_k`, one
-    all-gather sends 2 min(top_k, ceil(V/n)) numbers per token; then every IPU makes the same draw among the top_k
-    candidates, and noise is drawn for these only. There is no backward pass: an index has no gradient.
+    `top_p` add one all-reduce of 1 number per token for the largest logit. `top_p` finds the nucleus without gathering
+    rows. For that it adds, per token, one all-reduce of 1 number, 8 (16 in float64) of 15, and one all-gather of 2.
+    With `top_k`, one all-gather sends 2 min(top_k, ceil(V/n)) numbers per token. Then every IPU makes the same draw
+    among the top_k candidates, and noise is drawn only for these. There is no backward pass: an index has no gradient.
 
     Args:
         key: one typed key, `jax.random.key(seed)`, the same on all IPUs of `axis`. Under check_vma=False this cannot be
             checked; if the keys differ, the columns differ between IPUs and do not have the right distribution.
         logits_shard: (N.., V) globally, padded with `Split(size, n).pad(logits, -1)`; each IPU holds (N.., ceil(V/n)).
             Any floating dtype; half types are computed in float32. A column with logit -inf is never drawn, unless the
-            whole row is -inf: then column 0 is. In a row with NaN the first NaN is drawn, as `argmax` chooses it.
+            whole row is -inf: then column 0 is drawn. In a row with NaN the first NaN is drawn, as with `argmax`.
         size: V, without padding. Padding is not read and never drawn.
         axis: the mesh axis.
-        temperature: a scalar, or (N..), one per token. 0 chooses as `argmax` does. It must be finite and not negative;
-            if it is traced, that cannot be checked.
+        temperature: a scalar, or (N..), one per token. 0 chooses like `argmax`. It must be finite and not negative;
+            this cannot be checked if it is traced.
         top_k: draw from the top_k largest columns only, as `sharded_ops.top_k` finds them; None: draw from all.
         top_p: a scalar or (N..), more than 0 and at most 1. Draw from the nucleus only: the fewest of the largest
             columns whose probabilities add up to at least top_p (Holtzman et al. 2019, arXiv:1904.09751, section 3.1).
             Columns are in the order of `sharded_ops.top_k`. A column's probability is its share after the temperature;
-            with `top_k`, its share among those top_k. Where the sum is within a rounding of top_p, the last column
-            may depend on the number of IPUs.
+            with `top_k`, its share among the top_k columns. If the sum is within rounding of top_p, the last column may
+            depend on the number of IPUs.
         min_p: a scalar or (N..), from 0 to 1. Draw only from columns that are at least min_p times as probable as the
-            most probable one, after the temperature (Nguyen et al. 2024, arXiv:2407.01082). With `top_p`, a column must
-            pass both; the nucleus is that of all columns, as in Hugging Face.
+            most probable column, after the temperature (Nguyen et al. 2024, arXiv:2407.01082). With `top_p`, a column
+            must pass both tests; the nucleus is computed from all columns, as in Hugging Face.
 
     Returns:
         (N..) int32, the same on all IPUs: columns in [0, size).
 
     Raises:
-        ValueError: `key` is not one typed key or differs between IPUs; the logits are not floating or their shard does
-            not fit `size` or is the same on all of several IPUs; `temperature`, `top_p` or `min_p` is out of its range,
-            has another shape than () or (N..), or differs between IPUs; `top_k` is not an int from 1 to `size`; or
-            `axis` is not the enclosing shard_map's.
+        ValueError: `key` is not one typed key or differs between IPUs; the logits are not floating; their shard does
+            not fit `size` or is replicated over several IPUs; `temperature`, `top_p` or `min_p` is out of range, has a
+            shape other than () or (N..), or differs between IPUs; `top_k` is not an int from 1 to `size`; or the
+            enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -102,7 +103,7 @@ def sample(
         "temperature", temperature, tokens, axis, lowest=0, highest=float(jnp.finfo(dtype).max)
     )
     if top_p is not None:
-        # The smallest number above zero makes the interval (0, 1].
+        # With the smallest number above zero, the interval is (0, 1].
         lowest = float(np.nextafter(0, 1))
         top_p = _checked_per_token("top_p", top_p, tokens, axis, lowest=lowest, highest=1)
     if min_p is not None:
@@ -130,8 +131,8 @@ def sample(
 
 
 def _gumbel_of_columns(key: jax.Array, columns_V: jax.Array, tokens: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return Gumbel noise (N.., V) that depends on the key, the token and the column's number, and on nothing else."""
-    # Of jax's key implementations, only threefry draws the same numbers with and without vmap.
+    """Return Gumbel noise (N.., V) that depends only on the key, the token and the column's number."""
+    # Only threefry, among jax's key implementations, draws the same numbers with and without vmap.
     key = jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
     def draw(column: jax.Array) -> jax.Array:
@@ -143,23 +144,23 @@ def _gumbel_of_columns(key: jax.Array, columns_V: jax.Array, tokens: tuple[int, 
 def _gumbel(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Return standard Gumbel noise.
 
-    It is -log(e) of an exponential e = -log(1 - u), where u is uniform with steps of 2**-32 (2**-64 in float64). The
-    largest noise comes from the smallest u, and near 0 floats can represent such small steps. `jax.random.gumbel` has
-    steps of 2**-23 there, unless it takes twice the bits: with 100 000 equal columns, the largest would tie with
-    another about once in a hundred draws, and the lower column would win.
+    The noise is -log(e) of an exponential e = -log(1 - u), where u is uniform with steps of 2**-32 (2**-64 in float64).
+    The largest noise comes from the smallest u, and near 0 floats can represent such small steps. `jax.random.gumbel`
+    has steps of 2**-23 there, unless it takes twice the bits. With 100 000 equal columns, the largest would then tie
+    with another about once in a hundred draws, and the lower column would win.
     """
     return _gumbel_of_bits(jax.random.bits(key, shape, jnp.uint64 if dtype == jnp.float64 else jnp.uint32), dtype)
 
 
 def _gumbel_of_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     u = (bits.astype(dtype) + 0.5) * 0.5 ** (8 * bits.dtype.itemsize)
-    # Rounding may have made u 1, for which the noise would be -inf.
+    # Rounding may have made u 1, which would make the noise -inf.
     u = jnp.minimum(u, 1 - jnp.finfo(dtype).epsneg)
     return -jnp.log(-jnp.log1p(-u))
 
 
 def _nucleus(p_NK: jax.Array, top_p_N1: jax.Array) -> jax.Array:
-    """Return which candidates are in the nucleus: those before which the probabilities add up to less than `top_p`.
+    """Return which candidates are in the nucleus: the probabilities before each of these add up to less than `top_p`.
 
     The candidates are sorted, largest first. The first one is always in the nucleus.
     """
@@ -193,7 +194,7 @@ def _checked_per_token(
     check_same_on_all(name, value, axis)
     if isinstance(value, Tracer):
         return value
-    # Compared in float64, like the bounds: in a narrower type the lower bound of top_p would be rounded to 0.
+    # Compared in float64, like the bounds: a narrower type would round the lower bound of top_p to 0.
     known = np.asarray(value, np.float64)
     outside = ~((known >= lowest) & (known <= highest))
     if outside.any():

@@ -1,7 +1,7 @@
 """Compute softmax over a last dim that is split over the IPUs of a mesh axis.
 
 No IPU ever holds a whole row of logits. Each IPU reduces its own columns to two floats per token: their largest logit,
-and the log-sum-exp relative to it. One all-gather brings these to all IPUs, and each IPU finishes by itself.
+and the log-sum-exp relative to it. One all-gather brings these to all IPUs, and each IPU finishes on its own.
 
 Dims: N tokens (any number of leading dims), V columns; n IPUs.
 """
@@ -32,8 +32,8 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
         the logarithm of its probability.
 
     Raises:
-        ValueError: the logits are not floating, their shard does not fit `size` or is the same on all of several
-            IPUs, or `axis` is not the enclosing shard_map's.
+        ValueError: the logits are not floating, their shard does not fit `size` or is replicated over several IPUs, or
+            the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -49,7 +49,7 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
     split = checked_split(logits_shard, size, axis)
     logits_NV = masked_logits(logits_shard, split, axis)
     top_N, log_sum_N = top_and_log_sum(logits_NV, dim=-1)
-    # from each of n shards two floats per token
+    # two floats per token from each of n shards
     parts_n2N = gather_to_all(jnp.stack([top_N, log_sum_N]), axis)
     tops_nN, log_sums_nN = parts_n2N[:, 0], parts_n2N[:, 1]
     base_N = lax.stop_gradient(finite(tops_nN.max(0)))
@@ -74,7 +74,7 @@ def softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Arr
         (N.., V) globally, each IPU holds (N.., ceil(V/n)), in the dtype of `logits_shard`. Padding comes out as 0.
 
     Raises:
-        ValueError: as `log_softmax`.
+        ValueError: as for `log_softmax`.
 
     Example:
         >>> from functools import partial
@@ -93,7 +93,7 @@ def softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Arr
 
 
 def checked_split(logits_shard: jax.Array, size: int, axis: str) -> Split:
-    """Return how the logits' last dim is split.
+    """Return the `Split` of the logits' last dim.
 
     Raises:
         ValueError: the logits are not floating, or are not a shard that fits `size`.
@@ -121,9 +121,9 @@ def masked_logits(logits_NV: jax.Array, split: Split, axis: str) -> jax.Array:
 def top_and_log_sum(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
     """Return the largest entry t along `dim`, and log(sum(exp(x - t))): both are -inf if all of x is -inf.
 
-    Only the second is differentiable. It needs both `where`s: log(0) must not be computed even in the branch that is
-    not taken, since its derivative, inf, would be multiplied by zero in the transposed `where`, which is NaN. If `x`
-    contains NaN, so do the results.
+    Only the second result is differentiable. It needs both `where`s: log(0) must not be computed even in the branch
+    that is not taken. Its derivative, inf, would be multiplied by zero in the transposed `where`, which gives NaN. If
+    `x` contains NaN, so do the results.
     """
     top = lax.stop_gradient(x).max(dim)
     total = jnp.exp(x - jnp.expand_dims(finite(top), dim)).sum(dim)

@@ -1,17 +1,17 @@
 """Split a dim of any size over the n IPUs of a mesh axis.
 
 Every IPU of a mesh axis must hold a shard of the same shape. So a dim is split into n parts of ceil(size / n) rows, and
-the last parts are filled up with padding. Here is `Split(10, 4)`, with x for a row of padding:
+the last parts are filled up with padding. Here is `Split(10, 4)`; x is a row of padding:
 
     IPU            0          1          2          3
     global row   0  1  2    3  4  5    6  7  8    9  x  x      local=3  padded=12  padding=2
                  offset 0   offset 3   offset 6   offset 9
 
-If there are more IPUs than rows, the last IPUs hold nothing but padding: `Split(2, 8)` puts row 0 on IPU 0, row 1 on
-IPU 1, and padding on the other six.
+If there are more IPUs than rows, the last IPUs hold only padding: `Split(2, 8)` puts row 0 on IPU 0, row 1 on IPU 1,
+and padding on the other six.
 
-`Split` itself is plain data. Outside a `shard_map` it pads whole arrays and returns their `PartitionSpec`. Inside, the
-functions below it find out which rows of this IPU's shard are real (not padding), and raise for a shard that does not
+`Split` itself is plain data. Outside a `shard_map`, it pads whole arrays and returns their `PartitionSpec`. Inside, the
+functions below determine which rows of this IPU's shard are real (not padding), and raise for a shard that does not
 fit. `_tree_layout.Layout` combines Splits for whole trees, and saves them for other numbers of IPUs.
 """
 
@@ -39,11 +39,11 @@ class Split:
     """A dim of `size` rows, split over `parts` IPUs as evenly as equal shards allow.
 
     Args:
-        size: rows of the dim before any padding. Here and below, NumPy's ints are accepted as well.
+        size: rows of the dim without padding. Here and below, NumPy ints are accepted as well.
         parts: IPUs on the mesh axis, at least 1.
 
     Raises:
-        ValueError: `size` is not an int of at least 0, or `parts` not one of at least 1.
+        ValueError: `size` is not an int of at least 0, or `parts` is not an int of at least 1.
 
     Example:
         >>> split = Split(10, 4)
@@ -76,7 +76,7 @@ class Split:
 
     @property
     def padding(self) -> int:
-        """Rows of padding, all of them at the end of the padded dim: fewer than `parts`."""
+        """Rows of padding, all at the end of the padded dim; always fewer than `parts`."""
         return self.padded - self.size
 
     def offset(self, index: _Index) -> _Index:
@@ -92,7 +92,7 @@ class Split:
         return index * self.local
 
     def count(self, index: int) -> int:
-        """Return how many real rows IPU `index` holds: `local` before padding starts, and 0 after the last real row.
+        """Return how many real rows IPU `index` holds: from `local`, before padding starts, down to 0.
 
         Raises:
             ValueError: `index` is not from 0 to parts - 1.
@@ -100,11 +100,11 @@ class Split:
         return min(max(self.size - self.offset(index), 0), self.local)
 
     def pad(self, array: ArrayLike, dim: int) -> jax.Array:
-        """Fill `dim` up to `padded` rows with zeros at its end, ready to be sharded with `spec`.
+        """Pad the end of `dim` with zeros to `padded` rows, ready to be sharded with `spec`.
 
         Args:
             array: (.., size, ..) globally, with `size` rows in `dim`.
-            dim: the dim that is split; negative ones count from the end.
+            dim: the dim that is split; a negative dim counts from the end.
 
         Returns:
             (.., padded, ..) globally. Differentiable; the transpose is `unpad`.
@@ -122,7 +122,7 @@ class Split:
 
         Args:
             array: (.., padded, ..) globally.
-            dim: the dim that is split; negative ones count from the end.
+            dim: the dim that is split; a negative dim counts from the end.
 
         Returns:
             (.., size, ..) globally. Differentiable; the transpose is `pad`.
@@ -135,7 +135,7 @@ class Split:
         return lax.slice_in_dim(jnp.asarray(array), 0, self.size, axis=dim)
 
     def spec(self, dim: int, ndim: int, axis: str) -> PartitionSpec:
-        """Return the `PartitionSpec` of a padded array of `ndim` dims whose `dim` is split over mesh axis `axis`.
+        """Return the `PartitionSpec` of a padded array of `ndim` dims, with `dim` split over mesh axis `axis`.
 
         Raises:
             ValueError: an array of `ndim` dims has no such dim, or `axis` is not one name.
@@ -202,12 +202,12 @@ def varying_axes(x: ArrayLike) -> frozenset[str]:
 
 
 def check_apart(name: str, shard: jax.Array, axis: str) -> None:
-    """Raise for a value that by its type is the same on all of several IPUs, where the op needs a shard from each.
+    """Raise for a value that is typed as replicated over several IPUs, if the op needs a shard from each.
 
-    Under check_vma=False types say nothing, and this does nothing.
+    Under check_vma=False types say nothing, and this check does nothing.
 
     Raises:
-        ValueError: names the value, and how to split it.
+        ValueError: names the value, and says how to split it.
     """
     parts = axis_size(axis)
     if parts > 1 and is_typed(axis) and axis not in varying_axes(shard):
@@ -219,10 +219,10 @@ def check_apart(name: str, shard: jax.Array, axis: str) -> None:
 
 
 def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str, *, option: str = "size") -> None:
-    """Raise for an array that is not a shard, has no `dim`, or has not as many rows in it as `split` gives each IPU.
+    """Raise for an array that is not a shard, has no `dim`, or does not have `split.local` rows in it.
 
     Raises:
-        ValueError: names the array, both sizes, and how to shard it.
+        ValueError: names the array and both sizes, and says how to shard it.
     """
     if not -shard.ndim <= dim < shard.ndim:
         raise ValueError(
@@ -243,7 +243,7 @@ def real_rows(split: Split, axis: str) -> jax.Array:
 
 
 def mask_padding(shard: jax.Array, dim: int, split: Split, axis: str, fill: float) -> jax.Array:
-    """Return the shard with `fill` in place of its padding in `dim`. The padding is not read and gets no gradient.
+    """Return the shard with `fill` instead of padding in `dim`. The padding is not read and gets no gradient.
 
     If the split has no padding, the shard itself is returned, at no cost. Sends nothing.
     """
@@ -265,7 +265,7 @@ def as_int32(name: str, indices: ArrayLike, size: int) -> jax.Array:
     if not jnp.issubdtype(own.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {own.dtype}, but indices must be integers: use int32")
     if own.dtype.itemsize < 4:
-        # Widened first, since `size` may not fit 8 or 16 bits.
+        # Widened first, since `size` may not fit into 8 or 16 bits.
         own = own.astype(np.int32)
     inside = (own >= 0) & (own < own.dtype.type(size))
     return jnp.where(inside, own.astype(np.int32), jnp.int32(-1))
@@ -290,7 +290,7 @@ def local_rows(indices: jax.Array, split: Split, axis: str) -> jax.Array:
 
 
 def check_one_per_row(name: str, indices: ArrayLike, shard: jax.Array) -> None:
-    """Raise for indices that don't have the shard's shape without its last dim: one index for each of its rows.
+    """Raise for indices that don't have the shard's shape without its last dim: one index for each row.
 
     Raises:
         ValueError: names both shapes.

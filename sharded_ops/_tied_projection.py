@@ -18,8 +18,8 @@ from sharded_ops._split import Split, check_shard, mask_padding, split_over
 def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
     """Return `hidden @ table.T`, with the table split by rows over the IPUs of `axis`, as `embedding` takes it.
 
-    The table is neither transposed nor copied in memory, except that with padding the backward pass makes a masked copy
-    of the shard for dhidden. `log_softmax_cross_entropy` takes the logits as they are.
+    The table is neither transposed nor copied in memory, except that with padding, the backward pass makes a masked
+    copy of the shard for dhidden. `log_softmax_cross_entropy` takes these logits as they are.
 
     Forward: sends nothing. Backward: one all-reduce of dhidden, (N.., D) in the dtype of `hidden`; under
     check_vma=False it is done where the `shard_map` is differentiated (see the module `_collectives`). Only
@@ -30,7 +30,7 @@ def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str
     Args:
         hidden: (N.., D) on all IPUs, floating.
         table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). Floating; if
-            its dtype is narrower than that of `hidden`, a widened copy is made first.
+            its dtype is narrower than `hidden`'s, a widened copy is made first.
         size: V, without padding. Padding is never read, and its gradient is zero.
         axis: the mesh axis.
 
@@ -39,8 +39,8 @@ def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str
         columns of padded rows are zeros.
 
     Raises:
-        ValueError: shapes or dtypes don't go together, the shard does not fit `size` or is the same on all of several
-            IPUs, `hidden` differs between them, or `axis` is not the enclosing shard_map's.
+        ValueError: shapes or dtypes don't fit together, the shard does not fit `size` or is replicated over several
+            IPUs, `hidden` differs between IPUs, or the enclosing shard_map has no axis `axis`.
 
     Source: Press and Wolf 2017, arXiv:1608.05859, for the tied weights; Shoeybi et al. 2019, arXiv:1909.08053, for the
     split by rows.
@@ -71,8 +71,8 @@ def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str
     return mask_padding(_tied_dot(hidden_ND, table_VD, split, axis), -1, split, axis, fill=0).astype(dtype)
 
 
-# A rule of its own, because lax's rule would keep a masked copy of the table from the forward pass until the backward
-# pass. Only dhidden sums over rows of the table, and for it padding must not be read.
+# A custom rule, because lax's rule would keep a masked copy of the table from the forward pass until the backward pass.
+# Only dhidden sums over rows of the table, so only dhidden must not read padding.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _tied_dot(hidden_ND: jax.Array, table_VD: jax.Array, split: Split, axis: str) -> jax.Array:
     contracted = (((hidden_ND.ndim - 1,), (1,)), ((), ()))

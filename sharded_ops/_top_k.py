@@ -29,8 +29,8 @@ from sharded_ops._split import Split, check_shard, local_rows, mask_padding, spl
 def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
     """Return `jnp.argmax` over a last dim that is split over the IPUs of `axis`.
 
-    Forward: one all-gather of 2 numbers per token: each shard's largest value, widened to 32 bits if it has fewer, and
-    the column of that value. There is no backward pass: an index has no gradient.
+    Forward: one all-gather of 2 numbers per token: each shard's largest value, widened to at least 32 bits, and its
+    column. There is no backward pass: an index has no gradient.
 
     Args:
         x_shard: (N.., V) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(V/n)). Any real
@@ -39,12 +39,12 @@ def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
         axis: the mesh axis.
 
     Returns:
-        (N..) int32, the same on all IPUs: the column, in [0, size). If columns tie, it is the lowest of them. NaN
+        (N..) int32, the same on all IPUs: the column, in [0, size). If columns tie, the lowest column is returned. NaN
         counts as the largest value.
 
     Raises:
-        ValueError: `x_shard` is not real, does not fit `size` or is the same on all of several IPUs, or `axis` is not
-            the enclosing shard_map's.
+        ValueError: `x_shard` is not real, does not fit `size` or is replicated over several IPUs, or the enclosing
+            shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -63,14 +63,14 @@ def argmax(x_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
 def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[jax.Array, jax.Array]:
     """Return `lax.top_k` over a last dim that is split over the IPUs of `axis`.
 
-    Forward: one all-gather of 2 min(k, ceil(V/n)) numbers per token, values widened to 32 bits if they have fewer.
+    Forward: one all-gather of 2 min(k, ceil(V/n)) numbers per token, with values widened to at least 32 bits.
     Backward: under check_vma=True nothing, as each IPU keeps the gradients of its own columns; under check_vma=False
     one all-reduce of the values' cotangent, (N.., k). Forward-mode derivatives: one all-reduce of (N.., k).
 
     Args:
         x_shard: (N.., V) globally, padded with `Split(size, n).pad(x, -1)`; each IPU holds (N.., ceil(V/n)). Any real
             dtype, or bool.
-        k: how many columns, from 1 to `size`. It may be more than the columns of one IPU.
+        k: how many columns, from 1 to `size`. It can be larger than the number of columns on one IPU.
         size: V, without padding. Padding is not read and never chosen, and its gradient is zero.
         axis: the mesh axis.
 
@@ -80,8 +80,8 @@ def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[
         value, whatever its sign bit (`lax.top_k` puts NaN last if its sign bit is set), and 0 as larger than -0.
 
     Raises:
-        ValueError: `k` is not an int from 1 to `size`, `x_shard` is not real, does not fit `size` or is the same on all
-            of several IPUs, or `axis` is not the enclosing shard_map's.
+        ValueError: `k` is not an int from 1 to `size`; `x_shard` is not real, does not fit `size` or is replicated over
+            several IPUs; or the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -98,35 +98,35 @@ def top_k(x_shard: jax.Array, k: int, *, size: int, axis: str = "ipu") -> tuple[
     values_NK, columns_NK = sharded_top_k(widened(x_shard), k, split, axis)
     values_NK = values_NK.astype(x_shard.dtype)
     if jnp.issubdtype(x_shard.dtype, jnp.floating):
-        # A custom rule's result must vary over the same axes as its tangent, but the result of jnp.where without any
-        # tokens varies over none.
+        # A custom rule's result must vary over the same axes as its tangent, but without any tokens the result of
+        # jnp.where varies over no axis.
         values_NK = as_varying(values_NK, varying_axes(x_shard) - {axis})
         values_NK = _with_derivative(x_shard, values_NK, columns_NK, split, axis)
     return values_NK, columns_NK
 
 
 def sharded_argmax(x_NV: jax.Array, split: Split, axis: str) -> jax.Array:
-    """Return the column of the largest value, (N..), as `argmax` does, of values that are `widened`."""
+    """Return the column of the largest value, (N..), like `argmax`. The values must be `widened`."""
     x_NV = mask_padding(lax.stop_gradient(x_NV), -1, split, axis, fill=_lowest(x_NV.dtype))
     columns_N = split.offset(lax.axis_index(axis)) + jnp.argmax(x_NV, -1).astype(jnp.int32)
     values_nN, columns_nN = _gather_candidates(x_NV.max(-1), columns_N, axis)
-    # Of shards that tie, the first has the lowest column. Padding is in the last columns, so it loses every tie.
+    # If shards tie, the first one has the lowest column. Padding is in the last columns, so it loses every tie.
     return jnp.take_along_axis(columns_nN, jnp.argmax(values_nN, 0)[None], axis=0)[0]
 
 
 def sharded_top_k(x_NV: jax.Array, k: int, split: Split, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest values and their columns, (N.., k), as `top_k` does, of values that are `widened`.
+    """Return the k largest values and their columns, (N.., k), like `top_k`. The values must be `widened`.
 
-    The values have no derivative.
+    The results have no derivative.
     """
     x_NV = lax.stop_gradient(x_NV)
     if jnp.issubdtype(x_NV.dtype, jnp.floating):
-        # lax.top_k puts NaN first or last according to its sign bit, and last would be after the padding.
+        # lax.top_k puts NaN first or last depending on its sign bit, and last would be after the padding.
         x_NV = jnp.where(jnp.isnan(x_NV), jnp.nan, x_NV)
     x_NV = mask_padding(x_NV, -1, split, axis, fill=_lowest(x_NV.dtype))
     values_NK, columns_NK = lax.top_k(x_NV, min(k, split.local))
     columns_NK = split.offset(lax.axis_index(axis)) + columns_NK.astype(jnp.int32)
-    # The candidates are concatenated in the order of their shards, so that of equal values the lower column still comes
+    # The candidates are concatenated in the order of their shards, so that the lower column of equal values still comes
     # first.
     values_NK, columns_NK = (
         jnp.moveaxis(gathered, 0, -2).reshape(*x_NV.shape[:-1], split.parts * values_NK.shape[-1])
@@ -137,7 +137,7 @@ def sharded_top_k(x_NV: jax.Array, k: int, split: Split, axis: str) -> tuple[jax
 
 
 def _gather_candidates(values: jax.Array, columns: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Return the values (of 32 or 64 bits) and columns of all IPUs, (n, ..) each. One all-gather carries their bits."""
+    """Return the values (of 32 or 64 bits) and columns of all IPUs, each (n, ..). One all-gather sends their bits."""
     carrier = jnp.int32 if values.dtype.itemsize == 4 else jnp.int64
     pair = jnp.stack([lax.bitcast_convert_type(values, carrier), columns.astype(carrier)])
     pairs = gather_to_all(pair, axis)
@@ -148,7 +148,7 @@ def _gather_candidates(values: jax.Array, columns: jax.Array, axis: str) -> tupl
 def _with_derivative(
     x_NV: jax.Array, values_NK: jax.Array, columns_NK: jax.Array, split: Split, axis: str
 ) -> jax.Array:
-    """Return `values_NK` with the derivative of x_NV[.., columns_NK], whose values they are.
+    """Return `values_NK`, which equal x_NV[.., columns_NK], with the derivative of that expression.
 
     The values themselves were gathered as bits, which have no derivative.
     """
@@ -165,7 +165,7 @@ def _with_derivative_jvp(split: Split, axis: str, primals: Any, tangents: Any) -
 
 
 def split_of_ordered(name: str, x_shard: jax.Array, size: int, axis: str) -> Split:
-    """Return how the last dim of `x_shard` is split.
+    """Return the `Split` of the last dim of `x_shard`.
 
     Raises:
         ValueError: the values have no order, or are not a shard that fits `size`.
@@ -178,7 +178,7 @@ def split_of_ordered(name: str, x_shard: jax.Array, size: int, axis: str) -> Spl
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """Return `x` in 32 bits if its dtype has fewer. The conversion is exact and keeps the order."""
+    """Return `x` with at least 32 bits per element. The conversion is exact and keeps the order."""
     if x.dtype.itemsize >= 4:
         return x
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

@@ -1,7 +1,7 @@
 """Pad trees of arrays, place them on a mesh, copy them back to the host, and save how they are split.
 
 A table that is padded for 3 IPUs doesn't have the shape that 8 IPUs need. So the *whole* table is saved, without
-padding, and is padded anew for any number of IPUs:
+padding, and is padded again for any number of IPUs:
 
     3 IPUs   0 1 2 3 | 4 5 6 7 | 8 9 x x     whole: 0 1 2 3 4 5 6 7 8 9
                                       whole  ->  saved, restored  ->  place
@@ -9,10 +9,10 @@ padding, and is padded anew for any number of IPUs:
 
 A `Layout` is plain data that says which dim of which leaf is split. It does not depend on the number of IPUs, and is
 saved as JSON next to the checkpoint, whatever tool writes the checkpoint. A tree need not fit into the host's memory:
-`each_whole` returns the leaves one by one, and `place` reads the leaves one by one, and of each leaf only the rows that
-this process's IPUs hold.
+`each_whole` returns the leaves one by one. `place` reads the leaves one by one, and reads only the rows that this
+process's IPUs hold.
 
-Nothing here runs inside a `shard_map`. These functions run on the host, before the first step and after the last.
+Nothing here runs inside a `shard_map`. These functions run on the host, before the first step and after the last one.
 """
 
 import dataclasses
@@ -35,9 +35,8 @@ _FIELDS = ("shape", "dtype", "dim")
 class Layout:
     """Describe how the leaves of a tree are split over a mesh axis, for any number of IPUs on it.
 
-    A leaf is named by its path, the keys that lead to it with "/" between them: {"head": {"w": w}} has the leaf
-    "head/w". Make a layout with `Layout.of`, and the layout of an optimizer's state with `of_state` of the parameters'
-    layout.
+    A leaf is named by its path: the keys that lead to it, joined by "/". So {"head": {"w": w}} has the leaf "head/w".
+    Make a layout with `Layout.of`. Make the layout of an optimizer's state with `of_state` of the parameters' layout.
 
     Args:
         leaves: for each path, the shape and dtype of the whole leaf and the dim that is split.
@@ -67,12 +66,12 @@ class Layout:
 
         Args:
             tree: whole arrays without padding, or objects with a shape and a dtype, such as `jax.eval_shape` returns.
-            dims: a tree of ints and None with the structure of `tree`, or a prefix of it, in which an entry applies to
-                all leaves below it. An int is the dim that is split; negative ones count from the end. None: not split.
+            dims: a tree of ints and None with the structure of `tree`, or a prefix of it, where each entry applies to
+                all leaves below it. An int is the dim to split; a negative int counts from the end. None: not split.
 
         Raises:
-            ValueError: `dims` is not a prefix of `tree`; a leaf does not have the dim named, is not an array or is a
-                random key; or two leaves have the same path.
+            ValueError: `dims` is not a prefix of `tree`; a leaf does not have its dim, is not an array or is a random
+                key; or two leaves have the same path.
         """
         leaves: dict[str, LeafLayout] = {}
         for path, leaf, dim in _with_dims(tree, dims):
@@ -89,12 +88,12 @@ class Layout:
 
         Args:
             state: whole arrays or their shapes, such as `jax.eval_shape(optimizer.init, params)` of whole `params`.
-            dims: for each path the dim that is split. It is needed for leaves whose path ends with a parameter's but
-                which have another shape, such as the row statistics of Adafactor.
+            dims: for each path, the dim to split. Required for a leaf whose path ends with a parameter's path but whose
+                shape differs from the parameter's, such as the row statistics of Adafactor.
 
         Raises:
-            ValueError: such a leaf is missing in `dims`, or `dims` contains a path that is not a leaf's, or a dim that
-                the leaf does not have.
+            ValueError: such a leaf is missing in `dims`, or `dims` contains a path without a leaf, or a dim that the
+                leaf does not have.
         """
         given = dict(dims or {})
         leaves: dict[str, LeafLayout] = {}
@@ -140,10 +139,10 @@ class Layout:
     def pad(self, tree: Any, parts: int) -> Any:
         """Return the tree with its split dims padded with zeros for `parts` IPUs.
 
-        It works under `jit` and is differentiable.
+        This works under `jit` and is differentiable.
 
         Args:
-            tree: whole leaves. Those of jax give jax arrays, and those of numpy give numpy arrays.
+            tree: whole leaves. jax arrays are returned as jax arrays, and numpy arrays as numpy arrays.
             parts: the number of IPUs on the mesh axis.
 
         Returns:
@@ -167,10 +166,10 @@ class Layout:
         return self._map(tree, padded)
 
     def unpad(self, tree: Any) -> Any:
-        """Return the tree without padding, for whatever number of IPUs it was padded. Inverse and transpose of `pad`.
+        """Return the tree without the padding for any number of IPUs. This is the inverse and transpose of `pad`.
 
         Args:
-            tree: padded leaves. Those of jax give jax arrays, and those of numpy give numpy arrays.
+            tree: padded leaves. jax arrays are returned as jax arrays, and numpy arrays as numpy arrays.
 
         Raises:
             ValueError: `tree` does not fit the layout.
@@ -185,9 +184,8 @@ class Layout:
     def place(self, source: Any, mesh: Mesh, axis: str, *, like: Any = None) -> Any:
         """Copy whole leaves from the host to the IPUs of a mesh, padded and split.
 
-        Leaves are read one after the other, and for each leaf the rows of one IPU after the other. A whole padded leaf
-        is made on the host only if one IPU holds all of it. With several processes, each process must call this with
-        the same leaves.
+        Leaves are read one after the other, and each leaf is read IPU by IPU. A whole padded leaf is made on the host
+        only if one IPU holds all of it. With several processes, each process must call this with the same leaves.
 
         Args:
             source: a tree of whole numpy arrays, or of objects that numpy can read (a memory map is read piece by
@@ -197,8 +195,8 @@ class Layout:
             like: any tree with the structure to be built, such as `jax.eval_shape` returns; its leaves are not read.
 
         Returns:
-            The tree, with leaves of the padded global shape, sharded as `shardings` returns. numpy reads the bfloat16
-            arrays that it has saved as plain pairs of bytes ("V2"); such a leaf gets the dtype of the layout again.
+            The tree, with leaves of the padded global shape, sharded as `shardings` returns. numpy loads bfloat16
+            arrays that it has saved as plain pairs of bytes ("V2"); such a leaf gets back the dtype of the layout.
 
         Raises:
             ValueError: the leaves do not fit the layout, or `mesh` has no such axis.
@@ -215,9 +213,9 @@ class Layout:
 
             def shard(index: Any) -> np.ndarray:
                 rows = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-                # Padding is zeros. It is a copy, because jax on a CPU would otherwise share the memory of `source`.
+                # Padding is zeros. Rows are copied, because jax on a CPU would otherwise share memory with `source`.
                 shard_rows = np.zeros([stop - start for start, stop, _ in rows], whole.dtype)
-                # A slice that goes beyond the end of `whole` takes the existing rows only: the real rows.
+                # A slice that extends beyond the end of `whole` takes only the existing rows, which are the real rows.
                 real = whole[index]
                 shard_rows[tuple(slice(0, size) for size in real.shape)] = real
                 return shard_rows
@@ -233,7 +231,7 @@ class Layout:
             tree: padded leaves: jax arrays, split in any way over any number of IPUs, or numpy arrays.
 
         Raises:
-            ValueError: `tree` does not fit the layout, or some rows of a leaf are only on IPUs of other processes.
+            ValueError: `tree` does not fit the layout, or some rows of a leaf are only on other processes' IPUs.
         """
         return self._map(tree, leaf_to_host)
 
@@ -241,7 +239,7 @@ class Layout:
         """Return an iterator over each leaf's path and whole array, for a tree that does not fit on the host.
 
         Raises:
-            ValueError: as for `whole`. If paths are wrong, it is raised at once, before the first leaf is asked for.
+            ValueError: as for `whole`. Wrong paths raise it at once, before the iterator is used.
         """
         named = self._named_leaves(tree)
         return ((path, leaf_to_host(path, leaf, self.leaves[path])) for path, leaf in named)
@@ -255,7 +253,7 @@ class Layout:
         """Return the layout from the text that `to_json` returned.
 
         Raises:
-            ValueError: `text` is not such a text.
+            ValueError: `text` is not a text from `to_json`.
         """
         read = json.loads(text)
         if not isinstance(read, dict):
@@ -266,7 +264,7 @@ class Layout:
         return cls({path: LeafLayout(tuple(leaf["shape"]), leaf["dtype"], leaf["dim"]) for path, leaf in read.items()})
 
     def _parameter_of(self, path: str) -> str | None:
-        """Return the longest path of this layout with which `path` ends, or None if there is none."""
+        """Return the longest path of this layout that `path` ends with, or None if there is none."""
         ends = [known for known in self.leaves if path == known or path.endswith(f"/{known}") or not known]
         return max(ends, key=len, default=None)
 
@@ -295,7 +293,7 @@ def _are_sizes(shape: Any) -> bool:
 
 
 def _with_dims(tree: Any, dims: Any) -> list[tuple[str, Any, Any]]:
-    """Return the path, the leaf and the dim of each leaf; `dims` is a prefix of `tree`, in which None is a leaf."""
+    """Return the path, the leaf and the dim of each leaf. `dims` is a prefix of `tree`; None counts as a leaf in it."""
     leaf_dims: list[Any] = []
     try:
         jax.tree.map(

@@ -1,1 +1,1 @@
-"""What the commands share: how a command line is read, what is said, and how a process ends. Nothing imports jax."""
+"""Provide what the commands share: reading a command line, messages, and ending a process. Nothing imports jax."""

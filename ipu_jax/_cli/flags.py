@@ -29,10 +29,10 @@ def flag(
     """Return a field that is a flag.
 
     Args:
-        default: None says nothing in the help; any other value is named there.
+        default: the default value, which the help names unless it is None.
         kind: turns a text into the value, or raises `argparse.ArgumentTypeError`. None for a switch.
         help: what the flag does.
-        metavar: stands for the value in the help.
+        metavar: the name of the value in the help.
         also: a second name.
         group: the flag's heading in the help.
         excludes: flags with the same word exclude each other.
@@ -68,5 +68,5 @@ def add_flags(parser: argparse.ArgumentParser, of: type) -> None:
 
 
 def flags_of(of: type[_Flags], parsed: argparse.Namespace) -> _Flags:
-    """Return the parsed flags as the dataclass that they were made of."""
+    """Return the parsed flags as the dataclass that defines them."""
     return of(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(of)})  # pyright: ignore[reportArgumentType]

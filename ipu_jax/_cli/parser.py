@@ -1,4 +1,4 @@
-"""Parse a command line: errors are one line that names the flag as it was typed, and says what to give instead.
+"""Parse a command line. An error is one line that names the flag as typed, and says what to give instead.
 
 Nothing here imports jax, so that a wrong command line is refused at once.
 """
@@ -22,7 +22,7 @@ from ipu_jax._version import __version__
 _Value = TypeVar("_Value")
 
 MOST_IPUS = 1024
-"""The most virtual IPUs that a command makes in its process. Each has threads and compiled programs of its own."""
+"""The largest number of virtual IPUs in a command's process. Each has its own threads and compiled programs."""
 
 _LARGEST = 2**31 - 1
 _LONGEST_SHOWN = 60
@@ -30,15 +30,14 @@ _NAMED_VALUE = re.compile(r"\b([a-z]+(?:_[a-z]+)*)=(?=\S)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with --version, whose errors are one line each, without the usage that argparse puts before it.
+    """A parser with --version. Its errors are one line each, without the usage that argparse prints before them.
 
-    A flag cannot be shortened, and one that does not exist is refused with the name of the nearest one.
+    A flag cannot be abbreviated. An unknown flag is refused with the name of the nearest one.
 
     Args:
         prog: the name of the command.
         description, epilog: as for `argparse.ArgumentParser`.
-        called: the flags of values whose names in errors are not those of their flags, such as
-            `{"schedule": "--pipeline-schedule"}`.
+        called: the flags of values that errors call by another name, such as `{"schedule": "--pipeline-schedule"}`.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action=_Version, help="print the versions, and exit")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Return the parsed flags of `argv`, or else of the process's command line; wrong ones exit with status 2."""
+        """Return the parsed flags of `argv`, by default the process's command line; wrong flags exit with status 2."""
         self._argv = list(sys.argv[1:] if argv is None else argv)
         try:
             args, unknown = self.parse_known_args(self._argv)
@@ -69,12 +68,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Exit with status 2 and the error's message, in which values that have flags are named by them.
+        """Exit with status 2 and the error's message, in which values that have flags are named by their flags.
 
-        `batch_size=8` becomes `--batch-size 8`, since who typed the latter does not know the former.
+        `batch_size=8` becomes `--batch-size 8`, since a user who typed the flag does not know the argument.
         """
         if is_of_a_removed_directory(error):
-            raise error  # it says nothing; `ipu_jax._cli.process` does
+            raise error  # its message says nothing; `ipu_jax._cli.process` prints a better one
         self.error(_NAMED_VALUE.sub(lambda found: self._flag_of(found[1]) or found[0], str(error)))
 
     def _as_typed(self, error: argparse.ArgumentError) -> str:
@@ -88,12 +87,12 @@ class Parser(argparse.ArgumentParser):
         return f"argument {flag}: {message}"
 
     def _typed(self, names: Sequence[str]) -> str:
-        """Return the name of a flag that was typed, or else its first one."""
+        """Return the name of a flag that was typed, or else its first name."""
         typed = {argument.split("=")[0] for argument in self._argv}
         return next((name for name in names if name in typed), names[0])
 
     def _flag_of(self, name: str) -> str | None:
-        """Return the beginning of the flag with that name, as in "--batch-size ", or None if there is none."""
+        """Return the flag of the value with that name, and a space, as in "--batch-size ", or None if there is none."""
         flag = self._called.get(name, "--" + name.replace("_", "-"))
         for action in self._actions:
             if flag in action.option_strings:
@@ -132,7 +131,7 @@ class _Version(argparse.Action):
 
 
 def versions(prog: str) -> str:
-    """Return what --version prints: the versions of the command and of what it runs on."""
+    """Return what --version prints: the versions of the command, its packages and Python."""
     import importlib.metadata  # no other command line needs it
 
     packages = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy", "optax"))
@@ -140,7 +139,7 @@ def versions(prog: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text of the user's as it is shown in an error: a long one is cut.
+    """Return a user's text as it is shown in an error: a long text is cut.
 
     >>> shown("12"), shown(100 * "1")
     ('12', '1111111111111111111111111...1111111111111111111111111')
@@ -166,7 +165,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def number_that(kind: Callable[[str], _Value], accept: Callable[[_Value], bool], rule: str) -> Callable[[str], _Value]:
-    """Return an argparse type for numbers for which `accept` is true; `rule` ends the error of another."""
+    """Return an argparse type for numbers for which `accept` is true; the error for other numbers ends in `rule`."""
 
     def of_text(text: str) -> _Value:
         with contextlib.suppress(ValueError):
@@ -180,7 +179,7 @@ def number_that(kind: Callable[[str], _Value], accept: Callable[[_Value], bool],
 
 count = number_that(int, lambda n: n >= 1, "a count: give a whole number of at least 1")
 positive = number_that(float, lambda x: 0 < x < math.inf, "a positive number: give one such as 0.01")
-# rates that float32 can represent: a rate that is rounded to 0 would silently train nothing
+# rates that float32 can represent: a rate rounded to 0 would silently train nothing
 rate = number_that(float, lambda x: 2.0**-126 <= x < 2.0**128, "a positive number: give one such as 0.01")
 seed = number_that(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number from 0 to 4294967295")
 
@@ -193,14 +192,14 @@ def path(text: str) -> Path:
 
 
 def checkpoint(text: str) -> str:
-    """Return "auto", "never" or the path of a checkpoint, which must be there; `./auto` is a folder of that name."""
+    """Return "auto", "never" or the path of a checkpoint, which must exist; `./auto` is a folder of that name."""
     if text not in ("auto", "never") and not path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is no checkpoint: give its folder, or auto, or never")
     return text
 
 
 def checked(check: Callable[[str], str]) -> Callable[[str], str]:
-    """Return an argparse type for texts that `check` does not refuse by a ValueError, whose message is shown."""
+    """Return an argparse type for texts that `check` accepts. The message of its ValueError is shown for others."""
 
     def of_text(text: str) -> str:
         try:

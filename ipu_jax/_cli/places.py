@@ -1,4 +1,4 @@
-"""Check that folders and files can be written before anything takes long. Nothing here imports jax."""
+"""Check that folders and files can be written before any long work begins. Nothing here imports jax."""
 
 import os
 import tempfile
@@ -35,7 +35,7 @@ def writable_folder(flag: str, folder: str | os.PathLike[str]) -> Path:
 
 
 def check_file(flag: str, file: Path, suffixes: tuple[str, ...]) -> None:
-    """Check that a file can be written, by writing a quarter of a megabyte. One that is there stays as it is.
+    """Check that a file can be written, by writing a quarter of a megabyte. An existing file stays as it is.
 
     Args:
         flag: the flag that names it, for errors.
@@ -51,13 +51,13 @@ def check_file(flag: str, file: Path, suffixes: tuple[str, ...]) -> None:
     try:
         if not file.parent.is_dir():
             raise ValueError(f"{flag} {file}: there is no folder {file.parent}")
-        target = file.resolve()  # of a link, the file that it names
+        target = file.resolve()  # for a link, the file that it points to
         is_new = not target.exists()
         if not is_new and not target.is_file() and not target.is_dir():
             raise ValueError(f"{flag} {file} is not a file that can be written: give another file")
         with target.open("ab") as opened:
             try:
-                if is_new:  # one that is there gives its own room
+                if is_new:  # an existing file provides its own room
                     opened.write(_ROOM)
                     opened.flush()
                     os.fsync(opened.fileno())
@@ -69,6 +69,6 @@ def check_file(flag: str, file: Path, suffixes: tuple[str, ...]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line why a file could not be written: the system's reason, or else what the error says."""
+    """Return in one line why a file could not be written: the system's reason, or else the error's message."""
     number = getattr(error, "errno", None)
     return os.strerror(number) if number else " ".join(str(error).split())

@@ -1,12 +1,12 @@
 """Run a command as a process that ends quietly and at once, whatever its user or the reader of its output does.
 
-    the command ends by itself                     its own exit status
-    the reader of a pipe has gone (`| head`)       141, and nothing is printed, as of a program that SIGPIPE ends
+    the command ends on its own                    its own exit status
+    the reader of a pipe has gone (`| head`)       141, and nothing is printed, as for a program ended by SIGPIPE
     stdout or stderr cannot be written (full disk) 74, EX_IOERR of sysexits.h, and one line
     the working directory was removed              2, and one line, if the command needs to know it
     Ctrl-C                                         130, at once, also in the middle of an import or a compilation
 
-What stdout's encoding lacks is printed as an escape, and a stdout or stderr that is closed takes everything.
+Characters that stdout's encoding lacks are printed as escapes. A closed stdout or stderr discards everything.
 
 Nothing here imports jax.
 """
@@ -30,7 +30,7 @@ _SHOW_CURSOR: Final = b"\x1b[?25h\n"
 
 
 class _CannotWriteError(OSError):
-    """Raised by a `_Stream`, so that it is told from an error of the program's own files."""
+    """Raised by a `_Stream`, to distinguish it from an error of the program's own files."""
 
 
 class _Stream(io.TextIOWrapper):
@@ -54,13 +54,13 @@ class _Stream(io.TextIOWrapper):
 
 
 def run(prog: str, main: Callable[[], int], *, extra: str | None = None, packages: Collection[str] = ()) -> NoReturn:
-    """Run a command, and end the process with its exit status, or one of those above.
+    """Run a command, and end the process with its exit status, or with one of the statuses above.
 
     Args:
         prog: the name of the command.
         main: the command; it returns its exit status, or exits.
-        extra: of ipu-jax, which installs what the command needs besides.
-        packages: the names by which these are imported. Without one of them the process ends with status 2.
+        extra: the extra of ipu-jax that installs the other packages that the command needs.
+        packages: the import names of these packages. If one is missing, the process ends with status 2.
     """
     _open_what_is_closed()
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -84,7 +84,7 @@ def _main_with(packages: Collection[str], extra: str | None, prog: str, main: Ca
 
 @contextlib.contextmanager
 def warnings_as_lines(prog: str, *kinds: type[Warning], shown: bool = True) -> Iterator[None]:
-    """Print warnings of some kinds as lines of a command, for the time of a `with` block; nothing unless `shown`."""
+    """Print warnings of some kinds as lines of a command within a `with` block; print nothing unless `shown`."""
 
     def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
         if not issubclass(category, kinds):
@@ -105,7 +105,7 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
             return main()
         except SystemExit as stopped:
             return stopped.code
-        except KeyboardInterrupt:  # of a command that takes Ctrl-C itself, and has said what it did
+        except KeyboardInterrupt:  # from a command that handles Ctrl-C itself, and has said what it did
             return _INTERRUPTED
         except FileNotFoundError as error:
             if not is_of_a_removed_directory(error):
@@ -135,7 +135,7 @@ def is_of_a_removed_directory(error: BaseException) -> bool:
 
 
 def _discard_if_unwritable(stream: TextIO) -> None:
-    """Send a stream to nowhere if it cannot be written, so that Python can close it without an error."""
+    """Send a stream to /dev/null if it cannot be written, so that Python can close it without an error."""
     try:
         stream.write("")
         stream.flush()
@@ -147,17 +147,17 @@ def _discard_if_unwritable(stream: TextIO) -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Open stdin, stdout and stderr to nowhere where they are closed, before a file or a socket gets their number."""
+    """Open stdin, stdout and stderr on /dev/null if they are closed, before a file or a socket gets their number."""
     while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(nowhere)
 
 
 def _end_at_ctrl_c() -> None:
-    """End the process at Ctrl-C, even while it compiles or waits in XLA, where Python runs no handler of its own.
+    """End the process at Ctrl-C, even while it compiles or waits in XLA, where Python runs no handler.
 
     The system's handler writes to a pipe, and a thread that reads it ends the process. A process that was started to
-    ignore Ctrl-C goes on ignoring it.
+    ignore Ctrl-C keeps ignoring it.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return

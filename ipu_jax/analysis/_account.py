@@ -1,6 +1,6 @@
-"""Count what a pipeline needs: FLOPs and live bytes per segment; weights, stash, messages and idle time per IPU.
+"""Count the needs of a pipeline: FLOPs and live bytes per segment; weights, stash, messages and idle time per IPU.
 
-All of it is derived from the plan and the traced programs of its segments. `report` puts it together.
+All counts are derived from the plan and the traced programs of its segments. `report` puts them together.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from ipu_jax.weights.packed_layout import PackedLayout, local_shape
 
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
-    """The cost of one segment to one IPU for one micro-batch.
+    """The cost of one segment on one IPU for one micro-batch.
 
     Attributes:
         forward, backward, weight: FLOPs of F, of the whole backward pass, and of its part W if that runs separately.
-        working_set: the most bytes alive at once in any of them.
+        working_set: the most bytes alive at once in any of these passes.
     """
 
     forward: int
@@ -41,7 +41,7 @@ def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
         weights = sum(len(params.group(name).leaves) for name in segment.groups)
         num_dy = len(split_floats(program.y)[0])
         flops = [jaxpr_flops(jaxpr) for jaxpr in backward]
-        # Slices of the batch and of the stash are copies. B reads them, but dy from a channel; all that W reads is one.
+        # Inputs after the weights are copied slices of the batch and the stash, except B's dy, which is in a channel.
         ends = [len(backward[0].in_avals) - num_dy, *(len(jaxpr.in_avals) for jaxpr in backward[1:])]
         peak_bytes = [
             jaxpr_peak_bytes(jaxpr, copied=range(weights, end), keep_outputs=False)
@@ -58,7 +58,7 @@ def stash_bytes(plan: Plan, ipu: int) -> int:
 
 
 def stash_buffer_bytes(plan: Plan) -> int:
-    """Return the bytes of the stash in the scan. Every IPU has as many as the one that needs most."""
+    """Return the bytes of the stash in the scan. Every IPU holds as many as the IPU that needs the most."""
     return _buffer_bytes(Stash(plan).sizes)
 
 
@@ -111,7 +111,7 @@ def wide_accumulator_bytes(layout: PackedLayout) -> int:
 
 
 def channel_bytes(plan: Plan, micro_batches: int) -> int:
-    """Return the bytes of loss, of aux, and of each channel's y and dx, counted twice if received on another IPU."""
+    """Return the bytes of loss, aux, and each channel's y and dx, which count twice if another IPU receives them."""
     total = bytes_of(plan.programs[-1].y) + micro_batches * sum(bytes_of(program.aux) for program in plan.programs)
     for channel in plan.channels:
         size = bytes_of(channel.message) + bytes_of(split_floats(channel.message)[0])
@@ -127,7 +127,7 @@ def sent_bytes(plan: Plan, ipu: int) -> int:
         total += sum(bytes_of(split_floats(channel.message)[0]) for _, target in channel.pairs if target == ipu)
     for i in range(len(plan.segments) - 1):
         message, floats = plan.programs[i].y, split_floats(plan.programs[i].y)[0]
-        if plan.segments[i + 1].place is None:  # a psum broadcasts x to all IPUs, and another one sums the parts of dx
+        if plan.segments[i + 1].place is None:  # a psum broadcasts x to all IPUs, and another psum sums the parts of dx
             total += bytes_of(message) + bytes_of(floats)
         elif plan.segments[i].place is None:  # dy is broadcast to all IPUs
             total += bytes_of(floats)
@@ -138,7 +138,7 @@ def idle_shares(plan: Plan, costs: list[SegmentCost], ipus: int) -> list[float]:
     """Return, per IPU, the share of a step in which it is idle: all IPUs wait for each other at each exchange."""
     stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
     for segment, cost in zip(plan.segments, costs, strict=True):
-        # the simulator divides the cost of concurrent stages by the IPUs
+        # the simulator divides the cost of concurrent stages among the IPUs
         sharers = ipus if segment.place is None else 1
         for kind, per_stage in stage_costs.items():
             per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)

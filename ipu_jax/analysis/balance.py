@@ -1,11 +1,11 @@
-"""Place layers on IPUs: contiguous runs of layers, so that the largest load of an IPU is as small as possible.
+"""Place layers on IPUs in contiguous runs, so that the largest load of an IPU is as small as possible.
 
     costs   4  1  1  1  3  2        on 3 IPUs
             -  -------  ----
             4     3      5          largest load 5, mean 4: imbalance 25%
 
-In a pipeline every IPU waits for the one with the largest load, so that load decides how long a step takes. The
-partition is exact, by dynamic programming over (layers, runs): it minimizes the largest run first, and then the sum of
+In a pipeline every IPU waits for the IPU with the largest load, so this load decides how long a step takes. The
+partition is exact, by dynamic programming over (layers, runs). It minimises the largest run first, and then the sum of
 the squares of all runs, so that they are as even as possible.
 """
 
@@ -46,7 +46,7 @@ class LayerPlacement:
 
     @property
     def imbalance(self) -> float:
-        """Return the largest load over the mean load, less 1. It is 0 if all loads are equal."""
+        """Return the largest load divided by the mean load, minus 1. It is 0 if all loads are equal."""
         return max(self.loads) * len(self.loads) / sum(self.loads) - 1
 
     def __str__(self) -> str:
@@ -83,23 +83,23 @@ def balance_layers(
     """Place layers on IPUs, neighbours together, so that the largest load is as small as possible.
 
     Args:
-        model_layers: the layers in their order: `Stage`s, names, `(fn, params)` pairs, or anything else. Concurrent
-            `Stage`s stay concurrent, and count for no IPU; the `ipu` of other `Stage`s is replaced. Local stages that
-            share a parameter group must end up on one IPU: `Pipeline` refuses them otherwise.
-        costs: per layer a number, such as measured seconds or a result of `measure_costs`. Those of concurrent stages
-            are ignored.
+        model_layers: the layers in order: `Stage`s, names, `(fn, params)` pairs, or anything else. Concurrent `Stage`s
+            stay concurrent, and count for no IPU. The `ipu` of other `Stage`s is replaced. Local stages that share a
+            parameter group must end up on one IPU: `Pipeline` refuses them otherwise.
+        costs: per layer a number, such as measured seconds or a result of `measure_costs`. The costs of concurrent
+            stages are ignored.
         ipus: the number of IPUs of a replica.
         rounds: how often the layers go round the IPUs, for "looped" schedules: 2 rounds on 2 IPUs are [0, 1, 0, 1]. The
             largest of the ipus x rounds runs is made as small as possible.
         memory: per layer the bytes that it takes on its IPU.
-        limit: the bytes that an IPU holds (900e6 on Graphcore's second generation); needs `memory`.
+        limit: the bytes that an IPU can hold (900e6 on Graphcore's second generation); needs `memory`.
 
     Returns:
         The `LayerPlacement`.
 
     Raises:
-        ValueError: there are not as many costs as layers, or fewer layers than runs; costs are negative, not finite or
-            all 0; or a layer, or each possible split, is above the limit.
+        ValueError: there is not one cost per layer; there are fewer layers than runs; costs are negative, not finite or
+            all 0; or a layer, or every possible split, is above the limit.
 
     >>> print(balance_layers(["embed", "a", "b", "c", "d", "head"], [4, 1, 1, 1, 3, 2], ipus=3))
     IPU  layers   cost  share
@@ -212,7 +212,7 @@ def _best(
 ) -> tuple[float, list[int]]:
     """Return the smallest joined value of the runs, and their ends.
 
-    It is exact, by dynamic programming: a best placement of all layers contains a best one of the first layers.
+    Dynamic programming makes it exact: a best placement of all layers contains a best placement of the first layers.
     """
     best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * layers
     for run in range(runs):
@@ -229,17 +229,17 @@ def measure_costs(
 ) -> list[int]:
     """Return, per stage, the FLOPs of F and B for one micro-batch, by tracing the stages. Nothing is run.
 
-    The FLOPs of a concurrent stage are those of all IPUs together: it is traced as on one IPU, with whole weights.
+    The FLOPs of a concurrent stage are the sum over all IPUs: it is traced as on one IPU, with whole weights.
 
     Args:
         stages: the model, first stage first; the last returns the loss.
         params: `{group: pytree}`, whole weights or their shapes.
-        microbatch: one micro-batch or its shapes, with leaves without the leading M.
+        microbatch: one micro-batch or its shapes. Its leaves have no leading M.
         state: `{group: pytree}`, whole, if stages have state.
 
     Raises:
-        ValueError: there are no stages, one is not a `Stage`, a group is missing, or the last stage returns no scalar
-            loss.
+        ValueError: there are no stages, an item is not a `Stage`, a group is missing, or the last stage does not return
+            a scalar loss.
 
     >>> first = Stage(lambda w, x, mb: jax.nn.relu(mb @ w), params="first")
     >>> last = Stage(lambda w, x, mb: jnp.mean(x @ w), params="last")

@@ -7,9 +7,9 @@ every platform. The rules for primitives:
 
     dot_general, conv_general_dilated   2 for each multiply-add; in a convolution only where the kernel meets the input
     scan                                its body, times its length
-    while                               its condition and its body once: how often it runs is not known
+    while                               its condition and its body once: the number of iterations is not known
     cond                                its most expensive branch
-    jit, checkpoint, custom_vjp, ...    their body; that of `shard_map` is one device's share
+    jit, checkpoint, custom_vjp, ...    their body; the body of `shard_map` is one device's share
     collectives, data movement          0: they compute nothing
     reductions, scatter-add             1 for each element of the input
     anything else                       1 for each element of the result, for transcendental functions too
@@ -125,13 +125,13 @@ def jaxpr_peak_bytes(jaxpr: Any, *, copied: range = range(0), keep_outputs: bool
 
     Inputs and constants are not counted, since they are stored elsewhere. An elementwise operation overwrites an
     operand that is not read again. If its result is read only once, the result is not counted: XLA fuses the operation
-    into the one that reads it.
+    into the operation that reads it.
 
     Args:
         jaxpr: closed or open.
-        copied: the numbers of the inputs that are slices of something larger. An operation on them that is not
+        copied: the numbers of the inputs that are slices of a larger array. An operation on them that is not
             elementwise, such as a product, needs a copy.
-        keep_outputs: whether the results stay alive until the end; otherwise each is taken away when it is made.
+        keep_outputs: whether the results stay alive until the end; otherwise each is freed when it is made.
 
     >>> x, w = jax.numpy.ones((4, 4)), jax.numpy.ones((4, 4))
     >>> jaxpr_peak_bytes(jax.make_jaxpr(lambda x, w: ((x @ w) @ w) @ w)(x, w))  # two products of 64 bytes at a time
@@ -163,7 +163,7 @@ def _peak(jaxpr: Any, copied: list[Any], live_outputs: set[Any]) -> int:
             alive = {var: size for var, size in alive.items() if last[var] > at}
         body = _open(eqn.params[_BODIES[eqn.primitive.name]]) if eqn.primitive.name in _BODIES else None
         if body is not None:
-            # as if the body were inlined: a result that is not read later is taken away when it is made
+            # as if the body were inlined: a result that is not read later is freed when it is made
             later = {v for v, outer in zip(body.outvars, eqn.outvars, strict=True) if last.get(outer, -1) > at}
             later = {v for v in later if not isinstance(v, core.Literal)}
             most = max(most, sum(alive.values()) + _peak(body, [], later))

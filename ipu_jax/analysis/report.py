@@ -4,16 +4,16 @@
     0    49.2 kB      0 B  1.0 MB  1.6 MB    49.2 kB     2.9 MB  136.2 MFLOP   131.1 kB  36.0%
     1    49.2 kB      0 B  1.0 MB  1.0 MB    49.2 kB     2.9 MB  153.6 MFLOP   131.1 kB  27.8%
 
-The program is SPMD: what its scan carries is as large on every IPU as on the one that needs most. So the temporary
+The program is SPMD: the carry of its scan is as large on every IPU as on the IPU that needs the most. So the temporary
 bytes are the same in each row, and are predicted from the largest values:
 
     temporary  =  stash       as the schedule says: for each segment, its depth x the bytes that a micro-batch stashes
                +  channels    the messages between neighbours, y and dx, as made and as received; loss and aux
-               +  working set what F or B of one segment keeps alive at once for one micro-batch
-               +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); those of
-                              the weight's own dtype are the gradients that the step returns, and are counted there
+               +  working set the most bytes that F or B of one segment keeps alive at once for one micro-batch
+               +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); sums of the
+                              weight's own dtype are the gradients that the step returns, and are counted there
 
-Nothing is run. `docs/measured.md` compares predictions with what XLA reports.
+Nothing is run. `docs/measured.md` compares predictions with the bytes that XLA reports.
 """
 
 import dataclasses
@@ -44,22 +44,22 @@ from ipu_jax.weights.packing import Sharded
 
 @dataclasses.dataclass(frozen=True)
 class IpuReport:
-    """One IPU's part of a `PipelineReport`. Numbers are bytes unless said otherwise.
+    """One IPU's part of a `PipelineReport`. Numbers are bytes unless stated otherwise.
 
     Attributes:
         ipu: its number in the replica.
-        weights: its own leaves, and its shards of concurrent ones.
+        weights: its own leaves, and its shards of concurrent leaves.
         padding: the rest of its slots and shards, which have room for the larger leaves of other IPUs.
         state: the state of its stages, including padding.
         batch: the M micro-batches of one step, which every IPU holds.
-        stash: what its own segments keep between F and B (and W), and messages that wait in queues.
+        stash: the values that its own segments keep between F and B (and W), and messages that wait in queues.
         gradients: the resulting gradients, which have the layout of weights and padding.
-        accumulators: the sums in the scan, float32 at least; the same buffers as `gradients` if the dtypes are equal.
+        accumulators: the sums in the scan, at least float32; the same buffers as `gradients` if the dtypes are equal.
         working_set: the most that F, B or W of one of its segments keeps alive at once.
         flops: the operations of one step, including its part of the concurrent stages.
-        sent: what it sends in collectives in a tick in which all stages are active: a ppermute of y and one of dx,
-            broadcasts to and reductions from concurrent stages. It does not include what a stage's own function
-            communicates.
+        sent: the bytes that it sends in collectives in a tick in which all stages are active: a ppermute of y and one
+            of dx, broadcasts to concurrent stages and reductions from them. The communication of a stage's own function
+            is not included.
         idle: the share of a step in which it waits, if FLOPs are taken as time.
     """
 
@@ -175,7 +175,7 @@ def make_report(
         batch, state, key: as `Pipeline.value_and_grad` takes them, or their shapes.
         mesh: the mesh of replicas and IPUs.
         program: the jitted step of these four arguments. It is compiled for its temporary bytes, unless it is None.
-        ipu_memory: the bytes that an IPU holds; a `UserWarning` says what does not fit.
+        ipu_memory: the bytes that an IPU can hold; a `UserWarning` reports what does not fit.
 
     Raises:
         ValueError: `ipu_memory` is not above 0.
@@ -253,7 +253,7 @@ def check_ipu_memory(ipu_memory: float | None) -> None:
 
 
 def warn_where_too_large(report: PipelineReport, ipu_memory: float, *, stacklevel: int = 2) -> None:
-    """Warn if some IPUs cannot hold what the report says they need, once for all of them."""
+    """Warn once if some IPUs cannot hold the bytes that the report says they need."""
     above = [part.ipu for part in report.ipus if report.total(part.ipu) > ipu_memory]
     if not above:
         return
@@ -269,10 +269,10 @@ def warn_where_too_large(report: PipelineReport, ipu_memory: float, *, stackleve
 
 
 class MemoryGuard:
-    """Warns before the first step of given shapes if it does not fit on an IPU. Nothing is compiled for that.
+    """Warns before the first step with given shapes if it does not fit on an IPU. Nothing is compiled for this check.
 
     Args:
-        ipu_memory: the bytes that an IPU holds, or None for no check.
+        ipu_memory: the bytes that an IPU can hold, or None for no check.
 
     Raises:
         ValueError: `ipu_memory` is not above 0.

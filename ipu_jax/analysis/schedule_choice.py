@@ -1,4 +1,4 @@
-"""Keep a pipeline's schedule: the one given, or under "auto" the one that is found when shapes are first known."""
+"""Keep a pipeline's schedule: the given schedule, or under "auto" the schedule found when shapes are first known."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts, canonical_nam
 from ipu_jax.stage import Role, Stage
 from ipu_jax.weights.packed_layout import PackedLayout
 
-_ROUNDS = 4  # of searches with less and less room, if what is found does not fit
+_ROUNDS = 4  # of searches with less and less room, while the result does not fit
 
 
 class StepShapes:
@@ -67,7 +67,7 @@ class ScheduleChoice:
         stages: the model.
         ipus: IPUs of a replica.
         micro_batches: M.
-        ipu_memory: the bytes that an IPU holds, within which `choose` stays, or None.
+        ipu_memory: the bytes that an IPU can hold, which `choose` does not exceed, or None.
 
     Raises:
         ValueError: the name is unknown, the schedule is made for other stages, or it runs F of a stage with state out
@@ -111,7 +111,7 @@ class ScheduleChoice:
 
     @property
     def schedule_or_name(self) -> Schedule | str:
-        """Return the schedule, or "auto" if none has been chosen yet: what another pipeline takes."""
+        """Return the schedule, or "auto" if none has been chosen yet, as an argument for another pipeline."""
         return "auto" if self._schedule is None else self._schedule
 
     def plan(self, shapes: StepShapes, *, role: Role, backward: bool) -> Plan:
@@ -126,7 +126,7 @@ class ScheduleChoice:
         return shapes.plan(self._stages, schedule, role=role, backward=backward)
 
     def check_choosable(self, costs: StageCosts | None) -> None:
-        """Raise `ValueError` if the schedule was given, or is chosen already and `costs` ask for another one."""
+        """Raise `ValueError` if the schedule was given, or is chosen already and `costs` ask for another schedule."""
         if not self._is_auto:
             raise ValueError(
                 f"the schedule is {self.schedule.name!r}, which was given: make the Pipeline with schedule='auto' to "
@@ -142,11 +142,11 @@ class ScheduleChoice:
         """Find the schedule for these shapes, unless one was found before, and keep it.
 
         Args:
-            shapes: those of a step.
-            costs: in place of counted FLOPs. If they have no bytes, the bytes are counted.
+            shapes: the shapes of a step.
+            costs: the costs to use instead of counted FLOPs. If they have no bytes, the bytes are counted.
 
         Raises:
-            ValueError: `costs` are of other stages, or no schedule fits in `ipu_memory`.
+            ValueError: `costs` are for other stages, or no schedule fits in `ipu_memory`.
         """
         if self._found is not None:
             return self._found
@@ -172,9 +172,9 @@ class ScheduleChoice:
     def _search_within(self, costs: StageCosts, shapes: StepShapes) -> FoundSchedule:
         """Find a schedule whose report fits in `ipu_memory`.
 
-        The limit of a search bounds the stash of each IPU. The engine's buffers may be larger: they are as long as the
-        longest IPU's per dtype, and hold messages that wait, too. So what is found is checked, and searched again with
-        less room if it does not fit.
+        The limit of a search bounds the stash of each IPU. The engine's buffers may be larger: per dtype, they are as
+        long as on the IPU that needs the most, and they also hold waiting messages. So the result is checked, and the
+        search is repeated with less room if the result does not fit.
         """
         memory = self._ipu_memory
         assert memory is not None, "the caller checked it"

@@ -1,7 +1,7 @@
-"""Count or measure what F, B and W of each stage cost, for the search of a schedule.
+"""Count or measure the costs of F, B and W of each stage, for the search for a schedule.
 
-Counted costs are FLOPs, which every instance counts alike. Measured costs are seconds on the IPUs that are there, and
-differ a little from run to run; all instances get those of the slowest.
+Counted costs are FLOPs, and the same on every instance. Measured costs are seconds on the available IPUs, and differ a
+little from run to run. All instances get the costs of the slowest instance.
 
     segment  mlp + norm (IPU 0)      F 300   B, W split 200 + 300   B whole 480      a stage has half of each
     segment  head (2 IPUs)           F 100   B whole 200    per IPU                  the stage has twice as much
@@ -32,11 +32,11 @@ from ipu_jax.schedules import StageCosts
 
 _WHOLE = PartitionSpec()
 
-_SECONDS = 10.0  # after which a task is not repeated again
+_SECONDS = 10.0  # after this time a task is not repeated
 
 
 class TaskCosts(NamedTuple):
-    """The cost of one segment's tasks to one IPU for one micro-batch, as in `StageCosts`."""
+    """The cost of one segment's tasks on one IPU for one micro-batch, as in `StageCosts`."""
 
     forward: float
     backward: float
@@ -50,7 +50,7 @@ class TracedStages:
 
     Attributes:
         segments, programs: per segment, its stages, and its traced F, B and W.
-        ipus: of a replica.
+        ipus: the IPUs of a replica.
     """
 
     segments: tuple[Segment, ...]
@@ -60,8 +60,8 @@ class TracedStages:
     def counted(self) -> StageCosts:
         """Return the FLOPs and the bytes of each stage.
 
-        A segment's cost is divided evenly among its stages. If no task of a segment has any FLOPs, its F and its B cost
-        as much as its message has bytes, or 1 if that is empty.
+        A segment's cost is divided evenly among its stages. If no task of a segment has any FLOPs, its F and its B each
+        cost the number of bytes of its message, or 1 if the message is empty.
         """
         counted: list[TaskCosts] = []
         for program in self.programs:
@@ -71,14 +71,14 @@ class TracedStages:
         return self._per_stage(counted)
 
     def measured(self, mesh: Mesh, repeats: int) -> StageCosts:
-        """Return the seconds and the bytes of each stage: per task, the median of some runs after one that compiles it.
+        """Return the seconds and bytes of each stage. A task's time is the median of some runs after one to compile.
 
-        A local segment runs on its IPU, a concurrent one on all, on every replica at once. Segments that compute the
-        same function are measured once. Floating arguments are numbers between 0.5 and 1, and others are zeros.
+        A local segment runs on its IPU and a concurrent segment on all IPUs, on every replica at once. Segments that
+        compute the same function are measured once. Floating arguments are between 0.5 and 1, others are 0.
 
         Args:
             mesh: the mesh of replicas and IPUs.
-            repeats: runs of each task. After 10 seconds it is not repeated again.
+            repeats: the most runs of each task. After 10 seconds a task is not repeated.
         """
         measured: list[TaskCosts] = []
         for i, (segment, program) in enumerate(zip(self.segments, self.programs, strict=True)):
@@ -103,7 +103,7 @@ class TracedStages:
 
 
 def check_measurable(arguments: Any, measured: bool, repeats: int) -> None:
-    """Raise `ValueError` if `repeats` is not a count, or if costs are to be measured while arguments are traced."""
+    """Raise `ValueError` if `repeats` is not a count, or if costs are to be measured with traced arguments."""
     check_count("repeats", repeats)
     if measured and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
         raise ValueError("measured=True runs programs, but the arguments are tracers: call it outside of jax.jit")
@@ -121,7 +121,7 @@ def _tasks_of(program: SegmentProgram) -> tuple[Any, ...]:
 
 
 def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
-    """Return the median seconds that a task takes on one IPU of each replica, or on all (None)."""
+    """Return the median seconds of a task on one IPU of each replica, or on all IPUs (None)."""
     if jaxpr is None or not jaxpr.jaxpr.eqns:
         return 0.0
     random = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
         if place is None:
             return task(*args)
         idle = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals]  # noqa: E731
-        # the whole mesh, because the traced program names it
+        # the whole mesh takes part, because the traced program names it
         return lax.cond(lax.axis_index(IPU_AXIS) == place, task, idle, *args)
 
     program = jax.jit(jax.shard_map(on_ipu, mesh=mesh, in_specs=_WHOLE, out_specs=_WHOLE, check_vma=False))

@@ -1,4 +1,4 @@
-"""Let all instances come to the same answer: what failed anywhere, and which files of a checkpoint are damaged."""
+"""Let all instances agree on what failed on any of them, and on which files of a checkpoint are damaged."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +11,17 @@ from ipu_jax.checkpoints import _seal
 from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError, errno_of
 from ipu_jax.distributed import popdist
 
-_LONGEST: Final = 500  # letters of an error that are told to other instances
+_LONGEST: Final = 500  # characters of an error that are sent to other instances
 _WORDS: Final = {_seal.MISSING: "is missing", _seal.SHORT: "has another size", _seal.CHANGED: "was changed"}
 
 
 def anywhere(here: bool, seconds: float) -> bool:
-    """Return whether something is so on any instance. Communicates a number per instance."""
+    """Return whether `here` is true on any instance. Communicates a number per instance."""
     return bool(popdist.all_reduce(int(here), "sum", timeout=seconds))
 
 
 def first_error(error: BaseException | None, seconds: float) -> BaseException | None:
-    """Return this instance's error, or else that of the first instance that has one, with its number and errno.
+    """Return this instance's error, or else the error of the first instance that has one, with its number and errno.
 
     Communicates a number per instance, and the text of an error if there is one.
     """
@@ -38,7 +38,7 @@ def first_error(error: BaseException | None, seconds: float) -> BaseException | 
 
 
 def damage_of(path: Path, files: dict[str, Sequence[int]], seconds: float) -> str:
-    """Return what is wrong with the files of a checkpoint, or ""; each instance reads its share of them.
+    """Return what is wrong with the files of a checkpoint, or ""; each instance reads its share of the files.
 
     Communicates a number per instance, and one per file.
 

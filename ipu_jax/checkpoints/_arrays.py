@@ -3,7 +3,7 @@
     TrainState  -- named -->  {"params.slots.0": array, "optimizer.0.1": array, "step": array, ...}
                 <-- with_arrays --
 
-The names are those that `Placement.places` gives. Random keys are stored as their data.
+The names are the same as in `Placement.places`. Random keys are stored as their data.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ipu_jax.weights.place import array_names
 
 
 def named(state: TrainState) -> dict[str, Any]:
-    """Return what is in a state by name: its arrays, or what stands in their places, such as PartitionSpecs."""
+    """Return the arrays of a state by name, or the values in their places, such as PartitionSpecs."""
     arrays = {**_tree("params", state.params), **_tree("stages", state.stages), "step": state.step}
     optimizer = state.optimizer
     for k, of_block in enumerate(optimizer.per_block):
@@ -33,7 +33,7 @@ def named(state: TrainState) -> dict[str, Any]:
 
 
 def with_arrays(like: TrainState, arrays: dict[str, Any]) -> TrainState:
-    """Return a state like another one, with these arrays: the inverse of `named`."""
+    """Return a state with the structure of `like` and these arrays: the inverse of `named`."""
     optimizer, scale = like.optimizer, like.scale
     per_block = [
         [arrays[f"optimizer.{k}.{i}"] for i in range(len(of_block))] for k, of_block in enumerate(optimizer.per_block)
@@ -53,12 +53,12 @@ def with_arrays(like: TrainState, arrays: dict[str, Any]) -> TrainState:
 
 
 def described(arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return shapes and dtypes for JSON; a key's dtype says how it draws numbers."""
+    """Return shapes and dtypes for JSON; the dtype of a key names its generator."""
     return {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}
 
 
 def key_impl(dtype: str) -> str | None:
-    """Return how keys of a dtype draw numbers, or None if the dtype is not one of keys.
+    """Return the generator that a key dtype names, or None if it is not a key dtype.
 
     >>> key_impl(str(jax.random.key(0).dtype)), key_impl("float32")
     ('fry', None)
@@ -91,5 +91,5 @@ def _with_tree(name: str, like: Any, arrays: dict[str, Any]) -> Any:
 
 
 def size_of(arrays: dict[str, Any]) -> int:
-    """Return the bytes of all arrays, each once."""
+    """Return the number of bytes of all arrays, each counted once."""
     return sum(data.size * data.dtype.itemsize for data in map(stored, arrays.values()))

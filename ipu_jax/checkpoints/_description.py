@@ -1,8 +1,8 @@
-"""Describe a training as plain data, and refuse by name to continue one with the model or optimizer of another.
+"""Describe a training as plain data, and refuse to continue it with another model or optimizer, naming the difference.
 
-A checkpoint has the description of the arrays that it stores, and for every leaf of weights, optimizer, state and
-average its path, shape, dtype and place. Two descriptions with the same leaves are of the same training. If the places
-are the same, too, arrays are read as they are; otherwise leaves are read out of them.
+A checkpoint contains the description of the arrays that it stores. For every leaf of weights, optimizer, state and
+average it contains the path, shape, dtype and place. Two descriptions with the same leaves are of the same training. If
+the places are also the same, arrays are read as they are; otherwise leaves are read out of them.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _SINGLE: Final = {
 
 
 def description_of(step: TrainStep, state: TrainState) -> dict[str, Any]:
-    """Return the description of a training. The state may be any of the step; its values don't matter."""
+    """Return the description of a training. Any state of the step will do; its values don't matter."""
     places = step.placement.places(state)
     return {
         "arrays": described(named(state)),
@@ -35,7 +35,7 @@ def description_of(step: TrainStep, state: TrainState) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what writes a checkpoint, for whoever has to find out why it cannot be read."""
+    """Return the versions of the packages that write a checkpoint, to help find out why it cannot be read."""
     return {"ipu_jax": __version__} | {name: metadata.version(name) for name in ("jax", "orbax-checkpoint", "optax")}
 
 
@@ -45,7 +45,7 @@ def same_places(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
 
 
 def check_words(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless what the user said of two trainings is the same; the message names what differs."""
+    """Raise `ValueError` unless the user's descriptions of two trainings are equal; the message names a difference."""
     for name in sorted({*saved, *here}):
         if name not in saved or name not in here or saved[name] != here[name]:
             one, other = (repr(each[name]) if name in each else "not given" for each in (saved, here))
@@ -56,7 +56,7 @@ def check_words(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -
 
 
 def check_model(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless two trainings hold the same leaves; the message names the first that differs."""
+    """Raise `ValueError` unless two trainings hold the same leaves; the message names the first difference."""
     for kind, what in KINDS.items():
         of_saved, of_here = ({place["path"]: _text(place) for place in each["leaves"][kind]} for each in (saved, here))
         if bool(of_saved) != bool(of_here) and kind == "ema":
@@ -87,7 +87,7 @@ def check_model(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -
 
 
 def wrong_with(saved: Mapping[str, Any]) -> str:
-    """Return what a seal's description lacks, or has in another form than `description_of` gives it, or ""."""
+    """Return what is missing from a seal's description, or differs from the form of `description_of`, or ""."""
     try:
         leaves = [place for kind in KINDS for place in places(saved, kind)]
         shapes = [*(place.shape for place in leaves), *(array["shape"] for array in saved["arrays"].values())]

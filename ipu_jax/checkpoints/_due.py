@@ -1,4 +1,4 @@
-"""Decide when to save: every so many updates, every so many minutes, the same on all instances."""
+"""Decide when to save: after a number of updates or of minutes, the same on all instances."""
 
 import time
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from ipu_jax.distributed import popdist
 
 
 class Due:
-    """Counts updates without waiting for them, and says whether a save is due.
+    """Counts updates without waiting for them, and returns whether a save is due.
 
-    Instances have clocks of their own, so that of instance 0 decides. It says after how many calls it wants to be asked
-    again, and all instances ask in the same call: a few times between two saves, and not in every step.
+    Instances have different clocks, so the clock of instance 0 decides. Instance 0 chooses after how many calls to ask
+    it again, and all instances ask in the same call. They ask a few times between two saves, not in every step.
 
     Args:
-        every: updates; None for never.
-        minutes: None for never.
-        clock: gives seconds.
+        every: save after this many updates; None for never.
+        minutes: save after this many minutes; None for never.
+        clock: returns seconds.
 
     >>> due = Due(100, None)
     >>> due.restart(0)
@@ -30,14 +30,14 @@ class Due:
         self._since, self._asked_at = clock(), 1
 
     def restart(self, step: int) -> None:
-        """Begin anew after a save, or at the first step."""
+        """Start counting from this step: after a save, or at the first step."""
         self.step, self._last, self._since = step, step, self._clock()
         self._calls, self._asked_at = 0, 1
 
     def after(self, updates: int) -> bool:
-        """Count updates, and return whether a save is due. All instances call it alike.
+        """Count updates, and return whether a save is due. All instances must make the same calls.
 
-        It communicates, in some calls only, a number from instance 0 to all.
+        In some calls it communicates a number from instance 0 to all.
         """
         assert self.step is not None, "nobody knows the step yet: restart() says it"
         self.step += updates

@@ -1,9 +1,9 @@
-"""Drop what orbax and tensorstore print of an error that they also raise.
+"""Drop the output of orbax and tensorstore about errors that they also raise.
 
-one array cannot be written    -> raised, and told by our own error
+one array cannot be written    -> raised, and reported by our own error
 orbax logs it                  -> dropped: hundreds of lines, several times
 tasks of the other arrays      -> dropped: "Task exception was never retrieved", and so on
-their writes end a bit later   -> dropped: tensorstore calls back an event loop that orbax has closed since
+their writes end a bit later   -> dropped: tensorstore calls back an event loop that orbax has already closed
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _is_installed = False
 
 
 def drop_echoes() -> None:
-    """Drop them from now on. A second call does nothing."""
+    """Drop these messages from now on. A second call does nothing."""
     global _is_installed
     if _is_installed:
         return
@@ -28,9 +28,9 @@ def drop_echoes() -> None:
 
 
 def stop_counting_bytes() -> None:
-    """Have orbax report no bytes written and read to jax.monitoring.
+    """Stop orbax from reporting bytes written and read to jax.monitoring.
 
-    It asks tensorstore for all its counters, twice per save, and tensorstore 0.1.86 leaks 6 kB in each answer.
+    To report them, orbax asks tensorstore for all its counters twice per save. tensorstore 0.1.86 leaks 6 kB each time.
     """
     with contextlib.suppress(ImportError):
         module: Any = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
@@ -49,7 +49,7 @@ def _is_no_task_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _is_late_callback(unraisable: Any) -> bool:
-    """Return whether C++ has called an event loop that is closed: Python code would have a frame above it."""
+    """Return whether C++ has called a closed event loop: a call from Python code would have a frame above it."""
     error, trace = unraisable.exc_value, unraisable.exc_traceback
     is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     return is_closed and trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"

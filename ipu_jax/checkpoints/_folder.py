@@ -2,10 +2,10 @@
 
     runs/mnist/step-200                 a checkpoint: it gets this name when it is sealed
     runs/mnist/step-300.unsealed        being saved, or left over from a save that was killed
-    runs/mnist/step-300.replaced        the one before of this step, until the new one has its name
+    runs/mnist/step-300.replaced        the previous checkpoint of this step, until the new one has its name
     runs/mnist/step-100.removed         being removed: its seal goes first
 
-A folder with a seal and all its files is a checkpoint, whatever it is called: a kill between two renames loses none.
+A folder with a seal and all its files is a checkpoint, whatever its name. So a kill between two renames loses none.
 
 Nothing here imports jax.
 """
@@ -35,14 +35,14 @@ _PROBE: Final = 1 << 12
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A folder that is named like a checkpoint, or is left over from one.
+    """A folder that is named like a checkpoint, or is left over from a checkpoint.
 
     Attributes:
         path: the folder.
-        seal: what its seal says; None if it has none that can be read.
+        seal: the content of its seal; None if it has no readable seal.
         wrong: what is wrong with it, or "".
-        is_unreadable: whether it may be whole all the same, for another user or a newer version.
-        errno: the operating system's reason why it cannot be read, if it gave one.
+        is_unreadable: whether it can still be whole for another user or a newer version.
+        errno: the operating system's error number if it cannot be read, or None.
     """
 
     path: Path
@@ -58,30 +58,30 @@ class Found:
 
     @property
     def step(self) -> int:
-        """Return the step that its name gives."""
+        """Return the step in its name."""
         return int(_named(self.path).name.removeprefix("step-"))
 
 
 def path_for(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step}"
 
 
 def unsealed(path: Path) -> Path:
-    """Return where a checkpoint is as long as it is not sealed."""
+    """Return the path of a checkpoint while it is not sealed."""
     return path.with_name(f"{path.name}.unsealed")
 
 
 def publish(path: Path) -> None:
-    """Give a checkpoint that has been sealed its name. One that has this name is moved away before.
+    """Give a sealed checkpoint its name. An older checkpoint with this name is moved away first.
 
     Raises:
-        OSError: it cannot be renamed; one that had its name has it again.
+        OSError: it cannot be renamed; an older checkpoint has its name again.
     """
     replaced = path.with_name(f"{path.name}.replaced")
     if is_replacing := os.path.lexists(path):
         if replaced.is_dir():
-            remove(replaced)  # its successors are both sealed
+            remove(replaced)  # both of its successors are sealed
         path.rename(replaced)
     try:
         unsealed(path).rename(path)
@@ -101,12 +101,12 @@ def found_at(path: Path) -> Found:
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
-    """Return all folders that are checkpoints or named like one, what was saved last first.
+    """Return all folders that are checkpoints or named like one, the last saved first.
 
-    One without a seal comes before those of earlier steps, because nobody knows when it was saved.
+    A folder without a seal comes before the checkpoints of earlier steps, because it is unknown when it was saved.
 
     Raises:
-        OSError: the folder is there and cannot be listed.
+        OSError: the folder exists but cannot be listed.
     """
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
@@ -122,7 +122,7 @@ def checkpoints_in(folder: Path) -> list[Found]:
 
 
 def next_number(folder: Path) -> int:
-    """Return the number of a checkpoint that is saved after all that are there."""
+    """Return the number for the next checkpoint to save, after all that exist."""
     return 1 + max((found.number for found in checkpoints_in(folder)), default=0)
 
 
@@ -135,7 +135,7 @@ def left_over_in(folder: Path) -> list[Path]:
     """Return the folders that saves and removals have left under other names.
 
     Raises:
-        OSError: the folder is there and cannot be listed.
+        OSError: the folder exists but cannot be listed.
     """
     try:
         entries = [entry for entry in os.scandir(folder) if _LEFT_OVER.fullmatch(entry.name)]
@@ -152,16 +152,16 @@ def _may_be_whole(found: Found) -> bool:
 
 
 def make_room(folder: Path, step: int, size: int) -> None:
-    """Remove what is left over, and check that the folder can take a checkpoint of this step.
+    """Remove leftovers, and check that the folder has room for a checkpoint of this step.
 
     Args:
-        folder: of all checkpoints.
-        step: of the new one.
+        folder: the folder of all checkpoints.
+        step: the step of the new checkpoint.
         size: its bytes.
 
     Raises:
         OSError: the folder is gone, cannot be written to, or has too little room.
-        UnreadableError: a checkpoint of this step is there, and cannot be read.
+        UnreadableError: a checkpoint of this step exists, and cannot be read.
     """
     path = path_for(folder, step)
     settle(folder)
@@ -174,16 +174,16 @@ def make_room(folder: Path, step: int, size: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {free:,} bytes are free", str(path))
     probe = folder / f".probe-{os.getpid()}"
     try:
-        probe.write_bytes(bytes(_PROBE))  # a quota or a limit may let a file be made, but not written to
+        probe.write_bytes(bytes(_PROBE))  # a quota or a limit may allow creating a file, but not writing to it
     finally:
         probe.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: at once for whoever looks for it, since it is renamed and loses its seal first.
+    """Remove a checkpoint. Readers lose it at once, since it is renamed and loses its seal first.
 
     Raises:
-        OSError: it cannot be removed. As long as it is whole, it keeps its name.
+        OSError: it cannot be removed. While it is whole, it keeps its name.
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link")
@@ -201,18 +201,18 @@ def remove(path: Path) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Give checkpoints that were left over whole their names, and finish removals, as far as that is possible.
+    """Rename whole leftover checkpoints to their names, and finish removals, as far as possible.
 
-    A process may do it that holds the folder's lock, and is not saving.
+    Call it only in a process that holds the folder's lock and is not saving.
     """
-    with contextlib.suppress(OSError):  # the folder itself may be what cannot be read
+    with contextlib.suppress(OSError):  # perhaps the folder itself cannot be read
         for path in left_over_in(folder):
             found, name = found_at(path), _named(path)
             if not _may_be_whole(found):
                 if not path.name.startswith(unsealed(name).name):
                     shutil.rmtree(path, ignore_errors=True)
             elif found.seal is None:
-                continue  # nobody knows
+                continue  # unreadable: perhaps whole
             elif not os.path.lexists(name):
                 path.rename(name)
             elif path == unsealed(name) and not found_at(name).is_unreadable:
@@ -220,9 +220,9 @@ def settle(folder: Path) -> None:
 
 
 def remove_left_over(folder: Path) -> None:
-    """Remove what is left of saves and removals and is not whole, as far as that is possible."""
-    with contextlib.suppress(OSError):  # the folder itself may be what cannot be read
-        for _ in range(_TRIES):  # some of orbax's threads may still be writing after another one has failed
+    """Remove incomplete leftovers of saves and removals, as far as possible."""
+    with contextlib.suppress(OSError):  # perhaps the folder itself cannot be read
+        for _ in range(_TRIES):  # some of orbax's threads may still be writing after another thread has failed
             left = [path for path in left_over_in(folder) if not _may_be_whole(found_at(path))]
             for each in left:
                 shutil.rmtree(each, ignore_errors=True)
@@ -232,9 +232,9 @@ def remove_left_over(folder: Path) -> None:
 
 
 def remove_all_but(folder: Path, keep: int) -> list[tuple[Path, OSError]]:
-    """Remove all checkpoints with a seal but the last ones; return which could not be removed, and why.
+    """Remove all sealed checkpoints except the last `keep`; return which could not be removed, and why.
 
-    Those that another one of the same step has replaced are removed, too.
+    Checkpoints that a newer one of the same step has replaced are removed as well.
     """
     remove_left_over(folder)
     try:
@@ -253,7 +253,7 @@ def remove_all_but(folder: Path, keep: int) -> list[tuple[Path, OSError]]:
 
 
 def _checked_path(name: str, path: Any, such_as: str) -> Path:
-    """Return a path as an absolute one.
+    """Return an absolute path.
 
     Raises:
         ValueError: it is empty, or not a path.
@@ -264,10 +264,10 @@ def _checked_path(name: str, path: Any, such_as: str) -> Path:
 
 
 def checked_folder(folder: Any) -> Path:
-    """Return the path that `folder=` gives.
+    """Return the path given as `folder=`.
 
     Raises:
-        ValueError: it is not a path, or there is a file.
+        ValueError: it is not a path, or it is the path of a file.
     """
     path = _checked_path("folder", folder, "such as 'runs/mnist'")
     if path.exists() and not path.is_dir():
@@ -276,10 +276,10 @@ def checked_folder(folder: Any) -> Path:
 
 
 def checkpoint_at(resume: Any) -> Path:
-    """Return the path that `resume=` gives.
+    """Return the path given as `resume=`.
 
     Raises:
-        ValueError: it is neither a path nor one of the words.
+        ValueError: it is neither a path nor "auto", "must" or "never".
     """
     path = _checked_path("resume", resume, "of a checkpoint, or 'auto', 'must' or 'never'")
     if isinstance(resume, str) and os.sep not in resume and not path.exists():

@@ -1,10 +1,10 @@
-"""Let one training alone save to a folder: a lock that says who has it, and that the process's death frees.
+"""Let only one training save to a folder: a lock that names its holder, and is freed when the process dies.
 
     runs/mnist/.lock    {"host": "node-7", "process": "3207-918273-3437d34c-4026531836", "since": "2026-11-23 10:15:02"}
 
-The operating system's lock of the open file is the lock; the text is for whoever is refused. Where files cannot be
-locked, as on some network disks, the text is the lock: a process of this host that has ended holds none any more, and
-of another host's nobody knows.
+The lock is the operating system's lock of the open file; the text is for the error message of a process that is
+refused. If files cannot be locked, as on some network disks, the text is the lock. Then a process of this host that has
+ended no longer holds it, and for a process of another host it is unknown.
 
 Nothing here imports jax.
 """
@@ -27,7 +27,7 @@ from ipu_jax.processes.identity import Identity, is_living, own_identity
 
 NAME: Final = ".lock"
 
-_PATIENCE: Final = 2.0  # seconds in which a process that was killed is gone, and one that only looks has looked
+_PATIENCE: Final = 2.0  # seconds for a killed process to disappear, and for a mere reader to finish
 _LOOK_EVERY: Final = 0.05
 _CANNOT_LOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -38,7 +38,7 @@ class Lock:
     """The lock of a folder of checkpoints, for one training of this process.
 
     Args:
-        folder: of the checkpoints.
+        folder: the folder of the checkpoints.
     """
 
     def __init__(self, folder: Path):
@@ -58,10 +58,10 @@ class Lock:
         return self._freeing is not None and _read(self._path) == self._text
 
     def take(self, seconds: float = _PATIENCE) -> None:
-        """Take the lock, unless this training has it. The folder is there.
+        """Take the lock, unless this training has it. The folder must exist.
 
         Args:
-            seconds: to wait for another process that has it.
+            seconds: how long to wait for another process that has it.
 
         Raises:
             CheckpointError: another training has it; the `errno` is EBUSY.
@@ -87,7 +87,7 @@ class Lock:
             self._freeing = None
 
     def leave_to_parent(self) -> None:
-        """Close the file in a process that was forked: the lock would outlive its owner as long as this one lives."""
+        """Close the file in a forked process. Otherwise the lock would stay until the forked process ends, too."""
         if self._freeing is not None:
             self._freeing.detach()
             self._freeing = None
@@ -110,7 +110,7 @@ class Lock:
                 return f"{_holder(text)} (if it has ended, remove {self._path}: this disk cannot tell)"
         if handle is not None and not _is_at(self._path, handle):
             os.close(handle)
-            return self._try()  # whoever had it removed the file after it was opened here
+            return self._try()  # its owner removed the file after it was opened here
         text = _own_text()
         try:
             self._path.write_bytes(text)
@@ -123,13 +123,13 @@ class Lock:
 
 
 def _locked(path: Path) -> int:
-    """Open a file, which is made if it is missing, and lock it; return its handle.
+    """Open a file, create it if it is missing, and lock it; return its handle.
 
     Raises:
         BlockingIOError: another process has locked it.
         OSError: it cannot be opened or locked.
     """
-    for mode in (os.O_RDONLY, os.O_RDWR):  # network disks lock only what is open for writing
+    for mode in (os.O_RDONLY, os.O_RDWR):  # network disks lock only files that are open for writing
         handle = os.open(path, mode | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,7 +166,7 @@ def _own_text() -> bytes:
 
 
 def _content(text: bytes) -> dict[str, str]:
-    """Return the owner that a lock names; an empty one if the file is not our lock or is still being written."""
+    """Return the owner that a lock names; an empty dict if the file is not our lock or is still being written."""
     try:
         content = json.loads(text)
         fields = {name: content[name] for name in ("host", "process", "since")}

@@ -18,7 +18,7 @@ from ipu_jax.training.step import TrainStep
 
 
 def read_as_saved(store: Store, path: Path, step: TrainStep, like: TrainState) -> TrainState:
-    """Return the state of a checkpoint whose arrays are this step's own. Each process reads its own shards."""
+    """Return the state of a checkpoint with the same arrays as this step. Each process reads its own shards."""
     specs = named(step.placement.specs(like))
     shardings = {name: NamedSharding(step.model.mesh, spec) for name, spec in specs.items()}
     state = with_arrays(like, store.read(path, named(like), shardings))
@@ -30,7 +30,7 @@ def read_by_leaves(
 ) -> TrainState:
     """Return the state of a checkpoint of another topology.
 
-    Each host reads all arrays, some at a time, and holds the whole state until it is placed, as in `TrainStep.restore`.
+    Each host reads all arrays, a few at a time, and holds the whole state until it is placed, like `TrainStep.restore`.
     """
     at = {kind: {place.path: place for place in places(saved, kind)} for kind in KINDS}
     leaves = {kind: dict.fromkeys(at[kind]) for kind in KINDS}

@@ -1,12 +1,12 @@
-"""Seal a folder of files: checksums of all files, and what belongs to them, in a file that is written last.
+"""Seal a folder of files: write the checksums of all files and their metadata to a file that is written last.
 
     step-300.unsealed/...                 written by orbax
     step-300.unsealed/checksums.0.json    by each instance, of the files that it wrote
-    step-300.unsealed/ipu_jax.json        by instance 0, when all of those are there: the seal
+    step-300.unsealed/ipu_jax.json        by instance 0, when all checksums are there: the seal
     step-300                              the same folder, renamed by instance 0
 
-A folder without a seal is no checkpoint. A file that is missing, too short or changed does not fit its seal.
-Tensorstore has checksums for its own indices, but none for the arrays: a wrong bit is read as another number.
+A folder without a seal is not a checkpoint. A file that is missing, too short or changed does not match its seal.
+Tensorstore has checksums for its own indices, but none for the arrays: a wrong bit is read as a wrong number.
 
 Nothing here imports jax.
 """
@@ -32,7 +32,7 @@ FINE, MISSING, SHORT, CHANGED = range(4)
 
 
 def as_plain(name: str, value: Any) -> Any:
-    """Return a value as JSON gives it back.
+    """Return a value as it comes back from JSON.
 
     Raises:
         ValueError: it is not plain data.
@@ -47,13 +47,13 @@ def as_plain(name: str, value: Any) -> Any:
             f"{name}={value!r} is not plain data ({error}): give numbers, strings, None, lists and dicts of these"
         ) from error
     back = json.loads(text)
-    if back != value and value == value:  # tuples become lists, and numbers as keys strings
+    if back != value and value == value:  # tuples become lists, and numeric keys become strings
         raise ValueError(f"{name}={value!r} would come back as {back!r}: give lists, and dicts with strings as keys")
     return back
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two values of plain data are stored alike, up to the order of names.
+    """Return whether two values of plain data are stored the same, up to the order of names.
 
     >>> is_same({"a": 1, "b": None}, {"b": None, "a": 1}), is_same(1, True)
     (True, False)
@@ -62,7 +62,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def write_checksums(folder: Path, instance: int, instances: int) -> None:
-    """Write the checksums of the files that an instance wrote; instance 0 has those that are nobody's.
+    """Write the checksums of the files that an instance wrote; instance 0 includes files of no instance.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -79,7 +79,7 @@ def write_seal(folder: Path, content: dict[str, Any], instances: int, *, seconds
     """Write the seal when the checksums of all instances are there.
 
     Raises:
-        CheckpointError: some did not come in time.
+        CheckpointError: some checksums did not come in time.
         OSError: a file cannot be read or written.
     """
     parts = [folder / f"checksums.{instance}.json" for instance in range(instances)]
@@ -97,10 +97,10 @@ def write_seal(folder: Path, content: dict[str, Any], instances: int, *, seconds
 
 
 def read_seal(folder: Path) -> dict[str, Any]:
-    """Return what a seal says.
+    """Return the content of a seal.
 
     Raises:
-        CheckpointError: there is none, or it is damaged. The message says which.
+        CheckpointError: there is no seal, or it is damaged. The message says which.
         UnreadableError: the operating system cannot read it, or it is of a newer version.
     """
     try:
@@ -135,10 +135,10 @@ def has_all_files(folder: Path, files: dict[str, Sequence[int]]) -> bool:
 
 
 def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str]) -> dict[str, int]:
-    """Return, of these files, those that don't fit their seal, and what is wrong: MISSING, SHORT or CHANGED.
+    """Return which of the `own` files don't match their seal, and what is wrong: MISSING, SHORT or CHANGED.
 
     Raises:
-        OSError: a file is there and cannot be read.
+        OSError: a file exists but cannot be read.
     """
     wrong: dict[str, int] = {}
     for name in own:
@@ -154,7 +154,7 @@ def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str
 
 
 def _wrong_field(content: dict[str, Any]) -> str:
-    """Return what a seal lacks, or has in another form than `write_seal` gives it, or ""."""
+    """Return what is missing from a seal, or differs from the form of `write_seal`, or ""."""
     for name, right in _FIELDS.items():
         if name not in content:
             return f"it has no {name}"
@@ -190,7 +190,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _writer(name: str, instances: int) -> int:
-    """Return the instance that checks a file: the one that wrote it, as orbax names it."""
+    """Return the instance that writes a file's checksum: the writer in the name that orbax gives the file, or 0."""
     first = name.split(os.sep)[0]
     number = first.removeprefix("ocdbt.process_")
     return int(number) if number.isdigit() and int(number) < instances else 0
@@ -206,7 +206,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write a file at once, whole or not at all: a line with its checksum, then the content."""
+    """Write a file atomically: a line with its checksum, then the content."""
     text = json.dumps(content).encode()
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a training goes on from: the last one that is whole, and of this training."""
+"""Find the checkpoint that a training resumes from: the last whole checkpoint of this training."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError, errno_o
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Looks through the checkpoints of a folder. All instances make the same calls, and find the same.
+    """Searches the checkpoints of a folder. All instances make the same calls, and get the same result.
 
-    Communicates, across several instances, what each found wrong with its share of the files.
+    Across several instances it communicates what is wrong with each instance's share of the files.
 
     Args:
-        folder: of the checkpoints.
-        words: the user's description, which a checkpoint must have too.
-        timeout: seconds that waiting for other instances may take.
-        warn: is told which checkpoints are skipped, and why.
+        folder: the folder of the checkpoints.
+        words: the user's description, which a checkpoint must also have.
+        timeout: the time limit for waiting for other instances, in seconds.
+        warn: called with a text about each skipped checkpoint.
     """
 
     folder: Path
@@ -28,11 +28,11 @@ class Search:
     warn: Callable[[str], None]
 
     def last_whole(self, model: Mapping[str, Any]) -> _folder.Found | None:
-        """Return the last checkpoint that is whole, or None.
+        """Return the last whole checkpoint, or None.
 
         Raises:
             ValueError: it is of another training.
-            CheckpointError: one that may be the last cannot be read by this user or this version, or the folder cannot.
+            CheckpointError: this user or this version cannot read the folder, or what may be the last checkpoint.
         """
         candidates = self.candidates()
         names = {found.path for found in candidates}
@@ -55,7 +55,7 @@ class Search:
         return None
 
     def candidates(self) -> list[_folder.Found]:
-        """Return what may be a checkpoint of the folder, what was saved last first.
+        """Return all folders that may be checkpoints, the last saved first.
 
         Raises:
             CheckpointError: the folder cannot be read, on any instance.

@@ -1,13 +1,13 @@
-"""Write named arrays to a folder by orbax while the training goes on, and read them.
+"""Write named arrays to a folder with orbax while the training runs, and read them.
 
-Orbax's stable interface is used, `AsyncCheckpointer`: it writes to a temporary folder and renames it at the end, and
-each process writes the shards that it has. Its barriers are ours in the background (`Meetings`), which end when another
-instance fails, and otherwise those of jax's coordination service, which end by a time limit: `active_processes` chooses
-them, since orbax's default is a collective without one.
+This uses orbax's stable interface, `AsyncCheckpointer`. It writes to a temporary folder and renames the folder at the
+end. Each process writes the shards that it has. In the background, orbax uses our barriers (`Meetings`), which end when
+another instance fails. Elsewhere it uses the barriers of jax's coordination service, which have a time limit.
+`active_processes` selects them, since orbax's default is a collective without a time limit.
 
-A write of tensorstore's may never end: to a folder that is removed meanwhile, or to a disk that does not answer. So
-nobody waits long for orbax once another instance has failed. Orbax's threads are daemons, as those of ours that begin
-them, and do not keep the process alive.
+A tensorstore write may never end: to a folder that is removed meanwhile, or to a disk that does not answer. So no
+process waits long for orbax once another instance has failed. Orbax's threads, and our threads that start them, are
+daemons and do not keep the process alive.
 """
 
 import concurrent.futures
@@ -25,8 +25,8 @@ from ipu_jax.checkpoints._echoes import drop_echoes, stop_counting_bytes
 from ipu_jax.distributed.meetings import Meetings
 
 _LOOK_EVERY: Final = 0.1
-_LAST_CHANCE: Final = 5.0  # seconds in which a write may end after another instance has failed
-_READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it puts together
+_LAST_CHANCE: Final = 5.0  # seconds for a write to end after another instance has failed
+_READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it assembles
 
 
 def import_orbax() -> Any:
@@ -57,7 +57,7 @@ class Store:
         processes = set(range(jax.process_count()))
         meet = lambda *, key, timeout_ms: meetings.meet(key, timeout_ms / 1000)  # noqa: E731
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
-        # random bits don't compress, and compression would take the steps' time; replicas are written once
+        # weights hardly compress, and compression would slow the steps down; replicas are written once
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)
         self._make = lambda: ocp.AsyncCheckpointer(
             handler,
@@ -70,18 +70,18 @@ class Store:
     def begin(self, folder: Path, arrays: dict[str, Any]) -> None:
         """Copy the arrays to the host, and write them in the background. Arrays without elements are left out.
 
-        When this returns, the next step may reuse their buffers. Where host and device share memory, as on CPUs, the
-        copy is jax's: a buffer that is being read is not reused, and the next step takes new ones.
+        When this returns, the next step can reuse their buffers. If host and device share memory, as on CPUs, jax makes
+        the copy: it does not reuse a buffer that is being read, and the next step takes new buffers.
         """
         held = {name: stored(array) for name, array in arrays.items() if array.size}
         _on_a_daemon(lambda: self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))).result()
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait until all is written; raise what went wrong.
+        """Wait until everything is written, and raise the error if writing failed.
 
         Args:
             check: called several times a second. If it raises an error and the writing does not end soon, the writing
-                is left to itself, and the error is raised.
+                is abandoned, and the error is raised.
         """
         written = _on_a_daemon(self._checkpointer.wait_until_finished)
         try:
@@ -98,8 +98,8 @@ class Store:
 
         Args:
             folder: where they were written.
-            like: by name, what has the shape and dtype of the array.
-            shardings: by name.
+            like: by name, an object with the shape and dtype of the array.
+            shardings: by name, the sharding of the array.
         """
         wanted: dict[str, Any] = {}
         for name, array in like.items():
@@ -120,12 +120,12 @@ class Store:
         return {name: _as_key(found[name], str(array.dtype)) for name, array in like.items()}
 
     def whole(self, folder: Path, saved: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) of whole arrays on the host, some at a time; typed keys as such.
+        """Yield (name, array) of whole arrays on the host, reading a few at a time; keys come back as typed keys.
 
         Args:
             folder: where they were written.
-            saved: by name, the shape and dtype that were saved.
-            names: of the arrays to read.
+            saved: by name, the saved shape and dtype.
+            names: the names of the arrays to read.
         """
         together: list[str] = []
         for i, name in enumerate(names):
@@ -138,7 +138,7 @@ class Store:
                 together = []
 
     def close(self) -> None:
-        """Free what orbax holds; it has nothing to write any more."""
+        """Free orbax's resources, when it has nothing left to write."""
         self._checkpointer.close()
 
     def _read_whole(self, folder: Path, saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Store:
 
 
 def _on_a_daemon(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    """Begin some work on a thread of its own, which does not keep the process alive, and return its result to come."""
+    """Start work on a new thread that does not keep the process alive, and return a future of its result."""
     result: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:

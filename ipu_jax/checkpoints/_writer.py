@@ -1,9 +1,9 @@
-"""Write one checkpoint after the other in the background: arrays, checksums, seal, and then what is no longer kept.
+"""Write one checkpoint after the other in the background: arrays, checksums and seal. Then remove old checkpoints.
 
 main thread      begin: copies arrays to the host        the next steps                wait: raises what went wrong
 background              arrays -> checksums -> seal -> rename -> old checkpoints removed
 
-Nothing that is sealed is touched before its successor is sealed.
+No sealed checkpoint is touched before its successor is sealed.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ class Job:
     """A checkpoint to write.
 
     Attributes:
-        path: where.
+        path: its path.
         step: its number of updates.
         size: its bytes.
-        content: of its seal.
+        content: the content of its seal.
     """
 
     path: Path
@@ -41,13 +41,13 @@ class Writer:
 
     Args:
         store: writes the arrays.
-        meetings: where the instances meet, and say that they have failed.
-        keep: how many checkpoints are kept.
-        seconds: to wait for the checksums of other instances.
+        meetings: where the instances meet, and report failures.
+        keep: how many checkpoints to keep.
+        seconds: how long to wait for the checksums of other instances.
 
     Attributes:
-        job: the checkpoint that is being written, or that was written last.
-        last: the last one that was sealed.
+        job: the checkpoint that is being written, or was written last.
+        last: the checkpoint that was sealed last.
         not_removed: old checkpoints that could not be removed, with the reasons. Set on instance 0 only.
     """
 
@@ -67,16 +67,16 @@ class Writer:
 
     @property
     def waits_for_others(self) -> bool:
-        """Return whether this instance's part is written, and the others' is not."""
+        """Return whether this instance has written its part, and another instance has not."""
         return self.is_busy and self._meetings.is_waiting
 
     def wait(self, seconds: float) -> None:
-        """Wait until nothing is being written, at most so long."""
+        """Wait until nothing is being written, for at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def begin(self, job: Job, arrays: dict[str, Any]) -> None:
-        """Begin to write; `take_error` has returned None since the one before."""
+        """Begin to write. Since the previous checkpoint, `take_error` must have returned None."""
         assert not self.is_busy, "one checkpoint at a time: orbax's own thread is waited for by ours"
         self.job = job
         self._meetings.begin()
@@ -89,7 +89,7 @@ class Writer:
         self._thread.start()
 
     def take_error(self) -> BaseException | None:
-        """Wait until nothing is being written; return what went wrong since the last call, or None."""
+        """Wait until nothing is being written; return the error since the last call, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -103,7 +103,7 @@ class Writer:
             _seal.write_checksums(folder, own, count)
             self._meetings.meet("checksums", self._seconds)
             if own == 0:
-                # one that cannot be read for a moment has a number, too
+                # a checkpoint that is temporarily unreadable also has a number
                 self._number = max(self._number + 1, _folder.next_number(job.path.parent))
                 content = {**job.content, "number": self._number}
                 _seal.write_seal(folder, content, count, seconds=self._seconds)

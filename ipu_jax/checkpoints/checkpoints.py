@@ -1,4 +1,4 @@
-"""Save a training while it goes on, and resume it: `Checkpoints`.
+"""Save a training while it runs, and resume it: `Checkpoints`.
 
 state = step.init(params)
 with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoints:
@@ -11,8 +11,8 @@ with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoin
             checkpoints.save(state, feed)                     # does nothing unless a save is due
 
 save     [main thread: a copy on the host] -> [background: arrays, checksums, the seal] -> a checkpoint
-restore  the last one that is whole; a damaged one is named and skipped
-lock     one training saves to a folder; any number may read it
+restore  the last whole checkpoint; a damaged one is named and skipped
+lock     only one training saves to a folder; any number can read it
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Restored:
     """Hold what was restored from a checkpoint.
 
     Attributes:
-        state: on the IPUs, to go on with.
+        state: the state to continue with, on the IPUs.
         step: the number of updates that it has made.
         feed: the data position, for `Feed(state=...)`; None if none was saved.
         extra: the user's own data; None if none was saved.
@@ -74,32 +74,32 @@ class Restored:
 class Checkpoints:
     """Saves the states of a training step in a folder, and restores them.
 
-    A checkpoint holds all that the training goes on from: weights, optimizer, stages' state, loss scale, random key,
+    A checkpoint contains everything needed to resume: weights, optimizer, stages' state, loss scale, random key,
     average and number of updates, the data position, and the user's own data. It is written in the background, and
-    counts once its seal with the checksums of all files is there.
+    is valid once its seal with the checksums of all files is there.
 
-    Across several instances all of them make the same calls, and see the same folder.
+    Across several instances, all of them must make the same calls, and see the same folder.
 
-    The first `due` or `save` takes the folder's lock, which `close` and the end of the process free: a second training
-    in the same folder is refused. `restore` needs no lock.
+    The first `due` or `save` takes the folder's lock. `close` and the end of the process free it. A second training in
+    the same folder is refused. `restore` needs no lock.
 
     Args:
-        folder: of all checkpoints of one training. It is made if it is missing.
-        step: the training step, of `make_train_step`.
-        keep: how many checkpoints are kept. An older one is removed when a newer one is sealed.
+        folder: the folder of all checkpoints of one training. It is created if it is missing.
+        step: the training step, from `make_train_step`.
+        keep: how many checkpoints to keep. An older one is removed when a newer one is sealed.
         every: save every this many updates.
         minutes: save every this many minutes, by the clock of instance 0.
-        describes: what the state does not show of model, optimizer and data, as plain data by names, such as
+        describes: facts about model, optimizer and data that the state does not show, as plain data by names, such as
             `{"data": "mnist", "optimizer": "adamw(1e-3)"}`. A checkpoint with another description is refused.
-        on_save_error: "stop" for an error when a save fails, by the next call that saves or closes; "continue" for a
-            `CheckpointWarning`. In both cases the last good checkpoint stays.
-        timeout: seconds that a save, and waiting for other instances, may take.
+        on_save_error: if a save fails, "stop" raises an error in the next call that saves or closes, and "continue"
+            gives a `CheckpointWarning`. In both cases the last good checkpoint stays.
+        timeout: the time limit for a save, and for waiting for other instances, in seconds.
 
     Attributes:
         folder: as an absolute path.
 
     Raises:
-        ValueError: an argument is outside its rule.
+        ValueError: an argument is invalid.
         ImportError: orbax is not installed.
     """
 
@@ -150,24 +150,24 @@ class Checkpoints:
     # restore
 
     def restore(self, like: TrainState, *, resume: str | os.PathLike[str] = "auto") -> Restored | None:
-        """Return what the last whole checkpoint holds, or None for a fresh start. Call it before the first save.
+        """Restore the last whole checkpoint, or return None for a fresh start. Call it before the first save.
 
-        The IPUs, replicas, schedule and places of stages may be others than those that saved: then each host reads the
+        The IPUs, replicas, schedule and places of stages can differ from those that saved. Then each host reads the
         whole state. Otherwise each instance reads the shards of its own devices. Nothing is compiled before the
         checkpoint is known to fit.
 
-        Communicates, across several instances, what each found wrong with its share of the files.
+        Across several instances it communicates what is wrong with each instance's share of the files.
 
         Args:
-            like: a state of this step, such as the one that `step.init` returned. Its values don't matter.
-            resume: "auto" for the last whole checkpoint, or None if there is none; "must" for the last whole one;
-                "never" for None, in a folder without checkpoints; or the path of one checkpoint.
+            like: a state of this step, such as the state that `step.init` returned. Its values don't matter.
+            resume: "auto" for the last whole checkpoint, or None if there is none; "must" for the last whole
+                checkpoint; "never" for None, in a folder without checkpoints; or the path of one checkpoint.
 
         Raises:
             ValueError: the checkpoint is of another model, optimizer or description; or `resume="never"` in a folder
                 with checkpoints.
-            CheckpointError: there is no whole checkpoint where one must be; or one that may be the last, or the folder,
-                cannot be read by this user or by this version.
+            CheckpointError: a checkpoint is required and none is whole; or this user or this version cannot read the
+                folder, or what may be the last checkpoint.
         """
         if resume not in ("auto", "must", "never"):
             resume = _folder.checkpoint_at(resume)
@@ -194,14 +194,14 @@ class Checkpoints:
             return None if found is None else self._read(found, like, here)
 
     def _settle(self) -> None:
-        """Tidy up after a process that was killed, if nobody saves here."""
+        """Clean up after a killed process, if no training saves here."""
         if jax.process_index() == 0 and self.folder.is_dir():
             with contextlib.suppress(OSError, CheckpointError):
-                if not self._lock.is_held:  # otherwise it was done when the lock was taken, and a save may go on
+                if not self._lock.is_held:  # otherwise it was done when the lock was taken, and a save may be running
                     self._lock.take(0)
                     _folder.settle(self.folder)
                     self._lock.release()
-        _agreement.anywhere(False, self._timeout)  # nobody looks before
+        _agreement.anywhere(False, self._timeout)  # no instance looks before
 
     def _read(self, found: _folder.Found, like: TrainState, here: Mapping[str, Any]) -> Restored:
         seal: Any = found.seal
@@ -218,15 +218,15 @@ class Checkpoints:
     # save
 
     def lock(self) -> None:
-        """Take the folder for this training, before it compiles anything. The first `due` or `save` does it otherwise.
+        """Lock the folder for this training before it compiles anything. Otherwise the first `due` or `save` locks it.
 
-        The process's death frees the lock, and so does `close`. Instance 0 takes it for all.
+        `close` frees the lock, and so does the end of the process. Instance 0 takes it for all.
 
         Communicates a number per instance.
 
         Raises:
-            CheckpointError: another training saves to the folder, and the message says who; or it cannot be made or
-                written to.
+            CheckpointError: another training saves to the folder, and the message names it; or the folder cannot be
+                created or written to.
             ValueError: the checkpoints are closed.
         """
         self._check_open()
@@ -253,23 +253,23 @@ class Checkpoints:
 
     def _take_lock(self) -> None:
         if self._writer.last is None and not self._has_failed:
-            self.folder.mkdir(parents=True, exist_ok=True)  # later on, a folder that is gone is an error
+            self.folder.mkdir(parents=True, exist_ok=True)  # later, a missing folder is an error
         self._lock.take()
 
     def due(self, state: TrainState, updates: int | None = None) -> bool:
         """Count updates, and return whether a save is due, for a loop that has something to do before it saves.
 
-        `save` asks it by itself; with `now=True` it does not ask. All instances call it alike.
+        `save` calls it, except with `now=True`. All instances must make the same calls.
 
-        Communicates, across several instances, a number per instance in the first call, for the lock; later on nothing
-        while saves succeed, but with `minutes` a number from instance 0 in some calls.
+        Across several instances, the first call communicates a number per instance, for the lock. Later calls
+        communicate nothing while saves succeed, except with `minutes` a number from instance 0 in some calls.
 
         Args:
-            state: what the step returned. It is waited for in the first call only, unless `restore` was called.
-            updates: made since the call before; by default the step's `device_iterations`.
+            state: the state that the step returned. Only the first call waits for it, unless `restore` was called.
+            updates: the updates since the previous call; by default the step's `device_iterations`.
 
         Raises:
-            CheckpointError: the last save failed, under `on_save_error="stop"`; or another training has the folder.
+            CheckpointError: the last save failed, under `on_save_error="stop"`; or another training has the lock.
             ValueError: the checkpoints are closed.
         """
         self._check_open()
@@ -303,27 +303,27 @@ class Checkpoints:
         extra: Any = None,
         now: bool = False,
     ) -> bool:
-        """Save the state if it is due, and return whether it was. Call it after each step.
+        """Save the state if a save is due, and return whether it was saved. Call it after each step.
 
-        If nothing is due, it counts the step and returns. A save waits for the steps so far, copies the state to the
-        host, and returns: the next step may reuse the state's buffers. The rest happens in the background.
+        If no save is due, it counts the step and returns. A save waits for the steps so far, copies the state to the
+        host, and returns. Then the next step can reuse the state's buffers. The rest happens in the background.
 
         A checkpoint of the same step is replaced when the new one is sealed. If the last checkpoint was made of this
-        very state, with the same feed's state and extra, it stays, and nothing is written.
+        very state, with the same feed position and extra, it stays, and nothing is written.
 
-        A step is counted as `device_iterations` updates; at each save the real number is read.
+        A step counts as `device_iterations` updates; each save reads the real number.
 
         Communicates nothing; across several instances, a few numbers per save.
 
         Args:
-            state: what the step returned.
-            feed: the feed, or what its `state()` returned; the data go on behind the last batch that it returned.
+            state: the state that the step returned.
+            feed: the feed, or the result of its `state()`. A resumed feed continues after the last batch it returned.
             extra: plain data of the user, such as flags.
-            now: save now, whatever is due.
+            now: save now, even if no save is due.
 
         Raises:
-            CheckpointError: the save before this one failed, or this one does, under `on_save_error="stop"`. The
-                message has the path, the operating system's error and the bytes. Or another training saves to the
+            CheckpointError: the previous save failed, or this one does, under `on_save_error="stop"`. The message
+                contains the path, the operating system's error and the bytes. Or another training saves to the
                 folder.
             ValueError: `extra` or the feed's state is not plain data, or the checkpoints are closed.
             InstancesMissingError: an instance did not come in time.
@@ -335,9 +335,9 @@ class Checkpoints:
         if not self._is_locked:
             self._lock_or_leave_it_to_the_save()
         self.wait()
-        self._step.check(state)  # a state that is stopped has not learned of all batches before the feed's position
+        self._step.check(state)  # a stopped state has not learned from all batches before the feed's position
         position = feed.state() if isinstance(feed, Feed) else feed
-        # tracing, too, which shapes are found by, is no step: else the beacon would say COMPILING until the next one
+        # finding shapes traces, too; without this beacon it would say COMPILING until the next step
         with beacons.during(Phase.BUSY, "waiting for the steps before a save", max(beacons.LONG, self._timeout)):
             number = int(state.step)
             arrays = named(state)
@@ -359,9 +359,9 @@ class Checkpoints:
         return error is None
 
     def _is_saved(self, state: TrainState, job: Job) -> bool:
-        """Return whether the last checkpoint was made of this very state, and is still there. Arrays never change.
+        """Return whether the last checkpoint was made of this very state, and still exists. Arrays never change.
 
-        Communicates a number per instance if it has the same step.
+        Communicates a number per instance if the last checkpoint has the same step.
         """
         last = self._writer.last
         if last is None or last.step != job.step:
@@ -371,7 +371,7 @@ class Checkpoints:
         return not _agreement.anywhere(not (is_same and is_there), self._timeout)
 
     def _begin(self, job: Job, arrays: dict[str, Any]) -> BaseException | None:
-        """Begin to write; return what went wrong on this instance or another one."""
+        """Begin to write; return the error of this instance or of another one, or None."""
         error: BaseException | None = None
         if jax.process_index() == 0:
             with beacons.during(Phase.BUSY, "making room for a save", beacons.LONG):
@@ -390,15 +390,15 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Wait until the save that is going on is sealed.
+        """Wait until the current save is sealed.
 
         Raises:
-            CheckpointError: it failed, under `on_save_error="stop"`.
+            CheckpointError: the save failed, under `on_save_error="stop"`.
             InstancesMissingError: an instance did not come in time.
         """
         while self._writer.is_busy:
             waits = self._writer.waits_for_others
-            # who waits for another instance is no excuse for it: poprun is to find one that is stuck
+            # waiting for another instance must not hide that the other one is stuck: poprun has to find it
             doing = (Phase.WAITING, "for the others' parts of a save") if waits else (Phase.BUSY, "waiting for a save")
             with beacons.during(*doing, 2 * self._timeout + 60):
                 while self._writer.is_busy and self._writer.waits_for_others == waits:
@@ -407,7 +407,7 @@ class Checkpoints:
         self._tell_what_stays()
 
     def _tell_what_stays(self) -> None:
-        """Warn, once for each, of checkpoints that cannot be removed."""
+        """Warn once of each checkpoint that cannot be removed."""
         failed, self._writer.not_removed = self._writer.not_removed, []
         for path, error in failed:
             if path not in self._not_removed:
@@ -415,10 +415,10 @@ class Checkpoints:
                 _warn(f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself")
 
     def close(self) -> None:
-        """Wait for the last save, and read it again to verify it. A second call does nothing.
+        """Wait for the last save, and read it back to verify it. A second call does nothing.
 
         Raises:
-            CheckpointError: the last save failed, or what was written is not what can be read.
+            CheckpointError: the last save failed, or the checkpoint reads back differently.
         """
         if not self._is_open:
             return
@@ -432,12 +432,12 @@ class Checkpoints:
                     self._verify(last)
         finally:
             self._meetings.close()
-            with contextlib.suppress(Exception):  # it has been waited for, and its errors are known
+            with contextlib.suppress(Exception):  # its writes have ended, and its errors are known
                 self._store.close()
             self._lock.release()
 
     def _verify(self, last: Job) -> None:
-        # instance 0 has sealed it before it came here
+        # instance 0 seals it before it comes here
         popdist.barrier("the last checkpoint is sealed", timeout=self._timeout)
         wrong = self._search.wrong_with(_folder.found_at(last.path), last.content["model"])
         if wrong:
@@ -450,7 +450,7 @@ class Checkpoints:
         if error is None:
             self.close()
             return
-        if jax.process_count() > 1:  # the others don't come any more
+        if jax.process_count() > 1:  # the other instances won't come
             self._is_open = False
             self._meetings.close()
             self._lock.release()
@@ -484,10 +484,10 @@ class Checkpoints:
         _warn(text)
 
     def _first_of_all(self, error: BaseException | None) -> BaseException | None:
-        """Return an error of this instance, or else of the first one that has any; then no save is told of any more.
+        """Return this instance's error, or else the error of the first failed instance, and forget all failures.
 
-        All instances have ended their writes by now, or have given them up. What is left of a save that failed is
-        removed, since on a full disk the room is needed.
+        All instances have ended or abandoned their writes by now. Leftovers of a failed save are removed, since a full
+        disk needs the room.
         """
         found = _agreement.first_error(error, self._timeout)
         if found is not None:

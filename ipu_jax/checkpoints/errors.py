@@ -1,4 +1,4 @@
-"""Define what goes wrong with checkpoints.
+"""Define the errors and warnings of checkpoints.
 
 Nothing here imports jax.
 """
@@ -10,7 +10,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved, or none can be restored. The message says which, where and why.
 
     Attributes:
-        errno: the operating system's number of the error, such as 28 for a full disk; None if it gave none.
+        errno: the operating system's error number, such as 28 for a full disk; None if there is none.
     """
 
     def __init__(self, message: str, errno: int | None = None):
@@ -23,7 +23,7 @@ class SaveError(CheckpointError):
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint may be whole, but this program cannot read it: nobody may replace or remove it."""
+    """A checkpoint may be whole, but this program cannot read it, so it must not be replaced or removed."""
 
 
 class CheckpointWarning(UserWarning):
@@ -31,9 +31,9 @@ class CheckpointWarning(UserWarning):
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the operating system's number of an error, also from the text of one of tensorstore's.
+    """Return the operating system's number of an error, also from the text of a tensorstore error.
 
-    An error of ours that passes one on has its number.
+    Our own errors carry the number of the error that they report.
 
     >>> errno_of(OSError(28, "No space left")), errno_of(ValueError("No space left on device [os_error_code='28']"))
     (28, 28)

@@ -19,14 +19,14 @@ class FeedBatch:
 
     Attributes:
         data: a pytree like the source's, with leaves `jax.Array` of shape (device_iterations, replicas, M, micro-batch,
-            ...), where each of the first two dims is left out if it is 1. With one device iteration,
-            `Pipeline.value_and_grad` takes it.
+            ...). Each of the first two dims is left out if it is 1. With one device iteration,
+            `Pipeline.value_and_grad` accepts this pytree.
         epoch: the epoch that the batch belongs to, from 0.
         examples: the number of its real examples, over all instances.
-        updates: the number of its device iterations that contain a real example. These are the first ones.
-        is_real: bool, which rows of this instance are real examples. Its dims are the leading dims of this instance's
-            part of `data`: instead of all replicas, those that it has IPUs of.
-        nbytes: the bytes of this instance's rows, as they were sent to each IPU of a replica.
+        updates: the number of its device iterations that contain a real example. These iterations come first.
+        is_real: bool, whether each row of this instance is a real example. Its dims are the leading dims of this
+            instance's part of `data`, with only the replicas of which the instance has IPUs.
+        nbytes: the bytes of this instance's rows, as sent to each IPU of a replica.
     """
 
     data: Any
@@ -38,11 +38,11 @@ class FeedBatch:
 
 
 class Sender:
-    """Makes a `FeedBatch` of rows on the host.
+    """Makes a `FeedBatch` from rows on the host.
 
     Args:
         mesh: a mesh with an axis "replica".
-        dims: of a batch.
+        dims: the dims of a batch.
         like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
 
     Attributes:
@@ -63,13 +63,13 @@ class Sender:
         )
 
     def __call__(self, rows: Any, *, epoch: int, examples: int, is_real: npt.NDArray[np.bool_]) -> FeedBatch:
-        """Return the batch of these rows.
+        """Return the batch that contains these rows.
 
         Args:
             rows: leaves (rows of this instance, ...), in new memory.
             epoch: the epoch that the batch belongs to.
             examples: the number of its real examples, over all instances.
-            is_real: which of the rows are real, of any shape with so many elements.
+            is_real: which of the rows are real, in any shape with one element per row.
         """
         return FeedBatch(
             jax.tree.map(self._send, self.like, rows),
@@ -86,14 +86,14 @@ class Sender:
 
 
 def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[str, Any]:
-    """Return which replicas there are in all and on this instance, as arguments of `BatchDims`.
+    """Return the replicas in all and on this instance, as arguments of `BatchDims`.
 
     Args:
         mesh: a mesh with an axis "replica".
-        instances, instance: as `Feed` takes them.
+        instances, instance: as in `Feed`.
 
     Raises:
-        ValueError: the mesh has no axis of replicas or no device of this process, or lies on other instances.
+        ValueError: the mesh has no axis of replicas or no device of this process, or contradicts these two.
     """
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(
@@ -102,7 +102,7 @@ def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[st
     axis = mesh.axis_names.index(REPLICA_AXIS)
     rows = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)  # the axis may be the only one
     owners = [[device.process_index for device in row] for row in rows]
-    # in the order of the mesh, which is that of the processes in a mesh of make_mesh
+    # in the order of the mesh, which is the order of the processes in a mesh of make_mesh
     processes, own = list(dict.fromkeys(itertools.chain.from_iterable(owners))), jax.process_index()
     if processes == [own]:
         count = 1 if instances is None else instances

@@ -34,7 +34,7 @@ class BatchDims:
         instances: the number of processes that share the replicas equally.
         instance: the number of this process among them, from 0.
         own_replicas: the numbers of the replicas whose rows this instance has, ascending, if they are not its equal
-            share. Several instances may have the same one, each a part of its IPUs.
+            share. Several instances may have the same replica, each with a part of its IPUs.
 
     Attributes:
         per_update, per_batch: the examples of an update and of a batch, over all instances.
@@ -76,11 +76,11 @@ class BatchDims:
 
     @functools.cached_property
     def own(self) -> npt.NDArray[np.intp]:
-        """Return which examples of a batch this instance has, (rows,), in the order of its rows."""
+        """Return the numbers of this instance's examples in a batch, (rows,), in the order of its rows."""
         return self.of_instance(np.arange(self.per_batch)).reshape(-1)
 
     def of_instance(self, of_batch: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
-        """Return this instance's part of one value per example of a batch, in its dims `shape`.
+        """Return this instance's part of an array with one value per example of a batch, in its dims `shape`.
 
         Args:
             of_batch: (per_batch,).
@@ -88,22 +88,22 @@ class BatchDims:
         return of_batch.reshape(self._whole)[:, self._own]
 
     def kept(self, examples: int, remainder: str) -> int:
-        """Return how many of the last `examples` of an epoch, at most a batch's, are in its last batch."""
+        """Return how many of an epoch's last `examples`, at most one batch, are in its last batch."""
         if remainder == "drop" and examples < self.per_batch:
             return 0
         return examples - examples % self.per_update if remainder == "updates" else examples
 
     def updates(self, examples: int) -> int:
-        """Return the number of updates that contain one of the first `examples` of a batch."""
+        """Return the number of updates that contain any of the first `examples` of a batch."""
         return math.ceil(examples / self.per_update)
 
     def warn_of_updates_left_out(self, left_out: int, examples: int, stacklevel: int) -> None:
-        """Warn if whole updates of an epoch are left out though nobody asked for it.
+        """Warn if whole updates of an epoch are left out although the user did not ask for this.
 
         Args:
-            left_out: the examples that are left out, fewer than a batch's.
+            left_out: the number of examples that are left out, fewer than in a batch.
             examples: the number of examples in an epoch.
-            stacklevel: of the warning, as the caller counts it.
+            stacklevel: the stack level of the warning, as the caller counts it.
         """
         updates = left_out // self.per_update
         if updates:
@@ -118,9 +118,9 @@ class BatchDims:
         """Return the error for an epoch that has no batch.
 
         Args:
-            examples: how many it has.
+            examples: the number of its examples.
             remainder: one of `REMAINDERS`.
-            fillers: the ways to fill a batch up that may be used instead, in words.
+            fillers: the ways to fill up a batch instead, in words.
         """
         whole, needed = ("an update", self.per_update) if remainder == "updates" else ("a batch", self.per_batch)
         product = " x ".join(f"{name}={value}" for name, value in self._counts.items() if value > 1) or "micro_batch=1"
@@ -131,7 +131,7 @@ class BatchDims:
 
 
 def _equal_share(replicas: int, instances: int, instance: int) -> range:
-    """Return the numbers of the replicas that an instance has if all instances have as many."""
+    """Return the numbers of an instance's replicas if all instances have the same number of replicas."""
     instances, number = check_count("instances", instances), as_int(instance)
     if number is None or not 0 <= number < instances:
         raise ValueError(f"instance={instance!r} is none of instances={instances}: give an int from 0 on")

@@ -40,7 +40,7 @@ _MARGIN = 10.0
 
 @runtime_checkable
 class ForStep(Protocol):
-    """Say what a feed needs to know of a training step."""
+    """The properties of a training step that a feed needs."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -51,70 +51,70 @@ class ForStep(Protocol):
 
 
 class Feed:
-    """Iterates over batches of examples on a mesh, in an order that depends on seed and epoch, from any position on.
+    """Iterates over batches of examples on a mesh from any position on. The order depends on seed and epoch.
 
     Iteration continues through the epochs; `epoch()` stops at the end of the current one. Every batch has the same
     shape. Each replica's rows are sent to all IPUs of that replica. Nothing is communicated between IPUs or instances.
 
     A mesh over the devices of several processes contains the replicas of all instances. Each instance reads the rows of
-    the replicas that it has IPUs of: two instances that share a replica read the same rows of it. If all devices of
-    `mesh` belong to this process, it contains the replicas of this instance only, and there are `instances` times as
+    the replicas of which it has IPUs. Two instances that share a replica both read its rows. If all devices of `mesh`
+    belong to this process, the mesh contains the replicas of this instance only, and there are `instances` times as
     many replicas in all.
 
     Args:
-        source: where the examples are from; `items` says how it gives them. An array may be NumPy's, jax's, or a tensor
-            of torch or TensorFlow. In examples and batches of `items`, a list of numbers is an array, too.
-        step: the training step that the batches are for: it says `mesh`, `gradient_accumulation` and
-            `device_iterations`, and `remainder` is "updates" by default.
-        mesh: a mesh with an axis "replica", such as `Pipeline.mesh`; needed without a `step`.
+        source: the source of the examples; `items` says how it returns them. An array can be an array of NumPy or jax,
+            or a tensor of torch or TensorFlow. In examples and batches of `items`, a list of numbers is also an array.
+        step: the training step that uses the batches. It provides `mesh`, `gradient_accumulation` and
+            `device_iterations`, and the default of `remainder` is then "updates".
+        mesh: a mesh with an axis "replica", such as `Pipeline.mesh`; required without a `step`.
         micro_batch: B, the examples of a micro-batch.
         items: None for a pytree of arrays with one example per row, or for an indexable: an object with `__len__()` and
             with a `__getitem__` that returns a pytree of arrays (n, ...) for an index array (n,). "examples" for an
-            object that gives one example at a time: with `__len__()` and a `__getitem__` that takes an int, such as a
-            list of dicts or a dataset of torch or Hugging Face; or, without these, a stream. "batches" for a stream
-            that gives examples in batches of any sizes: a pytree of arrays (n, ...) each. A stream is an iterable such
-            as a `DataLoader` or `tf.data.Dataset`; a function that takes the number of an epoch and returns a fresh
-            iterator of it; or an iterator, which can be read once. Every instance reads the whole stream, and keeps the
-            rows of its own replicas. If there are several workers, several threads call `__getitem__` at once.
+            object that returns one example at a time: an object with `__len__()` and a `__getitem__` that takes an int,
+            such as a list of dicts or a dataset of torch or Hugging Face, or else a stream of examples. "batches" for a
+            stream of batches of any sizes, each a pytree of arrays (n, ...). A stream is an iterable such as a
+            `DataLoader` or `tf.data.Dataset`; a function that takes the number of an epoch and returns a fresh iterator
+            of it; or an iterator, which can be read once. Every instance reads the whole stream, and keeps the rows of
+            its own replicas. With several workers, several threads call `__getitem__` at once.
         gradient_accumulation: M, the micro-batches of an update on each replica; 1 by default.
         device_iterations: K, the updates of a batch; 1 by default.
         shuffle: whether each epoch has a new order, which depends on the seed. Otherwise it is the source's own order.
-            By default True, except for a stream, which must shuffle by itself.
+            Default: True, except for a stream, which must shuffle on its own.
         seed: the seed of the shuffling, at least 0.
-        epochs: iteration ends after this many epochs, including those before `state`; None for never.
-        remainder: what is done with the examples at the end of an epoch that do not fill a whole batch. "drop" leaves
-            them out. None, the default, does so too, and warns if whole updates are among them, as they may be if
-            K > 1: a stream warns at the end of an epoch. "updates" leaves out only those that do not fill a whole
-            update, so that a batch may contain fewer than K updates: give such a batch to the step as it is, not its
-            `data`. "pad" fills the batch up with `fill`, and "wrap" (not for a stream) with the epoch's first examples
-            again. `FeedBatch` says which rows are real.
-        fill: what batches are filled up with under "pad" and "updates": a number, or a pytree of numbers like the
+        epochs: the number of epochs after which iteration ends, including epochs before `state`; None for never.
+        remainder: how to treat the examples at the end of an epoch that do not fill a whole batch. "drop" leaves them
+            out. None, the default, does so too, and warns if they contain whole updates, which can happen if K > 1 (a
+            stream warns at the end of an epoch). "updates" leaves out only examples that do not fill a whole update. A
+            batch may then contain fewer than K updates: pass such a batch to the step as it is, not its `data`. "pad"
+            fills the batch up with `fill`, and "wrap" (not for a stream) with the epoch's first examples again.
+            `FeedBatch` says which rows are real.
+        fill: the values that fill up batches under "pad" and "updates": a number, or a pytree of numbers like the
             source, for example a label that is not a class.
-        prefetch: how many batches may be ready or being made, beyond those that were returned. With 0 the caller's own
-            thread makes each batch when it is asked for.
+        prefetch: the most batches that are ready or being made beyond the returned batches. With 0, the caller's own
+            thread makes each batch on request.
         workers: the number of threads that make batches, at most `prefetch`. Without prefetch it must be 1, and no
             thread is started. A stream is read by one worker.
-        instances: the number of processes that share the replicas. Default: those of the mesh.
-        instance: the number of this process among them, from 0. Default: its place among those of the mesh.
-        timeout: seconds to wait for a batch of the workers before an error is raised.
-        state: what `state()` returned: the feed continues with the very next batch. The numbers of instances and
-            workers and the dims of the batch may differ from before. A stream continues by the source's `state_dict`
-            and `load_state_dict`, if it has both; otherwise by reading the examples before the state again, which must
-            then come in the same order as before. This is checked by the last of them.
+        instances: the number of processes that share the replicas. Default: the number of processes of the mesh.
+        instance: the number of this process among them, from 0. Default: its place among the processes of the mesh.
+        timeout: seconds to wait for a batch from the workers before an error is raised.
+        state: a result of `state()`: the feed continues with the next batch. The numbers of instances and workers and
+            the dims of the batch may differ from before. A stream continues through the source's `state_dict` and
+            `load_state_dict`, if it has both. Otherwise the feed reads the examples before the state again. They must
+            then come in the same order as before; the last of them is checked.
 
-    `len(feed)` is the number of batches in an epoch, which a stream does not say.
+    `len(feed)` is the number of batches in an epoch, which is unknown for a stream.
 
     Attributes:
         device_iterations: K, the updates of a batch.
-        examples_per_update: over all replicas and micro-batches.
-        updates_per_epoch: None for a stream.
-        like: a pytree like a batch's, with leaves `jax.ShapeDtypeStruct` with sharding: a step can be compiled for it.
+        examples_per_update: the examples of an update, over all replicas and micro-batches.
+        updates_per_epoch: the updates of an epoch; None for a stream.
+        like: a pytree like a batch's, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled for it.
         prefetch, workers: the arguments of these names.
 
     Raises:
-        ValueError: a value is outside its rule, the source cannot be read, there are too few examples, or the state is
-            that of another order of examples. While batches are made: an example is not like the first one; the message
-            has its number and the leaf. For an iterator also: it would have to be read again.
+        ValueError: a value is outside its rule, the source cannot be read, there are too few examples, or the state
+            belongs to another order of examples. While batches are made: an example is not like the first one; the
+            message contains its number and the leaf. For an iterator also: it would have to be read again.
 
     >>> import numpy as np
     >>> from ipu_jax.devices import make_mesh
@@ -212,7 +212,7 @@ class Feed:
         """Return the number of batches in a whole epoch.
 
         Raises:
-            TypeError: the source is a stream, which does not say so.
+            TypeError: the source is a stream, for which it is unknown.
         """
         return self._reader.batches_per_epoch()
 
@@ -220,14 +220,14 @@ class Feed:
         return True
 
     def state(self, *, updates: int | None = None) -> dict[str, Any]:
-        """Return the feed's position as plain data: after the last batch that was returned, however many are ready.
+        """Return the feed's position as plain data: after the last returned batch, however many batches are ready.
 
-        These are plain ints, and the same on every instance. For a stream with a `state_dict` of its own, what that
-        returned is "source" among them.
+        These are plain ints, and the same on every instance. For a stream with a `state_dict` of its own, the entry
+        "source" is the result of that method.
 
         Args:
-            updates: the position after this many updates of that batch, the first ones. Not for a stream, which can
-                only go on after a whole batch.
+            updates: return the position after this many updates of that batch instead. Not for a stream, which can only
+                continue after a whole batch.
         """
         position = self._position
         if updates is not None:
@@ -235,7 +235,7 @@ class Feed:
         return self._reader.state(position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, as a feed that is made with `state=` does.
+        """Continue from a result of `state`, like a feed made with `state=`.
 
         Raises:
             ValueError: the state belongs to another order of examples, or the source cannot be read again.
@@ -259,7 +259,7 @@ class Feed:
             self._position = position
 
     def epoch(self) -> Iterator[FeedBatch]:
-        """Yield the batches that are left of the current epoch."""
+        """Yield the batches that are left in the current epoch."""
         number = self._position.epoch
         while self._position.epoch == number and not self._is_done:
             batch = self._next()
@@ -274,7 +274,7 @@ class Feed:
 
         Raises:
             StopIteration: `epochs` are over.
-            FeedTimeoutError: the batch did not arrive in time; the message says what the workers do.
+            FeedTimeoutError: the batch did not arrive in time; the message says what the workers are doing.
             Exception: whatever the source raised. The next call tries the same batch again.
         """
         while not self._is_done:
@@ -317,7 +317,7 @@ class Feed:
                 self._last, self._position = self._position, following
         except FeedTimeoutError:
             raise  # the batch may still arrive: the next call waits for it again
-        except BaseException as error:  # Ctrl-C, too, may arrive after a batch is taken and before it is counted
+        except BaseException as error:  # Ctrl-C can also arrive after a batch is taken and before it is counted
             self._drop_after(error)
             if isinstance(error, StopIteration):  # it would end the caller's loop, as if there were no more batches
                 raise RuntimeError("the source raised StopIteration") from error
@@ -347,7 +347,7 @@ class Feed:
 
 
 def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, workers: int) -> None:
-    """Raise for options that only examples with numbers can have."""
+    """Raise for options that are only for examples with numbers."""
     check_choice("remainder", remainder, REMAINDERS)
     named = f"the source, a {type(source).__name__}, gives one item after the other"
     if shuffle or seed:
@@ -360,10 +360,10 @@ def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, 
 
 
 def _dims_of(step: ForStep | None, mesh: Mesh | None, m: int | None, k: int | None) -> tuple[Mesh, int, int]:
-    """Return mesh, gradient accumulation and device iterations, the step's if there is one.
+    """Return mesh, gradient accumulation and device iterations, from the step if there is one.
 
     Raises:
-        ValueError: both are given, or neither.
+        ValueError: a value is given in addition to the step, or neither a step nor a mesh is given.
     """
     if step is None:
         if mesh is None:

@@ -1,10 +1,10 @@
-"""Turn what users hold into NumPy arrays, and check that all examples are alike.
+"""Convert users' data to NumPy arrays, and check that all examples are alike.
 
     np.ndarray, jax.Array, tensors of torch and TensorFlow, images of Pillow     an array each
     Python's and NumPy's numbers, lists of numbers (also nested)                 an array each, in an example only
     dict, tuple, any other list                                                  a structure of arrays
 
-The libraries are not imported: an array is whatever NumPy can convert.
+The libraries are not imported: anything that NumPy can convert is an array.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,20 +19,20 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class Form:
-    """The structure, shapes and dtypes of all examples, as the first ones have them.
+    """The structure, shapes and dtypes of all examples, taken from the first item.
 
-    64-bit numbers are converted to 32-bit ones unless `jax_enable_x64` is set.
+    64-bit numbers are converted to 32-bit numbers unless `jax_enable_x64` is set.
 
     Args:
-        item: one example; or, if `batched`, examples of which every leaf has one per row.
-        batched: whether items have several examples.
-        what: what `item` is, for messages.
+        item: one example, or if `batched`, several examples, one per row of every leaf.
+        batched: whether items contain several examples.
+        what: the name of `item` for messages.
 
     Attributes:
         like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
 
     Raises:
-        ValueError: the item has no arrays, or one whose dtype is neither a number nor bool.
+        ValueError: the item has no arrays, or an array whose dtype is neither numeric nor bool.
 
     >>> form = Form({"x": [1, 2], "label": 3}, batched=False, what="example 0")
     >>> form.like["x"].shape, [leaf.tolist() for leaf in form.rows({"x": [4, 5], "label": 6}, lambda: "example 1")]
@@ -61,11 +61,11 @@ class Form:
     def rows(self, item: Any, what: Callable[[], str]) -> list[npt.NDArray[Any]]:
         """Return the leaves of an item, each with one example per row: (n, ...), with n = 1 if not batched.
 
-        They may share memory with the item, and have the dtypes in which it holds them.
+        They may share memory with the item, and have its dtypes.
 
         Args:
-            item: like the first one.
-            what: returns what the item is, for messages.
+            item: an item like the first one.
+            what: returns the name of the item for messages.
 
         Raises:
             ValueError: the item is not like the first one; the message names the leaf.
@@ -91,7 +91,7 @@ class Form:
         return [np.empty((count, *like.shape), like.dtype) for like in self._likes]
 
     def tree(self, leaves: list[npt.NDArray[Any]]) -> Any:
-        """Return leaves, in the order of `rows`, as the pytree that examples are."""
+        """Return leaves, in the order of `rows`, as a pytree with the structure of the examples."""
         return jax.tree.unflatten(self._structure, leaves)
 
     def _structure_error(self, item: Any) -> str:
@@ -107,10 +107,10 @@ class Form:
 
 
 def on_host(leaf: Any) -> Any:
-    """Return a leaf as a NumPy array if a library's array can be converted, else the leaf itself.
+    """Return a NumPy array for a leaf that is an array of another library, and any other leaf as it is.
 
     Raises:
-        ValueError: the library refuses, as torch does for a tensor on a GPU or one with a gradient.
+        ValueError: the library refuses to convert, such as torch for a tensor on a GPU or with a gradient.
 
     >>> on_host(jnp.arange(3)).tolist(), on_host("text")
     ([0, 1, 2], 'text')
@@ -138,16 +138,16 @@ def is_numeric(dtype: np.dtype[Any]) -> bool:
 
 
 def check_alike(like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any], name: str, what: Callable[[], str]) -> None:
-    """Raise for rows that are not like those of the first example, or have integers that 32 bits cannot hold.
+    """Raise if rows are not like the first example, or contain integers that 32 bits cannot hold.
 
     Args:
         like: the leaf of the first example.
         rows: (n, ...).
-        name: of the leaf.
-        what: returns what was read, for messages.
+        name: the name of the leaf.
+        what: returns the name of the item for messages.
 
     Raises:
-        ValueError: names what was read, and the leaf.
+        ValueError: the message names the item and the leaf.
     """
     if (rows.shape[1:], jax_dtype(rows.dtype)) != (like.shape, like.dtype):
         raise ValueError(
@@ -206,12 +206,12 @@ def _array_of(leaf: Any, name: str, what: Callable[[], str] | str) -> npt.NDArra
 
 
 def _is_array(item: Any) -> bool:
-    """Return whether this is a list of numbers, possibly nested, which is an array and not a structure."""
+    """Return whether this is a list of numbers, possibly nested, which counts as an array and not as a structure."""
     return isinstance(item, list) and all(isinstance(value, _NUMBERS) or _is_array(value) for value in item)
 
 
 def _plain(item: Any) -> Any:
-    """Return a dict of any other mapping, such as the `BatchEncoding` of Hugging Face."""
+    """Convert any other mapping, such as the `BatchEncoding` of Hugging Face, to a dict."""
     return dict(item) if isinstance(item, Mapping) and not isinstance(item, dict) else item
 
 

@@ -1,10 +1,10 @@
-"""Decide which examples each batch contains: plain numbers, which every instance computes for itself.
+"""Decide which examples each batch contains, as plain numbers that every instance computes for itself.
 
     the epoch's order   7 2 5 0 9 1 | 8 3 6 4 . .     10 examples, shuffled by seed and epoch
                         batch 0     | batch 1         of 6: here 3 replicas x 1 micro-batch x 2 examples
     instances 0, 1, 2   7 2|5 0|9 1 | 8 3|6 4|. .     a replica each
 
-The order does not depend on the number of instances, and the examples that were read of an epoch are always its first
+The order does not depend on the number of instances, and the examples read from an epoch are always its first
 `position` examples. So a position is two numbers, and any number of instances, with batches of any size, can continue
 from it: no example is lost, and none is read twice. This module does not import jax.
 """
@@ -36,11 +36,11 @@ class Rows:
     """The examples of one batch on one instance.
 
     Attributes:
-        indices: (iterations, local replicas, M, micro-batch) intp; where `is_real` is False, some index that can be
+        indices: (iterations, local replicas, M, micro-batch) intp; where `is_real` is False, any index that can be
             read.
         is_real: bool, of the same shape: False for rows that only fill the batch up.
         examples: the number of real examples of the batch, over all instances.
-        updates: the number of weight updates that contain a real example. These are the first ones.
+        updates: the number of weight updates that contain a real example. These updates come first.
     """
 
     indices: npt.NDArray[np.intp]
@@ -53,15 +53,15 @@ class EpochOrder:
     """Divides the examples of every epoch into batches.
 
     A batch is `iterations` updates of `replicas` x `gradient_accumulation` x `micro_batch` examples, in this order. Its
-    shape never changes. `remainder` says what is done with the examples at the end of an epoch that do not fill a whole
-    batch:
+    shape never changes. `remainder` says how the examples at the end of an epoch that do not fill a whole batch are
+    treated:
 
         "drop"      they are left out
-        "updates"   those that do not fill a whole update are left out; updates missing from the batch are filled up
+        "updates"   examples that do not fill a whole update are left out; missing updates of the batch are filled up
         "pad"       the batch is filled up with rows that are not real
-        "wrap"      likewise, and these rows are the epoch's first examples again
+        "wrap"      the same, and these rows are the epoch's first examples again
 
-    With shuffling each epoch leaves out different examples; without, always the last ones.
+    With shuffling, each epoch leaves out different examples; without, always the last examples.
 
     Args:
         examples: the number of examples.
@@ -74,7 +74,7 @@ class EpochOrder:
         remainder: one of the above.
         instances: the number of processes that share the replicas equally.
         instance: the number of this process among them, from 0.
-        own_replicas: the replicas whose rows this instance has, as `BatchDims` takes them.
+        own_replicas: the replicas whose rows this instance has, as in `BatchDims`.
 
     Raises:
         ValueError: a count is below 1, `remainder` is unknown, the instances cannot share the replicas equally, or
@@ -129,7 +129,7 @@ class EpochOrder:
 
     @property
     def updates_per_epoch(self) -> int:
-        """Return the number of updates in a whole epoch, those that are filled up included."""
+        """Return the number of updates in a whole epoch, including the updates that are filled up."""
         left = self.examples % self.per_batch
         of_last = self.dims.updates(self.dims.kept(left, self.remainder))
         return self.examples // self.per_batch * (self.per_batch // self.per_update) + of_last
@@ -142,7 +142,7 @@ class EpochOrder:
                 if self.shuffle:
                     np.random.default_rng([self.seed, epoch]).shuffle(order)
                 order.flags.writeable = False
-                # two orders are kept, since at the end of an epoch some workers are in the next one already
+                # two orders are kept, since at the end of an epoch some workers are in the next epoch already
                 self._orders = {key: self._orders[key] for key in sorted(self._orders)[-1:]} | {epoch: order}
             return self._orders[epoch]
 
@@ -151,7 +151,7 @@ class EpochOrder:
         return start if self.batches_from(start.position) else Position(start.epoch + 1, 0)
 
     def after(self, start: Position) -> Position:
-        """Return where the batch begins that follows the one at `start`."""
+        """Return the start of the batch that follows the batch at `start`."""
         return self.first(Position(start.epoch, start.position + self.per_batch))
 
     def rows(self, start: Position) -> Rows:

@@ -5,7 +5,7 @@
     worker 1 [1    ][3]   .         a worker that would make one more waits
     taken    0  1 ...               in the order of the items, whichever worker is the first to be ready
 
-The workers are threads, not processes: a process that is forked after jax has started may hang, and one that is spawned
+The workers are threads, not processes: a process that is forked after jax has started may hang, and a spawned process
 would hold a second copy of the data and send every batch through a pipe. NumPy releases the interpreter lock while it
 gathers rows, and image decoders release it while they decode. This module does not import jax.
 """
@@ -22,12 +22,12 @@ from typing import Any, Generic, TypeVar
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# The time that a worker has to finish its batch after it was told to stop.
+# The time that a worker has to finish its batch after the request to stop.
 _STOP_SECONDS = 10.0
 
 
 class FeedTimeoutError(TimeoutError):
-    """A batch did not arrive in time, or a worker did not end. The message says what each worker does."""
+    """A batch did not arrive in time, or a worker did not end. The message says what each worker is doing."""
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class _Shared(Generic[_Item, _Result]):
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     issued: int = 0
     taken: int = 0
-    stopped: bool = False  # no further item is begun
+    stopped: bool = False  # no more items are begun
     dropped: bool = False  # results are no longer wanted
     # by the number of the item: its result, or the exception that was raised instead
     results: dict[int, tuple[_Result | None, BaseException | None]] = dataclasses.field(default_factory=dict)
@@ -51,14 +51,14 @@ class _Shared(Generic[_Item, _Result]):
 class Prefetcher(Generic[_Item, _Result]):
     """Computes `make(item)` for each item on threads, ahead of the caller, and returns the results in order.
 
-    After an error no further item is begun; the results before it are returned first.
+    After an error no more items are begun. The results before the error are returned first.
 
     Args:
         make: the function. Several workers call it at once.
         items: the items. One worker at a time draws from them; the caller takes no more results than there are items.
-        ahead: how many results may be ready or being made, beyond those that were taken; at least 1.
+        ahead: the most results that are ready or being made beyond the taken results; at least 1.
         workers: the number of threads, at least 1.
-        seconds: how long `take` waits at most.
+        seconds: the longest time that `take` waits.
 
     >>> with Prefetcher(lambda n: n * n, iter(range(4)), ahead=2, workers=2, seconds=60) as squares:
     ...     [squares.take() for _ in range(4)]
@@ -80,7 +80,7 @@ class Prefetcher(Generic[_Item, _Result]):
             threading.Thread(target=_work, args=(self._shared, k), name=f"feed worker {k}", daemon=True)
             for k in range(workers)
         ]
-        # workers that nobody closes end when this object is collected or the interpreter exits: jax crashes if threads
+        # workers that are not closed end when this object is collected or the interpreter exits: jax crashes if threads
         # still use it then
         self._ended = weakref.finalize(self, _stop, self._shared, self._threads)
         for thread in self._threads:
@@ -102,8 +102,8 @@ class Prefetcher(Generic[_Item, _Result]):
         """Wait for the result of the next item, and return it.
 
         Raises:
-            FeedTimeoutError: it did not arrive in time.
-            BaseException: whatever `make` raised instead, with the worker's traceback.
+            FeedTimeoutError: the result did not arrive in time.
+            BaseException: the exception that `make` raised instead, with the worker's traceback.
         """
         shared = self._shared
         with shared.changed:
@@ -117,7 +117,7 @@ class Prefetcher(Generic[_Item, _Result]):
             try:
                 raise error
             finally:
-                del error  # its traceback refers to this frame: if the frame kept it, they would be a cycle
+                del error  # its traceback refers to this frame: keeping it would make a reference cycle
         return result  # pyright: ignore[reportReturnType] (without an error there is a result)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Read batch after batch from examples that have numbers; and what a feed needs of any reader.
+"""Read batches from examples that have numbers, and define the interface that a feed needs from any reader.
 
 feed --run(position)--> Run: positions() --position--> run(position) --> the batch there, and the next position
                              `----------- on workers, ahead of the feed ----------'
@@ -24,11 +24,11 @@ class Run(Protocol):
     """Makes the batches from one position on. It has no reference to the feed, which workers must not keep alive."""
 
     def positions(self) -> Iterator[Position]:
-        """Yield where each batch begins, without end if epochs have none."""
+        """Yield the start of each batch, without end if the number of epochs is not limited."""
         ...
 
     def __call__(self, position: Position) -> tuple[FeedBatch | None, Position]:
-        """Return the batch that begins at a position, None if its epoch ends there; and where the next one begins."""
+        """Return the batch at a position, or None if its epoch ends there, and the start of the next batch."""
         ...
 
 
@@ -44,7 +44,7 @@ class Reader(Protocol):
     start: Position
 
     def run(self, position: Position) -> Run:
-        """Return what makes the batches from this position on."""
+        """Return the run that makes the batches from this position on."""
         ...
 
     def at_epoch(self, epoch: int) -> Position:
@@ -63,7 +63,7 @@ class Reader(Protocol):
         """Return the position that `state` returned as plain data.
 
         Raises:
-            ValueError: it is not one of this source, or the source cannot return to it.
+            ValueError: the state is not a state of this source, or the source cannot return to the position.
         """
         ...
 
@@ -71,7 +71,7 @@ class Reader(Protocol):
         """Return the position after this many examples of the batch at `start`.
 
         Raises:
-            ValueError: the source can only go on after a whole batch.
+            ValueError: the source can only continue after a whole batch.
         """
         ...
 
@@ -79,7 +79,7 @@ class Reader(Protocol):
         """Return the number of batches in a whole epoch.
 
         Raises:
-            TypeError: nobody knows it.
+            TypeError: the number is unknown.
         """
         ...
 
@@ -88,15 +88,15 @@ class IndexedReader:
     """Reads examples by their numbers, in an order that depends on seed and epoch.
 
     Args:
-        source: of the examples.
-        order: of the examples.
-        sender: of the batches.
-        fill: what batches are filled up with.
-        epochs: after how many epochs positions end; None for never.
-        state: what `state` returned, or None for the first batch of all.
+        source: the source of the examples.
+        order: the order of the examples.
+        sender: the sender of the batches.
+        fill: the values that fill up batches.
+        epochs: the number of epochs after which positions end; None for never.
+        state: a result of `state`, or None for the very first batch.
 
     Raises:
-        ValueError: the state is that of another order, or `fill` does not fit the source.
+        ValueError: the state belongs to another order, or `fill` does not fit the source.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class IndexedReader:
         self.start = Position(0, 0) if state is None else self.position_of(state)
 
     def run(self, position: Position) -> Run:
-        """Return what makes the batches from this position on."""
+        """Return the run that makes the batches from this position on."""
         return _IndexedRun(self._source, self._order, self._sender, self._fill, position, self._epochs)
 
     def at_epoch(self, epoch: int) -> Position:

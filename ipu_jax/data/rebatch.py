@@ -1,10 +1,10 @@
-"""Make batches of a stream, whatever the size of the stream's own ones.
+"""Make batches from a stream, for any size of the stream's own batches.
 
     items of the stream     0 1 2 3 4 | 5 6 7 8 9 | 10 11 12          a loader's batches of 5
     batches of the feed     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 . . .  of 4; the last one is filled up, or left out
 
 A stream is read in its own order, by one worker. Every instance reads all of it and keeps the rows of its replicas. So
-all instances have equally many batches, and a position means the same on each of them.
+all instances have the same number of batches, and a position means the same on each of them.
 """
 
 import operator
@@ -24,17 +24,17 @@ from ipu_jax.data.stream import Items, Stream, StreamPosition
 
 
 class StreamReader:
-    """Reads a stream from a position on. The first item is drawn at once, since it shows what examples are like.
+    """Reads a stream from a position on. The first item is drawn at once, since it shows the form of the examples.
 
     Args:
-        stream: of the examples.
-        dims: of a batch.
-        mesh: where batches are sent.
+        stream: the stream of examples.
+        dims: the dims of a batch.
+        mesh: the mesh to which batches are sent.
         remainder: "drop", "updates" or "pad".
         warns: whether an epoch that leaves out whole updates ends with a warning.
-        fill: what batches are filled up with.
-        epochs: after how many epochs positions end; None for never.
-        state: what `state` returned, or None for the first batch of all.
+        fill: the values that fill up batches.
+        epochs: the number of epochs after which positions end; None for never.
+        state: a result of `state`, or None for the very first batch.
 
     Raises:
         ValueError: there are no examples, `fill` does not fit them, or the stream cannot return to the state.
@@ -53,7 +53,7 @@ class StreamReader:
         state: Mapping[str, Any] | None,
     ):
         start = StreamPosition(0, 0) if state is None else _position_of(state)
-        # Where epochs are over, an example of the last one shows what all are like.
+        # After the last epoch, an example of that epoch shows the form of all examples.
         is_over = epochs is not None and start.epoch >= epochs
         first = StreamPosition(epochs - 1, 0) if is_over and epochs else start
         items = stream.open(first, None)
@@ -72,7 +72,7 @@ class StreamReader:
         self.like = self._sender.like
 
     def run(self, position: Position) -> Run:
-        """Return what makes the batches from this position on."""
+        """Return the run that makes the batches from this position on."""
         assert isinstance(position, StreamPosition)
         items, self._first = self._first if position == self.start else None, None
         return _StreamRun(
@@ -108,18 +108,18 @@ class StreamReader:
         """Return the position that `state` returned.
 
         Raises:
-            ValueError: it is not one of a stream, or the stream cannot return to it.
+            ValueError: the state is not a state of a stream, or the stream cannot return to the position.
         """
         position = _position_of(state)
         self._stream.check_seek(position.epoch)
         return position
 
     def within(self, start: Position, examples: int) -> Position:
-        """Raise, since a stream can only go on after a whole batch."""
+        """Raise, since a stream can only continue after a whole batch."""
         raise ValueError("a stream can only go on after a whole batch: leave updates= out")
 
     def batches_per_epoch(self) -> int:
-        """Raise, since nobody knows before the epoch is over."""
+        """Raise, since the number is unknown before the epoch is over."""
         raise TypeError("a stream does not say how many batches an epoch has: count those that feed.epoch() yields")
 
 
@@ -140,7 +140,7 @@ class _StreamRun:
         self._stream, self._dims, self._sender, self._form = stream, dims, sender, form
         self._at, self._items = start, items
         self._remainder, self._warns, self._fill, self._epochs = remainder, warns, fill, epochs
-        self._row_of = np.full(dims.per_batch, -1)  # the row of each example of a batch; -1 for other instances' ones
+        self._row_of = np.full(dims.per_batch, -1)  # the row of each example of a batch; -1 if not on this instance
         self._row_of[dims.own] = np.arange(len(dims.own))
 
     def positions(self) -> Iterator[Position]:
@@ -176,7 +176,7 @@ class _StreamRun:
         return self._sender(tree, epoch=position.epoch, examples=kept, is_real=is_real), self._at
 
     def _copy(self, rows: list[Any], leaves: list[Any], first: int) -> None:
-        """Copy the examples from number `first` of the batch on into this instance's rows."""
+        """Copy examples of the batch, from number `first` on, into this instance's rows."""
         to = self._row_of[first : first + len(rows[0])]
         is_own = to >= 0
         if is_own.any():

@@ -5,7 +5,7 @@
     class Photos: __len__(self); __getitem__(self, index)               an int -> one example, with items="examples"
 
 Examples are always read into new memory. On a CPU `jax.device_put` does not copy a NumPy array but shares its memory,
-so a buffer that is used again would change a batch that was handed out before.
+so a reused buffer would change a batch that was returned before.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Indexed(Protocol):
 class ArraySource:
     """Reads from arrays, or from an object that returns the examples of an index array.
 
-    64-bit numbers are converted to 32-bit ones unless `jax_enable_x64` is set.
+    64-bit numbers are converted to 32-bit numbers unless `jax_enable_x64` is set.
 
     Attributes:
         examples: the number of examples.
@@ -56,7 +56,7 @@ class ArraySource:
 
     Raises:
         ValueError: the source is neither arrays nor an indexable, it is empty, or its leaves differ in length or have a
-            dtype that is neither a number nor bool.
+            dtype that is neither numeric nor bool.
 
     >>> source = ArraySource({"x": np.arange(6).reshape(3, 2)})
     >>> source.examples, source.read(np.array([2, 0]))["x"].tolist()
@@ -84,7 +84,7 @@ class ArraySource:
             indices: (n,).
 
         Raises:
-            ValueError: an indexable returned other arrays than the first time, or an integer that 32 bits cannot hold.
+            ValueError: an indexable returned arrays unlike its first arrays, or an integer that 32 bits cannot hold.
         """
         examples = self._checked(self._read(indices), len(indices))
         if jax.tree.structure(examples) != jax.tree.structure(self.like):
@@ -108,7 +108,7 @@ class ArraySource:
 
     def _converted(self, path: Any, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         check_alike(like, rows, _name(path), lambda: "the source")
-        # rows taken from arrays are in new memory already; those that an indexable returns may not be
+        # rows taken from arrays are in new memory already; rows that an indexable returns may not be
         return np.array(rows, like.dtype, order="C", copy=self._copies or None)
 
 
@@ -120,7 +120,7 @@ class ExampleSource:
         like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
 
     Raises:
-        ValueError: there are no examples, or the first one has no arrays or something else than numbers.
+        ValueError: there are no examples, or the first example has no arrays or contains anything but numbers.
 
     >>> source = ExampleSource([{"x": [0.5, 1.0], "label": 3}, {"x": [1.5, 2.0], "label": 4}])
     >>> source.examples, source.read(np.array([1, 0, 1]))["label"].tolist()
@@ -141,7 +141,7 @@ class ExampleSource:
             indices: (n,).
 
         Raises:
-            ValueError: an example is not like the first one; the message has its number.
+            ValueError: an example is not like the first one; the message contains its number.
         """
         leaves = self._form.empty(len(indices))
         for row, index in enumerate(indices.tolist()):
@@ -152,7 +152,7 @@ class ExampleSource:
 
 
 def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.float32) -> Any:
-    """Scale bytes for a network: map 0 to 255 to 0 to 1, subtract `mean` and divide by `std`.
+    """Scale bytes for a network: map 0...255 to 0...1, subtract `mean` and divide by `std`.
 
     A `jax.Array` is scaled on the IPU, inside a step, so that only bytes are sent from the host; a NumPy array is
     scaled on the host. Both results are the same except for rounding.
@@ -160,7 +160,7 @@ def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.f
     Args:
         values: uint8, of any shape.
         mean, std: numbers, or arrays that broadcast against the last dims, such as (channels,).
-        dtype: of the result and of the computation.
+        dtype: the dtype of the result and of the computation.
 
     Raises:
         ValueError: the values are not uint8.
@@ -175,7 +175,7 @@ def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.f
 
 
 def has_numbers(source: Any) -> bool:
-    """Return whether examples of the source can be read by their numbers, rather than one after the other only."""
+    """Return whether the source's examples can be read by their numbers, and not only one after the other."""
     return hasattr(source, "__len__") and hasattr(source, "__getitem__")
 
 

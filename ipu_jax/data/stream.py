@@ -1,13 +1,13 @@
-"""Open a source that only gives one item after the other, at a position, and cut its items into examples.
+"""Open a source of one item after the other at a position, and cut its items into examples.
 
     what is given                          opened for epoch e by                       repeatable
     a function of the epoch                iter(function(e))                           yes
     an iterable, such as a DataLoader      iter(iterable), after its `set_epoch(e)`    yes
     an iterator, such as a generator       itself                                      no: one epoch, from its start
 
-A position is the number of examples before it. It is reached by the source's own `load_state_dict`, if the source has
-one; otherwise by reading the examples before it once more. The last one of these is then compared with the checksum
-that the position has of it, since a source that shuffles differently each time would lose examples unnoticed.
+A position is the number of examples before it. The source's own `load_state_dict` restores it, if the source has one.
+Otherwise the examples before it are read again. The last of these examples is then compared with the checksum in the
+position, since a source that shuffles differently each time would lose examples unnoticed.
 """
 
 import copy
@@ -30,10 +30,10 @@ class StreamPosition(Position):
     """A position in a stream.
 
     Attributes:
-        checksum: of the example before it, None at the start of an epoch.
-        source: what the source's `state_dict()` returned before the item in which the position is; None if the source
+        checksum: the checksum of the example before the position; None at the start of an epoch.
+        source: the result of the source's `state_dict()` before the item that contains the position; None if the source
             has no such method, or at the start of an epoch.
-        offset: the examples of that item that are before the position.
+        offset: the number of examples of that item before the position.
     """
 
     checksum: int | None = None
@@ -48,7 +48,7 @@ class Stream:
 
     Args:
         source: a function of the epoch, an iterable, or an iterator.
-        batched: whether an item has several examples, one per row of its arrays, rather than one.
+        batched: whether an item contains several examples, one per row of its arrays, rather than one.
 
     Raises:
         ValueError: the source is none of these.
@@ -63,7 +63,7 @@ class Stream:
             mend = "leave items out" if isinstance(source, dict) else "give an iterable"
             raise ValueError(f"the source is of type {type(source).__name__}, not one item after the other: {mend}")
         self._is_function = is_function
-        # The start of an iterator, if it can say where it is: it is returned to in every epoch.
+        # The state at the start of an iterator, if it has `state_dict`: every epoch returns to it.
         self._start = _state_of(source) if hasattr(source, "__next__") else None
         self._is_once = hasattr(source, "__next__") and self._start is None
         self._is_opened = False
@@ -72,7 +72,7 @@ class Stream:
         """Raise if the source cannot return to the start of an epoch.
 
         Raises:
-            ValueError: it is an iterator without a state.
+            ValueError: the source is an iterator without a state.
         """
         if self._is_once and (self._is_opened or epoch):
             raise self._once(StreamPosition(epoch, 0))
@@ -82,7 +82,7 @@ class Stream:
 
         Args:
             position: where to begin.
-            form: of the examples, or None to take it from the first item.
+            form: the form of the examples, or None to take it from the first item.
 
         Raises:
             ValueError: the source cannot return to the position, or did not give the same examples as before.
@@ -118,19 +118,19 @@ class Items:
 
     Args:
         opened: the iterable.
-        position: of the next example. If it has no state of the source, `skip` must go there.
-        form: of the examples, or None to take it from the first item.
-        batched: whether an item has several examples.
+        position: the position of the next example. If it contains no state of the source, `skip` must go there.
+        form: the form of the examples, or None to take it from the first item.
+        batched: whether an item contains several examples.
 
     Attributes:
-        form: of the examples; None as long as none was read.
+        form: the form of the examples; None until an example is read.
     """
 
     def __init__(self, opened: Any, position: StreamPosition, form: Form | None, *, batched: bool):
         self.form, self._batched = form, batched
         self._opened, self._iterator = opened, iter(opened)
         self._epoch, self._next = position.epoch, position.position
-        # the item that was drawn last: its rows, the next of them, and the source's state before it
+        # the last drawn item: its rows, the number of its next row, and the source's state before it
         self._rows: list[npt.NDArray[Any]] = []
         self._count, self._at = 0, 0
         self._before, self._is_drawn = position.source, False
@@ -138,14 +138,14 @@ class Items:
         self._taken: list[npt.NDArray[Any]] = []
 
     def skip(self, to: StreamPosition) -> None:
-        """Read the examples before a position once more.
+        """Read the examples before a position again.
 
         Raises:
-            ValueError: there are fewer of them, or the last one is another than before.
+            ValueError: there are fewer of them, or the last one differs from before.
         """
         self._next = self._first = 0
         while self._next < to.position - 1 and not self._batched:
-            next(self._iterator, None)  # need not be converted
+            next(self._iterator, None)  # these examples need no conversion
             self._next, self._is_drawn = self._next + 1, True
         while self._next < to.position:
             if self.take(to.position - self._next) is None:
@@ -159,7 +159,7 @@ class Items:
             )
 
     def fetch(self) -> bool:
-        """Draw the next item unless examples of one are left; return whether there is a further example.
+        """Draw the next item unless examples of the last item are left. Return whether there is another example.
 
         Raises:
             ValueError: an item is not like the first one.
@@ -181,7 +181,7 @@ class Items:
     def take(self, most: int) -> list[npt.NDArray[Any]] | None:
         """Return the next examples, (n, ...) per leaf with n from 1 to `most`; None if there are no more.
 
-        They may share memory with the source: they are to be copied before the next call.
+        They may share memory with the source: copy them before the next call.
 
         Raises:
             ValueError: an item is not like the first one.

@@ -1,1 +1,1 @@
-"""Several host processes as one run: the launcher poprun, the library popdist, and supervision."""
+"""Run several host processes as one: the launcher poprun, the library popdist, and supervision."""

@@ -1,10 +1,10 @@
-"""Let all instances stop after the same step, although each learns at another time that one was asked to.
+"""Let all instances stop after the same step, although they learn of the request at different times.
 
     instance 0   step 7 | step 8 | step 9 ...         SIGTERM in step 8: tells the others
-    instance 1   step 7 | step 8 | step 9 ...         each writes down how many steps it has behind it: 7, 8
-                                                      they stop at the next one after the most: step 9
+    instance 1   step 7 | step 8 | step 9 ...         each writes down how many steps it has completed: 7, 8
+                                                      all stop one step after the largest number: step 9
 
-Writing it down takes a thread of each instance, so that nobody waits for one whose program waits in a step.
+A thread of each instance writes this, so that nobody waits for an instance that is blocked in a step.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import time
 from typing import Any, Final
 
 import jax
-from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
+from jax._src import distributed  # the coordination service's client, which jax does not export
 
 from ipu_jax.distributed._exchange import process
 from ipu_jax.distributed._fingerprint import named
@@ -29,10 +29,10 @@ _numbers = itertools.count()
 
 
 class AgreedStop:
-    """Finds the step after which all instances stop. Every instance makes one, in the same order.
+    """Finds the step after which all instances stop. Every instance creates one, in the same order.
 
     Args:
-        seconds: how long to wait for another instance to say where it is.
+        seconds: how long to wait for another instance to report its step.
     """
 
     def __init__(self, seconds: float):
@@ -47,7 +47,7 @@ class AgreedStop:
             threading.Thread(target=self._listen, name="stop of instances", daemon=True).start()
 
     def ask(self) -> None:
-        """Ask all instances to stop. Any thread may do it."""
+        """Ask all instances to stop. Any thread can call this."""
         with self._lock:
             self._is_asked = True
         if self._client is not None:
@@ -58,7 +58,7 @@ class AgreedStop:
         """Return whether to stop here. All instances call it in the same places, equally often.
 
         Raises:
-            InstancesMissingError: another instance did not say in time where it is.
+            InstancesMissingError: another instance did not report its step in time.
         """
         with self._lock:
             self._calls += 1
@@ -71,7 +71,7 @@ class AgreedStop:
         return self._last is not None and self._calls >= self._last
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that listens for requests."""
         self._closed.set()
 
     def _listen(self) -> None:

@@ -1,7 +1,7 @@
-"""Exchange bytes between the hosts of all instances, with a time limit that names who is missing.
+"""Exchange bytes between the hosts of all instances, with a timeout that names the missing instances.
 
-What is small goes through jax's coordination service, which needs no device and compiles nothing. What is large goes
-through one all-gather over the devices; the service first makes sure that all instances have come.
+Small payloads go through jax's coordination service, which needs no device and compiles nothing. Large payloads go
+through one all-gather over the devices, after the service has made sure that all instances have arrived.
 
 Every exchange has a number, and the instances must make the same exchanges in the same order.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
+from jax._src import distributed  # the coordination service's client, which jax does not export
 from jax.experimental import multihost_utils
 
 from ipu_jax.distributed._fingerprint import named
@@ -20,36 +20,36 @@ from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingErr
 from ipu_jax.processes import beacons
 
 _SMALL: Final = 1 << 18
-_MARGIN: Final = 10.0  # poprun waits a little longer than we, whose error names who is missing
+_MARGIN: Final = 10.0  # poprun waits a little longer, so that our error, which names the missing instances, comes first
 _ROOM: Final = "ipu_jax/exchange"
 
 _numbers = itertools.count()
 
 
 def process() -> tuple[int, int]:
-    """Return the number of this process and how many there are, without starting jax's backend.
+    """Return the number of this process and the number of processes, without starting jax's backend.
 
-    Starting it waits for all processes, for two minutes and without a name in its error.
+    Starting the backend waits two minutes for all processes, and its error does not name the missing ones.
     """
     state = distributed.global_state
     return (state.process_id, state.num_processes) if jax.distributed.is_initialized() else (0, 1)
 
 
 def gather(what: str, form: str, payload: bytes, *, seconds: float, root: int | None = None) -> list[bytes]:
-    """Return the bytes of all instances, in their order, or only those of one. Every instance calls it.
+    """Return the bytes of all instances, in order, or of one instance only. Every instance calls it.
 
-    Communicates the bytes, once, from each instance, or from the one, to all others.
+    Communicates the bytes, once, from each instance, or from the root only, to all others.
 
     Args:
-        what: the name of the exchange, for errors, such as "all_reduce".
-        form: what must be the same on all instances, such as shapes and dtypes. Equal forms have equally many bytes.
-        payload: of this instance.
+        what: the name of the exchange in errors, such as "all_reduce".
+        form: a text that must be equal on all instances, such as shapes and dtypes. Equal forms mean equal sizes.
+        payload: the bytes of this instance.
         seconds: how long to wait for the others.
-        root: the one instance whose bytes are wanted; None for all.
+        root: the instance whose bytes are returned; None for all.
 
     Raises:
-        InstancesMissingError: some did not come in time.
-        InstancesDifferError: they make different exchanges, or of different forms.
+        InstancesMissingError: some instances did not arrive in time.
+        InstancesDifferError: the instances make different exchanges, or give different forms.
     """
     client, count = distributed.global_state.client, process()[1]
     if count == 1 or client is None:
@@ -79,7 +79,7 @@ def _gathered(client: Any, what: str, form: str, payload: bytes, *, seconds: flo
                 f"{what}: {named(missing)} of {count} did not come within {seconds:g} s. All instances must call it, "
                 "in the same order; allow more with timeout="
             ) from None
-    if number:  # who makes this exchange has read all of the one before
+    if number:  # an instance that makes this exchange has read all of the previous one
         client.key_value_delete(key(number - 1, own))
     headers, bodies = zip(*(text.split(b"\n", 1) for text in found), strict=True)
     if len(set(headers)) > 1:

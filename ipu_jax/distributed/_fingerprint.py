@@ -1,4 +1,4 @@
-"""Describe what the instances of a run must have in common, and name what one of them has of its own.
+"""Describe what the instances of a run must have in common, and name their differences.
 
 Nothing here imports jax.
 """
@@ -12,7 +12,7 @@ from typing import Final
 
 from ipu_jax.distributed.environment import Place
 
-# what decides the compiled program, which must be the same on all instances, or the order of its collectives differs
+# what decides the compiled program: it must be equal on all instances, or the order of its collectives differs
 _PACKAGES: Final = ("ipu-jax", "jax", "jaxlib", "numpy", "optax", "flax", "equinox")
 _VARIABLES: Final = (
     "JAX_DEFAULT_MATMUL_PRECISION",
@@ -27,11 +27,11 @@ _LONGEST: Final = 200
 
 
 def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
-    """Return what this process must share with the other instances: a text by the name of each thing.
+    """Return what this process must have in common with the other instances, as texts by name.
 
     Args:
-        place: of this instance, if it is known.
-        flags: whether the command line is among it.
+        place: the place of this instance, if known.
+        flags: whether to include the command line.
     """
     found = {"Python": platform.python_version()}
     if place is not None:
@@ -53,12 +53,12 @@ def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
 
 
 def difference(fingerprints: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return who differs from the others, and in what; None if all are alike.
+    """Return which instances differ from the others, and in what; None if all are equal.
 
-    What most instances have is taken for right; among equally many, what the first of them has.
+    The most frequent value counts as right; in a tie, the value of the first instance.
 
     Args:
-        fingerprints: by the number of the instance.
+        fingerprints: the fingerprints by instance number.
 
     >>> alike, other = {"jax": "0.10.2", "flags": "--epochs 2"}, {"jax": "0.10.2", "flags": "--epochs 3"}
     >>> print(difference({0: alike, 1: alike, 2: other}))
@@ -81,7 +81,7 @@ def difference(fingerprints: Mapping[int, Mapping[str, str]]) -> str | None:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Return numbers of instances in words.
+    """Return instance numbers in words.
 
     >>> listed([0]), listed([0, 2]), listed([0, 1, 2, 5, 6])
     ('0', '0 and 2', '0 to 2, 5 and 6')

@@ -1,12 +1,12 @@
-"""Make this process an instance that can be watched: its steps, its compilations, its stacks, and how it ends.
+"""Make this process an instance that can be supervised: its steps, its compilations, its stacks, and its end.
 
     a compilation begins, ends      -> phase of the beacon         so that it is not taken for a stuck step
     SIGUSR1                         -> stacks.3                    of all threads, even if one holds the lock
-    an exception that nobody caught -> error.3.json, phase FAILED  then the process ends at once, with its exit code
+    an uncaught exception           -> error.3.json, phase FAILED  then the process ends at once, with its exit code
     the same, without a launcher    -> waits for a moment          so that all can say why if all have failed
     the end of the program          -> phase ENDING                until the others have ended, too
 
-A process that raises would otherwise wait for five minutes in jax's barrier at the exit, and lose its exit code.
+Otherwise, a process that raises would wait five minutes in jax's barrier at exit, and lose its exit code.
 """
 
 import atexit
@@ -52,15 +52,15 @@ def prepare() -> None:
     end = _End(beacon)
     sys.excepthook, end.usual_hook = end.hook, sys.excepthook
     sys.exit, end.usual_exit = end.exit, sys.exit
-    atexit.register(end.at_exit)  # exit functions run last first: this one before jax's barrier
+    atexit.register(end.at_exit)  # exit functions run in reverse order: this one before jax's barrier
 
 
 def _keep_executables() -> None:
     """Let each instance write the programs that it compiles to the executable cache.
 
-    jax lets process 0 alone write, to spare file systems of many hosts. But on a CPU the keys of programs differ
-    between processes, so that the others would compile everything at each start. A folder that `cache_of` names is an
-    instance's own, and it may write there.
+    jax lets only process 0 write, to spare the file systems of many hosts. But on a CPU the keys of programs differ
+    between processes, so the others would compile everything at each start. A folder named by `cache_of` belongs to one
+    instance, which can therefore write there.
     """
     write = getattr(compiler, "_cache_write", None)
     if write is None:
@@ -81,7 +81,7 @@ def _keep_executables() -> None:
 
 
 def file_of(kind: str) -> Path | None:
-    """Return a file of this instance in the folder that its launcher reads; None without one."""
+    """Return a file of this instance in the folder that its launcher reads; None without a launcher."""
     run_dir, instance = os.environ.get(beacons.RUN_DIR), os.environ.get(beacons.INSTANCE)
     return Path(run_dir) / kind.format(instance) if run_dir and instance else None
 
@@ -90,12 +90,12 @@ def _stacks_on_request() -> None:
     path = file_of("stacks.{}")
     if path is not None and hasattr(faulthandler, "register"):
         with contextlib.suppress(OSError):
-            # open until the process ends, since the signal's handler writes to it
+            # stays open until the process ends, since the signal handler writes to it
             faulthandler.register(signal.SIGUSR1, file=path.open("w"), all_threads=True)
 
 
 def _wait_for_the_others() -> None:
-    """Wait until all instances have come to their end: jax's own barrier takes five minutes for the longest wait."""
+    """Wait until all instances have reached their end: jax's own barrier waits five minutes at most."""
     client = distributed.global_state.client
     if client is not None:
         try:
@@ -107,8 +107,8 @@ def _wait_for_the_others() -> None:
 def _leave_with_the_others() -> None:
     """Leave jax's service together with the other instances, if all of them fail now.
 
-    An error in a program or its arguments is one of all instances. The first of them to exit would take the service
-    with it if it is instance 0, and jax ends those that lose the service by SIGABRT, before they have said why.
+    An error in a program or its arguments occurs on all instances. If instance 0 exits first, the service ends with it,
+    and jax ends the others by SIGABRT before they have said why.
     """
     client = distributed.global_state.client
     if client is not None:
@@ -118,7 +118,7 @@ def _leave_with_the_others() -> None:
 
 
 class _End:
-    """Ends the process: after an error at once, and otherwise together with the other instances."""
+    """Ends the process: at once after an error, otherwise together with the other instances."""
 
     def __init__(self, beacon: Beacon | None):
         self._beacon, self._pid, self._code = beacon, os.getpid(), 0
@@ -131,16 +131,16 @@ class _End:
             self._fail(error)
 
     def exit(self, status: Any = None, /) -> NoReturn:
-        # a text is printed by the interpreter, with exit code 1
+        # the interpreter prints a text, and exits with code 1
         self._code = status if isinstance(status, int) else 0 if status is None else 1
         self.usual_exit(status)
         raise AssertionError("sys.exit returns never")
 
     def at_exit(self) -> None:
         if self._pid != os.getpid():
-            return  # a process that was forked off
-        last = getattr(sys, "last_value", None)  # the interpreter sets it for an error that nobody caught
-        if last is not None and not self._code:  # another hook has taken the place of ours
+            return  # a forked process
+        last = getattr(sys, "last_value", None)  # the interpreter sets it for an uncaught error
+        if last is not None and not self._code:  # another hook has replaced ours
             self._fail(last)
         if self._code:
             if self._beacon is not None and self._beacon.phase is not Phase.FAILED:
@@ -155,7 +155,7 @@ class _End:
             os._exit(self._code & 0xFF)
         if self._beacon is not None:
             if self._beacon.launched:
-                with contextlib.suppress(Exception):  # of steps whose outputs the program has not looked at
+                with contextlib.suppress(Exception):  # from steps whose outputs the program has not read
                     finish_all_steps()
             self._beacon.enter(Phase.ENDING)
         _wait_for_the_others()

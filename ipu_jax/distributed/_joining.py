@@ -15,19 +15,19 @@ from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError
 from ipu_jax.processes import beacons
 
-# A launcher notices a dead instance long before. Without one, this is when the others give up; jax's own is 100 s.
+# A launcher notices a dead instance long before. Without one, the others give up then; jax's default is 100 s.
 _HEARTBEAT_SECONDS: Final = 30
-_MARGIN: Final = 10.0  # poprun waits a little longer than we, whose error names who is missing
+_MARGIN: Final = 10.0  # poprun waits a little longer, so that our error, which names the missing instances, comes first
 
 _joined: Place | None = None
 _is_compared = False
 
 
 def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
-    """Connect the instances, as `popdist.init` documents it.
+    """Connect the instances: see `popdist.init`.
 
     Args:
-        place: from poprun's environment; None if jax finds the instances by itself.
+        place: from poprun's environment; None if jax finds the instances on its own.
         seconds: how long to wait for the others.
         flags: whether all must have the same command line.
     """
@@ -44,7 +44,7 @@ def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
     if not jax.distributed.is_initialized():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of Kubernetes without its package: then nothing is detected
+                warnings.simplefilter("ignore")  # about Kubernetes without its package: then nothing is detected
                 initialize()
         except ValueError as error:
             if "should be defined" in str(error) or "must be defined" in str(error):
@@ -55,17 +55,17 @@ def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
 
 
 def join(place: Place, *, seconds: float, flags: bool = True) -> None:
-    """Prepare this process to be watched, and wait until all instances are here. A second call does nothing.
+    """Prepare this process for supervision, and wait until all instances have arrived. A second call does nothing.
 
     Communicates over TCP with instance 0.
 
     Args:
-        place: of this instance.
+        place: the place of this instance.
         seconds: how long to wait for the others.
         flags: whether all must have the same command line.
 
     Raises:
-        InstancesDifferError, InstancesMissingError, PortTakenError: as `meet` raises them.
+        InstancesDifferError, InstancesMissingError, PortTakenError: see `meet`.
     """
     global _joined
     if _joined != place:
@@ -76,7 +76,7 @@ def join(place: Place, *, seconds: float, flags: bool = True) -> None:
 
 
 def _compare(seconds: float, flags: bool) -> None:
-    """Raise `InstancesDifferError` on every instance if one has other flags, packages or settings."""
+    """Raise `InstancesDifferError` on every instance if one has different flags, packages or settings."""
     global _is_compared
     if _is_compared:
         return

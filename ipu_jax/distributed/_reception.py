@@ -1,4 +1,4 @@
-"""Let in who knows the run's token, and nobody else, on a port that anybody can reach.
+"""Accept only callers that know the run's token, on a port that anyone can reach.
 
     guest                                            host
       | -- nonce, proof of it ------------------------> |   wrong, late or too long: dropped without an answer
@@ -6,9 +6,9 @@
       | -- proof of both and of the value, value -----> |   now it is read
       | <- the same, for the answer ------------------- |
 
-A proof is an HMAC under the token, which itself is never sent. Nothing that a stranger sends is parsed. Connections
-are served side by side, each for a bounded time, bytes and number, so that silent ones keep nobody waiting. Without a
-token, anybody who speaks this protocol is let in.
+A proof is an HMAC under the token, which itself is never sent. Nothing that a stranger sends is parsed. Connections are
+served side by side. Their number, time and bytes are bounded, so silent ones block nobody. Without a token, anyone who
+speaks this protocol is accepted.
 
 Nothing here imports jax.
 """
@@ -34,7 +34,7 @@ _AT_ONCE: Final = 1 << 16
 
 
 class NotOursError(OSError):
-    """Raised if the other side does not know the token, or says nothing that can be read."""
+    """Raised if the other side does not know the token, or sends something unreadable."""
 
 
 @dataclasses.dataclass
@@ -42,9 +42,9 @@ class Guest:
     """A connection to this host.
 
     Attributes:
-        socket: of the connection.
-        until: when it is dropped unless it has said more, on the monotonic clock.
-        nonces: of both sides; empty until the guest has proved that it knows the token.
+        socket: the socket of the connection.
+        until: when it is dropped unless it has sent more, on the monotonic clock.
+        nonces: the nonces of both sides; empty until the guest has proved that it knows the token.
     """
 
     socket: socket.socket
@@ -54,11 +54,11 @@ class Guest:
 
 
 class Reception:
-    """Serves the connections to a listener, until it is closed.
+    """Serves the connections to a listener until the listener is closed.
 
     Args:
-        listener: a socket that listens; it is closed with this.
-        token: of the run.
+        listener: a listening socket, which is closed with this object.
+        token: the token of the run.
     """
 
     def __init__(self, listener: socket.socket, token: str):
@@ -79,10 +79,10 @@ class Reception:
             guest.socket.close()
 
     def next(self, deadline: float) -> Any:
-        """Return what the next guest that knows the token has sent.
+        """Return the value sent by the next guest that knows the token.
 
         Raises:
-            TimeoutError: none has come until the deadline, on the monotonic clock.
+            TimeoutError: no guest has come by the deadline, on the monotonic clock.
         """
         while not self._ready:
             now = time.monotonic()
@@ -101,13 +101,13 @@ class Reception:
         return value
 
     def answer(self, value: Any) -> None:
-        """Send a value to all guests whose words `next` has returned."""
+        """Send a value to all guests whose values `next` has returned."""
         for guest in self._welcome:
             with contextlib.suppress(OSError):
                 guest.socket.sendall(_sealed(self._token, b"host", guest.nonces, value))
 
     def close_the_door(self) -> None:
-        """Stop listening, and close every connection but the ones that `next` has returned."""
+        """Stop listening, and close every connection except to the guests whose values `next` has returned."""
         for guest in [*self._here.values(), *(guest for guest, _ in self._ready)]:
             guest.socket.close()
         self._here.clear()
@@ -116,7 +116,7 @@ class Reception:
         self._listener.close()
 
     def wait_for_leave(self, seconds: float) -> None:
-        """Wait until all guests have closed their connections, so long at the most."""
+        """Wait until all guests have closed their connections, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         for guest in self._welcome:
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class Reception:
         other.setblocking(False)
         strangers = [guest for guest in self._here.values() if not guest.nonces]
         if len(strangers) >= _MOST_STRANGERS:
-            self._drop(strangers[0])  # the oldest: one of ours would have spoken by now
+            self._drop(strangers[0])  # the oldest: an instance of ours would have spoken by now
         self._here[other] = Guest(other, time.monotonic() + _GREETING_SECONDS)
         self._selector.register(other, selectors.EVENT_READ)
 
@@ -189,10 +189,10 @@ def ask(host: socket.socket, token: str, value: Any, deadline: float) -> Any:
     """Send a value to a host that knows the token, and return its answer.
 
     Args:
-        host: a connection to it.
-        token: of the run.
-        value: as JSON can hold it. It is sent to nobody who does not know the token.
-        deadline: on the monotonic clock, for the answer.
+        host: a connection to the host.
+        token: the token of the run.
+        value: a JSON value. It is sent only to a host that knows the token.
+        deadline: the deadline of the answer, on the monotonic clock.
 
     Raises:
         NotOursError: the other side does not know the token.
@@ -233,7 +233,7 @@ def _opened(token: str, who: bytes, nonces: bytes, line: bytes) -> Any:
 
 
 def _line(host: socket.socket, most: int, deadline: float) -> bytes:
-    """Return the next bytes up to the end of a line; fewer where the connection ends or the line is too long."""
+    """Return the next bytes up to the end of a line; fewer if the connection ends or the line is too long."""
     text = b""
     while not text.endswith(b"\n") and len(text) < most:
         host.settimeout(max(0.001, deadline - time.monotonic()))

@@ -1,14 +1,14 @@
-"""Let the instances of a run meet before jax connects them, so that what cannot work is refused at once.
+"""Let the instances of a run meet before jax connects them, so that a run that cannot work is refused at once.
 
     instance 1 --- hello: its number, what it must share ---> instance 0, on the coordinator's port
     instance 2 --- hello ----------------------------------->
                <-- welcome, or who differs and in what ------
     then instance 0 frees the port, jax's coordination service takes it, and the others go on once it answers
 
-Who does not know the run's token is dropped without an answer, and nothing that it says is read (`_reception.py`).
+A caller without the run's token is dropped without an answer, and none of its data is parsed (`_reception.py`).
 
-jax itself waits for five minutes for an instance that never comes, and does not notice that one has other flags, other
-packages, or counts other instances. It crashes if the port is taken.
+jax itself waits five minutes for an instance that never arrives, and does not notice that one has different flags,
+packages or numbers of instances. It crashes if the port is taken.
 
 Nothing here imports jax.
 """
@@ -32,20 +32,20 @@ _BACKLOG: Final = 128
 
 
 def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
-    """Wait until all instances are here, and compare what they must share. Every instance calls it.
+    """Wait until all instances have arrived, and compare what they must have in common. Every instance calls it.
 
     Communicates over TCP with instance 0.
 
     Args:
-        place: of this instance.
+        place: the place of this instance.
         own: its fingerprint.
         seconds: how long to wait for all.
 
     Raises:
-        InstancesDifferError: they differ. Each instance that has come raises it.
-        InstancesMissingError: some did not come in time.
-        PortTakenError: on instance 0, another program has the port.
-        ValueError: the address of the coordinator is none.
+        InstancesDifferError: the instances differ. Each instance that has arrived raises it.
+        InstancesMissingError: some instances did not arrive in time.
+        PortTakenError: on instance 0, if another program uses the port.
+        ValueError: the coordinator's address is malformed.
     """
     deadline = time.monotonic() + seconds
     if place.instance == 0:
@@ -79,12 +79,12 @@ def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: flo
             come[number] = theirs
         reception.close_the_door()
         reception.answer({"welcome": True})
-        # Who closes first keeps the port busy for a while: the guests do.
+        # The side that closes first keeps the port busy for a while: let the guests do so.
         reception.wait_for_leave(_LEAVE_SECONDS)
 
 
 def _read(hello: Any) -> tuple[int | None, dict[str, str]]:
-    """Return the number and the fingerprint of a hello; None if it is not a hello."""
+    """Return the number and the fingerprint in a hello; no number if it is not a hello."""
     match hello:
         case {"instance": int(number), "fingerprint": dict(theirs)} if not isinstance(number, bool):
             if all(isinstance(value, str) for value in theirs.values()):
@@ -118,7 +118,7 @@ def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float
 
 
 def _await_service(address: tuple[str, int]) -> None:
-    """Wait until jax's service listens. Its clients wait for a second before they try again."""
+    """Wait until jax's service listens. Its clients wait a second before they retry."""
     deadline = time.monotonic() + _SERVICE_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=_SERVICE_SECONDS):

@@ -12,7 +12,7 @@ from ipu_jax.distributed._exchange import gather
 
 
 def all_reduce(tree: Any, op: Literal["mean", "sum"], *, seconds: float) -> Any:
-    """Return the reduced tree, as `popdist.all_reduce` documents it."""
+    """Return the reduced tree: see `popdist.all_reduce`."""
     leaves, treedef = jax.tree.flatten(tree)
     if any(is_key(leaf) for leaf in leaves):
         raise ValueError("a leaf is a random key, which has no mean or sum: use popdist.broadcast")
@@ -26,7 +26,7 @@ def all_reduce(tree: Any, op: Literal["mean", "sum"], *, seconds: float) -> Any:
 
 
 def broadcast(tree: Any, root: int, *, seconds: float) -> Any:
-    """Return the tree of instance `root`, as `popdist.broadcast` documents it."""
+    """Return the tree of instance `root`: see `popdist.broadcast`."""
     leaves, treedef = jax.tree.flatten(tree)
     impls = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
     arrays = [

@@ -1,7 +1,7 @@
 """Let an unchanged `jax.distributed.initialize()` find its place under poprun, as it does under SLURM.
 
-Importing this module registers `PoprunCluster` with jax, before jax's own ways to find a cluster: poprun may itself run
-under SLURM. It is imported while jax is, and so imports nothing else of jax.
+Importing this module registers `PoprunCluster` with jax, ahead of jax's own cluster types, since poprun may itself run
+under SLURM. The module is imported during the import of jax, so it imports nothing else from jax.
 """
 
 import os
@@ -51,6 +51,6 @@ class PoprunCluster(ClusterEnv):
         return place
 
 
-# jax asks in the order of the list, and appends what is defined last
+# jax asks the classes in the order of this list, and appends each new class at its end
 ClusterEnv._cluster_types.remove(PoprunCluster)
 ClusterEnv._cluster_types.insert(0, PoprunCluster)

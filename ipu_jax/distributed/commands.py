@@ -1,9 +1,9 @@
-"""What a command needs that may run under poprun, where several instances share the replicas and the first one speaks.
+"""Support commands that can run under poprun, where instances share the replicas and the first one prints.
 
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode concurrent
 
-The numbers of replicas and of IPUs are poprun's then. Without poprun there is one instance, and nothing here changes
-anything. Nothing here imports jax before `start_ipus`.
+poprun then sets the numbers of replicas and IPUs. Without poprun there is one instance, and this module changes
+nothing. Nothing here imports jax before `start_ipus`.
 """
 
 import signal
@@ -22,20 +22,20 @@ _FIRST_ENDS_SECONDS: Final = 1.0
 
 
 class InstanceParser(Parser):
-    """A parser whose errors the first instance prints, although all instances come to them.
+    """A parser that lets the first instance print the errors that all instances have.
 
-    Another instance waits a moment with an error. Where the first one has it too, poprun ends the other meanwhile; an
-    error that the other one alone has, such as of a folder that its host lacks, is printed.
+    The other instances wait a moment before they print an error. If the first instance has the same error, poprun ends
+    them meanwhile. An error of another instance alone, such as a folder missing on its host, is printed.
     """
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Exit with the message; an instance other than the first one waits before it."""
+        """Exit with the message. An instance other than the first waits before it prints an error."""
         if status and not popdist.is_first():
             time.sleep(_FIRST_SPEAKS_SECONDS)
         super().exit(status, message)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Exit with status 2 and the error's message; under poprun, with its names of the counts in it."""
+        """Exit with status 2 and the error's message; under poprun, add poprun's names of the counts."""
         if popdist.is_popdist_env_set() and any(name in str(error) for name in ("ipus", "replicas")):
             names = "(under poprun, --ipus is its --ipus-per-replica, and --replicas its --num-replicas)"
             error = ValueError(f"{error} {names}")
@@ -43,10 +43,10 @@ class InstanceParser(Parser):
 
 
 def counts_of(ipus: int | None, replicas: int | None, *, default_ipus: int = 2) -> dict[str, int]:
-    """Return the flags "ipus" and "replicas": poprun's, or else those that were given, or else the defaults.
+    """Return the flags "ipus" and "replicas": poprun's values, else the given ones, else the defaults.
 
     Raises:
-        ValueError: they were given, and poprun has others.
+        ValueError: a given value differs from poprun's.
     """
     if not popdist.is_popdist_env_set():
         return {"ipus": ipus or default_ipus, "replicas": replicas or 1}
@@ -61,7 +61,7 @@ def start_ipus(replicas: int, ipus: int) -> None:
     """Connect this instance with the others, and make its share of `replicas` x `ipus` virtual IPUs.
 
     Raises:
-        ValueError: they cannot be made; the message has the flags --ipus and --replicas.
+        ValueError: the IPUs cannot be made; the message contains the flags --ipus and --replicas.
     """
     from ipu_jax.devices import configure  # imports jax
 
@@ -77,7 +77,7 @@ def start_ipus(replicas: int, ipus: int) -> None:
 
 
 def first_of_host_first(load: Callable[[], _Result]) -> _Result:
-    """Call a function that may download files, on the first instance of each host before its others.
+    """Call a function that may download files: on the first instance of each host, then on the others.
 
     Communicates: all instances wait for the first ones.
     """
@@ -89,16 +89,16 @@ def first_of_host_first(load: Callable[[], _Result]) -> _Result:
 
 
 def wait_for_all(where: str, seconds: float = 300.0) -> None:
-    """Wait until all instances have come here, for `seconds` at most; a single one goes on at once."""
+    """Wait until all instances have arrived here, for at most `seconds`; a single instance goes on at once."""
     if popdist.get_num_instances() > 1:
         with popdist.busy(f"waiting for the others at {where}", seconds):
             popdist.barrier(where, timeout=seconds)
 
 
 def end_together() -> None:
-    """Wait for the other instances, which come to the same end, so that none is stopped before it has said why.
+    """Wait for the other instances to reach the same end, so that none is stopped before it has said why.
 
-    The first instance ends last, since the others would lose the coordinator, which it runs, and complain of that.
+    The first instance ends last. It runs the coordinator, and the others would report its loss.
     """
     wait_for_all("the end of the training", 60)
     if popdist.is_first() and popdist.get_num_instances() > 1:

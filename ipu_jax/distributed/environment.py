@@ -1,9 +1,9 @@
-"""Name the environment variables by which a launcher gives an instance its place; write and read them.
+"""Name, write and read the environment variables by which a launcher gives an instance its place.
 
-    POPDIST_...      the six of Graphcore's poprun, which scripts written for it read
+    POPDIST_...      the six variables of Graphcore's poprun, which scripts written for it read
     JAX_..., PJRT_.. what jax itself reads
-    IPU_JAX_...      what those don't say: the number of instances, which one this is, where its launcher looks, and the
-                     run's token, by which instances know each other
+    IPU_JAX_...      the rest: the number of instances, which one this is, the folder that its launcher reads, and the
+                     run's token, by which instances recognise each other
 
     place = Place(instance=1, instances=2, ..., coordinator="127.0.0.1:40001")
     place_of(place.variables()) == place
@@ -34,7 +34,7 @@ INSTANCES: Final = "IPU_JAX_INSTANCES"
 ATTEMPT: Final = "IPU_JAX_ATTEMPT"
 TOKEN: Final = "IPU_JAX_RUN_TOKEN"
 START_TIMEOUT: Final = "IPU_JAX_START_TIMEOUT"
-"""Says for how long an instance may keep the others waiting in `popdist.init` before its launcher ends them all."""
+"""Sets the seconds that an instance may keep the others waiting in `popdist.init` before its launcher ends them all."""
 
 CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
 
@@ -42,7 +42,7 @@ TERMINAL_WIDTH: Final = "POPRUN_TERMINAL_WIDTH"
 """Says that poprun's own output is a terminal, and how many columns a line of an instance has beside its tag."""
 
 _MEET_SECONDS: Final = 60.0
-_MARGIN: Final = 10.0  # a launcher sees who is missing, and should come first
+_MARGIN: Final = 10.0  # a launcher sees which instance is missing, and should report it first
 
 _NUMBERS: Final = (INSTANCE, INSTANCES, LOCAL_INSTANCE, TOTAL_REPLICAS, IPUS_PER_REPLICA)
 
@@ -51,20 +51,20 @@ _NUMBERS: Final = (INSTANCE, INSTANCES, LOCAL_INSTANCE, TOTAL_REPLICAS, IPUS_PER
 class Place:
     """The place of an instance in its run.
 
-    Instances share the IPUs of all replicas equally, in their order. Either an instance has whole replicas, or a
-    replica spans whole instances.
+    Instances share the IPUs of all replicas equally and in order. Either an instance has whole replicas, or a replica
+    spans whole instances.
 
     Attributes:
-        instance: its number among all, from 0.
-        instances: how many there are.
-        local_instance: its number among those of its host.
-        replicas: of all instances.
-        ipus_per_replica: IPUs that share one replica.
+        instance: its number among all instances, from 0.
+        instances: the number of instances.
+        local_instance: its number among the instances of its host.
+        replicas: the number of replicas of all instances.
+        ipus_per_replica: the number of IPUs that share one replica.
         coordinator: "host:port" of jax's coordination service, which instance 0 runs.
         bind: the address that the service listens on, with its port.
         attempt: how often the run was started before.
-        run_dir: the folder of this attempt, in which the launcher looks; None without a launcher.
-        token: what all instances of this attempt know, and nobody else; empty if nothing was agreed on.
+        run_dir: the folder of this attempt, which the launcher reads; None without a launcher.
+        token: a secret that only the instances of this attempt know; empty if there is none.
 
     >>> place = Place(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001")
     >>> place.local_replicas, place.first_replica, place.local_ipus
@@ -87,12 +87,12 @@ class Place:
 
     @property
     def local_replicas(self) -> int:
-        """Return the number of replicas of which this instance has IPUs."""
+        """Return the number of replicas that have IPUs on this instance."""
         return max(1, self.replicas // self.instances)
 
     @property
     def first_replica(self) -> int:
-        """Return the number of the first of them among all replicas."""
+        """Return the number, among all replicas, of the first replica that has IPUs on this instance."""
         return self.instance * self.replicas // self.instances
 
     @property
@@ -101,7 +101,7 @@ class Place:
         return self.replicas * self.ipus_per_replica // self.instances
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of this place, but for the size of XLA's thread pool."""
+        """Return the environment variables of this place, except the size of XLA's thread pool."""
         values: dict[str, object] = {
             TOTAL_REPLICAS: self.replicas,
             IPUS_PER_REPLICA: self.ipus_per_replica,
@@ -124,7 +124,7 @@ class Place:
 
 
 def cache_of(folder: Path, instance: int) -> Path:
-    """Return an instance's own part of a folder for compiled programs. `popdist.init` lets it write there.
+    """Return an instance's own part of a folder for compiled programs. `popdist.init` lets the instance write there.
 
     >>> cache_of(Path("executables"), 1).as_posix()
     'executables/instance-1'
@@ -133,7 +133,7 @@ def cache_of(folder: Path, instance: int) -> Path:
 
 
 def meet_seconds(environ: Mapping[str, str]) -> float:
-    """Return how long an instance waits for the others by default: a little longer than its launcher does.
+    """Return how many seconds an instance waits for the others by default: a few more than its launcher.
 
     >>> meet_seconds({}), meet_seconds({START_TIMEOUT: "300"})
     (60.0, 310.0)
@@ -161,10 +161,10 @@ multiple of 8 that divides all 16 IPUs
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Return the place that the environment gives, or None if no launcher of ours set it.
+    """Return the place given by the environment, or None if no launcher of ours has set it.
 
     Raises:
-        ValueError: a variable is missing, or is not a number, or they contradict each other.
+        ValueError: a variable is missing or not a number, or the variables contradict each other.
     """
     if INSTANCE not in environ:
         return None

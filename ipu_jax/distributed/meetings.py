@@ -1,10 +1,10 @@
-"""Let threads of all instances meet at named places, unless one of them says that it has failed.
+"""Let threads of all instances meet at named places, unless one of them reports a failure.
 
     instance 0   writes -> meet("written", 300) ....................... raises: on instance 1: No space left on device
     instance 1   writes -> OSError -> fail(error)
 
-jax's own barrier cannot be left before its time is up, so that the failure of one instance would cost all of them
-minutes. Here each instance writes down where it is, or that it has failed, and looks what the others have written.
+jax's own barrier cannot be left before its timeout, so one failure would cost all instances minutes. Here each instance
+writes down where it is, or that it has failed, and reads what the others have written.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import time
 from typing import Any, Final
 
 import jax
-from jax._src import distributed  # the client of the coordination service, which jax exports from nowhere
+from jax._src import distributed  # the coordination service's client, which jax does not export
 
 from ipu_jax.distributed._agreed_stop import AgreedStop
 from ipu_jax.distributed._exchange import process
@@ -29,10 +29,10 @@ _numbers = itertools.count()
 
 
 class OtherFailedError(RuntimeError):
-    """Another instance has failed. The message names it, and says in what.
+    """Another instance has failed. The message names the instance and its error.
 
     Attributes:
-        errno: the operating system's number of its error; None if it gave none.
+        errno: the operating system's error number; None if there is none.
     """
 
     def __init__(self, message: str, errno: int | None):
@@ -41,13 +41,13 @@ class OtherFailedError(RuntimeError):
 
 
 class Meetings:
-    """The places at which instances meet in several rounds. Every instance makes one, in the same order.
+    """The places where instances meet, in several rounds. Every instance creates this object, in the same order.
 
     Args:
-        seconds: how long instances wait for each other when they agree on when to tell of a failure.
+        seconds: how long instances wait for each other to agree on when to report a failure.
 
     Attributes:
-        is_waiting: whether a thread of this instance waits for the others.
+        is_waiting: whether a thread of this instance is waiting for the others.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -58,19 +58,19 @@ class Meetings:
         self._telling = AgreedStop(seconds)
 
     def begin(self) -> None:
-        """Begin a round. All instances have ended the one before, and call it equally often."""
+        """Begin a round. All instances have ended the previous one, and call this equally often."""
         before, self._round = self._round, self._round + 1
         if self._client is not None and before and self._own == 0:
             self._client.key_value_delete(f"{self._hall}/{before}/")
 
     def meet(self, place: str, seconds: float) -> None:
-        """Wait until all instances have come to a place of this round.
+        """Wait until all instances have arrived at a place of this round.
 
-        Communicates a few bytes with the coordination service, about a hundred times a second while it waits.
+        Communicates a few bytes with the coordination service, about a hundred times per second while it waits.
 
         Raises:
             OtherFailedError: another instance has failed in this round.
-            InstancesMissingError: some did not come in time.
+            InstancesMissingError: some instances did not arrive in time.
         """
         if self._client is None:
             return
@@ -96,7 +96,7 @@ class Meetings:
                 raise OtherFailedError(f"on instance {instance}: {text}", errno)
 
     def fail(self, error: BaseException, errno: int | None) -> None:
-        """Tell the others that this instance has failed in this round, unless it has because of one of them."""
+        """Report a failure of this instance in this round to the others, unless one of them caused it."""
         if self._client is not None and not isinstance(error, OtherFailedError):
             self._telling.ask()
             text = json.dumps([" ".join(str(error).split())[:_LONGEST], errno])
@@ -106,11 +106,11 @@ class Meetings:
                 return  # it has said so already, or instance 0 has gone
 
     def is_time_to_tell(self) -> bool:
-        """Return whether an instance has failed, in the same call on all of them, which call it equally often."""
+        """Return whether an instance has failed, in the same call on all instances. They call this equally often."""
         return self._client is not None and self._telling.due()
 
     def forget(self) -> None:
-        """Forget the failures so far: all instances have told of them, and call this in the same place."""
+        """Forget the failures so far. All instances have reported them, and call this in the same place."""
         self.close()
         self._telling = AgreedStop(self._seconds)
 
@@ -119,7 +119,7 @@ class Meetings:
         self._telling.close()
 
     def _entries(self, place: str) -> dict[int, str]:
-        """Return what instances have written at a place, by their numbers."""
+        """Return what instances have written at a place, by instance number."""
         if self._client is None:
             return {}
         found = self._client.key_value_dir_get(f"{self._hall}/{self._round}/{place}/")

@@ -1,4 +1,4 @@
-"""Let a script know its place among the instances of a run, and exchange values between their hosts.
+"""Tell a script its place among the instances of a run, and exchange values between their hosts.
 
     from ipu_jax import popdist
 
@@ -9,8 +9,8 @@
     if popdist.get_instance_index() == 0:
         print(loss)
 
-The same script runs with and without `poprun`. Without it there is one instance. The names of Graphcore's popdist, in
-camelCase, work too. What needs communication must be called by all instances, in the same order.
+The same script runs with and without `poprun`. Without it there is one instance. The camelCase names of Graphcore's
+popdist work too. All instances must call functions that communicate, in the same order.
 
 Importing this module loads no jax.
 """
@@ -69,25 +69,24 @@ def is_popdist_env_set() -> bool:
 def init(*, timeout: float | None = None, check_flags: bool = True) -> None:
     """Connect this instance with the others. Call it before any other use of jax. A second call does nothing.
 
-    Under poprun, the instances first meet and compare their numbers, command lines and package versions; then
-    `jax.distributed.initialize()` connects them. Under SLURM, Open MPI and Kubernetes, jax finds the instances by
-    itself, and they compare once they are connected. Where neither is the case there is one instance, and nothing is
-    done.
+    Under poprun, the instances first meet and compare their numbers, command lines and package versions. Then
+    `jax.distributed.initialize()` connects them. Under SLURM, Open MPI and Kubernetes, jax finds the instances on its
+    own, and they compare once connected. Otherwise there is one instance, and nothing is done.
 
-    The process then ends at once if it raises, with its own exit code, and otherwise together with the others.
+    From then on, the process ends at once with its own exit code if it raises, and otherwise together with the others.
 
     Communicates with instance 0 over TCP.
 
     Args:
-        timeout: seconds to wait for the others. Default: 60, and under poprun 10 more than its --start-timeout.
+        timeout: seconds to wait for the others. Default: 60; under poprun, 10 more than its --start-timeout.
         check_flags: whether all instances must have the same command line.
 
     Raises:
-        InstancesDifferError: an instance has other flags, packages or numbers; the message names it.
-        InstancesMissingError: an instance did not come in time.
-        PortTakenError: another program has the coordinator's port.
-        RuntimeError: jax's backend runs already.
-        ValueError: the environment is not one that poprun made.
+        InstancesDifferError: an instance has different flags, packages or numbers; the message names it.
+        InstancesMissingError: an instance did not arrive in time.
+        PortTakenError: another program uses the coordinator's port.
+        RuntimeError: jax's backend is already running.
+        ValueError: the environment variables are not as poprun sets them.
     """
     place = place_of(os.environ)
     if place is None and not any(name in os.environ for name in _SIGNS_OF_A_CLUSTER):
@@ -97,7 +96,7 @@ def init(*, timeout: float | None = None, check_flags: bool = True) -> None:
     _joining.connect(place, seconds=meet_seconds(os.environ) if timeout is None else timeout, flags=check_flags)
 
 
-# by which jax detects SLURM, Open MPI, Kubernetes
+# the variables by which jax detects SLURM, Open MPI, Kubernetes
 _SIGNS_OF_A_CLUSTER: Final = ("SLURM_PROCID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST")
 
 
@@ -108,7 +107,7 @@ def get_instance_index() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this instance is the one that prints, and writes files."""
+    """Return whether this is the first instance, which prints and writes files."""
     return get_instance_index() == 0
 
 
@@ -119,31 +118,31 @@ def get_num_instances() -> int:
 
 
 def get_local_instance_index() -> int:
-    """Return the number of this instance among those of its host, from 0."""
+    """Return the number of this instance among the instances of its host, from 0."""
     place = _place()
     return 0 if place is None else place.local_instance
 
 
 def get_num_total_replicas() -> int:
-    """Return the number of replicas of all instances."""
+    """Return the total number of replicas of all instances."""
     place = _place()
     return get_num_instances() if place is None else place.replicas
 
 
 def get_num_local_replicas() -> int:
-    """Return the number of replicas of which this instance has IPUs."""
+    """Return the number of replicas that have IPUs on this instance."""
     place = _place()
     return 1 if place is None else place.local_replicas
 
 
 def get_replica_index_offset() -> int:
-    """Return the number of the first replica of which this instance has IPUs, among those of all instances."""
+    """Return the number, among all replicas, of the first replica that has IPUs on this instance."""
     place = _place()
     return get_instance_index() if place is None else place.first_replica
 
 
 def get_num_ipus_per_replica() -> int:
-    """Return the number of IPUs of a replica."""
+    """Return the number of IPUs per replica."""
     place = _place()
     return 1 if place is None else place.ipus_per_replica
 
@@ -157,18 +156,18 @@ def get_num_local_ipus() -> int:
 def execute_on_instances(
     instances: Iterable[int], func: Callable[..., _Result], *args: Any, **kwargs: Any
 ) -> _Result | None:
-    """Call a function on some instances only. Nothing is communicated, and nobody waits.
+    """Call a function on some instances only. Nothing is communicated, and no instance waits.
 
     Args:
-        instances: their numbers.
+        instances: the numbers of these instances.
         func: the function; it must not communicate with other instances.
         args, kwargs: its arguments.
 
     Returns:
-        What the function returned; None on the other instances.
+        The function's result; None on the other instances.
 
     Raises:
-        ValueError: a number is none of an instance.
+        ValueError: a number is not the number of an instance.
 
     >>> execute_on_instances({0}, "on instance {}".format, get_instance_index())
     'on instance 0'
@@ -183,25 +182,25 @@ def execute_on_instances(
 
 
 def all_reduce(tree: _Tree, op: Literal["mean", "sum"] = "mean", *, timeout: float = _TIMEOUT) -> _Tree:
-    """Return the mean or the sum, over all instances, of a pytree of numbers on the host. All of them call it.
+    """Return the mean or sum over all instances of a pytree of numbers on the host. All instances call it.
 
-    It is one exchange, however many leaves there are. All instances add in the same order, in float64 or, for the sum
-    of integers, in 64 bits, and get the same bits.
+    This is one exchange, however many leaves there are. All instances add in the same order, in float64 or, for the sum
+    of integers, in 64-bit integers, and get the same bits.
 
     Communicates the leaves, once, from each instance to all others.
 
     Args:
-        tree: leaves are NumPy's or jax's arrays, whole on this host, or Python's numbers.
+        tree: its leaves are NumPy or jax arrays, whole on this host, or Python numbers.
         op: "mean" or "sum".
         timeout: seconds to wait for the other instances.
 
     Returns:
-        The same pytree: NumPy arrays of the leaves' dtypes, but float64 for the mean of integers; Python's numbers for
-        Python's numbers.
+        The same pytree: NumPy arrays of the leaves' dtypes, but float64 for the mean of integers; Python numbers for
+        Python numbers.
 
     Raises:
         InstancesMissingError: an instance did not call it in time; the message names it.
-        InstancesDifferError: instances call it with other trees, shapes or dtypes.
+        InstancesDifferError: instances call it with different trees, shapes or dtypes.
         ValueError: `op` is unknown, or a leaf is not a number.
 
     >>> all_reduce({"loss": 0.5, "right": 3}, "sum")
@@ -214,23 +213,23 @@ def all_reduce(tree: _Tree, op: Literal["mean", "sum"] = "mean", *, timeout: flo
 
 
 def broadcast(tree: _Tree, root: int = 0, *, timeout: float = _TIMEOUT) -> _Tree:
-    """Return one instance's pytree, such as weights or a seed, on all instances. All of them call it.
+    """Return one instance's pytree, such as weights or a seed, on all instances. All instances call it.
 
     Communicates the leaves from that instance to all others.
 
     Args:
-        tree: leaves are NumPy's or jax's arrays, whole on this host, Python's numbers, or typed keys. Other instances
-            give a tree of the same shapes and dtypes, whose values don't matter.
+        tree: its leaves are NumPy or jax arrays, whole on this host, Python numbers, or typed keys. The other instances
+            give a tree of the same shapes and dtypes; its values don't matter.
         root: the number of the instance.
         timeout: seconds to wait for the other instances.
 
     Returns:
-        The same pytree: NumPy arrays, typed keys for typed keys, and Python's numbers for Python's numbers.
+        The same pytree: NumPy arrays, typed keys for typed keys, and Python numbers for Python numbers.
 
     Raises:
         InstancesMissingError: an instance did not call it in time; the message names it.
-        InstancesDifferError: instances call it with other trees, shapes, dtypes or another root.
-        ValueError: `root` is no instance's number, or a leaf is not a number.
+        InstancesDifferError: instances call it with different trees, shapes, dtypes or roots.
+        ValueError: `root` is not the number of an instance, or a leaf is not a number.
 
     >>> broadcast(2022)
     2022
@@ -245,14 +244,14 @@ def broadcast(tree: _Tree, root: int = 0, *, timeout: float = _TIMEOUT) -> _Tree
 
 
 def barrier(name: str = "barrier", *, timeout: float = _TIMEOUT) -> None:
-    """Wait until all instances have come here. All of them call it.
+    """Wait until all instances have arrived here. All instances call it.
 
     Args:
-        name: what it is called in errors.
+        name: the name of the barrier in errors.
         timeout: seconds to wait.
 
     Raises:
-        InstancesMissingError: an instance did not come in time; the message names it.
+        InstancesMissingError: an instance did not arrive in time; the message names it.
         InstancesDifferError: an instance waits somewhere else.
     """
     from ipu_jax.distributed import _exchange  # imports jax
@@ -262,13 +261,13 @@ def barrier(name: str = "barrier", *, timeout: float = _TIMEOUT) -> None:
 
 @contextlib.contextmanager
 def busy(what: str, seconds: float = 600.0) -> Iterator[None]:
-    """Tell poprun that this instance does something other than steps for a while, so that it is not taken for stuck.
+    """Tell poprun that this instance does something other than steps for a while, so that it does not count as stuck.
 
-    Without poprun it does nothing.
+    Without poprun this does nothing.
 
     Args:
         what: a few words for poprun's report, such as "saving".
-        seconds: how long it may take; after that it is taken for stuck.
+        seconds: the time that this may take; after that, the instance counts as stuck.
 
     >>> with busy("drawing the losses", seconds=60):
     ...     pass
@@ -278,10 +277,10 @@ def busy(what: str, seconds: float = 600.0) -> Iterator[None]:
 
 
 def own_cache(folder: str | os.PathLike[str]) -> Path:
-    """Return this instance's part of a folder for compiled programs: the folder itself if there is one instance.
+    """Return this instance's part of a folder for compiled programs; the whole folder if there is one instance.
 
-    jax alone writes to its executable cache in the first process only, and the others compile everything at each start.
-    After `init`, an instance also writes to the folder that this returns.
+    On its own, jax writes its executable cache in the first process only, and the others compile everything at each
+    start. After `init`, each instance also writes to the folder that this returns.
 
     >>> own_cache("executables").as_posix()
     'executables'
@@ -290,15 +289,15 @@ def own_cache(folder: str | os.PathLike[str]) -> Path:
 
 
 def count_steps(steps: int = 1, *, updates: int | None = None, samples: int = 0) -> None:
-    """Tell poprun that steps have finished, for a loop that does not run ipu_jax's own steps, which count themselves.
+    """Report finished steps to poprun from a loop that does not use ipu_jax's own steps, which count themselves.
 
     poprun takes an instance for stuck if it finishes no step for far longer than its steps take. `ipu-monitor` shows
-    the updates and examples of each second, also without poprun.
+    updates and examples per second, also without poprun.
 
     Args:
         steps: device calls that have finished.
-        updates: the weight updates that they have made, on each replica. Default: one each.
-        samples: the examples that have gone into these, on all instances together; 0 if that is not known.
+        updates: the weight updates in these steps, on each replica. Default: one per step.
+        samples: the examples in these updates, on all instances together; 0 if unknown.
 
     >>> count_steps(updates=10, samples=640)
     """
@@ -314,7 +313,7 @@ def _place() -> Place | None:
 
 
 def _process() -> tuple[int, int]:
-    """Return the number of this process and how many there are, as jax knows them once it has been connected."""
+    """Return the number of this process and the number of processes, as jax knows them once connected."""
     if "jax" not in sys.modules:
         return 0, 1
     from ipu_jax.distributed import _exchange

@@ -3,9 +3,9 @@
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
 
     options     the command line            topology    which host has which instances and replicas
-    attempts    restarts                    local       this host;  remote, agent: another one
+    attempts    restarts                    local       this host;  remote, agent: another host
     supervisor  one attempt                 output      what is shown
-    stall       who is stuck                failure     who failed first;  report: what is said of it
+    stall       who is stuck                failure     who failed first;  report: what is said about it
 
 Nothing here imports jax.
 """
@@ -37,14 +37,14 @@ from ipu_jax.distributed.launcher.topology import Topology, is_this_host, ranges
 from ipu_jax.distributed.launcher.writer import Writer
 
 NOT_FOUND: Final = 127
-"""The exit status if there is no such program, as a shell's."""
+"""The exit status if the program does not exist, as in a shell."""
 NOT_EXECUTABLE: Final = 126
 
 _LOOPBACK: Final = "127.0.0.1"
 _EVERY_ADDRESS: Final = "[::]"
 _NEVER: Final = 1e7  # seconds: jax takes no infinite time
 _WILDCARDS: Final = ("", "*", "0.0.0.0", "::", _EVERY_ADDRESS)
-# What another host's instances need of this environment: the same code, and the user's settings of jax.
+# What instances on another host need from this environment: the same code, and the user's jax settings.
 _TRAVELS: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _TRAVELS_BY_PREFIX: Final = ("JAX_", "XLA_", "PJRT_", "IPU_JAX_")
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     display = Display(
         writer, only=options.only_output_from_instance, timestamps=options.timestamps, folder=options.output_dir
     )
-    if display.columns and "COLUMNS" not in os.environ:  # bars that are drawn into a pipe look there for their width
+    if display.columns and "COLUMNS" not in os.environ:  # progress bars in a pipe take their width from it
         width = {"COLUMNS": str(display.columns), TERMINAL_WIDTH: str(display.columns)}
         environments = {name: {**values, **width} for name, values in environments.items()}
     run = Run(options, topology, environments, coordinator, bind, display, writer, signals)
@@ -109,7 +109,7 @@ def command() -> NoReturn:
 
 
 def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
-    """Return the options of a command line and of the file that it imports, and write the file that it exports."""
+    """Return the options of a command line and of the file that it imports. Write the file that it exports."""
     own, program = parser.split(argv)
     parsed = parser.parse(own)
     if parsed.import_config is not None:
@@ -132,7 +132,7 @@ def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
 
 
 def _written(run: Run, status: int) -> int:
-    """Wait until all is written, or a signal ends the waiting; return the exit status."""
+    """Wait until all output is written or a signal arrives. Return the exit status."""
     while not run.writer.close(0.05):
         if set(STOPPING) & set(run.signals.wait([], 0)):
             return status
@@ -151,10 +151,10 @@ def _own_names() -> tuple[str, ...]:
 
 
 def _coordinator(options: Options, topology: Topology, local: Sequence[bool], here: Sequence[str]) -> tuple[str, str]:
-    """Return the host by which instances reach instance 0's coordinator, and the address on which it listens.
+    """Return the host name by which instances reach instance 0's coordinator, and the address that it listens on.
 
-    Only instances of other hosts are a reason to let anybody but this host connect. If instance 0 is here, it listens
-    on the one address from which this host reaches all others, where there is one.
+    The coordinator accepts connections from outside this host only if other hosts have instances. If instance 0 is
+    here, it listens on the one address from which this host reaches all others, if there is one.
     """
     bind = options.coordinator_bind
     if all(local):
@@ -170,7 +170,7 @@ def _coordinator(options: Options, topology: Topology, local: Sequence[bool], he
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this host's address on the way to another one; None if that is not known. Nothing is sent."""
+    """Return this host's address on the route to another host; None if it is unknown. Nothing is sent."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:
@@ -198,7 +198,7 @@ def _check_program(parser: PoprunParser, program: str, path: str | None) -> None
 
 
 def _check_output(parser: PoprunParser, options: Options) -> None:
-    """Make the folders that the run writes to, and refuse one that has an earlier run's files."""
+    """Make the folders that the run writes to. Refuse an output folder that contains files of an earlier run."""
     for flag, folder in (
         ("--output-dir", options.output_dir),
         ("--executable-cache-path", options.executable_cache_path),
@@ -227,7 +227,7 @@ def _about_nodes(topology: Topology) -> str:
 
 
 def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of all instances of a host, but for those of their places."""
+    """Return the variables that all instances of a host share, without the variables of their places."""
     environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
     if options.executable_cache_path is not None:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -240,7 +240,7 @@ def _travelling(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _commands(run: Run) -> str:
-    """Return the command of each instance as a user could type it on its host."""
+    """Return each instance's command, as a user could type it on its host."""
     options = run.options
     port = options.coordinator_port or free_port(_LOOPBACK)
     lines: list[str] = []

@@ -30,23 +30,23 @@ _CLOSE: Final = 0  # no signal has this number
 
 
 class StopRequest:
-    """Turns SIGTERM into a request to stop, for the time of a `with` block.
+    """Turns SIGTERM into a request to stop, within a `with` block.
 
-    A scheduler or poprun sends SIGTERM before it kills. The signal is noticed at once, also while XLA runs or compiles.
-    jax's own handler, which several processes have, does nothing but remember the signal; here this one takes its
-    place, and after the block SIGTERM ends the process as usual.
+    A scheduler or poprun sends SIGTERM before it kills. The signal is noticed at once, even while XLA runs or compiles.
+    With several processes, jax installs a handler that only remembers the signal. `StopRequest` replaces it. After the
+    block, SIGTERM ends the process as usual.
 
-    Across several instances all of them enter the block and call `due` equally often. It is enough that one of them
-    gets the signal.
+    With several instances, all of them enter the block and call `due` equally often. It is enough that one of them
+    receives the signal.
 
     Args:
         grace: seconds from SIGTERM until the process ends with status 143, if it is still inside the block.
-        interrupts: whether the first Ctrl-C asks to stop, too, without a limit of time. A second one raises
-            KeyboardInterrupt, as it does outside the block.
+        interrupts: whether the first Ctrl-C also asks to stop, without a time limit. A second Ctrl-C raises
+            KeyboardInterrupt, as outside the block.
 
     Attributes:
-        asked: whether a signal has come, to this instance or, as far as this one knows, to another.
-        by: "Ctrl-C" if that asked this instance first, else "SIGTERM".
+        asked: whether this instance or, as far as it knows, another one has received a signal.
+        by: "Ctrl-C" if this was the first signal of this instance, else "SIGTERM".
 
     Raises:
         ValueError: `grace` is not a positive number, or this is not the main thread.
@@ -74,12 +74,12 @@ class StopRequest:
         self.asked, self.by = False, "SIGTERM"
 
     def due(self) -> bool:
-        """Return whether to stop here: SIGTERM has come to this instance or, in time for this call, to another one.
+        """Return whether to stop here: this instance or, in time for this call, another one has received SIGTERM.
 
-        Communicates nothing before SIGTERM; after it a number from each instance to all others.
+        Communicates nothing before SIGTERM; after it, one number from each instance to all others.
 
         Raises:
-            InstancesMissingError: another instance did not say in time where it is.
+            InstancesMissingError: another instance did not report its step in time.
             ValueError: it is called outside the `with` block.
         """
         if self._agreed is None:
@@ -94,7 +94,7 @@ class StopRequest:
         self._agreed = AgreedStop(self._grace)
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        # Python runs handlers between two instructions only, which may be minutes apart; the pipe is read at once
+        # Python runs handlers only between two instructions, which may be minutes apart; the pipe is read at once
         self._usual_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="SIGTERM", daemon=True).start()
         self._take_over(signal.SIGTERM, lambda *_: None)
@@ -105,7 +105,7 @@ class StopRequest:
     def _take_over(self, number: int, handler: Any) -> None:
         before = signal.signal(number, handler)
         signal.siginterrupt(number, False)
-        self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's, and cannot be set
+        self._before[number] = signal.SIG_DFL if before is None else before  # None: not from Python, and cannot be set
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         for number, before in self._before.items():

@@ -35,21 +35,22 @@ class Arguments:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """Hold what one IPU keeps from tick to tick. A pytree.
+    """Hold the arrays that one IPU keeps from tick to tick. A pytree.
 
     A guard carries a part of it, in which the other fields are None.
 
     Attributes:
-        guards_run: int32, how many guards were active so far.
+        guards_run: int32, the number of guards that were active so far.
         y, dx: per channel, the message and the gradient that this IPU computed last.
-        y_received, dx_received: per channel that crosses IPUs, those that it received last; None for other channels.
+        y_received, dx_received: per channel that crosses IPUs, the message and the gradient that this IPU received
+            last; None for other channels.
         loss: the sum over micro-batches so far; None in prediction.
-        outputs: in prediction, those of every micro-batch, on the IPUs of the last stage.
+        outputs: in prediction, the outputs of every micro-batch, on the IPUs of the last stage.
         aux: per segment, the aux of every micro-batch.
         model_state: the state of the model's stages: `(slots, leaves per concurrent group)`.
         stash: the buffers of `Stash`.
         sums: per slot, the sum of gradients so far, None for a slot without trained weights.
-        concurrent_sums: the same per leaf of each concurrent group.
+        concurrent_sums: the same, per leaf of each concurrent group.
     """
 
     guards_run: Any = None
@@ -66,19 +67,19 @@ class Carry:
     concurrent_sums: Any = None
 
     def part(self, names: Iterable[str], *, aux_of: int | None = None) -> "Carry":
-        """Return these fields alone, and the aux of one segment."""
+        """Return only these fields, and the aux of one segment."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Carry(**fields, aux={} if aux_of is None else {aux_of: self.aux[aux_of]})
 
     def with_part(self, part: "Carry") -> "Carry":
-        """Return this carry with the fields of a part in the place of its own."""
+        """Return this carry, updated with the fields of a part."""
         fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name != "aux"}
         changed = {name: value for name, value in fields.items() if value is not None}
         return dataclasses.replace(self, **changed, aux={**self.aux, **part.aux})
 
 
 def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
-    """Return the carry of the first tick: zero sums, and channels and stash without a message."""
+    """Return the carry of the first tick: zero sums, and no messages in the channels and the stash."""
     crossing = [bool(channel.pairs) for channel in plan.channels]
     messages = [jax.tree.map(_idle, channel.message) for channel in plan.channels]
     count, last = plan.schedule.micro_batches, plan.programs[-1].y

@@ -96,12 +96,12 @@ class Tasks:
         return self.gradient(i, carry), source if place is None else None
 
     def activation(self, boundary: int, carry: Carry) -> Any:
-        """Return the message between segments `boundary` and `boundary + 1`, where the second one reads it."""
+        """Return the message between segments `boundary` and `boundary + 1`, as the second segment reads it."""
         k = self.plan.channel_of[boundary]
         return (carry.y_received if self.plan.channels[k].pairs else carry.y)[k]
 
     def gradient(self, boundary: int, carry: Carry) -> Any:
-        """Return the gradient of that message, where the first segment reads it."""
+        """Return the gradient of that message, as the first segment reads it."""
         k = self.plan.channel_of[boundary]
         return (carry.dx_received if self.plan.channels[k].pairs else carry.dx)[k]
 
@@ -242,7 +242,7 @@ class Tasks:
         return self.guarded(active, body, carry, ["stash", "sums", "concurrent_sums"], label=label("W", c))
 
     def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
-        """Run F and B of the concurrent loss head together, so that nothing of it is stashed."""
+        """Run F and B of the concurrent loss head together, so that nothing is stashed."""
         program, active = self.plan.programs[self.plan.last], rows["F"][c]
         message_in, source = self.message_in(c, carry)
 
@@ -311,12 +311,12 @@ class Tasks:
         label: str,
         aux_of: int | None = None,
     ) -> Carry:
-        """Run `body` on a part of the carry where `active` is a micro-batch, after all guards so far.
+        """Run `body` on a part of the carry if `active` is a micro-batch, after all guards so far.
 
         Args:
             active: a micro-batch or -1.
             body: the task.
-            carry: of the tick.
+            carry: the carry of the tick.
             names: the fields that the task reads or changes.
             label: the task's name in the compiled program.
             aux_of: the segment whose aux it changes.

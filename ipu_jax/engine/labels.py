@@ -1,13 +1,13 @@
-"""Name the tasks of the staged scan in the compiled program, so that a profile shows which IPU ran which when.
+"""Name the tasks of the staged scan in the compiled program, so that a profile shows which IPU ran which task when.
 
     jit(_run)/.../ipu_jax.plan.9f3c01d2.77ab10e4/while/body/closed_call/ipu_jax.F.2/while       F of segment class 2
                   ipu_jax.y.0/while                                                             an exchange of channel 0
 
-A name says the segment class, since one piece of program runs the tasks of all its micro-batches. The number of the
-tick comes with the order of its runs, and the `PlanNames` of the program says which micro-batch each IPU has in it.
+A name contains the segment class, since one piece of program runs the tasks of all its micro-batches. The order of its
+runs gives the tick, and the `PlanNames` of the program gives the micro-batch of each IPU in that tick.
 
-Names are always there. They change nothing that is computed, and XLA's key of a compiled program leaves them out: so a
-profile can be taken of any program, with no other one compiled for it.
+Names are always present. They do not change the computation, and XLA leaves them out of the key of a compiled program.
+So any program can be profiled without compiling another one.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ class PlanNames:
 
     Attributes:
         schedule: when each stage runs.
-        ipus: of a replica.
+        ipus: the number of IPUs of a replica.
         role, backward: as in `Plan`.
-        segments: in order.
-        classes: per segment class the numbers of its segments.
-        ticks: how many the program runs.
-        microbatches: per kind of guard and its number (ticks, ipus): the micro-batch, or -1 where it is not active. Of
-            an exchange 0 where it is active.
+        segments: the segments, in order.
+        classes: per segment class, the numbers of its segments.
+        ticks: the number of ticks that the program runs.
+        microbatches: per kind and number of a guard, an array (ticks, ipus): the micro-batch, or -1 where the guard is
+            not active. For an exchange, 0 where it is active.
     """
 
     schedule: Schedule
@@ -71,29 +71,29 @@ _plans: dict[str, PlanNames] = {}  # by both digests, and by the first alone
 
 
 def label(kind: Label, number: int) -> str:
-    """Return the name of a guard: F, B, W of a segment class, F and B in one ("FB"), or an exchange of a channel."""
+    """Return the name of a guard: F, B or W of a segment class, F and B in one ("FB"), or an exchange of a channel."""
     return f"ipu_jax.{kind}.{number}"
 
 
 def of_plan(plan: Plan) -> str:
-    """Return the name of a plan's scan, by which `plan_named` finds it again in this process."""
+    """Return the name of a plan's scan, by which `plan_named` finds the plan in this process."""
     names = _names(plan)
     tables = [names.schedule.to_text(), plan.role, plan.backward, plan.ipus, plan.classes]
     tables += [(key, rows.tobytes()) for key, rows in names.microbatches.items()]
-    # a program from an executable cache has the names of its first compilation, perhaps of stages called otherwise
+    # a program from an executable cache has the names of its first compilation, whose stages may have had other names
     structure, called = _digest(tables), _digest([segment.stages for segment in names.segments])
     _plans[f"{structure}.{called}"] = _plans[structure] = names
     return f"ipu_jax.plan.{structure}.{called}"
 
 
 def plan_named(name: str) -> PlanNames | None:
-    """Return the plan of the scan in which an operation of this name stands; None if it is in none that is known."""
+    """Return the plan of the scan that contains an operation of this name; None if no known scan does."""
     found = _PLAN.search(name)
     return None if found is None else _plans.get(f"{found[1]}.{found[2]}") or _plans.get(found[1])
 
 
 def guard_named(name: str) -> tuple[Label, int] | None:
-    """Return kind and number of the guard whose loop has this name.
+    """Return the kind and the number of the guard whose loop has this name, or None.
 
     >>> guard_named("jit(f)/ipu_jax.plan.01.23/while/body/closed_call/ipu_jax.FB.3/while")
     ('FB', 3)

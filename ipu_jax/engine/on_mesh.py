@@ -31,7 +31,7 @@ def run_on_mesh(
 
     Args:
         program: gets one IPU's weights, its replica's batch of leaves (M, ...), its state, and the key.
-        mesh: of replicas and IPUs.
+        mesh: the mesh of replicas and IPUs.
         params, batch, state, key: the whole arguments.
         backward: whether there are gradients.
     """
@@ -54,8 +54,8 @@ def predict_on_mesh(
     """Return the outputs of the last stage and the new state.
 
     Args:
-        program, mesh, params, batch, state, key: as for `run_on_mesh`. With several replicas, the new state is that of
-            any of them.
+        program, mesh, params, batch, state, key: as for `run_on_mesh`. With several replicas, the new state is any one
+            replica's.
         output_specs: the last stage's `predict_specs`.
     """
     several = mesh.shape[REPLICA_AXIS] > 1

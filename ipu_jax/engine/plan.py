@@ -3,7 +3,7 @@
 segment classes   local segments of several IPUs that compute the same function, such as the middle blocks of a
                   transformer, form a class: one piece of program, which each IPU runs on its own weights. So the
                   program does not grow with their number. Any other segment is a class of its own.
-tables            per tick, segment class and IPU the micro-batch of its F, B and W, and of the messages that it queues.
+tables            per tick, segment class and IPU: the micro-batch of F, of B, of W, and of each message that is queued.
 channels          the arrays that carry messages between neighbouring segments: IPU 0 --y--> IPU 1, and --dx--> back.
                   Boundaries with equal messages share a channel, and so one ppermute, as long as each IPU sends at most
                   once and receives at most once.
@@ -50,12 +50,12 @@ class Plan:
     Attributes:
         segments, programs: per segment, its stages, and its traced F and B.
         schedule: when each stage runs.
-        ipus: of a replica.
+        ipus: the number of IPUs of a replica.
         channels: see `Channel`.
         channel_of: per boundary between segments i and i + 1, the number of its channel.
-        classes: per segment class, the numbers of its segments; the first one's program is the one that runs.
-        tables: per table (ticks, classes, ipus) micro-batches, -1 where idle. "F", "B" and "W" are tasks ("W" is idle
-            everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
+        classes: per segment class, the numbers of its segments; all run the program of the first one.
+        tables: per table, an array (ticks, classes, ipus) of micro-batches, -1 where idle. "F", "B" and "W" are tasks
+            ("W" is idle everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
         exchanges: for messages ("y") and their gradients ("dx"), (ticks, channels) bool: whether any IPU sends one.
     """
 
@@ -112,7 +112,7 @@ def make_plan(
     *,
     key: Any = None,
 ) -> Plan:
-    """Trace every segment and plan its channels, classes and tables. Axis names must be in scope, as in a `shard_map`.
+    """Trace every segment and plan channels, classes and tables. Axis names must be in scope, as in a `shard_map`.
 
     Args:
         segments: the model.
@@ -141,7 +141,7 @@ def trace_programs(
     microbatch: Any,
     key: Any,
 ) -> tuple[SegmentProgram, ...]:
-    """Trace every segment; `split` says of each whether to split its backward. Other arguments as for `make_plan`."""
+    """Trace every segment; `split` says whose backward to split. The other arguments are as for `make_plan`."""
     weights, states = local_shapes(params), local_shapes(state)
     programs: list[SegmentProgram] = []
     x: Any = NO_MESSAGE
@@ -194,7 +194,7 @@ def _fits(channel: Channel, pair: tuple[int, int], message: Any) -> bool:
 
 
 def _classes(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tuple[int, ...], ...]:
-    """Join equal segments of different IPUs to classes, in such a way that each IPU runs its own segments in order."""
+    """Join equal segments of different IPUs into classes, so that each IPU runs its own segments in order."""
     classes: list[list[int]] = []
     criteria: list[Any] = []
     latest: dict[int | None, int] = {}  # per IPU, the class of its previous segment
@@ -212,7 +212,7 @@ def _classes(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tup
 
 
 def _criterion(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> Any:
-    """Return what the segments of a class must have in common, or None for a segment that is a class of its own."""
+    """Return the properties that all segments of a class share, or None for a segment that is a class of its own."""
     segment, program = plan.segments[i], plan.programs[i]
     inner = 0 < i < plan.last and None not in (plan.segments[j].place for j in (i - 1, i, i + 1))
     if not inner or program.signature is None or jax.tree.leaves(program.aux):

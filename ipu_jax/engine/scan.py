@@ -10,15 +10,15 @@ A tick goes through the phases of the schedule's clock, in the order of `PHASES`
     exit    broadcast dy -> B of concurrent segments -> reduce dx                       (predicate: the tick alone)
 
 Under the one-phase clock F, B and W run in one phase, before the head. IPUs wait for each other only in exchanges and
-in concurrent stages. An IPU uses in the next tick what it receives in this one, so one exchange at the end of the tick
-serves all phases, and every task of the tick runs before it (`_guard`). Where no IPU sends, there is no exchange.
+in concurrent stages. An IPU uses a message in the tick after it arrives, so one exchange at the end of the tick serves
+all phases, and every task of the tick runs before it (`_guard`). Where no IPU sends, there is no exchange.
 
 Gradients are computed inside the scan, by `jax.vjp` of each segment. Nothing differentiates through the scan, so memory
 does not grow with the number of micro-batches. Each conditional task is a `guard`.
 
-The program runs under `check_vma=False`, so that a stage may be any plain function. JAX's rule there is that the
-differentiated scalar is the sum over devices: the cotangent of a value that is the same on all n IPUs is divided by n,
-and the partial cotangents of a replicated input are summed.
+The program runs under `check_vma=False`, so that a stage can be any plain function. JAX then differentiates the sum of
+the scalar over devices. So the cotangent of a value that is the same on all n IPUs is divided by n, and the partial
+cotangents of a replicated input are summed.
 """
 
 import dataclasses
@@ -49,12 +49,12 @@ class Result:
     Attributes:
         loss: mean over micro-batches, and over replicas where it is reduced; the same on all IPUs; None in prediction.
         aux: per stage that returned one, with a leading M; the same on all IPUs of a replica.
-        state: laid out as the state that was passed.
-        gradients: laid out as the parameters, float32 at least; summed over replicas where they are reduced; None
+        state: laid out like the state that was passed.
+        gradients: laid out like the parameters, at least float32; summed over replicas where they are reduced; None
             without a backward.
-        outputs: in prediction, the outputs of the last stage with a leading M; the same on all IPUs of a replica, but
-            for those that the stage's `predict_specs` split.
-        adds_loss: whether stages add losses to the last one's.
+        outputs: in prediction, the outputs of the last stage with a leading M; the same on all IPUs of a replica,
+            except where the stage's `predict_specs` split them.
+        adds_loss: whether stages add losses to the last stage's loss.
     """
 
     loss: Any
@@ -185,7 +185,7 @@ class _Program:
         return carry
 
     def exit_phase(self, carry: Carry, rows: Rows) -> Carry:
-        """Exchange the messages of all phases before, and run B of the concurrent stages of `entry`."""
+        """Exchange the messages of all earlier phases, and run B of the concurrent stages of `entry`."""
         carry = self.exchange("y", rows, carry)
         for c in self.downstream(self.local):
             if c in self.local:

@@ -1,11 +1,11 @@
-"""Store what micro-batches need later on their IPU: rings, laid out in flat buffers.
+"""Store the values that micro-batches need later on the same IPU: rings in flat buffers.
 
     ("stash", class)    residuals of F, until their last use     ("x", class)    activations that wait for F
     ("weight", class)   weight residuals, from B to W            ("dy", class)   gradients that wait for B
 
 A ring has room for as many micro-batches as the schedule keeps in it. There is one buffer per kind of ring and dtype,
 such as "weight:float32": a task reads one kind and writes another, and XLA copies a buffer that one loop both reads and
-writes. In a buffer an IPU's rings follow one another, whatever its stages are, so the buffer is as long as the IPU with
+writes. An IPU's rings follow one another in a buffer, whatever its stages are. So the buffer is as long as the IPU with
 the most data needs.
 """
 
@@ -28,7 +28,7 @@ class Stash:
     """Lay out the rings in the buffers.
 
     Attributes:
-        used: per IPU and buffer, how many elements its rings take.
+        used: per IPU and buffer, the number of elements that the rings take.
         sizes: per buffer, the most elements that one IPU takes.
     """
 
@@ -55,7 +55,7 @@ class Stash:
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the buffers' shapes, each one element longer than its rings.
 
-        XLA knows that a slice as long as its buffer is the whole buffer, and may read it before the guard.
+        XLA recognises a slice as long as its buffer as the whole buffer, and may read it before the guard.
         """
         return {name: jax.ShapeDtypeStruct((size + 1,), name.split(":")[1]) for name, size in self.sizes.items()}
 
@@ -89,7 +89,7 @@ class Stash:
 
 
 def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Any) -> Any:
-    """Return this IPU's number: a plain int where all holders have the same."""
+    """Return this IPU's number: a plain int where all holders have the same number."""
     distinct = set(numbers[holders].tolist())
     return distinct.pop() if len(distinct) == 1 else jnp.asarray(np.maximum(numbers, 1 - holders), jnp.int32)[ipu]
 
@@ -99,7 +99,7 @@ def _rings_of(plan: Plan) -> Iterator[tuple[Key, dict[int | None, int], list[Any
     schedule, segments = plan.schedule, plan.segments
     for c, members in enumerate(plan.classes):
         first, program = members[0], plan.programs[members[0]]
-        if schedule.phase(segments[first].first, "F") != "head":  # whose B follows its F in the same task
+        if schedule.phase(segments[first].first, "F") != "head":  # there, B follows F in the same task
             depths = {segments[i].place: schedule.stash_depth(segments[i].first) for i in members}
             yield ("stash", c), depths, program.stash
         if plan.is_split(first):

@@ -1,1 +1,1 @@
-"""Run a whole training: the loop around `TrainStep`, its progress, and what it leaves behind."""
+"""Run a whole training: the loop around `TrainStep`, its progress, and its results."""

@@ -1,4 +1,4 @@
-"""Train to the end: the loop around a `TrainStep`, with all that such a loop needs.
+"""Train to the end: the loop around a `TrainStep`, with losses, checkpoints, evaluation, logs and signals.
 
 step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, outputs="all"))
 feed = Feed(data, step=step, micro_batch=16)
@@ -49,18 +49,18 @@ _EVALUATION_SECONDS: Final = 1800.0
 
 @dataclasses.dataclass
 class FitResult:
-    """Hold what came of a training.
+    """Hold the results of a training.
 
     Attributes:
-        state: after the last update.
-        updates: how many it has made, those before it was resumed included.
-        losses: float32, the losses that the calls returned, of the updates of this run: of each one under
-            `TrainOptions(outputs="all")`, of every call's last one under "final".
-        evaluations: the number of updates and what `evaluate` returned, for each time that it was called.
-        skipped: how many updates were not made, since they overflowed or were not finite.
-        seconds: that the updates took, with the compilation, without evaluations.
-        stopped: "SIGTERM" or "Ctrl-C" if that ended the training early, else None.
-        last: of the class: the result so far of a `fit` that did not return, such as after Ctrl-C; else None.
+        state: the state after the last update.
+        updates: the number of updates that it has made, including those before it was resumed.
+        losses: float32, the losses that the calls of this run returned: of each update under
+            `TrainOptions(outputs="all")`, of every call's last update under "final".
+        evaluations: for each call of `evaluate`, the number of updates and the returned figures.
+        skipped: the number of updates that were not made, because they overflowed or were not finite.
+        seconds: the time that the updates took, with the compilation, without evaluations.
+        stopped: "SIGTERM" or "Ctrl-C" if one of them ended the training early, else None.
+        last: on the class: the result so far of a `fit` that did not return, such as after Ctrl-C; else None.
     """
 
     last: ClassVar["FitResult | None"] = None
@@ -100,37 +100,37 @@ def fit(
     """Train with the batches of a feed until all updates are made, SIGTERM or Ctrl-C comes, or an update is not finite.
 
     While it runs, it prints the mean loss ten times per epoch, and draws a bar on a terminal. At SIGTERM or the first
-    Ctrl-C it ends the calls in flight and saves; then SIGTERM returns, and Ctrl-C raises KeyboardInterrupt. After
-    Ctrl-C, or any other error, the last state is in `FitResult.last`, until the next `fit`.
+    Ctrl-C it waits for the calls in flight and saves. Then it returns after SIGTERM, and raises KeyboardInterrupt after
+    Ctrl-C. After Ctrl-C, or any other error, the last state is in `FitResult.last`, until the next `fit`.
 
-    Across several instances all of them call it alike; the first one prints and writes the log.
+    Across several instances, all of them make the same call; the first one prints and writes the log.
 
-    Communicates what the step does; with checkpoints what `Checkpoints` does.
+    Communicates what the step communicates, and with checkpoints what `Checkpoints` communicates.
 
     Args:
-        step: of `make_train_step`. Give it `TrainOptions(outputs="all")` to see the loss of each update of a call.
-        state: of `step.init`, or a result's. Its buffers are reused.
-        feed: of `Feed(..., step=step)`. It is read from where it is.
-        epochs: train this many epochs, also part of one; 1 by default. Whole ones for a stream.
-        updates: train this many updates, in place of epochs.
-        evaluate: called with the state at the end of each epoch and of the training; it returns figures by name, such
-            as `{"accuracy": 0.97}`.
-        checkpoints: save to this folder, at the end of each epoch, every ten minutes and at the end; or `Checkpoints`
-            of your own, which then stay open.
-        resume: where to go on from, as `Checkpoints.restore` takes it: "auto" for the last checkpoint, if there is one.
-        log: append to this file, a line of JSON per call; or a `RunLog` of your own, which then stays open.
+        step: from `make_train_step`. Give it `TrainOptions(outputs="all")` to see the loss of each update of a call.
+        state: from `step.init`, or from a result. Its buffers are reused.
+        feed: from `Feed(..., step=step)`. It is read from its current position.
+        epochs: train this many epochs, or a fraction; 1 by default. An integer for a stream.
+        updates: train this many updates, instead of epochs.
+        evaluate: called with the state at the end of each epoch and of the training; returns figures by name, such as
+            `{"accuracy": 0.97}`.
+        checkpoints: save to this folder, at the end of each epoch, every ten minutes and at the end; or your own
+            `Checkpoints`, which stay open.
+        resume: what to resume from, as `Checkpoints.restore` takes it: "auto" for the last checkpoint, if there is one.
+        log: append to this file, one line of JSON per call; or your own `RunLog`, which stays open.
         notes: plain data for the first event of the log, such as flags.
-        tensorboard: write TensorBoard's files to this folder; not with a `RunLog` of your own.
+        tensorboard: write TensorBoard's files to this folder; not with your own `RunLog`.
         trace: record three updates early in the training, as `trace` does, to this folder; or a `Recording`.
         progress: whether to draw a bar; by default on a terminal.
         say: prints a line.
-        title: of the bar.
+        title: the title of the bar.
 
     Returns:
-        The last state, and what was measured.
+        The last state, losses, evaluations and times.
 
     Raises:
-        ValueError: an argument is outside its rule, or contradicts another. Nothing is compiled by then.
+        ValueError: an argument is invalid, or contradicts another. Nothing is compiled by then.
         NonFiniteLossError: under `TrainOptions(on_nonfinite=)`.
         CheckpointError: a checkpoint cannot be restored or saved.
         KeyboardInterrupt: after Ctrl-C.
@@ -152,7 +152,7 @@ def fit(
     result = FitResult(state, int(state.step))
     FitResult.last = result
     with contextlib.ExitStack() as context:
-        # the handlers of signals belong to the main thread
+        # only the main thread can have signal handlers
         is_main = threading.current_thread() is threading.main_thread()
         stop = context.enter_context(StopRequest(interrupts=True)) if is_main else None
         own: Checkpoints | None = None
@@ -170,7 +170,7 @@ def fit(
             with Bar(title, goal.updates, result.updates, feed.examples_per_update, shown=shown) as loop.bar:
                 loop.train()
             if own is not None:
-                own.close()  # sealed, before it is said
+                own.close()  # seal the checkpoint before the last line says that it is saved
             loop.end()
         except BaseException as error:
             error.add_note("The last state is ipu_jax.FitResult.last.state")
@@ -184,7 +184,7 @@ def fit(
 
 @dataclasses.dataclass(frozen=True)
 class _Goal:
-    """Say when a training ends: after this many updates, or, with a stream, before this epoch of the feed."""
+    """Hold when a training ends: after this many updates, or for a stream, before this epoch of the feed."""
 
     updates: int | None
     epoch: int | None
@@ -194,7 +194,7 @@ def _goal_of(step: Any, state: Any, feed: Any, epochs: float | None, updates: in
     """Return when the training ends.
 
     Raises:
-        ValueError: an argument is of the wrong type or outside its rule.
+        ValueError: an argument is of the wrong type or invalid.
     """
     if not isinstance(step, TrainStep):
         raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
@@ -223,7 +223,7 @@ def _goal_of(step: Any, state: Any, feed: Any, epochs: float | None, updates: in
 
 @dataclasses.dataclass
 class _Loop:
-    """The state of a training while it runs; `fit` documents what it is given."""
+    """Hold the state of a training while it runs; `fit` documents its arguments."""
 
     step: TrainStep
     feed: Feed
@@ -256,7 +256,7 @@ class _Loop:
             self.log.event(name, **values)
 
     def begin(self, resume: Path_, notes: Mapping[str, Any]) -> None:
-        """Write down what is trained, and go on from a checkpoint if there is one."""
+        """Log what is trained, and resume from a checkpoint if there is one."""
         if self.log is not None:
             self.log.start(
                 step=repr(self.step),
@@ -272,7 +272,7 @@ class _Loop:
         self.checkpoints.lock()
         try:
             found = self.checkpoints.restore(self.result.state, resume=resume)
-        except ValueError as error:  # of another training
+        except ValueError as error:  # the checkpoint is of another training
             raise CheckpointError(str(error)) from error
         if found is None:
             return
@@ -289,7 +289,7 @@ class _Loop:
         self.event("resumed", updates=found.step, path=str(found.path))
 
     def train(self) -> None:
-        """Make all updates that are left, or those before the training is asked to stop."""
+        """Make the remaining updates, until the goal is reached or the training must stop."""
         if self._is_over():
             self._evaluate()
         while not self._is_over():
@@ -301,7 +301,7 @@ class _Loop:
             self._report_all_but(0)
             self.step.check(self.result.state)
             self.result.seconds += time.perf_counter() - begun
-            if self.result.stopped is not None or self._dispatched == before:  # or the feed has no further epochs
+            if self.result.stopped is not None or self._dispatched == before:  # or the feed has no more epochs
                 break
             if self._is_over():
                 self._save()  # before the last line is printed: a longer training would not print it
@@ -317,7 +317,7 @@ class _Loop:
         return self.feed.state()["epoch"] >= self.goal.epoch
 
     def _call(self, batch: FeedBatch) -> None:
-        """Make the updates of a batch, as many as are left, and save or stop where it is time."""
+        """Make the updates of a batch, at most as many as remain, and save or stop if it is time."""
         result, left = self.result, batch.updates
         if self.goal.updates is not None:
             left = min(left, self.goal.updates - self._dispatched)
@@ -336,7 +336,7 @@ class _Loop:
         self._pending.append(pieces)
         self._report_all_but(_CALLS_AHEAD)
         if left < batch.updates and self.feed.updates_per_epoch is not None:
-            self.feed.restore(self.feed.state(updates=left))  # the next training goes on there
+            self.feed.restore(self.feed.state(updates=left))  # the next training continues there
         is_due = self.checkpoints is not None and self.checkpoints.due(result.state, left)
         if self.stop is not None and self.stop.due():
             result.stopped = self.stop.by
@@ -344,7 +344,7 @@ class _Loop:
             self._save()
 
     def _pieces(self, count: int) -> Iterator[range]:
-        """Yield the updates of a call in one piece; while a trace is to be recorded: one, then those it records."""
+        """Yield the updates of a call in one piece. Before a trace is recorded: one update, then the traced updates."""
         first = 0
         while first < count:
             length = count - first
@@ -357,7 +357,7 @@ class _Loop:
                 self._finish_trace()
 
     def _report_all_but(self, waiting: int) -> None:
-        """Wait for all calls but the last few, and show their losses."""
+        """Wait for all calls but the last `waiting`, and report their losses."""
         result = self.result
         while len(self._pending) > waiting:
             pieces = self._pending.popleft()
@@ -381,11 +381,11 @@ class _Loop:
                 self.event("skipped", updates=result.updates, count=skipped, reason="overflows, or not finite")
 
     def _losses_of(self, outputs: StepOutputs, count: int) -> npt.NDArray[Any]:
-        """Wait for updates of a call, and return the losses that they have, (losses,)."""
+        """Wait for updates of a call, and return their losses, (losses,)."""
         while not outputs.loss.is_ready():
-            time.sleep(_POLL_SECONDS)  # inside XLA, no handler of a signal would run until the call has ended
+            time.sleep(_POLL_SECONDS)  # inside XLA, no signal handler would run until the call ends
         if outputs.nonfinite is not None and np.any(np.asarray(outputs.nonfinite)):
-            self.step.check(self.result.state)  # raises if it stops the training, before a line is printed of it
+            self.step.check(self.result.state)  # raises if it stops the training, before its line is printed
         losses, options = np.atleast_1d(np.asarray(outputs.loss, np.float32)), self.step.options
         return losses / count if options.outputs == "sum" and options.device_iterations > 1 else losses
 
@@ -394,7 +394,7 @@ class _Loop:
         return None if per_epoch is None else self.result.updates / per_epoch
 
     def _save(self) -> None:
-        """Save now, unless this state is saved already."""
+        """Save now, unless this state is already saved."""
         if self.checkpoints is None or self._saved == self._dispatched:
             return
         self._report_all_but(0)
@@ -404,7 +404,7 @@ class _Loop:
             self.event("saved", updates=self._saved, folder=str(self.checkpoints.folder))
 
     def _evaluate(self) -> None:
-        """Show the figures of the state."""
+        """Evaluate the state and report the figures."""
         if self.evaluate is None:
             return
         with popdist.busy("evaluating", _EVALUATION_SECONDS):
@@ -428,7 +428,7 @@ class _Loop:
             self.say(f"{recording.report}\nTrace: {recording.path}, for https://ui.perfetto.dev")
 
     def end(self) -> None:
-        """Say what was done, and write it to the log."""
+        """Print a summary of the training, and write it to the log."""
         result, made = self.result, self.result.updates - self._begun
         if result.stopped is not None:
             where = ""
@@ -449,7 +449,7 @@ class _Loop:
 
 
 def _skipped(outputs: StepOutputs, count: int) -> int:
-    """Return how many updates of a call were not made, as far as its outputs say so."""
+    """Return how many updates of a call were not made, as far as its outputs show it."""
     if outputs.updated is None:
         return 0
     updated = np.atleast_1d(np.asarray(outputs.updated))

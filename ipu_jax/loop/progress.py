@@ -1,4 +1,4 @@
-"""Show how far a training is: a bar on a terminal, and lines that stay when the bar has gone.
+"""Show the progress of a training: a bar on a terminal, and lines that stay when the bar disappears.
 
 Epoch 0.1, Mean loss: 2.103
 Epoch 0.2, Mean loss: 1.544
@@ -19,14 +19,14 @@ Say = Callable[[str], object]
 
 
 class Bar:
-    """Shows a bar of updates, samples per second and time left below the printed lines, for the time of a `with` block.
+    """Shows a bar of updates, samples per second and time left below the printed lines, during a `with` block.
 
     Args:
-        title: left of the bar.
-        total: updates of the training; None if nobody knows.
+        title: the text left of the bar.
+        total: updates of the training; None if unknown.
         done: updates that were made before.
-        samples: examples of an update.
-        shown: whether there is to be a bar.
+        samples: examples per update.
+        shown: whether to draw a bar.
     """
 
     def __init__(self, title: str, total: int | None, done: int, samples: int, *, shown: bool):
@@ -58,7 +58,7 @@ class Bar:
             self._bar.stop()
 
     def move(self, updates: int) -> None:
-        """Show that this many updates have been made in all."""
+        """Show that this many updates have been made in total."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
             rate = "" if speed is None else f"{speed * self._samples:,.0f} samples/s"
@@ -67,16 +67,16 @@ class Bar:
 
 @contextlib.contextmanager
 def spinner(text: str, *, shown: bool) -> Iterator[None]:
-    """Show a text with a turning line before it, which any terminal can show."""
+    """Show a text after a rotating line. Any terminal can show it."""
     with _console().status(text, spinner="line") if shown else contextlib.nullcontext():
         yield
 
 
 def shows_progress(wanted: bool | None) -> bool:
-    """Return whether there is to be a bar: by default on a terminal, also poprun's, if rich is installed.
+    """Return whether to draw a bar: by default on a terminal, also on poprun's, if rich is installed.
 
     Raises:
-        ValueError: it is wanted, and rich is not installed.
+        ValueError: a bar is wanted, and rich is not installed.
     """
     has_rich = importlib.util.find_spec("rich") is not None
     if wanted and not has_rich:
@@ -85,7 +85,7 @@ def shows_progress(wanted: bool | None) -> bool:
 
 
 def _is_of_poprun() -> bool:
-    """Return whether stdout is a pipe to poprun, and poprun's own a terminal; it says how wide."""
+    """Return whether stdout is a pipe to poprun, and poprun's own stdout a terminal. Then poprun sets its width."""
     return "POPRUN_TERMINAL_WIDTH" in os.environ
 
 
@@ -98,10 +98,10 @@ def _console() -> Any:
 
 
 class LossLines:
-    """Prints the mean loss whenever another tenth of an epoch, or 100 updates of a stream, are made.
+    """Prints the mean loss after each tenth of an epoch, or after every 100 updates of a stream.
 
     Args:
-        updates_per_epoch: weight updates of an epoch; None if nobody knows.
+        updates_per_epoch: weight updates per epoch; None if unknown.
         say: prints a line.
     """
 
@@ -112,7 +112,7 @@ class LossLines:
         self._skipped = 0
 
     def add(self, losses: npt.NDArray[Any], skipped: int, updates: int) -> None:
-        """Take in the losses of a call, after which `updates` are made, and print a line if it is time for one."""
+        """Add the losses of a call that ends at `updates` updates, and print a line if it is time."""
         self._losses += losses.tolist()
         self._skipped += skipped
         marks = updates // 100 if self._per_epoch is None else 10 * updates // self._per_epoch
@@ -121,7 +121,7 @@ class LossLines:
             self._print(f"Update {updates:,}" if self._per_epoch is None else f"Epoch {marks / 10:.1f}")
 
     def end(self, updates: int) -> None:
-        """Print a line for the losses since the last one, if there are any; the training ends here."""
+        """Print a line for the losses since the last line, if there are any; the training ends here."""
         if not self._losses:
             return
         if self._per_epoch is None:
@@ -132,13 +132,13 @@ class LossLines:
         self._print(f"Epoch {epoch:.1f}" if has_tenths else f"Epoch {epoch:.2f}")
 
     def state(self) -> dict[str, Any]:
-        """Return what the next line depends on, as plain data."""
-        # JSON has no NaN: None is read as one
+        """Return, as plain data, everything that the next line depends on."""
+        # JSON has no NaN: None is read as NaN
         losses = [loss if np.isfinite(loss) else None for loss in self._losses]
         return {"printed": self._printed, "losses": losses, "skipped": self._skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned: the next line is the one that would have come."""
+        """Continue from what `state` returned: the next line is the same as without a restart."""
         self._printed, self._skipped = state["printed"], state["skipped"]
         self._losses = [np.nan if loss is None else loss for loss in state["losses"]]
 

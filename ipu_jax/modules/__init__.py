@@ -1,6 +1,6 @@
-"""Make stages of Flax's and Equinox's modules: weights, modes, dropout keys and batch statistics go where they belong.
+"""Make stages of Flax and Equinox modules: weights, modes, dropout keys and batch statistics go where they belong.
 
-No file here imports Flax or Equinox before a stage is made of one of their modules.
+No file here imports Flax or Equinox until a stage is made of one of their modules.
 """
 
 from ipu_jax.modules.convolution import conv_general_dilated

@@ -1,4 +1,4 @@
-"""Add what Flax modules sow to the loss, and say what is dropped.
+"""Add values that Flax modules sow to the loss, and warn of sown values that are dropped.
 
 self.sow("losses", "balance", value)     losses={"losses": 0.01}  ->  0.01 x the sum of its elements, to the loss
 self.sow("metrics", "load", value)       not named                ->  dropped, with one warning
@@ -36,12 +36,12 @@ def check_losses(name: str, losses: Losses, example: str) -> dict[Any, float]:
 
 
 def add_up(name: str, losses: Mapping[Any, float], sown: Mapping[Any, Any]) -> Any:
-    """Return the sum of all elements that were sown, each with its weight; None if no weight differs from 0.
+    """Return the weighted sum of all sown elements; None if all weights are 0.
 
     Args:
-        name: of the stage.
+        name: the name of the stage.
         losses: the weights.
-        sown: trees of arrays, named as the weights are.
+        sown: trees of arrays, named like the weights.
 
     Raises:
         ValueError: nothing was sown under one of the names.
@@ -63,7 +63,7 @@ def add_up(name: str, losses: Mapping[Any, float], sown: Mapping[Any, Any]) -> A
 
 
 def warn_dropped(name: str, dropped: Iterable[Any]) -> None:
-    """Warn that the module of stage `name` sows under these names, and that nobody gets it."""
+    """Warn that the module of stage `name` sows values under these names, and that they are dropped."""
     for what in sorted(map(shown, dropped)):
         warnings.warn(
             f"the module of stage {name!r} sows into {what}, which is dropped: give losses={{{what}: weight}} to add "
@@ -73,5 +73,5 @@ def warn_dropped(name: str, dropped: Iterable[Any]) -> None:
 
 
 def shown(what: Any) -> str:
-    """Return a collection or a type of variable as a program writes it."""
+    """Return a collection or a variable type as written in a program."""
     return what.__name__ if isinstance(what, type) else repr(what)

@@ -35,37 +35,36 @@ def equinox_stage(
 
     In training the stage calls `eqx.nn.inference_mode(module, False)`, and in evaluation (`Pipeline.loss`)
     `eqx.nn.inference_mode(module)`, for each example under `jax.vmap`: `module(example)`, or `module(example, state)`
-    if it has state, with `key=` if it is random. It communicates only if it contains collectives.
+    if it has state, with `key=` if it is random. The stage communicates only if the module contains collectives.
 
     After training, `eqx.combine(params[name], module)` is the trained module, with the params that `Pipeline.unshard`
     or `TrainStep.whole` returned; `state[name]` is its `eqx.nn.State`.
 
     Args:
-        module: the module. Its result is the input of the next stage, or that of `loss`.
-        name: of the stage, of its parameter group and of its state group.
+        module: the module. Its result is the input of the next stage or of `loss`.
+        name: the name of the stage, of its parameter group and of its state group.
         state: the `eqx.nn.State` of the module, or of a larger model that contains it, from `eqx.nn.make_with_state`.
         ipu, recompute: as `Stage` takes them.
-        inputs: what the module is called with: the name of a leaf of the micro-batch, such as "images"; a function of
-            `(x, microbatch)` that returns the tuple of its arguments; or None for the result of the stage before. All
+        inputs: the module's arguments: the name of a leaf of the micro-batch, such as "images"; a function of
+            `(x, microbatch)` that returns the tuple of arguments; or None for the result of the previous stage. All
             have a leading dim of examples.
         loss: for the last stage: a function of the results of all examples and the micro-batch, which returns the
             micro-batch's mean loss, a float scalar, or `(loss, aux)`.
-        random: whether the module takes `key=`. In training it gets one of `jax.random.split(stage's key, examples)`,
-            in evaluation None, unless `Pipeline.loss` is given a key.
+        random: whether the module takes `key=`. In training it gets one of `jax.random.split(stage's key, examples)`.
+            In evaluation it gets None, unless `Pipeline.loss` is given a key.
         vmap: the name of the axis over examples, which batch norm needs; None if the module itself takes the whole
             micro-batch, and the stage's key as it is. In half precision `eqx.nn.BatchNorm` needs mode="batch": the mode
             "ema" refuses weights and state of different dtypes.
-        takes: names of skips that earlier stages send. The module is called with them behind its other arguments, one
-            example at a time; a function `inputs` gets `(x, microbatch, skips)` and returns all arguments.
+        takes: names of skips that earlier stages send. The module gets them after its other arguments, one example at a
+            time; if `inputs` is a function, it gets `(x, microbatch, skips)` and returns all arguments.
         sends: names of the skips that this stage sends; the module returns `(y, *skips)`.
 
     Returns:
-        The `ModuleStage`. Its params are the module with its floating arrays only (`eqx.partition`), its state an
+        The `ModuleStage`. Its params are the module with only its floating arrays (`eqx.partition`), its state is an
         `eqx.nn.State`.
 
     Raises:
-        ValueError: `module` is not callable, `state` is not an `eqx.nn.State`, or another argument is of the wrong
-            kind.
+        ValueError: `module` is not callable, `state` is not an `eqx.nn.State`, or another argument has the wrong type.
         ImportError: Equinox is not installed.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp
@@ -100,7 +99,7 @@ def equinox_stage(
             if vmap is None:
                 return one(args, key)
             keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(args)[0]))
-            # the new state is the same for all examples: batch norm has averaged over them
+            # the new state is the same for all examples: batch norm averages over them
             return jax.vmap(one, axis_name=vmap, out_axes=(0, None))(args, keys)
 
         if state is None:
@@ -123,10 +122,10 @@ def equinox_stage(
 
 
 def _traced_alone(run: Callable[..., Any], *args: Any) -> Any:
-    """Run a function that is traced as if there were no mesh.
+    """Run a function, but trace it as if there were no mesh.
 
-    Equinox compares the old and the new value of a state with their shardings. Inside a `shard_map`, values that were
-    computed have a sharding, and constants have none.
+    Equinox compares the old and the new value of a state, including their shardings. Inside a `shard_map`, computed
+    values have a sharding, and constants have none.
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), args)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):

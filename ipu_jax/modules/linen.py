@@ -24,7 +24,7 @@ MODES: Final = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments by which linen modules are told their mode, with their values in training."""
+"""Arguments that set the mode of linen modules, with their values in training."""
 
 
 def linen_stage(
@@ -52,37 +52,37 @@ def linen_stage(
     What the module sows in training is added to the loss if `losses` names its collection. Otherwise it is dropped,
     with a `UserWarning` when the stage is first traced; "intermediates" are dropped without one, as Flax drops them.
 
-    After training, the module's variables are `{"params": params[name], **state[name]}` of what `Pipeline.unshard` or
-    `TrainStep.whole` returned.
+    After training, the module's variables are `{"params": params[name], **state[name]}`, with the params and state
+    that `Pipeline.unshard` or `TrainStep.whole` returned.
 
     Args:
-        module: the module. Its result is the input of the next stage, or that of `loss`.
-        variables: what `module.init` returned, whole: `{"params": ...}` and other collections. It may contain what the
-            module sows.
-        name: of the stage, of its parameter group and of its state group.
+        module: the module. Its result is the input of the next stage or of `loss`.
+        variables: all that `module.init` returned: `{"params": ...}` and other collections. It can contain sown
+            values.
+        name: the name of the stage, of its parameter group and of its state group.
         ipu, recompute: as `Stage` takes them.
-        inputs: what the module is called with: the name of a leaf of the micro-batch, such as "images"; a function of
-            `(x, microbatch)` that returns the tuple of its arguments; or None for the result of the stage before.
+        inputs: the module's arguments: the name of a leaf of the micro-batch, such as "images"; a function of
+            `(x, microbatch)` that returns the tuple of arguments; or None for the result of the previous stage.
         loss: for the last stage: a function of the module's result and the micro-batch, which returns the micro-batch's
             mean loss, a float scalar, or `(loss, aux)`.
         random: whether the module draws random numbers in training, as dropout does. It then gets the stage's key as
             `rngs=key`, from which Flax makes all its streams.
-        training, evaluation: the keyword arguments that tell the module its mode. Default: whichever of `train`,
-            `training`, `is_training`, `deterministic` and `use_running_average` the module's `__call__` has.
-        takes: names of skips that earlier stages send. The module is called with them behind its other arguments; a
-            function `inputs` gets `(x, microbatch, skips)` and returns all arguments.
+        training, evaluation: the keyword arguments that set the module's mode. Default: all of `train`, `training`,
+            `is_training`, `deterministic` and `use_running_average` that the module's `__call__` takes.
+        takes: names of skips that earlier stages send. The module gets them after its other arguments; if `inputs` is a
+            function, it gets `(x, microbatch, skips)` and returns all arguments.
         sends: names of the skips that this stage sends; the module returns `(y, *skips)`.
-        losses: per collection, the weight with which the sum of all elements that the module sows into it in training
-            is added to the micro-batch's loss, such as `{"losses": 0.01}`. 0 drops it without a warning. Evaluation and
-            prediction leave it out.
+        losses: a weight per collection, such as `{"losses": 0.01}`. In training, the sum of all elements that the
+            module sows into the collection, times the weight, is added to the micro-batch's loss. 0 drops it without a
+            warning. Evaluation and prediction leave it out.
 
     Returns:
         The `ModuleStage`. Its params are `variables["params"]`, its state all other collections that `losses` does not
         name.
 
     Raises:
-        ValueError: `module` is not a linen module, `variables` is not a mapping of collections, or another argument is
-            of the wrong kind. When the stage is traced: the module sows nothing into a collection of `losses`, or does
+        ValueError: `module` is not a linen module, `variables` is not a mapping of collections, or another argument has
+            the wrong type. When the stage is traced: the module sows nothing into a collection of `losses`, or does
             not return `(y, *skips)`.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -108,7 +108,7 @@ def linen_stage(
     modes = (_mode(module, training, in_training=True), _mode(module, evaluation, in_training=False))
     params = variables.get("params")
     state = {collection: tree for collection, tree in variables.items() if collection not in {"params", *weights}}
-    sown: list[frozenset[str]] = []  # what is dropped, once the module has been traced
+    sown: list[frozenset[str]] = []  # the dropped collections, known once the module has been traced
 
     def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
         given = {} if params is None else {"params": params}
@@ -143,13 +143,13 @@ def linen_stage(
 def _dropped(
     apply: Callable[[Mapping[str, Any], Any], Any], variables: Mapping[str, Any], losses: Iterable[str]
 ) -> frozenset[str]:
-    """Return the collections that a module sows into and that neither its state nor the loss gets.
+    """Return the collections that a module sows into, but that are in neither its state nor the loss.
 
-    A collection that is sown is one that the module creates, and without which it runs as well.
+    A sown collection is one that the module creates, and that it can run without.
 
     Args:
-        apply: calls the module with variables and with the collections that are mutable.
-        variables: its weights and state, in which something that `init` has sown may stand.
+        apply: calls the module with variables and with the mutable collections.
+        variables: its weights and state, which can contain values that `init` has sown.
         losses: the collections that are added to the loss.
     """
     flax = import_library("flax")
@@ -158,7 +158,7 @@ def _dropped(
         given = {collection: tree for collection, tree in variables.items() if collection != without}
         try:
             changed = jax.eval_shape(lambda: apply(given, mutable)[1])
-        except flax.errors.FlaxError:  # the module needs what it was not given, or writes what is not mutable
+        except flax.errors.FlaxError:  # the module needs the missing collection, or writes to an immutable one
             return None
         return {collection for collection, tree in changed.items() if jax.tree.leaves(tree)} - given.keys()
 

@@ -1,7 +1,7 @@
 """Make a stage of a `flax.nnx` module.
 
 nnx.Param    -> weights                  nnx.BatchStat and other variables -> state
-nnx.RngState -> made anew from the key of this update, replica, micro-batch and stage
+nnx.RngState -> reseeded from the key of this update, replica, micro-batch and stage
 module.sow   -> the loss, if losses= names the type of variable
 module.train() in training, module.eval() in evaluation
 """
@@ -32,40 +32,40 @@ def nnx_stage(
     """Make a stage of a `flax.nnx` module.
 
     The stage calls copies of the module: one in training mode (`module.train()`), and one in evaluation mode
-    (`module.eval()`) for `Pipeline.loss`. The module itself does not change. It communicates only if it contains
-    collectives.
+    (`module.eval()`) for `Pipeline.loss`. The module itself does not change. The stage communicates only if the module
+    contains collectives.
 
-    What the module sows in training is added to the loss if `losses` names its type of variable. Otherwise it is
-    dropped, with a `UserWarning` when the stage is first traced; an `nnx.Intermediate` is dropped without one.
+    What the module sows in training is added to the loss if `losses` names its variable type. Otherwise it is dropped,
+    with a `UserWarning` when the stage is first traced; an `nnx.Intermediate` is dropped without one.
 
-    A module with random streams, as dropout has, makes a random stage: before each call its streams are reseeded from
-    the stage's key, `nnx.reseed(module, name_of_the_stream=key)`. If its streams have several names, the i-th of them
-    in alphabetical order, counted from 0, is reseeded from `jax.random.fold_in(key, i)`.
+    A module with random streams, such as dropout, makes a random stage: before each call its streams are reseeded from
+    the stage's key, `nnx.reseed(module, name_of_the_stream=key)`. If its streams have several names, the i-th name in
+    alphabetical order, counted from 0, is reseeded from `jax.random.fold_in(key, i)`.
 
-    After training, `nnx.update(module, params[name], state[name])` writes what `Pipeline.unshard` or `TrainStep.whole`
-    returned into the module; without state, `nnx.update(module, params[name])`.
+    After training, write the params and state that `Pipeline.unshard` or `TrainStep.whole` returned into the module
+    with `nnx.update(module, params[name], state[name])`; without state, `nnx.update(module, params[name])`.
 
     Args:
-        module: an `nnx.Module`. Its result is the input of the next stage, or that of `loss`.
-        name: of the stage, of its parameter group and of its state group.
+        module: an `nnx.Module`. Its result is the input of the next stage or of `loss`.
+        name: the name of the stage, of its parameter group and of its state group.
         ipu, recompute: as `Stage` takes them.
-        inputs: what the module is called with: the name of a leaf of the micro-batch, such as "images"; a function of
-            `(x, microbatch)` that returns the tuple of its arguments; or None for the result of the stage before.
+        inputs: the module's arguments: the name of a leaf of the micro-batch, such as "images"; a function of
+            `(x, microbatch)` that returns the tuple of arguments; or None for the result of the previous stage.
         loss: for the last stage: a function of the module's result and the micro-batch, which returns the micro-batch's
             mean loss, a float scalar, or `(loss, aux)`.
-        takes: names of skips that earlier stages send. The module is called with them behind its other arguments; a
-            function `inputs` gets `(x, microbatch, skips)` and returns all arguments.
+        takes: names of skips that earlier stages send. The module gets them after its other arguments; if `inputs` is a
+            function, it gets `(x, microbatch, skips)` and returns all arguments.
         sends: names of the skips that this stage sends; the module returns `(y, *skips)`.
-        losses: per type of variable, or name of one, the weight with which the sum of all elements that the module
-            sows in training is added to the micro-batch's loss, such as `{BalanceLoss: 0.01}` for
-            `class BalanceLoss(nnx.Variable)`. 0 drops it without a warning. Evaluation and prediction leave it out.
+        losses: a weight per variable type or its name, such as `{BalanceLoss: 0.01}` for
+            `class BalanceLoss(nnx.Variable)`. In training, the sum of all sown elements of this type, times the weight,
+            is added to the micro-batch's loss. 0 drops it without a warning. Evaluation and prediction leave it out.
 
     Returns:
-        The `ModuleStage`. Its params are an `nnx.State` of the `nnx.Param` variables, its state one of all others but
-        the random streams and what `losses` names.
+        The `ModuleStage`. Its params are an `nnx.State` of the `nnx.Param` variables, its state an `nnx.State` of all
+        other variables except the random streams and those that `losses` names.
 
     Raises:
-        ValueError: `module` is not an `nnx.Module`, or another argument is of the wrong kind. When the stage is
+        ValueError: `module` is not an `nnx.Module`, or another argument has the wrong type. When the stage is
             traced: the module sows nothing of a type in `losses`, or does not return `(y, *skips)`.
         ImportError: Flax is not installed.
 
@@ -88,7 +88,7 @@ def nnx_stage(
     weights = {_type_of(name, kind): weight for kind, weight in check_losses(name, losses, "BalanceLoss").items()}
     sowable = tuple(dict.fromkeys((*weights, nnx.Intermediate)))
     module = nnx.clone(module)
-    _popped(module, sowable)  # what an earlier call has left
+    _popped(module, sowable)  # left over from an earlier call
     graphs = {}
     for mode in ("train", "eval"):
         copy = nnx.clone(module)
@@ -102,11 +102,11 @@ def nnx_stage(
     def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
         graph = graphs["train" if training else "eval"]
         variables = [tree for tree in (params, streams, state) if tree is not None]
-        running = nnx.merge(graph, *variables, copy=True)  # the call changes variables, and these are the stage's
+        running = nnx.merge(graph, *variables, copy=True)  # the call must not change the stage's variables
         if key is not None:
             nnx.reseed(running, policy="match_shape", **_seeds(tags, key))
         with warnings.catch_warnings():
-            # of nnx.capture, which would have to know all types
+            # it recommends nnx.capture, which would have to know all types
             warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
             y = running(*args)
         sown = _popped(running, sowable)
@@ -137,7 +137,7 @@ def nnx_stage(
 
 
 def _type_of(name: str, kind: Any) -> Any:
-    """Return the type of variable that a key of `losses` names."""
+    """Return the variable type that a key of `losses` names."""
     nnx = import_library("flax.nnx")
     found = nnx.variable_type_from_name(kind, allow_register=True) if isinstance(kind, str) else kind
     if not (isinstance(found, type) and issubclass(found, nnx.Variable)) or issubclass(found, nnx.Param):
@@ -155,12 +155,12 @@ def _popped(module: Any, kinds: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def _fits(old: Any, new: Any) -> bool:
-    """Return whether a variable has the tree that it had before the call: what is sown is new, or grows."""
+    """Return whether a variable has the same tree as before the call: sown variables are new, or grow."""
     return old is not None and jax.tree.structure(old.get_value()) == jax.tree.structure(new.get_value())
 
 
 def _seeds(tags: list[str], key: Any) -> dict[str, Any]:
-    """Return a key for the streams of each name."""
+    """Return a key per stream name."""
     if len(tags) == 1:
         return {tags[0]: key}
     return {tag: jax.random.fold_in(key, number) for number, tag in enumerate(tags)}

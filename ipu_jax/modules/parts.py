@@ -1,4 +1,4 @@
-"""Make a stage of anything that is called with weights, state, arguments and a key, and gather such stages.
+"""Make a stage of any callable that takes weights, state, arguments and a key, and gather these stages.
 
     module --linen_stage, nnx_stage, equinox_stage--> ModuleStage(stage, params, state) \\
     module -------------------------------------------> ModuleStage(stage, params, state)  gather_stages
@@ -19,7 +19,7 @@ from ipu_jax.devices import AllIpus
 from ipu_jax.stage import Outputs, Stage
 
 Inputs = str | Callable[..., tuple[Any, ...]] | None
-"""What a module is called with: None for the result of the stage before, a name for that leaf of the micro-batch, or a
+"""A module's arguments: None for the result of the previous stage, the name of a leaf of the micro-batch, or a
 function of `(x, microbatch)`, or of `(x, microbatch, skips)`, that returns the tuple of arguments."""
 
 Recompute = Literal["auto", "none", "all"] | Callable[..., Any]
@@ -27,9 +27,9 @@ Recompute = Literal["auto", "none", "all"] | Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class ModuleStage:
-    """A module's stage, with the weights and the state that it starts with.
+    """Hold a module's stage, with its initial weights and state.
 
-    A plain stage can stand between modules: `ModuleStage(Stage(fn, params="scale"), {"scale": weights})`.
+    A plain stage can be put between modules: `ModuleStage(Stage(fn, params="scale"), {"scale": weights})`.
 
     Attributes:
         stage: the stage, for `Pipeline`.
@@ -45,7 +45,7 @@ class ModuleStage:
 def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Any], Any]:
     """Return the stages of several modules, their weights and their state.
 
-    An array, or an `nnx.Variable`, that two modules hold would become one array per stage, each trained by itself. So
+    An array, or an `nnx.Variable`, that two modules share would become one array per stage, each trained on its own. So
     it is refused. To tie weights, send them from one stage to the other, as docs/how-to.md shows.
 
     Args:
@@ -84,7 +84,7 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
 
 
 def _refuse_shared(stage: str, kind: str, groups: dict[str, Any], holders: dict[int, tuple[str, str]]) -> None:
-    """Raise `ValueError` if another stage holds an array of these groups; `holders` names stage and array by its id."""
+    """Raise `ValueError` if another stage holds an array of these groups; `holders` maps an id to (stage, array)."""
     for path, leaf in jax.tree.leaves_with_path(groups):
         if not isinstance(leaf, (jax.Array, np.ndarray)):
             continue
@@ -100,10 +100,10 @@ def _refuse_shared(stage: str, kind: str, groups: dict[str, Any], holders: dict[
 
 
 def import_library(module: str) -> Any:
-    """Return a module of Flax or Equinox, which only those who use it have to install.
+    """Return a module of Flax or Equinox, which are optional dependencies.
 
     Raises:
-        ImportError: it cannot be imported; the message names the extra that has it.
+        ImportError: the module cannot be imported; the message names the extra that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -113,7 +113,7 @@ def import_library(module: str) -> Any:
 
 
 class Call(Protocol):
-    """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; the last two may be None."""
+    """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; the last two can be None."""
 
     def __call__(self, params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any: ...
 
@@ -136,16 +136,16 @@ def make_module_stage(
 
     Args:
         call: runs the module in either mode.
-        name: of the stage and of its groups.
-        params, state: what the module starts with; None or a tree without leaves if it has none.
+        name: the name of the stage and of its groups.
+        params, state: the initial weights and state; None or a tree without leaves if the module has none.
         ipu, recompute, random: as `Stage` takes them.
-        inputs: what the module is called with.
-        loss: of the last stage, a function of `(y, microbatch)`.
-        takes: the names of the skips with which the module is called.
-        sends: the names of the skips that the module returns behind y.
+        inputs: the module's arguments.
+        loss: for the last stage, a function of `(y, microbatch)`.
+        takes: the names of the skips that the module gets.
+        sends: the names of the skips that the module returns after y.
 
     Raises:
-        ValueError: `name` is not a name, or `inputs`, `loss` or `sends` is of the wrong kind.
+        ValueError: `name` is not a name, or `inputs`, `loss` or `sends` has the wrong type.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"name={name!r} is not the name of a stage: give a string such as 'encoder'")
@@ -187,7 +187,7 @@ def make_module_stage(
 
 
 def _sent(name: str, sends: tuple[str, ...], result: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a module's y, and the skips that stand behind it."""
+    """Return a module's y, and the skips that follow it."""
     if not sends:
         return result, {}
     if not isinstance(result, tuple) or len(result) != 1 + len(sends):

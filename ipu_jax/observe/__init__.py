@@ -1,1 +1,1 @@
-"""Watch a run: what each IPU ran when, what became of a run, and what runs on which IPUs."""
+"""Watch a run: what each IPU ran when, how the run went, and which processes use which IPUs."""

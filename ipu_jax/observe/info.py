@@ -6,7 +6,7 @@
     cores        2 of 2
     ...
 
-It starts jax's backend, as a program would, and makes no IPUs beyond those that are there.
+The command starts jax's backend, as a program would, and makes no IPUs beyond the existing ones.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from ipu_jax.processes.own_record import SWITCH, is_off, own_folder
 
 PROG: Final = "ipu-info"
 FORMAT: Final = 1
-"""The version of what --json prints."""
+"""The version of the format that --json prints."""
 
 _PACKAGES: Final = ("jax", "jaxlib", "numpy", "optax", "flax", "equinox", "orbax-checkpoint")
 _POOL: Final = "PJRT_NPROC"
@@ -37,20 +37,20 @@ class Info:
     """Hold what a program would find on this host; the fields are the keys of `--json`.
 
     Attributes:
-        versions: of packages that are installed, and of Python.
+        versions: of the installed packages, and of Python.
         platform: of the devices, such as "cpu".
-        devices: `{"id", "kind"}` of each.
-        virtual: whether they are virtual IPUs, of which a program may ask for more.
-        asked_for: how many virtual IPUs the environment asks for; None if it does not.
-        cores: how many this process may use.
-        cores_of_host: how many there are.
-        threads: of XLA's pool, if `configure` makes as many virtual IPUs as there are here, or as `PJRT_NPROC` sets it;
-            None on other platforms.
-        threads_set: whether `PJRT_NPROC` sets it.
-        collectives: by name, what CPU devices of several processes can communicate by, and whether it can be had.
-        collectives_chosen: the one of these that a program gets; None if jax is told to use none.
+        devices: `{"id", "kind"}` of each device.
+        virtual: whether they are virtual IPUs; a program can ask for more of these.
+        asked_for: how many virtual IPUs the environment asks for; None if it does not ask.
+        cores: how many cores this process may use.
+        cores_of_host: how many cores the host has.
+        threads: the size of XLA's pool if `configure` makes as many virtual IPUs as `devices` lists, or the value of
+            `PJRT_NPROC`; None on other platforms.
+        threads_set: whether `PJRT_NPROC` sets `threads`.
+        collectives: by name, whether a library for collectives between processes' CPU devices is available.
+        collectives_chosen: the library that a program gets; None if jax is configured to use none.
         cache: the folder of compiled programs; None if they are not kept.
-        records: the folder of this user's records, which `ipu-monitor` reads; None if they are turned off.
+        records: the folder of this user's records, which `ipu-monitor` reads; None if records are turned off.
     """
 
     versions: dict[str, str]
@@ -69,7 +69,7 @@ class Info:
 
 
 def command() -> NoReturn:
-    """Print the information as a process."""
+    """Print the information, and end the process with the exit status."""
     run(PROG, main)
 
 
@@ -122,7 +122,7 @@ def find() -> Info:
 
 
 def described(info: Info) -> Iterator[tuple[str, str]]:
-    """Yield the lines of what was found: a name and a text each."""
+    """Yield the lines that describe the host: a name and a text each."""
     yield "versions", ", ".join(f"{name} {version}" for name, version in info.versions.items())
     count = len(info.devices)
     if info.virtual:
@@ -154,8 +154,8 @@ def _versions() -> dict[str, str]:
 
 
 def _collectives() -> dict[str, bool]:
-    """Return what jaxlib was built with. MPI is a library of the host's besides, which jaxlib loads by its path."""
-    # jax does not export what it can do here
+    """Return the collectives of this jaxlib. MPI also needs a library of the host, which jaxlib loads by its path."""
+    # jax has no public interface for this
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     found: dict[str, bool] = {}

@@ -2,12 +2,12 @@
 
 The update is traced once, on the logical tree. Each value of the trace is of one of four kinds:
 
-    elementwise    of a leaf's shape, and computed from it element by element: cut and padded as the leaf is
-    owned          any other value of one leaf that one IPU has whole: computed by that IPU alone, in any shape
+    elementwise    has a leaf's shape, computed from it element by element: cut and padded like the leaf
+    owned          any other value of one leaf that is whole on one IPU: computed by this IPU alone, in any shape
     reduction      of a leaf that is split over the IPUs or cut over the replicas: partial results, one all_gather
     replicated     everything else: computed by every IPU
 
-An example is momentum, clipped by the global norm. Its s is owned if one IPU has w whole, and a reduction if not:
+An example is momentum clipped by the global norm. Its s is owned if w is whole on one IPU, and otherwise a reduction:
 
     g, m    elementwise    m' = b1 * m + (1 - b1) * g
     s       one number     s  = sum(m' * m')                      gathered, because it is added to other leaves' numbers
@@ -15,9 +15,9 @@ An example is momentum, clipped by the global norm. Its s is owned if one IPU ha
     u       elementwise    u  = t * m'                            one level later
 
 A level ends with one all_gather of all reductions, and of all owned numbers that meet other leaves. sgd and adam need
-no all_gather, lamb needs none for leaves that one IPU has whole, clipping by the global norm needs one. No optimizer is
-known by name: what can't be divided between the IPUs is refused because of what the trace shows. A `cond` between whole
-trees, which skips an update, is divided as selects.
+no all_gather. lamb needs none for leaves that are whole on one IPU. Clipping by the global norm needs one. No optimizer
+is known by name: the trace alone shows which updates cannot be divided between the IPUs, and these are refused. A
+`cond` between whole trees, which skips an update, is divided as selects.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ class LeafReduction:
     """Describe values of one leaf that are gathered, so that every IPU knows them.
 
     Attributes:
-        eqn: the equation that reduces the leaf, of which each IPU or replica has a part; or None if the leaf's owner
-            has the whole value already.
+        eqn: the equation that reduces the leaf, if each IPU or replica has a part of it; None if the leaf's owner
+            already has the whole value.
         leaf: number of the leaf.
         outputs: the variables that every IPU knows afterwards.
     """
@@ -72,12 +72,12 @@ class UpdateAnalysis:
         jaxpr: the update, from (gradients, state, params, value) to (updates, new state), leaf by leaf.
         consts: the arrays that the trace closes over.
         state_treedef: structure of the optimizer's state.
-        leaf_of: the leaf of each elementwise or owned variable. A variable that is not in it is known to every IPU.
+        leaf_of: the leaf of each elementwise or owned variable. All other variables are known to every IPU.
         owned: the owned variables.
         leaf_of_state: per number of a leaf of the state, the leaf of the weights that it is kept with.
         replicated: per level, the equations that every IPU computes.
         reductions: per level, the values that are gathered at its end.
-        constant_fills: variables in which all elements are one number, and the variable of that number.
+        constant_fills: variables in which all elements are one number, each with the variable of this number.
         made_by: the equation that computes each variable.
     """
 
@@ -101,7 +101,7 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
         blocks: where the weights are.
 
     Raises:
-        ValueError: the update needs a leaf in one piece that is in parts, leaves of several IPUs at once, or an
+        ValueError: the update needs a divided leaf in one piece, leaves of several IPUs at once, or an
             argument that a training step does not have.
     """
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in blocks.leaves]
@@ -122,7 +122,7 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
     traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
     while True:
         analyzer = _Analyzer(traced, len(leaves), treedef, blocks)
-        # a part of the state that is computed from a leaf is kept with it, and then more values are of that leaf
+        # a part of the state that is computed from a leaf is kept with it, and then more values belong to this leaf
         while not analyzer.is_settled():
             pass
         if analyzer.divided_cond is None:
@@ -142,12 +142,12 @@ class _Analyzer:
         self.divided_cond: Any = None
 
     def is_settled(self) -> bool:
-        """Classify all values, and return whether this found no further part of the state that is kept with a leaf.
+        """Classify all values, and return whether this added no part of the state to those that are kept with a leaf.
 
-        It stops at a cond that no single IPU can run, and leaves it in `divided_cond`.
+        Stops at a cond that no single IPU can run, and stores it in `divided_cond`.
         """
         leaves = self.blocks.leaves
-        # every IPU can compute anything from a leaf that every IPU has whole
+        # every IPU can compute anything from a leaf that is whole on every IPU
         divided = [n for n in range(len(leaves)) if not self.is_everywhere(n)]
         self.leaf_of: dict[Any, int] = {self.gradients[n]: n for n in divided} | {self.params[n]: n for n in divided}
         self.leaf_of.update({self.state[i]: leaf for i, leaf in self.leaf_of_state.items()})
@@ -180,7 +180,7 @@ class _Analyzer:
         return self.blocks.replicas == 1 and self.blocks[self.blocks.block_of(leaf)].is_whole
 
     def is_divided_cond(self, eqn: Any) -> bool:
-        """Return whether the equation is a cond that reads leaves of which no IPU has all."""
+        """Return whether the equation is a cond that reads leaves which are not all on one IPU."""
         if eqn.primitive.name != "cond" or eqn.effects:
             return False
         leaves = {self.leaf_of[v] for v in variables(eqn.invars) if v in self.leaf_of}
@@ -203,7 +203,7 @@ class _Analyzer:
             self.levels.update(dict.fromkeys(eqn.outvars, level + 1))
             return
         for v in dict.fromkeys(inputs):
-            if v in self.leaf_of:  # several leaves meet, which they may only do in small values
+            if v in self.leaf_of:  # several leaves can only meet in small values
                 level = max(level, self.gather_value(eqn, v))
         self.at(level, self.replicated).append(eqn)
         self.levels.update(dict.fromkeys(eqn.outvars, level))
@@ -216,9 +216,9 @@ class _Analyzer:
         return lists[level]
 
     def adds_up(self, inputs: list[Any]) -> bool:
-        """Return whether owned numbers of one leaf meet what was computed from other leaves, as in a sum of norms.
+        """Return whether owned numbers of one leaf meet values computed from other leaves, as in a sum of norms.
 
-        Such a sum has to be replicated. If its owner computed it, each further term would need one more all_gather.
+        Such a sum must be replicated. If its owner computed it, each additional term would need another all_gather.
         """
         own = [v for v in inputs if v in self.leaf_of]
         return all(v in self.owned and v.aval.size == 1 for v in own) and any(
@@ -226,7 +226,7 @@ class _Analyzer:
         )
 
     def gather_value(self, eqn: Any, v: Any) -> int:
-        """Have a value of one leaf gathered, if it isn't yet, and return the level on which every IPU knows it."""
+        """Add a value of one leaf to the gathered values, and return the level on which every IPU knows it."""
         if v not in self.gathered:
             leaf, name = self.blocks.leaves[self.leaf_of[v]], eqn.primitive.name
             if v.aval.size > 1 and not (v in self.owned and _is_small(v, leaf)):
@@ -251,7 +251,7 @@ class _Analyzer:
         shape = self.blocks.leaves[leaf].shape
         if eqn.primitive.name not in _ELEMENTWISE or [v.aval.shape for v in eqn.outvars] != [shape]:
             return False
-        # an input of size 1 may be stretched to the leaf's dim, but a value of the leaf must have its whole shape
+        # an input dim of size 1 may be broadcast to the leaf's dim, but a value of the leaf must have its whole shape
         own = [not isinstance(v, core.Literal) and v in self.leaf_of for v in eqn.invars]
         shapes = [v.aval.shape for v in eqn.invars]
         return all(s == shape if is_own else _fits(s, shape) for is_own, s in zip(own, shapes, strict=True))
@@ -303,7 +303,7 @@ class _Analyzer:
 
 
 def _is_small(v: Any, leaf: Leaf) -> bool:
-    """Return whether a value has fewer elements than the leaf, or one."""
+    """Return whether a value has fewer elements than the leaf, or only one element."""
     return math.prod(v.aval.shape) <= max(1, leaf.size - 1) or not leaf.shape
 
 

@@ -2,8 +2,8 @@
 
     cond(p, update, keep, tree)    ->    leaf by leaf: select(p, updated leaf, kept leaf)
 
-This is how `optax.apply_if_finite` and `optax.MultiSteps` skip an update. Both branches are computed, and what is
-selected is the same, bit by bit. A `cond` that reads one leaf, which one IPU has whole, stays: that IPU runs it.
+`optax.apply_if_finite` and `optax.MultiSteps` skip updates with such a `cond`. Both branches are computed, and the
+selected result is the same bit by bit. A `cond` that reads one leaf which is whole on one IPU stays: this IPU runs it.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from ipu_jax._jaxprs import closed_of, evaluated, laid_open
 
 
 def with_selects(traced: Any, cond: Any) -> Any:
-    """Return the same closed jaxpr with both branches of the equation `cond` inlined, and their results selected."""
+    """Return the closed jaxpr with the branches of the equation `cond` inlined, and a select between their results."""
 
     def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if eqn is not cond:

@@ -1,4 +1,4 @@
-"""Compute one leaf's values of a traced update, as far as they are asked for."""
+"""Compute one leaf's values of a traced update on demand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ class LeafEvaluator:
     """Compute the values of a traced update that one leaf's program reads.
 
     Args:
-        analysis: of the update.
+        analysis: the analysis of the update.
         blocks: where the weights are.
         leaf: number of the leaf.
         shape: update shape of the leaf's block.
-        in_block: the values that are known at the start, in the update shape. More are added as they are computed.
-        owned: the values that are known at the start in their own shape. More are added as they are computed.
+        in_block: the values that are known at the start, in the update shape. Computed values are added.
+        owned: the values that are known at the start, in their own shapes. Computed values are added.
         replicated: returns the value of a variable that every IPU knows.
     """
 
@@ -39,7 +39,7 @@ class LeafEvaluator:
         self._in_block, self._owned, self._replicated = in_block, owned, replicated
 
     def replace(self, v: Any, value: Any) -> None:
-        """Have later readers of a value in the block's update shape see this one."""
+        """Replace a value in the block's update shape for later readers."""
         if not isinstance(v, core.Literal):
             self._in_block[v] = value
 
@@ -56,7 +56,7 @@ class LeafEvaluator:
             eqn = analysis.made_by[v]
             (values[v],) = bound(eqn, [self.in_block(x) for x in eqn.invars])
         elif v in analysis.constant_fills or not v.aval.shape:
-            # made from the number, so that leaves of different shapes in one block have one program
+            # made from the number, so that leaves of different shapes in one block share one program
             number = self.logical(analysis.constant_fills.get(v, v))
             values[v] = jnp.broadcast_to(number.astype(v.aval.dtype), self._shape)
         else:
@@ -65,7 +65,7 @@ class LeafEvaluator:
         return values[v]
 
     def logical(self, v: Any) -> Any:
-        """Return a value in its own shape. Of a leaf's values, only the owner of a local leaf can do this."""
+        """Return a value in its own shape. For a value of a leaf, only the owner of a local leaf can do this."""
         analysis = self._analysis
         if isinstance(v, core.Literal):
             return _literal(v)

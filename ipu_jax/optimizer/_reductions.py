@@ -1,7 +1,7 @@
-"""Reduce leaves that are in several parts: each IPU's partial result, and what the partial results are together.
+"""Reduce leaves that are in several parts: compute each IPU's partial result, and combine the partial results.
 
 |table|^2    IPU 0: sum over its rows    IPU 1: sum over its rows, without padding    together: the sum of both
-|mlp/w|^2    IPU 0: the sum              IPU 1: that of another leaf                  together: IPU 0's
+|mlp/w|^2    IPU 0: the sum              IPU 1: another leaf's sum                    together: IPU 0's
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ipu_jax.optimizer.blocks import Blocks
 
 
 def sent_together(reductions: Sequence[LeafReduction]) -> list[tuple[Any, list[LeafReduction]]]:
-    """Return the reductions of each vector that is gathered, with its dtype: one of floats and bools, others of ints.
+    """Return the dtype and the reductions of each gathered vector: one of floats and bools, one per integer dtype.
 
     >>> sent_together([])
     []
@@ -48,7 +48,7 @@ def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEval
 
     Args:
         blocks: where the weights are.
-        reduction: with one output, as every reduction has.
+        reduction: the reduction, with one output like every reduction.
         evaluator: computes the values that it reads.
         mask: `Blocks.leaf_mask` of the leaf's block.
     """
@@ -73,7 +73,7 @@ def combined(blocks: Blocks, reduction: LeafReduction, v: Any, partials: Any) ->
     name, axes = reduction.eqn.primitive.name, reduction.eqn.params["axes"]
     if block.is_slot:
         partials = partials[:, block.leaves.index(reduction.leaf)][:, None]
-    elif block.is_whole:  # every IPU has the same
+    elif block.is_whole:  # the same on every IPU
         partials = partials[:, :1]
     if blocks.replicas > 1 or block.split in axes:
         return _reduce(name, partials, (0, 1)).astype(dtype)
@@ -86,7 +86,7 @@ def combined(blocks: Blocks, reduction: LeafReduction, v: Any, partials: Any) ->
 
 
 def size_of(shape: tuple[int, ...]) -> int:
-    """Return how many elements an array of this shape has."""
+    """Return the number of elements of an array of this shape."""
     return int(np.prod(shape))
 
 

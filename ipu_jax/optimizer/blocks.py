@@ -1,7 +1,7 @@
-"""Describe where an optimizer's weights are: the same description for a pipeline's packed arrays and for plain trees.
+"""Describe where an optimizer's weights are, in the same way for a pipeline's packed arrays and for plain trees.
 
-optax sees the *logical* tree, leaf by leaf. An IPU holds *blocks*: arrays that have one shape on every IPU. A block
-contains at most one logical leaf on each IPU, and zeros where the leaf is smaller than the block.
+optax sees the *logical* tree, leaf by leaf. An IPU holds *blocks*: arrays that have the same shape on every IPU. A
+block contains at most one logical leaf on each IPU, and zeros where the leaf is smaller than the block.
 
     block 0   a slot       IPU 0: mlp/w, all of it     IPU 1: classifier/w, in the first elements
     block 1   a slot       IPU 0: mlp/b                IPU 1: nothing
@@ -28,7 +28,7 @@ from ipu_jax.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
 from ipu_jax.weights.packing import Sharded
 from ipu_jax.weights.place import Place
 
-_WORTH_A_PROGRAM = 2**16  # elements, whose update takes some 100 us of a CPU core
+_WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Block:
     """Describe one array of an IPU.
 
     Attributes:
-        shape, dtype: of the array on one IPU.
+        shape, dtype: shape and dtype of the array on one IPU.
         leaves: per IPU, the number of the logical leaf in it, or None. A block of a concurrent leaf has one entry.
         split: for a concurrent leaf, the dim that is split over the IPUs, or None.
-        is_slot: whether IPUs hold different leaves in it. Where a replica has one IPU, no block is a slot.
+        is_slot: whether IPUs hold different leaves in it. If a replica has one IPU, no block is a slot.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Blocks:
 
     Attributes:
         ipus: number of IPUs per replica.
-        replicas: number of replicas over which each block is divided for the update; 1 if each replica updates all.
+        replicas: number of replicas over which the update of each block is divided; 1 if each replica updates all.
         blocks: in the order of `to_blocks`.
         leaves: the logical leaves, in the order of the logical tree.
         treedef: structure of the logical tree.
@@ -90,21 +90,21 @@ class Blocks:
         return next(k for k, block in enumerate(self.blocks) if leaf in block.leaves)
 
     def is_local(self, leaf: int) -> bool:
-        """Return whether one IPU, and no other, has all of the leaf."""
+        """Return whether all of the leaf is on one IPU, and none of it on others."""
         return self.replicas == 1 and self.blocks[self.block_of(leaf)].is_slot
 
     def chunk_size(self, k: int) -> int:
-        """Return how many elements of a block one replica updates; the last chunk is padded with zeros."""
+        """Return the number of elements of a block that one replica updates. The last chunk is padded with zeros."""
         return -(-self.blocks[k].size // self.replicas)
 
     def update_shape(self, k: int) -> tuple[int, ...]:
-        """Return the shape in which a block is updated: its own, or that of a replica's chunk."""
+        """Return the shape in which a block is updated: its own shape, or the shape of a replica's chunk."""
         return self.blocks[k].shape if self.replicas == 1 else (self.chunk_size(k),)
 
     def global_shape(self, k: int) -> tuple[int, ...]:
-        """Return the global shape of an array laid out as a block: (replicas, ipus, *update_shape).
+        """Return the global shape of an array laid out like a block: (replicas, ipus, *update_shape).
 
-        Each of the first two dims is 1 if all replicas, or all IPUs, hold the same.
+        The first dim is 1 if all replicas hold the same, the second if all IPUs do.
         """
         block = self.blocks[k]
         return (self.replicas, self.ipus if block.is_slot or block.split is not None else 1, *self.update_shape(k))
@@ -116,7 +116,7 @@ class Blocks:
         return PartitionSpec(*axes) if any(axes) else WHOLE
 
     def logical_tree(self, values: Sequence[Any]) -> Any:
-        """Return the logical tree of one value per leaf, with frozen leaves masked."""
+        """Return the logical tree with one value per leaf, and frozen leaves masked."""
         return jax.tree.unflatten(self.treedef, values)
 
     # on the host
@@ -146,7 +146,7 @@ class Blocks:
         return padded[tuple(map(slice, shape))]
 
     def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
-        """Return where a leaf is in an array of `global_shape` with this name, whose dtype is `at_least` this one."""
+        """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
         block, own = self.blocks[self.block_of(leaf)], self.leaves[leaf]
         dtype = own.dtype if at_least is None else jnp.promote_types(own.dtype, at_least).name
         if block.split is not None:
@@ -155,7 +155,7 @@ class Blocks:
         return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu)
 
     def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
-        """Return the widths that pad a split leaf until all IPUs' shards have one size."""
+        """Return the padding widths with which a split leaf gives all IPUs shards of the same size."""
         block = self.blocks[k]
         missing = lambda d: block.shape[d] * self.ipus - value.shape[d]  # noqa: E731
         return [(0, missing(d) if d == block.split else 0) for d in range(value.ndim)]
@@ -196,16 +196,16 @@ class Blocks:
         return array if array.shape == shape else array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def counts(self, k: int) -> np.ndarray:
-        """Return how many elements of a slot, in its update shape, belong to a leaf: (replicas, ipus).
+        """Return the number of elements of a slot, in its update shape, that belong to a leaf: (replicas, ipus).
 
-        They are the first ones, and none where an IPU has no leaf.
+        They are the first elements of the slot. The number is 0 where an IPU has no leaf.
         """
         sizes = np.array([0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves])
         starts = np.arange(self.replicas)[:, None] * self.chunk_size(k)
         return np.clip(sizes - starts, 0, self.chunk_size(k))
 
     def own_count(self, k: int) -> Any:
-        """Return this IPU's entry of `counts`. XLA does not know it, not even where all entries are equal."""
+        """Return this IPU's entry of `counts`. XLA does not know its value, even if all entries are equal."""
         counts = jnp.asarray(self.counts(k), jnp.int32)
         is_own = jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS)
         if self.replicas > 1:
@@ -213,10 +213,10 @@ class Blocks:
         return jnp.sum(jnp.where(is_own, counts, 0))
 
     def lengths(self, k: int) -> list[int]:
-        """Return how many elements of a slot IPUs update: the largest of `counts`, and smaller ones that save much.
+        """Return the lengths to which a slot is updated: the largest of `counts`, and smaller ones that save much.
 
-        Each IPU updates as few as have its leaf. Each length is at most half of the next one, because an update is
-        compiled for each.
+        Each IPU uses the smallest length that contains its leaf. Each length is at most half of the next one, because
+        an update is compiled for each.
         """
         lengths: list[int] = []
         for count in sorted({*self.counts(k).flat}, reverse=True):
@@ -293,7 +293,7 @@ def blocks_of_tree(params: Any, *, replicas: int) -> Blocks:
 
 
 def to_blocks(params: Any) -> list[Any]:
-    """Return this IPU's weights, or gradients of them, as one array per block. To be called inside the program."""
+    """Return this IPU's weights, or their gradients, as one array per block. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
     layout = params.layout
@@ -308,7 +308,7 @@ def to_blocks(params: Any) -> list[Any]:
 
 
 def from_blocks(params: Any, arrays: Sequence[Any]) -> Any:
-    """Return the weights with these arrays in place of those of `to_blocks`. To be called inside the program."""
+    """Return the weights with these arrays in place of the arrays of `to_blocks`. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)
     layout, following = params.layout, iter(arrays)

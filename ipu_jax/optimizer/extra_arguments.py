@@ -1,6 +1,6 @@
-"""Call an optimizer's update with the extra arguments that it takes, and refuse one that needs what a step has not.
+"""Call an optimizer's update with the extra arguments that it takes, and refuse updates that need any other.
 
-A training step has one thing to give beside gradients, state and weights: `value=`, the loss.
+A training step can pass one extra argument besides gradients, state and weights: `value=`, the loss.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ class MissingArgumentError(ValueError):
 
 
 def updated(optimizer: Any, gradients: Any, state: Any, params: Any, value: Any) -> Any:
-    """Return `(updates, new state)`. An update that does not take the loss as `value=`, such as sam's, is not given it.
+    """Return `(updates, new state)`. Passes the loss as `value=` only to an update that takes it (sam's does not).
 
     Raises:
         MissingArgumentError: the update calls the loss function itself.
@@ -40,7 +40,7 @@ def updated(optimizer: Any, gradients: Any, state: Any, params: Any, value: Any)
 
 
 def check_arguments(optimizer: Any) -> None:
-    """Raise `MissingArgumentError` if it shows with any weights that the update calls the loss function itself."""
+    """Raise `MissingArgumentError` if a trace with small test weights shows that the update calls the loss function."""
 
     def update(params: Any, value: Any) -> Any:
         return updated(optimizer, params, optimizer.init(params), params, value)
@@ -50,4 +50,4 @@ def check_arguments(optimizer: Any) -> None:
     except MissingArgumentError:
         raise
     except Exception:
-        return  # it may be an optimizer for certain weights: `analyze_update` calls it with these
+        return  # perhaps the optimizer needs certain weights: `analyze_update` calls it with the real weights

@@ -1,4 +1,4 @@
-"""Run any optax transformation on a pipeline's weights, in a training loop of one's own.
+"""Run any optax transformation on a pipeline's weights, in a custom training loop.
 
 gradients, params      Sharded, packed arrays  ->  each IPU updates its own leaves  ->  the new params
 optax's own functions  see {group: pytree}, leaf by leaf, whatever the arrays are
@@ -28,9 +28,9 @@ from ipu_jax.weights.packing import Sharded
 class PipelineOptimizer:
     """Runs an optax transformation where a pipeline's weights are; made by `Pipeline.optimizer`.
 
-    `init` makes the first state and `apply` updates weights and state. `apply` may stand in one's own `jax.jit`, beside
-    `Pipeline.value_and_grad`. optax sees the logical tree `{group: pytree}`, so that masks, norms and shapes of leaves
-    mean what they say. Frozen leaves do not change.
+    `init` makes the first state and `apply` updates weights and state. You can call `apply` in your own `jax.jit`,
+    beside `Pipeline.value_and_grad`. optax sees the logical tree `{group: pytree}`, so that masks, norms and shapes of
+    leaves have their usual meaning. Frozen leaves do not change.
     """
 
     def __init__(self, pipeline: Any, transformation: optax.GradientTransformation):
@@ -42,13 +42,13 @@ class PipelineOptimizer:
     def init(self, params: Sharded) -> OptimizerState:
         """Return the optimizer's first state.
 
-        Communicates as `Pipeline.unshard` does. It cannot be called inside `jax.jit`.
+        Communicates like `Pipeline.unshard`. It cannot be called inside `jax.jit`.
 
         Args:
             params: from `Pipeline.shard`.
 
         Raises:
-            ValueError: the optimizer needs in one piece what is in parts; the message names leaf and operation.
+            ValueError: the optimizer needs a divided leaf in one piece; the message names leaf and operation.
         """
         update, whole = self._update_for(params), self._pipeline.unshard(params)
         layout = self._pipeline.apply_frozen(params).layout
@@ -69,14 +69,14 @@ class PipelineOptimizer:
         parts of one leaf; nothing for an elementwise optimizer. Weights are rounded to their dtype once, from float32.
 
         Args:
-            gradients: of `params`, from `Pipeline.value_and_grad`.
-            state: from `init`, or from the update before.
-            params: from `Pipeline.shard`, or from the update before.
-            value: the loss, a float scalar, for transformations that ask for it, such as
+            gradients: the gradients of `params`, from `Pipeline.value_and_grad`.
+            state: from `init`, or from the previous update.
+            params: from `Pipeline.shard`, or from the previous update.
+            value: the loss, a float scalar, for transformations that need it, such as
                 `optax.contrib.reduce_on_plateau`.
 
         Raises:
-            ValueError: the state is another optimizer's, the gradients are of other weights, or the transformation
+            ValueError: the state is from another optimizer, the gradients are of other weights, or the transformation
                 reads the loss and `value` is missing.
         """
         update, as_trained = self._update_for(params), self._pipeline.apply_frozen(params)
@@ -113,15 +113,15 @@ class PipelineOptimizer:
         )
 
     def whole(self, state: OptimizerState, params: Sharded) -> Any:
-        """Return the state as optax knows it, whole, to be saved. Communicates as `Pipeline.unshard` does."""
+        """Return the whole state as optax's tree, to save it. Communicates like `Pipeline.unshard`."""
         check_alive("state", state)
         return self._update_for(params).state_layout.whole(state)
 
     def restore(self, whole: Any, params: Sharded) -> OptimizerState:
-        """Return what `whole` returned, placed on the IPUs for such weights.
+        """Place a state that `whole` returned on the IPUs, for these weights.
 
         Raises:
-            ValueError: it is another optimizer's, or of other weights.
+            ValueError: the state is from another optimizer, or of other weights.
         """
         update = self._update_for(params)
         return self._placed(update, update.state_layout.restore(whole))

@@ -1,6 +1,6 @@
-"""Lay an optimizer's state out over the IPUs: each part of it where the leaf is that it belongs to.
+"""Lay an optimizer's state out over the IPUs: each part of it next to the leaf that it belongs to.
 
-adam's (count, mu, nu), for a leaf of IPU 0 and one of IPU 1 that are in one block
+adam's (count, mu, nu), for a leaf on IPU 0 and a leaf on IPU 1 in the same block
 
 per_block     [[mu, nu]]    arrays (replicas, ipus, *update_shape): each IPU has mu and nu of its leaf
 replicated    [count]
@@ -25,13 +25,13 @@ from ipu_jax.weights.place import Place
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OptimizerState:
-    """Hold an optimizer's state, as it is laid out on the IPUs.
+    """Hold an optimizer's state as it is laid out on the IPUs.
 
     Attributes:
-        per_block: per block, the arrays that are kept with it, such as adam's two moments. An array is laid out as its
-            block is, or contains in flat form what a leaf's owner keeps in another shape than the leaf's.
-        replicated: what all IPUs hold: step counts, schedules, keys, norms of everything.
-        kind: static; the structure of the state as optax knows it, by which another optimizer's state is recognised.
+        per_block: per block, the arrays that are kept with it, such as adam's two moments. An array is laid out like
+            its block. If a leaf's owner keeps a part in another shape than the leaf's, the array contains it flat.
+        replicated: the parts that all IPUs hold: step counts, schedules, keys, norms of everything.
+        kind: static; the structure of the state as optax's tree, to recognise another optimizer's state.
     """
 
     per_block: list[list[Any]]
@@ -40,9 +40,9 @@ class OptimizerState:
 
 
 class StateLayout:
-    """Lay whole optimizer states out in arrays, and return them whole: `init` and `restore`, and `whole`.
+    """Lay whole optimizer states out in arrays with `init` and `restore`, and return them whole with `whole`.
 
-    A part is a leaf of the state as optax knows it. It is kept with one leaf of the weights, or all IPUs hold it.
+    A part is a leaf of optax's state tree. It is kept with one leaf of the weights, or all IPUs hold it.
 
     Args:
         analysis: the optimizer's update.
@@ -51,8 +51,8 @@ class StateLayout:
     Attributes:
         variables: per part, its variable in the update.
         replicated: the numbers of the parts that all IPUs hold.
-        array_of: per leaf of the weights, the parts that are kept with it, each with the number of its array among
-            those of the leaf's block.
+        array_of: per leaf of the weights, the parts that are kept with it, each with the number of its array in the
+            leaf's block.
     """
 
     def __init__(self, analysis: UpdateAnalysis, blocks: Blocks):
@@ -67,7 +67,7 @@ class StateLayout:
             self._assign_array(i, leaf)
 
     def _assign_array(self, i: int, leaf: int) -> None:
-        """Choose the array that part `i` of the state is in: one that is free for this leaf, or a new one."""
+        """Choose the array for part `i` of the state: an array that is free for this leaf, or a new array."""
         arrays, taken = self._arrays[self._blocks.block_of(leaf)], self.array_of[leaf].values()
         dtype, is_flat = str(self.variables[i].aval.dtype), self.is_flat(i)
         fitting = [p for p, (d, size) in enumerate(arrays) if (d, size is not None) == (dtype, is_flat)]
@@ -86,16 +86,16 @@ class StateLayout:
         """Return an optimizer's first state, in host arrays of the global shapes (replicas, ipus, *update_shape).
 
         Args:
-            optimizer: whose update was analysed.
+            optimizer: the optimizer of the analysed update.
             params: the logical tree, whole.
         """
         return self._divided(jax.tree.leaves(jax.jit(optimizer.init)(params)))
 
     def restore(self, state: Any) -> OptimizerState:
-        """Return a state as optax knows it, such as `whole` returned, laid out as `init` lays out the first one.
+        """Lay out optax's state tree, such as `whole` returned, in the same way as `init` does with the first state.
 
         Raises:
-            ValueError: the state is another optimizer's, or of other weights.
+            ValueError: the state is from another optimizer, or of other weights.
         """
         expected = [(v.aval.shape, v.aval.dtype.name) for v in self.variables]
         leaves, treedef = jax.tree.flatten(state)
@@ -127,7 +127,7 @@ class StateLayout:
         return [(shape if size is None else (*shape[:2], size), dtype) for dtype, size in self._arrays[k]]
 
     def check(self, state: OptimizerState) -> None:
-        """Raise `ValueError` unless a state is this optimizer's, for weights laid out as these are."""
+        """Raise `ValueError` unless a state is from this optimizer, for weights laid out like these."""
         per_block = [self._global_shapes(k) for k in range(len(self._blocks))]
         replicated = [(self.variables[i].aval.shape, str(self.variables[i].aval.dtype)) for i in self.replicated]
         found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (state.per_block, state.replicated))
@@ -138,7 +138,7 @@ class StateLayout:
             )
 
     def whole(self, state: OptimizerState) -> Any:
-        """Return the optimizer's own state, whole, as optax knows it, in copies: the inverse of `init`.
+        """Return a copy of the whole state as optax's tree: the inverse of `init`.
 
         Communicates one all-gather per array that is split over several instances.
         """
@@ -188,7 +188,7 @@ class StateLayout:
 
 
 def copied(value: Any) -> Any:
-    """Return numbers or keys that all devices hold, as a new array on the default device."""
+    """Copy numbers or keys that all devices hold to a new array on the default device."""
     if is_key(value):
         return jax.random.wrap_key_data(copied(jax.random.key_data(value)), impl=jax.random.key_impl(value))
     return jnp.array(np.asarray(value))

@@ -1,8 +1,8 @@
 """Run an optimizer's update where the weights are: each IPU updates its own leaves, shards and replica chunks.
 
-`_analysis.analyze_update` finds what is computed where; this module computes it, inside the mapped program. IPUs that
-hold different leaves in one block run one program for it if the optimizer does the same to these leaves, which a
-comparison of the traced programs shows. Otherwise a `switch` chooses among the programs. No collective is inside it.
+`_analysis.analyze_update` finds what is computed where; this module computes it, inside the mapped program. IPUs with
+different leaves in one block share one program if the optimizer does the same to these leaves. A comparison of the
+traced programs shows this. Otherwise a `switch` chooses between the programs. The `switch` contains no collective.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from ipu_jax.optimizer._reductions import combined, partial_result, partial_shap
 from ipu_jax.optimizer.blocks import Blocks
 from ipu_jax.optimizer.state import OptimizerState, StateLayout
 
-# (leaf, the block's arrays, evaluator) -> arrays, of the same shapes for each leaf of a block
+# (leaf, the block's arrays, evaluator) -> arrays, with the same shapes for each leaf of a block
 _LeafProgram = Callable[[int, Sequence[Any], LeafEvaluator], list[Any]]
 
 
@@ -40,11 +40,11 @@ class ShardedUpdate:
         blocks: where the weights are.
 
     Attributes:
-        analysis: what of the update is computed where.
+        analysis: where each value of the update is computed.
         state_layout: where the parts of the state are; it restores states, and returns them whole.
 
     Raises:
-        ValueError: the optimizer needs in one piece what is in parts; the message names the leaf and the operation.
+        ValueError: the optimizer needs a divided leaf in one piece; the message names leaf and operation.
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, blocks: Blocks):
@@ -63,7 +63,7 @@ class ShardedUpdate:
         return any(v is self._loss for v in (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)))
 
     def init(self, params: Any) -> OptimizerState:
-        """Return the optimizer's first state for the logical tree of whole weights, as `state_layout` lays it out."""
+        """Return the optimizer's first state for the logical tree of whole weights, laid out by `state_layout`."""
         return self.state_layout.init(self.optimizer, params)
 
     def apply(
@@ -76,12 +76,12 @@ class ShardedUpdate:
 
         Args:
             gradients: per block, in its update shape, and already reduced over the replicas.
-            state: its arrays are this IPU's, without the dims of replicas and IPUs.
+            state: this IPU's arrays, without the dims of replicas and IPUs.
             params: per block, in its update shape.
-            loss: for optimizers that ask for `value=`.
+            loss: for optimizers that take `value=`.
 
         Returns:
-            Per block the weights plus their updates, in float32 where they are narrower, and the new state.
+            Per block the weights plus their updates, in float32 if the weights are narrower, and the new state.
         """
         analysis, jaxpr = self.analysis, self.analysis.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
@@ -106,8 +106,8 @@ class ShardedUpdate:
     def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
         """Return a block's weights plus their update, and its new state arrays.
 
-        The update of a slot stands in guards, so that XLA makes it in place. An IPU without a leaf in the slot runs
-        none of them. Where the update is elementwise, an IPU with a small leaf updates the first elements only.
+        The update of a slot is inside guards, so that XLA makes it in place. An IPU without a leaf in the slot runs
+        none of them. If the update is elementwise, an IPU with a small leaf updates only the first elements.
         """
         blocks, (gradient, weights, *state) = self.blocks, arrays
         if not blocks[k].is_slot:
@@ -132,7 +132,7 @@ class ShardedUpdate:
         return new
 
     def _is_elementwise(self, leaf: int) -> bool:
-        """Return whether each element of a leaf's update needs numbers and the same element of other arrays only."""
+        """Return whether each element of a leaf's update needs only numbers and the same element of other arrays."""
         analysis, seen = self.analysis, set[Any]()
         waiting = [self._updates[leaf], *(self._new_state[i] for i in self.state_layout.array_of[leaf])]
         while waiting:
@@ -152,15 +152,15 @@ class ShardedUpdate:
         """Return a leaf's weights plus their update, and the new state arrays of its block.
 
         Elements that belong to no leaf keep their values: zeros, or a frozen leaf. The update is computed from the new
-        state that is written, with these zeros: from any other, XLA would need a copy of the old state.
+        state as it is written, with these zeros. Otherwise XLA would need a copy of the old state.
 
         Args:
-            leaf: its number.
+            leaf: the leaf's number.
             arrays: gradient, weights and state arrays, or the first elements of each.
-            evaluator: of these.
+            evaluator: computes values from `arrays`.
             old: weights and state arrays, whole; new values are written into their first elements.
             mask: which elements of `arrays` belong to the leaf; None for all.
-            zero: where the first element is: 0, which XLA does not know where it must write in place.
+            zero: the index of the first element. It is 0, but XLA does not know this if it must write in place.
         """
         weights, state = arrays[1], list(old[1:])
         wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
@@ -183,7 +183,7 @@ class ShardedUpdate:
             k: number of the block.
             arrays: gradient, weights and state arrays of the block, in its update shape.
             env: the values that every IPU knows.
-            of_leaf: what to run.
+            of_leaf: the program to run.
         """
         by_ipu = self.blocks[k].leaves
         leaves = [leaf for leaf in by_ipu if leaf is not None]
@@ -203,7 +203,7 @@ class ShardedUpdate:
         return lax.switch(branch_of_ipu[lax.axis_index(IPU_AXIS)], branches, arrays)
 
     def _have_one_program(self, programs: list[Any], reads: list[list[Any]], arrays: list[Any], env: Any) -> bool:
-        """Return whether leaves' programs are the same, apart from the replicated numbers that each reads."""
+        """Return whether the leaves' programs are the same, apart from the replicated numbers that each reads."""
         if len(programs) == 1:
             return True
         traced = [jax.make_jaxpr(p)(arrays, [env[v] for v in vs]) for p, vs in zip(programs, reads, strict=True)]
@@ -246,9 +246,9 @@ class ShardedUpdate:
         )
 
     def _gather(self, dtype: Any, reductions: Sequence[LeafReduction], arrays: list[Any], env: Any) -> dict[Any, Any]:
-        """Return the results of these reductions, which every IPU gets by one all_gather of `dtype` per mapped axis."""
+        """Return the results of these reductions on every IPU, with one all_gather of `dtype` per mapped axis."""
         blocks, vectors, offset = self.blocks, [], 0
-        parts: list[tuple[LeafReduction, Any, int, tuple[int, ...]]] = []  # and where in the vector, and its shape
+        parts: list[tuple[LeafReduction, Any, int, tuple[int, ...]]] = []  # with the offset in the vector, and shape
         for k in range(len(blocks)):
             of_block = {n: [r for r in reductions if r.leaf == n] for n in blocks[k].leaves if n is not None}
             ends = [offset]
@@ -259,7 +259,7 @@ class ShardedUpdate:
                     parts.append((reduction, v, at, partial_shape(blocks, reduction, v)))
                     at += size_of(parts[-1][-1])
                 ends.append(at)
-            length = max(ends) - offset  # a block has one vector length on all IPUs
+            length = max(ends) - offset  # a block's vector has the same length on all IPUs
             if any(of_block.values()):
                 run = self._partial_results(of_block, length, dtype, blocks.leaf_mask(k))
                 vectors += self._on_block(k, arrays[k], env, run)
@@ -273,7 +273,7 @@ class ShardedUpdate:
         }
 
     def _partial_results(self, of_block: dict[int, list[LeafReduction]], length: int, dtype: Any, mask: Any) -> Any:
-        """Return the program of a leaf that packs its partial results in a vector of this length."""
+        """Return the program that packs a leaf's partial results into a vector of this length."""
 
         def run(leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator) -> list[Any]:
             results = [partial_result(self.blocks, r, evaluator, mask) for r in of_block[leaf]]
@@ -289,20 +289,20 @@ def _value_of(v: Any, env: dict[Any, Any]) -> Any:
 
 
 def _select_own(leaves: Sequence[int | None], values: list[Any]) -> Any:
-    """Return this IPU's number, from one number for each IPU that has a leaf in the block."""
+    """Return this IPU's number, from one number per IPU with a leaf in the block."""
     following = iter(values)
     by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
     return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
 
 
 def _first(array: Any, length: int) -> Any:
-    """Return as many elements of a flat array, or the array where it has no more, of any shape."""
+    """Return the first `length` elements of a flat array, or all of an array with at most `length` elements."""
     return array if array.size <= length else array[:length]
 
 
 def _with_first(array: Any, value: Any, zero: Any) -> Any:
-    """Return a flat array with these first elements, or `value` where it has the array's shape.
+    """Return a flat array with its first elements replaced by `value`, or `value` if it has the array's shape.
 
-    XLA writes in place where the value is computed from a slice of the array at the same index, which it does not know.
+    XLA writes in place if the value is computed from a slice of the array at the same index, unknown to XLA.
     """
     return value if value.shape == array.shape else lax.dynamic_update_slice_in_dim(array, value, zero, 0)

@@ -1,12 +1,12 @@
-"""Replicated tensor sharding (ZeRO-1): each replica updates one part of the weights, and keeps only that part's state.
+"""Replicated tensor sharding (ZeRO-1): each replica updates a part of the weights, and keeps only this part's state.
 
     gradients     replica 0: a a a b b     replica 1: a a a b b     each replica has its own sums
     psum_scatter  replica 0: A A b'        replica 1: A - B         each replica has the total of a part of each array
     update        replica 0: its part      replica 1: its part      the optimizer's state is divided, too
     all_gather    every replica: all weights
 
-An all-reduce consists of such a reduce-scatter and an all-gather, so nothing more is sent, while the update's work and
-the bytes of the state are divided by the number of replicas. Small arrays are sent together, in buckets.
+An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes. The update's work and the bytes of
+the state are divided by the number of replicas. Small arrays are sent together, in buckets.
 
 Source: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054: optimizer state partitioning, P_os.
 """
@@ -21,12 +21,12 @@ from ipu_jax.devices import REPLICA_AXIS
 from ipu_jax.optimizer.blocks import Blocks
 
 BUCKET_BYTES: Final = 2**22
-"""Arrays of at least this many bytes are sent alone, smaller ones together in buckets of at most this many: a bucket
-needs one more copy, which costs a large array more than a collective of its own does."""
+"""Arrays of at least this many bytes are sent alone, smaller arrays together in buckets of at most this many. A bucket
+needs an extra copy, which for a large array costs more than a separate collective."""
 
 
 def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
-    """Return which blocks are sent together: small ones of one dtype."""
+    """Return which blocks are sent together: small blocks of the same dtype."""
     filled_buckets: list[list[int]] = []
     open_: dict[Any, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
     for k, dtype in enumerate(map(jnp.dtype, dtypes)):
@@ -46,7 +46,7 @@ def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
 def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
     """Return this replica's chunk of each block's sum over the replicas, in `Blocks.update_shape`.
 
-    Communicates one psum_scatter over "replica" per bucket; each replica sends and gets (R-1)/R of its bytes.
+    Communicates one psum_scatter over "replica" per bucket; each replica sends and receives (R-1)/R of its bytes.
     """
     chunks: list[Any] = [None] * len(blocks)
     for bucket in buckets(blocks, [g.dtype for g in gradients]):
@@ -60,7 +60,7 @@ def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
 
 
 def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:
-    """Return each block whole, from every replica's chunk of it: the inverse of `scatter`.
+    """Return each block whole from the chunks of all replicas: the inverse of `scatter`.
 
     Communicates one all_gather over "replica" per bucket.
     """

@@ -1,4 +1,4 @@
-"""The door of the library: stages in, loss, gradients and predictions out."""
+"""Provide `Pipeline`: stages in; loss, gradients and predictions out."""
 
 from ipu_jax.pipeline._pipeline import Pipeline
 

@@ -1,9 +1,9 @@
-"""Differentiate the loss by its own gradients, and say in words what cannot be differentiated.
+"""Differentiate the loss by means of its own gradients, and refuse other derivatives with an explanation.
 
 The engine computes gradients inside its program. Nothing differentiates through that program: its loops have no reverse
 mode, and would keep residuals of every tick. So the loss has a rule of its own. Its derivative along a change of the
-weights is the inner product of the gradients, which the engine computes, with that change. jax transposes this for
-`jax.grad`, and it serves `jax.jvp` as it is.
+weights is the inner product of that change and the engine's gradients. jax transposes it for `jax.grad`, and uses it
+directly for `jax.jvp`.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def refusing_derivatives(program: Callable[..., Any], why: str) -> Callable[...,
         raise ValueError(why)
 
     def call(*args: Any) -> Any:
-        # what is not traced is not differentiated, and calls are faster without the rule
+        # arguments without tracers are not differentiated, and calls are faster without the rule
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         return (guarded if is_traced else program)(*args)
 
@@ -36,13 +36,13 @@ def refusing_derivatives(program: Callable[..., Any], why: str) -> Callable[...,
 def differentiable_loss(
     run: Callable[..., tuple[Any, Any, Any]], run_with_gradients: Callable[..., tuple[Any, Any, Any, Any]]
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """Return a function like `run` that has a derivative by `params`.
+    """Return a function like `run` that is differentiable with respect to `params`.
 
     Args:
         run: `(params, batch, state, key) -> (loss, aux, new state)`, forward only.
-        run_with_gradients: `-> (loss, aux, gradients of the loss, new state)`, of the same functions.
+        run_with_gradients: the same function with gradients, `-> (loss, aux, gradients of the loss, new state)`.
 
-    No gradient flows through the new state. A gradient through aux is refused, and one by batch, state or key.
+    No gradient flows through the new state. A gradient through aux, or with respect to batch, state or key, is refused.
     """
     with_gradients = refusing_derivatives(
         run_with_gradients,
@@ -73,7 +73,7 @@ def differentiable_loss(
 
 
 def _without_gradient(aux: Any, along: Any) -> Any:
-    """Return zero tangents of aux, which raise a `ValueError` if a gradient is to flow back through them."""
+    """Return zero tangents of aux that raise a `ValueError` if a gradient flows back through them."""
 
     def refuse(_: Any, cotangents: Any) -> NoReturn:
         raise ValueError(

@@ -7,7 +7,7 @@ from ipu_jax.stage import Stage
 
 
 def describe(pipeline: PlacedStages) -> str:
-    """Return a line about the pipeline, and one per stage.
+    """Return a line about the pipeline, and a line per stage.
 
     >>> from ipu_jax import ALL_IPUS, Pipeline, Stage
     >>> from jax.sharding import PartitionSpec

@@ -1,4 +1,4 @@
-"""Make stages of a list of layers, placed evenly on the IPUs, with the loss behind the last one."""
+"""Make stages from a list of layers, placed evenly on the IPUs, with the loss after the last layer."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ def stages_of_layers(
     microbatch: Any,
     recompute: Any,
 ) -> tuple[list[Stage], dict[str, Any]]:
-    """Return the stages and `{group: weights}`. The arguments are those of `Pipeline.from_layers`.
+    """Return the stages and `{group: weights}`. The arguments are as for `Pipeline.from_layers`.
 
     Raises:
         ValueError: the arguments do not fit each other, or layers cannot be placed.
@@ -47,7 +47,7 @@ def stages_of_layers(
         *of_layers, last, of_loss = measure_costs([*stages, end], weights, microbatch)
         costs = [*of_layers, last + of_loss]
     elif costs is None:
-        costs = [1.0] * (len(stages) - 1) + [1.01]  # the loss is on the last IPU: of uneven parts that one gets less
+        costs = [1.0] * (len(stages) - 1) + [1.01]  # the last IPU has the loss, so it gets the smaller of uneven parts
     placed = balance_layers(stages, costs, ipus, rounds=rounds).stages
     return [*placed, dataclasses.replace(end, ipu=placed[-1].ipu)], weights
 

@@ -8,7 +8,7 @@
     params = pipeline.shard({"mlp": ..., "head": ...})
     loss, gradients = pipeline.value_and_grad(params, batch)     # gradients are laid out as params
 
-`value_and_grad` may be called as it is, or inside the user's own `jax.jit` with the optimizer's update.
+`value_and_grad` can be called directly, or inside the user's own `jax.jit` with the optimizer's update.
 """
 
 import functools
@@ -40,25 +40,25 @@ class Pipeline(PlacedStages):
         stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
         mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
             name.
-        schedule: a name of `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
-            step, report or `choose_schedule` finds the one that takes the least time at the stages' FLOPs, and within
-            `ipu_memory` if that is given. It stays, for steps of other shapes, too.
-        gradient_accumulation: M, the micro-batches of one weight update. It may be smaller than the number of stages.
+        schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
+            step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
+            `ipu_memory` if that is given. Later steps keep this schedule, even for other shapes.
+        gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
         specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
             split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops.
-        state_specs: likewise for the state of concurrent stages. By default every IPU holds it whole.
-        frozen: per group, True, or a pytree of bools that is a prefix of the group's own: leaves that get no gradient.
-            No gradient is computed or stored for a frozen leaf, which may have any dtype; its part of the result is
-            zeros. The pipeline that runs decides what is frozen, not the one that sharded the weights. So weights can
-            be unfrozen in stages by passing them to another pipeline.
-        ipu_memory: the bytes that an IPU holds, for example 900e6. The first `value_and_grad` of given shapes warns,
-            before it runs, if they do not suffice.
+        state_specs: the same for the state of concurrent stages. By default every IPU holds it whole.
+        frozen: per group, True, or a pytree of bools that is a prefix of the group's: the leaves that get no gradient.
+            No gradient is computed or stored for a frozen leaf, and its part of the result is zeros. It can have any
+            dtype. The pipeline that runs decides which leaves are frozen, not the pipeline that sharded the weights. So
+            weights can be unfrozen gradually by passing them to another pipeline.
+        ipu_memory: the memory of an IPU in bytes, for example 900e6. The first `value_and_grad` for given shapes warns,
+            before it runs, if that is not enough.
 
     Raises:
         ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, or a name
-            or number is outside its rule. Nothing has been compiled then.
+            or number breaks its rule. It is raised before anything is compiled.
 
     >>> import jax.numpy as jnp
     >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
@@ -75,22 +75,22 @@ class Pipeline(PlacedStages):
         """Return the loss and the gradients of one weight update.
 
         Communicates, in each tick: one ppermute of an activation and one of its gradient between neighbours, and for
-        each run of concurrent stages a broadcast of its input and a reduction of its gradient. At the end it
+        each run of concurrent stages a broadcast of its input and a reduction of its gradient. At the end this
         communicates the loss, and the gradients over the replicas.
 
         Args:
             params: from `shard`.
             batch: a pytree whose leaves are (M, micro-batch, ...), or (replicas, M, micro-batch, ...) if there are
-                several replicas. Across several instances it is a `Feed`'s, or the whole batch as NumPy arrays, the
+                several replicas. Across several instances it is from a `Feed`, or the whole batch as NumPy arrays, the
                 same on each instance.
-            state: from `shard_state` or from the step before, if a stage has state.
-            key: a typed key, `jax.random.key(...)`, if a stage is random. Give each step another one.
+            state: from `shard_state` or from the previous step, if a stage has state.
+            key: a typed key, `jax.random.key(...)`, if a stage is random. Give each step a different key.
 
         Returns:
             `(loss, gradients)`, or `((loss, aux), gradients)` if a stage returns an aux, followed by the new state if a
             stage has state. The loss is the mean over micro-batches and replicas. `aux` is the last stage's aux if no
             other stage returns one, otherwise `{stage name: aux}`; its leaves have leading dims (M,), or (replicas, M).
-            Gradients have the layout and dtypes of `params`; they are accumulated in float32 at least.
+            Gradients have the layout and dtypes of `params`; they are accumulated in at least float32.
 
         Raises:
             ValueError: `params` is not from `shard`, the batch does not fit, or state or key is missing or superfluous.
@@ -114,29 +114,29 @@ class Pipeline(PlacedStages):
         *,
         training: bool = False,
     ) -> Any:
-        """Return the loss, or `(loss, aux)`, of the stages' `evaluate` functions; by `training`, of those that train.
+        """Return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, or with `training` of their `fn`.
 
-        It computes no gradients and keeps no stash. `jax.grad`, `jax.value_and_grad` and `jax.jvp` work on it, by
-        `params`, also as a part of another function, such as `pipeline.loss(params, batch) + penalty(params)`. They run
-        the program of `value_and_grad`. What is differentiated is what is returned: the evaluation functions, or with
-        `training` those that train, dropout and all. The gradient is that of the mean, whatever `reduction` is, and
-        zeros for frozen leaves.
+        It computes no gradients and keeps no stash. `jax.grad`, `jax.value_and_grad` and `jax.jvp` differentiate it
+        with respect to `params`, also as a part of another function, such as
+        `pipeline.loss(params, batch) + penalty(params)`. They run the program of `value_and_grad`. They differentiate
+        the functions whose loss is returned: the evaluation functions, or with `training` the training functions,
+        including dropout. The gradient is the mean's, whatever `reduction` is, and zeros for frozen leaves.
 
-        Communicates as `value_and_grad` does, without gradients unless it is differentiated.
+        Communicates like `value_and_grad`, without gradients unless it is differentiated.
 
         Args:
-            params, batch, state, key: as `value_and_grad` takes them. No key is needed if all random stages have an
-                `evaluate` function, unless `training`.
+            params, batch, state, key: as for `value_and_grad`. Without `training`, no key is needed if all random
+                stages have an `evaluate` function.
             training: whether to run `fn` of each stage in place of `evaluate`. Then the stages change their state.
 
         Returns:
-            `loss`, or `(loss, aux)` if a stage returns aux, as `value_and_grad` does. With `training`, if stages have
+            `loss`, or `(loss, aux)` if a stage returns aux, like `value_and_grad`. With `training`, if stages have
             state, `(loss, new state)`, or `(loss, (aux, new state))`: use `jax.value_and_grad(..., has_aux=True)`. No
             gradient flows through the new state.
 
         Raises:
-            ValueError: as in `value_and_grad`; or a derivative by batch, state or key, through aux, or of second order
-                is asked for.
+            ValueError: as in `value_and_grad`; or a derivative with respect to batch, state or key, through aux, or of
+                second order is requested.
 
         >>> import jax.numpy as jnp
         >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
@@ -179,18 +179,18 @@ class Pipeline(PlacedStages):
                 there are several replicas. Leaves that no stage reads in prediction, such as labels, may be missing.
             state: from `shard_state`, a training step, or an earlier prediction, if a stage has state.
             key: a typed key. It is needed only if a random stage has neither `predict` nor `evaluate`.
-            return_state: whether to return the new state as well, of one replica: micro-batch after micro-batch, what
-                `predict` functions return as state, such as a cache; and the given state of other stages. Without it
-                micro-batches still see what earlier ones wrote in the same call.
+            return_state: whether to return the new state as well, on one replica: the state that `predict` functions
+                return, micro-batch after micro-batch, such as a cache; and the given state of other stages. Without it,
+                each micro-batch still reads the state from earlier micro-batches of the same call.
 
         Returns:
             The pytree that the last stage returns, with leading dims (m,), or (replicas, m): whole on every IPU, except
-            outputs that `Stage(predict_specs=...)` keeps split over the IPUs; these are split `jax.Array`s, padded as
-            the weights are (`logits[..., :size]` is without padding). With `return_state`, `(outputs, new state)`.
+            outputs that `Stage(predict_specs=...)` keeps split over the IPUs; these are split `jax.Array`s, padded like
+            the weights (`logits[..., :size]` removes the padding). With `return_state`, `(outputs, new state)`.
 
         Raises:
-            ValueError: the last stage has no `predict`, `return_state` with several replicas or without state, or as in
-                `value_and_grad`. It is raised before anything is compiled.
+            ValueError: the last stage has no `predict`; `return_state` is given with several replicas or without state;
+                or as in `value_and_grad`. It is raised before anything is compiled.
 
         >>> import jax.numpy as jnp
         >>> loss = lambda w, x, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2)
@@ -222,26 +222,26 @@ class Pipeline(PlacedStages):
         recompute: Any = "auto",
         **options: Any,
     ) -> "tuple[Pipeline, Sharded]":
-        """Return a pipeline of a list of layers, and their weights on the IPUs.
+        """Return a pipeline made from a list of layers, and their weights on the IPUs.
 
-        The layers are placed in their order, as `balance_layers` does: as evenly as possible by number, by `costs`, or
-        by the FLOPs for one `microbatch`. Layer k becomes the stage "layer k", with its weights in the group "layer k";
-        the loss becomes the last stage, "loss". `predict` returns the last layer's result.
+        `balance_layers` places the layers in their order, as evenly as possible by number, by `costs`, or by the FLOPs
+        for one `microbatch`. Layer k becomes the stage "layer k", with its weights in the group "layer k"; the loss
+        becomes the last stage, "loss". `predict` returns the last layer's result.
 
         Args:
             layers: functions `layer(params, x) -> x`, first layer first, such as modules' `apply`; or pairs
-                `(function, params)`. Like layers may be one function, `[block] * 12`.
-            params: per layer its weights, a pytree of arrays or None, unless layers are pairs.
+                `(function, params)`. Equal layers can be one function, `[block] * 12`.
+            params: per layer, its weights, a pytree of arrays or None, unless layers are pairs.
             loss: `loss(x, microbatch) -> loss`, the micro-batch's mean loss, a float scalar, or `(loss, aux)`; x is the
                 last layer's result.
-            ipus: IPUs of a replica; the layers go on all of them.
+            ipus: the number of IPUs of a replica; layers are placed on all of them.
             inputs: `inputs(microbatch) -> x` of the first layer. Default: the micro-batch itself.
             replicas: copies of the model.
             rounds: how often the layers go round the IPUs, for "looped" schedules.
-            costs: per layer a number, such as measured seconds.
+            costs: per layer, a number, such as measured seconds.
             microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
-            recompute: as `Stage` takes it, for all layers.
-            options: all other arguments of `Pipeline`, but `mesh` and `specs`.
+            recompute: as for `Stage`, for all layers.
+            options: all other arguments of `Pipeline`, except `mesh` and `specs`.
 
         Returns:
             `(pipeline, params)`. `pipeline.unshard(params)` returns `{"layer 0": weights, ...}`.
@@ -278,7 +278,7 @@ class Pipeline(PlacedStages):
         return pipeline, pipeline.shard(weights)
 
     def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
-        """Return the same pipeline with other stages (of the same places and groups) or on another mesh."""
+        """Return the same pipeline with other stages (with the same places and groups) or on another mesh."""
         return Pipeline(
             self.stages if stages is None else stages,
             mesh=self.mesh if mesh is None else mesh,

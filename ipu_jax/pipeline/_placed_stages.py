@@ -1,4 +1,4 @@
-"""Place stages on the IPUs of a mesh: weights and state, the program of one IPU, what a step needs and costs."""
+"""Place stages on the IPUs of a mesh: weights and state, the program of one IPU, the needs and costs of a step."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ from ipu_jax.weights.packing import Sharded
 
 
 class PlacedStages:
-    """The abstract base of `Pipeline`: all that needs no run."""
+    """The abstract base of `Pipeline`: everything that does not run a step."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class PlacedStages:
 
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule. Under "auto" this raises a `ValueError` before one has been found."""
+        """Return the schedule. Under "auto", raise a `ValueError` if none has been found yet."""
         return self._choice.schedule
 
     @property
@@ -95,8 +95,8 @@ class PlacedStages:
                 without padding.
 
         Returns:
-            A `Sharded`, a pytree of `jax.Array`, which `value_and_grad` takes, and like which it returns gradients.
-            Its arrays are packed: see `Sharded` for which optimizers are right on them.
+            A `Sharded`, a pytree of `jax.Array`. `value_and_grad` takes it, and returns gradients in the same form.
+            Its arrays are packed: `Sharded` says which optimizers are right on them.
 
         Raises:
             ValueError: a group is missing or unknown, a leaf is not a floating array, or a spec does not fit.
@@ -104,10 +104,10 @@ class PlacedStages:
         return packing.shard_tree(params, self._groups.layout(params), self.mesh)
 
     def shard_shapes(self, params: Mapping[str, Any]) -> Sharded:
-        """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`.
+        """Return the result of `shard` with `jax.ShapeDtypeStruct`s in place of arrays, for `import_weights(like=)`.
 
         Args:
-            params: `{group: pytree}` of whole arrays or their shapes, such as `jax.eval_shape(init, key)` returns.
+            params: `{group: pytree}` of whole arrays or their shapes, for example from `jax.eval_shape(init, key)`.
 
         Raises:
             ValueError: as in `shard`.
@@ -115,7 +115,7 @@ class PlacedStages:
         return packing.shapes_on(self._groups.layout(params), self.mesh)
 
     def shard_state(self, state: Mapping[str, Any]) -> Sharded:
-        """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves may have any dtype.
+        """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves can have any dtype.
 
         Raises:
             ValueError: a group is missing or unknown, a leaf is not an array, or a spec does not fit.
@@ -123,15 +123,15 @@ class PlacedStages:
         return packing.shard_tree(state, self._groups.state_layout(state), self.mesh)
 
     def optimizer(self, transformation: optax.GradientTransformation) -> PipelineOptimizer:
-        """Return an optax transformation as an optimizer of this pipeline's weights, for a loop of one's own.
+        """Return an optax transformation as an optimizer of this pipeline's weights, for a custom training loop.
 
-        optax's functions on a `Sharded` itself would see packed arrays. Here they see `{group: pytree}`.
+        On a `Sharded`, optax's own functions would see packed arrays. Here they see `{group: pytree}`.
 
         Args:
             transformation: any `optax.GradientTransformation` that does not call the loss function itself.
 
         Raises:
-            ValueError: its update needs a function that computes the loss, as lbfgs's does.
+            ValueError: its update needs a function that computes the loss, as in lbfgs.
 
         >>> import jax.numpy as jnp, optax
         >>> from ipu_jax import Pipeline
@@ -149,8 +149,8 @@ class PlacedStages:
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
         """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
 
-        Each instance gets all of it, on its default device. If a replica is on several instances, all of them must call
-        it, since it communicates one all-gather per array that is split over them.
+        Each instance gets the whole tree, on its default device. If a replica is on several instances, all of them must
+        call this, since it communicates one all-gather per array that is split over them.
         """
         check_alive("sharded", sharded)
         return packing.unshard_tree(sharded)
@@ -169,10 +169,10 @@ class PlacedStages:
 
         Args:
             params: from `shard`, or `jax.eval_shape(lambda p: p, params)`.
-            batch, state, key: as `value_and_grad` takes them, or with `jax.ShapeDtypeStruct` in place of arrays.
+            batch, state, key: as for `value_and_grad`, or with `jax.ShapeDtypeStruct` in place of arrays.
             compile: whether to compile the step for the temporary bytes that XLA reports. Otherwise they are predicted.
-            ipu_memory: the bytes that an IPU holds; a `UserWarning` says what does not fit. Default: the pipeline's
-                own.
+            ipu_memory: the memory of an IPU in bytes; a `UserWarning` says what does not fit. Default: the pipeline's
+                own value.
 
         Raises:
             ValueError: `value_and_grad` would refuse the arguments, or `ipu_memory` is not above 0.
@@ -202,19 +202,19 @@ class PlacedStages:
         *,
         costs: StageCosts | None = None,
     ) -> FoundSchedule:
-        """Find the schedule of a pipeline with schedule="auto" now, not in its first step. Print what it returns.
+        """Find the schedule of a pipeline with schedule="auto" now, not in its first step. The result can be printed.
 
         Args:
-            params, batch, state, key: as `report` takes them.
-            costs: such as `stage_costs` returns, the same on every instance. Default: FLOPs. If they have no bytes, the
-                stash's are counted.
+            params, batch, state, key: as for `report`.
+            costs: for example from `stage_costs`, the same on every instance. Default: FLOPs. If they contain no bytes,
+                the bytes of the stash are counted.
 
         Returns:
             The result of `find_schedule`; if a schedule was found before, that result again.
 
         Raises:
-            ValueError: the schedule was given or found before `costs` were, `value_and_grad` would refuse the
-                arguments, or no schedule fits in `ipu_memory`.
+            ValueError: the schedule was given, or it was found before `costs` were given; `value_and_grad` would refuse
+                the arguments; or no schedule fits in `ipu_memory`.
         """
         self._choice.check_choosable(costs)
         self.check(params, batch, state, key)
@@ -232,17 +232,17 @@ class PlacedStages:
         measured: bool = False,
         repeats: int = 5,
     ) -> StageCosts:
-        """Return what F, B and W of each stage cost for one micro-batch, and the bytes that they stash.
+        """Return the costs of F, B and W of each stage for one micro-batch, and the bytes that they stash.
 
         Costs are FLOPs, or if `measured` the median seconds of F, B, W and the whole backward pass, each run alone on
-        the IPUs of its stage. Gradients are not accumulated then, and the time to start a program is included. Stages
-        that run as one segment have even parts of its cost. Across several instances all of them must measure at once,
-        and get the same.
+        the IPUs of its stage. Measured programs do not accumulate gradients, and times include their start. Stages that
+        run as one segment share its cost evenly. Across several instances, all of them must measure at the same time,
+        and get the same costs.
 
         Args:
-            params, batch, state, key: as `report` takes them. Only their shapes are used.
-            measured: whether to measure. Then nothing may be traced by `jax.jit`.
-            repeats: runs of each program, after one that compiles it; fewer if they take more than 10 seconds.
+            params, batch, state, key: as for `report`. Only their shapes are used.
+            measured: whether to measure. Then no argument may be traced by `jax.jit`.
+            repeats: runs of each program, after one run that compiles it; fewer if they take more than 10 seconds.
 
         Raises:
             ValueError: as in `value_and_grad`, or an argument is a tracer when costs are to be measured.
@@ -312,14 +312,14 @@ class PlacedStages:
         """Run one IPU's program, for callers with their own `shard_map`, such as `make_train_step`.
 
         Call it inside a `shard_map` over the pipeline's mesh. Without `reduce_over_replicas` nothing is sent
-        between replicas, and loss, gradients and new state are this replica's own. Gradients are float32 at least.
+        between replicas, and loss, gradients and new state are this replica's own. Gradients are at least float32.
 
         Args:
             params, batch, state, key: this IPU's part.
             loss_cotangent: the cotangent of one micro-batch's loss, if there is a backward.
-            reduce_over_replicas: whether results are those of all replicas.
+            reduce_over_replicas: whether to reduce the results over all replicas.
             backward: whether to compute gradients.
-            role: which functions of the stages run. Default: "training", without a backward "evaluation".
+            role: which functions of the stages run. Default: "training", or "evaluation" without a backward.
         """
         role = role or ("training" if backward else "evaluation")
         state = state or packing.empty_sharded(self.ipus)
@@ -333,7 +333,7 @@ class PlacedStages:
         return dataclasses.replace(result, gradients=dataclasses.replace(result.gradients, layout=params.layout))
 
     def apply_frozen(self, params: Sharded) -> Sharded:
-        """Return the weights, sharded by any pipeline, with exactly those leaves frozen that this pipeline freezes.
+        """Return the weights, sharded by any pipeline, with exactly the leaves frozen that this pipeline freezes.
 
         Raises:
             ValueError: this pipeline's `frozen` does not fit the weights, or a leaf that it trains is not floating.
@@ -341,17 +341,17 @@ class PlacedStages:
         return self._groups.apply_frozen(params)
 
     def check(self, params: Any, batch: Any, state: Any = None, key: Any = None) -> None:
-        """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""
+        """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
         self._check(params, batch, state, key, "training")
 
     def _plan(
         self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, role: Role, backward: bool
     ) -> Plan:
-        """Return the plan for such weights, state and batch (leaves (M, ...)). Call it inside the `shard_map`."""
+        """Return the plan for these weights, state and batch (leaves (M, ...)). Call it inside the `shard_map`."""
         return self._choice.plan(StepShapes(params, state, batch, key), role=role, backward=backward)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
-        """Return the plan of a step with such arguments, arrays or shapes. It traces the stages and runs nothing."""
+        """Return the plan of a step with these arguments, arrays or shapes. It traces the stages and runs nothing."""
         plan = lambda *shapes: self._plan(*shapes, role="training", backward=True)  # noqa: E731
         return self._traced(plan, params, batch, state, key)
 

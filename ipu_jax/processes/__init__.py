@@ -1,7 +1,7 @@
-"""What a process says of itself while it runs, for poprun and `ipu-monitor` to read. Everything may import it.
+"""Publish the state of a running process for poprun and `ipu-monitor`. Every module may import this package.
 
 identity.py     tells a process from a later one with the same number
-beacons.py      the page that steps write to: progress, and what the process does
+beacons.py      the page that steps write to: progress, and what the process is doing
 own_record.py   the file that `ipu-monitor` finds: a beacon, and the command, IPUs and stages
-jax_facts.py    what jax knows and a record says: devices, stages, compilations, examples, memory
+jax_facts.py    what a record contains that jax knows: devices, stages, compilations, examples, memory
 """

@@ -1,8 +1,8 @@
 """Write down the progress of an instance where its launcher can read it, even while the instance is frozen.
 
-A *beacon* is a file of fixed size that the instance maps into its memory. Steps write to it, not a thread, which would
-go on while the steps are stuck. A write costs no system call. Times are of CLOCK_MONOTONIC, which all processes of a
-host share.
+A *beacon* is a file of fixed size that the instance maps into its memory. The steps write to it, rather than a thread,
+which would go on while the steps are stuck. A write costs no system call. Times are from CLOCK_MONOTONIC, which all
+processes of a host share.
 
     instance    begun(), finished(), enter(...)  --+->  <run folder>/beacon.3   -->  poprun
                                                    +->  the process's record   -->  ipu-monitor (`own_record.py`)
@@ -31,19 +31,19 @@ _LAYOUT: Final = struct.Struct("<4sI17qd128s")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 3
 SIZE: Final = 4096
-"""Bytes of the file, or of the part of one, that is mapped."""
+"""Bytes of the file, or of the part of a file, that is mapped."""
 _MARK_EVERY_NS: Final = 5_000_000_000
 
 
 class Phase(enum.IntEnum):
-    """Name what an instance does. Only in `STEPPING` is a time without a finished step a sign that it is stuck.
+    """Name what an instance is doing. Only in `STEPPING` can time without a finished step mean that it is stuck.
 
-    `BUSY` is with something else that takes its time, such as saving, and others may wait for it. `WAITING` is for
-    other instances, outside a step; they are what may be stuck. The label says with what, or where.
+    `BUSY` is other work that takes time, such as saving; other instances may wait for it. `WAITING` is a wait for other
+    instances, outside a step; those may be stuck. The label names the work, or the place.
     """
 
-    SILENT = 8  # its program has told of no step so far, and may never do so
-    STARTING = 1  # from the dispatch of its first step until that has finished
+    SILENT = 8  # its program has reported no step so far, and may never do so
+    STARTING = 1  # from the dispatch of its first step until the step has finished
     COMPILING = 2
     STEPPING = 3
     BUSY = 4
@@ -53,7 +53,7 @@ class Phase(enum.IntEnum):
 
 
 class Mark(NamedTuple):
-    """Hold what had been done at a time: weight updates, and examples that went into them."""
+    """Hold the work done up to a time: weight updates, and the examples in them."""
 
     ns: int
     updates: int
@@ -62,27 +62,27 @@ class Mark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Hold what a beacon says.
+    """Hold the content of a beacon.
 
     Attributes:
         pid: the process that writes it.
-        beat_ns: when it was last written to.
+        beat_ns: when the beacon was last written.
         begun: steps that were given to the devices so far.
         finished: steps that the devices have finished, as far as the instance has noticed.
-        first_ns: when the first of them was; 0 before it. It may have included the compilation.
+        first_ns: when the first step finished; 0 before it. The step may have included the compilation.
         finished_ns: when `finished` last grew; 0 before the first.
-        aside_ns: how long it had been in other phases than stepping by then.
-        updates, samples: weight updates and examples in them, in all finished steps. A step is a device call, which may
-            make several updates.
-        mark: what had been done some seconds (5 to 10, or one step) before the last finished step, but not before the
-            first: the speed of late is what was done since, over the time since.
-        joint_begun: steps and meetings that all instances must make, once each, and that this one has begun.
-        joint_made: how many of them this instance has done its part for.
-        device_bytes: memory in use on the devices of this process, if they tell; else 0.
-        phase: what the instance does.
-        phase_ns: since when.
+        aside_ns: the time spent in phases other than stepping by then.
+        updates, samples: weight updates, and the examples in them, in all finished steps. A step is a device call,
+            which can make several updates.
+        mark: the work done some seconds (5 to 10, or one step) before the last finished step, but not before the first.
+            The recent speed is the work since then, divided by the time since then.
+        joint_begun: the number of steps and meetings that this instance has begun and every instance must make once.
+        joint_made: for how many of these this instance has done its part.
+        device_bytes: memory in use on the devices of this process, if they report it; else 0.
+        phase: what the instance is doing.
+        phase_ns: when the phase began.
         limit: seconds that the phase may take; infinite if the instance does not say.
-        label: a few words on the phase.
+        label: a few words about the phase.
     """
 
     pid: int
@@ -108,11 +108,11 @@ class Beacon:
     """Writes the beacon of this process.
 
     Args:
-        path: a file that does not exist yet, in which a launcher looks; None without a launcher.
+        path: a file that does not exist yet, which a launcher reads; None without a launcher.
 
     Attributes:
-        pid: of this process.
-        launched: whether a launcher looks at it.
+        pid: the number of this process.
+        launched: whether a launcher reads it.
 
     Raises:
         FileExistsError: another process writes this beacon.
@@ -135,16 +135,16 @@ class Beacon:
         self.enter(Phase.SILENT)
 
     def begun(self, steps: int = 1, *, joint: bool = False) -> None:
-        """Count steps that were given to the devices; joint ones need all instances, and `dispatched` follows."""
+        """Count steps that were given to the devices. Joint steps need all instances, and `dispatched` follows."""
         if self._phase is Phase.SILENT:
             self.enter(Phase.STARTING)
         self._begun += steps
         self._joint_begun += joint * steps
-        if self.launched:  # otherwise nobody asks who has begun, until the next step has finished
+        if self.launched:  # without a launcher, nobody reads `begun` before the next step has finished
             self._write()
 
     def dispatched(self) -> None:
-        """Count a joint step as made: the devices of this instance do their part, whatever becomes of its program."""
+        """Count a joint step as made: the devices of this instance do their part, whatever happens to its program."""
         self._joint_made += 1
         self._write()
 
@@ -168,7 +168,7 @@ class Beacon:
         self._updates += steps if updates is None else updates
         self._samples += samples
         self._finished_ns = now
-        if not self._first_ns:  # it may have been compiled: speeds are counted from its end
+        if not self._first_ns:  # it may include compilation: speeds are measured from its end
             self._first_ns = now
             self._older = self._newer = Mark(now, self._updates, self._samples)
         elif now - self._newer.ns > _MARK_EVERY_NS:
@@ -189,21 +189,21 @@ class Beacon:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, label: str = "", limit: float = float("inf")) -> Iterator[None]:
-        """Be in another phase for the time of a `with` block, and return to the one before."""
+        """Enter another phase for the duration of a `with` block, and return to the previous one."""
         before = self._phase, self._label, self._limit
         self.enter(phase, label, limit)
         try:
             yield
         finally:
-            if self._phase is phase:  # unless an exception that nobody caught ended it
+            if self._phase is phase:  # unless an uncaught exception ended it
                 self.enter(*before)
 
     def hold(self, device_bytes: int) -> None:
-        """Tell how much memory of the devices is in use, from the next write on."""
+        """Report how much device memory is in use, from the next write on."""
         self._device_bytes = device_bytes
 
     def write_to(self, memory: mmap.mmap) -> None:
-        """Write to another file, too."""
+        """Also write to another file."""
         self._memories.append(memory)
         self._write()
 
@@ -214,11 +214,11 @@ class Beacon:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Return how many steps were begun and finished."""
+        """Return the numbers of steps begun and finished."""
         return self._begun, self._finished
 
     def _aside_until(self, now: int) -> int:
-        """Return how long it has been in other phases than stepping."""
+        """Return the time spent in phases other than stepping."""
         return self._aside_ns + (0 if self._phase is Phase.STEPPING else now - self._phase_ns)
 
     def _write(self, now: int = 0) -> None:
@@ -248,10 +248,10 @@ class Beacon:
 
 
 def mapped(handle: int) -> mmap.mmap:
-    """Return the memory of an open, empty file, as large as a beacon.
+    """Map an open, empty file into memory, at the size of a beacon, and return the memory.
 
     Raises:
-        OSError: there is no room for it. Without a check, the first write to the memory would end the process.
+        OSError: there is no room for it. Without this check, the first write to the memory would end the process.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, SIZE)
@@ -261,14 +261,14 @@ def mapped(handle: int) -> mmap.mmap:
 
 
 def read(path: Path) -> Reading | None:
-    """Return what a beacon says, or None if there is none yet, or it was being written and cannot be read."""
+    """Return the content of a beacon, or None if there is none yet, or if a write made it unreadable."""
     return parsed(whole(lambda: _bytes_of(path)))
 
 
 def whole(content: Callable[[], bytes | None]) -> bytes | None:
-    """Return a content that was not being written: `content`, which reads it anew, has returned it twice in a row.
+    """Return content that was not being written: `content`, which reads it again, has returned it twice in a row.
 
-    The writer is not locked out. After four different readings the last one is returned.
+    The writer is not locked out. After four different readings, the last one is returned.
     """
     found = content()
     for _ in range(3):
@@ -279,7 +279,7 @@ def whole(content: Callable[[], bytes | None]) -> bytes | None:
 
 
 def parsed(found: bytes | None) -> Reading | None:
-    """Return what the content of a beacon says, or None if it is none."""
+    """Return the reading of the bytes of a beacon, or None if they are not a beacon."""
     if found is None or len(found) < _LAYOUT.size:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
@@ -320,7 +320,7 @@ _looked = False
 def current() -> Beacon | None:
     """Return the beacon of this process; None if there is none.
 
-    The launcher's goes to the first process of an instance that asks. A process that is forked does not inherit any.
+    The launcher's beacon goes to the first process of an instance that calls this. A forked process inherits none.
     """
     global _current, _looked
     if not _looked:
@@ -338,11 +338,11 @@ def _forget() -> None:
     _current = None
 
 
-os.register_at_fork(after_in_child=_forget)  # to ask for the process's number at each step would be a system call
+os.register_at_fork(after_in_child=_forget)  # asking for the process's number at each step would be a system call
 
 
 def write_to(memory: mmap.mmap) -> None:
-    """Let the beacon of this process be written to this memory, too; without a launcher's, to it alone."""
+    """Also write the beacon of this process to this memory; without a launcher, to this memory only."""
     global _current
     beacon = current()
     if beacon is None:
@@ -352,7 +352,7 @@ def write_to(memory: mmap.mmap) -> None:
 
 @contextlib.contextmanager
 def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
-    """Be in another phase for the time of a `with` block, or of a function that this decorates.
+    """Enter another phase for the duration of a `with` block, or of a function that this decorates.
 
     A phase other than stepping and starting goes on: only the outermost block counts.
     """
@@ -366,7 +366,7 @@ def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meeting(label: str, limit: float) -> Iterator[None]:
-    """Wait, for the time of a `with` block, for all instances, each of which enters it in the same order."""
+    """Wait for all instances within a `with` block. All instances enter such blocks in the same order."""
     beacon = current()
     with during(Phase.WAITING, label, limit), beacon.jointly() if beacon is not None else contextlib.nullcontext():
         yield

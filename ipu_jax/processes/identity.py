@@ -1,11 +1,11 @@
-"""Tell one process from a later one with the same number.
+"""Distinguish a process from a later one with the same number.
 
     3207-918273-3437d34c-4026531836
     pid  start  boot     pid namespace    Identity: no other process ever has all four
 
-A number alone is given again to a later process, another container has numbers of its own, and another host's may be
-the same. The start is in clock ticks since boot, which no change of the clock moves. These few fields are read without
-psutil, which no training imports.
+A number alone is not enough: later processes reuse it, other containers have their own numbers, and other hosts may
+have the same. The start is in clock ticks since boot, which no change of the clock affects. These few fields are read
+without psutil, which training does not import.
 
 Nothing here imports jax.
 """
@@ -20,7 +20,7 @@ _PROC: Final = Path("/proc")
 
 
 class Identity(NamedTuple):
-    """Identify a process: its number and start time, the namespace of the number, and the boot of the time."""
+    """Identify a process: its number and start time, the namespace of the number, and the boot of the start time."""
 
     pid: int
     start: int
@@ -29,7 +29,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Return the identity that `str` has made a text of, or None if it has not.
+        """Return the identity from the text that `str` makes of it, or None if the text is not an identity.
 
         >>> Identity.parse("3207-918273-3437d34c-4026531836")
         Identity(pid=3207, start=918273, boot='3437d34c', namespace=4026531836)
@@ -41,12 +41,12 @@ class Identity(NamedTuple):
         return f"{self.pid}-{self.start}-{self.boot}-{self.namespace}"
 
     def counts_as(self, other: "Identity") -> bool:
-        """Return whether both are numbers of the same host's boot and container, so that they can be compared."""
+        """Return whether both numbers are from the same boot and container, so that they can be compared."""
         return (self.boot, self.namespace) == (other.boot, other.namespace)
 
 
 def is_living(identity: Identity) -> bool:
-    """Return whether the process with this identity, which must count as one's own does, has not ended."""
+    """Return whether the process is alive. Its identity must count as this process's own."""
     return _start(identity.pid) == identity.start
 
 

@@ -1,4 +1,4 @@
-"""Tell this process's record what jax knows: its devices, the stages on them, compilations, examples and memory."""
+"""Add to this process's record what jax knows: devices, their stages, compilations, examples and memory."""
 
 import math
 import os
@@ -25,7 +25,7 @@ def begin() -> None:
 
 
 def note_devices(devices: Sequence[Any]) -> None:
-    """Begin the record, and write down the devices of this process that are to be IPUs."""
+    """Begin the record, and write down the devices of this process that serve as IPUs."""
     begin()
     own_record.note(**_place(), ipus=[_described(device) for device in devices])
 
@@ -34,8 +34,8 @@ def note_mesh(mesh: Mesh, stages: Sequence[tuple[str, int | None]] = ()) -> None
     """Begin the record, and write down which IPUs of a mesh this process has.
 
     Args:
-        mesh: of replicas and IPUs.
-        stages: the name of each stage and its IPU, None for all, if they are known.
+        mesh: the mesh of replicas and IPUs.
+        stages: the name of each stage and its IPU (None for all IPUs), if known.
     """
     begin()
     if not own_record.is_begun():
@@ -51,7 +51,7 @@ def note_mesh(mesh: Mesh, stages: Sequence[tuple[str, int | None]] = ()) -> None
 
 
 def count_samples(batch: Any, dims: int) -> int:
-    """Return how many examples a batch has: the product of the first dims of a leaf that has so many.
+    """Return the number of examples in a batch: the product of the first `dims` dims of a leaf with enough dims.
 
     >>> count_samples({"x": np.zeros((2, 4, 8, 28, 28)), "scale": np.zeros(2)}, dims=3)
     64
@@ -63,7 +63,7 @@ def count_samples(batch: Any, dims: int) -> int:
 
 
 def device_bytes() -> int:
-    """Return how much memory of this process's devices is in use; 0 if they do not say, as those of a CPU."""
+    """Return how many bytes are in use on this process's devices; 0 if they do not report it, as on a CPU."""
     try:
         return sum((device.memory_stats() or {}).get("bytes_in_use", 0) for device in jax.local_devices())
     except (jax.errors.JaxRuntimeError, NotImplementedError):
@@ -82,7 +82,7 @@ _told: Beacon | None = None
 
 
 def tell_compilations(beacon: Beacon) -> None:
-    """Let a beacon be in the phase `COMPILING` while jax compiles. A second call for it does nothing."""
+    """Put a beacon into the phase `COMPILING` while jax compiles. A second call for the same beacon does nothing."""
     global _told
     if _told is not beacon:
         _told = beacon
@@ -90,7 +90,7 @@ def tell_compilations(beacon: Beacon) -> None:
 
 
 class _Compilations:
-    """Listens to jax: a program is traced, lowered, then compiled; each of these reports its own end only."""
+    """Listens to jax, which traces, lowers, then compiles a program. Each of these only reports its own end."""
 
     def __init__(self, beacon: Beacon):
         self._beacon, self._stepping = beacon, Phase.STARTING

@@ -1,4 +1,4 @@
-"""Write down what this process is, and which IPUs it has, where `ipu-monitor` finds it.
+"""Record what this process is, and which IPUs it has, where `ipu-monitor` finds it.
 
 A *record* is a file in a folder that only its user may enter:
 
@@ -7,11 +7,11 @@ A *record* is a file in a folder that only its user may enter:
             4096 bytes    the beacon, mapped into memory: what each step changes (`beacons.py`)
             the rest      JSON: what seldom changes, such as the command, the IPUs and their stages, the instance
 
-The JSON is written again when something in it becomes known, which no step does. The file goes when the process ends;
-the next process, or `ipu-monitor`, removes the file of a killed one.
+The JSON is written again when a value in it becomes known, but never by a step. The process removes its file when it
+ends. The next process, or `ipu-monitor`, removes the file of a killed process.
 
-A record never fails a run: where none can be written, there is none. `IPU_JAX_MONITOR=off` asks for none, and
-`IPU_JAX_MONITOR=/some/folder` for another folder.
+A record never makes a run fail: if it cannot be written, there is none. `IPU_JAX_MONITOR=off` turns records off, and
+`IPU_JAX_MONITOR=/some/folder` selects another folder.
 
 Nothing here imports jax.
 """
@@ -54,13 +54,13 @@ def chosen_folder() -> Path | None:
 
 
 class UnsafeFolderError(OSError):
-    """Raised if others may write to a folder of records, or read it, or it is not a folder."""
+    """Raised if others may read or write a folder of records, or if it is not a folder."""
 
 
 def runtime_folder() -> Path | None:
-    """Return the folder of records in `XDG_RUNTIME_DIR`, if that is there and this user's own.
+    """Return the folder of records in `XDG_RUNTIME_DIR`, if that exists and belongs to this user.
 
-    It may be another user's, whose environment came along with `sudo`.
+    It belongs to another user if `sudo` has kept that user's environment.
     """
     parent = os.environ.get(_RUNTIME, "")
     with contextlib.suppress(OSError, ValueError):
@@ -75,25 +75,25 @@ def temporary_folder(uid: int) -> Path:
 
 
 def own_folder() -> Path:
-    """Return the folder in which this process's record would lie."""
+    """Return the folder for this process's record."""
     return chosen_folder() or runtime_folder() or temporary_folder(os.geteuid())
 
 
 def identity_of(name: str) -> Identity | None:
-    """Return the identity of the process whose record has this name; None if it is the name of no record."""
+    """Return the identity of the process whose record has this name; None if this is not the name of a record."""
     return Identity.parse(name.removesuffix(ENDING)) if name.endswith(ENDING) else None
 
 
 @contextlib.contextmanager
 def opened(folder: Path, uid: int) -> Iterator[int]:
-    """Open a folder of records, and yield its handle, by which files in it are reached whatever the path becomes.
+    """Open a folder of records, and yield its handle. It reaches files in the folder whatever happens to the path.
 
     Args:
         folder: its path.
-        uid: the user whose it must be.
+        uid: the user who must own it.
 
     Raises:
-        UnsafeFolderError: it is another user's, others may enter it, or it is a link.
+        UnsafeFolderError: it belongs to another user, others may enter it, or it is a link.
         OSError: it cannot be opened.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -109,7 +109,7 @@ def opened(folder: Path, uid: int) -> Iterator[int]:
 
 
 class _Record:
-    """The record of this process. Every method but `remove` raises `OSError` if the file cannot be written."""
+    """The record of this process. Every method except `remove` raises `OSError` if the file cannot be written."""
 
     def __init__(self, identity: Identity):
         self._pid, self._name = identity.pid, f"{identity}{ENDING}"
@@ -130,7 +130,7 @@ class _Record:
             os.mkdir(self._folder, 0o700)
         with opened(self._folder, os.geteuid()) as folder:
             _remove_left_over(folder, identity)
-            # one is there if this process has replaced its program by `exec`
+            # the file already exists if this process has replaced its program by `exec`
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(self._name, flags, 0o600, dir_fd=folder)
         try:
@@ -148,13 +148,13 @@ class _Record:
             self._write()
 
     def remove(self) -> None:
-        """Remove the file, unless this process was forked off from the one that it describes."""
+        """Remove the file, unless this process was forked from the one that it describes."""
         if self._pid == os.getpid():
             with contextlib.suppress(OSError), opened(self._folder, os.geteuid()) as folder:
                 os.unlink(self._name, dir_fd=folder)
 
     def _write(self) -> None:
-        # blanks cover the end of a longer text that was there
+        # spaces cover the end of a longer old text
         text = json.dumps(self._content).encode().ljust(self._length)
         os.posix_fallocate(self._file, beacons.SIZE, len(text))  # a full disk must not leave half of it
         os.pwrite(self._file, text, beacons.SIZE)
@@ -162,7 +162,7 @@ class _Record:
 
 
 def _remove_left_over(folder: int, own: Identity) -> None:
-    """Remove what killed processes have left, so that it does not add up where nobody runs ipu-monitor."""
+    """Remove the records of killed processes, so that they do not pile up where nobody runs ipu-monitor."""
     for name in os.listdir(folder):
         identity = identity_of(name)
         if identity is not None and identity.counts_as(own) and not is_living(identity):
@@ -194,7 +194,7 @@ def is_begun() -> bool:
 
 
 def note(**values: Any) -> None:
-    """Write down what has become known, if this process has a record.
+    """Add known values to the record of this process, if it has one.
 
     Args:
         values: fields of the JSON, named as in `Said` (`observe/monitor/records.py`).
@@ -209,15 +209,15 @@ def _forget() -> None:
     _record, _asked = None, False
 
 
-os.register_at_fork(after_in_child=_forget)  # it may begin a record of its own
+os.register_at_fork(after_in_child=_forget)  # the child may begin its own record
 
 
 def _shortened(words: Sequence[str]) -> list[str]:
-    """Return a command's words without what would make them too long."""
+    """Return the words of a command, cut to a limited length."""
     kept: list[str] = []
     left = _LONGEST_COMMAND
     for word in words:
-        # what is no text in the file system's encoding could not be written as JSON
+        # bytes that are not text in the file system's encoding could not be written as JSON
         word = word.encode(errors="replace").decode()
         if len(word) > left:
             return [*kept, f"{word[:left]}..."]

@@ -1,1 +1,1 @@
-"""Trace what an IPU runs for its stages: segments of neighbouring stages, with their backward passes."""
+"""Trace the programs that an IPU runs: segments of neighbouring stages, with their backward passes."""

@@ -1,11 +1,11 @@
-"""Refuse traced segments that would hang or mix data, or whose result should be the same on all IPUs and may not be.
+"""Refuse traced segments that would hang or mix data, or whose results may differ between IPUs where they must not.
 
 A collective over "ipu" waits until every IPU of the replica reaches it. It is refused in a local stage, which only one
 IPU runs, and, in a concurrent stage, inside a branch or a loop whose predicate may differ between IPUs. A collective
-without replica groups, such as a ppermute, waits for all devices of the mesh whatever its axis: XLA would pair one
-IPU's with one that other IPUs run, and exchange their data. So a local stage may communicate over "replica" by
-collectives that have groups, and no others. The results of a concurrent stage (its `y`, its aux, state that is not
-sharded) must be the same on all IPUs. Nothing at run time would notice that they differ, so it is checked here.
+without replica groups, such as a ppermute, waits for all devices of the mesh, whatever its axis. XLA would pair it with
+a collective that other IPUs run, and exchange their data. A local stage may therefore communicate over "replica" only
+by collectives that have groups. The results of a concurrent stage (its `y`, its aux, state that is not sharded) must be
+the same on all IPUs. Nothing at run time would notice a difference, so it is checked here.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weig
     """Return, per output of a segment's F or B, whether it may differ between IPUs (never for a local segment).
 
     Args:
-        segment: whose trace it is.
+        segment: the segment that was traced.
         jaxpr: its F or its B.
         inputs: per input, whether its value may differ between IPUs.
-        weights: how many of the first inputs are the same on all replicas; the others are each replica's own.
+        weights: how many leading inputs are the same on all replicas; the others are each replica's own.
 
     Raises:
-        ValueError: a collective that only some of the devices that it waits for reach; names the stage, the primitive
-            and the mend.
+        ValueError: a collective waits for devices that may not reach it. The message names the stage, the primitive and
+            a fix.
     """
     if segment.place is not None:
         for eqn in all_equations(jaxpr):
@@ -76,7 +76,7 @@ def refuse_differing(segment: Segment, what: str, differs: bool) -> None:
     """Refuse a result of a concurrent segment that may differ between IPUs.
 
     Raises:
-        ValueError: names the stage, the value and the mend.
+        ValueError: the result may differ. The message names the stage, the value and a fix.
     """
     if differs:
         raise ValueError(

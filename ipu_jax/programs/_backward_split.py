@@ -4,12 +4,12 @@
     B        dz = dy * (1 - h * h);   dx = dz @ w.T                       weight residuals: dz
     W                                                  dw = x.T @ dz
 
-B has the equations that dx needs, W the others. A first stage has no dx. Its W has the last operation of each weight's
-gradient (a product, a reduction, a scatter), and B has what leads there from dy, so that B and W cost there what they
-cost on other IPUs. The values of B that W reads are the *weight residuals*, which B stores. Source: Qi et al. 2023,
-arXiv:2401.10241, section 2, where each layer is split by hand. A scan over layers is one equation that computes both
-gradients. It is first replaced by two scans; the first stacks the weight residuals of its body, layer by layer, and the
-second reads them.
+B contains the equations that dx needs, and W the others. A first stage has no dx. There, W contains the last operation
+of each weight's gradient (a product, a reduction, a scatter), and B the operations that lead to it from dy, so that B
+and W cost as much as on other IPUs. The values of B that W reads are the *weight residuals*, which B stores. Source: Qi
+et al. 2023, arXiv:2401.10241, section 2, where each layer is split by hand. A scan over layers is one equation that
+computes both gradients. It is first replaced by two scans. The first stacks the weight residuals of its body, layer by
+layer, and the second reads them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from jax.extend import core
 from ipu_jax._jaxprs import CHECKPOINTS, JITS, depending, evaluated, laid_open, needed, part_of, scan_parts, variables
 from ipu_jax.programs._keeping import MOVES, bytes_of, cheapest_to_keep
 
-# B computes a checkpoint's body again, and W finds the values among the weight residuals
+# B computes the body of a checkpoint again, and W reads its values from the weight residuals
 _INLINED = (*CHECKPOINTS, *JITS)
 
 
@@ -31,12 +31,12 @@ def split_backward(traced: Any, num_dx: int, reusable: int, num_dy: int) -> tupl
 
     Args:
         traced: the whole backward, a closed jaxpr of inputs (..., dy) and outputs (dx, dparams).
-        num_dx, num_dy: how many of them are dx, and dy.
-        reusable: how many of the first inputs both may read. What depends on these alone is computed in both, not kept.
+        num_dx, num_dy: how many outputs are dx, and how many inputs are dy.
+        reusable: how many leading inputs both can read. Values that depend on these alone are computed in both.
 
     Returns:
-        B, a closed jaxpr from the same inputs to (dx, weight residuals); W, one from the inputs without dy, and the
-        weight residuals, to dparams; and the weight residuals' shapes.
+        B, a closed jaxpr from the same inputs to (dx, weight residuals); W, a closed jaxpr from the inputs without dy
+        and the weight residuals to dparams; and the shapes of the weight residuals.
     """
     traced = _with_split_scans(traced, num_dx, num_dy)
     jaxpr = traced.jaxpr
@@ -56,13 +56,13 @@ def split_backward(traced: Any, num_dx: int, reusable: int, num_dy: int) -> tupl
 def _cheapest(
     eqns: Sequence[Any], of_b: set[int], outvars: Sequence[Any], inputs_of_b: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the weight residuals, and W's equations: those that B has not, and those that W computes again.
+    """Return the weight residuals, and W's equations, some of which B runs, too.
 
     Args:
-        eqns: of the whole backward.
-        of_b: the ids of those that B runs.
-        outvars: of W.
-        inputs_of_b: inputs that B has and W has not.
+        eqns: the equations of the whole backward.
+        of_b: the ids of the equations that B runs.
+        outvars: the outputs of W.
+        inputs_of_b: inputs that B has and W lacks.
     """
     eqns_of_b = [eqn for eqn in eqns if id(eqn) in of_b]
     own = needed([eqn for eqn in eqns if id(eqn) not in of_b], list(outvars))
@@ -76,7 +76,7 @@ def _cheapest(
 
 
 def _results_of_b(jaxpr: Any, num_dx: int, num_dy: int) -> list[Any]:
-    """Return dx; of a first stage, the values that depend on dy and from which W's operations compute the gradients."""
+    """Return dx, or for a first stage the values that depend on dy and from which W computes the gradients."""
     if num_dx:
         return list(jaxpr.outvars[:num_dx])
     of_dy = depending(jaxpr.eqns, jaxpr.invars[len(jaxpr.invars) - num_dy :])
@@ -97,10 +97,10 @@ def _results_of_b(jaxpr: Any, num_dx: int, num_dy: int) -> list[Any]:
 
 
 def _with_split_scans(closed: Any, num_dx: int, num_dy: int) -> Any:
-    """Return the same program, with two scans for each one that computes both values that B's results need and others.
+    """Return the program with two scans in place of each scan that computes values for B's results and other values.
 
-    Where B is the way from dy to the weights' gradients, a scan over layers is split even if nothing reads the gradient
-    that it carries out.
+    In a first stage, where B leads from dy to the weights' gradients, a scan over layers is split even if nothing reads
+    the gradient in its final carry.
     """
     closed = laid_open(closed, _INLINED)
     results = _results_of_b(closed.jaxpr, num_dx, num_dy)
@@ -121,7 +121,7 @@ def _with_split_scans(closed: Any, num_dx: int, num_dy: int) -> Any:
 
 
 def _handed_on(params: dict[str, Any]) -> set[int]:
-    """Return the positions of a scan's carry from which its other outputs are computed: not those of mere sums."""
+    """Return the positions in a scan's carry from which its other outputs are computed; mere sums are left out."""
     jaxpr, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_parts(params)
     carry_vars = jaxpr.invars[num_consts:][:num_carry]
     found: set[int] = set()

@@ -1,12 +1,12 @@
-"""Add to a block of a gradient's accumulator in place: a part of the gradient, or rows that a scatter-add adds to it.
+"""Add a part of a gradient, or the rows of a scatter-add, to a block of the gradient's accumulator in place.
 
     accumulator      a block                       what is added
     (L, V, D)        [i, 2:]       a (V-2, D)      part                    sum[i, 2:] += part
     (L, V, D)        [i]           a (V, D)        zeros[ids] += rows      sum[i, ids] += rows
     flat             a table from its beginning    zeros[ids] += rows      sum[ids * D:][:D] += rows
 
-XLA adds to a slice and scatters into an array in place. Indices mean what they mean to the scatter-add into zeros of
-the block's shape: a row that is outside of the block must not reach its neighbours in the accumulator.
+XLA adds to a slice and scatters into an array in place. Indices have the same meaning as in a scatter-add into zeros of
+the block's shape: a row outside the block must not reach neighbouring elements of the accumulator.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 _LARGEST_INDEX = np.iinfo(np.int32).max
-_ELEMENTS_PER_PIECE = 16  # of a whole block, which are read and written in the time of one piece's update
+_ELEMENTS_PER_PIECE = 16  # elements of a whole block that are read and written in the time of one piece's update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Block:
     """A block of an accumulator.
 
     Attributes:
-        leaf: the shape of the accumulator, or of the leaf whose elements are the first ones of a flat accumulator.
-        flat: whether it is flat.
-        zero: an int32 that is 0, which XLA does not know. It is added to each index, because XLA fuses an update at a
+        leaf: the shape of the accumulator, or of the leaf whose elements a flat accumulator begins with.
+        flat: whether the accumulator is flat.
+        zero: an int32 0 that XLA does not know to be 0. It is added to each index, because XLA fuses an update at a
             constant index into a loop over the whole array.
-        start: its first element, per dim of the leaf.
-        size: likewise.
-        dims: the dims of the leaf that the block's shape has; it has one element along the others.
+        start: the block's first index, per dim of the leaf.
+        size: the block's size, per dim of the leaf.
+        dims: the dims of the leaf that the block's shape contains; along the others the block has one element.
     """
 
     leaf: tuple[int, ...]
@@ -61,14 +61,14 @@ class Block:
         return not self.flat or math.prod(self.size[: self._inner(self.size)]) == 1
 
     def part(self, at: Sequence[Any], shape: Sequence[int]) -> "Block":
-        """Return the block of this shape that begins at these indices of this one."""
+        """Return the part of this block that has this shape and begins at these indices."""
         start, size = list(self.start), list(self.size)
         for d, i, n in zip(self.dims, at, shape, strict=True):
             start[d], size[d] = start[d] + i, n
         return dataclasses.replace(self, start=tuple(start), size=tuple(size))
 
     def with_dims(self, kept: Sequence[int]) -> "Block":
-        """Return the same block without its other dims, in which it has one element."""
+        """Return the same block with these dims only; along the others it has one element."""
         return dataclasses.replace(self, dims=tuple(self.dims[d] for d in kept))
 
     def row(self, i: Any) -> "Block":
@@ -76,7 +76,7 @@ class Block:
         return one.with_dims(range(1, len(self.dims)))
 
     def add(self, total: Any, part: Any) -> Any:
-        """Return the accumulator with a part of the block's shape added; the block is in one piece."""
+        """Return the accumulator after adding a part of the block's shape. The block must be in one piece."""
         if part.shape == total.shape == self.leaf:
             return total + part.astype(total.dtype)
         start = (self._position(self.start),) if self.flat else self.start
@@ -86,15 +86,15 @@ class Block:
         return lax.dynamic_update_slice(total, old + block.astype(total.dtype), start)
 
     def scatter_add(self, total: Any, indices: Any, updates: Any, params: dict[str, Any]) -> Any | None:
-        """Return the accumulator with the updates of a scatter-add into zeros of the block's shape added.
+        """Return the accumulator after adding the updates of a scatter-add into zeros of the block's shape.
 
         Args:
             total: the accumulator.
-            indices, updates: the equation's; updates of any float dtype.
+            indices, updates: the equation's inputs; the updates have any float dtype.
             params: the equation's parameters.
 
         Returns:
-            None where it costs less to scatter into zeros and to add these: the updates are columns of a flat table.
+            None where it costs less to scatter into zeros and add the result: the updates are columns of a flat table.
         """
         dims, mode = params["dimension_numbers"], params["mode"]
         updates = updates.astype(total.dtype)
@@ -131,23 +131,23 @@ class Block:
         return lax.scatter_add(total, first.reshape(-1, 1), rows, to_pieces, mode="drop")
 
     def _inner(self, shape: Sequence[int]) -> int:
-        """Return the dim from which on an array of this shape is contiguous in the flat leaf."""
+        """Return the first dim from which an array of this shape is contiguous in the flat leaf."""
         return max((d for d, size in enumerate(self.leaf) if shape[d] < size), default=0)
 
     def _position(self, index: Sequence[Any]) -> Any:
-        """Return the position in the flat leaf of its element at an index."""
+        """Return the position of an index in the flat leaf."""
         return sum(i * math.prod(self.leaf[d + 1 :]) for d, i in enumerate(index))
 
     def _starts(self, indices: Any, dims: Any, update: Sequence[int]) -> tuple[list[Any], Any]:
-        """Return the first element of each update, per dim of the leaf, and whether it is inside of the block.
+        """Return the first element of each update, per dim of the leaf, and whether the update is inside the block.
 
-        An update that is not is moved inside.
+        An update outside the block is moved inside.
         """
         shape = indices.shape[:-1]
         starts, inside = [jnp.full(shape, i, jnp.int32) + self.zero for i in self.start], jnp.ones(shape, bool)
         for k, position in enumerate(dims.scatter_dims_to_operand_dims):
             d, index = self.dims[position], indices[..., k]
-            # in the indices' own dtype, which may be too small to exceed the bound
+            # in the dtype of the indices, which may be too small for the bound
             moved = jnp.clip(index, 0, min(self.size[d] - update[d], int(jnp.iinfo(index.dtype).max)))
             inside &= moved == index
             starts[d] += moved.astype(jnp.int32)

@@ -1,8 +1,8 @@
 """Choose which values of a program to keep, and which to compute again, for a later program that needs some of them.
 
 Every value costs its bytes if it is kept, and the work of its operation if it is computed again. A later program that
-needs a value has it, or else computes it from others. The cheapest choice is a minimum cut between what is computed
-once and what the later program needs. Source: "min-cut rematerialization" in torch.compile (AOTAutograd).
+needs a value reads it or computes it from others. The cheapest choice is a minimum cut between the values computed once
+and the values that the later program needs. Source: "min-cut rematerialization" in torch.compile (AOTAutograd).
 """
 
 import math
@@ -16,8 +16,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from ipu_jax._jaxprs import variables
 
-# Operations that take as long as moving one byte out and back. Of batched products there are more, because their result
-# may grow with the square of a sequence's length, as attention's does, and then memory matters more than time.
+# Operations that take as long as moving one byte out and back. The number is higher for batched products: their result
+# may grow with the square of the sequence length, as in attention, and then memory matters more than time.
 _FLOPS_PER_BYTE = 16
 _FLOPS_PER_BYTE_OF_BATCHED_PRODUCTS = 64
 _FLOPS_OF_FUNCTIONS = 16  # per element
@@ -40,12 +40,12 @@ _ONCE, _LATER = "once", "later"
 
 
 def cheapest_to_keep(eqns: Sequence[Any], inputs: Mapping[Any, float], wanted: Iterable[Any]) -> tuple[float, set[Any]]:
-    """Return the least cost at which a later program has the values that it wants, and the variables to keep for it.
+    """Return the least cost of the values that a later program wants, and the variables to keep for it.
 
     Args:
-        eqns: of the program that computes everything once.
-        inputs: per input of the program, what it costs to keep it; other inputs and constants cost nothing.
-        wanted: variables.
+        eqns: the equations of the program that computes everything once.
+        inputs: per input of the program, the cost of keeping it; other inputs and constants cost nothing.
+        wanted: the variables that the later program wants.
     """
     edges: list[tuple[Any, Any, float]] = [(_ONCE, var, cost) for var, cost in inputs.items()]
     edges += [(var, _LATER, math.inf) for var in wanted]
@@ -61,10 +61,10 @@ def cheapest_to_keep(eqns: Sequence[Any], inputs: Mapping[Any, float], wanted: I
 
 
 def least_cut(edges: Sequence[tuple[Any, Any, float]], source: Any, sink: Any) -> tuple[float, set[Any]] | None:
-    """Return the weight of a minimum cut, and the nodes on the source's side: of all minimum cuts, the fewest.
+    """Return the weight of the minimum cut with the fewest nodes on the source's side, and these nodes.
 
     Args:
-        edges: `(from, to, capacity)`; `math.inf` for an edge that may not be cut. Capacities of parallel edges add.
+        edges: `(from, to, capacity)`; `math.inf` for an edge that must not be cut. Capacities of parallel edges add up.
         source, sink: nodes.
 
     Returns:
@@ -101,9 +101,9 @@ def bytes_of(var: Any) -> int:
 
 
 def work(eqn: Any) -> float:
-    """Return what it costs to compute an equation again, in bytes kept.
+    """Return the cost of computing an equation again, in bytes kept.
 
-    It is infinite for products with weights, which are not batched, and for operations that are not listed above.
+    The cost is infinite for products with weights, which are not batched, and for operations that are not listed above.
     """
     name = eqn.primitive.name
     elements = max((math.prod(v.aval.shape) for v in [*eqn.invars, *eqn.outvars]), default=0)

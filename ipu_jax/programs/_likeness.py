@@ -19,7 +19,7 @@ from jax.extend import core
 
 from ipu_jax._jaxprs import CHECKPOINTS
 
-_SMALL = 4096  # numbers; larger constants are not compared
+_SMALL = 4096  # elements; larger constants are not compared
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic, type(None))
 # parameters that define derivatives: these programs have been differentiated already
 _RULES = {
@@ -31,7 +31,7 @@ _RULES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """Hold the text and the constants of programs; equal signatures mean programs that compute the same function."""
+    """Hold the text and the constants of programs. Programs with equal signatures compute the same function."""
 
     texts: tuple[Any, ...]
     constants: tuple[Any, ...]
@@ -50,7 +50,7 @@ def signature_of(programs: Sequence[Any], *more: Any) -> Signature | None:
     constants = [thing for closed in programs for thing in _constants_of(closed)]
     if any(isinstance(thing, _Array) and thing.is_large for thing in constants):
         return None
-    # an address in the text names an object, which is compared itself, among the constants
+    # an address in the text names an object; the object itself is compared among the constants
     texts = tuple(re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in programs)
     return Signature((texts, *more), tuple(constants))
 

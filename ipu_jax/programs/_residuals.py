@@ -1,8 +1,8 @@
 """Choose which values of F are stashed for B, and how B gets the other residuals of `jax.vjp`.
 
 read       a residual that is a weight or a part of the micro-batch
-derived    one that follows from these, and from stashed values, by cheap operations
-stashed    a value of F: a residual, or one from which others follow
+derived    a residual that follows from these, and from stashed values, by cheap operations
+stashed    a value of F: a residual, or a value from which residuals follow
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class Residuals:
     """The residuals of a segment's F.
 
     Attributes:
-        sources: per residual, how B gets it, and its place among the inputs, the derived or the stashed values.
-        stashed: variables of F.
-        derive: a closed jaxpr from F's readable inputs and the stashed values to the derived ones.
+        sources: per residual, how B gets it, and its index among the inputs, the derived or the stashed values.
+        stashed: the variables of F to stash.
+        derive: a closed jaxpr from F's readable inputs and the stashed values to the derived values.
     """
 
     sources: tuple[Source, ...]
@@ -32,7 +32,7 @@ class Residuals:
     derive: Any
 
     def restored(self, readable: Sequence[Any], stash: Sequence[Any]) -> list[Any]:
-        """Return the residuals, from the values of the inputs that B reads and those of the stash."""
+        """Return the residuals, given the inputs that B reads and the stashed values."""
         values = {"input": readable, "derived": core.jaxpr_as_fun(self.derive)(*readable, *stash), "stash": stash}
         return [values[kind][i] for kind, i in self.sources]
 
@@ -40,15 +40,15 @@ class Residuals:
 def choose_residuals(
     traced: Any, outvars: Sequence[Any], readable: Sequence[Any], weights: int, *, recompute: bool
 ) -> Residuals:
-    """Choose what is stashed for these residuals.
+    """Choose the values to stash for these residuals.
 
     Args:
         traced: F as a closed jaxpr.
         outvars: the residuals.
-        readable: those of its inputs that B has: weights and micro-batch.
-        weights: how many of its first inputs are weights. What follows from weights alone is never stashed.
-        recompute: whether B computes a residual again where that is cheaper than to stash it. Parts of a stage have
-            chosen that for themselves already, but one part's residual may follow from another part's.
+        readable: the inputs of F that B has: weights and micro-batch.
+        weights: how many leading inputs are weights. Values that follow from weights alone are never stashed.
+        recompute: whether B computes a residual again where that is cheaper than stashing it. Each part of a stage has
+            made this choice already, but a residual of one part may follow from a residual of another.
     """
     jaxpr = traced.jaxpr
     places = {var: i for i, var in enumerate(readable)}
@@ -85,7 +85,7 @@ def with_outputs(traced: Any, outvars: Sequence[Any]) -> Any:
 
 
 def without_unread(traced: Any, first: int, count: int) -> tuple[Any, list[int]]:
-    """Return a program without those of `count` inputs from `first` on that it does not read, and which it reads.
+    """Return a program without the unread inputs among the `count` inputs from `first` on, and the numbers of the rest.
 
     F of a stage keeps values for the derivative of its aux as well, which B does not compute.
     """

@@ -1,4 +1,4 @@
-"""Call a segment for its results, and check them: loss or outputs, new state and aux."""
+"""Call a segment and check its results: loss or outputs, new state and aux."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,14 +34,14 @@ def check_results(segment: Segment, differs: Any, y_and_aux: Any, last: bool, sp
     """Refuse results that are random keys, or that may differ between IPUs and are not split over them.
 
     Args:
-        segment: whose results they are.
+        segment: the segment that returned the results.
         differs: the tree of `call_segment`'s results; each leaf says whether its value may differ between IPUs.
         y_and_aux: the shapes of the message, loss or outputs, and of the aux.
         last: whether the segment is the last one.
         split_state: per leaf of the new state, whether it is split over the IPUs.
 
     Raises:
-        ValueError: names the stage, the value and the mend.
+        ValueError: a result is refused. The message names the stage, the value and a fix.
     """
     of_y, of_state, of_aux = differs
     if last and segment.role == "prediction":

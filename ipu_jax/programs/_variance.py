@@ -1,9 +1,9 @@
 """Find which values of a traced program may differ along a mesh axis, and which collectives might wait for ever.
 
 A value computed from values that are the same on all devices of the axis is itself the same on all of them. A shard, a
-device's own index, and everything computed from these may differ, until a collective such as psum or all_gather makes
-one value of them. If the predicate of a branch or a loop may differ, only some devices may run its body: a collective
-over the axis inside it is refused, and its results may differ.
+device's own index, and everything computed from these may differ, until a collective such as psum or all_gather
+combines them into one value. If the predicate of a branch or a loop may differ, perhaps only some devices run its body:
+a collective over the axis inside it is refused, and its results may differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +39,8 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> 
         jaxpr: an open jaxpr, traced with the axis in scope under `check_vma=False`.
         inputs: per input, whether it may differ.
         axis: the mesh axis.
-        refuse: called with an equation that waits and that only some devices may reach, and with "cond" or "while",
-            in which it is; it raises.
+        refuse: called with an equation that waits and that some devices may not reach, and with "cond" or "while" for
+            the construct around it; it raises.
     """
     return _Axis(axis, refuse).differing(jaxpr, inputs)
 
@@ -108,7 +108,7 @@ class _Axis:
         predicate, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         of_predicate, rest = of_inputs[: params["cond_nconsts"]], of_inputs[params["cond_nconsts"] :]
         of_body, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
-        while True:  # until no further part of the carry is found to differ
+        while True:  # until no more of the carry turns out to differ
             (decides,) = self.differing(predicate, [*of_predicate, *carry])
             if decides:
                 self._refuse_inside([predicate, body], "while")

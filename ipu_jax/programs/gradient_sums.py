@@ -1,12 +1,12 @@
-"""Run a traced backward and add each part of a gradient to the accumulator, at the place where it belongs.
+"""Run a traced backward and add each part of a gradient to its place in the accumulator.
 
     traced      da = scan(...) stacked       dpos = pad(dt)        dw = dw1 + dw2
     run here    per layer: sum_a[i] += da_i  sum_pos[:T] += dt     sum_w += dw1, sum_w += dw2
 
-So a scan over layers never stacks the gradients of all layers, and a gradient that is zero outside of a slice changes
-that slice of the accumulator only. A gradient is a sum of parts, and the jaxpr shows which equation computes each part.
-Where nothing else reads a part, its equation is replaced by one that adds to the accumulator in place. Any other part
-is computed as traced, and then added. JAX's own way, `VJP.with_refs`, adds a scan's gradients to the wrong leaves in
+So a scan over layers never stacks the gradients of all layers, and a gradient that is zero outside a slice changes only
+that slice of the accumulator. A gradient is a sum of parts, and the jaxpr shows which equation computes each part.
+Where nothing else reads a part, its equation is replaced by an addition to the accumulator in place. Any other part is
+computed as traced, and then added. JAX's own method, `VJP.with_refs`, adds a scan's gradients to the wrong leaves in
 jax 0.10 where some leaves have a `Ref` and others have none (docs/design/engine.md).
 """
 
@@ -29,9 +29,9 @@ class Sum:
     """The accumulator of one leaf's gradient.
 
     Attributes:
-        total: an array of the leaf's shape, or a flat one whose first elements are the leaf's; its float dtype is at
+        total: an array of the leaf's shape, or a flat array that begins with the leaf's elements; its float dtype is at
             least as wide as the leaf's.
-        shape: the leaf's.
+        shape: the leaf's shape.
     """
 
     total: Any
@@ -48,7 +48,7 @@ def add_gradients(
         args: its arguments.
         num_dx: how many outputs come before the gradients.
         sums: the accumulators.
-        zero: an int32 that is 0, which XLA does not know (`Block`).
+        zero: an int32 0 that XLA does not know to be 0 (`Block`).
 
     Returns:
         `(new totals, the other outputs)`.
@@ -72,13 +72,13 @@ class _Wanted:
 
 
 class _Walk:
-    """Run one program, whose equations compute parts of gradients.
+    """Run one program whose equations compute parts of gradients.
 
     Args:
         closed: the program.
         wanted: its gradients.
-        carried: inputs that are an accumulator themselves (a scan's carry, to which the body adds), and so are not
-            added to it.
+        carried: inputs that are accumulators themselves (a scan's carry, to which the body adds), and so are not
+            added again.
     """
 
     def __init__(self, closed: Any, wanted: Sequence[_Wanted], carried: Sequence[Any] = ()):
@@ -97,7 +97,7 @@ class _Walk:
                     self.parts.setdefault(part.var, []).append(part)
 
     def parts_of(self, want: _Wanted) -> list[_Wanted]:
-        """Return the parts whose sum a variable is, each with its own block, and note the equations that add them."""
+        """Return the parts that add up to a variable, each with its own block, and note the equations that add them."""
         eqn = None if isinstance(want.var, core.Literal) or self.uses[want.var] > 1 else self.made_by.get(want.var)
         block = None if eqn is None else self.block_of_input(eqn, want.block)
         if eqn is None or block is None:
@@ -107,7 +107,7 @@ class _Walk:
         return [part for var in inputs for part in self.parts_of(_Wanted(var, want.k, block))]
 
     def block_of_input(self, eqn: Any, block: Block) -> Block | None:
-        """Return the block to which an equation's inputs, or its first one, can be added instead of its output.
+        """Return the block to which an equation's inputs, or its first input, can be added instead of its output.
 
         Return None where no block qualifies.
         """
@@ -126,7 +126,7 @@ class _Walk:
         return None
 
     def has_part(self, var: Any, want: _Wanted) -> bool:
-        """Return whether a variable, which nothing else reads, is a part of another."""
+        """Return whether a variable is a part of a wanted variable, and nothing else reads it."""
         return self.uses[var] == 1 and any(part.var is var for part in self.parts_of(want))
 
     def is_zero(self, var: Any) -> bool:
@@ -239,7 +239,7 @@ def _update_slice(
     part, k, block = inputs[1], own[0].k, own[0].block
     if not walk.is_zero(eqn.invars[0]):
         return None
-    # a slice that reaches beyond the end is moved back inside, so its gradient is, too
+    # a slice that reaches beyond the end is moved back inside, and so is its gradient
     at = [jnp.clip(i, 0, size - n) for i, size, n in zip(inputs[2:], block.shape, part.shape, strict=True)]
     inner = block.part(at, part.shape)
     if not inner.in_one_piece:

@@ -1,14 +1,14 @@
-"""Choose what B computes again instead of reading it from the stash: whatever is cheaper to compute than to keep.
+"""Choose which values B computes again instead of reading the stash: those that are cheaper to compute than to keep.
 
     kept        products with weights, a softmax's sums, dropout's masks, results of collectives
-    not kept    what follows from these by cheap operations: gelu, norms, the softmax itself
+    not kept    values that follow from these by cheap operations: gelu, norms, the softmax itself
 
-`_keeping` makes the choice: the cheapest values from which B can compute all that its derivative reads. Weights and the
+`_keeping` chooses the cheapest values from which B can compute everything that its derivative reads. Weights and the
 micro-batch cost nothing, because B has them anyway.
 
 Loops, collectives and functions with a derivative of their own are never computed again. They divide a stage into
-parts, each of which becomes a function whose derivative keeps the values chosen. So does the body of each scan, so that
-a scan over layers keeps what is chosen per layer.
+parts. Each part becomes a function whose derivative keeps the chosen values. The body of each scan is divided in the
+same way, so that a scan over layers keeps the values chosen per layer.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ class Origin(enum.Enum):
 
 
 def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[..., Any]:
-    """Return `fn` with another derivative: it reads few values of F, and computes the others again.
+    """Return `fn` with a derivative that reads few values of F and computes the others again.
 
     Args:
         fn: a function of pytrees. Results that are not arrays are returned as they are.
-        origins: per positional argument, where its leaves come from. Of keyword arguments, "key" is GIVEN and all
+        origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, and all
             others are COMPUTED.
     """
 
@@ -108,7 +108,7 @@ def _is_divider(eqn: Any) -> bool:
 
 
 def _scan(eqn: Any, inputs: list[Any], known: dict[Any, Origin]) -> list[Any]:
-    """Run a scan whose body computes again what is cheap."""
+    """Run a scan, with a derivative of its body that computes cheap values again."""
     params, body = eqn.params, eqn.params["jaxpr"]
     num_consts, num_carry = scan_parts(params)
     of_inputs: list[Origin] = [Origin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
@@ -133,9 +133,9 @@ class _Part:
     """A run of equations, as a function of the variables that it reads.
 
     Attributes:
-        eqns: in order.
+        eqns: the equations, in order.
         inputs, outputs: variables.
-        origins: of the inputs.
+        origins: the origins of the inputs.
     """
 
     eqns: list[Any]
@@ -160,7 +160,7 @@ class _Part:
         if inside.outputs:
             run = jax.custom_vjp(inside.__call__)
             run.defvjp(inside._forward, _backward, symbolic_zeros=True)
-            # a gradient of zeros would be computed for the others, and asked of a loop that has no reverse mode
+            # the others would get a gradient of zeros, even where they come from a loop that has no reverse mode
             reached = _reached(self.eqns, inside.outputs)
             args = [arg if v in reached else lax.stop_gradient(arg) for v, arg in zip(self.inputs, args, strict=True)]
             values |= zip(inside.outputs, run(*args), strict=True)
@@ -175,7 +175,7 @@ class _Part:
         return values[:count], _Saved(values[count:], given, derivative)
 
     def derivative(self, differentiated: tuple[bool, ...]) -> "_Derivative":
-        """Trace the part and its derivative by some of its inputs, and choose what to keep."""
+        """Trace the part and its derivative with respect to some inputs, and choose the values to keep."""
         captured: dict[str, Any] = {}
 
         def forward(*args: Any) -> list[Any]:
@@ -188,7 +188,7 @@ class _Part:
             return [*outputs, *residuals]
 
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.inputs]
-        # a rule of custom_jvp may call functions that have one; none of them is differentiated any more
+        # a custom_jvp rule may call functions that have one, too; none of them is differentiated again
         traced = laid_open(jax.make_jaxpr(forward)(*shapes), (*JITS, "custom_jvp_call"))
         jaxpr, count = traced.jaxpr, len(self.outputs)
         residuals = jaxpr.outvars[count:]
@@ -241,9 +241,9 @@ class _Derivative:
 
     Attributes:
         forward: a closed jaxpr from the inputs to the outputs and the values to keep.
-        again: a closed jaxpr from the values kept and the inputs that it reads to the residuals of `vjp`.
-        read: which inputs it reads.
-        differentiated: which inputs have a gradient.
+        again: a closed jaxpr from the kept values and the inputs that it reads to the residuals of `vjp`.
+        read: the numbers of the inputs that `again` reads.
+        differentiated: per input, whether it has a gradient.
         vjp: the tree of the part's vjp function, whose leaves are the residuals.
     """
 
@@ -257,7 +257,7 @@ class _Derivative:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kept", "inputs"], meta_fields=["derivative"])
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """Hold what the derivative of a part reads: the values that were kept, and inputs."""
+    """Hold the values that the derivative of a part reads: kept values and inputs."""
 
     kept: list[Any]
     inputs: list[Any]
@@ -272,7 +272,7 @@ def _backward(saved: _Saved, cotangents: list[Any]) -> tuple[Any, ...]:
 
 
 def _pulled_back(vjp: Callable[..., Any], cotangents: list[Any]) -> list[Any]:
-    """Return `vjp(cotangents)` without operations on cotangents that are zero; None for a gradient that is zero."""
+    """Return `vjp(cotangents)`, computed without operations on zero cotangents; None for a gradient that is zero."""
     is_zero = [isinstance(ct, SymbolicZero) for ct in cotangents]
     if not any(is_zero):
         return list(vjp(cotangents))
@@ -280,7 +280,7 @@ def _pulled_back(vjp: Callable[..., Any], cotangents: list[Any]) -> list[Any]:
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     zeros: set[Any] = set()
-    linear = depending(jaxpr.eqns, jaxpr.invars)  # every equation is linear in those of its inputs
+    linear = depending(jaxpr.eqns, jaxpr.invars)  # every equation is linear in its inputs of this set
     for var, ct, zero in zip(jaxpr.invars, cotangents, is_zero, strict=True):
         zeros.update([var] if zero else [])
         env[var] = jnp.zeros(ct.shape, ct.dtype) if zero else ct

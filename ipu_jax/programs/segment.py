@@ -1,9 +1,9 @@
-"""Join neighbouring stages of one place to a segment: one function from message to message.
+"""Join neighbouring stages in one place into a segment: one function from message to message.
 
     Message(y, skips, loss)  ->  stage 3  ->  stage 4  ->  Message(y, skips, loss)
 
 A skip that a stage sends travels in the message, from stage to stage, up to the last stage that takes it. A loss that a
-stage adds travels on to the end, where the last stage's is added to it.
+stage adds travels to the end, where the last stage's loss is added to it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from ipu_jax.stage import Outputs, Role, Stage, naming
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """The message between stages: the last one's `y`, skips that later stages take, and the loss added so far."""
+    """The message between stages: the sender's `y`, skips that later stages take, and the loss added so far."""
 
     y: Any
     skips: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -35,7 +35,7 @@ NO_MESSAGE = Message(None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MicrobatchInputs:
-    """The inputs that F and B share: the micro-batch, and per stage its random key, or None."""
+    """The inputs that F and B share: the micro-batch, and each stage's random key or None."""
 
     microbatch: Any
     keys: tuple[Any, ...]
@@ -46,11 +46,11 @@ class Segment:
     """Neighbouring stages in one place that run one after the other, with no message sent between them.
 
     Attributes:
-        stages: in order.
+        stages: the stages, in order.
         first: the number of its first stage.
         onward: per stage, the names of the skips that later stages take.
         role: the purpose, which decides which functions run and whether they change the state.
-        stashes: whether F and B are separate tasks, so that what B reads of F is stashed.
+        stashes: whether F and B are separate tasks, so that the values of F that B reads are stashed.
         backward: whether there is a B; otherwise nothing is kept or computed again for it.
     """
 
@@ -126,10 +126,10 @@ class Segment:
 
 
 def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the aux of both, by name of the stage.
+    """Return the aux of both, by stage name.
 
     Raises:
-        ValueError: two stages of one name return aux.
+        ValueError: two stages with the same name return aux.
     """
     twice = one.keys() & other.keys()
     if twice:
@@ -207,7 +207,7 @@ def segments_of(
             joined = found[-1]
             found[-1] = dataclasses.replace(joined, stages=(*joined.stages, stage), onward=(*joined.onward, onward))
         else:
-            stashes = schedule.phase(number, "F") != "head"  # whose B follows its F in the same task
+            stashes = schedule.phase(number, "F") != "head"  # there, B follows F in the same task
             found.append(Segment((stage,), number, (onward,), role, stashes, backward))
     return tuple(found)
 
@@ -231,7 +231,7 @@ def loss_and_aux(message: Message, aux: Mapping[str, Any], last: Stage) -> tuple
 
 
 def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:
-    """Return each stage's random key, `key` with replica, micro-batch and stage folded in; None if it takes none."""
+    """Return each stage's random key, `key` with replica, micro-batch and stage folded in; None where none is taken."""
     if key is None:
         return (None,) * len(stages)
     own = jax.random.fold_in(jax.random.fold_in(key, replica), microbatch)

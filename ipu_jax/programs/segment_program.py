@@ -7,9 +7,9 @@
     W:   params, inputs, stash, weight residuals   ->  dparams
 
 `inputs` are the micro-batch and the random keys, which B can read again. `jax.vjp` returns a pytree whose leaves are
-the residuals. The traced F shows where each residual comes from. B reads a residual that *is* a weight or a part of
-`inputs` from there, and computes again one that depends on weights alone (such as a bfloat16 copy of a weight) or that
-follows from others by cheap operations (`_residuals`). Only the other residuals are stashed: weights never are.
+the residuals. The traced F shows where each residual comes from. If a residual *is* a weight or a part of `inputs`, B
+reads it there. If it depends on weights alone (such as a bfloat16 copy of a weight) or follows from others by cheap
+operations (`_residuals`), B computes it again. Only the other residuals are stashed: weights never are.
 """
 
 import dataclasses
@@ -59,11 +59,11 @@ class SegmentProgram:
 
     Attributes:
         y: the message, as a tree of `jax.ShapeDtypeStruct`; on the last segment the loss, in prediction the outputs.
-        aux: the aux of each stage, likewise.
+        aux: the aux of each stage, as such a tree.
         stash: the residuals that F stores for B, per micro-batch, as a list of `jax.ShapeDtypeStruct`.
-        weight_residuals: the values that B stores for W, likewise; empty where B is not split.
+        weight_residuals: the values that B stores for W, as such a list; empty where B is not split.
         signature: segments with equal signatures compute the same function; None where equality cannot be decided.
-        adds_loss: whether the segment or an earlier one adds a loss to the last stage's.
+        adds_loss: whether the segment or an earlier one adds a loss to the last stage's loss.
     """
 
     y: Any
@@ -166,10 +166,10 @@ def trace_segment(
 ) -> SegmentProgram:
     """Trace a segment for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`).
 
-    Of a segment without a backward only F is traced, without residuals.
+    For a segment without a backward, only F is traced, without residuals.
 
     Args:
-        segment: what to trace.
+        segment: the segment to trace.
         params, x, inputs, state: its arguments.
         last: whether it returns the loss, or in prediction the outputs.
         split: whether to split the backward into B and W.
@@ -230,7 +230,7 @@ def trace_segment(
 
     with naming(segment.name, segment.first):
         traced_backward = laid_open(jax.make_jaxpr(backward)(params, inputs, stash_types, dy))
-    # what B computes again is needed late, and would take memory until then
+    # B needs the values that it computes again late; earlier they would only take memory
     traced_backward = postponed(
         traced_backward, traced_backward.jaxpr.invars[len(traced_backward.in_avals) - len(dy) :]
     )

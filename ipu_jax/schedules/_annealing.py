@@ -1,11 +1,11 @@
 """Improve a table of ticks in which all IPUs wait for each other wherever one sends, by simulated annealing.
 
-The ticks from one exchange to the next then last as long as the IPU needs that has the most to do in them, and the step
-takes the sum. So what matters is which tasks run between the same two exchanges, rather than when an IPU is idle. A
-move takes one task to another tick of its IPU, or swaps it with the task there, if the inputs of both, and the
-micro-batches that a segment may hold, allow it. Only the ticks between the exchanges around these two ticks change, so
-a move looks at these alone. In a long table of many IPUs nearly every tick has an exchange. It is faster to take each
-for one that has, which gives a makespan that is no shorter than the true one.
+The ticks from one exchange to the next last as long as the IPU with the most work in them needs, and the step takes the
+sum. So what matters is which tasks run between the same two exchanges, not when an IPU is idle. A move takes one task
+to another tick of its IPU, or swaps it with the task there, if the inputs of both tasks and the segments' limits of
+micro-batches allow it. Only the ticks between the exchanges around these two ticks change, so a move looks at these
+ticks alone. In a long table of many IPUs nearly every tick has an exchange. There it is faster to treat every tick as
+having one, and the makespan is then at least the true one.
 
 Concurrent stages take the same time in any table, since all IPUs run them together in phases of their own.
 """
@@ -23,11 +23,11 @@ Ticks = dict[Local, int]
 
 
 def spread(tasks: Iterable[tuple[tuple[int, int], int, Local]], work: Work) -> Ticks:
-    """Return ticks in which an IPU does one task each, for tasks of which some run side by side.
+    """Return ticks with at most one task per IPU, for tasks of which several may share a tick.
 
     Args:
-        tasks: each with the tick and the phase in which it runs, and its turn within the phase. An IPU with several
-            tasks in one phase does them in the order of their turns in consecutive ticks.
+        tasks: each task with the tick and the phase in which it runs, and its turn within the phase. An IPU does its
+            tasks of one phase in consecutive ticks, in the order of their turns.
         work: the segments and their IPUs.
     """
     ticks: Ticks = {}
@@ -68,7 +68,7 @@ def _sends(task: Local, work: Work) -> bool:
 
 
 def _cost(lengths: Sequence[Sequence[float]], sends: Sequence[int], first: int, last: int) -> float:
-    """Return how long the ticks from `first` to `last` take; an exchange is at the end of each tick that sends."""
+    """Return the time of the ticks from `first` to `last`. Each tick that sends ends with an exchange."""
     total, begin = 0.0, first
     for tick in range(first, last + 1):
         if sends[tick] or tick == last:
@@ -108,22 +108,22 @@ def anneal(
     rng: random.Random,
     exact: bool = True,
 ) -> Ticks:
-    """Return the table that `steps` moves lead to, which is not always better than the one that they start from.
+    """Return the table after `steps` moves, which is not always better than the initial table.
 
     Args:
         ticks: the tick of each task. Every segment does its micro-batches in order.
         work: the costs of the tasks.
-        depths, residual_depths: per segment, the micro-batches that it may hold, at least as many as it does now.
+        depths, residual_depths: per segment, the most micro-batches that it may hold, at least as many as it holds now.
         steps: the number of moves to try.
         heat: how much worse a move may make the table at first, as a share of a task's mean cost. It falls to 0.
-        rng: the only source of chance. Only `random` is called, which gives the same numbers in every Python.
-        exact: whether to look where exchanges are; otherwise each tick counts as one that has an exchange.
+        rng: the only source of randomness. Only `random` is called, which gives the same numbers in every Python.
+        exact: whether to look up the exchanges. Otherwise every tick counts as having one.
     """
     return _Table(ticks, work, depths, residual_depths, exact).anneal(steps, heat, rng)
 
 
 class _Table:
-    """Tasks are numbered, and so are IPUs; `cells[tick][ipu]` is a task's number or -1, and `lengths` its cost.
+    """A table with numbered tasks and IPUs. `cells[tick][ipu]` is a task's number or -1, and `lengths` its cost.
 
     `sends[tick]` is the number of tasks in a tick whose results go to another IPU.
     """
@@ -136,7 +136,7 @@ class _Table:
         costs = {"F": work.forward, "B": work.backward, "W": work.weight}
         self.ipu = [ipus[line.places[i]] for i, _, _ in self.tasks]
         self.cost = [costs[kind][i] for i, kind, _ in self.tasks]
-        # every other tick is empty, to make room for groups of tasks that no tick has yet
+        # every other tick is empty, so that moves can form new groups of tasks
         self.at = [2 * ticks[task] for task in self.tasks]
         self.count = 2 + max(self.at)
         self.cells = [[-1] * len(ipus) for _ in range(self.count)]
@@ -169,10 +169,10 @@ class _Table:
         at, ipu, cost, cells, lengths, sends = self.at, self.ipu, self.cost, self.cells, self.lengths, self.sends
         exact, is_sent = self.exact, self.is_sent
         mean = math.fsum(cost) / len(cost)
-        reach = 4 * len(cells[0]) + 4  # ticks that a move may go; a few are as good as many
+        reach = 4 * len(cells[0]) + 4  # the most ticks that a move can cross; a few are as good as many
         dice = rng.random
         for step in range(steps):
-            # the threshold is the product of the heat left and of chance: no exp, whose last digit may differ
+            # the threshold is the remaining heat times a random number: no exp, whose last digit may differ
             left = 1.0 - step / steps
             x = int(dice() * len(at))
             t, k = at[x], ipu[x]
@@ -210,7 +210,7 @@ class _Table:
         return self._ticks(at)
 
     def _around(self, t: int, u: int) -> float:
-        """Return how long the ticks take that a move between two ticks may change: from exchange to exchange."""
+        """Return the time of the ticks that a move between two ticks can change, from exchange to exchange."""
         total, done, sends = 0.0, -1, self.sends
         for tick in (t, u) if t < u else (u, t):
             if tick <= done:
@@ -224,13 +224,13 @@ class _Table:
         return total
 
     def _may_move(self, x: int, tick: int, partner: int) -> bool:
-        """Return whether a task may go to the tick of its partner, which leaves it, and does not depend on it."""
+        """Return whether a task can move to the tick that its partner leaves, and does not depend on the partner."""
         at = self.at
         return all(y != partner and at[y] < tick for y in self.before[x]) and all(
             y != partner and at[y] > tick for y in self.after[x]
         )
 
     def _ticks(self, at: Sequence[int]) -> Ticks:
-        """Return the ticks of all tasks, without the empty ones."""
+        """Return the tick of each task, numbered without the empty ticks."""
         kept = {tick: n for n, tick in enumerate(sorted(set(at)))}
         return {task: kept[tick] for task, tick in zip(self.tasks, at, strict=True)}

@@ -1,4 +1,4 @@
-"""Search the schedule that takes the least time at given costs of stages, and within a limit of bytes.
+"""Search for the schedule that takes the least time at given costs of stages and within a limit of bytes.
 
 The candidates are all families that can serve the placement, and tables that are made for these costs:
 
@@ -6,7 +6,7 @@ The candidates are all families that can serve the placement, and tables that ar
                    from W and without
     lockstep       tables of families and of the list scheduler, improved by annealing (`_annealing`)
 
-`Schedule.simulate` judges each of them. So no family that fits is better than the one that is found.
+`Schedule.simulate` judges each candidate. So no family that fits is better than the schedule returned.
 
 Source: Qi et al. 2023, arXiv:2401.10241, section 5.
 """
@@ -29,17 +29,17 @@ from ipu_jax.schedules._policies import ROUNDING, allot, fits, search, wanted
 from ipu_jax.schedules._schedule import Schedule, placement_of
 from ipu_jax.schedules._timetable import Placement
 
-_TRIES = 200  # at most: the policies that are tried, and the variations of the best one
-_TASKS = 600_000  # that the list scheduler may place for each of the two, which takes about two seconds
-# Rounds of annealing: moves per task, how many of the best tables are improved, the heat, and when to give up: if the
-# best table is this many times as long as the best schedule so far. A round keeps the tables that it is given, too.
+_TRIES = 200  # at most, both for the policies and for the variations of the best policy
+_TASKS = 600_000  # the most tasks that the list scheduler places for each of the two: about two seconds
+# Rounds of annealing: the moves per task, the number of best tables to improve, the heat, and the ratio of the best
+# table to the best schedule so far at which to give up. A round also keeps its input tables.
 _ROUNDS = ((10, 5, 0.1, 1.3), (40, 2, 0.1, 1.1), (120, 1, 0.1, 1.05))
-# Tables of few tasks need hot rounds to find the optimum, and tables of many lose their form in them.
+# Tables of few tasks need hot rounds to find the optimum. Tables of many tasks lose their form in hot rounds.
 _HOT_ROUNDS = (*_ROUNDS[:2], (40, 1, 1.0, 1.1), (40, 1, 0.3, 1.1), *_ROUNDS[2:])
 _FEW = 1000  # tasks
-_LEAST = 400  # tables of fewer tasks get as many moves as tables of so many
-_KEPT = 2  # tables of which `Schedule.simulate` chooses
-_REMEMBERED, _MEDIUM = 8, 2048  # so many searches are remembered, of at most so many micro-batches times stages
+_LEAST = 400  # tables of fewer tasks get as many moves as a table of this many
+_KEPT = 2  # tables from which `Schedule.simulate` chooses
+_REMEMBERED, _MEDIUM = 8, 2048  # the searches remembered, and their most micro-batches times stages
 
 Limits = tuple[float, ...]
 Depths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -67,13 +67,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class FoundSchedule:
-    """The result of `find_schedule`. Prints as a table of what was chosen and what the others would cost.
+    """The result of `find_schedule`. It prints as a table of the chosen schedule and the costs of the others.
 
     Attributes:
-        schedule: the schedule chosen. Its name is a family's, or "auto" if the table was made for these costs.
+        schedule: the chosen schedule. Its name is the family's name, or "auto" if the table was made for these costs.
         makespan: its time per step, in the unit of the costs.
-        bound: a time that no schedule of this placement can be below.
-        candidates: all that were considered, the best first; those that do not fit at the end.
+        bound: a lower bound on the makespan of any schedule of this placement.
+        candidates: all candidates, the best first; the candidates that do not fit are at the end.
         stash_limit: per IPU, the bytes that it may hold, or None.
         lockstep: whether IPUs wait for each other at the end of each phase.
     """
@@ -99,7 +99,7 @@ class FoundSchedule:
         return "\n".join([f"{self.schedule.name}: makespan {self.makespan:.6g} ({clock}), {ratio}", *rows])
 
     def _excess(self, candidate: Candidate) -> str:
-        """Return by how much a candidate does not fit, at the IPU that lacks the most."""
+        """Return by how much a candidate exceeds the limit, on the IPU that exceeds it most."""
         held, limits = candidate.stash_bytes, self.stash_limit
         if candidate.fits or limits is None:
             return ""
@@ -118,24 +118,24 @@ def find_schedule(
     stash_limit: float | Sequence[float] | None = None,
     seed: int = 0,
 ) -> FoundSchedule:
-    """Search the schedule that takes the least time at these costs.
+    """Search for the schedule that takes the least time at these costs.
 
-    The placement stays as it is. The same arguments give the same schedule in every process and every Python, and the
-    last searches of a process are remembered, so that to ask again takes no time. Of schedules that take the same time
-    (within 1e-9) the one whose fullest IPU holds the fewest bytes is chosen, and of those a family rather than a table
-    of its own.
+    The placement stays as it is. The same arguments give the same schedule in every process and every Python version.
+    The last searches of a process are remembered, so repeating one takes no time. Among schedules that take the same
+    time (within 1e-9), the search chooses the schedule whose fullest IPU holds the fewest bytes. If these are equal
+    too, it prefers a family to a new table.
 
     Args:
         costs: the costs of the stages, and their bytes if `stash_limit` is given.
         placement: per stage its IPU, or None for a concurrent stage.
         micro_batches: M, at least 1.
-        ipus: IPUs of a replica. Default: those that the placement names.
+        ipus: IPUs of a replica. Default: 1 + the largest IPU in the placement.
         transfer: the time that a message takes, as in `Schedule.simulate`.
-        lockstep: whether IPUs wait for each other at the end of each phase, as the engine's do, or run freely.
-        stash_limit: the bytes that the stash and the weight residuals of an IPU's stages may take: a number, or one per
-            IPU. They are the sum over its stages of the largest number of micro-batches that the stage holds at once,
-            times its bytes; the engine keeps a ring of that size. Messages that wait are not counted.
-        seed: of the search. Another one may find a table a little better or worse.
+        lockstep: whether IPUs wait for each other at the end of each phase, as in the engine, or run freely.
+        stash_limit: the most bytes for the stash and the weight residuals of an IPU's stages: a number, or one per IPU.
+            Each stage counts with its bytes times the largest number of micro-batches that it holds at once; the engine
+            keeps a ring of that size. Waiting messages are not counted.
+        seed: the seed of the search. Another seed may find a slightly better or worse table.
 
     Returns:
         A `FoundSchedule`: the schedule, its makespan, a lower bound, and all candidates.
@@ -193,7 +193,7 @@ def _searched(
     limits: tuple[float, ...],
     seed: int,
 ) -> tuple[tuple[Candidate, ...], float]:
-    """Return all candidates, the best first, and a lower bound; only the families if none of them fits."""
+    """Return all candidates, the best first, and a lower bound. If no family fits, return only the families."""
     judge = _Judge(costs, transfer, lockstep, limits)
     families = [judge(schedule) for schedule in _families(placement, ipus, micro_batches)]
     works = [Work(costs, placement, micro_batches, ipus, split=split) for split in (True, False)]
@@ -237,7 +237,7 @@ def _refuse(stash_limit: Any, families: Sequence[Candidate]) -> NoReturn:
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
-    """Return candidates, the best first: those that fit, and of equal ones that which holds the fewest bytes."""
+    """Return the candidates, the best first: by whether they fit, by makespan, then by the bytes they hold."""
     best = min((candidate.makespan for candidate in candidates if candidate.fits), default=0.0)
 
     def rank(candidate: Candidate) -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
 
 
 class _Judge:
-    """Simulates schedules, and says whether they fit."""
+    """Simulate schedules, and check whether they fit."""
 
     def __init__(self, costs: StageCosts, transfer: float, lockstep: bool, limits: tuple[float, ...]):
         self._costs, self._transfer, self._lockstep, self._limits = costs, transfer, lockstep, limits
@@ -261,7 +261,7 @@ class _Judge:
 
 
 def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[Schedule]:
-    """Yield the schedule of every family that can serve the placement. The first two can serve any."""
+    """Yield the schedule of every family that can serve the placement. The first two families can serve any."""
     for name in SCHEDULES:
         try:
             table = timetable(name, placement, ipus, micro_batches)
@@ -271,7 +271,7 @@ def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[S
 
 
 def schedule_of(work: Work, ticks: Ticks) -> Schedule:
-    """Return the schedule "auto" in which each local task has its tick."""
+    """Return the schedule "auto" with the given tick of each local task."""
     line = work.line
     tables = rows_of(line, by_kind(line, ticks))
     return Schedule("auto", line.placement, work.ipus, *tables, "one-phase")
@@ -280,7 +280,7 @@ def schedule_of(work: Work, ticks: Ticks) -> Schedule:
 def _free_tables(work: Work, limits: Limits, transfer: float, rng: random.Random) -> list[Ticks]:
     """Return the tables of the list scheduler's best runs.
 
-    Some orders that take no notice of concurrent stages are tried as well: they can be better with them, too.
+    Orders that ignore concurrent stages are tried as well, since they can be better even with such stages.
     """
     ways = [work]
     if work.has_head or any(work.joint):
@@ -296,9 +296,9 @@ def _free_tables(work: Work, limits: Limits, transfer: float, rng: random.Random
 def _lockstep_tables(
     work: Work, limits: Limits, families: list[Candidate], best: float, rng: random.Random
 ) -> list[Ticks]:
-    """Return the best tables that annealing finds: a little from many seeds, then more from the best of them.
+    """Return the best tables from annealing: few moves from many seeds, then more moves from the best results.
 
-    There are none if `best`, a makespan found before, is out of reach.
+    There are none if `best`, the best makespan so far, is out of reach.
     """
     work = work.without_concurrent()
     seeds: list[tuple[float, Ticks, Depths]] = []
@@ -315,12 +315,12 @@ def _lockstep_tables(
             steps, exact = moves * max(_LEAST, work.tasks), work.tasks <= _FEW
             ticks = anneal(ticks, work, *depths, steps=steps, heat=heat, rng=rng, exact=exact)
             better.append((lockstep_cost(ticks, work), ticks, depths))
-        seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # stable, and so the same everywhere
+        seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # a stable sort, so the same everywhere
     return [ticks for _, ticks, _ in seeds[:_KEPT]]
 
 
 def _seeds(work: Work, limits: Limits, families: list[Candidate]) -> Iterator[Ticks]:
-    """Yield tables to improve: of the families, and of the list scheduler at equal costs and at the real ones."""
+    """Yield tables to improve: from the families, and from the list scheduler at equal costs and at the real costs."""
     for family in families:
         if family.schedule.weight is None or work.split:
             yield spread(_phased(family.schedule, work), work)
@@ -336,7 +336,7 @@ def _seeds(work: Work, limits: Limits, families: list[Candidate]) -> Iterator[Ti
 def _phased(schedule: Schedule, work: Work) -> Iterator[tuple[tuple[int, int], int, Local]]:
     """Yield the local tasks of a schedule, each with its tick and phase, and its turn within the phase.
 
-    If only the work has W, it comes right after B.
+    If the work has W but the schedule does not, W comes right after B.
     """
     two_phase = schedule.clock == "two-phase"
     local = [stages[0] for stages in schedule.segments if schedule.placement[stages[0]] is not None]

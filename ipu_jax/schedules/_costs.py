@@ -1,4 +1,4 @@
-"""Define the costs and sizes of stages, and give them to the segments of a line, which a search places in time."""
+"""Define the costs and sizes of stages, and compute them for the segments of a line, whose tasks a search schedules."""
 
 import copy
 import dataclasses
@@ -19,22 +19,22 @@ _SIZES = ("stash", "weight_residuals")
 
 @dataclasses.dataclass(frozen=True)
 class StageCosts:
-    """Hold the costs of each stage for one micro-batch, in any unit of time, and the bytes that it keeps.
+    """Hold the costs of each stage for one micro-batch, in any unit of time, and the bytes that the stage keeps.
 
-    F, B and W of a concurrent stage are those of the whole stage, which the IPUs divide evenly. It has no W of its own:
-    its backward pass always costs `whole_backward`. Its bytes are those that each IPU holds.
+    The costs of a concurrent stage are for the whole stage, and the IPUs divide them evenly. A concurrent stage has no
+    W: its backward pass always costs `whole_backward`. Its bytes are the bytes that each IPU holds.
 
     Attributes:
         forward: per stage, the cost of F.
-        backward: per stage, the cost of B where it is split from W: of the gradient of the stage's input.
-        weight: per stage, the cost of W: of the gradients of its weights.
+        backward: per stage, the cost of B (the gradient of the stage's input) where B is split from W.
+        weight: per stage, the cost of W (the gradients of the stage's weights).
         whole_backward: per stage, the cost of the backward pass where it is not split. Default: backward + weight. It
             may be less if B and W share work.
         stash: per stage, the bytes that it holds from F until its last use: W, or B if there is no W. Default: 0.
         weight_residuals: per stage, the bytes that it holds from B until W besides the stash. Default: 0.
 
     Raises:
-        ValueError: a cost or a size is not a finite number of at least 0, or there are not as many as stages.
+        ValueError: a cost or a size is not a finite number of at least 0, or there is not one number per stage.
 
     >>> costs = StageCosts(forward=[1, 2], backward=[1, 2], weight=[1, 1.5])
     >>> costs.whole_backward, costs.stash
@@ -72,7 +72,7 @@ class StageCosts:
 
     @classmethod
     def equal(cls, placement: Placement) -> "StageCosts":
-        """Return costs of 1 for each of F, B and W of an IPU's whole share, and likewise for each concurrent stage.
+        """Return costs of 1 for each of F, B and W, per IPU's whole share and per concurrent stage.
 
         An IPU's share is divided evenly among its stages. A stage holds as many bytes as it costs.
 
@@ -120,9 +120,9 @@ def _numbers(name: str, given: Any) -> tuple[float, ...]:
 
 
 class Work:
-    """The segments of a line with their costs and sizes, as one IPU has them.
+    """The segments of a line, with their costs and sizes on one IPU.
 
-    All sums are `math.fsum`, because `sum` rounds differently in Python 3.11 and 3.12, and every process of a program
+    All sums use `math.fsum`, because `sum` rounds differently in Python 3.11 and 3.12, and every process of a program
     must find the same schedule.
 
     Attributes:
@@ -134,7 +134,7 @@ class Work:
         joint: per segment, whether concurrent stages precede it.
         joint_forward, joint_backward: per segment, the cost of these concurrent stages to each IPU, or 0.
         joint_stash: per segment, the bytes of one micro-batch of these concurrent stages on each IPU, or 0.
-        has_head, head, head_stash: likewise for the concurrent stages that no local stage follows, F and B together.
+        has_head, head, head_stash: the same for the concurrent stages that no local stage follows, F and B together.
     """
 
     def __init__(self, costs: StageCosts, placement: Placement, micro_batches: int, ipus: int, *, split: bool):
@@ -184,7 +184,7 @@ class Work:
         return other
 
     def without_concurrent(self) -> "Work":
-        """Return the same local tasks as if no IPU had to wait for concurrent stages, which keep their bytes."""
+        """Return the same local tasks without waits for concurrent stages. The bytes of those stages still count."""
         other = copy.copy(self)
         other.joint, other.has_head = [False] * len(self.line), False
         return other
@@ -198,7 +198,7 @@ class Work:
         return math.fsum([*self.joint_forward, *self.joint_backward, self.head])
 
     def round_trip(self, i: int) -> float:
-        """Return how long a micro-batch takes from the start of segment i's F to its last use, if it meets no other."""
+        """Return the time of a micro-batch alone from the start of segment i's F to its last use."""
         after = range(i, len(self.line))
         return math.fsum(
             [self.forward[j] + self.backward[j] for j in after]
@@ -208,13 +208,13 @@ class Work:
 
 
 def lower_bound(work: Work, transfer: float) -> float:
-    """Return a time before which no run can end: the longest of these, over all IPUs.
+    """Return a time before which no run can end: the longest of these times, over all IPUs.
 
-    An IPU does nothing before its first F can begin, but for concurrent stages, which cannot run then, as they need all
-    IPUs. Then it has all its own work to do. The backward pass of the segments before its own follows its last B. If B
-    is not split, that is also its last task.
+    An IPU has none of its own work to do before its first F. Concurrent stages cannot run then either, because they
+    need all IPUs. Then the IPU has all its own work to do. The backward pass of the segments before its own follows its
+    last B. If B is not split, the last B is also its last task.
 
-    It cannot begin its first B before the first micro-batch comes back to it. Then it has all its B and W to do.
+    An IPU cannot begin its first B before the first micro-batch comes back to it. Then it has all its B and W to do.
     """
     line, count = work.line, work.line.micro_batches
     concurrent = work.has_head or any(work.joint)

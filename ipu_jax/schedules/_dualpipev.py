@@ -1,7 +1,7 @@
 """The order of DualPipeV: two stages per IPU, folded, and F of one paired with B of the other.
 
-IPU r of S does these tasks: F0 and B0 of its stage on the way there, F1 and B1 of the one on the way back. B is
-followed by its W at once; Z is a B whose W is postponed, and W the oldest one postponed.
+IPU r of S does these tasks: F0 and B0 of its stage on the way there, F1 and B1 of its stage on the way back. W follows
+its B at once. Z is a B whose W is postponed, and a W alone is the oldest postponed W.
 
     2 (S-r-1)       x  F0
     r+1             x  F0 F1
@@ -12,7 +12,7 @@ followed by its W at once; Z is a B whose W is postponed, and W the oldest one p
     S-r-1           x  W Z0
     r+1             x  W
 
-With fewer than 2S micro-batches, the order is that of 2S without the tasks of the surplus.
+With fewer than 2S micro-batches, the order is the order for 2S without the surplus tasks.
 
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, and `dualpipev.py` of its DualPipe repository.
 """
@@ -22,9 +22,9 @@ import numpy as np
 from ipu_jax.schedules._line import Line
 from ipu_jax.schedules._run import Ints, Rule, follow
 
-# the number of a kind and chunk (0 on the way there, 1 on the way back), as `Progress` counts two segments of an IPU
+# numbers of kind and chunk (0 on the way there, 1 on the way back), as `Progress` numbers two segments of an IPU
 _F0, _F1, _B0, _B1, _W0, _W1 = range(6)
-_Z0, _Z1, _W = range(6, 9)  # B whose W is postponed, and the oldest W that is
+_Z0, _Z1, _W = range(6, 9)  # B whose W is postponed, and the oldest postponed W
 
 
 def dualpipev_rule(line: Line) -> Rule:
@@ -38,7 +38,7 @@ def dualpipev_rule(line: Line) -> Rule:
 
 
 def _segments(order: Ints, count: int, rounds: int) -> Ints:
-    """Return the order of an IPU's segments, of `rounds` per IPU. Where a line turns, the chunks may be one segment."""
+    """Return an IPU's order in numbers of its `rounds` segments. Where a line turns, both chunks can be one segment."""
     kinds, chunks = order // 2, order % 2
     if count == 2:
         return order

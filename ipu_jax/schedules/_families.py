@@ -11,7 +11,7 @@ Four stages on four IPUs, eight micro-batches, schedule "1f1b" (a cell is stage,
 "sequential" and "grouped" repeat the ticks of one micro-batch under the two-phase clock, and "interleaved" does so
 under the one-phase clock. The order of the others comes from a simulated run in which the *rule* of the family chooses
 what each IPU does next (`_rules`), or, for "dualpipev", from a list (`_dualpipev`). Each task then gets the earliest
-tick that the order and the clock allow. So any number of micro-batches will do, and any placement that the family can
+tick that the order and the clock allow. So any number of micro-batches works, on any placement that the family can
 serve.
 
 Concurrent stages run in the ticks of a local segment beside them: those before a local stage run their F in the tick of
@@ -39,7 +39,7 @@ SCHEDULES = (
     "zb-wave", "dualpipev",
 )  # fmt: skip
 AUTO = "auto"
-"""The name under which `find_schedule` searches the schedule. It is not a family."""
+"""The name for a search with `find_schedule`. It is not a family."""
 ALIASES = {
     "interleaved1f1b": "looped",
     "loopedbfs": "looped-bfs",
@@ -48,8 +48,8 @@ ALIASES = {
     "std1f1b": "1f1b",
     "eager1f1b": "grouped",
 }
-"""Names of the same schedules elsewhere, in lower case: those of torch.distributed.pipelining, with or without
-"Schedule" before them, and those of JaxPP. "gpipe", "1f1b" and "dualpipev" have the same name everywhere."""
+"""Names of the same schedules in other libraries, in lower case: torch.distributed.pipelining, with or without
+"Schedule" before the name, and JaxPP. "gpipe", "1f1b" and "dualpipev" have the same name everywhere."""
 
 _SPLIT = ("looped-zb", "zb-h1", "zbv", "zb-wave", "dualpipev")
 _LOOPED = ("looped", "looped-bfs", "looped-zb")
@@ -57,7 +57,7 @@ _FOLDED = ("zbv", "dualpipev")
 
 
 def canonical_name(name: str) -> str:
-    """Return the name of `SCHEDULES`, or "auto", for a name in any case, of ours or of `ALIASES`.
+    """Return the name in `SCHEDULES`, or "auto", for a name or an alias (`ALIASES`) in any case.
 
     Raises:
         ValueError: the name is unknown; the message suggests the nearest.
@@ -111,7 +111,7 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
 
 
 def _shortest(line: Line) -> LineTicks:
-    """Return the ticks of the shortest run among those of `wave_rules`."""
+    """Return the ticks of the shortest run under the rules of `wave_rules`."""
     best: tuple[LineTicks, int] | None = None
     for rule in wave_rules():
         try:
@@ -127,12 +127,12 @@ def _shortest(line: Line) -> LineTicks:
 
 
 def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
-    """Return the earliest two-phase ticks of F and B, per stage, of a micro-batch that meets no other."""
+    """Return, per stage, the earliest two-phase ticks of F and B of a micro-batch that is alone."""
     last_local = max((s for s, ipu in enumerate(placement) if ipu is not None), default=-1)
     forward = [0]
     for s in range(1, len(placement)):
         before, here = placement[s - 1], placement[s]
-        # a local stage's result leaves its IPU at the end of phase F: only the head or the same IPU uses it then
+        # a local stage's result leaves its IPU at the end of phase F; in that tick only the head or this IPU uses it
         stays = before is None or before == here or s > last_local
         forward.append(forward[-1] + (0 if stays else 1))
     backward = [forward[-1]] * len(placement)
@@ -144,7 +144,7 @@ def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
     return forward, backward
 
 
-# the simulated run, in which rules choose what each IPU does next
+# checks of placements
 
 
 def _check_places(name: str, line: Line) -> None:
@@ -167,7 +167,7 @@ def _check_places(name: str, line: Line) -> None:
 
 
 def _are_sweeps(line: list[int], places: list[int]) -> bool:
-    """Return whether local segments go there and back along a line; at a turn, two segments may be one."""
+    """Return whether local segments go there and back along a line. At a turn, two segments can be one."""
     if not places:
         return True
     return places[: len(line)] == line and (

@@ -39,7 +39,7 @@ class Line:
         return self.lengths[i] * (2 if kind == "B" and "W" not in self.kinds else 1)
 
     def source(self, i: int, kind: Kind) -> tuple[int, Kind] | None:
-        """Return the segment and the kind of the task that a task waits for, which is of the same micro-batch."""
+        """Return the segment and the kind of the task that a task of the same micro-batch waits for."""
         if kind == "F":
             return (i - 1, "F") if i > 0 else None
         return (i, "B") if kind == "W" else (i + 1, "B") if i + 1 < len(self) else (i, "F")
@@ -49,7 +49,7 @@ class Line:
         return [] if source is None else [(*source, task[2])]
 
     def earliest_end(self) -> int:
-        """Return a time before which no run can end: every IPU first waits for an F, and then has all its own work."""
+        """Return a time before which no run can end: every IPU waits for its first F, and then has all its own work."""
         waits = np.cumsum([0, *(self.cost(i, "F") for i in range(len(self)))]).tolist()
         return max(
             waits[mine[0]] + self.micro_batches * sum(self.cost(i, kind) for i in mine for kind in self.kinds)
@@ -69,7 +69,7 @@ def by_kind(line: Line, ticks: Mapping[Local, int]) -> LineTicks:
 def rows_of(line: Line, ticks: LineTicks) -> tuple[Rows, Rows, Rows | None]:
     """Return the tables of F, of B, and of W if the line has it.
 
-    Concurrent segments get the ticks of a local one beside them.
+    Concurrent segments get the ticks of a local segment beside them.
     """
     return _rows(line, ticks, "F"), _rows(line, ticks, "B"), _rows(line, ticks, "W") if "W" in line.kinds else None
 

@@ -1,12 +1,12 @@
-"""Schedule the tasks of a line one by one, as time passes: each IPU that is idle chooses its next task by a policy.
+"""Schedule the tasks of a line one by one, as time passes: each idle IPU chooses its next task by a policy.
 
-This is the heuristic of Qi et al. 2023, arXiv:2401.10241, section 5, with stages that may all differ in cost, several
-stages per IPU, concurrent stages, and a limit of bytes: no segment holds more micro-batches than the policy allows.
+This is the heuristic of Qi et al. 2023, arXiv:2401.10241, section 5, for stages of different costs, several stages per
+IPU, concurrent stages, and a limit of bytes: no segment holds more micro-batches than the policy allows.
 
-Concurrent stages make all IPUs wait for each other. Two kinds of local tasks need them: one that *ends* with them (the
-last segment's F with the loss head after it; B of a segment with concurrent stages before it), and one that they
-*enter* (F of such a segment). An IPU that is idle while such a task waits does not begin anything else. Once all of
-them are idle, the concurrent stages of all tasks that wait run, one after the other.
+Concurrent stages make all IPUs wait for each other. Two kinds of local tasks need them: tasks that *end* with them (the
+last segment's F with the loss head after it; B of a segment with concurrent stages before it), and tasks that *enter*
+through them (F of such a segment). An IPU that is idle while such a task waits does not begin anything else. Once all
+IPUs are idle, the concurrent stages of all waiting tasks run, one after the other.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ FIRSTS: tuple[First, ...] = ("B", "F", "half", "room")
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The rules by which IPUs choose. An IPU chooses W only if it can do neither F nor B, except under "room".
+    """The rules by which IPUs choose tasks. An IPU chooses W only if it can do neither F nor B, except under "room".
 
     Attributes:
-        first: per segment, what its IPU prefers (all segments of an IPU say the same): "B"; "F"; "half": F while less
-            than half of what the IPU may hold is between F and B, else B; "room": B, but W before it if that makes room
+        first: per segment, the preference of its IPU (the same for all its segments): "B"; "F"; "half": F while less
+            than half of the IPU's capacity is between F and B, else B; "room": B, but W before it if that makes room
             for an F.
-        depths: per segment, how many micro-batches it holds at most between F and its last use.
-        residual_depths: per segment, how many it holds at most between B and W.
-        patience: an IPU waits for an F or B, rather than do a W, if it arrives within this share of the W's cost.
-        eager: with concurrent stages, an IPU begins a task that will make the others wait if they wait for at most this
-            share of its cost.
+        depths: per segment, the most micro-batches that it holds between F and its last use.
+        residual_depths: per segment, the most micro-batches that it holds between B and W.
+        patience: an IPU waits for an F or B, instead of doing a W, if the F or B arrives within this share of W's cost.
+        eager: with concurrent stages, an IPU begins a task that makes the other IPUs wait if they wait for at most this
+            share of the task's cost.
     """
 
     first: tuple[First, ...]
@@ -61,7 +61,7 @@ def list_schedule(work: Work, policy: Policy, transfer: float) -> tuple[Order, f
 
 
 class _Run:
-    """One run. The counts are per segment: every segment does its micro-batches in order, so they say everything."""
+    """One run. Every segment does its micro-batches in order, so counts per segment describe it fully."""
 
     def __init__(self, work: Work, policy: Policy, transfer: float):
         line = work.line
@@ -122,7 +122,7 @@ class _Run:
         return False
 
     def _choices(self, ipu: int) -> list[tuple[int, Kind]]:
-        """Return what the IPU can do, the best first: of several F the furthest one, of several B or W the oldest."""
+        """Return the tasks that the IPU can begin, the best first: the furthest F, and the oldest B or W."""
         f = b = w = -1
         makes_room = False
         policy, work = self.policy, self.work
@@ -153,7 +153,7 @@ class _Run:
         return found
 
     def _waits(self, ipu: int, cost: float) -> bool:
-        """Return whether an F or B is to arrive so soon that the IPU should wait for it."""
+        """Return whether an F or B arrives so soon that the IPU should wait for it."""
         if self.policy.patience <= 0.0:
             return False
         limit = self.now + self.policy.patience * cost
@@ -166,7 +166,7 @@ class _Run:
         return False
 
     def _may_begin(self, i: int, kind: Kind) -> bool:
-        """Return whether a task ends before the IPUs meet in concurrent stages, or little later."""
+        """Return whether a task ends before the IPUs meet in concurrent stages, or shortly after."""
         if self.policy.eager >= 1.0:
             return True
         cost = self.costs[kind][i]
@@ -212,7 +212,7 @@ class _Run:
         return sorted(awake)
 
     def _hand_on(self, i: int, kind: Kind, transfer: float) -> list[int]:
-        """Give the result of F or B to the task that needs it, and return its IPU if it has it at once."""
+        """Pass the result of F or B to the task that needs it. Return that task's IPU if the result arrives at once."""
         if kind == "F":
             j, needs = (i + 1, "F") if i + 1 < len(self.places) else (i, "B")
         else:
@@ -226,14 +226,14 @@ class _Run:
         return [self.places[j]]
 
     def _run_concurrent_stages(self) -> int:
-        """Run what all tasks that wait for concurrent stages need, and return the number of tasks that begin then."""
+        """Run the concurrent stages that tasks wait for, and return the number of tasks that begin then."""
         work = self.work
         self.now = max([self.now, *(since for _, since in self.ends)])
         for (i, kind, _), _ in self.ends:
             self.now += work.head if kind == "F" else work.joint_backward[i]
         self.order.append(Joint(tuple(task for task, _ in self.ends)))
         for (i, kind, _), _ in self.ends:
-            # the result comes from concurrent stages, so that it is everywhere already
+            # the result comes from concurrent stages, so it is on every IPU already
             self._hand_on(i, kind, 0.0)
         for i in self.entries:
             self.now += work.joint_forward[i]

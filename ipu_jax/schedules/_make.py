@@ -1,4 +1,4 @@
-"""Make a schedule by its name: of a family, or "auto" for a search."""
+"""Make a schedule by name: the name of a family, or "auto" for a search."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule called `name`.
 
-    M may be any number: below, equal to or above the number of stages, and it need not be a multiple of it.
+    M can be any number: below, equal to or above the number of stages. It need not be a multiple of it.
 
     | name | what it does | stage s of S keeps at most |
     |---|---|---|
@@ -38,22 +38,22 @@ def make_schedule(
     | "zbv" | B split, stages folded back: [0, 1, 1, 0] | S micro-batches of an IPU's share |
     | "zb-wave" | zbv over any number of sweeps: [0, 1, 1, 0, 0, 1] | S micro-batches of an IPU's share |
     | "dualpipev" | B split, folded, F of one stage beside B of the other | S+1 micro-batches of an IPU's share |
-    | "auto" | what takes the least time at the `costs` (`find_schedule`) | as many as `stash_limit` allows |
+    | "auto" | the schedule of least time at the `costs` (`find_schedule`) | as many as `stash_limit` allows |
 
     `_simulate` lists the bubbles and `_families` the sources. Schedules with several stages per IPU ("looped" to
     "looped-zb", "zbv" to "dualpipev") are worthwhile if an IPU's share of the model can be divided into equal stages.
 
-    Names are not case-sensitive, and names of other libraries are understood: those of torch.distributed.pipelining
-    ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", also as
-    "ScheduleGPipe" and so on) and of JaxPP ("Std1F1B", "Eager1F1B").
+    Names are not case-sensitive. The names of other libraries are accepted too: torch.distributed.pipelining ("GPipe",
+    "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", also as
+    "ScheduleGPipe" and so on) and JaxPP ("Std1F1B", "Eager1F1B").
 
     Args:
         name: one of the above.
         micro_batches: M, at least 1.
-        ipus: IPUs of a replica. Without `placement` each of them has one local stage, or as many as the schedule needs:
-            two under "zbv" and "dualpipev", `rounds` under "zb-wave" and the looped ones.
+        ipus: IPUs of a replica. Without `placement` each IPU has one local stage, or as many as the schedule needs: two
+            under "zbv" and "dualpipev", `rounds` under "zb-wave" and the looped schedules.
         placement: per stage its IPU, or None for a concurrent stage; concurrent stages may be anywhere.
-        rounds: how many stages "zb-wave" and the looped ones put on each IPU if `placement` is not given.
+        rounds: the stages on each IPU under "zb-wave" and the looped schedules if `placement` is not given.
         costs: under "auto", the costs of the stages. Default: F, B and W of an IPU's share take the same time.
         stash_limit: under "auto", the bytes that the stash of each IPU may take, as in `find_schedule`.
 
@@ -63,7 +63,7 @@ def make_schedule(
     Raises:
         ValueError: the name is unknown (the message suggests the nearest), a count is not an integer of at least 1,
             there are no stages, a stage is on an IPU that does not exist, the schedule cannot serve the placement, or
-            `costs` or `stash_limit` are given for another name than "auto".
+            `costs` or `stash_limit` is given for a name other than "auto".
 
     >>> make_schedule("sequential", ipus=4, micro_batches=8).bubble()
     0.75

@@ -1,4 +1,4 @@
-"""The moments at which tasks run, as numbers in the order of the clock, and what is held between two of them."""
+"""Number the moments at which tasks run in the order of the clock, and return the spans between moments."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Moments:
         return self._begin(stage, kind) + turn(self.table, stage, kind)
 
     def sent(self, stage: int, kind: Kind) -> Ints:
-        """Return from when the next segment can use the results: the ends of the tasks' phases, (micro-batches,)."""
+        """Return when the next segment can first use the results, the ends of the tasks' phases: (micro-batches,)."""
         return self._begin(stage, kind) + self.turns - 1
 
     def _begin(self, stage: int, kind: Kind) -> Ints:
@@ -57,11 +57,11 @@ class Moments:
         return (self.ticks(stage, kind) * self.phases + number) * self.turns
 
     def stash(self, stage: int) -> Spans:
-        """Return the spans in which the stage holds what its F stashed."""
+        """Return the spans in which the stage holds the stash of its F."""
         return Spans(self.at(stage, "F"), self.at(stage, last_use(self.table, stage)))
 
     def weight_residuals(self, stage: int) -> Spans:
-        """Return the spans in which the stage holds what its B left for its W; no spans if it has no W."""
+        """Return the spans in which the stage holds weight residuals, from its B to its W; no spans if it has no W."""
         if last_use(self.table, stage) != "W":
             return _NO_SPANS
         return Spans(self.at(stage, "B"), self.at(stage, "W"))

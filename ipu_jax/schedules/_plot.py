@@ -7,9 +7,9 @@
     IPU 1     0  1 | 2  0 ...               |
     tick   0  1  2   3    ...
 
-By ticks, a task is one unit wide, and a tick as wide as the IPU with most tasks in it needs: so ramp-up has no empty
-halves of ticks. By time, a task is as wide as a `Simulation` says. Long schedules go on in bands below, like lines of
-music. Lengths are in points, 1/72 inch.
+Drawn by ticks, a task is one unit wide, and a tick is as wide as the IPU with the most tasks in it needs, so ramp-up
+has no half-empty ticks. Drawn by time, a task is as wide as its time in a `Simulation`. Long schedules continue in
+bands below, like lines of music. Lengths are in points (1/72 inch).
 """
 
 import bisect
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The file types, and what matplotlib would write into each about itself and the date.
+# Per file type, the metadata about matplotlib and the date that is left out.
 _METADATA: dict[str, dict[str, Any]] = {
     ".svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),
     ".png": {"Software": None},
     ".pdf": dict.fromkeys(("CreationDate", "Creator", "Producer")),
 }
-# Not the user's settings: equal schedules give equal files.
+# These replace the user's settings, so that equal schedules give equal files.
 _STYLE: list[Any] = [
     "default",
     {"svg.hashsalt": "ipu_jax", "svg.fonttype": "none", "text.parse_math": False, "font.sans-serif": ["DejaVu Sans"]},
     {"legend.frameon": False, "legend.fontsize": 8.0, "legend.borderpad": 0.0, "legend.borderaxespad": 0.0},
     {"legend.handlelength": 1.4, "legend.handleheight": 1.0, "legend.columnspacing": 1.8},
 ]
-_MOST_TASKS = 200_000  # 20 MB of SVG, and on a page about one to a pixel
+_MOST_TASKS = 200_000  # 20 MB of SVG, and about one task per pixel of a page
 
 _WIDTH, _MARGIN, _LEFT, _ABOVE, _BELOW, _UPDATE_GAP, _UPDATE_WIDTH = 720.0, 12.0, 48.0, 22.0, 22.0, 6.0, 16.0
 _ROOM = _WIDTH - _LEFT - _UPDATE_GAP - _UPDATE_WIDTH - _MARGIN
@@ -87,7 +87,7 @@ def figure_of(table: Timetable, simulation: Simulation | None, bubble: Callable[
 def svg_of(figure: "Figure") -> str:
     """Return a figure as an SVG element, for a file or for a page of HTML."""
     text = _content(figure, ".svg").decode()
-    # without the title in RDF, which says it again
+    # without the RDF metadata, which repeats the title
     return re.sub("\n *<metadata>.*?</metadata>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
 
 
@@ -121,7 +121,7 @@ def _content(figure: "Figure", suffix: str) -> bytes:
 
 
 class _Cell(NamedTuple):
-    """F, B or W of one segment and micro-batch. `chunk` is the segment's number on its IPU; None: concurrent."""
+    """F, B or W of one segment and micro-batch. `chunk` is the segment's number on its IPU, or None if concurrent."""
 
     start: float
     end: float
@@ -133,7 +133,7 @@ class _Cell(NamedTuple):
 
 
 def _cells(table: Timetable, simulation: Simulation | None) -> tuple[list[_Cell], list[float]]:
-    """Return the cells, and the start of each tick with the end of the last one: none by time."""
+    """Return the cells, and the start of each tick and the end of the last. By time, there are no ticks."""
     seen, segments = Counter[int](), {}
     for stages in segments_of(table.placement):
         ipu = table.placement[stages[0]]
@@ -151,7 +151,7 @@ def _cells(table: Timetable, simulation: Simulation | None) -> tuple[list[_Cell]
             start = min(simulation.start_times[task], simulation.start_times[last])
             end = max(simulation.end_times[task], simulation.end_times[last])
         else:
-            while len(ticks) <= tick_of(table, task):  # one in which no IPU does anything is still a tick
+            while len(ticks) <= tick_of(table, task):  # a tick without tasks also counts
                 ticks.append(max(*free, ticks[-1] + 1.0))
                 free = [ticks[-1]] * table.ipus
             start = max(free[rows.start : rows.stop])
@@ -182,14 +182,14 @@ class _Picture:
         rows, micro_batches = table.ipus, len(table.forward[0])
         self._row = 28.0 if rows <= 4 else 22.0 if rows <= 8 else 15.0 if rows <= 16 else max(2.25, 240.0 / rows)
         self._end = end = ticks[-1] if ticks else max(cell.end for cell in cells)
-        # ramp-up ends with the last stage's first B, and ramp-down begins after its last F: with whole ticks
+        # ramp-up ends where the last stage's first B begins, and ramp-down begins after its last F: with whole ticks
         of_last_stage = [cell for cell in cells if cell.stages[-1] == len(table.placement) - 1]
         main = min(cell.start for cell in of_last_stage if cell.kind == "B")
         down = max(cell.end for cell in of_last_stage if cell.kind == "F")
         if ticks:
             main, down = ticks[bisect.bisect_right(ticks, main) - 1], ticks[bisect.bisect_left(ticks, down)]
         self._spans = ("ramp-up", 0.0, main), ("main", main, max(main, down)), ("ramp-down", max(main, down), end)
-        # as many bands as cells need to be told apart, and no tick is cut in two
+        # enough bands to tell cells apart, without cutting a tick in two
         width = statistics.median(cell.end - cell.start for cell in cells)
         bands = min(_MOST_BANDS, math.ceil(_NARROWEST_CELL * end / (width * _ROOM))) if width else 1
         cuts = {end * i / bands for i in range(1, bands)}
@@ -198,7 +198,7 @@ class _Picture:
         self._bands = list(itertools.pairwise([0.0, *sorted(cuts), end]))
         self._unit = _ROOM / max(end - start for start, end in self._bands)
         self._unit = min(self._unit, _WIDEST_UNIT) if ticks else self._unit
-        # cells have numbers, or where most are too small for that, the cells of a few micro-batches are dark
+        # cells contain numbers; if most cells are too small for numbers, the cells of a few micro-batches are dark
         self._digits, self._width = len(str(micro_batches - 1)), width * self._unit
         has_numbers = self._size(self._width) >= _LEAST_TEXT
         self._dark = range(0) if has_numbers else range(0, micro_batches, max(4, -(-micro_batches // _MOST_DARK)))
@@ -229,7 +229,7 @@ class _Picture:
                 axes.text(*at, text, rotation=90, ha="center", va="center", size=7.0, color=_INK)
 
     def _band(self, axes: "Axes", start: float, end: float) -> None:
-        """Draw the rows of all IPUs from `start` to `end`, with what stands above, before and below them."""
+        """Draw the rows of all IPUs from `start` to `end`, with the labels above, before and below them."""
         row, bottom = self._row, self._table.ipus * self._row
         x = lambda at: (min(max(at, start), end) - start) * self._unit  # noqa: E731
         gap = min(1.0, 0.05 * row)
@@ -248,7 +248,7 @@ class _Picture:
         line: dict[str, Any] = {"color": _INK, "clip_on": False}
         for name, first, last in self._spans:
             if last > first and last > start and first < end:
-                # a narrow outer part lends room from main, whose name keeps off from theirs
+                # a narrow outer part borrows room from main, whose name keeps clear of the other names
                 at, side = min(max((x(first) + x(last)) / 2, 60.0), x(end) - 70.0), "center"
                 if name != "main":
                     at, side = (x(first), "left") if name == "ramp-up" else (x(last), "right")
@@ -267,7 +267,7 @@ class _Picture:
             axes.vlines(starts, 0.0, bottom + 3.0, color=_LINE, lw=0.75, clip_on=False, zorder=1.5)
 
     def _number(self, axes: "Axes", cell: _Cell, x: float, y: float, width: float) -> None:
-        """Write the micro-batch into a cell, if it fits, and its stages, if they fit and no colour says them."""
+        """Write the micro-batch into a cell if it fits, and the stages if they fit and the row does not say them."""
         size = self._size(width)
         if size >= _LEAST_TEXT and not self._dark:
             stages = self._stages(cell, width)
@@ -310,7 +310,7 @@ class _Picture:
         figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=_FAINT)
 
     def _marks(self, start: float, end: float) -> list[tuple[float, str]]:
-        """Return the numbers below the rows, and where they stand: every tick, second, fifth and so on; round times."""
+        """Return the numbers below the rows, with positions: every tick, second, fifth and so on, or round times."""
         if not self._ticks:
             from matplotlib.ticker import MaxNLocator
 
@@ -322,7 +322,7 @@ class _Picture:
         return [(at, str(i)) for i, at in enumerate(middles) if i % step == 0 and start <= at < end]
 
     def _title(self, bubble: float) -> str:
-        """Return the title, in the words of the schedule's text."""
+        """Return the title, in the wording of the schedule's text."""
         table, length = self._table, f"makespan {self._end:.4g}"
         if self._ticks:
             length = _counted(len(self._ticks) - 1, "tick")
@@ -331,7 +331,7 @@ class _Picture:
         return f"{table.name}: {stages} on {ipus}, {micro_batches}, {length}, bubble {bubble:.1%}"
 
     def _caption(self) -> str:
-        """Return what numbers, shades and the bubble mean."""
+        """Return the explanation of numbers, shades and the bubble."""
         numbers = "Numbers are micro-batches"
         if self._dark:
             numbers = f"Dark: micro-batches {', '.join(map(str, self._dark))}"
@@ -357,7 +357,7 @@ def _mixed(colour: str, other: str, part: float) -> str:
 
 
 def _rectangles(axes: "Axes", corners: list[tuple[float, float, float, float]], colour: str, edge: float = 0.0) -> None:
-    """Draw rectangles (left, top, right, bottom) of one colour as one path, which is small in a file."""
+    """Draw rectangles (left, top, right, bottom) of one colour as one path, which keeps the file small."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 

@@ -1,8 +1,8 @@
-"""Search the policies of the list scheduler: who goes first, and how many micro-batches each segment may hold.
+"""Search the policies of the list scheduler: which task goes first, and how many micro-batches a segment may hold.
 
-A segment needs to hold as many micro-batches as there are rounds of its IPU in a round trip, from F until its last use.
-So the depths that are tried are multiples of that, cut down to what the limit of bytes allows. Then each IPU's rule and
-each segment's depth is varied by itself, as long as that shortens the run.
+A segment must hold as many micro-batches as its IPU can process during a round trip, from F until the last use. So the
+search tries multiples of this depth, cut down to the limit of bytes. Then it varies the rules of single IPUs and the
+depths of single segments, and keeps the variations that do not lengthen the run.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Run:
 
 
 def bytes_held(work: Work, depths: Sequence[int], residual_depths: Sequence[int]) -> list[float]:
-    """Return, per IPU, the bytes of segments that hold so many micro-batches."""
+    """Return, per IPU, the bytes that its segments hold at these depths."""
     everywhere = [work.head_stash, *(stash * depth for stash, depth in zip(work.joint_stash, depths, strict=True))]
     held = [list(everywhere) for _ in range(work.ipus)]
     for ipu, mine in work.line.on.items():
@@ -51,16 +51,16 @@ def allot(
     residual_most: int | None = None,
     least: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return depths and residual depths as near to those wanted as the limits allow, or None if the least do not fit.
+    """Return depths and residual depths as near to `most` as the limits allow, or None if `least` does not fit.
 
-    Further micro-batches are given out so that the depths of an IPU's segments stay proportional to their round trips.
+    Extra micro-batches are distributed so that the depths of an IPU's segments stay proportional to their round trips.
 
     Args:
         work: the segments and their bytes.
-        most: per segment, the depth wanted.
+        most: per segment, the wanted depth.
         limits: bytes per IPU.
-        residual_most: the residual depth wanted of each segment. Default: no more than its depth.
-        least: per segment, the depths that it needs. Default: 1.
+        residual_most: the wanted residual depth of each segment. Default: no more than its depth.
+        least: per segment, the depths and residual depths that it needs. Default: 1.
     """
     n = len(work.line)
     depths, residuals = (list(least[0]), list(least[1])) if least else ([1] * n, [1] * n)
@@ -84,7 +84,7 @@ def allot(
 
 
 def _fit_at(work: Work, i: int, depths: Sequence[int], residuals: Sequence[int], limits: Limits) -> bool:
-    """Return whether the IPUs of which segment i takes bytes have room for these depths."""
+    """Return whether the IPUs that hold bytes of segment i have room for these depths."""
     if work.joint_stash[i]:
         return fits(bytes_held(work, depths, residuals), limits)
     ipu = work.line.places[i]
@@ -94,18 +94,18 @@ def _fit_at(work: Work, i: int, depths: Sequence[int], residuals: Sequence[int],
 
 
 def wanted(work: Work, scale: float) -> list[int]:
-    """Return, per segment, `scale` times the micro-batches that it needs to hold to keep its IPU busy."""
+    """Return, per segment, `scale` times the micro-batches that it must hold to keep its IPU busy."""
     count = work.line.micro_batches
     period = max(work.share(ipu) for ipu in work.line.on) + work.joint_share()
     if scale == math.inf or period <= 0:
         return [count] * len(work.line)
     trips = [work.round_trip(i) for i in range(len(work.line))]
-    # a hair less, so that rounding cannot make a whole number one more
+    # slightly less, so that rounding cannot turn a whole number into the next
     return [max(1, min(count, math.ceil(scale * trip / period - 1e-9))) for trip in trips]
 
 
 def policies(work: Work, limits: Limits) -> Iterator[Policy]:
-    """Yield the policies to try first, those that hold the least at first, each once."""
+    """Yield the policies to try first, each once, from the smallest depths to the largest."""
     n = len(work.line)
     residual_mosts = (1, 2, None) if any(work.residuals) else (None,)
     has_joint = work.has_head or any(work.joint)
@@ -126,15 +126,15 @@ def policies(work: Work, limits: Limits) -> Iterator[Policy]:
 
 
 def search(work: Work, limits: Limits, transfer: float, bound: float, *, tries: int, rng: random.Random) -> list[Run]:
-    """Return the best runs found, the best one first, of at most about 2 `tries` policies.
+    """Return the best runs of at most about 2 `tries` policies, the best run first.
 
     Args:
         work: the costs of the tasks.
         limits: bytes per IPU.
         transfer: the time that a message takes.
-        bound: a time before which no run can end: one that ends then is the best.
+        bound: a time before which no run can end. A run that ends then is optimal.
         tries: how many policies to try, and how many variations of the best one.
-        rng: the only source of chance.
+        rng: the only source of randomness.
     """
     every = list(policies(work, limits))
     runs: list[Run] = []
@@ -143,7 +143,7 @@ def search(work: Work, limits: Limits, transfer: float, bound: float, *, tries: 
         runs.append(Run(work, policy, *list_schedule(work, policy, transfer)))
         if runs[-1].makespan <= bound * (1 + ROUNDING):
             return [runs[-1]]
-    runs.sort(key=lambda run: run.makespan)  # stable: of equal ones that which holds the least
+    runs.sort(key=lambda run: run.makespan)  # stable: of equal runs, the run that holds the least is first
     if not runs:
         return []
     best = runs[0]
@@ -160,7 +160,7 @@ def search(work: Work, limits: Limits, transfer: float, bound: float, *, tries: 
 
 
 def _varied(run: Run, limits: Limits, rng: random.Random) -> Policy | None:
-    """Return the policy of a run with one IPU's rule, a few depths, or a number changed; None if that does not fit."""
+    """Return a run's policy with one IPU's rule, a few depths, or a number changed; None if that does not fit."""
     work, policy = run.work, run.policy
     n, count = len(work.line), work.line.micro_batches
     dice = rng.random

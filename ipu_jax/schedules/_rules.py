@@ -17,7 +17,7 @@ def _gpipe(progress: Progress) -> Choices:
 
 
 def _forward_left(progress: Progress) -> Mask:
-    """Return, per IPU, whether it has not begun all its F."""
+    """Return, per IPU, whether it has an F left to begin."""
     left = (progress.begun["F"] < progress.line.micro_batches) & (progress.segment >= 0)
     return np.any(left, axis=0)
 
@@ -29,10 +29,10 @@ def _one_f_one_b(progress: Progress) -> Choices:
 
 
 def _looped(progress: Progress) -> Choices:
-    """Choose as 1F1B does, over rounds: a group of micro-batches goes through all rounds before a newer group.
+    """Choose as in 1F1B, over rounds: a group of micro-batches goes through all rounds before a newer group.
 
     Narayanan et al. take groups of S micro-batches and need M to be a multiple of S. Here the groups are as even as
-    possible, and not smaller than S unless M is. Then no IPU ever waits for a round to come back, whatever M is.
+    possible, and not smaller than S unless M is. Then no IPU ever waits for a round to come back, for any M.
     """
     groups = _groups(progress.line)
     more = _in_flight(progress, "B") < _looped_depths(progress)
@@ -40,7 +40,7 @@ def _looped(progress: Progress) -> Choices:
 
 
 def _looped_zb(progress: Progress) -> Choices:
-    """Choose F and B as "looped" does, and W if neither is ready or if W makes room for F.
+    """Choose F and B as in "looped", and W if neither is ready or if W makes room for F.
 
     An IPU keeps at most as many micro-batches from F until W as "looped" keeps on its fullest IPU.
     """
@@ -53,7 +53,7 @@ def _looped_zb(progress: Progress) -> Choices:
 
 
 def _looped_bfs(progress: Progress) -> Choices:
-    """Choose F of all micro-batches, round after round, then B likewise."""
+    """Choose F of all micro-batches, round after round, then B in the same way."""
     return np.where(_forward_left(progress), progress.in_turn("F", 1), progress.in_turn("B", 1))
 
 
@@ -62,12 +62,12 @@ def _if(mask: Mask, choices: Choices) -> Choices:
 
 
 def _groups(line: Line) -> int:
-    """Return into how many groups "looped" divides the micro-batches."""
+    """Return the number of groups into which "looped" divides the micro-batches."""
     return max(1, line.micro_batches // len(line.on))
 
 
 def _looped_depths(progress: Progress) -> Ints:
-    """Return how many (segment, micro-batch) each IPU keeps between F and B under "looped"."""
+    """Return how many pairs of segment and micro-batch each IPU keeps between F and B under "looped"."""
     rounds, ipus = progress.segment.shape
     group = -(-progress.line.micro_batches // _groups(progress.line))
     return 2 * np.arange(ipus)[::-1] + (rounds - 1) * group + 1
@@ -78,7 +78,7 @@ def _in_flight(progress: Progress, last: Kind) -> Ints:
 
 
 def _zb_h1(progress: Progress) -> Choices:
-    """Choose F and B as 1F1B does, and W if neither is ready or if W makes room for F.
+    """Choose F and B as in 1F1B, and W if neither is ready or if W makes room for F.
 
     Each stage keeps at most S micro-batches from F until W, as many as 1F1B keeps on its fullest IPU.
     """
@@ -105,12 +105,12 @@ def wave_rules() -> Iterator[Rule]:
 
 
 def _folded(reserved: int | None, first: str, progress: Progress) -> Choices:
-    """Choose B or F, of the F the one furthest on its way, else W.
+    """Choose B or F, else W. Of several F, choose the F that is furthest on its way.
 
     An IPU holds at most S micro-batches of its share of the model.
 
     Args:
-        reserved: how many segments of its IPU an F leaves room for, its own and following ones; None for all of them,
+        reserved: the number of segments of its IPU for which an F leaves room, from its own on; None for all of them,
             so that the oldest micro-batch can always go on.
         first: "B", "F", "half": F while less than half of the room is between F and B, else B, or "room": W if that
             makes room for an F that is ready, else B.

@@ -1,10 +1,10 @@
 """Simulate a run in which a *rule* chooses what each IPU does next, for all IPUs at once.
 
-In the run F, B and W of a stage take 1 each, or F takes 1 and B takes 2 if there is no W. It gives the order of each
-IPU's tasks. Each task gets the earliest tick that this order and the clock allow.
+In the run, F, B and W of a stage take 1 each, or F takes 1 and B takes 2 if there is no W. The run gives the order of
+each IPU's tasks. Each task gets the earliest tick that this order and the clock allow.
 
-An IPU's choice depends on its own segments and on what has ended, not on what others begin at the same time. So a rule
-is written in arrays of (segments of an IPU, IPUs), and costs the same few operations for 4 IPUs and for 1,024.
+An IPU's choice depends on its own segments and on ended tasks, not on tasks that others begin at the same time. So a
+rule works on arrays of (segments of an IPU, IPUs), and costs the same few operations for 4 IPUs and for 1,024.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ipu_jax.schedules._timetable import Kind
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Choices = Ints  # per IPU the number of a kind and segment that it begins, as `Progress` gives it, or NONE
+Choices = Ints  # per IPU, the number of the kind and segment that it begins, as `Progress` gives it, or NONE
 NONE = -1  # no task: the IPU waits
 _NEVER = np.iinfo(np.int64).max
 
@@ -29,15 +29,15 @@ class StuckError(Exception):
 class Progress:
     """The progress of a run. Every segment does its micro-batches in order, so counts describe it fully.
 
-    Arrays are of (J, P): the j-th segment of the p-th IPU of the line, where J is the largest number of segments on an
-    IPU. An IPU with fewer has further ones without tasks.
+    Arrays are (J, P): the j-th segment of the p-th IPU of the line, where J is the largest number of segments on an
+    IPU. An IPU with fewer segments is padded with segments without tasks.
 
     Attributes:
         line: the segments.
         segment: (J, P), the number of each segment in the line, or -1 if there is none.
         length: (J, P), the number of its stages, or 0.
         begun: per kind (J, P), how many micro-batches have begun it.
-        ready: per kind (J, P), whether the inputs of the next micro-batch are there.
+        ready: per kind (J, P), whether the inputs of the next micro-batch are available.
     """
 
     def __init__(self, line: Line):
@@ -60,15 +60,15 @@ class Progress:
         return self.begun[first] - self.begun[last]
 
     def furthest(self, kind: Kind, among: Mask) -> Choices:
-        """Choose the last of an IPU's segments in a mask."""
+        """Choose each IPU's last segment in a mask."""
         return np.where(among, self._numbers[kind], NONE).max(axis=0)
 
     def nearest(self, kind: Kind, among: Mask) -> Choices:
-        """Choose the first of an IPU's segments in a mask."""
+        """Choose each IPU's first segment in a mask."""
         return self._least(kind, self._turns, among)
 
     def oldest(self, kind: Kind) -> Choices:
-        """Choose the oldest micro-batch that is ready, of the latest segment if several: it frees the most."""
+        """Choose the oldest ready micro-batch, of the latest segment if there are several, which frees the most."""
         return self._least(kind, self.begun[kind] * len(self._turns) - self._turns, self.ready[kind])
 
     def in_turn(self, kind: Kind, groups: int) -> Choices:
@@ -90,11 +90,11 @@ class Progress:
 
 
 Rule = Callable[[Progress], Choices]
-"""Chooses the next task of each IPU, among the tasks that are ready. What it says for an IPU at work is ignored."""
+"""Chooses the next task of each IPU among the ready tasks. Its choice for a busy IPU is ignored."""
 
 
 def first_of(*choices: Choices) -> Choices:
-    """Return, per IPU, the first choice that there is."""
+    """Return, per IPU, the first choice that is not NONE."""
     chosen = choices[-1]
     for choice in choices[-2::-1]:
         chosen = np.where(choice == NONE, chosen, choice)
@@ -105,7 +105,7 @@ def run(line: Line, rule: Rule) -> tuple[LineTicks, int]:
     """Simulate a run in which each IPU follows the rule.
 
     Returns:
-        Per task the earliest tick in which its IPU is free and its inputs have arrived, and the time at which the run
+        Per task, the earliest tick in which its IPU is free and its inputs have arrived, and the time at which the run
         ends.
 
     Raises:
@@ -115,7 +115,7 @@ def run(line: Line, rule: Rule) -> tuple[LineTicks, int]:
     cells = _Cells(progress)
     ipus, count = np.arange(len(line.on)), line.micro_batches
     begun, ready = progress.counts.reshape(-1), progress.readiness.reshape(-1)
-    # two rows more: of what the first F waits for, which is there, and of segments that do not exist
+    # two more rows: the source of the first F, which has ended, and the source of segments that do not exist
     ended = np.zeros(len(begun) + 2, np.int64)
     ended[-2] = count
     ticks = np.full((len(ended), count), -1, np.int32)
@@ -150,7 +150,7 @@ class _Cells:
 
     Attributes:
         of: per kind, the cell of each segment of the line.
-        sources: per cell, the cell whose task it waits for; the last but one if for none, the last if it has no tasks.
+        sources: per cell, the cell whose task it waits for; the second to last if none, the last if it has no tasks.
         costs: per cell, the time of a task.
     """
 
@@ -171,7 +171,7 @@ class _Cells:
 
 
 def follow(line: Line, orders: list[Ints]) -> Rule:
-    """Return the rule by which each IPU does its tasks in a given order, and waits while the next one is not ready.
+    """Return the rule by which each IPU does its tasks in a given order, and waits while the next task is not ready.
 
     Args:
         line: the segments.

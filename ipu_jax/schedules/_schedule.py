@@ -9,12 +9,12 @@ Three stages on three IPUs, four micro-batches, schedule "grouped" (a cell is st
     IPU 2                2F0 2B0  2F1 2B1  2F2 2B2  2F3 2B3
 
 F is the forward pass of a stage and B the backward pass. A schedule is two or three tables of ticks and a clock, which
-says what phases a tick has (see `_timetable`). If a schedule has W, the backward pass is split: B computes the gradient
-of a stage's input, for which another IPU waits, and W the gradients of its weights, for which nobody waits. So W fills
-ticks in which an IPU would otherwise be idle.
+defines the phases of a tick (see `_timetable`). If a schedule has W, the backward pass is split: B computes the
+gradient of a stage's input, for which another IPU waits, and W the gradients of its weights, for which nobody waits. So
+W fills ticks in which an IPU would otherwise be idle.
 
-`make_schedule` (`_make`) returns the named schedules (`_families`). A table of your own runs as well if it passes
-`_validate`. `Schedule.from_text` reads what a schedule prints, or a grid that you drew.
+`make_schedule` (`_make`) returns the named schedules (`_families`). A table of your own also runs if it passes
+`_validate`. `Schedule.from_text` reads a printed schedule, or a grid that you drew.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Schedule(Timetable):
         name, placement, ipus, forward, backward, weight, clock: as in `Timetable`.
 
     Raises:
-        ValueError: for the first violation; the message names the task, and says how to mend it.
+        ValueError: the table is not valid; the message names the first wrong task, and says how to mend it.
 
     >>> from ipu_jax.schedules import make_schedule
     >>> schedule = make_schedule("grouped", ipus=2, micro_batches=3)
@@ -154,8 +154,8 @@ class Schedule(Timetable):
             forward: the cost of F. A number is the cost of an IPU's whole share of the model, which is divided evenly
                 among its local stages, and the cost of each concurrent stage. A sequence contains a cost per stage. The
                 cost of a concurrent stage is divided evenly among the IPUs.
-            backward: likewise, the cost of the whole backward pass.
-            weight: likewise, W's part of `backward`, if the schedule has W. Default: half of `backward`.
+            backward: the same for the cost of the whole backward pass.
+            weight: the same for W's part of `backward`, if the schedule has W. Default: half of `backward`.
             transfer: the time that a message takes from one IPU to another, or to all of them.
             lockstep: whether all IPUs also wait for each other at the end of each tick in which one sends to another.
 
@@ -163,8 +163,8 @@ class Schedule(Timetable):
             A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `_simulate` lists the closed forms.
 
         Raises:
-            ValueError: a cost is not a finite number of at least 0, there are not as many costs as stages, or `weight`
-                is above `backward`.
+            ValueError: a cost is not a finite number of at least 0, a sequence does not contain a cost per stage, or
+                `weight` is above `backward`.
 
         >>> from ipu_jax.schedules import make_schedule
         >>> zbv = make_schedule("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
@@ -190,7 +190,7 @@ class Schedule(Timetable):
         A grid needs a row per IPU. Its cells are aligned with the numbers of a line "tick", or are separated by "|" or
         by two or more blanks, with "." for a tick in which the IPU is idle. A stage is on the IPU in whose row it
         appears; a stage that appears in all rows is concurrent. Without a header the name is "custom", and the clock is
-        "one-phase" unless an IPU does several things in a tick.
+        "one-phase" unless an IPU runs more than one segment in a tick.
 
         Raises:
             ValueError: the text is not such a drawing, or the schedule that it draws is not valid.
@@ -220,11 +220,11 @@ IPUs takes until the next tick: move it to tick 3 or later
     def from_torch_csv(cls, text: str, name: str = "custom") -> "Schedule":
         """Return the schedule that a CSV of `torch.distributed.pipelining` describes, in its "compute_only" format.
 
-        Each IPU does the tasks of its row in that order, each in the earliest tick in which its inputs have arrived.
-        Neighbouring stages in one row run as one.
+        Each IPU does the tasks of its row in order, each task in the earliest tick in which its inputs have arrived.
+        Neighbouring stages in one row run as one segment.
 
         Raises:
-            ValueError: a cell is not an action, a stage is in no row or in two, a task is missing or there twice, or
+            ValueError: a cell is not an action, a stage is in no row or in two, a task is missing or occurs twice, or
                 the rows wait for each other for ever.
 
         >>> schedule = Schedule.from_torch_csv("0F0,0F1,,0B0,,0B1\\n,1F0,1B0,1F1,1B1")
@@ -249,33 +249,33 @@ IPUs takes until the next tick: move it to tick 3 or later
         return to_torch_csv(self)
 
     def to_text(self) -> str:
-        """Return the picture: one row per IPU, one column per tick. `from_text` reads it back."""
+        """Return the schedule as text: one row per IPU, one column per tick. `from_text` reads it back."""
         return draw(self, self.bubble())
 
     def __str__(self) -> str:
         return self.to_text()
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, simulation: Simulation | None = None) -> "Figure":
-        """Draw the schedule: a row per IPU, and what it does in each tick, or in time.
+        """Draw the schedule with a row per IPU, which shows its tasks by tick or by time.
 
-        The picture names ramp-up, main, ramp-down and the weight update, and is as wide as a page. Cells have the
-        numbers of their micro-batches; where they are too small for that, a few micro-batches are dark. A notebook
-        shows a schedule, and the figure that this returns, as this picture.
+        The picture names ramp-up, main, ramp-down and the weight update, and is as wide as a page. Cells contain the
+        numbers of their micro-batches. If cells are too small for numbers, a few micro-batches are dark. A notebook
+        shows a schedule, and the figure that this method returns, as this picture.
 
         Args:
-            path: an SVG, PNG or PDF file to write, as its ending says. None writes nothing. A file that is there is
-                replaced when the new one is whole.
-            simulation: what `simulate` returned for this schedule. Then a task is as wide as it takes long. Default:
-                the planned ticks.
+            path: the SVG, PNG or PDF file to write, chosen by its suffix. None writes nothing. An existing file is
+                replaced once the new file is complete.
+            simulation: the result of `simulate` for this schedule. Each task is then as wide as its time. Default: the
+                planned ticks.
 
         Returns:
-            A figure of matplotlib, the extra `plots`.
+            A matplotlib figure. matplotlib is the extra `plots`.
 
         Raises:
-            ValueError: `path` ends in something else, `simulation` is not of this schedule, or the schedule is too
-                large to be seen.
+            ValueError: `path` has another suffix, `simulation` is not of this schedule, or the schedule is too large to
+                draw.
             ImportError: matplotlib is missing.
-            OSError: the file cannot be written; a file that was there is unchanged.
+            OSError: the file cannot be written. An existing file is unchanged.
 
         >>> from ipu_jax.schedules import make_schedule
         >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
@@ -290,13 +290,13 @@ plot() returns
     def to_svg(self, *, simulation: Simulation | None = None) -> str:
         """Return the picture that `plot` draws as the text of an SVG file.
 
-        It needs no other file, and may stand in a page of HTML as it is. The same schedule gives the same text.
+        The text needs no other file, and can be part of an HTML page as it is. The same schedule gives the same text.
 
         Args:
             simulation: as for `plot`.
 
         Raises:
-            ValueError: `simulation` is not of this schedule, or the schedule is too large to be seen.
+            ValueError: `simulation` is not of this schedule, or the schedule is too large to draw.
             ImportError: matplotlib, the extra `plots`, is missing.
 
         >>> from ipu_jax.schedules import make_schedule
@@ -306,7 +306,7 @@ plot() returns
         return svg_of(figure_of(self, simulation, self.bubble))
 
     def _repr_svg_(self) -> str | None:
-        """Return the picture that a notebook shows, or None where it can't be drawn: then the text is shown."""
+        """Return the picture that a notebook shows. If it cannot be drawn, return None, and the text is shown."""
         try:
             return self.to_svg()
         except (ImportError, ValueError):

@@ -1,11 +1,11 @@
 """Simulate a timetable whose tasks take time: makespan, bubble and peak stash.
 
 Each IPU runs its own tasks in the table's order, each as soon as the IPU is free and its inputs have arrived. The ticks
-themselves do not matter, except under `lockstep`: then all IPUs wait for each other at the end of each tick in which
-one IPU sends to another, as they do in the collectives of the engine.
+themselves do not matter, except under `lockstep`. Then all IPUs wait for each other at the end of each tick in which
+one IPU sends to another, as in the collectives of the engine.
 
-The tests hold this simulator to published closed forms, for S local stages on S IPUs and M micro-batches. F, B and W
-are the times of one IPU's whole share of the model for one micro-batch; if a schedule has W, B does not include it:
+The tests check this simulator against published closed forms, for S local stages on S IPUs and M micro-batches. F, B
+and W are the times of one IPU's whole share of the model for one micro-batch. B does not include W if there is W:
 
     sequential     makespan S M (F+B)                        bubble 1 - 1/S                Graphcore "sharded execution"
     grouped        makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "grouped"
@@ -49,7 +49,7 @@ class Simulation:
     """The result of simulating one weight update.
 
     Attributes:
-        makespan: time from the first task's start to the last one's end.
+        makespan: time from the start of the first task to the end of the last task.
         bubble: the share of the IPUs' time in which they were idle.
         peak_stash: per IPU, the largest number of pairs of stage and micro-batch that it held at once, each from F
             until the last use (W, or B if there is no W). A stage of a looped pipeline is only a fraction of its IPU's
@@ -107,7 +107,7 @@ def simulate(
     tasks = _Tasks(moments, costs, check_cost("transfer", transfer))
     count = len(table.forward[0])
     free, busy = np.zeros(table.ipus), np.zeros(table.ipus)
-    # a row more: of what a task without a second source, or without any, waits for
+    # one more row: the source of a task without a second source, or without any
     starts, ends = np.zeros((2, (len(tasks.costs) + 1) * count))
     exchanges = _exchanges(moments) if lockstep else []
     # in the order of the clock a task comes after its inputs, and after the earlier tasks of its IPU
@@ -142,7 +142,7 @@ def simulate(
 
 
 def _exchanges(moments: Moments) -> list[int]:
-    """Return the ticks in which a local stage sends to one on another IPU, the last tick first."""
+    """Return the ticks in which a local stage sends to a local stage on another IPU, the last tick first."""
     found = [np.zeros(0, np.int64)]
     for stage, (here, there) in enumerate(itertools.pairwise(moments.table.placement)):
         if None not in (here, there) and here != there:
@@ -156,9 +156,9 @@ class _Tasks:
     Attributes:
         ipus: per row, the IPU, or -1 if the stage is concurrent.
         costs: per row, the cost of a task.
-        sources: per row the row of the task that a task waits for, and that of a second one; the one after the last
-            if there is none.
-        delays: likewise, how long the message takes.
+        sources: per row, the row of the task that a task waits for, and the row of a second such task; the row after
+            the last row if there is none.
+        delays: per row and source, the time that the message takes.
     """
 
     def __init__(self, moments: Moments, costs: dict[str, list[float]], transfer: float):
@@ -180,7 +180,7 @@ class _Tasks:
                 self.delays[nth, row] = transfer if crosses else 0.0
 
     def groups(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield tasks that do not wait for each other, group after group, each with the number of its phase.
+        """Yield groups of tasks that do not wait for each other, each group with the number of its phase.
 
         A group has at most one task per IPU, or one task of a concurrent stage, which all IPUs run.
         """
@@ -201,7 +201,7 @@ class _Tasks:
             yield int(keys[begin]) // self._moments.turns, in_order[begin:end]
 
     def _turns(self) -> list[list[int]]:
-        """Return, per kind and stage, the turn of its task among those of its IPU in a phase."""
+        """Return, per kind and stage, the turn of its task among the tasks of its IPU in a phase."""
         table = self._moments.table
         if table.clock == "one-phase":  # an IPU runs one segment
             together = [

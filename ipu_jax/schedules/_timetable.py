@@ -16,9 +16,9 @@ A tick has phases, in this order; within a phase each IPU does its own tasks:
 A *segment* is a run of neighbouring stages on one IPU, or of neighbouring concurrent stages. No message is sent between
 its stages, and they share their ticks.
 
-Neither this module nor those that are built on it import jax: `_validate` (is a timetable right?), `_simulate` (how
-long does it take?), `_text` (its drawing), `_families` (the named schedules, of the rules of `_rules` in the runs of
-`_run`), `_schedule` (all of that, in one class) and `_auto` (the best schedule at given costs).
+Neither this module nor the modules built on it import jax: `_validate` (is a timetable correct?), `_simulate` (how long
+does it take?), `_text` (its drawing), `_families` (the named schedules, from the rules of `_rules` in the runs of
+`_run`), `_schedule` (all of this in one class) and `_auto` (the best schedule at given costs).
 """
 
 import dataclasses
@@ -74,8 +74,8 @@ class Timetable:
         name: the schedule's name.
         placement: per stage, its IPU, or None for a concurrent stage (all IPUs together).
         ipus: IPUs of a replica.
-        forward, backward: `forward[stage][microbatch]` is the tick in which F runs, `backward` likewise for B.
-        weight: likewise for W, or None if B is the whole backward pass. A concurrent stage has no W: its row
+        forward, backward: `forward[stage][microbatch]` is the tick in which F runs; `backward` is the same for B.
+        weight: the same for W, or None if B is the whole backward pass. A concurrent stage has no W: its row
             repeats its B.
         clock: "two-phase" (a tick has an F and a B for each of an IPU's stages) or "one-phase" (an IPU does one
             segment's F, B or W in a tick; messages may wait).
@@ -118,7 +118,7 @@ def tables_of(table: Timetable) -> Iterator[tuple[Kind, Rows]]:
 
 
 def tasks_of(table: Timetable, stages: Iterable[int] | None = None) -> list[Task]:
-    """Return all tasks, or those of some stages, in the order of the clock.
+    """Return the tasks of all stages, or of some, in the order of the clock.
 
     A concurrent stage has no W: its B is the whole backward pass.
     """
@@ -162,5 +162,5 @@ def sent(table: Timetable, task: Task) -> Moment:
 
 
 def last_use(table: Timetable, stage: int) -> Kind:
-    """Return which kind of task uses a stage's stash last."""
+    """Return the kind of task that uses a stage's stash last."""
     return "B" if table.weight is None or table.placement[stage] is None else "W"

@@ -1,12 +1,12 @@
-"""Read and write the CSV in which torch.distributed.pipelining keeps a schedule ("compute_only").
+"""Read and write schedules in the CSV format of torch.distributed.pipelining ("compute_only").
 
-A row per rank, here IPU, has its actions in order: `0F1` is the forward of stage 0 for micro-batch 1, `B` a whole
-backward, `I` a backward by input and `W` one by weight. An empty cell is an idle step. Actions that move data or
-sharded parameters (`0SEND_F1`, `2UNSHARD`, ...) say nothing about who computes what when, and are left out.
+Each row contains the actions of one rank (here an IPU) in order: `0F1` is the forward of stage 0 for micro-batch 1, `B`
+a whole backward, `I` a backward by input and `W` a backward by weight. An empty cell is an idle step. Actions that move
+data or sharded parameters (`0SEND_F1`, `2UNSHARD`, ...) do not affect who computes what when, and are left out.
 `(1F2;2B0)OVERLAP_F_B` is read as its two actions.
 
-torch runs neighbouring stages of one rank as tasks of their own. Here they are one segment, whose F and B run when
-torch runs the first of its stages, and whose W runs when torch runs the last.
+torch runs neighbouring stages of one rank as separate tasks. Here they are one segment. Its F and B run when torch runs
+the first of its stages, and its W runs when torch runs the last.
 """
 
 import csv
@@ -25,7 +25,7 @@ def to_torch_csv(table: Timetable) -> str:
     """Return the CSV of a timetable.
 
     Raises:
-        ValueError: it has a concurrent stage, which torch does not know.
+        ValueError: the timetable has a concurrent stage, which torch does not know.
     """
     if None in table.placement:
         raise ValueError(
@@ -46,11 +46,11 @@ def _action(table: Timetable, task: Task) -> str:
 
 
 def from_torch_csv(text: str, name: str) -> Timetable:
-    """Return the timetable that a CSV describes, in which each task has its earliest tick.
+    """Return the timetable that a CSV describes, with each task in its earliest tick.
 
     Raises:
-        ValueError: a cell is not an action, a stage is missing or in two rows, a task is missing or there twice, or the
-            order can never run.
+        ValueError: a cell is not an action, a stage is missing or in two rows, a task is missing or occurs twice, or
+            the order can never run.
     """
     rows = [_actions(row, number) for number, row in enumerate(csv.reader(io.StringIO(text.strip())))]
     placement, micro_batches = _placement(rows), 1 + max((m for row in rows for _, _, m in row), default=0)
@@ -68,7 +68,7 @@ def from_torch_csv(text: str, name: str) -> Timetable:
 
 
 def _merged(orders: dict[int, list[Local]], line: Line, name: str) -> list[Local]:
-    """Return the tasks of all IPUs, each behind its inputs and behind the task before it in its row."""
+    """Return the tasks of all IPUs, each after its inputs and after the previous task of its row."""
     merged: dict[Local, None] = {}
     waiting = {ipu: list(reversed(order)) for ipu, order in orders.items()}
     while any(waiting.values()):
@@ -114,7 +114,7 @@ def _placement(rows: list[list[tuple[int, str, int]]]) -> Placement:
 
 
 def _order(row: list[tuple[int, str, int]], line: Line, split: bool) -> list[Local]:
-    """Return the order of an IPU's segments."""
+    """Return the tasks of an IPU's segments, in order."""
     number = {stage: i for i, stages in enumerate(line.segments) for stage in stages}
     tasks: list[Local] = []
     for stage, kind, m in row:

@@ -1,15 +1,15 @@
-"""Validate a timetable against the clock, and name the task that is wrong.
+"""Validate a timetable against the clock, and name the first wrong task.
 
-The engine runs only timetables that pass these checks, which are made in this order:
+The engine runs only timetables that pass these checks, in this order:
 
     shape       there is a tick for each stage and micro-batch, and stages are on IPUs that exist
     together    the stages of a segment share their ticks; a head does F and B in one tick; under the one-phase clock an
                 IPU does one segment's task per tick
-    inputs      the inputs of a task were computed before, and had the time to arrive
+    inputs      the inputs of a task were computed before, and have had time to arrive
     messages    each boundary's messages are used in the order in which they were sent
     slots       stash, cut and inbox are rings, slot = micro-batch modulo depth: no slot is written before it is free
 
-The checks compare whole rows of moments at once (`_moments`), and name the first task that is wrong.
+The checks compare whole rows of moments at once (`_moments`).
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ from ipu_jax.schedules._timetable import (
 )
 
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
-_LATEST = 1 << 32  # no engine runs so many ticks, and moments are numbers of 64 bits
+_LATEST = 1 << 32  # no engine runs this many ticks, and moments are 64-bit numbers
 
 
 def validate(table: Timetable) -> None:
     """Check a timetable.
 
     Raises:
-        ValueError: for the first violation. The message names IPU, tick and task, what is wrong, and how to mend it.
+        ValueError: a check fails. The message names the IPU, tick and task, what is wrong, and how to mend it.
     """
     _check_shape(table)
     _check_together(table)
@@ -137,7 +137,7 @@ def _check_together(table: Timetable) -> None:
 
 def _check_one_task_a_tick(moments: Moments) -> None:
     table, firsts = moments.table, {stages[0] for stages in segments_of(moments.table.placement)}
-    shared: list[int] = []  # per IPU the first tick in which it does two tasks
+    shared: list[int] = []  # per IPU, the first tick in which it does two tasks
     for ipu, stages in moments.stages_of.items():
         if ipu is None:
             continue
@@ -150,7 +150,7 @@ def _check_one_task_a_tick(moments: Moments) -> None:
 
 
 def _refuse_shared(moments: Moments, tick: int) -> NoReturn:
-    """Name the first task of a tick that shares it with another one of its IPU."""
+    """Raise for the first task of a tick that shares the tick with another task of its IPU."""
     table = moments.table
     tasks = [
         Task(stage, kind, int(m))
@@ -174,7 +174,7 @@ def _refuse_shared(moments: Moments, tick: int) -> NoReturn:
 
 
 def _check_inputs(moments: Moments) -> None:
-    late: list[tuple[Task, Task]] = []  # and its source
+    late: list[tuple[Task, Task]] = []  # each late task, and its source
     for stage in range(len(moments.table.placement)):
         for kind, _ in tables_of(moments.table):
             if kind == "W" and moments.table.placement[stage] is None:
@@ -206,7 +206,7 @@ def _refuse_late(table: Timetable, task: Task, source: Task) -> NoReturn:
 
 
 def sources(table: Timetable, stage: int, kind: Kind) -> Iterator[tuple[int, Kind]]:
-    """Yield the stages and kinds of the tasks whose results a task uses; they are of the same micro-batch."""
+    """Yield the stage and kind of each task whose result a task of the same micro-batch uses."""
     if kind == "F" and stage > 0:
         yield stage - 1, "F"
     if kind == "B":
@@ -249,10 +249,10 @@ def _check_ring(moments: Moments, spans: Spans, ring: str, writer: tuple[int, Ki
     """Check that no slot is written before it is free.
 
     Args:
-        moments: of the table.
-        spans: per micro-batch, from when until when it has its slot.
-        ring: what the slots are of.
-        writer, reader: stage and kind of the tasks that write a slot, and of those that read it last.
+        moments: the moments of the table.
+        spans: per micro-batch, the span in which it has its slot.
+        ring: the name of the ring.
+        writer, reader: the stage and kind of the tasks that write a slot, and of the tasks that read it last.
     """
     depth, count = spans.depth(), len(spans.starts)
     if (spans.starts[depth:] > spans.ends[: count - depth]).all() and (np.diff(spans.starts) > 0).all():

@@ -50,7 +50,7 @@ def report(
     dense: Callable[[], _Results],
     differences: Callable[[_Results, _Results, Tolerance], dict[str, float]],
 ) -> int:
-    """Run the sharded program and, with checks, the unsharded one; print the losses and what differs.
+    """Run the sharded program and, with checks, the unsharded one; print the losses and the differences.
 
     Returns:
         The exit status: 0 if nothing differs, else 1.

@@ -8,15 +8,15 @@ _OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_memory(needed: float, sizes: str, *, there: float | None = None) -> None:
-    """Check that arrays of `needed` bytes fit in the memory of this machine, or of the container that it is.
+    """Check that arrays of `needed` bytes fit in the memory of this machine, or of its container.
 
     Args:
-        needed: bytes that are in memory at once, at least.
-        sizes: the flags and values that decide it, as in "--rows 5 and --cols 7".
+        needed: the least number of bytes in memory at once.
+        sizes: the flags and values that determine it, as in "--rows 5 and --cols 7".
         there: the bytes of memory; None asks the system.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the arrays do not fit.
 
     >>> check_memory(3e13, "--rows 2000000000", there=16e9)
     Traceback (most recent call last):

@@ -5,8 +5,8 @@
     cpu: 2 virtual IPUs on 2 cores
     Self-test passed: loss 2.42, unsharded 2.42, relative error 0.0e+00; 2 gradients, largest relative error 1.7e-07 ...
 
-Its exit code is 0 if the pipeline's loss and gradients equal those of the unsharded program, 1 if they don't, and 2 if
-the arguments are wrong or there are no two IPUs.
+Its exit code is 0 if the pipeline's loss and gradients equal the unsharded program's, 1 if they don't, and 2 if the
+arguments are wrong or two IPUs are not available.
 """
 
 import os
@@ -65,7 +65,7 @@ def _cores() -> int:
 
 
 def _verified() -> Any:
-    """Verify a local stage and one that both IPUs compute together, with random numbers in which no gradient is 0."""
+    """Verify a local stage and a concurrent one, with random numbers for which no gradient is 0."""
     import jax.numpy as jnp
     import numpy as np
     import optax

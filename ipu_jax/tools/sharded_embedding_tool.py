@@ -5,9 +5,9 @@
     loss   = mean softmax cross-entropy of the logits with random targets
 
 The three lines are three concurrent stages of an `ipu_jax.Pipeline`, written with `sharded_ops`. The tool computes the
-loss and the table's gradient twice, by that pipeline on virtual IPUs and by plain jax and optax on one device, and
+loss and the table's gradient twice, with that pipeline on virtual IPUs and with plain jax and optax on one device, and
 reports whether they agree (`tied_embedding.py`). Its exit code is 0 if they do, 1 if they don't, and 2 if the arguments
-are impossible, which is found before jax is imported.
+are impossible. Arguments are checked before jax is imported.
 
     $ sharded-embedding-tool --ipus 4 --vocab-size 8000 --feature-size 768 --sequence-length 256
     Loss on 4 IPUs: 8.9867
@@ -33,7 +33,7 @@ def command() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool with these arguments, or those of the command line, and return the exit code."""
+    """Run the tool with these arguments, or with the command line's, and return the exit code."""
     parser = _parser()
     args = parser.parse(argv)
     table, logits = args.vocab_size * args.feature_size, args.sequence_length * args.vocab_size

@@ -3,9 +3,9 @@
     logits = lhs @ rhs          lhs (rows, cols) on every IPU, rhs (cols, outsize) with its columns split over the IPUs
     loss   = mean softmax cross-entropy of the logits with random labels
 
-It computes logits, loss, dLhs and dRhs twice, by `sharded_ops` on virtual IPUs and by plain jax and optax on one
+It computes logits, loss, dLhs and dRhs twice, with `sharded_ops` on virtual IPUs and with plain jax and optax on one
 device, and reports whether they agree (`split_matmul.py`). Its exit code is 0 if they do, 1 if they don't, and 2 if the
-arguments are impossible, which is found before jax is imported.
+arguments are impossible. Arguments are checked before jax is imported.
 
     $ sharded-matmul-tool --ipus 4
     Loss on 4 IPUs: 9.0730
@@ -31,7 +31,7 @@ def command() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool with these arguments, or those of the command line, and return the exit code."""
+    """Run the tool with these arguments, or with the command line's, and return the exit code."""
     parser = _parser()
     args = parser.parse(argv)
     rows, cols, outsize = args.rows, args.cols, args.outsize

@@ -3,8 +3,8 @@
     logits = lhs @ rhs          lhs (rows, cols) on every IPU, rhs (cols, outsize) with its columns split over the IPUs
     loss   = mean softmax cross-entropy of the logits with random labels
 
-The tolerances are those of numpy.allclose. The gradients of a mean over many rows are small, and an error of 0.01
-passes in the half types: these test only the logits and the loss, and float32 tests all four.
+The tolerances are those of numpy.allclose. The gradients of a mean over many rows are small, so an error of 0.01 passes
+in the half types. In effect, the half types test only the logits and the loss, and float32 tests all four.
 """
 
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ class Results(NamedTuple):
 
 
 def random_inputs(rows: int, cols: int, outsize: int, seed: int, dtype: DTypeLike) -> tuple[np.ndarray, ...]:
-    """Return lhs like the activations of a tanh, rhs as a dense layer is initialised, and a random label per row.
+    """Return lhs like tanh activations, rhs like the initial weights of a dense layer, and a random label per row.
 
-    So the logits have a standard deviation of 1/3, whatever the sizes, and practically none reaches 2, where
-    neighbouring bfloat16 numbers are further apart than the tolerance of the half types.
+    So the logits have a standard deviation of 1/3 for all sizes. Practically none reaches 2, where neighbouring
+    bfloat16 numbers are further apart than the tolerance of the half types.
     """
     rng = np.random.default_rng(seed)
     lhs = rng.uniform(-1, 1, (rows, cols)).astype(jnp.dtype(dtype))
@@ -64,7 +64,7 @@ def sharded_program(mesh: Mesh, outsize: int) -> Any:
 
 
 def run_sharded(ipus: int, inputs: tuple[np.ndarray, ...]) -> Results:
-    """Return the results of `sharded_program` on so many IPUs, as numpy arrays."""
+    """Return the results of `sharded_program` on this number of IPUs, as numpy arrays."""
     lhs, rhs, labels = inputs
     return jax.device_get(sharded_program(make_mesh(1, ipus), rhs.shape[1])(lhs, rhs, labels))
 

@@ -7,8 +7,8 @@
 The three lines are three concurrent stages of a `Pipeline`, written with `sharded_ops`.
 
 The tolerances are those of numpy.allclose. The gradient of a mean over many tokens can be smaller than the absolute
-tolerance of the half types, so that even a wrong one would pass. Therefore no gradient may differ by more than 5% of
-its norm, either.
+tolerance of the half types, so even a wrong gradient would pass. Therefore no gradient may differ by more than 5% of
+its norm either.
 """
 
 from typing import Any, NamedTuple
@@ -41,9 +41,7 @@ class Inputs(NamedTuple):
 
 
 def random_inputs(vocabulary: int, features: int, length: int, seed: int, dtype: DTypeLike) -> Inputs:
-    """Return a table of standard deviation 1/sqrt(features), as embeddings are initialised, and random tokens and
-    targets.
-    """
+    """Return a table of standard deviation 1/sqrt(features), like initial embeddings, and random tokens and targets."""
     rng = np.random.default_rng(seed)
     table = (rng.standard_normal((vocabulary, features)) / np.sqrt(features)).astype(jnp.dtype(dtype))
     tokens, targets = rng.integers(0, vocabulary, (2, length), dtype=np.int32)

@@ -31,14 +31,14 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
 
 
 def counts_of(aux: Any, *, dims: int) -> Any:
-    """Return the counts of a model whose losses are sums, one per micro-batch: an array with so many dims.
+    """Return the counts of a model whose losses are sums: an array with `dims` dims, one count per micro-batch.
 
     Args:
-        aux: of the loss function, or of the last stage.
-        dims: of the counts.
+        aux: the aux of the loss function or of the last stage.
+        dims: the number of dims of the counts.
 
     Raises:
-        ValueError: the model gives no count.
+        ValueError: the model returns no count.
     """
     counts: Any = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
     if not hasattr(counts, "shape") or counts.ndim != dims:
@@ -50,7 +50,7 @@ def counts_of(aux: Any, *, dims: int) -> Any:
 
 
 def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, random: bool) -> tuple[Any, Any]:
-    """Return the mean loss over the micro-batches of one replica, leaves (M, ...), and aux with a leading M."""
+    """Return the mean loss over the micro-batches of one replica, batch leaves (M, ...), and aux with a leading M."""
     call = _caller(loss_fn, key, random)
 
     def add_loss(total: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
@@ -67,7 +67,7 @@ def accumulate_gradients(
 ) -> tuple[Any, Any, Any]:
     """Return the results of `accumulate` and the gradients of `loss_cotangent` x loss, summed in float32 at least.
 
-    `loss_cotangent` is what the backward pass starts from, so that a loss scale acts before anything can underflow.
+    The backward pass starts from `loss_cotangent`, so that a loss scale acts before anything can underflow.
     """
     call = _caller(loss_fn, key, random)
 
@@ -79,7 +79,7 @@ def accumulate_gradients(
         return (loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), wide), aux
 
     m = jax.tree.leaves(batch)[0].shape[0]
-    if m == 1:  # no scan: its carry would be one more copy of the gradients
+    if m == 1:  # no scan: its carry would be another copy of the gradients
         (loss, sums), aux = gradients_of(jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))
         return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
 

@@ -19,12 +19,12 @@ from ipu_jax.weights.packing import Sharded
 
 
 class Arguments:
-    """Checks what the calls of one training step are given. Every check raises a `ValueError` that says what to give.
+    """Checks the arguments of one training step's calls. Every check raises a `ValueError` that says what to give.
 
     Args:
-        model: with all its replicas.
-        options: those of the step.
-        placement: of its states.
+        model: the model with all its replicas.
+        options: the step's options.
+        placement: places the step's states.
         random: whether the model takes a key.
     """
 
@@ -32,7 +32,7 @@ class Arguments:
         self._model, self._options, self._placement, self._random = model, options, placement, random
 
     def check_state(self, state: Any) -> None:
-        """Check that a state is this step's, and that no earlier call has used it up."""
+        """Check that a state belongs to this step, and that no earlier call has used it up."""
         if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != isinstance(self._model, Pipeline):
             raise ValueError("state is not of this step: make it with step.init(params)")
         check_alive(
@@ -69,19 +69,19 @@ class Arguments:
         return self._random or self._options.stochastic_rounding
 
     def key_for_state(self, key: Any) -> Any:
-        """Return the key that a new state holds: the one given, or None with a warning where nothing draws numbers."""
+        """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers."""
         if key is None or self._draws:
             self.check_key(key)
             return key
         warnings.warn(
             "key is not used, for neither the model nor the rounding is random: leave it out, or if the model should "
             "draw numbers, say so: Stage(..., random=True), or replicate(..., random=True) for a loss function",
-            stacklevel=4,  # of the caller of init or restore, which are decorated
+            stacklevel=4,  # the caller of init or restore, which are decorated
         )
         return None
 
     def check_key(self, key: Any) -> None:
-        """Check that a key is there if, and only if, something draws numbers."""
+        """Check that there is a key if, and only if, something draws numbers."""
         needs = "the model is random" if self._random else "stochastic_rounding=True draws numbers"
         if key is None and self._draws:
             raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
@@ -93,7 +93,7 @@ class Arguments:
             raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
 
     def batch_of_call(self, state: TrainState, batch: Any, updates: Any = None) -> tuple[Any, range]:
-        """Check a state, the batch of a call and its updates; return the batch's arrays, and which updates are made."""
+        """Check a state, a call's batch and its updates; return the batch's arrays, and which updates to make."""
         self.check_state(state)
         arrays, made = self._arrays_of(batch), self._updates_of(batch, updates)
         key = state.key if self._random else None
@@ -117,7 +117,7 @@ class Arguments:
         return made
 
     def batch_of_loss(self, state: TrainState, batch: Any) -> Any:
-        """Check a state and a batch whose loss is asked for; return the arrays of its updates with real examples."""
+        """Check a state and a batch to evaluate; return the arrays of the batch's updates with real examples."""
         self.check_state(state)
         arrays, count = self._arrays_of(batch), len(self._updates_of(batch, None))
         batch = arrays if self._options.device_iterations == count else jax.tree.map(lambda leaf: leaf[:count], arrays)

@@ -1,6 +1,6 @@
-"""Keep a moving average of the weights, where the optimizer's state is: e' = e + (1 - decay) (w - e), e starts at w.
+"""Keep a moving average of the weights, laid out like optimizer state: e' = e + (1 - decay) (w - e), e starts at w.
 
-It is kept in float32 at least, because in half (1 - decay) (w - e) would be lost. Under `shard_optimizer` each replica
+The average is in float32 at least, because half would lose (1 - decay) (w - e). Under `shard_optimizer` each replica
 keeps its part of it. Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging".
 """
 
@@ -20,9 +20,9 @@ def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) 
     """Return the averages after an update. Communicates nothing.
 
     Args:
-        decay: how much of the old average stays.
+        decay: the fraction of the old average that stays.
         averages: per block, (1, 1, *update_shape).
-        weights: per block, (*update_shape), the new ones.
+        weights: the new weights per block, (*update_shape).
 
     >>> next_average(0.75, [jnp.full((1, 1, 2), 4.0)], [jnp.zeros(2)])[0].tolist()
     [[[3.0, 3.0]]]
@@ -31,9 +31,9 @@ def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) 
 
 
 def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:
-    """Return the weights with the averages in place of those that are trained, in the weights' dtypes.
+    """Return the weights with the trained ones replaced by their averages, in the weights' dtypes.
 
-    To be called inside the program. Under `shard_optimizer` it communicates one all_gather over "replica" per bucket.
+    Call it inside the program. Under `shard_optimizer` it communicates one all_gather over "replica" per bucket.
     """
     arrays = []
     for k, (average, own) in enumerate(zip(averages, to_blocks(params), strict=True)):
@@ -44,7 +44,7 @@ def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:
 
 
 def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
-    """Return the averages of whole leaves, in host arrays of `Blocks.global_shape`."""
+    """Split the averages of whole leaves into blocks: host arrays of `Blocks.global_shape`."""
     averages = []
     for k, block in enumerate(blocks):
         averages.append(np.zeros(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32)))
@@ -55,7 +55,7 @@ def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
 
 
 def whole_average(blocks: Blocks, averages: Sequence[Any]) -> list[jax.Array]:
-    """Return the averages of whole leaves, in copies: the inverse of `divided_average`.
+    """Return copies of the averages as whole leaves: the inverse of `divided_average`.
 
     Communicates one all-gather per array that is split over several instances.
     """

@@ -29,8 +29,8 @@ class Diagnosis:
     """Finds what was not finite in updates of a step.
 
     Args:
-        model: with all its replicas, and in the step's precision.
-        options: those of the step.
+        model: the model with all its replicas, in the step's precision.
+        options: the step's options.
         random: whether the model takes a key.
     """
 
@@ -43,8 +43,8 @@ class Diagnosis:
         """Return the first value that is not finite in an update, or None if there is none.
 
         Args:
-            state: the one before the update; its `step` is not read.
-            batch: of this update, leaves ([replicas,] M, ...).
+            state: the state before the update; its `step` is not read.
+            batch: the batch of this update, leaves ([replicas,] M, ...).
             step: the number of the update, from 1.
         """
         key = jax.random.fold_in(state.key, step - 1) if self._random else None
@@ -94,7 +94,7 @@ class Diagnosis:
                     state=_by_name(of_state, own.get("state")),
                     outputs=_by_name([str(i) for i in range(outputs.shape[-1])], outputs),
                     new_state=_by_name(of_state, own.get("new_state")),
-                    # without weights before it that are trained, the step does not compute it
+                    # the step computes it only if an earlier stage has trained weights
                     input_gradients={"its input": probe[:, 0] > 0} if any_trained else {},
                     weight_gradients=trained,
                 )

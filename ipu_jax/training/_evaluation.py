@@ -23,9 +23,9 @@ def loss_of_batch(
     """Return the loss, or `(loss, aux)`, of a batch as `TrainStep.loss` documents it.
 
     Args:
-        model: with all its replicas, and in the step's precision.
-        options: those of the step.
-        params, stages: on the IPUs.
+        model: the model with all its replicas, in the step's precision.
+        options: the step's options.
+        params, stages: weights and stages' state on the IPUs.
         batch: leaves ([updates,] [replicas,] M, ...).
         key: a typed key, or None.
     """

@@ -1,9 +1,9 @@
-"""Keep the batches of calls in flight, and tell of updates that were not finite, without waiting for the last calls.
+"""Keep the batches of calls in flight, and report updates that were not finite without waiting for the last calls.
 
     call 0   1   2   3   4   5              the step's window waits, in call 4, for call 0
              NaN         ^   ^ call 5 reads what call 0 was, call 6 what call 1 was, and raises or warns
 
-Which call reads what depends on the number of the call alone, not on how fast an instance is: all instances raise in
+Which outcome a call reads depends only on the call's number, not on how fast an instance is. So all instances raise in
 the same call.
 """
 
@@ -30,7 +30,7 @@ class _Call:
         first: the number of updates before it, int32.
         batch: its batch.
         made: which of its updates were made.
-        numbers: `StepOutputs.nonfinite` of it.
+        numbers: its `StepOutputs.nonfinite`.
     """
 
     first: Any
@@ -43,7 +43,7 @@ class BatchesInFlight:
     """Keeps the batches of the last calls of a step.
 
     Args:
-        options: those of the step, with `on_nonfinite`.
+        options: the step's options, with `on_nonfinite`.
         find: `find(state, batch of one update, number)`, which names what is not finite.
     """
 
@@ -59,7 +59,7 @@ class BatchesInFlight:
         """Read the outcome of all calls but the last `keep`, and forget their batches.
 
         Args:
-            state: what the last call returned; it is read only if an update was not finite.
+            state: the state that the last call returned; it is read only if an update was not finite.
             keep: how many of the last calls may still be running.
 
         Raises:
@@ -72,17 +72,17 @@ class BatchesInFlight:
                 self._tell(state, call, set(numbers[numbers > 0].tolist()))
 
     def _tell(self, state: TrainState, call: _Call, numbers: set[int]) -> None:
-        """Warn of the updates of a call with these numbers, and raise if it has the one that stopped the state."""
+        """Warn of a call's updates with these numbers, and raise if one of the call's updates stopped the state."""
         limit, before, first = limit_of(self._options), int(state.step), int(call.first)
         several = self._options.device_iterations > 1
         last = first + len(call.made)
         stopped = int(state.nonfinite) >= limit
-        # the outputs may name an earlier one in its place
+        # the outputs may name an earlier update instead
         stops = before + 1 if stopped and first <= before < last else None
         for number in sorted(numbers if stops is None else {number for number in numbers if number < stops} | {stops}):
             batch = _update_of(call.batch, call.made.start + number - 1 - first) if several else call.batch
             found = self._find(state, batch, number)
-            # if no later update was made, the state is still the one before it
+            # if no later update was made, the state is still the state before the update
             is_same = number > before + stopped - int(state.nonfinite)
             text = _described(found, number, None if is_same else before)
             if number != stops:
@@ -99,13 +99,13 @@ class BatchesInFlight:
 
 
 def _described(found: NonFinite | None, number: int, now: int | None) -> str:
-    """Return a text about an update; `now` is the number of updates before the state if later ones changed it."""
+    """Return a text about an update; `now` is the state's number of updates if later updates changed the state."""
     text = f"update {number}: its loss or a gradient is not finite" if found is None else str(found)
     if now is not None:
         return f"{text} ({'but not ' if found is None else ''}with the state after update {now})"
     return text if found else f"{text}, but all is when it is computed again"
 
 
-@jax.jit  # an array of several instances can be indexed in a program only
+@jax.jit  # an array across several instances can be indexed only in a program
 def _update_of(batch: Any, at: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[at], batch)

@@ -1,4 +1,4 @@
-"""Scale the loss so that gradients are not too small for float16; the scaled gradients are divided in float32.
+"""Scale the loss so that gradients are not too small for float16, and divide the scaled gradients in float32.
 
     dynamic    scale 32768 ... 1000 good steps ... 65536 -> inf: skip this update, 32768 -> ...
 
@@ -29,7 +29,7 @@ class Scale:
 
 
 def initial_scale(options: TrainOptions) -> Scale | None:
-    """Return the dynamic scale that training begins with, or None if the scale never changes."""
+    """Return the dynamic scale that training starts with, or None if the scale never changes."""
     chosen = options.loss_scale
     if not isinstance(chosen, DynamicScale):
         return None

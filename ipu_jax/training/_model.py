@@ -1,4 +1,4 @@
-"""Make the model that a training step runs, on all replicas and in the precision asked for, and map programs over it.
+"""Make the model that a training step runs, on all replicas in the chosen precision, and map programs over its IPUs.
 
 Pipeline        -- replicate --> on a wider mesh -- computing_in --> its stages cast what they read
 loss function   ------------->   Replicas        --------------->    of a function that casts what it reads
@@ -20,7 +20,7 @@ def model_for(model: Any, options: TrainOptions) -> Any:
     """Return the model that a step runs: a `Pipeline` if one is given, else `Replicas`.
 
     Raises:
-        ValueError: the options contradict the model's own, or the model is neither of these nor callable.
+        ValueError: the options contradict the model's own options, or the model is neither of these nor callable.
     """
     half = None if options.precision == "32.32" else jnp.dtype(options.half)
     if isinstance(model, Pipeline | Replicas):
@@ -57,7 +57,7 @@ def model_for(model: Any, options: TrainOptions) -> Any:
 
 
 def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:
-    """Return the aux that came with the loss itself: the last stage's, where the aux is by the names of stages."""
+    """Return the aux that came with the loss itself: the last stage's aux, if the aux is a dict by stage name."""
     if not isinstance(model, Pipeline):
         return aux
     last, names = model.stages[-1].name, {stage.name for stage in model.stages}
@@ -65,7 +65,7 @@ def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:
 
 
 def on_ipus(model: Pipeline | Replicas, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
-    """Map a program over the IPUs of all replicas: a function from global arrays to global arrays."""
+    """Map a program over the IPUs of all replicas. The result is a function from global arrays to global arrays."""
     if isinstance(model, Pipeline):
         return jax.shard_map(program, mesh=model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return over_replicas(program, model.devices, in_specs=in_specs, out_specs=out_specs)

@@ -1,4 +1,4 @@
-"""Take norms over all weights of all IPUs where the weights are, clip by them, and find the learning rate to report."""
+"""Compute norms over the weights of all IPUs where they are, clip by them, and find the learning rate to report."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,13 +27,13 @@ def clip(largest: float) -> optax.GradientTransformation:
 
 
 def norms(blocks: Blocks, *trees: Sequence[Any]) -> list[Any]:
-    """Return the norms of trees that are laid out as the blocks, the same on all IPUs, in float32.
+    """Return the norms of trees that are laid out like the blocks, the same on all IPUs, in float32.
 
-    Communicates one psum of one float per tree. A leaf that every IPU has counts once, and padding does not count.
+    Communicates one psum of one float per tree. A leaf that is on every IPU counts once, and padding does not count.
 
     Args:
         blocks: where the weights are.
-        trees: of each, this IPU's arrays, one per block in its update shape.
+        trees: this IPU's arrays of each tree, one per block, in the block's update shape.
     """
     squares = jnp.stack([_own_squares(blocks, arrays) for arrays in trees])
     axes = [IPU_AXIS] * (blocks.ipus > 1) + [REPLICA_AXIS] * (blocks.replicas > 1)
@@ -41,7 +41,7 @@ def norms(blocks: Blocks, *trees: Sequence[Any]) -> list[Any]:
 
 
 def learning_rate_in(update: ShardedUpdate) -> int | None:
-    """Return which replicated part of the optimizer's state is the learning rate; None if no part, or several, are."""
+    """Return which replicated part of the optimizer's state is the learning rate; None if none or several are."""
     analysis = update.analysis
     numbers = jax.tree.unflatten(analysis.state_treedef, range(analysis.state_treedef.num_leaves))
     ends = (GetAttrKey("hyperparams"), DictKey("learning_rate"))

@@ -1,4 +1,4 @@
-"""Place whole states of a training step on the IPUs, and return them whole, as a checkpoint needs them.
+"""Place whole states of a training step on the IPUs, and return states whole, as checkpoints need them.
 
 {group: pytree}, optax's state, ...  -- placed -->  TrainState: arrays on the mesh, split as `specs` says
                                      <-- whole --
@@ -36,12 +36,12 @@ class Placement:
     """Places the states of one training step, and returns them whole.
 
     Args:
-        model: with all its replicas.
-        optimizer: with the step's own clipping.
-        options: those of the step.
+        model: the model with all its replicas.
+        optimizer: the optimizer, including the step's clipping.
+        options: the step's options.
 
     Attributes:
-        held: the dtype of float weights, unless the precision is "32.32".
+        held: the dtype in which float weights are held, unless the precision is "32.32".
     """
 
     def __init__(self, model: Pipeline | Replicas, optimizer: optax.GradientTransformation, options: TrainOptions):
@@ -50,10 +50,10 @@ class Placement:
         self._updates: dict[Any, ShardedUpdate] = {}  # by the layout of the weights
 
     def update_for(self, params: Any) -> ShardedUpdate:
-        """Return the optimizer's update for weights laid out as these are; it is traced once per layout.
+        """Return the optimizer's update for weights laid out like these; it is traced once per layout.
 
         Raises:
-            ValueError: the optimizer needs in one piece what is in parts.
+            ValueError: the optimizer needs a divided leaf in one piece.
         """
         is_sharded = isinstance(params, Sharded)
         leaves, treedef = jax.tree.flatten(params)
@@ -79,10 +79,10 @@ class Placement:
         return self._state(placed, optimizer, of_stages, scale=scale, step=0, key=key, ema=ema)
 
     def placed(self, whole: dict[str, Any]) -> TrainState:
-        """Place what `whole` returned, perhaps of a step for other IPUs or replicas.
+        """Place a state that `whole` returned, perhaps from a step for other IPUs or replicas.
 
         Raises:
-            ValueError: it does not fit the model, the optimizer or the options.
+            ValueError: the state does not fit the model, the optimizer or the options.
         """
         of_stages = self._placed_stages(whole["stages"])
         params, placed, _ = self._placed_params(whole["params"])
@@ -102,7 +102,7 @@ class Placement:
         return self._state(placed, optimizer, of_stages, scale=scale, step=whole["step"], key=whole["key"], ema=ema)
 
     def whole(self, state: TrainState) -> dict[str, Any]:
-        """Return copies of all that a state holds, whole and as its owner knows it; None for what it does not hold."""
+        """Return whole copies of everything in a state, each in its owner's form; None for what is not in it."""
         update, model = self.update_for(state.params), self._model
         params = model.unshard(state.params)
         stages = state.stages if isinstance(model, Pipeline) else None
@@ -119,7 +119,7 @@ class Placement:
     def places(self, state: TrainState) -> dict[str, list[Place]]:
         """Return where each leaf of `whole` is in the arrays of a state, under "params", "optimizer", "stages", "ema".
 
-        The names of arrays are those of the checkpoints. Of the average, there are the leaves that are trained.
+        Arrays have the same names as in checkpoints. "ema" lists only the leaves that are trained.
         """
         update = self.update_for(state.params)
         if isinstance(state.params, Sharded):
@@ -138,7 +138,7 @@ class Placement:
         }
 
     def assembled(self, state: TrainState, leaves: dict[str, list[Any]]) -> dict[str, Any]:
-        """Return the first part of what `whole` returns, from leaves in the order of `places` of a state like it."""
+        """Return the trees that `whole` returns, from leaves in the order of `places(state)`."""
         update = self.update_for(state.params)
         trees: dict[str, Any] = {"optimizer": jax.tree.unflatten(update.analysis.state_treedef, leaves["optimizer"])}
         for name, like in (("params", state.params), ("stages", state.stages)):
@@ -171,7 +171,7 @@ class Placement:
         )
 
     def _placed_params(self, params: Any) -> tuple[Any, Any, list[Any]]:
-        """Return whole weights in the dtypes that are held, the same on the IPUs, and the trained leaves among them."""
+        """Return the whole weights in their held dtypes, the same weights on the IPUs, and the whole trained leaves."""
         if self._options.precision != "32.32":
             params = cast_floats(params, self.held)
         if isinstance(self._model, Pipeline):
@@ -182,16 +182,16 @@ class Placement:
         return params, placed, self._trained(placed, params)
 
     def _trained(self, placed: Any, whole: Any) -> list[Any]:
-        """Return the leaves that are trained, of a whole tree like the weights."""
+        """Return the trained leaves of a whole tree with the structure of the weights."""
         leaves = jax.tree.leaves(dict(whole) if isinstance(placed, Sharded) else whole)
         return [value for value, is_frozen in zip(leaves, _frozen(placed), strict=True) if not is_frozen]
 
     def _whole_average(self, blocks: Blocks, state: TrainState, params: Any) -> Any:
-        """Return the weights with the average in place of those that are trained."""
+        """Return the weights with the trained ones replaced by their average."""
         return self._with_trained(state, params, whole_average(blocks, state.ema or []))
 
     def _with_trained(self, state: TrainState, params: Any, trained: Sequence[Any]) -> Any:
-        """Return whole weights with others in place of those that are trained."""
+        """Return whole weights with the trained ones replaced by `trained`."""
         following = iter(trained)
         leaves, treedef = jax.tree.flatten(params)
         both = zip(leaves, _frozen(state.params), strict=True)
@@ -200,7 +200,7 @@ class Placement:
     def _state(
         self, params: Any, optimizer: OptimizerState, stages: Any, *, scale: Any, step: int, key: Any, ema: Any
     ) -> TrainState:
-        """Return the state of placed weights and stages' state, and of all else, which is still on the host."""
+        """Return the state made of placed weights and stages' state, and of everything else, still on the host."""
         blocks = self.update_for(params).blocks
         place_block = lambda k, array: self._place(array, blocks.spec(k))  # noqa: E731
         per_block = [[place_block(k, array) for array in of_block] for k, of_block in enumerate(optimizer.per_block)]
@@ -217,7 +217,7 @@ class Placement:
         )
 
     def no_streak(self) -> jax.Array | None:
-        """Return a new `TrainState.nonfinite`: no update in a row was not finite."""
+        """Return a new `TrainState.nonfinite`: 0 on the IPUs, or None without `on_nonfinite`."""
         return None if self._options.on_nonfinite is None else self._place(np.int32(0))
 
     def _placed_stages(self, stages: Any) -> Sharded | None:
@@ -232,13 +232,13 @@ class Placement:
     def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         if is_key(value):
             return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-        whole = on_host(value)  # each device gets a copy: the step's buffers are its own, and may be donated
+        whole = on_host(value)  # each device gets a copy, so that the step can donate its buffers
         sharding = NamedSharding(self._model.mesh, spec)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
 
 def specs_of(tree: Any) -> Any:
-    """Return the PartitionSpec of each array of placed weights or state; a plain tree is on every IPU."""
+    """Return the PartitionSpec of each array of placed weights or state. A plain tree is whole on every IPU."""
     return packing.specs_of(tree.layout) if isinstance(tree, Sharded) else jax.tree.map(lambda _: WHOLE, tree)
 
 

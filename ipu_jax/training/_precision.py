@@ -1,11 +1,11 @@
-"""Compute, sum and store in the dtypes of a precision, and round so that the result is right on average.
+"""Compute, sum and store in the dtypes of a precision, and round weights so that they are right on average.
 
     "32.32"   everything in float32, or whatever dtype weights and batch have: nothing is cast
     "16.32"   F and B in half; sums, weights and the optimizer's state in float32
     "16.16"   F and B in half; weights and the optimizer's state in half, too
 
-The first number is the precision of the computation, the second that of what is accumulated. Sums of gradients over
-micro-batches and over replicas are always float32.
+The first number is the precision of the computation, the second the precision of the weights and the optimizer's state.
+Sums of gradients over micro-batches and over replicas are always float32.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 def computing_in(stage: Stage, dtype: Any) -> Stage:
     """Return a stage that casts its weights and micro-batch to `dtype` before it uses them.
 
-    The cast is inside the stage. So gradients have the weights' own dtype, and those of micro-batches are summed in
+    The cast is inside the stage. So the gradients of micro-batches have the weights' own dtype, and are summed in
     float32.
     """
 
@@ -51,10 +51,10 @@ def computing_in(stage: Stage, dtype: Any) -> Stage:
 
 
 def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
-    """Round each element up or down at random, with the probabilities that make the result right on average.
+    """Round each element up or down at random, with probabilities that make the result right on average.
 
     Args:
-        x: float32, any shape; finite values within the range of `dtype`, others are rounded to the nearest.
+        x: float32, any shape. Values that are not finite or out of the range of `dtype` are rounded to the nearest.
         dtype: bfloat16 or float16.
         key: a typed key.
 
@@ -73,6 +73,6 @@ def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
     towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
     other = jnp.nextafter(nearest, towards)
     chance = error / (other.astype(x.dtype) - nearest.astype(x.dtype))
-    # where x is exact, or its neighbour infinite, the chance is 0; where x is not finite, it is NaN, and not taken
+    # the chance is 0 where x is exact or its neighbour infinite; where x is not finite it is NaN, which takes nearest
     takes_other = jax.random.uniform(key, x.shape, x.dtype) < chance
     return jnp.where(takes_other, other, nearest)

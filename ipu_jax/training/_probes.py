@@ -1,14 +1,14 @@
-"""Run the forward and backward of one update once more, with probes that see which values are not finite.
+"""Run the forward and backward of one update again, with probes that flag the values that are not finite.
 
     x, weights, micro-batch, state --+--> stage --+--> y, new state          forward: flags leave as the stage's aux
                                      |            |
     dx, gradients of weights <-------+-- probe    +--> flags                 backward: flags leave as a gradient
 
-It is the pipeline's own program, on its IPUs, under its schedule, with the keys, state and loss scale of the update. So
+This runs the pipeline's own program, on its IPUs, under its schedule, with the update's keys, state and loss scale. So
 whatever a stage does (communicate, draw numbers, keep state) it does here as well, and no weight is gathered. For the
-backward, each group of weights gets one more leaf, the probe. Values that a stage reads pass through a function that
-returns them, and of which the backward gives the probe a gradient of 1 in the place of the micro-batch and the value
-if the value's gradient is not finite.
+backward, each group of weights gets one more leaf, the probe. Values that a stage reads pass through an identity
+function. If a value's gradient is not finite, the backward of this function gives the probe a gradient of 1 at the
+place of the micro-batch and the value.
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ from ipu_jax.training.replicas import Replicas
 from ipu_jax.weights.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
 from ipu_jax.weights.packing import Sharded
 
-_INPUT = 0  # in a probe, the row of the gradients of a stage's inputs; those of its weights follow
+_INPUT = 0  # in a probe, the row for the gradients of a stage's inputs; rows for its weights follow
 
 
 class ProbedPipeline:
     """A pipeline with probes, for weights in one layout.
 
     Args:
-        model: with all its replicas, and in the step's precision.
-        layout: that of the weights, with the leaves frozen that the pipeline freezes.
+        model: the model with all its replicas, in the step's precision.
+        layout: the layout of the weights, in which the pipeline's frozen leaves are frozen.
         weighted: whether the losses come with counts.
 
     Attributes:
-        users: per stage, the name of its group with a probe, and which of the stages that name the group it is.
+        users: per stage, the name of its group with a probe, and the stage's number among the stages of this group.
     """
 
     def __init__(self, model: Pipeline, layout: PackedLayout, *, weighted: bool):
@@ -75,7 +75,7 @@ class ProbedPipeline:
         )
 
     def _with_probes(self, groups: Sequence[Group]) -> PackedLayout:
-        """Return the layout in which each group is `(its tree, probe)`; the slots of the probes are the last ones."""
+        """Return the layout in which each group is `(its tree, probe)`; the last slots hold the probes."""
         slots, of_ipu, extended = list(self._layout.slots), [0] * self._layout.ipus, []
         for group in groups:
             slot = -1
@@ -132,7 +132,7 @@ class ProbedPipeline:
 
         Args:
             params, batch, state, key: whole, of one update; leaves of the batch are ([replicas,] M, ...).
-            loss_cotangent: that of one micro-batch.
+            loss_cotangent: the loss cotangent of one micro-batch.
 
         Returns:
             Per stage its flags, (replicas, M, values) each, and the loss that it adds, if any; per slot and per
@@ -177,7 +177,7 @@ class ProbedPipeline:
 
 
 def run_probed_function(model: Replicas, params: Any, batch: Any, key: Any, loss_cotangent: Any) -> Any:
-    """Return the flags of a plain loss function, (replicas, M, values) each, and whether all sums are finite.
+    """Return the flags of a plain loss function, (replicas, M, values) each, and whether the gradient sums are finite.
 
     Communicates one psum of all gradients over the replicas, and one pmin of a number.
     """
@@ -198,7 +198,7 @@ def run_probed_function(model: Replicas, params: Any, batch: Any, key: Any, loss
 
 
 def _probed_loss(model: Replicas, loss_cotangent: Any, params: Any, microbatch: Any, **extra: Any) -> Any:
-    """Return the loss of one micro-batch, and flags of it and its gradients as the aux."""
+    """Return the loss of one micro-batch, and as its aux the flags of the loss and its gradients."""
     of_loss = lambda p: loss_and_aux(model.loss_fn(p, microbatch, **extra))[0]  # noqa: E731
     loss, vjp = jax.vjp(of_loss, lax.stop_gradient(params))
     (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
@@ -208,7 +208,7 @@ def _probed_loss(model: Replicas, loss_cotangent: Any, params: Any, microbatch: 
 
 
 def float_names(tree: Any, prefix: str) -> list[str]:
-    """Return the names of a tree's floating leaves, of which `_flags` returns a flag each."""
+    """Return the names of a tree's floating leaves, in the order of the flags that `_flags` returns."""
     return [
         f"{prefix}{jax.tree_util.keystr(path)}" for path, leaf in jax.tree.leaves_with_path(tree) if _is_float(leaf)
     ]
@@ -225,7 +225,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _flags(tree: Any) -> Any:
-    """Return int32, (floating leaves,): 1 where a leaf has a value that is not finite."""
+    """Return int32, (floating leaves,): 1 where a leaf contains a value that is not finite."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
     return jnp.asarray([jnp.any(~jnp.isfinite(leaf)) for leaf in leaves], jnp.int32).reshape(len(leaves))
 

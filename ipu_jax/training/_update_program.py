@@ -1,4 +1,4 @@
-"""Run a training step on one IPU: one weight update, or many of them in one call.
+"""Run a training step on one IPU: one weight update, or several in one call.
 
 gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights -> average
                                 (or a part each)                              (gathered)
@@ -35,8 +35,8 @@ class Iteration:
     """Run a call of a `TrainStep` on one IPU, inside the mapped program.
 
     Args:
-        model: with all its replicas.
-        options: those of the step.
+        model: the model with all its replicas.
+        options: the step's options.
         update: the optimizer's update for the model's weights.
         random: whether the model takes a key.
     """
@@ -53,8 +53,8 @@ class Iteration:
         Args:
             state: this IPU's blocks.
             batch: leaves ([updates,] 1, M, ...), this replica's.
-            updates: the first update of the batch that is made, and the one after the last, int32 (), the same on all
-                IPUs; not looked at if `device_iterations` is 1.
+            updates: `(first, stop)`, the range of the batch's updates to make, int32 (), the same on all IPUs. Ignored
+                if `device_iterations` is 1.
             stacked: whether outputs have a leading dim, one row per `options.every` updates. Rows of updates that are
                 not made are zeros.
         """
@@ -78,7 +78,7 @@ class Iteration:
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         like = jax.eval_shape(self.one, state, first)[1]
         count_of_rows = options.device_iterations // options.every
-        # outputs that were not asked for are never stacked
+        # outputs that are not returned are never stacked
         rows = jax.tree.map(lambda leaf: jnp.zeros((count_of_rows, *leaf.shape), leaf.dtype), like)
         state, rows = lax.fori_loop(*updates, update, (state, rows))
         return state, rows if stacked else jax.tree.map(lambda leaf: leaf[0], rows)
@@ -153,14 +153,14 @@ class Iteration:
         return dataclasses.replace(new, step=step), outputs
 
     def _unless_bad(self, verdict: Verdict, new: TrainState, old: TrainState) -> TrainState:
-        """Return the new state if the update is made, else the old one; each with the next loss scale."""
+        """Return the new state if the update is made, else the old state, with the next loss scale in both cases."""
         keyless = [dataclasses.replace(state, key=None, scale=None) for state in (new, old)]
         chosen = jax.tree.map(lambda n, o: jnp.where(verdict.made, n, o), *keyless)
         scale = old.scale
         if isinstance(self.options.loss_scale, DynamicScale):
             assert scale is not None, "init makes it"
             scale = next_scale(self.options.loss_scale, scale, verdict.finite)
-            if verdict.number is not None:  # what is not finite by itself says nothing about the scale
+            if verdict.number is not None:  # a value that is not finite at any scale says nothing about the scale
                 scale = jax.tree.map(lambda n, o: jnp.where(verdict.number > 0, o, n), scale, old.scale)
         return dataclasses.replace(chosen, key=old.key, scale=scale, nonfinite=verdict.streak)
 
@@ -191,7 +191,7 @@ class Iteration:
         return result.loss, value[1] if isinstance(value, tuple) else None, to_blocks(result.gradients), stages
 
     def _global_loss(self, loss: Any, aux: Any, scale: Any) -> tuple[Any, Any]:
-        """Return the loss over all replicas, and the number to divide the gradients by, or None for 1."""
+        """Return the loss over all replicas, and the divisor of the gradients, or None for 1."""
         options = self.options
         static = None if isinstance(scale, float | int) and scale == 1 else scale
         if not options.weighted:
@@ -208,10 +208,10 @@ class Iteration:
     def _all_finite(self, gradients: list[Any], *, reduced: bool) -> Any:
         """Return whether all gradients of all IPUs are finite.
 
-        Communicates one pmin of a number; over the IPUs of a replica only, or nothing if there is one, where the
-        gradients are `reduced`: they are the same on all replicas.
+        Communicates one pmin of a number. If the gradients are `reduced`, they are the same on all replicas. Then the
+        pmin is over the IPUs of a replica only, or skipped if a replica has one IPU.
         """
-        # where everything is frozen there are no gradients, and the answer is True
+        # if everything is frozen there are no gradients, and the result is True
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
         axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
         if reduced:
@@ -223,7 +223,7 @@ class Iteration:
         blocks, block = self.update.blocks, self.update.blocks[k]
         if not self.options.stochastic_rounding or block.dtype not in ("bfloat16", "float16"):
             return value.astype(block.dtype)
-        # the model folds in the replica's number, and no replica has this one, so its keys differ from these
+        # the model folds in the replica's number; no replica has this number, so the model's keys differ from these
         key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(2**32 - 1)), k)
         if not block.is_whole:  # IPUs that hold the same weights must round them the same
             key = jax.random.fold_in(key, lax.axis_index(IPU_AXIS))

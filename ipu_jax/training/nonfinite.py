@@ -1,4 +1,4 @@
-"""Name what was not finite in an update, and decide which of many values that are not finite was the first.
+"""Name what was not finite in an update, and decide which of several non-finite values was the first.
 
     flags of an update, per replica, micro-batch and stage        NonFinite
     stage 0  weights ok  batch x: NaN  output: NaN         -->    replica 1, micro-batch 3, stage 0, batch['x']
@@ -22,9 +22,9 @@ class NonFinite:
 
     Attributes:
         step: the number of the update, counted from 1.
-        replica, microbatch: where it is, counted from 0; None if only the sum over them is not finite.
+        replica, microbatch: where the value is, counted from 0; None if only the sum over them is not finite.
         stage, name: the stage's number in the pipeline, from 0, and its name; None for a plain loss function.
-        what: what of the stage it is, such as "its output" or "its weight params['head']['w']".
+        what: the value's role in the stage, such as "its output" or "its weight params['head']['w']".
         loss: the loss of the micro-batch, or of the update where there is no single micro-batch.
     """
 
@@ -48,11 +48,11 @@ class NonFinite:
 
 
 class NonFiniteLossError(ArithmeticError):
-    """Raised where the loss or the gradients of an update are not finite, under `TrainOptions(on_nonfinite=)`.
+    """Raised if the loss or the gradients of an update are not finite, under `TrainOptions(on_nonfinite=)`.
 
     Attributes:
         step: the number of the update, counted from 1.
-        found: what was not finite; None if it was not found again.
+        found: the first value that was not finite; None if a second run of the update did not show it.
     """
 
     def __init__(self, message: str, step: int, found: NonFinite | None):
@@ -66,12 +66,12 @@ class NonFiniteLossWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageFlags:
-    """Hold which values of a stage are not finite: bool, (replicas, M) by the name of the value.
+    """Hold a flag per value of a stage, True where it is not finite: bool, (replicas, M), by the name of the value.
 
     Attributes:
-        weights, batch, state: what the stage reads.
-        outputs, new_state: what it returns.
-        input_gradients, weight_gradients: what its backward returns; of what is trained only.
+        weights, batch, state: the values that the stage reads.
+        outputs, new_state: the values that it returns.
+        input_gradients, weight_gradients: the gradients that training computes in its backward.
     """
 
     weights: Mapping[str, npt.NDArray[np.bool_]]
@@ -85,13 +85,13 @@ class StageFlags:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flags:
-    """Hold which values of an update are not finite.
+    """Hold the flags of all values of an update.
 
     Attributes:
-        losses: of each micro-batch, (replicas, M).
-        stages: first stage first; a plain loss function is one without a name.
-        names: of the stages, or None.
-        sums_are_finite: whether the gradients are, summed over micro-batches and replicas.
+        losses: the loss of each micro-batch, (replicas, M).
+        stages: first stage first; a plain loss function is one stage without a name.
+        names: the names of the stages, or None.
+        sums_are_finite: whether the gradients summed over micro-batches and replicas are finite.
     """
 
     losses: npt.NDArray[np.floating]
@@ -103,14 +103,14 @@ class Flags:
 def first_nonfinite(step: int, flags: Flags) -> NonFinite | None:
     """Return the first value of an update that is not finite; None if all are finite.
 
-    If a loss is not finite, that is the first value in the order of the micro-batches and, within one, of the stages.
-    What is read counts before what is computed of it. A value that is infinite in a micro-batch with a finite loss,
-    such as a mask, is not counted: it does no harm. If all losses are finite, it is the first gradient in the order
-    of the backward pass.
+    If a loss is not finite, values are ordered by micro-batch and, within a micro-batch, by stage. In a stage, values
+    that it reads come before values that it computes. A value that is also infinite in a micro-batch with a finite
+    loss, such as a mask, does no harm and is ignored. If all losses are finite, the result is the first gradient in
+    the order of the backward pass.
 
     Args:
         step: the number of the update, from 1.
-        flags: those of the update.
+        flags: the flags of the update.
     """
     is_bad = ~np.isfinite(flags.losses)
     if is_bad.any():
@@ -135,8 +135,8 @@ def first_nonfinite(step: int, flags: Flags) -> NonFinite | None:
 
 
 def _forward(flags: Flags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, str]]:
-    """Yield (micro-batch, stage, rank, replica, what) of values that may be the first; the smallest of them is it."""
-    # a replica goes wrong in its first bad micro-batch, or before, if what a stage keeps as state goes wrong
+    """Yield (micro-batch, stage, rank, replica, what) of values that can be the first; the smallest is the first."""
+    # a replica goes wrong in its first bad micro-batch, or earlier if a stage's state goes wrong
     first_bad = np.where(is_bad.any(1), is_bad.argmax(1), -1)
     for number, stage in enumerate(flags.stages):
         harmful = lambda flag: flag & ~(flag & ~is_bad).any()  # noqa: E731
@@ -145,7 +145,7 @@ def _forward(flags: Flags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int,
             *((name, harmful(flag)) for name, flag in stage.batch.items()),
             *((f"its state {name}", harmful(flag)) for name, flag in stage.state.items()),
         ]
-        # state that was infinite before the first micro-batch is so by intent, or its reader shows it
+        # state that was infinite before the first micro-batch is intended, or its reader shows it
         changed = {name: flag & ~stage.state[name] for name, flag in stage.new_state.items()}
         changed = {name: flag & ~stage.state[name][:, :1] for name, flag in changed.items()}
         effects = [
@@ -162,7 +162,7 @@ def _forward(flags: Flags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int,
 
 
 def _backward(flags: Flags) -> Iterator[tuple[int, int, int, str]]:
-    """Yield (micro-batch, -stage, replica, what) of gradients; the smallest is the first of the backward pass."""
+    """Yield (micro-batch, -stage, replica, what) of gradients; the smallest is the first in the backward pass."""
     for number, stage in enumerate(flags.stages):
         for name, flag in (*stage.weight_gradients.items(), *stage.input_gradients.items()):
             for replica, microbatch in np.argwhere(flag):
@@ -180,5 +180,5 @@ def _named(step: int, flags: Flags, replica: int, microbatch: int, stage: int, w
 
 
 def no_flags(**given: Mapping[str, Any]) -> StageFlags:
-    """Return the flags of a stage, of which those that are not given are empty."""
+    """Return the flags of a stage; flags that are not given are empty."""
     return StageFlags(**{field.name: given.get(field.name, {}) for field in dataclasses.fields(StageFlags)})

@@ -5,9 +5,9 @@
                            +-- ...                                               --+
 
 A replica of one IPU runs a plain loss function under `jax.pmap`, or under `jax.shard_map` if the IPUs are on several
-instances. A replica of several IPUs runs a `Pipeline`, whose mesh has an axis over the replicas. In both cases the user
-calls `replicate(model, replication_factor=R)`, or gives the number of IPUs in all, and gets an object with `shard`,
-`value_and_grad` and `unshard`.
+instances. A replica of several IPUs runs a `Pipeline`; its mesh has an axis over the replicas. In both cases the user
+calls `replicate(model, replication_factor=R)`, or gives the total number of IPUs instead, and gets an object with
+`shard`, `value_and_grad` and `unshard`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ from ipu_jax.weights.arguments import check_alive, check_batch
 def replicas_of(
     *, replication_factor: int | None = None, num_ipus: int | None = None, ipus_per_replica: int = 1
 ) -> int:
-    """Return the number of replicas, which is given itself or by the number of IPUs in all.
+    """Return the number of replicas, given directly or as the total number of IPUs.
 
     Args:
         replication_factor: R itself.
         num_ipus: R x `ipus_per_replica`.
-        ipus_per_replica: IPUs of one copy of the model.
+        ipus_per_replica: the IPUs of one replica.
 
     Raises:
         ValueError: neither or both are given, a number is not a positive int, or `num_ipus` is not a multiple of
@@ -89,12 +89,12 @@ def replicate(
     reduction: Reduction | None = None,
     random: bool | None = None,
 ) -> Any:
-    """Make copies of a model, on R times the IPUs of one.
+    """Make R replicas of a model, on R times its IPUs.
 
     Args:
         model: a `Pipeline`, or a loss function as `Replicas` takes it.
-        replication_factor: R. Give this, or `num_ipus`.
-        num_ipus: IPUs in all; R is this divided by the IPUs of one replica.
+        replication_factor: R. Give either this or `num_ipus`.
+        num_ipus: the total number of IPUs; R is this divided by the IPUs of one replica.
         gradient_accumulation, reduction, random: for a loss function, as `Replicas` takes them. A pipeline has its own.
 
     Returns:
@@ -130,18 +130,18 @@ class Replicas:
     """Runs a loss function on R replicas of one IPU each.
 
     `loss_fn(params, microbatch) -> loss`, `(loss, aux)` or `Outputs(loss, aux=aux)`: the micro-batch's mean loss, a
-    float scalar. It sees one micro-batch of one replica, and need not know of the others.
+    float scalar. It sees one micro-batch of one replica, and doesn't need to know of the others.
 
     Args:
         loss_fn: the function.
         replication_factor: R.
-        gradient_accumulation: M, the micro-batches of a replica in one weight update. They run one after the other.
+        gradient_accumulation: M, the number of micro-batches of a replica in one weight update. They run in sequence.
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
         random: whether `loss_fn` gets `key=`, a typed key of this replica and micro-batch.
 
     Raises:
-        ValueError: the function is not callable, an option is outside its rule, or there are too few devices.
+        ValueError: the function is not callable, an option is invalid, or there are too few devices.
     """
 
     def __init__(
@@ -193,16 +193,16 @@ class Replicas:
 
         Args:
             params: from `shard`.
-            batch: a pytree whose leaves are (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1. Across
+            batch: a pytree with leaves (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1. Across
                 several instances as `Pipeline.value_and_grad` takes it.
-            key: a typed key, where the function is random.
+            key: a typed key, if the function is random.
 
         Returns:
             `(loss, gradients)`, or `((loss, aux), gradients)`; aux has a leading (M,), or (R, M,). Gradients have the
             dtypes of `params`; they are accumulated in float32 at least.
 
         Raises:
-            ValueError: the batch does not fit, or the key is missing or superfluous. It is raised before anything is
+            ValueError: the batch does not fit, or the key is missing or superfluous. Raised before anything is
                 compiled.
         """
         self.check(params, batch, key)
@@ -220,7 +220,7 @@ class Replicas:
         return loss if aux is None else (loss, aux)
 
     def check(self, params: Any, batch: Any, key: Any = None) -> None:
-        """Raise the `ValueError` that `value_and_grad` would raise for such arguments."""
+        """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
         self.check_params(params)
         if self.random and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)")
@@ -286,13 +286,13 @@ def over_replicas(
 ) -> Callable[..., Any]:
     """Map a program over the axis "replica" by `jax.pmap`, with the interface of `jax.shard_map`.
 
-    `pmap` takes the arrays of one process only, so devices of several are mapped by `jax.shard_map` itself.
+    `pmap` takes only arrays of one process. So devices of several processes are mapped by `jax.shard_map` itself.
 
     Args:
         program: gets blocks as under `shard_map`: a split dim is kept, and has size 1.
         devices: one per replica.
-        in_specs, out_specs: trees of `PartitionSpec`, prefixes of arguments and result; each names "replica" at most
-            once and no other axis.
+        in_specs, out_specs: trees of `PartitionSpec`, prefixes of arguments and result. Each spec names "replica" at
+            most once and no other axis.
 
     Returns:
         A function from whole arrays to whole arrays.
@@ -310,7 +310,7 @@ def over_replicas(
         leaves, treedef = jax.tree.flatten(args)
 
         def with_dims(*leaves: Any) -> Any:
-            # pmap removes the mapped dim, and shard_map keeps it: `program` sees it as under shard_map
+            # pmap removes the mapped dim, shard_map keeps it: give `program` the dim that it has under shard_map
             blocks = [x if dim is None else jnp.expand_dims(x, dim) for x, dim in zip(leaves, dims, strict=True)]
             result = program(*jax.tree.unflatten(treedef, blocks))
             specs = jax.tree.broadcast(out_specs, result, is_leaf=is_spec)

@@ -1,4 +1,4 @@
-"""Define what a training step takes and gives: its state on the IPUs, and the outputs of a call.
+"""Define what a training step takes and returns: its state on the IPUs, and the outputs of a call.
 
 >>> TrainState(jnp.ones((3, 2)), OptimizerState([], [jnp.ones((3, 2))]), None, None, jnp.int32(7), None)
 TrainState(step=7, 6 weights in 24 B, optimizer state in 24 B)
@@ -26,22 +26,22 @@ from ipu_jax.weights.packing import Sharded
 class TrainState:
     """Hold the state that an update changes, on the IPUs. A pytree.
 
-    Its text gives the number of updates, the number of weights, and bytes. What several IPUs hold alike counts once;
-    bytes include the padding of weights that share an array.
+    Its repr shows the number of updates, the number of weights, and bytes. Copies on several IPUs count once. Bytes
+    include the padding of weights that share an array.
 
     Attributes:
         params: the weights, as `Pipeline.shard` or `Replicas.shard` places them.
-        optimizer: the optimizer's state; `TrainStep.whole` returns it as optax knows it.
+        optimizer: the optimizer's state; `TrainStep.whole` returns it as optax's tree.
         stages: the state of a pipeline's stages, or None.
         scale: the dynamic loss scale, or None.
         step: int32, the number of updates that were tried.
         key: the typed key from which each update's own key is folded, or None.
         ema: under `TrainOptions(ema_decay=)` the moving average of the trained weights, in float32 at least, in arrays
-            that are laid out as those of the optimizer's state; else None. `TrainStep.whole` returns it as a tree.
-        nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number of updates in a row, up to the last one, that
-            were not made because they were not finite; else None. 1 under "stop", or `max_skips` under "skip", says
-            that the state is stopped: nothing changes it any more, and `step` is the number of updates before the one
-            that stopped it. It is not saved: `TrainStep.restore` returns a state that is not stopped.
+            laid out like the optimizer's state; else None. `TrainStep.whole` returns it as a tree.
+        nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number of consecutive updates, up to the last one,
+            that were not made because they were not finite; else None. 1 under "stop", or `max_skips` under "skip",
+            means that the state is stopped: no update changes it any more, and `step` is the number of updates before
+            the one that stopped it. It is not saved: `TrainStep.restore` returns a state that is not stopped.
     """
 
     params: Any
@@ -69,23 +69,22 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class StepOutputs:
-    """Hold the outputs of a call. If they are of several updates, every leaf has a leading dim of updates.
+    """Hold the outputs of a call. If they are from several updates, every leaf has a leading dim of updates.
 
     Attributes:
         loss: over all micro-batches and replicas, unscaled.
-        aux: what the model returned beside the loss, leaves (M, ...) or (replicas, M, ...); None if nothing.
-        updated: under a `DynamicScale` or `on_nonfinite`, int32: 1 where the update was made, 0 where it was not; else
-            None.
+        aux: what the model returned besides the loss, leaves (M, ...) or (replicas, M, ...); None if nothing.
+        updated: under a `DynamicScale` or `on_nonfinite`, int32: 1 if the update was made, 0 if it was not; else None.
         gradient_norm: under `TrainOptions(norms=True)`, float32: the norm over all gradients of all IPUs, reduced over
             micro-batches and replicas, unscaled, and before `max_gradient_norm`; else None.
-        parameter_norm: under `TrainOptions(norms=True)`, float32: the norm over all trained weights of all IPUs, with
-            which loss and gradients were computed; else None.
-        learning_rate: float32, the one of this update, where the optimizer keeps it in its state, as
-            `optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)` does; None where it is kept nowhere, as in
+        parameter_norm: under `TrainOptions(norms=True)`, float32: the norm over all trained weights of all IPUs, before
+            the update; else None.
+        learning_rate: float32, this update's learning rate if the optimizer keeps it in its state, as
+            `optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)` does. None if it is not in the state, as in
             `optax.adamw(schedule)`, or in several places.
-        nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number, counted from 1, of the first update that was
-            not made because it was not finite, of all updates since the outputs before; 0 if there is none. Updates
-            that a stopped state did not make have the number of the one that stopped it. None without the option.
+        nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number, counted from 1, of the first update since the
+            previous outputs that was not made because it was not finite; 0 if there is none. Updates that a stopped
+            state did not make have the number of the update that stopped it. None without the option.
     """
 
     loss: Any
@@ -110,7 +109,7 @@ def _weights(params: Any) -> int:
 
 
 def _bytes(tree: Any) -> str:
-    # jax puts other things than arrays in the place of leaves, too
+    # jax sometimes replaces leaves by objects that are not arrays
     arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype") and not is_key(leaf)]
     return in_units(sum(leaf.size * leaf.dtype.itemsize for leaf in arrays), "B")
 
@@ -120,7 +119,7 @@ def _is_concrete(leaf: Any) -> bool:
 
 
 def _tree(tree: Any) -> str:
-    """Return the text of a tree in which small arrays are numbers, and others their dtype and shape."""
+    """Return the text of a tree, with small arrays as numbers and other arrays as their dtype and shape."""
     return repr(jax.tree.map(lambda leaf: _Text(_value(leaf)), tree))
 
 

@@ -4,7 +4,7 @@ step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iteratio
 state = step.init(params)
 for batch in batches:                     # leaves (10, M, micro-batch, ...)
     state, outputs = step(state, batch)   # the old state's buffers are reused for the new one (donate=False keeps it)
-loss = step.loss(state, batch)            # without an update, as training computes it
+loss = step.loss(state, batch)            # as training computes it, without an update
 
 gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
                                 (or a part each)                              (gathered)
@@ -51,18 +51,18 @@ def make_train_step(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     options: TrainOptions | None = None,
 ) -> "TrainStep":
-    """Make a training step of a model with any optax optimizer.
+    """Make a training step for a model with any optax optimizer.
 
     Args:
         model: a `Pipeline`, `Replicas`, or a loss function as `Replicas` takes it.
         optimizer: sees the logical weights, leaf by leaf, wherever they are: `{group: pytree}` for a pipeline, with
-            `optax.MaskedNode()` for frozen leaves. `optax.MultiSteps(...)` is taken as it is. If its update takes
+            `optax.MaskedNode()` for frozen leaves. `optax.MultiSteps(...)` works as it is. If its update takes
             `value=`, it gets the loss.
         options: how the step runs; `TrainOptions()` if None.
 
     Raises:
-        ValueError: the options contradict the model's, an argument is of the wrong type, or the optimizer's update
-            calls the loss function itself (`optax.lbfgs` with its line search).
+        ValueError: the options contradict the model's options, an argument has the wrong type, or the optimizer's
+            update calls the loss function itself (`optax.lbfgs` with its line search).
 
     >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
@@ -76,11 +76,11 @@ def make_train_step(
 class TrainStep:
     """Update a model's weights: `state = step.init(params)`, then `state, outputs = step(state, batch)` repeatedly.
 
-    `make_train_step` makes it.
+    Made by `make_train_step`.
 
     Attributes:
         model: the `Pipeline` or `Replicas` that runs, on all replicas and in the precision of the options.
-        options: as they were given.
+        options: the options as given.
         random: whether the model takes a key.
     """
 
@@ -114,12 +114,12 @@ class TrainStep:
 
     @property
     def gradient_accumulation(self) -> int:
-        """Return M, the micro-batches of an update on each replica."""
+        """Return M, the number of micro-batches of an update on each replica."""
         return self.model.options.gradient_accumulation
 
     @property
     def placement(self) -> Placement:
-        """Return what places this step's states, for checkpoints."""
+        """Return the object that places this step's states, for checkpoints."""
         return self._placement
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ class TrainStep:
 
         Raises:
             ValueError: the weights don't fit the model, a key is missing, the stages' state is missing or superfluous,
-                or the optimizer needs in one piece what is in parts. Nothing has been compiled by then.
+                or the optimizer needs a divided leaf in one piece. Nothing has been compiled by then.
         """
         if isinstance(params, Sharded):
             raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
@@ -154,10 +154,10 @@ class TrainStep:
         It may be from this step, or from a step for other IPUs, replicas or stage placements.
 
         Args:
-            whole: as `whole` returned it, with jax's or numpy's arrays. "ema" may be missing where there is none.
+            whole: as `whole` returned it, with jax or numpy arrays. "ema" can be missing if there is no average.
 
         Raises:
-            ValueError: as in `init`, or the optimizer's state is another optimizer's.
+            ValueError: as in `init`, or the optimizer's state belongs to another optimizer.
         """
         missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
         if missing:
@@ -172,14 +172,14 @@ class TrainStep:
         """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.
 
         Every value is whole, in its owner's form: weights and the stages' state by group, the optimizer's state as
-        optax made it, the average like the weights, in float32 at least. What the step doesn't have is None. All are
-        copies, which later calls don't change. `restore` takes the result.
+        optax made it, the average like the weights, in float32 at least. Values that the step doesn't have are None.
+        All are copies, which later calls don't change. `restore` takes the result.
 
-        Across several instances all of them must call it, and each gets all of it. It communicates one all-gather per
-        array that is split over them.
+        Across several instances, all of them must call this, and each gets the complete result. It communicates one
+        all-gather per array that is split over instances.
 
         Raises:
-            ValueError: the state is not of this step, or was given to a call before.
+            ValueError: the state does not belong to this step, or an earlier call used it up.
         """
         self._arguments.check_state(state)
         return self._placement.whole(state)
@@ -197,19 +197,19 @@ class TrainStep:
         Args:
             state: from `init` or the previous call. Its buffers are reused, and it can't be used afterwards, unless
                 the options say `donate=False`.
-            batch: leaves (device_iterations, replicas, M, micro-batch, ...), without those of the first two dims that
-                are 1; or the `FeedBatch` of a `Feed`. Rows that fill an update up are rows like any other here:
-                have the model count them as 0, and the options be `weighted=True`. Across several instances, arrays
-                that are not a `Feed`'s are the whole batch, the same on each instance.
-            updates: how many of the batch's updates are made, the first ones; or a range of them, counted from 0. By
-                default those of a `FeedBatch` that have real examples, and otherwise all. They are an argument of the
-                compiled program: another number compiles nothing.
+            batch: leaves (device_iterations, replicas, M, micro-batch, ...), where a first or second dim of 1 is left
+                out; or the `FeedBatch` of a `Feed`. Padding rows of an incomplete update are rows like any other here:
+                let the model count them as 0, and set `weighted=True` in the options. Across several instances, arrays
+                that are not from a `Feed` are the whole batch, the same on each instance.
+            updates: the number of updates to make, from the batch's first one on, or a range of them, counted from 0.
+                By default the updates of a `FeedBatch` with real examples, and otherwise all. This is an argument of
+                the compiled program: another number compiles nothing.
 
         Returns:
-            The new state, and what `options.outputs` asks for. No more than a few calls are ever in flight.
+            The new state, and the outputs that `options.outputs` selects. Only a few calls are ever in flight.
 
         Raises:
-            ValueError: the batch does not fit, or the state is not of this step or was given to an earlier call.
+            ValueError: the batch does not fit, the state does not belong to this step, or an earlier call used it up.
                 Nothing has been compiled by then.
             NonFiniteLossError: under `on_nonfinite`, an update of an earlier call stopped the state. Nothing was
                 dispatched, so the state stays usable. Under "skip", a skipped update of an earlier call gives a
@@ -234,11 +234,11 @@ class TrainStep:
     def check(self, state: TrainState) -> None:
         """Wait for all calls, and report what was not finite in them. Call it after the last call of a loop.
 
-        Under `TrainOptions(on_nonfinite=)` each call tells of those that have ended by then, which are not the last
-        few. Without the option it does nothing. Across several instances all of them call it.
+        Under `TrainOptions(on_nonfinite=)` a call reports only on earlier calls that have ended, so not on the last
+        few. Without the option this does nothing. Across several instances, all of them must call it.
 
         Args:
-            state: what the last call returned.
+            state: the state that the last call returned.
 
         Raises:
             NonFiniteLossError: as in a call.
@@ -249,18 +249,18 @@ class TrainStep:
     def find_nonfinite(self, state: TrainState, batch: Any, *, step: int | None = None) -> NonFinite | None:
         """Name the first value that is not finite in an update, by replica, micro-batch and stage. Nothing is updated.
 
-        Runs forward and backward once more, with the update's keys, state and loss scale, on the same IPUs. The first
-        call compiles this program. Weights, batch, state of stages, outputs, loss and gradients are looked at.
+        Runs forward and backward again, with the update's keys, state and loss scale, on the same IPUs. The first call
+        compiles this program. It checks weights, batch, state of stages, outputs, loss and gradients.
 
-        Communicates what a call does; across several instances all of them call it.
+        Communicates what a call communicates. Across several instances, all of them must call it.
 
         Args:
-            state: the one before the update, such as a stopped one.
-            batch: of one update: leaves (replicas, M, micro-batch, ...), without the first dim if it is 1.
-            step: the number of the update, counted from 1, for its random keys. Default: the state's next one.
+            state: the state before the update, such as a stopped state.
+            batch: the batch of one update: leaves (replicas, M, micro-batch, ...), without the first dim if it is 1.
+            step: the number of the update, counted from 1, for its random keys. Default: the state's next update.
 
         Returns:
-            What was not finite; None if all is.
+            The first value that is not finite; None if all are finite.
 
         Raises:
             ValueError: the batch or the state does not fit.
@@ -277,7 +277,7 @@ class TrainStep:
     def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:
         """Return the loss of a batch, or `(loss, aux)`, by the stages' `evaluate` functions, without an update.
 
-        It is computed as training computes it: in the step's precision, with the stages' state, and under `weighted`
+        It is the loss that training computes: in the step's precision, with the stages' state, and under `weighted`
         divided by the count of all micro-batches and replicas.
 
         Communicates what `Pipeline.loss` or `Replicas.loss` communicates; with `ema` under `shard_optimizer`, also one
@@ -286,13 +286,13 @@ class TrainStep:
         Args:
             state: from `init` or a call. It stays usable.
             batch: as a call takes it, also a `FeedBatch`. The loss is over all its updates.
-            key: a typed key, if the model is random in evaluation, too.
+            key: a typed key, if the model is also random in evaluation.
             ema: whether to evaluate the moving average of the weights, cast to their dtype. Stages' state is not
                 averaged.
 
         Returns:
             The loss, or `(loss, aux)` if the model returns an aux or a count; aux leaves are ([device_iterations,]
-            [replicas,] M, ...). Under reduction="sum" and `weighted` it is the sum, the mean of these over updates.
+            [replicas,] M, ...). Under reduction="sum" and `weighted` it is the sum, averaged over updates.
 
         Raises:
             ValueError: the batch, the state or the key does not fit, or the options have no `ema_decay`.
@@ -323,7 +323,7 @@ class TrainStep:
         return several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
 
     def _run(self, state: TrainState, batch: Any, updates: Any) -> Any:
-        """Return the new state and the outputs; and under `on_nonfinite`, the number of updates before the call."""
+        """Return the new state, the outputs and, under `on_nonfinite`, the number of updates before the call."""
         before = state.step
         several, alone = self.options.device_iterations > 1, self.model.replicas == 1
         if alone:  # the mapped program has a replica axis even for one replica
@@ -345,16 +345,16 @@ class TrainStep:
         return (state, outputs) if self.options.on_nonfinite is None else (state, outputs, before)
 
     def _run_average(self, params: Any, averages: list[Any]) -> Any:
-        """Return the weights with their averages in place of those that are trained."""
+        """Return the weights with the trained ones replaced by their averages."""
         blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
         program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
-        # every replica has everything, and pmap maps nothing
+        # every replica has everything, so there is nothing to map
         if not isinstance(self.model, Pipeline) and blocks.replicas == 1:
             return program(params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
         return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # an array of several instances can be sliced in a program only
+@functools.partial(jax.jit, static_argnums=(1, 2))  # an array across several instances can be sliced only in a program
 def _rows(outputs: StepOutputs, first: int, stop: int) -> StepOutputs:
     return jax.tree.map(lambda leaf: leaf[first:stop], outputs)

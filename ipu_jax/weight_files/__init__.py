@@ -1,1 +1,1 @@
-"""Write whole weights to safetensors and npz files leaf by leaf, and read them and those of other programs."""
+"""Write whole weights to safetensors and npz files leaf by leaf, and read these files and files of other programs."""

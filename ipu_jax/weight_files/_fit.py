@@ -1,4 +1,4 @@
-"""Decide which saved arrays each leaf is made of, and say everything that does not fit in one error."""
+"""Decide which saved arrays each leaf is made of, and report everything that does not fit in one error."""
 
 import difflib
 import fnmatch
@@ -11,7 +11,7 @@ import numpy as np
 from ipu_jax.weight_files._tensors import TensorInfo, WeightSource
 from ipu_jax.weight_files.saved import Saved
 
-_GUESSES = 50  # names for which the nearest is looked for: in thousands that are all wrong it would take minutes
+_GUESSES = 50  # names to find the nearest name for: with thousands of wrong names it would take minutes
 
 
 def fit(
@@ -22,17 +22,17 @@ def fit(
     *,
     cast: bool,
 ) -> dict[str, Saved]:
-    """Return, per leaf, of what it is made.
+    """Return, per leaf, how it is made from saved arrays.
 
     Args:
         wanted: per leaf, its shape and dtype.
         source: the saved arrays.
-        mapping: per leaf, the name of its array or a `Saved`. Other leaves are made of the array of their own name.
+        mapping: per leaf, the name of its array or a `Saved`. Other leaves are made of the array of the same name.
         ignore: patterns of names of arrays that no leaf needs.
-        cast: whether a leaf may have fewer values than the array can have.
+        cast: whether a leaf's dtype may hold fewer values than the array's dtype.
 
     Raises:
-        ValueError: names every leaf without an array, array without a leaf, wrong shape and wrong dtype.
+        ValueError: names each leaf without an array, array without a leaf, wrong shape and wrong dtype.
     """
     plans = {name: Saved(name) for name in wanted} | {
         name: saved if isinstance(saved, Saved) else Saved(saved) for name, saved in (mapping or {}).items()
@@ -64,7 +64,7 @@ def fit(
 
 
 def holds(stored: np.dtype[Any] | str, wanted: np.dtype[Any] | str) -> bool:
-    """Return whether every value of one dtype is a value of the other.
+    """Return whether the dtype `wanted` can hold every value of the dtype `stored`.
 
     >>> holds(np.dtype("float16"), np.dtype("float32")), holds(np.dtype("float32"), np.dtype("float16"))
     (True, False)
@@ -75,7 +75,7 @@ def holds(stored: np.dtype[Any] | str, wanted: np.dtype[Any] | str) -> bool:
 
 
 class _Guesses:
-    """Finds the nearest names, for the first names that are wrong."""
+    """Finds the nearest name for each of the first wrong names."""
 
     def __init__(self):
         self._left = _GUESSES
@@ -106,7 +106,7 @@ def _problems(
 
 
 def misfit(name: str, info: TensorInfo, saved: Saved, made: TensorInfo, *, cast: bool) -> list[str]:
-    """Return what is wrong with a leaf of which shape and dtype are known, as texts."""
+    """Return, as texts, what is wrong with a leaf that would be made with the shape and dtype `made`."""
     origin, problems = _origin(name, saved), list[str]()
     if made.shape != info.shape:
         problems.append(f"shape: leaf {name!r} is {info}, and the array {made}{origin}{_hint(info.shape, made.shape)}")

@@ -1,8 +1,8 @@
 """Write and read npz files, one array after the other: a zip archive in which the leaf "a/b" is the file a/b.npy.
 
-NumPy has no bfloat16. It saves such an array as pairs of bytes without a meaning ("V2"), and so do we; what they mean
-stands in the comment of the archive's entry, "dtype=bfloat16", which np.load passes over. Without a comment, "V2" is
-bfloat16, as `jnp.load` reads it. The archive has a CRC-32 of each array.
+NumPy has no bfloat16. It saves a bfloat16 array as pairs of bytes without a meaning ("V2"), and so do we. The comment
+of the archive's entry contains the meaning, "dtype=bfloat16"; np.load ignores the comment. Without a comment, "V2" is
+bfloat16, as `jnp.load` reads it. The archive contains a CRC-32 of each array.
 """
 
 import math
@@ -22,8 +22,8 @@ _SUFFIX = ".npy"
 _NUMBERS = "biufc"
 _COMMENT = "dtype="
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, NotImplementedError, RuntimeError, SyntaxError)
-_LIMIT = 1 << 30  # bytes from which an entry is written in the 64-bit form
-_FIRST_DAY = (1980, 1, 1, 0, 0, 0)  # the earliest of the format: equal weights make equal files
+_LIMIT = 1 << 30  # entries of at least this many bytes are written in the 64-bit form
+_FIRST_DAY = (1980, 1, 1, 0, 0, 0)  # the earliest date of the format: equal weights make equal files
 
 
 def check_writable(name: str, info: TensorInfo) -> None:
@@ -35,7 +35,7 @@ def check_writable(name: str, info: TensorInfo) -> None:
 
 
 def file_order(infos: Sequence[tuple[str, TensorInfo]]) -> list[int]:
-    """Return the order in which arrays are written: their own."""
+    """Return the order in which arrays are written: the order of `infos`."""
     return list(range(len(infos)))
 
 
@@ -65,7 +65,7 @@ def _is_of_numpy(dtype: np.dtype[Any]) -> bool:
 
 
 class NpzFile:
-    """The arrays of an npz file, also of one by `numpy.savez` or `savez_compressed`.
+    """The arrays of an npz file, also of a file from `numpy.savez` or `savez_compressed`.
 
     Args:
         file: open for reading; it must stay open.
@@ -79,7 +79,7 @@ class NpzFile:
         self.label = label
         self.tensors: dict[str, TensorInfo] = {}
         self._entries: dict[str, zipfile.ZipInfo] = {}
-        with naming(label, *_DAMAGE, MemoryError):  # so ends Python's parser at a header of many brackets
+        with naming(label, *_DAMAGE, MemoryError):  # Python's parser raises it at a header of many brackets
             self._archive = zipfile.ZipFile(file)
             for entry in self._archive.infolist():
                 name = entry.filename.removesuffix(_SUFFIX)
@@ -88,17 +88,17 @@ class NpzFile:
                     mend = "save torch's with safetensors.torch.save_file" if is_torch else "give one by numpy.savez"
                     what = "no array" if name == entry.filename else "there twice"
                     raise BadFileError(f"{label} is no npz file: its entry {entry.filename!r} is {what}; {mend}")
-                if entry.header_offset < 0:  # zipfile would hand the operating system's error on
+                if entry.header_offset < 0:  # zipfile would pass the operating system's error on
                     raise zipfile.BadZipFile(f"{entry.filename!r} lies before the file's beginning")
                 with self._archive.open(entry) as member:
                     self.tensors[name] = _info(member, entry)
                 self._entries[name] = entry
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array, all of which is read.
+        """Return an array. All of it is read.
 
         Raises:
-            BadFileError: its bytes are not those that were written.
+            BadFileError: its bytes are not the bytes that were written.
         """
         info, entry = self.tensors[name], self._entries[name]
         with naming(f"{self.label}: {name!r}", *_DAMAGE), self._archive.open(entry) as member:

@@ -1,4 +1,4 @@
-"""Place arrays that are read one by one: each IPU gets its own rows, and nothing is whole that need not be."""
+"""Place arrays that are read one by one: each IPU gets its own rows, and no leaf is read whole without need."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def wanted_leaves(like: Any) -> dict[str, TensorInfo]:
 
 
 def placed(like: Any, read: Read) -> Any:
-    """Return weights like these, with the values that `read` returns by name. Communicates from host to device only."""
+    """Return weights like these, with the values that `read` returns by name. Communicates only from host to device."""
     if isinstance(like, Sharded):
         return _placed_sharded(like, read)
     return jax.tree.unflatten(
@@ -90,14 +90,14 @@ def _sharding_of(array: Any) -> Sharding:
 def _rows_of_leaf(
     shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[], np.ndarray]
 ) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """Return a function that reads a block of a leaf, with zeros where it goes beyond the leaf."""
+    """Return a function that reads a block of a leaf, with zeros where the block extends beyond the leaf."""
     known: list[np.ndarray] = []
 
     def block(index: tuple[slice, ...]) -> np.ndarray:
         if not known:
             known.append(read())
         rows = np.zeros([part.stop - part.start for part in index], dtype)
-        real = known[0][index]  # a slice beyond the end takes the rows that there are
+        real = known[0][index]  # a slice beyond the end takes the rows that exist
         rows[tuple(map(slice, real.shape))] = real
         return rows
 
@@ -107,7 +107,7 @@ def _rows_of_leaf(
 def _rows_of_slot(
     layout: PackedLayout, k: int, names: dict[str, list[str]], read: Read
 ) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """Return a function that reads the rows of a slot, each with the leaf of its IPU, and zeros behind it."""
+    """Return a function that reads the rows of a slot, each with the leaf of its IPU and zeros after it."""
     slot = layout.slots[k]
     leaves: dict[int, tuple[str, Leaf]] = {
         group.ipu: (name, leaf)
@@ -131,12 +131,12 @@ def _rows_of_slot(
 def _on_devices(
     shape: tuple[int, ...], sharding: Sharding, block: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """Return an array of which each device gets its block, read when the block before has arrived."""
+    """Return an array of which each device gets its block. A block is read after the previous block has arrived."""
     arrays: dict[Any, jax.Array] = {}
     for index, devices in _blocks(shape, sharding):
         rows = block(index)
         for number, device in enumerate(devices):
-            # each device has a copy of its own: a CPU's shares the memory that it is given, and may be donated
+            # each device gets its own copy: an array on a CPU shares the memory of `rows`, and may be donated
             own = rows if number == len(devices) - 1 else rows.copy()
             arrays[device] = jax.block_until_ready(jax.device_put(own, device))
     ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]

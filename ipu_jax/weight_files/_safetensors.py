@@ -4,9 +4,9 @@
     the header       JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {...}}
     the arrays       little-endian, in C order, without gaps; offsets count from here
 
-The header says where each array will be, so shapes must be known before the first byte is written, and values need not.
-"__metadata__" has texts only. Ours has one entry, the CRC-32 of each array, by which damage is recognised; it is filled
-in at the end. Source: the format's own page, https://huggingface.co/docs/safetensors.
+The header contains the place of each array, so shapes must be known before the first byte is written, but not values.
+"__metadata__" contains only texts. Ours has one entry, the CRC-32 of each array, to recognise damage. It is filled in
+at the end. Source: the format's own page, https://huggingface.co/docs/safetensors.
 """
 
 import json
@@ -35,9 +35,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 _CHECKSUMS = "ipu_jax.crc32"
-_MOST_DIMS = 64  # of NumPy
+_MOST_DIMS = 64  # NumPy's limit
 _MOST_ELEMENTS = 1 << 60
-_LARGEST_HEADER = 100_000_000  # as the safetensors library has it: a damaged length must not be allocated
+_LARGEST_HEADER = 100_000_000  # the safetensors library's limit: a damaged length must not be allocated
 
 
 def check_writable(name: str, info: TensorInfo) -> None:
@@ -58,7 +58,7 @@ def file_order(infos: Sequence[tuple[str, TensorInfo]]) -> list[int]:
 
 
 def write(file: BinaryIO, infos: Sequence[tuple[str, TensorInfo]], arrays: Iterator[np.ndarray]) -> None:
-    """Write arrays, in the order of `infos`, which is that of `file_order`."""
+    """Write arrays in the order of `infos`, which is the order of `file_order`."""
     checksums = {name: 0 for name, _ in infos}
     file.write(_header(infos, checksums))
     for name, info in infos:
@@ -77,7 +77,7 @@ def _write_array(file: BinaryIO, info: TensorInfo, array: np.ndarray) -> int:
 
 
 def _header(infos: Sequence[tuple[str, TensorInfo]], checksums: dict[str, int]) -> bytes:
-    # each checksum has 8 digits, so that the header is as long at the end as at the beginning
+    # each checksum has 8 digits, so that the header has the same length at the end as at the beginning
     texts = {name: f"{checksum:08x}" for name, checksum in checksums.items()}
     header: dict[str, Any] = {_METADATA: {_CHECKSUMS: json.dumps(texts)}}
     start = 0
@@ -87,19 +87,19 @@ def _header(infos: Sequence[tuple[str, TensorInfo]], checksums: dict[str, int]) 
         header[name] = {"dtype": _CODES[dtype], "shape": list(info.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8, as the library has it
+    text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8, as in the library
     return struct.pack("<Q", len(text)) + text
 
 
 class SafetensorsFile:
-    """The arrays of a safetensors file, of whatever program.
+    """The arrays of a safetensors file from any program.
 
     Args:
         file: open for reading; it must stay open.
         label: its path, for error messages.
 
     Raises:
-        BadFileError: the file is not what the format says.
+        BadFileError: the file violates the format.
     """
 
     def __init__(self, file: BinaryIO, label: str):
@@ -131,10 +131,10 @@ class SafetensorsFile:
             self._checksums = {name: int(texts[name], 16) for name in texts}
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array, mapped into memory: what is not used is not read.
+        """Return an array, mapped into memory: parts that are not used are not read.
 
         Raises:
-            BadFileError: its bytes are not those that were written.
+            BadFileError: its bytes are not the bytes that were written.
         """
         info, start = self.tensors[name], self._start + self._offsets[name]
         assert not isinstance(info.dtype, str), "a leaf that takes it is refused"
@@ -150,7 +150,7 @@ class SafetensorsFile:
     def _check(self, name: str, start: int, size: int) -> None:
         if name not in self._checksums:
             return
-        expected, checksum, buffer = self._checksums.pop(name), 0, bytearray(1 << 20)  # popped: checked once only
+        expected, checksum, buffer = self._checksums.pop(name), 0, bytearray(1 << 20)  # popped: checked only once
         self._file.seek(start)
         while size > 0:
             count = self._file.readinto(memoryview(buffer)[: min(size, len(buffer))])  # pyright: ignore[reportAttributeAccessIssue]
@@ -189,7 +189,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shape(sizes: list[Any]) -> tuple[int, ...]:
-    if len(sizes) > _MOST_DIMS:  # to multiply many large sizes takes long
+    if len(sizes) > _MOST_DIMS:  # multiplying many large sizes takes long
         raise ValueError(f"{len(sizes):,} dims are more than {_MOST_DIMS}")
     shape = tuple(map(_natural, sizes))
     if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:

@@ -1,4 +1,4 @@
-"""Describe arrays in files, and pass their bytes on in pieces."""
+"""Describe arrays in files, and return their bytes in pieces."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-_PIECE = 1 << 22  # bytes: enough for a disk's speed, and little beside a leaf
+_PIECE = 1 << 22  # bytes: enough for a disk's full speed, and little compared to a leaf
 
 
 class TensorInfo(NamedTuple):
-    """The shape and dtype of an array; the dtype is a text where NumPy has none, or none is known for it."""
+    """The shape and dtype of an array. The dtype is a text if NumPy has no such dtype, or it is unknown."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | str
@@ -23,7 +23,7 @@ class WeightSource(Protocol):
     """A set of named arrays that are read one by one.
 
     Attributes:
-        label: what error messages call it.
+        label: its name in error messages.
         tensors: per name, shape and dtype.
     """
 
@@ -33,18 +33,18 @@ class WeightSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array, from which only what is used is read if the source can do so. It must not be written to."""
+        """Return an array that must not be written to. If the source can, it reads only the parts that are used."""
         ...
 
 
 class BadFileError(ValueError):
-    """A file is not what its format says, or not what was written; the message names it."""
+    """A file violates its format, or differs from what was written; the message names it."""
 
 
 def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
     """Return an iterator over the bytes of an array in C order, in pieces of a few megabytes.
 
-    Nothing is copied if the array is contiguous, otherwise one piece at a time.
+    A contiguous array is not copied, another array is copied one piece at a time.
 
     >>> [piece.tolist() for piece in byte_pieces(np.array([[1, 2], [3, 4]], np.uint8).T)]
     [[1, 3, 2, 4]]

@@ -4,8 +4,8 @@
     slot     mlp/w       head/w      out/w, 0 ...       mlp/w: a copy of row 0. out/w: row 2 is sent, and no other row
     table    rows 0-3    rows 4-7    rows 8-9, 0 ...    rows 0-7: copies. Rows 8-9 are sent
 
-Only one leaf is whole at a time, and on the host of the instance that reads it only. A part on another instance is sent
-by one psum of it over all IPUs, which then hold such a part twice more; instances that do not read drop it at once.
+Only one leaf is whole at a time, and only on the host of the instance that reads it. A part on another instance is sent
+by one psum over all IPUs. Then each IPU holds two more arrays of the part's size. The other instances drop it at once.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ class WholeLeaf:
     """A leaf that can be read whole.
 
     Attributes:
-        name: of the leaf, as `named_leaves` names it.
-        shape, dtype: of the whole leaf, without padding.
-        read: returns it on the instance with the given process index, and None on others. All instances must call it.
+        name: the name of the leaf, from `named_leaves`.
+        shape, dtype: shape and dtype of the whole leaf, without padding.
+        read: returns the leaf on the instance with the given process index, None on others. All instances must call it.
     """
 
     name: str
@@ -49,11 +49,11 @@ class WholeLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class WholeLeaves:
-    """The leaves of a tree of weights, and who reads them.
+    """The leaves of a tree of weights, and the instance that reads them.
 
     Attributes:
         leaves: in the tree's own order; groups in the order of their stages.
-        mesh: the devices of all instances among which parts are sent; None if every instance can read all by itself.
+        mesh: the devices of all instances between which parts are sent; None if every instance can read everything.
         reader: the process index of the instance that reads.
     """
 
@@ -66,7 +66,7 @@ class WholeLeaves:
         return jax.process_index() == self.reader
 
     def arrays(self, leaves: list[WholeLeaf]) -> Iterator[np.ndarray | None]:
-        """Return an iterator that reads one leaf after the other, and keeps none of them."""
+        """Return an iterator that reads one leaf after the other, and keeps none of the leaves."""
         return (leaf.read(self.reader) for leaf in leaves)
 
 
@@ -76,8 +76,8 @@ def whole_leaves(weights: Any, *, average: bool = False) -> WholeLeaves:
     Communicates nothing yet.
 
     Raises:
-        ValueError: a leaf is not an array or was given away, two leaves have the same name, an average is asked for
-            where there is none, or arrays are on the devices of different instances.
+        ValueError: a leaf is not an array or was used up by a call, two leaves have the same name, `average` is set but
+            there is no average, or arrays are on the devices of different instances.
     """
     if average and (not isinstance(weights, TrainState) or weights.ema is None):
         raise ValueError(
@@ -95,7 +95,7 @@ def whole_leaves(weights: Any, *, average: bool = False) -> WholeLeaves:
 
 
 def _check_concrete(weights: Any) -> None:
-    """Raise `ValueError` for what has no values (any more)."""
+    """Raise `ValueError` for leaves that have no values, or no longer have them."""
     for leaf in jax.tree.leaves(weights):
         if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
             raise ValueError(f"weights has {leaf}, which has no values: give arrays, and export outside of jax.jit")
@@ -103,7 +103,7 @@ def _check_concrete(weights: Any) -> None:
 
 
 def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:
-    """Return the mesh of arrays that are on several instances, and the first instance of it, which reads."""
+    """Return the mesh of arrays that are on several instances, and the instance that reads: the first of the mesh."""
     meshes: list[Mesh] = []
     for leaf in jax.tree.leaves(weights):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not is_key(leaf):
@@ -148,8 +148,8 @@ def _of_tree(tree: Any) -> list[WholeLeaf]:
 
 
 def _with_average(leaves: list[WholeLeaf], params: Any, averages: list[Any]) -> list[WholeLeaf]:
-    """Return the leaves with the average in place of those that are trained, in the average's dtype."""
-    # an array is (replicas, ...) where each replica has a part of the average, and (1, ...) where each has all of it
+    """Return the leaves with the trained ones replaced by their average, in the average's dtype."""
+    # an array is (replicas, ...) if each replica has a part of the average, and (1, ...) if each has all of it
     replicas = averages[0].shape[0] if averages else 1
     if isinstance(params, Sharded):
         blocks = blocks_of_layout(params.layout, replicas=replicas)
@@ -189,7 +189,7 @@ def _averaged_leaf(array: Any, blocks: Blocks, number: int, reader: int) -> np.n
     part = _read_region(array, (slice(0, array.shape[0]), ipus, *(slice(0, size) for size in array.shape[2:])), reader)
     if part is None:
         return None
-    if block.is_slot:  # as if all IPUs' parts were there; only the owner's is looked at, and nothing is copied
+    if block.is_slot:  # as if it had the parts of all IPUs; only the owner's part is used, and nothing is copied
         part = np.broadcast_to(part, (part.shape[0], blocks.ipus, *part.shape[2:]))
     return blocks.host_leaf(number, part)
 
@@ -227,7 +227,7 @@ def _read_region(array: Any, region: Region, reader: int) -> np.ndarray | None:
 
 
 def _parts(array: jax.Array) -> list[tuple[Region, list[Any]]]:
-    """Return the parts in which an array lies on devices, and the devices that have each, alike on all instances."""
+    """Return the parts of an array and the devices that hold each part, the same on all instances."""
     devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         bounds = [part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True)]
@@ -245,14 +245,14 @@ def _own_shard(array: jax.Array, index: Region) -> np.ndarray:
             part.indices(size)[:2] == (wanted.start, wanted.stop)
             for part, size, wanted in zip(shard.index, array.shape, index, strict=True)
         ):
-            # jax keeps the host's copy of an array for as long as the array lives. A temporary one frees it soon.
+            # jax keeps the host's copy of an array as long as the array lives; a temporary array frees it soon
             data = shard.data
             return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
     raise AssertionError("the sharding says that this instance has the part")
 
 
 def _sent_shard(array: jax.Array, device: Any, is_here: bool) -> np.ndarray | None:
-    """Return the shard of one device where `is_here`; all instances of the array's mesh must call it."""
+    """Return the shard of one device if `is_here`, else None. All instances of the array's mesh must call it."""
     assert isinstance(array.sharding, NamedSharding)
     mesh = array.sharding.mesh
     place = np.argwhere(mesh.devices == device)[0].astype(np.int32)  # pyright: ignore[reportAttributeAccessIssue]
@@ -274,7 +274,7 @@ def _sending(mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def _psum_of_bits(block: jax.Array, is_owner: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the owner's block on every IPU, exactly: as integers, since -0.0 + 0.0 is 0.0."""
+    """Return the owner's exact block on every IPU. It is sent as integers, since -0.0 + 0.0 is 0.0."""
     dtype = block.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return lax.complex(*(_psum_of_bits(part, is_owner, axes) for part in (block.real, block.imag)))

@@ -1,4 +1,4 @@
-"""Export whole weights: read them leaf by leaf, write each as it comes, and give the file its name at the end.
+"""Export whole weights: read leaf by leaf, write each leaf at once, and give the file its name at the end.
 
 leaf 0   read on one instance -> written, dropped
 leaf 1   read                 -> written, dropped
@@ -26,26 +26,26 @@ _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 def export_weights(path: str | os.PathLike[str], weights: Any, *, average: bool = False) -> None:
     """Write whole, unsharded weights to a safetensors or npz file, leaf by leaf.
 
-    A leaf has the name of the keys that lead to it, "group/path/to/leaf"; "/" in a key becomes "~1", and "~" "~0". It
+    A leaf's name is made of the keys that lead to it, "group/path/to/leaf"; "/" in a key becomes "~1", and "~" "~0". It
     has its whole shape, without padding, and its own dtype, bfloat16 included. A group that several stages name is
-    written once. Frozen weights are written, too.
+    written once. Frozen weights are also written.
 
-    Only one leaf is whole at a time, on the host of one instance; of a slot, only the row of the leaf is read. Across
-    several instances all must call it, and the first of them writes. They communicate one psum per part that this one
-    does not have, and at the end one all-gather of a number, so that no instance returns before the file is there.
+    Only one leaf is whole at a time, on the host of one instance; from a slot, only the row of the leaf is read. Across
+    several instances, all must call it, and the first instance writes. They communicate one psum per part that the
+    first instance does not have, and finally one all-gather of a number: all return only when the file is there.
 
-    The file is written under another name in the same folder, and replaces an older one when it has reached the disk.
-    If anything fails, the older one stays.
+    The file is written under another name in the same folder. It replaces an older file when it has reached the disk.
+    If anything fails, the older file stays.
 
     Args:
-        path: its suffix, ".safetensors" or ".npz", says the format.
-        weights: what `Pipeline.shard`, `Pipeline.shard_state` or `Replicas.shard` returns, a `TrainState`, of which the
-            weights are taken, or any pytree of arrays. Only the first instance writes what each has by itself.
-        average: whether to take the average of a `TrainState` in place of the trained weights, in float32 at least.
+        path: its suffix, ".safetensors" or ".npz", selects the format.
+        weights: what `Pipeline.shard`, `Pipeline.shard_state` or `Replicas.shard` returns, a `TrainState`, whose
+            weights are exported, or any pytree of arrays. If each instance has its own arrays, the first one's count.
+        average: whether to export the average of a `TrainState` in place of the trained weights, in float32 at least.
 
     Raises:
-        ValueError: the suffix is another one, a leaf cannot be named or is nothing that the format holds, buffers were
-            given to an earlier call, or there is no average. Nothing has been written then.
+        ValueError: the suffix is neither of these, a leaf cannot be named or the format cannot hold it, an earlier call
+            used up the buffers, or there is no average. Nothing has been written then.
         OSError: the file cannot be written. It is raised on all instances.
 
     >>> import jax.numpy as jnp, tempfile
@@ -69,7 +69,7 @@ def export_weights(path: str | os.PathLike[str], weights: Any, *, average: bool 
     if whole.reads_here:
         failure = _written(file_format, path, [infos[i] for i in order], arrays)
     if whole.mesh is not None:
-        for _ in arrays:  # others join in sending what the first one reads; after a failure it reads the rest in vain
+        for _ in arrays:  # others help send what the first instance reads; after a failure it discards the rest
             pass
         number = 0 if failure is None else getattr(failure, "errno", None) or errors.EIO
         code = int(gathered(whole.mesh, [number]).max())
@@ -89,7 +89,7 @@ def _format_of(path: str | os.PathLike[str]) -> ModuleType:
 def _written(
     file_format: ModuleType, path: Any, infos: list[tuple[str, TensorInfo]], arrays: Iterator[np.ndarray | None]
 ) -> Exception | None:
-    """Write the file, and return what went wrong: other instances must hear of it before it is raised."""
+    """Write the file, and return the error, if any: other instances must learn of it before it is raised."""
     try:
         with replacing(path) as file:
             file_format.write(file, infos, arrays)

@@ -1,6 +1,6 @@
 """Import whole weights: match saved arrays with leaves, then read and place them one after the other.
 
-like       {"mlp": {"w": (784, 256), "b": (256,)}}          which leaves, where, in which dtype
+like       {"mlp": {"w": (784, 256), "b": (256,)}}          the leaves, their places and dtypes
 file       fc.weight (256, 784), fc.bias (256,)
 mapping    {"mlp/w": Saved("fc.weight").transpose(), "mlp/b": "fc.bias"}
 """
@@ -22,7 +22,7 @@ from ipu_jax.weight_files._tensors import BadFileError, TensorInfo, WeightSource
 from ipu_jax.weight_files.names import named_leaves
 from ipu_jax.weight_files.saved import Saved, rounded
 
-_INDEX = ".index.json"  # of Hugging Face
+_INDEX = ".index.json"  # Hugging Face's suffix
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # an archive with entries, and an empty one
 
 
@@ -36,27 +36,27 @@ def import_weights(
 ) -> Any:
     """Read whole weights and place them like other weights: the inverse of `export_weights`, for any number of IPUs.
 
-    Leaf after leaf is read and placed. From a safetensors file an instance takes no more than the rows that its own
+    Leaves are read and placed one after the other. From a safetensors file an instance takes only the rows that its own
     IPUs hold; from an npz file, the whole leaf. Nothing is communicated, and across several instances each reads the
-    file. Damage to a file of ours is recognised by a checksum of each leaf.
+    file. Files from `export_weights` contain a checksum of each leaf, to recognise damage.
 
     Args:
-        source: the path of a safetensors or npz file, ours or another program's; several paths, of files that share one
+        source: the path of a safetensors or npz file, ours or another program's; several paths of files that share one
             model, or the path of their index, such as "model.safetensors.index.json"; or a pytree of arrays on the
-            host, named as `export_weights` names it.
-        like: what is returned, with other values: what `Pipeline.shard` or `shard_shapes` returns, or a pytree of
-            arrays or `jax.ShapeDtypeStruct`. A leaf with a sharding is placed by it; any other becomes a NumPy array.
-        mapping: per leaf of another name or shape, the name of its array, or a `Saved` that says how it is made.
-        ignore: patterns of `fnmatch`, such as "*.num_batches_tracked": arrays that no leaf needs.
-        cast: whether numbers may be rounded to the leaf's dtype. Otherwise it must be able to hold all that the array's
-            can. Integers must stay what they are, and finite numbers finite.
+            host, with names as in `export_weights`.
+        like: the result, with other values: what `Pipeline.shard` or `shard_shapes` returns, or a pytree of arrays or
+            `jax.ShapeDtypeStruct`. A leaf with a sharding is placed by it; any other leaf becomes a NumPy array.
+        mapping: for leaves with another name or shape, the name of the array, or a `Saved` with the steps to make it.
+        ignore: patterns of `fnmatch`, such as "*.num_batches_tracked", for arrays that no leaf needs.
+        cast: whether numbers may be rounded to the leaf's dtype. Otherwise this dtype must hold all values of the
+            array's dtype. Integers must not change, and finite numbers must stay finite.
 
     Returns:
         Weights with the structure, the dtypes and the placement of `like`.
 
     Raises:
-        ValueError: names and shapes don't fit, all of them in one message, before any array is read; a number cannot
-            be rounded; or a file is damaged.
+        ValueError: names and shapes don't fit, reported in one message before any array is read; a number cannot be
+            rounded; or a file is damaged.
         OSError: a file cannot be read.
 
     >>> import jax
@@ -110,7 +110,7 @@ def _opened_file(path: str | os.PathLike[str], files: contextlib.ExitStack) -> W
 
 
 def _opened_index(path: str, files: contextlib.ExitStack) -> WeightSource:
-    """Return the arrays of the files that an index names, all in its folder: {"weight_map": {array: file}}."""
+    """Return the arrays of the files that an index names, {"weight_map": {array: file}}. All are in its folder."""
     with open(path, encoding="utf-8") as file, naming(path, ValueError, RecursionError):
         index = json.load(file)
         homes = index.get("weight_map") if isinstance(index, dict) else None
@@ -143,7 +143,7 @@ class _Tree:
 
 
 class _Several:
-    """The arrays of several files that together have one model."""
+    """The arrays of several files that together contain one model."""
 
     def __init__(self, sources: list[WeightSource]):
         self.label = " with ".join(source.label for source in sources)

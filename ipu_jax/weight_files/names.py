@@ -11,9 +11,9 @@ from ipu_jax.weights.packed_layout import Group
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Return the name and the leaf of each leaf of a pytree, in the order of `jax.tree.leaves`.
+    """Return the (name, leaf) pairs of a pytree, in the order of `jax.tree.leaves`.
 
-    A key that contains "/" is escaped as in a JSON pointer: "~1" stands for "/", and "~0" for "~". None has no leaf.
+    Keys are escaped as in a JSON pointer: "~1" stands for "/", and "~0" for "~". None is not a leaf.
     The name of a tree that is itself a leaf is "". Source: RFC 6901, section 3.
 
     Raises:

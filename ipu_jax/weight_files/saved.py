@@ -1,4 +1,4 @@
-"""Say which saved arrays a leaf is made of, and how: names, and steps that are checked before anything is read.
+"""Define how a leaf is made from saved arrays: by names, and by steps that are checked before anything is read.
 
 Saved("fc.weight").transpose()                                  torch's Linear: (out, in) -> (in, out)
 Saved("conv.weight").transpose(2, 3, 1, 0)                      torch's Conv2d: OIHW -> HWIO
@@ -17,13 +17,13 @@ import numpy as np
 from ipu_jax._checks import as_int
 from ipu_jax.weight_files._tensors import TensorInfo
 
-Shapes = list[TensorInfo | None]  # None: what a function makes is known only when it has run
+Shapes = list[TensorInfo | None]  # None: the result of a function is known only after it has run
 Arrays = list[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step: how it prints, which shapes it makes of which, and which arrays."""
+    """One step: its text, and how it changes shapes and arrays."""
 
     text: str
     shapes: Callable[[Shapes], Shapes]
@@ -31,16 +31,16 @@ class Step:
 
 
 class Saved:
-    """Name the saved arrays of which a leaf is made, and the steps that make it.
+    """Name the saved arrays that a leaf is made of, and the steps that make it.
 
-    Each method returns a new `Saved` with one more step. Steps before `join` or `stack` are done to each array. Where
-    possible a step is a view, so that only the rows that an IPU needs are read from a file.
+    Each method returns a new `Saved` with one more step. Steps before `join` or `stack` apply to each array. A step is
+    a view if possible, so that only the rows that an IPU needs are read from a file.
 
     Args:
-        names: of arrays in the file. Of several, `join` or `stack` must make one.
+        names: the names of arrays in the file. `join` or `stack` must make one array of several.
 
     Raises:
-        ValueError: there is no name, or an argument of a step is of the wrong kind.
+        ValueError: there is no name, or an argument of a step has the wrong type.
 
     >>> Saved("q.weight", "k.weight").transpose().join(1).astype("bfloat16")
     Saved('q.weight', 'k.weight').transpose().join(1).astype('bfloat16')
@@ -56,7 +56,7 @@ class Saved:
         return f"Saved({', '.join(map(repr, self.names))})" + "".join(f".{step.text}" for step in self._steps)
 
     def transpose(self, *dims: int) -> "Saved":
-        """Put the dims into another order, as `numpy.transpose` does; without `dims`, into the reverse one."""
+        """Reorder the dims like `numpy.transpose`; without `dims`, reverse them."""
         order = _ints("transpose", dims)
         return self._each(
             f"transpose({', '.join(map(str, order))})",
@@ -77,9 +77,9 @@ class Saved:
         """Take one of the parts into which a dim is split.
 
         Args:
-            number: of the part, from 0.
-            of: how many parts of equal size there are, or the sizes of all.
-            dim: which is split.
+            number: the number of the part, from 0.
+            of: the number of parts of equal size, or the sizes of all parts.
+            dim: the dim that is split.
         """
         (index, along) = _ints("part", (number, dim))
         sizes = as_int(of) or _ints("part", of if isinstance(of, Sequence) else (of,))
@@ -103,7 +103,7 @@ class Saved:
         return self._each(described, shape, cut)
 
     def join(self, dim: int) -> "Saved":
-        """Put the arrays one after the other along a dim, as `numpy.concatenate` does."""
+        """Concatenate the arrays along a dim, like `numpy.concatenate`."""
         (along,) = _ints("join", (dim,))
 
         def joined(infos: list[TensorInfo]) -> TensorInfo:
@@ -115,7 +115,7 @@ class Saved:
         return self._all(f"join({along})", joined, lambda arrays: np.concatenate(arrays, along))
 
     def stack(self, dim: int = 0) -> "Saved":
-        """Put the arrays beside each other along a new dim, as `numpy.stack` does: layers that a scan goes over."""
+        """Stack the arrays along a new dim, like `numpy.stack`: for example layers that a scan goes over."""
         (along,) = _ints("stack", (dim,))
 
         def stacked(infos: list[TensorInfo]) -> TensorInfo:
@@ -128,7 +128,7 @@ class Saved:
         return self._all(f"stack({along})", stacked, lambda arrays: np.stack(arrays, along))
 
     def astype(self, dtype: Any) -> "Saved":
-        """Convert to a dtype, also one that holds fewer values: numbers are rounded as `rounded` does."""
+        """Convert to a dtype, also to a dtype that holds fewer values. Numbers are rounded with `rounded`."""
         try:
             target = jnp.dtype(dtype)
         except TypeError:
@@ -140,7 +140,7 @@ class Saved:
         )
 
     def apply(self, function: Callable[[np.ndarray], np.ndarray]) -> "Saved":
-        """Apply a function of a NumPy array. What it makes is checked when it has run, not before anything is read."""
+        """Apply a function of a NumPy array. Its result is checked only after it has run."""
         return self._with(
             Step(
                 f"apply({getattr(function, '__name__', repr(function))})",
@@ -195,7 +195,7 @@ class Saved:
 
 
 def rounded(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an array in another dtype, each number rounded to the nearest.
+    """Return an array in another dtype, with each number rounded to the nearest.
 
     Raises:
         ValueError: an integer dtype does not hold the numbers exactly, or a finite number would become infinite.
@@ -205,7 +205,7 @@ def rounded(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     ...
     ValueError: float64[2] has numbers that uint8 does not hold: choose a dtype that does
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # what these would say is checked
+    with np.errstate(over="ignore", invalid="ignore"):  # both are checked below
         found = array.astype(dtype)
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     lost = np.isfinite(array) & ~np.isfinite(found) if is_float else found != array

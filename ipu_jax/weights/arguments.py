@@ -44,7 +44,7 @@ def checked_stages(stages: Any) -> tuple[Stage, ...]:
     """Return the stages as a tuple.
 
     Raises:
-        ValueError: there are no stages, or one is not a `Stage`.
+        ValueError: there are no stages, or one of them is not a `Stage`.
     """
     checked = tuple(stages) if isinstance(stages, Iterable) else (stages,)
     if not checked:
@@ -137,7 +137,7 @@ def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
 
 
 def check_key(key: Any, stages: tuple[Stage, ...], role: Role) -> None:
-    """Raise `ValueError` unless `key` is a typed key if a stage needs one in this role, and None if none takes one."""
+    """Raise `ValueError` if a stage needs a key in this role and has none, or if `key` is not typed or not taken."""
     needing = [stage.name for stage in stages if stage.needs_key(role)]
     if key is None and needing:
         raise ValueError(f"stage {needing[0]!r} takes a random key: pass key=jax.random.key(...)")

@@ -1,4 +1,4 @@
-"""Keep which groups of weights and state a pipeline has: where they are, how they are split, and what is frozen."""
+"""Describe a pipeline's groups of weights and state: where they are, how they are split, and what is frozen."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ class Groups:
 
     Args:
         stages: the model.
-        ipus: IPUs of a replica.
-        specs, state_specs, frozen: as `Pipeline` takes them.
+        ipus: the number of IPUs of a replica.
+        specs, state_specs, frozen: as for `Pipeline`.
 
     Attributes:
         owners, state_owners: per group, its IPU, or None if its stages are concurrent.
         specs, frozen: per group, as given.
-        state_specs: per group; those of concurrent stages that were not given say that every IPU holds it whole.
+        state_specs: per group; by default, every IPU holds the state of a concurrent stage whole.
 
     Raises:
-        ValueError: a group is on several IPUs, or an argument names a group that there is not.
+        ValueError: a group is on several IPUs, or an argument names a group that does not exist.
     """
 
     def __init__(self, stages: tuple[Stage, ...], ipus: int, *, specs: Any, state_specs: Any, frozen: Any):
@@ -57,11 +57,11 @@ class Groups:
     def check(self, params: Any, state: Any) -> None:
         """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive."""
         check_sharded("params", params, self.owners, self.specs, self.ipus)
-        self.apply_frozen(params)  # raises what is wrong with `frozen`
+        self.apply_frozen(params)  # raises if `frozen` does not fit
         check_alive("params", params)
         check_state(state, self.state_owners, self.state_specs, self.ipus)
 
     def apply_frozen(self, params: Sharded) -> Sharded:
-        """Return the weights with exactly those leaves frozen that `frozen` names."""
+        """Return the weights with exactly the leaves frozen that `frozen` names."""
         layout = with_frozen(params.layout, self.frozen)
         return params if layout == params.layout else dataclasses.replace(params, layout=layout)

@@ -99,9 +99,9 @@ def plan_layout(
     Args:
         params: `{group: pytree of arrays}`, the whole (unsharded) weights.
         owners: per group, its IPU, or None if it is concurrent.
-        specs: per concurrent group, a PartitionSpec, or a pytree of them that is a prefix of the group's own.
+        specs: per concurrent group, a PartitionSpec, or a pytree of PartitionSpecs that is a prefix of the group's.
         ipus: the number of IPUs of a replica.
-        frozen: per group, True or False, or a pytree of them that is a prefix of the group's own. Default: False.
+        frozen: per group, True or False, or a pytree of bools that is a prefix of the group's. Default: False.
         what: the name of `params` in error messages, "params" or "state". Leaves of a state may have any dtype.
 
     Returns:
@@ -147,13 +147,13 @@ def _spread(what: str, prefix: Any, treedef: Any, is_leaf: Callable[[Any], bool]
 
     Args:
         what: the name of `prefix` in error messages.
-        prefix: of the tree's own kinds of nodes, or of dicts, lists and tuples with the same names: a plain dict fits
-            an `nnx.State`, and names the fields of an Equinox module.
-        treedef: the group's.
+        prefix: a tree with the same kinds of nodes, or with dicts, lists and tuples of the same names: a plain dict
+            fits an `nnx.State`, and can name the fields of an Equinox module.
+        treedef: the group's tree.
         is_leaf: as `jax.tree.leaves` takes it, for `prefix`.
 
     Raises:
-        ValueError: a leaf has none above it, or `prefix` names something that is not in the tree.
+        ValueError: no leaf of `prefix` is above a leaf, or `prefix` names something that is not in the tree.
     """
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     try:
@@ -275,7 +275,7 @@ def _match_by_shape(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequenc
     kinds = [{(m.leaf.shape, m.leaf.dtype) for m in members} for members in owners]
     for shape, dtype in sorted(set.intersection(*kinds)):
         equal = [[m for m in members if (m.leaf.shape, m.leaf.dtype) == (shape, dtype)] for members in owners]
-        for matched in zip(*equal, strict=False):  # what only some owners have more of is matched by size
+        for matched in zip(*equal, strict=False):  # leaves left over on some owners are matched by size
             yield Slot(shape, dtype), matched
 
 

@@ -19,16 +19,16 @@ from ipu_jax.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_a
 class Sharded:
     """Parameters, gradients, or any tree like them, on the IPUs.
 
-    `params["body"]["w"]` reads a leaf, whole, and `dict(params)` reads all groups. As a pytree it consists of packed
-    arrays, not of the model's leaves: a slot has leaves of several stages, shapes and ranks. What is elementwise is
-    right on the pytree, `jax.tree.map` and `optax.adam` for example, and so are norms over all of it, such as
-    `optax.clip_by_global_norm`. What looks at a leaf's shape, norm or path is not: lamb, lars, adafactor,
-    `adaptive_grad_clip`, masks by rank or path. A decay of all weights also changes frozen ones. `Pipeline.optimizer`
-    and `make_train_step` are right for every optimizer.
+    `params["body"]["w"]` reads a whole leaf, and `dict(params)` reads all groups. As a pytree it consists of packed
+    arrays, not of the model's leaves: a slot contains leaves of several stages, shapes and ranks. Elementwise functions
+    such as `jax.tree.map` and `optax.adam` are right on the pytree, and so are norms over all of it, such as
+    `optax.clip_by_global_norm`. Functions that look at a leaf's shape, norm or path are wrong: lamb, lars, adafactor,
+    `adaptive_grad_clip`, masks by rank or path. A decay of all weights also changes frozen weights.
+    `Pipeline.optimizer` and `make_train_step` are right for every optimizer.
 
     Attributes:
         slots: the weights of the local groups. Each array is `(ipus, *slot.shape)` globally; each IPU holds one row.
-        concurrent: per concurrent group the list of its leaves, padded globally; each IPU holds its shard.
+        concurrent: per concurrent group, the list of its leaves, padded globally; each IPU holds its shard.
         layout: says which leaf is where; static.
     """
 
@@ -44,9 +44,9 @@ class Sharded:
         return iter(self.keys())
 
     def __getitem__(self, group: str) -> Any:
-        """Return a group's tree of whole arrays, without padding, to be read: changes do not reach the IPUs.
+        """Return a group's tree of whole arrays, without padding, for reading: changes do not reach the IPUs.
 
-        Outside of `jax.jit` it communicates as `Pipeline.unshard` does, for the arrays that contain the group.
+        Outside `jax.jit` this communicates like `Pipeline.unshard`, for the arrays that contain the group.
         """
         if group not in self.keys():
             raise KeyError(f"{group!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
@@ -65,7 +65,7 @@ def empty_sharded(ipus: int) -> Sharded:
 
 
 def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> Sharded:
-    """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets what it owns."""
+    """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
     concurrent: dict[str, list[Any]] = {}
     for group in layout.groups:
@@ -89,7 +89,7 @@ def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> S
 
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
-    """Return what `shard_tree` returns, with the shape, dtype and sharding of each array in place of the array."""
+    """Return the result of `shard_tree` with the shape, dtype and sharding of each array in place of the array."""
 
     def shape_of(shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         sizes = [size + (-size % layout.ipus if axis == IPU_AXIS else 0) for size, axis in dims_with_axes(shape, spec)]
@@ -126,7 +126,7 @@ def unshard_tree(sharded: Sharded) -> dict[str, Any]:
 
 
 def whole_group(sharded: Sharded, group: Group) -> Any:
-    """Return a group's tree of whole arrays, without padding. Communicates as `unshard_tree` does, for this group."""
+    """Return a group's tree of whole arrays, without padding. Communicates like `unshard_tree`, for this group."""
 
     def whole(array: Any) -> Any:
         return array if isinstance(array, jax.core.Tracer) else on_host(array)
@@ -142,7 +142,7 @@ def whole_group(sharded: Sharded, group: Group) -> Any:
 
 
 def read(slots: Sequence[jax.Array], group: Group) -> Any:
-    """Return the group's tree from this IPU's row of each slot, `slot.shape`. Runs on the owner, inside the program."""
+    """Return the group's tree from this IPU's row of each slot. Runs on the owner, inside the program."""
     values = []
     for leaf in group.leaves:
         slot = slots[leaf.slot]

@@ -1,10 +1,10 @@
 """Say where a logical leaf is in an array that the IPUs hold, as plain data that outlives the program.
 
     array (ipus, ...)            a slot: the leaf is in one IPU's row, from its start
-    array (replicas, ipus, ...)  an optimizer's block: likewise, in chunks of the replicas; or a shard in each IPU's row
+    array (replicas, ipus, ...)  an optimizer's block: the same, in chunks of the replicas; or a shard in each IPU's row
     any other array              the leaf itself, perhaps padded at the ends of its dims
 
-With it whoever reads a saved array finds its leaves, on other IPUs than those that wrote it.
+It lets a program find the leaves of a saved array, also on other IPUs than the IPUs that wrote it.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ class Place:
     """Say where a leaf is.
 
     Attributes:
-        path: of the leaf, such as "params['mlp']['w']".
-        shape, dtype: of the leaf.
+        path: the leaf's path, such as "params['mlp']['w']".
+        shape, dtype: the leaf's shape and dtype.
         array: the name of the array.
         ipus: the dim of the array that counts IPUs, 0 or 1; None if it has none.
         ipu: the IPU in whose row the leaf is; None if each has a shard.
-        shard: shape of a shard.
+        shard: the shape of a shard.
         split: the dim of the leaf that is split over the IPUs.
 
     >>> Place("w", (3,), "float32", "a", ipus=0, ipu=1).leaf(np.arange(8).reshape(2, 4)).tolist()
@@ -64,7 +64,7 @@ class Place:
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> "Place":
-        """Return the place that `plain` gave, after a way through JSON."""
+        """Return the place from the result of `plain`, after a round trip through JSON."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
         }

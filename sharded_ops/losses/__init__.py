@@ -1,4 +1,4 @@
-"""Cross-entropies over a split vocabulary, of logits or of the hidden states and the table."""
+"""Cross-entropies over a split vocabulary, from logits or from hidden states and the table."""
 
 from sharded_ops.losses._cross_entropy import log_softmax_cross_entropy
 from sharded_ops.losses._linear_cross_entropy import linear_cross_entropy

@@ -3,17 +3,17 @@
     logits_shard --> statistics --> all-gather --> loss of each token --> weights, reduction --> result
                      (_statistics)   3 or 4 floats
 
-The backward pass of a first derivative needs no communication, so it does none. To achieve that, there are two
-functions with derivative rules of their own, from which jax makes derivatives of any order and mode:
+The backward pass of a first derivative needs no communication, and sends nothing. To achieve that, two functions have
+custom derivative rules, from which jax makes derivatives of any order and mode:
 
     _row_statistics    computes the log-sum-exp. Its tangent is a plain psum, whose transpose sums the cotangents of all
-                       IPUs. That is right for any use of the result, also in a second derivative, where each IPU uses
+                       IPUs. That is right for any use of the result, even in a second derivative, where each IPU uses
                        it for its own columns.
     _token_loss        computes the loss. Its tangent is a sum that all IPUs use in the same way (_replicated_sum.py),
                        whose transpose communicates nothing.
 
 The tangent of `_token_loss` recomputes its probabilities (`jax.checkpoint`), so the residuals of the backward pass are
-the logits in the dtype that they came in, and two floats per token.
+the logits in their original dtype, and two floats per token.
 
 Dims: N tokens (any number of leading dims), V columns; n IPUs.
 """
@@ -117,23 +117,23 @@ def log_softmax_cross_entropy(
     Let x be the logits, x' = soft_cap * tanh(x / soft_cap) / temperature, and u_v the weight that the target gives to
     column v. A token's loss is  sum of u_v (lse(x') - x'_v) + z_loss * lse(x')**2.  For a label y, u is 1 at y and 0
     elsewhere; label smoothing turns it into (1 - label_smoothing) * u + label_smoothing / size, as in torch (Szegedy
-    et al. 2016, arXiv:1512.00567). The z-loss is that of Chowdhery et al. 2022 (arXiv:2204.02311), the soft cap that of
+    et al. 2016, arXiv:1512.00567). The z-loss is from Chowdhery et al. 2022 (arXiv:2204.02311), the soft cap from
     Gemma 2 (arXiv:2408.00118).
 
     Forward: one all-gather of 3 floats per token, or of 4 with soft targets. Backward: nothing. (The matmul that made
-    the logits reduces its dx.) Derivatives of every order are supported in both modes; forward mode sends one
-    all-reduce of one float per token, and higher derivatives send a few of them.
+    the logits reduces its dx.) Derivatives of every order are supported in both modes. Forward mode sends one
+    all-reduce of one float per token, and higher derivatives send a few of these.
 
     Under check_vma=False the backward pass assumes that all IPUs use the loss in the same way. Each IPU then holds an
     equal part of the loss's cotangent, and the cotangent is n times that part (see the module `_collectives`). A
-    program in which only one IPU uses the loss needs check_vma=True, or must correct this with a factor of its own.
+    program in which only one IPU uses the loss needs check_vma=True, or must multiply by its own correction factor.
 
     Args:
         logits_shard: (N.., V) globally, padded with `Split(size, n).pad(logits, -1)`; each IPU holds (N.., ceil(V/n)).
             Any floating dtype; half types are computed in float32. A logit of -inf gives its column a probability of 0;
             soft_cap turns it into a finite logit.
-        labels: (N..) of any integer dtype, the same on all IPUs; or soft targets, floating, split and padded as the
-            logits are. Soft targets need not add up to 1, and have derivatives too.
+        labels: (N..) of any integer dtype, the same on all IPUs; or soft targets, floating, split and padded like the
+            logits. Soft targets need not add up to 1, and are differentiable too.
         size: V, without padding. Padding is not read, does not enter the denominator, and its gradient is zero.
         axis: the mesh axis.
         label_smoothing: from 0 to 1; spread over the `size` columns of the whole vocabulary.
@@ -141,22 +141,22 @@ def log_softmax_cross_entropy(
         soft_cap: positive; logits are kept between -soft_cap and soft_cap. None leaves them as they are.
         temperature: positive; the capped logits are divided by it.
         ignore_index: a label that does not count: its loss is zero, and so is the gradient of its whole row.
-        out_of_range: how any other label outside [0, size), negative ones included, is treated. "ignore": it does not
-            count either. "nan": its loss and its row's gradient are NaN. "clip": the nearest valid label is used.
+        out_of_range: how to treat any other label outside [0, size), which includes negative labels. "ignore": it does
+            not count either. "nan": its loss and its row's gradient are NaN. "clip": the nearest valid label is used.
         weights: (N..), the same on all IPUs; each token's loss is multiplied by its weight.
-        reduction: "none"; "sum" over all tokens; or "mean", which divides the sum by the weights of all tokens that
-            count (without weights, by their number), and is 0 if these add up to 0. Tokens on other mesh axes are not
-            included: to include them, sum numerator and denominator yourself.
+        reduction: "none"; "sum" over all tokens; or "mean". "mean" divides the sum by the total weight of the tokens
+            that count (without weights, by their number), and is 0 if this total is 0. Tokens on other mesh axes are
+            not included: to include them, sum numerator and denominator yourself.
         return_log_sum_exp: return lse(x') as well.
 
     Returns:
         The loss: (N..), or () if reduced, in float32 (float64 for float64 logits), the same on all IPUs. With
-        return_log_sum_exp also the log-sum-exp, (N..) in the same dtype, for tokens that don't count as well.
+        return_log_sum_exp also the log-sum-exp, (N..) in the same dtype, even for tokens that don't count.
 
     Raises:
-        ValueError: the logits are not floating, their shard does not fit `size`, or by their type they are the same
-            on all IPUs; labels are neither integers of shape (N..) that are the same on all IPUs, nor floats of the
-            logits' shape; an option is outside its range; or `axis` is not one of the enclosing shard_map's.
+        ValueError: the logits are not floating, their shard does not fit `size`, or they are typed as replicated over
+            several IPUs; labels are neither integers of shape (N..) that are the same on all IPUs, nor floats of the
+            logits' shape; an option is out of range; or the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -198,7 +198,7 @@ def log_softmax_cross_entropy(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _row_statistics(x_NV: jax.Array, targets: jax.Array, terms: Terms) -> RowStatistics:
-    """Return the statistics of all columns, with the right derivatives except for `loss_N`: `_token_loss` has those.
+    """Return the statistics of all columns, with correct derivatives except for `loss_N`: `_token_loss` adds these.
 
     Forward: one all-gather of 3 floats per token, or of 4 with soft targets.
     """
@@ -227,7 +227,7 @@ def _row_statistics_jvp(terms: Terms, primals: Any, tangents: Any) -> tuple[RowS
 def _token_loss(
     x_NV: jax.Array, targets: jax.Array, row: RowStatistics, terms: Terms, wants_lse: bool
 ) -> tuple[jax.Array, ...]:
-    """Return each token's loss, 0 where the token does not count, and the log-sum-exp if it is wanted."""
+    """Return each token's loss, 0 where the token does not count, and with `wants_lse` also the log-sum-exp."""
     loss_N = row.loss_N if is_soft(targets) else jnp.where(targets >= 0, row.loss_N, 0)
     return (loss_N, row.base_N + row.rest_N) if wants_lse else (loss_N,)
 
@@ -255,7 +255,7 @@ def _token_loss_jvp(terms: Terms, wants_lse: bool, primals: Any, tangents: Any) 
 def _loss_tangent(terms: Terms, x_NV: jax.Array, targets: jax.Array, row: RowStatistics, dx_NV: jax.Array) -> jax.Array:
     first = shard_start(terms)
     if terms.soft_cap is not None and not is_soft(targets):
-        # A row that does not count may hold NaN, and NaN times zero in the derivative of tanh is NaN.
+        # A row that does not count can contain NaN, and NaN times zero in the derivative of tanh is NaN.
         x_NV = jnp.where((targets < 0)[..., None], 0, x_NV)
     logits_NV, logits_tangent_NV = jax.jvp(lambda x: softmax_logits(x, first, terms), (x_NV,), (dx_NV,))
     return (loss_dlogits(logits_NV, targets, row, first, terms) * logits_tangent_NV).sum(-1)

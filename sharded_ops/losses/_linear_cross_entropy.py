@@ -15,7 +15,7 @@
                    for each tile of them a part of the table's   1
         backward   both gradients times the loss's cotangent     0
 
-A tile is `token_chunk` tokens by `column_chunk` columns of the shard; the last ones may be smaller.
+A tile is `token_chunk` tokens by `column_chunk` columns of the shard; the last tiles can be smaller.
 
 (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, compute the logits twice;
 Hsu et al. 2024, "Liger kernel", arXiv:2410.10989, compute the gradients in the forward pass.)
@@ -49,12 +49,13 @@ from sharded_ops.losses._tiles import Chunks
 from sharded_ops.losses._token_losses import token_losses
 
 # How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
-# (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, these may be larger too, since they then hardly add
-# to the memory in use.
+# (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, larger numbers are used, since they then hardly
+# increase the memory in use.
 _TILE, _CHUNK = 1 << 19, 1 << 21
 
-# With gradients="forward": tokens at which a chunk's matmuls are fast on a CPU, the least number of chunks for which
-# they are chosen whatever memory they take, and how much of the table's gradient is added at once (4 MiB of float32).
+# With gradients="forward": the tokens of a chunk with which matmuls are fast on a CPU, the least number of such chunks
+# for which this size is used regardless of memory, and the elements of the table's gradient that are added at once
+# (4 MiB of float32).
 _TOKENS, _MANY_CHUNKS, _TABLE_TILE = 256, 16, 1 << 20
 
 
@@ -133,11 +134,11 @@ def linear_cross_entropy(
     """Return `log_softmax_cross_entropy(hidden @ table.T + bias, labels)`, without storing all the logits at once.
 
     Forward: with gradients="backward" one all-gather of 3 floats per token, or of 4 with soft targets; with
-    gradients="forward" 3 floats per token, in one all-gather for each chunk of tokens. Backward, with either: one
-    all-reduce of dx, (N.., D) in the dtype of `hidden`; under check_vma=False it is done where the `shard_map` is
-    differentiated (see the module `_collectives`). With `tokens`: forward one all-gather of `hidden` before these, and
-    backward one reduce-scatter of dx instead of the all-reduce, which sends half as much. Under check_vma=False all
-    IPUs must use the loss in the same way, as `log_softmax_cross_entropy` explains.
+    gradients="forward" 3 floats per token, in one all-gather for each chunk of tokens. Backward, in both cases: one
+    all-reduce of dhidden, (N.., D) in the dtype of `hidden`; under check_vma=False it is done where the `shard_map` is
+    differentiated (see the module `_collectives`). With `tokens`, the forward pass begins with one all-gather of
+    `hidden`, and in the backward pass one reduce-scatter of dhidden replaces the all-reduce and sends half as much.
+    Under check_vma=False all IPUs must use the loss in the same way, as `log_softmax_cross_entropy` explains.
 
     Reverse mode is supported, and forward mode over reverse mode (`jax.hessian`). jax refuses forward mode alone: for
     that, use `matmul` and `log_softmax_cross_entropy`. Second derivatives keep every tile, so they take at least the
@@ -148,42 +149,42 @@ def linear_cross_entropy(
             row of a token that does not count is not read, except for its log-sum-exp.
         table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). In the dtype
             of `hidden`. Half types are multiplied as they are and accumulate in float32. In float16, dlogits are first
-            scaled to its range, so that small ones are not rounded to 0 before a loss scale is applied.
+            scaled to its range, so that small dlogits are not rounded to 0 before a loss scale is applied.
         labels: (N..) of any integer dtype, the same on all IPUs; or soft targets, floating, (N.., V) globally, padded
-            and split in the last dim; each IPU holds (N.., ceil(V/n)). Soft targets have derivatives, too.
+            and split in the last dim; each IPU holds (N.., ceil(V/n)). Soft targets are differentiable too.
         size: V, without padding. Padding is not read, and its gradient is zero.
         bias: (V,) globally, padded with `Split(size, n).pad(bias, 0)`; each IPU holds (ceil(V/n),). Added to the logits
             before the soft cap, in float32 at least. Any floating dtype. None for no bias.
         tokens: N, if `hidden` is scattered over dim 0, as `scatter_tokens` returns it: each IPU holds
-            (ceil(N/n), .., D), whose padding is not read. Labels and weights are still those of all tokens, on all
-            IPUs. None if all IPUs hold all of `hidden`.
+            (ceil(N/n), .., D). Padding is not read. All IPUs still need the labels and weights of all tokens. None if
+            all IPUs hold all of `hidden`.
         axis: the mesh axis.
         label_smoothing, z_loss, soft_cap, temperature, ignore_index, out_of_range, weights, reduction: as for
             `log_softmax_cross_entropy`.
         return_log_sum_exp: return the log-sum-exp as well.
-        gradients: the pass in which the gradients are computed. "forward" saves one matmul in four; it needs
-            `reduction` "mean" or "sum", and is the default for these, but for neither soft targets nor
-            `return_log_sum_exp`, with which it cannot be used. If differentiated, the forward pass then computes
-            both gradients, which are kept until the backward pass (those of float16 in float32). "backward" keeps
-            `hidden`, the table and a few floats per token.
-        token_chunk: tokens per tile. With gradients="forward", the logits of so many tokens and all the shard's columns
-            exist at once. The default is at most 1024 with gradients="backward". With "forward" it is at most what
-            makes 2**21 logits at once (8 MiB), or N * D logits if that is more; this limit is never below 64 tokens,
-            nor below a 16th of the tokens, up to 256.
-        column_chunk: columns per tile. With gradients="backward" the default is at most what makes 2**19 logits in a
-            tile (2 MiB), or N * D / 4 logits if that is more; this limit is never below 64 columns. With "forward" it
-            is at most 2**20 / D (4 MiB of the table's gradient), and never below 128 columns. Both defaults are lowered
-            so that chunks divide evenly, unless that would at least double the number of chunks.
+        gradients: the pass in which the gradients are computed. "forward" saves one matmul in four. It requires
+            `reduction` "mean" or "sum", and cannot be used with soft targets or `return_log_sum_exp`; it is the default
+            wherever it can be used. If differentiated, the forward pass then computes both gradients, which are kept
+            until the backward pass (float16 gradients in float32). "backward" keeps `hidden`, the table and a few
+            floats per token.
+        token_chunk: tokens per tile. With gradients="forward", the logits of `token_chunk` tokens and all the shard's
+            columns exist at once. The default is at most 1024 with gradients="backward". With "forward", the default
+            allows at most 2**21 logits at once (8 MiB), or N * D logits if that is more; this limit is never below 64
+            tokens, nor below a 16th of the tokens, up to 256.
+        column_chunk: columns per tile. With gradients="backward", the default allows at most 2**19 logits in a tile
+            (2 MiB), or N * D / 4 logits if that is more; this limit is never below 64 columns. With "forward", the
+            default is at most 2**20 / D (4 MiB of the table's gradient); this limit is never below 128 columns. Both
+            defaults are lowered so that chunks divide evenly, unless that would at least double the number of chunks.
 
     Returns:
         The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs. With
-        return_log_sum_exp also the log-sum-exp, (N..) in the same dtype, for tokens that don't count as well.
+        return_log_sum_exp also the log-sum-exp, (N..) in the same dtype, even for tokens that don't count.
 
     Raises:
-        ValueError: shapes or dtypes don't go together; a shard does not fit `size` or `tokens`; by their types,
+        ValueError: shapes or dtypes don't fit together; a shard does not fit `size` or `tokens`; by their types,
             `hidden` without `tokens`, labels or `weights` differ between the IPUs of `axis`, or a shard does not; an
-            option is outside its range; gradients="forward" is given for a loss that is not reduced, for soft targets
-            or with the log-sum-exp; or `axis` is not one of the enclosing shard_map's.
+            option is out of range; gradients="forward" is given for a loss that is not reduced, for soft targets or
+            with the log-sum-exp; or the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -225,7 +226,7 @@ def linear_cross_entropy(
     hidden_ND = hidden.reshape(-1, hidden.shape[-1])
     chunks = _chunks(hidden_ND.shape, split.local, way, token_chunk, column_chunk)
     axes = axes_of_rule(axis, *(x for x in (hidden, table, bias, targets, weights) if x is not None))
-    # The transpose of as_varying sums the parts of dx, except where the tokens were gathered: that one scatters them.
+    # The transpose of as_varying sums the parts of dhidden. If tokens were gathered, the gather's transpose sums them.
     hidden_ND, table_VD = as_varying(hidden_ND, axes), as_varying(table, axes)
     bias_V = None if bias is None else as_varying(bias, axes)
 
@@ -246,7 +247,7 @@ def linear_cross_entropy(
 
 
 def _way(gradients: Any, reduction: Reduction, *, is_soft: bool, wants_lse: bool) -> Literal["backward", "forward"]:
-    """Return the pass in which the gradients are computed: `gradients` if given, else what suits the other options."""
+    """Return the pass in which the gradients are computed: `gradients` if given, else the default for the options."""
     if gradients is None:
         return "backward" if reduction == "none" or is_soft or wants_lse else "forward"
     one_of("gradients", gradients, ("backward", "forward"))
@@ -269,7 +270,7 @@ def _way(gradients: Any, reduction: Reduction, *, is_soft: bool, wants_lse: bool
 
 
 def _on_all(hidden: jax.Array, tokens: int | None, axis: str) -> jax.Array:
-    """Return `hidden` of all tokens, (N.., D), gathered if its tokens are scattered."""
+    """Return `hidden` for all tokens, (N.., D), gathered if its tokens are scattered."""
     if tokens is None:
         check_same_on_all("hidden", hidden, axis)
         return hidden
@@ -316,7 +317,7 @@ def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, colu
 
 
 def _even(extent: int, limit: int) -> int:
-    """Return the width of equal chunks of at most `limit`, or of unequal ones if equal ones would be twice as many."""
+    """Return the width of equal chunks of at most `limit`, or of unequal chunks if equal ones need twice as many."""
     least = max(-(-extent // limit), 1)
     number = next((k for k in range(least, 2 * least) if extent % k == 0), least)
     return max(-(-extent // number), 1)

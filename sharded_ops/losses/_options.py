@@ -1,4 +1,4 @@
-"""Check and apply the options that both cross-entropies take: terms of the loss, labels, weights and reduction.
+"""Check and apply the options of both cross-entropies: terms of the loss, labels, weights and reduction.
 
 Dims: N tokens (any number of leading dims).
 """
@@ -56,10 +56,10 @@ def check_log_sum_exp(return_log_sum_exp: Any) -> None:
 
 
 def check_soft_targets(targets: ArrayLike, shape: tuple[int, ...], ignore_index: int | None, out_of_range: str) -> None:
-    """Raise for soft targets of another shape than the logits', or with options that speak of labels.
+    """Raise for soft targets whose shape differs from the logits', or with options that only apply to labels.
 
     Raises:
-        ValueError: gives the shape, or the options.
+        ValueError: names the shape, or the options.
     """
     if np.shape(targets) != shape:
         raise ValueError(
@@ -88,10 +88,10 @@ def checked_weights(weights: ArrayLike) -> jax.Array:
 def checked_labels(
     labels: ArrayLike, size: int, ignore_index: int | None, out_of_range: OutOfRange
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the labels as int32, with -1 for each that does not count.
+    """Return the labels as int32, with -1 for each label that does not count.
 
     Returns:
-        The labels; and which of them are out of range, if `out_of_range` is "nan", else None.
+        The labels; and which labels are out of range, if `out_of_range` is "nan", else None.
 
     Raises:
         ValueError: the labels are not integers, or `ignore_index` is not an integer.
@@ -121,14 +121,14 @@ def reduce_losses(
 
     Args:
         loss_N: the loss of each token, 0 for tokens that don't count.
-        counted_N: which tokens count; None if all of them do.
-        faulty_N: the tokens whose loss and gradient are to be NaN; None if there are none.
-        weights: of each token; None for 1.
+        counted_N: which tokens count; None if all tokens count.
+        faulty_N: the tokens whose loss and gradient must become NaN; None if there are none.
+        weights: the weight of each token; None for 1.
         reduction: "none", "mean" or "sum".
     """
     weights_N = None if weights is None else jnp.asarray(weights).astype(loss_N.dtype)
     if weights_N is not None:
-        # The weight of a token that doesn't count may be NaN, and must not be read.
+        # The weight of a token that doesn't count can be NaN, and must not be read.
         weights_N = weights_N if counted_N is None else jnp.where(counted_N, weights_N, 0)
         loss_N = loss_N * weights_N
     if faulty_N is not None:

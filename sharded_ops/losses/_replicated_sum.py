@@ -27,14 +27,14 @@ def replicated_sum(x: jax.Array, axis: str) -> jax.Array:
         axis: the mesh axis.
 
     Returns:
-        As `x`, the same on all IPUs.
+        An array like `x`, the same on all IPUs.
     """
     if is_typed(axis):
         return lax.psum(x, axis)
     return _sum_p.bind(x, axes=(axis,), parts=axis_size(axis))
 
 
-# A primitive of our own: nothing else in jax is linear, can be batched, and lets us choose its transpose.
+# A custom primitive: nothing else in jax is linear, can be batched, and lets us choose its transpose.
 _sum_p = Primitive("replicated_sum")
 
 

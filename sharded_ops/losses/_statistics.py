@@ -1,13 +1,13 @@
-"""Reduce logits to statistics per token, combine those of all shards, and derive loss and gradient from them.
+"""Reduce logits to statistics per token, combine these over all shards, and derive loss and gradient from them.
 
 The logits are processed in tiles: some columns of some tokens. Each tile is reduced to its statistics, a few floats per
 token, and the statistics of all tiles of a shard are merged. One all-gather brings the statistics of every shard to all
-IPUs. Each IPU then knows each token's loss, and can compute the gradient of any tile by itself.
+IPUs. Each IPU then knows each token's loss, and can compute the gradient of any tile on its own.
 
 The target gives each column v a weight u_v: 1 for the label's column and 0 for the others, or, with label smoothing or
 soft targets, a weight for many columns. Let x be the logits and t a shard's own largest logit. The shard sends
 
-    t    d = lse(shard) - t    a = sum of u_v (x_v - t)    b = sum of u_v, if the other IPUs can't know it
+    t    d = lse(shard) - t    a = sum of u_v (x_v - t)    b = sum of u_v, if the other IPUs can't compute it
 
 With T the largest t of all shards, every IPU computes
 
@@ -16,8 +16,9 @@ With T the largest t of all shards, every IPU computes
 
 So a shard sends 3 floats per token, and with soft targets a fourth. For a label with logit y, a is y - t in the
 label's shard and 0 in the others. As both lse - t and t - y are 0 or more, no two large numbers ever cancel. So the
-loss is as exact as the dense program's, also for a confident prediction, whose loss is much smaller than its logits.
-The gradient needs T and lse - T, which every IPU then knows as exactly as the dense program does, so it sends nothing.
+loss is as exact as the dense program's, even for a confident prediction, whose loss is much smaller than its logits.
+The gradient needs T and lse - T. Every IPU then knows them as exactly as the dense program, so the gradient sends
+nothing.
 
 (Megatron-LM and torch's loss_parallel use three all-reduces of one float per token: Shoeybi et al. 2019,
 arXiv:1909.08053, section 3. Subtracting a reference from the logits is the online softmax of Milakov and Gimelshein
@@ -55,7 +56,7 @@ class Statistics(NamedTuple):
     top_N: jax.Array  # t
     log_sum_N: jax.Array  # d, the log of the sum of exp(logit - t)
     label_logit_N: jax.Array | None  # 0 if the label is not among the columns; None with soft targets
-    gap_N: jax.Array | None  # a for soft targets or for label smoothing alone; None without either
+    gap_N: jax.Array | None  # a: for soft targets, or only its smoothing part for labels; None without either
     mass_N: jax.Array | None  # b for soft targets; None for labels, whose b every IPU can compute
 
 
@@ -84,7 +85,7 @@ def softmax_logits(x_NC: jax.Array, first: int | jax.Array, terms: Terms) -> jax
     Args:
         x_NC: the raw logits of a tile.
         first: the global column at which the tile starts.
-        terms: of the loss.
+        terms: the options of the loss.
     """
     x_NC = x_NC.astype(jnp.promote_types(x_NC.dtype, jnp.float32))
     if terms.soft_cap is not None:
@@ -103,7 +104,7 @@ def statistics(logits_NC: jax.Array, targets: jax.Array, first: int | jax.Array,
         logits_NC: the tile, as `softmax_logits` returns it.
         targets: (N..) labels as `as_int32` returns them, or (N.., C) soft targets.
         first: the global column at which the tile starts.
-        terms: of the loss.
+        terms: the options of the loss.
     """
     top_N, log_sum_N = top_and_log_sum(logits_NC, dim=-1)
     label_logit_N = gap_N = mass_N = None
@@ -124,13 +125,13 @@ def statistics(logits_NC: jax.Array, targets: jax.Array, first: int | jax.Array,
 
 
 def merge_tiles(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float | jax.Array]) -> Statistics:
-    """Return the statistics of two tiles of the same tokens together.
+    """Return the combined statistics of two tiles of the same tokens.
 
     Args:
         a: the statistics of one tile.
-        b: the statistics of another tile, which has no column in common with it.
-        masses: for each of the two, the total weight that label smoothing gives to its columns. Not used for soft
-            targets, whose statistics have it.
+        b: the statistics of another tile, which has no column in common with the first one.
+        masses: for each tile, the total weight that label smoothing gives to its columns. Not used for soft targets,
+            whose statistics contain it.
     """
     top_N = jnp.maximum(a.top_N, b.top_N)
     shifts = [finite(part.top_N) - finite(top_N) for part in (a, b)]
@@ -185,7 +186,7 @@ def probabilities(
 ) -> jax.Array:
     """Return a tile's softmax, exp(logit - lse): 0 for logits of -inf and in `unread` rows.
 
-    Neither makes any derivative NaN.
+    Neither of these makes a derivative NaN.
     """
     exponent_NC = (logits_NC - base_N[..., None]) - rest_N[..., None]
     return jnp.exp(jnp.where((logits_NC == -jnp.inf) | unread, -jnp.inf, exponent_NC))
@@ -234,7 +235,7 @@ def _smoothing_masses(terms: Terms, dtype: jnp.dtype) -> jax.Array:
 
 
 def _where_real(x_NC: jax.Array, first: int | jax.Array, terms: Terms, fill: float) -> jax.Array:
-    """Return `x` with `fill` in the columns of padding; `x` itself where the split has none."""
+    """Return `x` with `fill` in the columns of padding; `x` itself if the split has no padding."""
     if not terms.split.padding:
         return x_NC
     return jnp.where(first + jnp.arange(x_NC.shape[-1]) < terms.split.size, x_NC, fill)

@@ -45,8 +45,8 @@ def sum_of_losses(
 ) -> jax.Array:
     """Return the sum of each token's loss times its factor. If differentiated, the forward pass computes the gradients.
 
-    Forward: one all-gather of 3 floats per token, or if differentiated as many floats in one all-gather for each chunk
-    of tokens. Backward: nothing.
+    Forward: one all-gather of 3 floats per token; if differentiated, one all-gather for each chunk of tokens instead,
+    with 3 floats per token. Backward: nothing.
     """
     outputs: Any = token_losses(hidden_ND, table_VD, bias_V, targets_N, terms, chunks, False)
     return (outputs[0] * factors_N).sum()
@@ -80,7 +80,7 @@ def _forward(
         if dbias_V is not None:
             dbias_V += dlogits_NV.sum(0)
         dlogits_NV, scale = in_range(dlogits_NV, table_VD.dtype)
-        # One matmul with the whole table, unless rows of padding must be replaced, which would be a copy of it.
+        # One matmul with the whole table, unless rows of padding must be replaced, which would copy the table.
         dchunk_ND = (
             as_varying(jnp.zeros(chunk_ND.shape, wide), axes)
             if terms.split.padding
@@ -100,8 +100,8 @@ def _forward(
         dhidden_ND = put(dhidden_ND, dchunk_ND.astype(dhidden_ND.dtype))
         return put(loss_N, chunk_loss_N), dhidden_ND, dtable_VD, dbias_V
 
-    # The gradients that are kept are still to be multiplied by the loss's cotangent, such as a loss scale. So the dtype
-    # that they are kept in must not have a narrower range than float32; bfloat16 has the same range.
+    # The kept gradients are still to be multiplied by the loss's cotangent, such as a loss scale. So their dtype must
+    # not have a narrower range than float32; bfloat16 has the same range.
     kept_dtype = wide if is_narrow(hidden_ND.dtype) else hidden_ND.dtype
     zeros = (
         as_varying(jnp.zeros(targets_N.shape, wide), axes - {terms.axis}),
@@ -110,7 +110,7 @@ def _forward(
         None if bias_V is None else as_varying(jnp.zeros(bias_V.shape, wide), axes),
     )
     loss_N, dhidden_ND, dtable_VD, dbias_V = for_chunks(targets_N.size, chunks.tokens, add_tokens, zeros)
-    # these carry the dtypes that the gradients must have
+    # empty arrays that record the dtypes of the operands, which the gradients must have
     like = jax.tree.map(lambda operand: jnp.zeros(0, operand.dtype), (hidden_ND, table_VD, bias_V))
     gradients = (dhidden_ND, dtable_VD.astype(kept_dtype), dbias_V)
     return (loss_N * factors_N).sum(), (loss_N, gradients, like)

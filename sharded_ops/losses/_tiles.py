@@ -1,6 +1,6 @@
-"""Go over tiles of tokens by columns, and multiply them: what both ways of `linear_cross_entropy` use.
+"""Iterate over tiles of tokens by columns, and multiply them: shared by both modes of `linear_cross_entropy`.
 
-Padding of the table may be NaN, and so may the rows of tokens that don't count: neither reaches a product here.
+Padding of the table can be NaN, and so can the rows of tokens that don't count: neither reaches a product here.
 
 Dims: N tokens, D features, V rows of the shard; C columns of a tile.
 """
@@ -20,7 +20,7 @@ _Carry = TypeVar("_Carry")
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The size of a tile: tokens, and columns of the shard. The last tiles may have fewer of either."""
+    """The size of a tile: tokens, and columns of the shard. The last tiles can have fewer tokens or columns."""
 
     tokens: int
     columns: int
@@ -29,7 +29,7 @@ class Chunks:
 def for_chunks(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], carry: _Carry) -> _Carry:
     """Run `carry = body(start, width, carry)` for each chunk of the extent, and return the last carry.
 
-    The last chunk may be smaller than `chunk`.
+    The last chunk can be smaller than `chunk`.
     """
     full, rest = divmod(extent, chunk)
     if full == 1:
@@ -40,15 +40,15 @@ def for_chunks(extent: int, chunk: int, body: Callable[[Any, int, _Carry], _Carr
 
 
 def counted_tokens(chunk_ND: jax.Array, labels_N: jax.Array) -> jax.Array:
-    """Return a chunk's tokens, with 0 for those that don't count.
+    """Return a chunk's tokens, with 0 for tokens that don't count.
 
-    Their dlogits are zero, but they may be NaN, and NaN times zero is NaN.
+    Their dlogits are zero, but the tokens themselves can be NaN, and NaN times zero is NaN.
     """
     return jnp.where((labels_N < 0)[:, None], 0, chunk_ND)
 
 
 def table_rows(table_VD: jax.Array, column: Any, columns: int, terms: Terms) -> jax.Array:
-    """Return the table's rows of a tile, with 0 for padding, which may be NaN: NaN times dlogits of zero is NaN."""
+    """Return the table's rows of a tile, with 0 for padding. Padding can be NaN, and NaN times zero dlogits is NaN."""
     tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
     if not terms.split.padding:
         return tile_CD
@@ -69,9 +69,9 @@ def bias_tile(bias_V: jax.Array | None, column: Any, columns: int) -> jax.Array 
 
 
 def in_range(dlogits: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | float]:
-    """Return dlogits times a scale, in `dtype`, and the scale by which products with them are to be divided.
+    """Return dlogits times a scale, in `dtype`, and the scale. The caller must divide products with dlogits by it.
 
-    In float16 dlogits as small as 1/V times a weight of 1/N would be rounded to 0. So they are first scaled up as far
+    In float16, dlogits as small as 1/V times a weight of 1/N would be rounded to 0. So they are first scaled up as far
     as float16 allows. The scale is 1 for other dtypes.
     """
     if not is_narrow(dtype):
@@ -83,7 +83,7 @@ def in_range(dlogits: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array
 
 
 def is_narrow(dtype: jnp.dtype) -> bool:
-    """Return whether small numbers of float32 become 0 in this dtype: true for float16, and not for bfloat16."""
+    """Return whether small float32 numbers become 0 in this dtype: true for float16, but not for bfloat16."""
     return bool(jnp.finfo(dtype).tiny > jnp.finfo(jnp.float32).tiny)
 
 

@@ -37,7 +37,7 @@ from sharded_ops.losses._tiles import (
     table_rows,
 )
 
-_FLOATS, _SOFT_FLOATS = 3, 4  # floats per token in the `shard_summary` for labels and for soft targets
+_FLOATS, _SOFT_FLOATS = 3, 4  # floats per token in the `shard_summary`: for labels, and for soft targets
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -50,7 +50,7 @@ def token_losses(
     chunks: Chunks,
     wants_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return each token's loss, and its log-sum-exp if it is wanted. The backward pass computes the logits again.
+    """Return each token's loss, and with `wants_lse` its log-sum-exp. The backward pass computes the logits again.
 
     Forward: one all-gather of 3 floats per token, 4 with soft targets. Backward: nothing.
     """
@@ -158,7 +158,7 @@ token_losses.defvjp(_forward, _backward)
 def _dlogits(
     logits_NC: jax.Array, of_tile: jax.Array, row: RowStatistics, of_outputs: Any, first: jax.Array, terms: Terms
 ) -> jax.Array:
-    """Return the derivative of sum(loss * its cotangent + log-sum-exp * its cotangent) by the logits of a tile."""
+    """Return the derivative of sum(loss * its cotangent + log-sum-exp * its cotangent) by a tile's logits."""
     dloss_N, dlse_N = of_outputs
     dlogits_NC = loss_dlogits(logits_NC, of_tile, row, first, terms) * dloss_N[:, None]
     if dlse_N is None:
@@ -167,19 +167,17 @@ def _dlogits(
 
 
 def _read_tokens(chunk_ND: jax.Array, of_chunk: jax.Array, wants_lse: bool) -> jax.Array:
-    """Return the tokens that are read: with soft targets, or for the log-sum-exp, all of them."""
+    """Return the tokens, with 0 for those that are not read. With soft targets or `wants_lse`, all are read."""
     return chunk_ND if wants_lse or is_soft(of_chunk) else counted_tokens(chunk_ND, of_chunk)
 
 
 def _of_columns(of_chunk: jax.Array, column: Any, columns: int) -> jax.Array:
-    """Return the targets of a tile: the labels as they are, of soft targets the tile's columns."""
+    """Return the targets of a tile: labels unchanged, and for soft targets only the tile's columns."""
     return lax.dynamic_slice_in_dim(of_chunk, column, columns, axis=1) if is_soft(of_chunk) else of_chunk
 
 
 def _tile_smoothing_masses(column: Any, columns: int, terms: Terms) -> tuple[jax.Array, jax.Array]:
-    """Return the total weight that label smoothing gives to the shard's columns before `column`, and to the tile that
-    starts there.
-    """
+    """Return the total weights that label smoothing gives to the shard's columns before `column`, and to the tile."""
     real = terms.split.size - shard_start(terms)
     until, beyond = (jnp.clip(real, 0, end) for end in (column, column + columns))
     weight = terms.label_smoothing / terms.split.size

@@ -1,8 +1,8 @@
 """Prepare any Python program that poprun starts, before its first line runs, so that it need not be changed.
 
-poprun puts this folder in front of `PYTHONPATH`, and Python imports `sitecustomize` when it starts. Here nothing is
-done but to wait: when the program imports jax, `jax.distributed.initialize()` learns its place from poprun. A program
-that never imports jax is left alone, and so is one whose Python has no ipu_jax.
+poprun puts this folder first in `PYTHONPATH`, and Python imports `sitecustomize` when it starts. This module only waits
+until the program imports jax. Then `jax.distributed.initialize()` learns its place from poprun. A program that never
+imports jax, or cannot import ipu_jax, is left alone.
 """
 
 import importlib
@@ -19,7 +19,7 @@ _AWAITED = "jax._src.clusters"
 
 
 class _WhenJaxIsImported(importlib.abc.MetaPathFinder):
-    """Finds one module as Python would, and registers poprun with it once it has been loaded."""
+    """Finds one module of jax as Python would, and registers poprun with jax once the module has been loaded."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname != _AWAITED:
@@ -48,7 +48,7 @@ class _Registering(importlib.abc.Loader):
 
 
 def _run_the_users_own() -> None:
-    """Run the `sitecustomize` that this one hides, if there is one."""
+    """Run the `sitecustomize` that this module hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     others = [entry for entry in sys.path if os.path.abspath(entry) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

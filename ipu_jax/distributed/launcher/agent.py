@@ -1,7 +1,7 @@
-"""Run the instances of this host for a poprun on another one, which started this by ssh.
+"""Run the instances of this host for a poprun on another host, which started this agent by ssh.
 
-It reads commands and writes events, a line of JSON each. When the pipe from poprun ends, however that comes, all
-instances are killed.
+The agent reads commands and writes events, one line of JSON each. When the pipe from poprun ends, for whatever reason,
+all instances are killed.
 
     python -m ipu_jax.distributed.launcher.agent
 
@@ -26,7 +26,7 @@ _AT_ONCE: Final = 1 << 16
 
 
 class Agent:
-    """Does for a host what `poprun` asks for."""
+    """Does what `poprun` asks for on a host."""
 
     def __init__(self) -> None:
         self._host = LocalHost("")
@@ -36,7 +36,7 @@ class Agent:
         self._gone = False
 
     def run(self) -> None:
-        """Serve until the pipe from poprun ends, or a signal comes."""
+        """Serve until the pipe from poprun ends, or a signal arrives."""
         for handle in (0, 1):
             os.set_blocking(handle, False)
         signals = Signals()

@@ -1,7 +1,7 @@
-"""Start a run again after a failure, as often as the user allows and as long as it gets anywhere.
+"""Restart a run after a failure, as often as the user allows and as long as it makes progress.
 
-Every attempt has a new coordinator's port and a new run folder, since the last one's may still be in use, and a new
-token, so that instances of another run or attempt are strangers.
+Every attempt has a new coordinator port and a new run folder, since the previous ones may still be in use. It also has
+a new token, so that instances of other runs and attempts are strangers.
 
 Nothing here imports jax.
 """
@@ -23,7 +23,7 @@ from ipu_jax.distributed.launcher.topology import Topology
 from ipu_jax.distributed.launcher.writer import Writer
 
 FRUITLESS: Final = 3
-"""Restarts in a row without progress after which poprun gives up."""
+"""Successive restarts without progress after which poprun gives up."""
 LONG: Final = 60.0
 """Seconds after which an attempt of a program without beacons counts as progress."""
 _PREPARED_WITHIN: Final = 30.0
@@ -31,7 +31,7 @@ _PORT_WITHIN: Final = 5.0
 
 
 class CannotStartError(Exception):
-    """Raised if a host cannot do its part; `status` is what poprun exits with."""
+    """Raised if a host cannot do its part; `status` is poprun's exit status."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -40,7 +40,7 @@ class CannotStartError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Describe a run: its program, its hosts, and how it is watched."""
+    """Describe a run: its program, its hosts, and how it is supervised."""
 
     options: Options
     topology: Topology
@@ -52,7 +52,7 @@ class Run:
     signals: Signals
 
     def to_its_end(self, hosts: list[Host], connect: Callable[[str], Host]) -> int:
-        """Return the exit status of the last attempt; `connect` replaces a host that was lost before the next one."""
+        """Return the exit status of the last attempt. Before each new attempt, `connect` replaces lost hosts."""
         history = History(self.options.max_restarts)
         number = 0
         while True:
@@ -70,7 +70,7 @@ class Run:
             self.display.say(f"attempt {number}: {why}")
 
     def launches(self, port: int, number: int, token: str = "") -> list[Launch]:
-        """Return what each host starts; with a token, only its instances can meet."""
+        """Return what each host starts. With a token, only instances that know it can meet."""
         coordinator, bind = f"{self.coordinator}:{port}", f"{self.bind}:{port}"
         executables = self.options.executable_cache_path
         return [
@@ -106,9 +106,9 @@ class Run:
         return attempt.run(self.launches(port, number, secrets.token_hex(16)))
 
     def _port(self, hosts: Sequence[Host], number: int) -> int:
-        """Return the coordinator's port, which is free on the host of instance 0, once all hosts answer.
+        """Wait until all hosts answer. Return the coordinator's port, which is free on the host of instance 0.
 
-        A given port may still be in use by the attempt before for a moment.
+        The previous attempt may still use a given port for a moment.
         """
         port, until = 0, time.monotonic() + _PREPARED_WITHIN
         free_until = time.monotonic() + (_PORT_WITHIN if number else 0)
@@ -151,14 +151,14 @@ class History:
         self._restarts = self._fruitless = 0
         self._other_port = False
         self.last_words: list[str] = []
-        """Lines that say why no other attempt is made."""
+        """The lines that say why there is no other attempt."""
 
     def restart(self, outcome: Outcome, *, port_is_given: bool = False) -> str | None:
-        """Return why there is another attempt after one with that outcome, or None if there is none."""
+        """Return the reason for another attempt after this outcome, or None if there is none."""
         if not outcome.again:
             return None
         if outcome.port_taken and not port_is_given and not self._other_port:
-            self._other_port = True  # once: two ports in a row are no accident
+            self._other_port = True  # only once: two taken ports in a row are not an accident
             return "another port, since the coordinator's was taken in the meantime"
         self._other_port = False
         if self._restarts:

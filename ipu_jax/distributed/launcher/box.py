@@ -12,7 +12,7 @@
     | replicas  | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
      -------------------------------------------
 
-Where the cells of one row would not fit, they are joined: by instance first, then by host, then all.
+If the cells of a row do not fit, they are merged: first per instance, then per host, then all.
 
 Nothing here imports jax.
 """
@@ -29,9 +29,9 @@ _NAMES: Final = ("hosts", "ILDs", "instances", "replicas")
 
 
 def box(topology: Topology, widest: int = WIDEST) -> str:
-    """Return the drawing, with a newline at its end; wider than `widest` only if one cell alone is."""
+    """Return the drawing, with a newline at its end. It is wider than `widest` only if a single cell is."""
     hosts, instances, replicas = len(topology.hosts), topology.instances, topology.replicas
-    # how many cells the rows of hosts, instances and replicas have, from the finest to the coarsest
+    # the numbers of cells in the rows of hosts, instances and replicas, from the finest to the coarsest
     for cells in (
         (hosts, instances, replicas),
         (hosts, instances, min(instances, replicas)),
@@ -66,7 +66,7 @@ def _drawn(topology: Topology, hosts: int, instances: int, replicas: int) -> str
 
 
 def _needed(row: Sequence[str], finest: int) -> int:
-    """Return how wide the finest cells must be for the texts of a row to fit, with a space on each side."""
+    """Return the width of the finest cells at which the texts of a row fit, with a space on each side."""
     span = finest // len(row)
     return max(-(-(len(cell) + 2 - (span - 1)) // span) for cell in row)
 

@@ -2,8 +2,7 @@
 
     {"num-replicas": 8, "num-instances": 4, "env": ["A=1"], "program": ["python", "train.py"]}
 
-A file is read as words of a command line that come before those that were typed. So the same rules hold for both, and
-what was typed wins.
+A file is read as command-line words before the typed ones. So the same rules hold for both, and typed words win.
 
 Nothing here imports jax.
 """
@@ -19,7 +18,7 @@ NOT_KEPT: Final = ("export_config", "import_config", "overwrite_config", "dry_ru
 
 
 def exported(values: Mapping[str, Any], program: Sequence[str]) -> str:
-    """Return the text of a file, for options by their names.
+    """Return the text of a file for these options, by name.
 
     >>> print(exported({"num_replicas": 8, "stall_timeout": float("inf")}, ["python", "train.py"]), end="")
     {
@@ -38,10 +37,10 @@ def exported(values: Mapping[str, Any], program: Sequence[str]) -> str:
 
 
 def imported(path: Path) -> tuple[list[str], list[str]]:
-    """Return the words of a file: the options, and the program with its arguments.
+    """Return the words in a file: the options, and the program with its arguments.
 
     Raises:
-        ValueError: the file cannot be read, or is none that `exported` could have made.
+        ValueError: the file cannot be read, or does not have the format of `exported`.
     """
     try:
         values = json.loads(path.read_text())

@@ -1,14 +1,14 @@
-"""Find an instance that ended its program with status 0 while another one still needs it: pure rules.
+"""Find an instance that ended its program with status 0 while another one still needs it. The rules are pure.
 
-All instances make the same steps and meetings, in one order, and a beacon counts those that need everybody: how many
-were begun, and for how many this instance has done its part.
+All instances make the same steps and meetings, in the same order. A beacon counts the steps and meetings that need all
+instances: how many were begun, and for how many this instance has done its part.
 
     instance 0   made 5, has ended          -> nobody can make the sixth:
     instance 1   made 5, has begun 6        -> instance 0 has ended early
 
-The counts prove it, so that no time has to pass; an instance that only has less to print, or that writes a last file
-when the others have ended, has begun no more than they. A wait that is not counted, as for the devices of all
-instances or for the others' parts of a save, must have lasted for a moment since the end of the other.
+The counts prove it, so no time has to pass. An instance that prints more, or writes a last file, after the others have
+ended has begun no more than they have. A wait that is not counted, such as for the devices of all instances or for the
+others' parts of a save, must have lasted a moment since the other instance ended.
 
 Nothing here imports jax.
 """
@@ -21,18 +21,18 @@ from ipu_jax.distributed.launcher.events import Beat, Progress
 from ipu_jax.processes.beacons import Phase
 
 PATIENCE: Final = 1.2
-"""Seconds that an instance waits in a way that is not counted, until another that has ended is taken for the reason."""
+"""Seconds of a wait that is not counted, after which an ended instance is taken for the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyEnd:
-    """An instance that has ended its program, and another one that needs it.
+    """An instance that has ended its program, and another instance that needs it.
 
     Attributes:
         instance, other: their numbers.
-        status: the exit status of the first; None if it still waits for the others.
-        finished: the steps that the first had finished; None if it has reported none.
-        doing: what the other one does.
+        status: the exit status of `instance`; None if it still waits for the others.
+        finished: the steps that `instance` had finished; None if it has reported none.
+        doing: what `other` is doing.
     """
 
     instance: int
@@ -51,20 +51,20 @@ class Ends:
         self._statuses: dict[int, int] = {}
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Note how an instance is."""
+        """Record the state of an instance."""
         if beat.progress is not None:
             self._progress[beat.instance] = beat.progress
             if beat.progress.phase is Phase.ENDING:
                 self._ended_at.setdefault(beat.instance, now)
 
     def exited(self, instance: int, status: int, now: float) -> None:
-        """Note that an instance has exited."""
+        """Record that an instance has exited."""
         self._statuses[instance] = status
         if status == 0:
             self._ended_at.setdefault(instance, now)
 
     def early(self, now: float) -> EarlyEnd | None:
-        """Return the instance that another one, which goes on, needs in vain; None if there is none."""
+        """Return the ended instance that a running one needs in vain; None if there is none."""
         for other in sorted(self._progress.keys() - self._ended_at.keys() - self._statuses.keys()):
             found = self.needed_by(other, now)
             if found is not None:
@@ -84,7 +84,7 @@ class Ends:
         return None
 
     def left(self, other: int) -> EarlyEnd | None:
-        """Return an instance that exited with 0, without waiting for the others, before one lost a connection."""
+        """Return an instance that exited with 0, without waiting, before `other` lost a connection."""
         for instance, status in sorted(self._statuses.items(), key=lambda item: self._ended_at.get(item[0], math.inf)):
             progress = self._progress.get(instance)
             if status == 0 and instance != other and progress is not None and progress.phase is not Phase.ENDING:
@@ -116,7 +116,7 @@ def _doing(progress: Progress) -> str:
 
 
 def lines_about(early: EarlyEnd, host: str, pid: int) -> list[str]:
-    """Return the lines that describe it.
+    """Return the lines that describe an early end.
 
     >>> end = EarlyEnd(0, 1, None, 5, "trains, in step 6")
     >>> print(*lines_about(end, "here", 77), sep="\\n")  # doctest: +ELLIPSIS

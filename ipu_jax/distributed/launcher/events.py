@@ -1,7 +1,7 @@
-"""Say what happens to the instances of a host, in the same words whether the host is this one or another.
+"""Define what happens to the instances of a host, in the same way for this host and for others.
 
-A host's side makes events, the supervisor reads them. Between hosts they travel as lines of JSON. The clocks of two
-hosts have nothing in common, so a time travels as an age, and is a time again on the clock of the reader.
+A host's side makes events, and the supervisor reads them. Between hosts they travel as lines of JSON. The clocks of two
+hosts have nothing in common, so a time travels as an age, and becomes a time on the reader's clock again.
 
     Exited(instance=1, status=-9, at=812.25)  -- at 812.5 -->  {"event": "Exited", ..., "at": 0.25}
 
@@ -18,12 +18,12 @@ from ipu_jax.processes.beacons import Phase, Reading
 Stream = Literal["stdout", "stderr"]
 
 FULL: Final = 1 << 15
-"""Bytes of an `Output` at which its pipe may have been full: it holds 65,536, or half of that if writes are small."""
+"""Bytes of an `Output` at which its pipe may have been full: pipes hold 65,536, or half of that if writes are small."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Hold what a beacon says, with times in seconds on this host's monotonic clock; `aside` is a duration."""
+    """Hold the content of a beacon, with times in seconds on this host's monotonic clock; `aside` is a duration."""
 
     begun: int
     finished: int
@@ -40,7 +40,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class ErrorRecord:
-    """The exception that ended an instance's program, as the instance wrote it down."""
+    """The exception that ended an instance's program, as the instance recorded it."""
 
     at: float
     type: str
@@ -50,7 +50,7 @@ class ErrorRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """An instance was started; `cores` are those that it is bound to, if it is."""
+    """An instance was started. `cores` are the cores that it is bound to, if any."""
 
     instance: int
     pid: int
@@ -60,7 +60,7 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class NotStarted:
-    """An instance could not be started; the status is what a shell would exit with."""
+    """An instance could not be started. `status` is the exit status that a shell would have."""
 
     instance: int
     status: int
@@ -69,7 +69,7 @@ class NotStarted:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """An instance has written something; nothing at all is the end of its stream."""
+    """An instance has written something; empty data is the end of its stream."""
 
     instance: int
     stream: Stream
@@ -99,7 +99,7 @@ class Exited:
 
 @dataclasses.dataclass(frozen=True)
 class Stacks:
-    """The Python stacks of an instance that was asked for them; empty if it could not give them."""
+    """The Python stacks of an instance, as requested; empty if it could not give them."""
 
     instance: int
     text: str
@@ -107,21 +107,21 @@ class Stacks:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A host can start instances; the coordinator, if it is to run there, may use this port."""
+    """A host can start instances. If the coordinator runs there, it can use this port."""
 
     port: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A host cannot do what it was asked for."""
+    """A host cannot do what was requested."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """No process of the attempt is left on a host, and its run folder is gone. `left` are those that cannot die."""
+    """No process of the attempt is left on a host, except `left`, which cannot be killed. Its run folder is gone."""
 
     left: tuple[int, ...] = ()
 
@@ -149,7 +149,7 @@ _TIMES: Final = ("at", "first_at", "finished_at", "phase_at")
 
 
 def progress_of(reading: Reading) -> Progress:
-    """Return what a beacon of this host says, with times in seconds."""
+    """Return the content of a beacon of this host, with times in seconds."""
     return Progress(
         begun=reading.begun,
         finished=reading.finished,
@@ -166,7 +166,7 @@ def progress_of(reading: Reading) -> Progress:
 
 
 def line_of(event: Event, now: float) -> bytes:
-    """Return the line by which an event travels to another host."""
+    """Return the line that carries an event to another host."""
     values = _ages(dataclasses.asdict(event), now)
     if isinstance(event, Output):
         values["data"] = base64.b64encode(event.data).decode()
@@ -174,10 +174,10 @@ def line_of(event: Event, now: float) -> bytes:
 
 
 def event_of(line: bytes, now: float) -> Event:
-    """Return the event of a line; its times are on the clock on which it is `now`.
+    """Return the event in a line, with times on the clock that now reads `now`.
 
     Raises:
-        ValueError: the line is none of ours.
+        ValueError: the line is not an event.
 
     >>> event_of(line_of(Exited(1, -9, at=812.25), now=812.5), now=100.0)
     Exited(instance=1, status=-9, at=99.75, error=None)

@@ -1,12 +1,12 @@
-"""Find the failure that came first among several: the others are its consequences.
+"""Find the first of several failures: the others are its consequences.
 
 When an instance dies, its peers lose their connections to it and fail as well, some before the launcher has seen the
-first. So all that fails within a moment is laid out by the time at which it happened:
+first failure. So all failures within a moment are ordered by the time at which they happened:
 
     instance 1   ValueError at 10.00 s, exit seen at 10.20 s      <- first
     instance 0   connection lost at 10.19 s, exit seen at 10.21 s
 
-An exception tells its own time. Another death is known from when it was seen, a little late. And a failure that looks
+An exception records its own time. Any other death counts from when it was seen, a little late. A failure that looks
 like a lost connection is blamed only if there is no other.
 
 Nothing here imports jax.
@@ -21,7 +21,7 @@ from typing import Final
 from ipu_jax.distributed.launcher.events import ErrorRecord
 
 MOMENT: Final = 0.3
-"""Seconds after the first failure in which others are looked at."""
+"""Seconds after the first failure in which others are considered."""
 PORT_TAKEN: Final = "PortTakenError"
 """The exception of an instance 0 that finds its coordinator's port taken."""
 
@@ -40,8 +40,8 @@ class Failure:
     Attributes:
         instance: its number.
         at: when it failed.
-        status: its exit status, or the negative number of the signal that ended it; None if it still lives.
-        error: its exception, if it has written one down.
+        status: its exit status, or the negative number of the signal that ended it; None if it is still alive.
+        error: its exception, if it has recorded one.
     """
 
     instance: int
@@ -51,23 +51,23 @@ class Failure:
 
     @property
     def looks_like_a_lost_peer(self) -> bool:
-        """Return whether another's failure may be the reason."""
+        """Return whether the failure of another instance may be the cause."""
         if self.error is not None:
             return _LOST_PEER.search(f"{self.error.type}: {self.error.message}") is not None
-        return self.status == -signal.SIGABRT  # so does jax's coordination service end those that it has lost one of
+        return self.status == -signal.SIGABRT  # jax's coordination service ends instances this way if it loses one
 
     @property
     def exit_status(self) -> int:
-        """Return what the launcher exits with: as a shell does, 128 + the number of a signal."""
+        """Return the launcher's exit status: as in a shell, 128 + the number of a signal."""
         if self.status is None or self.status == 0:
             return 1
         return self.status if self.status > 0 else 128 - self.status
 
 
 def failure_of(instance: int, status: int | None, seen_at: float, error: ErrorRecord | None) -> Failure:
-    """Return the failure of an instance whose exit, or whose exception, was seen.
+    """Return the failure of an instance after its exit, or its exception, was seen.
 
-    An exception is believed only of an instance that has not been ended by a signal, which it cannot have survived.
+    The exception is ignored if a signal ended the instance: then the signal is the failure.
     """
     if error is not None and (status is None or status > 0):
         return Failure(instance, min(error.at, seen_at), status, error)
@@ -75,7 +75,7 @@ def failure_of(instance: int, status: int | None, seen_at: float, error: ErrorRe
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that the others follow from.
+    """Return the failure that caused the others.
 
     >>> lost = ErrorRecord(at=10.19, type="XlaRuntimeError", message="Connection closed by peer", finished=7)
     >>> mistake = ErrorRecord(at=10.0, type="ValueError", message="no", finished=7)

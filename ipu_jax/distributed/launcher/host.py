@@ -1,10 +1,10 @@
-"""Say what a host of instances can be asked for, whether it is this one (`_local`) or another (`_remote`).
+"""Define the requests to a host of instances, whether it is this host (`_local`) or another (`_remote`).
 
-Nothing here decides anything. A host does what the supervisor asks for, and says what happens (`_events`). An agent
-does the same for a supervisor on another host, so that there is one way to supervise.
+Nothing here makes decisions. A host does what the supervisor asks for, and reports what happens (`_events`). An agent
+does the same for a supervisor on another host, so there is only one way to supervise.
 
     host.begin(launch)     run folder, watcher, one process group per instance
-    host.events()          what has happened since it was last asked; never waits
+    host.events()          what has happened since the last call; never waits
     host.send(SIGTERM)     to the process groups
     host.end(0.5)          nothing is left: no process, no folder
 
@@ -28,19 +28,19 @@ class Host(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Return whether nothing more can be asked of it."""
+        """Return whether the host is lost, and takes no more requests."""
         ...
 
     def files(self) -> list[int]:
-        """Return what to wait on until something may have happened."""
+        """Return the file descriptors to wait on for events."""
         ...
 
     def events(self) -> list[Event]:
-        """Return what has happened, without waiting."""
+        """Return what has happened since the last call, without waiting."""
         ...
 
     def prepare(self, bind: str, port: int) -> None:
-        """Look for a port that is free (or whether this one is) at an address: `Ready` or `Refused` follows."""
+        """Find a free port at an address, or check that the given one is free: `Ready` or `Refused` follows."""
         ...
 
     def begin(self, launch: Launch) -> None:
@@ -56,13 +56,13 @@ class Host(Protocol):
         ...
 
     def hold(self, on: bool) -> None:
-        """Leave what the instances write in their pipes, or read it again."""
+        """Stop reading what the instances write to their pipes, or resume."""
         ...
 
     def end(self, patience: float) -> None:
-        """Kill what is left of the attempt, after a time in which it may end by itself: `Ended` follows."""
+        """Kill what is left of the attempt, after `patience` seconds to end on its own: `Ended` follows."""
         ...
 
     def close(self) -> None:
-        """Let go of the host, at once, after a last `end`."""
+        """Release the host at once, after a last `end`."""
         ...

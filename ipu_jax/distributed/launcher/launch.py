@@ -1,4 +1,4 @@
-"""Say how the instances of one host are started: command, environment, threads and cores.
+"""Describe how the instances of one host are started: command, environment, threads and cores.
 
 Nothing here imports jax.
 """
@@ -23,9 +23,9 @@ class Launch:
     Attributes:
         command: the program and its arguments.
         places: the places of this host's instances.
-        environment: variables of all instances, besides those of a place.
+        environment: the variables of all instances, besides the variables of a place.
         numa_aware: whether each instance is bound to cores of one NUMA node.
-        executables: a folder for compiled programs, in which each instance has its own.
+        executables: a folder for compiled programs, in which each instance has its own folder.
     """
 
     command: tuple[str, ...]
@@ -41,20 +41,20 @@ class Launch:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Launch":
-        """Return the launch of which `to_json` made `values`."""
+        """Return the launch that `to_json` turned into `values`."""
         places = tuple(Place(**place) for place in values["places"])
         return cls(tuple(values["command"]), places, values["environment"], values["numa_aware"], values["executables"])
 
     def shares(self) -> list[list[int]]:
-        """Return the cores of each instance, which add up to those of this host."""
+        """Return the cores of each instance; together, they are the cores of this host."""
         return shares_of_cores(len(self.places), sorted(available_cores()), nodes_of_cores())
 
     def binds(self) -> bool:
-        """Return whether the instances are bound to their cores: not if some would have to share one."""
+        """Return whether the instances are bound to their cores: not if some would have to share a core."""
         return self.numa_aware and len(available_cores()) >= len(self.places)
 
     def variables(self, place: Place, cores: int) -> dict[str, str]:
-        """Return the whole environment of an instance that has a number of cores as its share."""
+        """Return the whole environment of an instance with this number of cores."""
         environment = {**self.environment, **place.variables()}
         environment.setdefault(THREADS, str(threads_of(place.local_ipus, cores)))
         environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -66,7 +66,7 @@ class Launch:
 
 
 def threads_of(local_ipus: int, cores: int) -> int:
-    """Return the size of the thread pool of an instance: a thread per IPU, which may wait, and one per core.
+    """Return the size of an instance's thread pool: one thread per IPU, which may wait, and one per core.
 
     >>> threads_of(2, cores=1), threads_of(2, cores=0), threads_of(1, cores=8)
     (3, 3, 9)
@@ -75,11 +75,10 @@ def threads_of(local_ipus: int, cores: int) -> int:
 
 
 def shares_of_cores(instances: int, cores: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return which of the cores each instance has: as many as any other, or one fewer, and of one NUMA node.
+    """Return the cores of each instance: as many as any other, or one fewer, and from one NUMA node.
 
-    If there are fewer nodes than instances, or as many, each instance has its cores in one node. If there are more
-    nodes, or none are known, cores are shared out in their order. If there are fewer cores than instances, some share a
-    core.
+    If there are at most as many nodes as instances, the cores of each instance are in one node. If there are more
+    nodes, or none are known, cores are divided in order. If there are fewer cores than instances, some share a core.
 
     >>> shares_of_cores(2, cores=range(8), nodes=[[0, 2, 4, 6], [1, 3, 5, 7]])
     [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -109,7 +108,7 @@ def available_cores() -> set[int]:
 
 
 def nodes_of_cores(folder: Path = Path("/sys/devices/system/node")) -> list[list[int]]:
-    """Return the cores of each NUMA node of this host; none if the system does not say."""
+    """Return the cores of each NUMA node of this host; no nodes if the system does not report them."""
     lists = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
     nodes: list[list[int]] = []
     for path in lists:
@@ -121,7 +120,7 @@ def nodes_of_cores(folder: Path = Path("/sys/devices/system/node")) -> list[list
 
 
 def cores_of(text: str) -> list[int]:
-    """Return the cores of a list as Linux writes it.
+    """Return the cores in a list as Linux writes it.
 
     >>> cores_of("0-2,8,10-11\\n")
     [0, 1, 2, 8, 10, 11]

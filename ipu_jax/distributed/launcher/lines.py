@@ -1,11 +1,11 @@
-"""Cut what a program writes into lines, and tell a progress bar's passing states from them.
+"""Split the output of a program into lines and the passing states of progress bars.
 
-A line ends at a newline. Text that a bare carriage return ends, or that follows one, is *passing*: it is there to be
-overwritten, as the states of a progress bar are.
+A line ends at a newline. Text that ends with a bare carriage return, or follows one, is *passing*: it is meant to be
+overwritten, like the states of a progress bar.
 
     "\\r 10%\\r 20%"  "\\r100%\\n"  "loading..."          ->  State(10%)  State(20%)  Line(100%)  Part(loading...)
 
-A text without an end is handed on after a while, so that what a program says before it waits is seen.
+Text without an end is passed on after a while, so that a program's last words before it waits are seen.
 
 Nothing here imports jax.
 """
@@ -17,12 +17,12 @@ from typing import Final, Literal
 STATE_AFTER: Final = 0.1
 """Seconds after which a passing text without an end is shown."""
 PART_AFTER: Final = 1.0
-"""Seconds after which a text without an end that follows a newline is handed on."""
+"""Seconds after which a text without an end that follows a newline is passed on."""
 LONGEST: Final = 1048576
-"""Bytes of a line after which it is handed on in parts."""
+"""Bytes of a line after which it is passed on in parts."""
 
 _END: Final = re.compile(rb"[\r\n]")
-# The beginning of a letter in UTF-8, or of a terminal's command, that a cut must not part from its end.
+# The beginning of a UTF-8 character, or of a terminal command, which a cut must not separate from its end.
 _BEGUN: Final = re.compile(
     rb"(?:[\xc2-\xf4]|[\xe0-\xf4][\x80-\xbf]|[\xf0-\xf4][\x80-\xbf]{2}|\x1b(?:\[[0-9;:]{0,30})?)\Z"
 )
@@ -30,12 +30,12 @@ _BEGUN: Final = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A piece of what a program writes, without its end.
+    """A piece of a program's output, without its end.
 
     Attributes:
-        kind: "line" is a whole line, or the rest of one, or several whole lines with newlines between them; "part" the
-            beginning of a line, or more of it; "state" a passing text.
-        text: what it says.
+        kind: "line" is a whole line, the rest of a line, or several whole lines with newlines between them. "part" is
+            the beginning of a line, or more of it. "state" is a passing text.
+        text: its content.
         goes_on: whether a part of the same line came before.
     """
 
@@ -45,7 +45,7 @@ class Piece:
 
 
 class Splitter:
-    """Cuts one stream into pieces.
+    """Splits one stream into pieces.
 
     >>> splitter = Splitter()
     >>> [(piece.kind, piece.text) for piece in splitter.feed(b"one\\r\\ntwo\\r 10%\\r 20%\\r100%\\nthree", now=0.0)]
@@ -55,16 +55,16 @@ class Splitter:
     """
 
     def __init__(self) -> None:
-        self._rest = bytearray()  # what has no end yet; each byte is copied to it once, however long it becomes
-        self._returned = False  # whether a carriage return follows it, to which a newline may belong
-        self._since = 0.0  # when it began, or was last handed on
+        self._rest = bytearray()  # text without an end; each byte is copied here once, however long it becomes
+        self._returned = False  # whether a carriage return follows it, which may belong to a newline
+        self._since = 0.0  # when it began, or was last passed on
         self._passing = False  # whether it follows a bare carriage return
-        self._shown = True  # whether it was handed on as a state
-        self._open = False  # whether parts of its line were handed on
+        self._shown = True  # whether it was passed on as a state
+        self._open = False  # whether parts of its line were passed on
         self._state = b""  # the last state
 
     def feed(self, data: bytes, now: float) -> list[Piece]:
-        """Return the pieces that end with `data`."""
+        """Return the pieces that `data` completes."""
         if not self._rest and not self._returned:
             self._since = now
         text, pieces, begin = (b"\r" + data if self._returned else data), list[Piece](), 0
@@ -79,7 +79,7 @@ class Splitter:
         elif (end := text.find(b"\n")) >= 0:
             pieces += self._ended(self._with_rest(text[:end]), passing=False)
             begin = text.rindex(b"\n") + 1
-            if begin > end + 1:  # to hand on each by itself would take most of the time
+            if begin > end + 1:  # passing on each line on its own would take most of the time
                 pieces.append(Piece("line", text[end + 1 : begin - 1]))
         if begin:
             self._since = now
@@ -94,7 +94,7 @@ class Splitter:
         return pieces
 
     def tick(self, now: float) -> list[Piece]:
-        """Return what has waited for its end for too long."""
+        """Return the pieces that have waited too long for their end."""
         waited = now - self._since
         if self._returned:
             if waited < STATE_AFTER:
@@ -111,16 +111,16 @@ class Splitter:
         return [self._part(now)] if waited >= PART_AFTER else []
 
     def wait(self, now: float) -> None:
-        """Begin to wait anew for the end of what has none, since nobody has read the stream for a while."""
+        """Restart the wait for the end of unfinished text, since nobody has read the stream for a while."""
         self._since = now
 
     def finish(self) -> list[Piece]:
-        """Return what is left at the end of the stream: a last line need not have an end."""
+        """Return the rest at the end of the stream; the last line need not have an end."""
         text, returned, self._returned = self._with_rest(), self._returned, False
         return self._ended(text, passing=returned) if text or returned else []
 
     def _with_rest(self, text: bytes = b"") -> bytes:
-        """Return what had no end, and a text behind it."""
+        """Return the text that had no end, followed by `text`."""
         if self._rest:
             self._rest += text
             text = bytes(self._rest)
@@ -133,11 +133,11 @@ class Splitter:
         self._shown = True
         if passing:
             if text == self._state and not goes_on:
-                return []  # it stands there, or a bar begins with its carriage return
+                return []  # it is already shown, or a bar begins with its carriage return
             self._state = text
             return [Piece("line", text, goes_on) if goes_on else Piece("state", text)]
         if not text and followed and not goes_on:
-            text = self._state  # a newline leaves the last state standing
+            text = self._state  # a newline leaves the last state in place
         self._state = b""
         return [Piece("line", text, goes_on)]
 

@@ -1,7 +1,7 @@
-"""Run the instances of this host: start them, read what they write, see how they are, and leave none behind.
+"""Run the instances of this host: start them, read their output, check their state, and leave none behind.
 
-Each has a session and a process group of its own. One that has exited stays a zombie until the end of the attempt, so
-that nobody else gets its number, by which signals reach what is left of its group.
+Each instance has its own session and process group. After its exit it stays a zombie until the end of the attempt, so
+that its number is not reused: signals to that number reach what is left of its group.
 
 Nothing here imports jax.
 """
@@ -44,7 +44,7 @@ from ipu_jax.processes import beacons
 from ipu_jax.processes.beacons import Phase
 
 BEAT_EVERY: Final = 0.2
-"""Seconds between two looks at a beacon."""
+"""Seconds between two reads of a beacon."""
 _AT_ONCE: Final = 1 << 16
 _CANNOT_DIE: Final = 3.0
 _TRIES: Final = 20
@@ -75,15 +75,15 @@ class LocalHost:
 
     @property
     def lost(self) -> bool:
-        """Return whether nothing more can be asked of it: this host is always there."""
+        """Return False: this host is always there."""
         return False
 
     def files(self) -> list[int]:
-        """Return what to wait on until something may have happened."""
+        """Return the file descriptors to wait on for events."""
         return [] if self._held else [pipe for instance in self._instances.values() for pipe in instance.pipes]
 
     def events(self) -> list[Event]:
-        """Return what has happened, without waiting."""
+        """Return what has happened since the last call, without waiting."""
         events, self._waiting = self._waiting, []
         if not self._held:
             for instance in self._instances.values():
@@ -98,7 +98,7 @@ class LocalHost:
         return events
 
     def prepare(self, bind: str, port: int) -> None:
-        """Look for a port that is free (or whether this one is) at an address: `Ready` or `Refused` follows."""
+        """Find a free port at an address, or check that the given one is free: `Ready` or `Refused` follows."""
         self._let_go_of_the_port()
         try:
             for _ in range(1 if port else _TRIES):
@@ -161,11 +161,11 @@ class LocalHost:
             os.kill(pid, signal.SIGUSR1)
 
     def hold(self, on: bool) -> None:
-        """Leave what the instances write in their pipes, or read it again."""
+        """Stop reading what the instances write to their pipes, or resume."""
         self._held = on
 
     def end(self, patience: float) -> None:
-        """Kill what is left of the attempt, after a time in which it may end by itself: `Ended` follows."""
+        """Kill what is left of the attempt, after `patience` seconds to end on its own: `Ended` follows."""
         if self._run_dir is None:
             self._waiting.append(Ended())
             return
@@ -186,7 +186,7 @@ class LocalHost:
         self._waiting.append(Ended(tuple(sorted(left))))
 
     def close(self) -> None:
-        """Let go of the host, at once, after a last `end`."""
+        """Release the host at once, after a last `end`."""
         if self._run_dir is not None:
             self.end(patience=0)
         self._let_go_of_the_port()
@@ -200,7 +200,7 @@ class LocalHost:
             self._reserved = None
 
     def _wait_for_strays(self, groups: list[int], patience: float) -> None:
-        """Let processes that the instances have left behind end: some tidy up when they find that they are alone."""
+        """Let processes that the instances have left behind end: some clean up when they find themselves alone."""
         begun, told = time.monotonic(), False
         while time.monotonic() < begun + patience and (left := watcher.members(str(self._run_dir), groups)):
             if not told and time.monotonic() > begun + patience / 2:
@@ -215,7 +215,7 @@ class LocalHost:
         return self._run_dir / f"{name}.{instance}"
 
     def _pid_of(self, instance: _Instance) -> int:
-        """Return the process that steps, which may be a child of the one that was started."""
+        """Return the number of the process that runs steps, which may be a child of the started process."""
         reading = beacons.read(self._path("beacon", instance.number))
         return instance.process.pid if reading is None else reading.pid
 
@@ -279,7 +279,7 @@ class LocalHost:
             return []
         with contextlib.suppress(OSError):
             text = self._path("stacks", instance.number).read_bytes()[instance.stacks_from :].decode(errors="replace")
-            # a dump is written in pieces, and nothing says where it ends
+            # a dump is written in pieces, and nothing marks its end
             until = instance.stacks_until - (0.7 * STACKS_WITHIN if text else 0)
             if time.monotonic() < until:
                 return []
@@ -296,7 +296,7 @@ class LocalHost:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # if we are an instance of another poprun, its end must not take the watcher before it has done its work
+                # if we are an instance of another poprun, its end must not kill the watcher before its work is done
                 env={name: value for name, value in os.environ.items() if name != watcher.VARIABLE},
                 cwd="/",
                 start_new_session=True,
@@ -308,7 +308,7 @@ class LocalHost:
 
 
 def _started(command: Sequence[str], environment: dict[str, str], cores: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Start an instance in a session of its own. It inherits the cores of this thread, which has its own back then."""
+    """Start an instance in its own session. It inherits this thread's cores, which are then set back."""
     before = os.sched_getaffinity(0) if cores else set[int]()
     if cores:
         os.sched_setaffinity(0, cores)
@@ -328,7 +328,7 @@ def _started(command: Sequence[str], environment: dict[str, str], cores: tuple[i
 
 
 def letter_of(pid: int) -> str:
-    """Return the letter of a process's state as Linux shows it, such as "T"; "?" if it cannot be known."""
+    """Return the letter of a process's state as Linux shows it, such as "T"; "?" if it is unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -337,11 +337,11 @@ def letter_of(pid: int) -> str:
 
 
 def reservation(port: int) -> socket.socket | None:
-    """Return what keeps other popruns of this host from the same port until it is closed; None if one has it already.
+    """Return a reservation that keeps other popruns on this host off a port until it is closed; None if one has it.
 
     The port itself stays free for the instances: seconds pass until instance 0 listens on it, and another moment
-    between its meeting and jax's service. It is a name of the kernel that goes with its process. Where the system has
-    none of these, nothing is kept.
+    between its meeting and jax's service. The reservation is a name in the kernel that goes away with its process.
+    Where the system has no such names, nothing is reserved.
     """
     name = socket.socket(socket.AF_UNIX)
     try:
@@ -357,11 +357,11 @@ def free_port(bind: str, port: int = 0) -> int:
     """Return a port that is free now at an address, or `port` if it is free.
 
     Raises:
-        OSError: it is taken, or the address is none of this host.
+        OSError: the port is taken, or the address does not belong to this host.
     """
     wildcard = bind in ("", "*", "[::]", "::")
     family = socket.AF_INET6 if ":" in bind and not wildcard else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a run that has ended is free
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of an ended run is free
         trial.bind(("" if wildcard else bind.strip("[]"), port))
         return trial.getsockname()[1]

@@ -1,9 +1,9 @@
-"""Read poprun's command line: its options end at the first word that is none, which is the program.
+"""Read poprun's command line: its options end at the first word that is not an option: the program.
 
     poprun --num-replicas 8 --num-instances 4 -- python train.py --num-replicas 3
            `---- poprun's own ----'              `---- the program's ---------'
 
-Options of Graphcore's poprun that have no meaning here are accepted, since scripts have them, and said to have no
+Options of Graphcore's poprun that have no meaning here are accepted, since scripts use them, and reported to have no
 effect.
 
 Nothing here imports jax.
@@ -62,7 +62,7 @@ TRUTHS_WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Hold what a command line says. Names are those of the options; `program` is the program with its arguments."""
+    """Hold the values of a command line, by the names of the options. `program` is the program with its arguments."""
 
     program: tuple[str, ...]
     num_replicas: int
@@ -121,20 +121,20 @@ class PoprunParser(Parser):
             if action is None:
                 joined = re.match(r"-[xH].", word)
                 if joined is None and not re.fullmatch(r"-v+", word):
-                    break  # an unknown one: it is refused
+                    break  # an unknown option: it is refused
             elif equals or action.nargs == 0 or i == len(argv):
                 continue
             elif action.nargs != "?":
                 # mpirun's options are values here, although they look like options of ours
                 own[-1:] = [f"{name}={argv[i]}"] if name in WITHOUT_EFFECT else [word, argv[i]]
                 i += 1
-            elif argv[i] in (*_TRUE, *_FALSE) and i + 1 < len(argv):  # the last word is the program: `true`
+            elif argv[i] in (*_TRUE, *_FALSE) and i + 1 < len(argv):  # the last word is a program: `true`
                 own.append(argv[i])
                 i += 1
         return own, list(argv[i:])
 
     def _add_truth(self, name: str, meaning: str) -> None:
-        """Add an option that is yes if it is given, and may also be given as =yes or =no, as in the original."""
+        """Add an option that means yes when given, and can also be given as =yes or =no, as in the original."""
         self.add_argument(name, nargs="?", type=_truth, const=True, default=False, metavar="yes|no", help=meaning)
 
     def _add_division(self) -> None:
@@ -221,7 +221,7 @@ class PoprunParser(Parser):
 
 
 def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequence[str]) -> Options:
-    """Return what a parsed command line says; wrong ones exit with status 2."""
+    """Return the options of a parsed command line; wrong options exit with status 2."""
     without_effect = [
         f"{name} has no effect: {why}"
         for name, why in {**WITHOUT_EFFECT, **TRUTHS_WITHOUT_EFFECT}.items()
@@ -319,6 +319,6 @@ def _variable(parser: Parser, text: str) -> tuple[str, str]:
 
 
 def named_values(parsed: argparse.Namespace, parser: PoprunParser) -> dict[str, Any]:
-    """Return the options that are not as they are by default, by their names."""
+    """Return the options that differ from their defaults, by name."""
     values = vars(parsed)
     return {name: value for name, value in values.items() if value != parser.get_default(name)}

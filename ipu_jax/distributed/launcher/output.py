@@ -1,4 +1,4 @@
-"""Show what the instances write: a tag before each line, a bar where there is a terminal, files if they are wanted.
+"""Show the output of the instances: a tag before each line, a bar on a terminal, and files on request.
 
     Output(1, "stdout", b"a\\nb")  -->  files  -->  Splitter  -->  Screen  -->  Writer  -->  [1,1]<stdout>:a
 
@@ -23,12 +23,12 @@ from ipu_jax.distributed.launcher.screen import Screen
 from ipu_jax.distributed.launcher.writer import Writer
 
 JOB: Final = 1
-"""The number of the job in the tags, as mpirun writes it: there is one."""
+"""The job number in the tags, as mpirun writes it: there is one job."""
 
 _HANDLES: Final[dict[Stream, int]] = {"stdout": 1, "stderr": 2}
 # gloo's C++ writes "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1" to
-# stdout of each instance, whatever its logging is set to. It writes each piece of that by itself, and its threads write
-# into each other's lines, so that any mixture of the pieces may come.
+# stdout of each instance, whatever its logging is set to. It writes each piece of that separately, and its threads
+# write into each other's lines, so any mixture of the pieces can appear.
 _NOISE: Final = re.compile(
     rb"(?:\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+?(?=\d+ is connected|\D|$)"
@@ -50,17 +50,17 @@ class _Source:
     splitter: Splitter
     tail: collections.deque[tuple[int, str]]  # the last lines, and how many had been shown when each was; -1: hidden
     file: FileIO | None = None
-    ends_of_noise: int = 0  # line ends of gloo's that are still to come
+    ends_of_noise: int = 0  # gloo's line ends that are still to come
 
 
 class Display:
-    """Shows what the instances of a run write.
+    """Shows the output of the instances of a run.
 
     Args:
-        writer: what writes to stdout and stderr.
+        writer: writes to stdout and stderr.
         only: the instance whose stdout is shown, or None for all.
-        timestamps: whether a tag has the time at which the line was read.
-        folder: where each stream also has a file; None for nowhere.
+        timestamps: whether a tag contains the time at which the line was read.
+        folder: where each stream is also written to a file; None for no files.
     """
 
     def __init__(self, writer: Writer, *, only: int | None, timestamps: bool, folder: Path | None):
@@ -68,12 +68,12 @@ class Display:
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._screens = _screens()
         self._attempt = 0
-        self._keeps = True  # whether the attempt's streams have files, if they are to have some
+        self._keeps = True  # whether the attempt's streams have files, if there is a folder
         self._shown = 0
 
     @property
     def columns(self) -> int | None:
-        """Return the columns that a line of an instance has beside its tag on the terminal; None if there is none."""
+        """Return the columns of the terminal for a line of an instance, beside its tag; None without a terminal."""
         columns = self._screens["stderr"].columns
         return None if columns is None else max(20, columns - len("[1,0]<stderr>:") - 1)
 
@@ -83,11 +83,11 @@ class Display:
             screen.columns = _columns(_HANDLES[stream])
 
     def begin(self, attempt: int) -> None:
-        """Begin an attempt, whose streams are new ones."""
+        """Begin an attempt, with new streams."""
         self._attempt, self._sources, self._keeps = attempt, {}, True
 
     def show(self, instance: int, stream: Stream, data: bytes) -> None:
-        """Show what an instance has written; nothing is the end of the stream."""
+        """Show output of an instance; empty data is the end of the stream."""
         source, now = self._source(instance, stream), time.monotonic()
         if data:
             self._keep(source, data)
@@ -100,7 +100,7 @@ class Display:
             source.file = None
 
     def tick(self) -> None:
-        """Show what has waited for its end for too long."""
+        """Show the text that has waited too long for its end."""
         now = time.monotonic()
         for (instance, stream), source in self._sources.items():
             self._pieces(instance, stream, source.splitter.tick(now))
@@ -108,12 +108,12 @@ class Display:
             self._put(stream, screen.tick(now))
 
     def resume(self) -> None:
-        """Begin to wait anew for the ends of lines, since nobody has read the streams for a while."""
+        """Restart the wait for the ends of lines, since nobody has read the streams for a while."""
         for source in self._sources.values():
             source.splitter.wait(time.monotonic())
 
     def say(self, *lines: str) -> None:
-        """Write lines of poprun's own to stderr. They may quote what instances have written."""
+        """Write poprun's own lines to stderr. They may quote the output of instances."""
         for line in "\n".join(lines).split("\n") if lines else []:
             text = without_commands(line.encode(errors="replace"))
             self._put("stderr", self._screens["stderr"].line("poprun", b"", b"poprun: " + text))
@@ -123,7 +123,7 @@ class Display:
         self._put("stdout", os.fsencode(text))
 
     def tail(self, instance: int, stream: Stream = "stderr", *, seen: bool = False) -> list[str]:
-        """Return the last lines of an instance that are not, or with `seen` also those that are, on the screen."""
+        """Return the last lines of an instance that are not on the screen; with `seen`, also the lines that are."""
         source = self._sources.get((instance, stream))
         lines = list(source.tail) if source else []
         return [text for number, text in lines if seen or number < 0 or self._shown - number > _LONG_AGO]
@@ -144,7 +144,7 @@ class Display:
         return self._sources[key]
 
     def _file(self, name: str) -> FileIO | None:
-        """Open a stream's file; if that fails, as in a folder that was removed, say so once and go on without it."""
+        """Open a stream's file. If that fails, as in a removed folder, say so once and go on without it."""
         if self._folder is None or not self._keeps:
             return None
         folder = self._folder / f"attempt-{self._attempt}"
@@ -157,7 +157,7 @@ class Display:
             return None
 
     def _keep(self, source: _Source, data: bytes) -> None:
-        """Write to a stream's file; if that fails, as on a full disk, say so once and go on without it."""
+        """Write to a stream's file. If that fails, as on a full disk, say so once and go on without it."""
         if source.file is not None:
             try:
                 rest = memoryview(data)
@@ -200,10 +200,10 @@ class Display:
 
 
 def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
-    """Yield a piece without commands to the terminal and without gloo's noise: line by line only if it has some.
+    """Yield a piece without terminal commands or gloo's noise: line by line only if it contains any.
 
-    A bar that has a terminal to itself may erase its own lines; here it would erase tags, and lines of others. The same
-    holds for a file or a pipe, which may be shown on a terminal later.
+    A bar that has a terminal to itself may erase its own lines. Here it would erase tags, and other instances' lines.
+    The same holds for a file or a pipe, which may be shown on a terminal later.
     """
     may_be_noisy = stream == "stdout" and piece.kind != "state"
     is_noisy = may_be_noisy and (source.ends_of_noise or any(said in piece.text for said in _SAID_BY_GLOO))
@@ -221,7 +221,7 @@ def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
 
 
 def _screens() -> dict[Stream, Screen]:
-    """Return the screens of stdout and stderr, which are one if both go to the same terminal, file or pipe."""
+    """Return the screens of stdout and stderr: the same one if both go to one terminal, file or pipe."""
     places = {stream: os.fstat(handle) for stream, handle in _HANDLES.items()}
     screens: dict[Stream, Screen] = {stream: Screen(_columns(handle)) for stream, handle in _HANDLES.items()}
     out, err = places["stdout"], places["stderr"]
@@ -237,9 +237,9 @@ def _columns(handle: int) -> int | None:
 
 
 def without_noise(line: bytes, ends_to_come: int) -> tuple[bytes | None, int]:
-    """Return a line of stdout without what gloo has written into it, and how many of gloo's line ends are to come.
+    """Return a line of stdout without gloo's noise, and the number of gloo's line ends that are still to come.
 
-    The line is None if nothing else was in it.
+    The line is None if it contained nothing else.
 
     >>> said = b"is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
     >>> without_noise(b"[Gloo] Rank [Gloo] Rank 1 " + said + b"0 " + said, 0)  # its second line end follows

@@ -1,4 +1,4 @@
-"""Speak with the agent on another host, over the pipe of a remote shell such as ssh.
+"""Talk to the agent on another host, over the pipe of a remote shell such as ssh.
 
     poprun  -- {"do": "begin", ...} -->  agent
             <-- {"event": "Exited", ...} --
@@ -23,8 +23,8 @@ from ipu_jax.distributed.launcher.launch import Launch
 CONNECTED_WITHIN: Final = 20.0
 """Seconds in which a host must answer."""
 SILENT_FOR: Final = 20.0
-"""Seconds without a word from a host after which it is lost."""
-# BatchMode: ask for no password, of which nobody would see the question
+"""Seconds of silence after which a host is lost."""
+# BatchMode: do not ask for a password, since nobody would see the question
 _SSH_OPTIONS: Final = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 _AT_ONCE: Final = 1 << 16
 _ALIVE: Final = Note("")
@@ -32,7 +32,7 @@ _ALIVE: Final = Note("")
 
 @dataclasses.dataclass(frozen=True)
 class Shell:
-    """Start commands on other hosts by a command that takes a host and a line, and the folder to run in."""
+    """Hold the command that runs a line on another host, given the host and the line, and the folder to run in."""
 
     command: tuple[str, ...]
     folder: str
@@ -47,7 +47,7 @@ class Shell:
 
 
 class RemoteHost:
-    """A host that is reached by a remote shell."""
+    """A host that is reached through a remote shell."""
 
     def __init__(self, name: str, shell: Shell):
         self.name = name
@@ -71,15 +71,15 @@ class RemoteHost:
 
     @property
     def lost(self) -> bool:
-        """Return whether nothing more can be asked of it."""
+        """Return whether the host is lost, and takes no more requests."""
         return self._gone
 
     def files(self) -> list[int]:
-        """Return what to wait on until something may have happened."""
+        """Return the file descriptors to wait on for events."""
         return [] if self._gone else [self._out.fileno()]
 
     def events(self) -> list[Event]:
-        """Return what has happened, without waiting."""
+        """Return what has happened since the last call, without waiting."""
         if self._gone:
             return []
         asked, self._asked_at = self._asked_at, time.monotonic()
@@ -98,7 +98,7 @@ class RemoteHost:
             try:
                 events.append(event_of(line, now))
             except ValueError:
-                self._said += line + b"\n"  # of the login's own files
+                self._said += line + b"\n"  # from the login scripts
         silent = now - self._heard_at > (SILENT_FOR if self._heard else CONNECTED_WITHIN)
         if ended or silent:
             self._gone = True
@@ -107,7 +107,7 @@ class RemoteHost:
         return [event for event in events if event != _ALIVE]
 
     def prepare(self, bind: str, port: int) -> None:
-        """Look for a port that is free (or whether this one is) at an address: `Ready` or `Refused` follows."""
+        """Find a free port at an address, or check that the given one is free: `Ready` or `Refused` follows."""
         self._ask("prepare", bind=bind, port=port)
 
     def begin(self, launch: Launch) -> None:
@@ -123,15 +123,15 @@ class RemoteHost:
         self._ask("ask_stacks", instance=instance)
 
     def hold(self, on: bool) -> None:
-        """Leave what the instances write in their pipes, or read it again."""
+        """Stop reading what the instances write to their pipes, or resume."""
         self._ask("hold", on=on)
 
     def end(self, patience: float) -> None:
-        """Kill what is left of the attempt, after a time in which it may end by itself: `Ended` follows."""
+        """Kill what is left of the attempt, after `patience` seconds to end on its own: `Ended` follows."""
         self._ask("end", patience=patience)
 
     def close(self) -> None:
-        """Let go of the host: at the end of its pipe the agent kills what is left, and exits."""
+        """Disconnect from the host: at the end of its pipe, the agent kills what is left and exits."""
         with contextlib.suppress(OSError):
             self._flush()
         for file in (self._in, self._out, self._err):
@@ -174,7 +174,7 @@ class RemoteHost:
 
 
 def _read(handle: int) -> tuple[bytes, bool]:
-    """Return what can be read without waiting, and whether nothing more will come."""
+    """Return the bytes that can be read without waiting, and whether the stream has ended."""
     data = b""
     try:
         while len(data) < 1 << 22:

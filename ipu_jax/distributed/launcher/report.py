@@ -1,4 +1,4 @@
-"""Word what poprun says of an attempt that failed: who, why, the last step, and the last lines.
+"""Word poprun's report of a failed attempt: who, why, the last step, and the last lines.
 
 Nothing here imports jax.
 """
@@ -26,7 +26,7 @@ _STATES: Final = {
 
 
 def state_of(letter: str) -> str:
-    """Return a process's state letter and what it means.
+    """Return a process's state letter and its meaning.
 
     >>> state_of("T"), state_of("?")
     ('T (stopped)', 'unknown')
@@ -47,7 +47,7 @@ def signal_name(number: int) -> str:
 
 
 def step_of(finished: int | None) -> str:
-    """Return how far an instance came.
+    """Return the progress of an instance in words.
 
     >>> step_of(None), step_of(0), step_of(12)
     ('no step is known', 'no step finished', 'last finished step 12')
@@ -61,10 +61,10 @@ def failure(failed: Failure, host: str, pid: int, finished: int | None, lines: S
     """Return the lines that describe a failure.
 
     Args:
-        failed: which.
-        host, pid: where, and which process.
-        finished: the steps that it had finished, if known.
-        lines: the last of its output that the user may not have seen.
+        failed: the failure.
+        host, pid: the host and the process of the instance.
+        finished: the steps that the instance had finished, if known.
+        lines: the last lines of its output that the user may not have seen.
     """
     where = f"instance {failed.instance} (host {host}, pid {pid}, {step_of(finished)})"
     status = failed.status
@@ -83,13 +83,13 @@ def failure(failed: Failure, host: str, pid: int, finished: int | None, lines: S
 
 
 def stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[str]:
-    """Return the lines that describe an instance that is stuck.
+    """Return the lines that describe a stuck instance.
 
     Args:
-        stuck: which, and by what rule.
-        host: where.
-        stacks: its Python stacks, if it could be asked for them.
-        lines: the last of its output.
+        stuck: the stuck instance, and the rule that it broke.
+        host: its host.
+        stacks: its Python stacks; empty if they are unknown.
+        lines: the last lines of its output.
     """
     letter = stuck.letter
     where = f"instance {stuck.instance} (host {host}, pid {stuck.pid}, {step_of(stuck.finished)})"
@@ -110,5 +110,5 @@ def stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[st
 
 
 def quoted(title: str, lines: Sequence[str]) -> list[str]:
-    """Return lines of others under a title; nothing if there are none."""
+    """Return quoted lines under a title; nothing if there are none."""
     return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []

@@ -1,12 +1,12 @@
 """Draw lines and progress bars of many instances on one terminal, or into one file or pipe.
 
-On a terminal the passing state of a bar stays on the last row, and lines are put above it. Elsewhere a state is a line
-like others, of which one is printed every few seconds, and the last.
+On a terminal, the passing state of a bar stays on the last row, and lines are put above it. Elsewhere a state is an
+ordinary line: one is printed every few seconds, and always the last.
 
     [1,1]<stdout>:a line
     [1,0]<stderr>: 40%|####      | 4/10        <- the last row: overwritten
 
-What is returned is written at once, and holds whole lines only, but for the parts of lines that have no end.
+The returned bytes are written at once. They are whole lines, except for parts of unfinished lines.
 
 Nothing here imports jax.
 """
@@ -32,40 +32,40 @@ class _Bar:
 
 
 class Screen:
-    """Draw what stands on one terminal, or at the end of one file or pipe.
+    """Draw the content of one terminal, or the end of one file or pipe.
 
     Args:
-        columns: the width of the terminal; None if it is none.
+        columns: the width of the terminal; None if there is no terminal.
     """
 
     def __init__(self, columns: int | None):
         self.columns = columns
-        self._open: str | None = None  # the stream whose line without an end is the last
+        self._open: str | None = None  # the stream of the unfinished last line
         self._bars: dict[str, _Bar] = {}
         self._drawn = False
 
     def line(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
-        """Return what draws a line of stream `key`, or the rest of one, or several lines."""
+        """Return the bytes that draw a line of stream `key`, the rest of a line, or several lines."""
         self._bars.pop(key, None)
         return self._above_bar(self._begin(key, tag, goes_on) + text.replace(b"\n", b"\n" + tag) + b"\n", None)
 
     def part(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
-        """Return what draws the beginning of a line that has no end yet, or more of it."""
+        """Return the bytes that draw the beginning of an unfinished line, or more of it."""
         self._bars.pop(key, None)
         return self._above_bar(self._begin(key, tag, goes_on) + text, key)
 
     def state(self, key: str, tag: bytes, text: bytes, now: float) -> bytes:
-        """Return what draws a passing text; nothing if it may not be drawn yet."""
+        """Return the bytes that draw a passing text; nothing if it is too early to draw it."""
         if not text.strip():  # it wipes the bar
             bar = self._bars.pop(key, None)
             return self._above_bar(b"", self._open) if bar and self.columns else b""
         bar = self._bars.pop(key, None) or _Bar(tag)
-        self._bars[key] = bar  # the last of all, so that it is drawn
+        self._bars[key] = bar  # now the last one, so that it is drawn
         bar.tag, bar.text, bar.printed = tag, text, False
         return self._above_bar(b"", self._open) if self.columns else self.tick(now)
 
     def tick(self, now: float) -> bytes:
-        """Return the passing texts that have waited for long enough."""
+        """Return the bytes that draw the passing texts that have waited long enough."""
         if self.columns:
             return b""
         out = b""
@@ -76,7 +76,7 @@ class Screen:
         return out
 
     def finish(self, key: str) -> bytes:
-        """Return what leaves the last state of a stream that has ended as a line."""
+        """Return the bytes that turn the last state of an ended stream into a line."""
         bar = self._bars.get(key)
         if bar is None or (bar.printed and not self.columns):
             self._bars.pop(key, None)
@@ -84,7 +84,7 @@ class Screen:
         return self.line(key, bar.tag, bar.text)
 
     def close(self) -> bytes:
-        """Return what ends the last line."""
+        """Return the bytes that end the last line."""
         out = b"".join(self.finish(key) for key in list(self._bars))
         if self._open is not None:
             out, self._open = out + b"\n", None
@@ -96,7 +96,7 @@ class Screen:
         return b"" if goes_on and self._open == key else b"\n" + tag
 
     def _above_bar(self, text: bytes, now_open: str | None) -> bytes:
-        """Return a text and the bar below it; a line without an end has none below it."""
+        """Return a text with the bar below it; there is no bar below an unfinished line."""
         out = (_CLEAR if self._drawn else b"") + text
         self._open = now_open
         bar = next(reversed(self._bars.values()), None)
@@ -107,7 +107,7 @@ class Screen:
 
 
 def fitting(text: bytes, columns: int) -> bytes:
-    """Return as much of a text as fits in a row of a terminal, since a longer one could not be overwritten.
+    """Return as much of a text as fits in a row of a terminal, since a longer text could not be overwritten.
 
     >>> fitting("100%|██████████| 24/24".encode(), 10).decode()
     '100%|█████'

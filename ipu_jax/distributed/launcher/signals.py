@@ -1,6 +1,6 @@
-"""Catch the signals that a user or a scheduler sends to poprun, and wake its loop up.
+"""Catch the signals that a user or a scheduler sends to poprun, and wake up its loop.
 
-A signal that poprun was started to ignore, as by nohup, goes on being ignored.
+A signal that was already ignored when poprun started, as under nohup, stays ignored.
 
 Nothing here imports jax.
 """
@@ -17,7 +17,7 @@ _CAUGHT: Final = (*STOPPING, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD, sig
 
 
 class Signals:
-    """Collects signals, from when it is made until the process ends."""
+    """Collects signals from its creation until the process ends."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -25,11 +25,11 @@ class Signals:
         os.set_blocking(self._write, False)
         for number in _CAUGHT:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _nothing)  # without a handler of Python's nothing is written to the pipe
+                signal.signal(number, _nothing)  # without a Python handler, nothing is written to the pipe
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def wait(self, files: Iterable[int], seconds: float) -> list[int]:
-        """Wait until a file can be read, a signal comes, or a time has passed; return the signals."""
+        """Wait until a file can be read, a signal arrives, or the time has passed. Return the signals."""
         poll = select.poll()
         for file in (self._read, *files):
             poll.register(file, select.POLLIN)

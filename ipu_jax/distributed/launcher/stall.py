@@ -1,20 +1,20 @@
-"""Decide from beacons which instance is stuck, if one is: pure rules, to which time is an argument.
+"""Decide from beacons which instance is stuck, if any. The rules are pure: time is an argument.
 
 What is an instance doing, and for how long may it?
 
     STARTING, COMPILING   the compile limit
     no beacon yet         the start limit, from when another one waits for it in popdist.init
     STEPPING              max(5 s, 5 x the median step), from the second step on
-                          for ever, once all others have ended their programs after these steps: nobody waits for one
+                          for ever, once all others have ended their programs after these steps: nobody waits for it
     BUSY                  the limit that it gave itself
     WAITING               the limit that it gave itself; it waits for the others
     ENDING                for ever: it waits for the others
-    SILENT                for ever: its program may never tell of a step
+    SILENT                for ever: its program may never report a step
     FAILED                5 s: its exception should have ended it
     stopped (state T)     5 s in any phase
 
-Steps wait for each other. While one instance compiles, starts or is busy, and may be, the others are not stuck; and
-when one is stuck, all soon are. The *culprit* is the one that the others wait for.
+Steps wait for each other. While one instance compiles, starts or is busy within its limit, the others are not stuck.
+When one is stuck, soon all are. The *culprit* is the instance that the others wait for.
 
 Nothing here imports jax.
 """
@@ -29,9 +29,9 @@ from ipu_jax.distributed.launcher.events import Beat, Progress
 from ipu_jax.processes.beacons import Phase
 
 LEAST: Final = 5.0
-"""Seconds without a finished step that are never too many."""
+"""Seconds without a finished step that are always allowed."""
 TIMES: Final = 5
-"""How many median steps may pass without one."""
+"""How many median step times may pass without a finished step."""
 _KEPT: Final = 1001
 _FOR_OTHERS: Final = (Phase.WAITING, Phase.ENDING)
 _PREPARING: Final = (Phase.STARTING, Phase.COMPILING)
@@ -44,9 +44,9 @@ class Stuck:
     Attributes:
         instance: its number.
         doing: what it did, as in "finished no step".
-        pid, letter, finished: its process, that one's state, and the steps that it had finished, if known.
-        seconds: for how long.
-        limit: how long it may.
+        pid, letter, finished: its process, the state of the process, and the finished steps, if known.
+        seconds: how long it did so.
+        limit: how long it may do so.
         rule: where the limit comes from.
     """
 
@@ -66,7 +66,7 @@ class _Late:
     seconds: float
     limit: float
     rule: str
-    waits: bool = True  # whether another instance may be what it waits for
+    waits: bool = True  # whether it may be waiting for another instance
     of_steps: bool = False
 
 
@@ -80,12 +80,12 @@ class _Watched:
 
 
 class Judge:
-    """Knows how the instances of an attempt are doing.
+    """Tracks the state of the instances of an attempt.
 
     Args:
-        stall: seconds in which a step must finish; None for the rule above; infinite if there is no limit.
+        stall: seconds in which a step must finish; None for the rule above; infinite for no limit.
         compiling: seconds that starting and compiling may take.
-        starting: seconds that others may wait in popdist.init for one that has no beacon yet.
+        starting: seconds that others may wait in popdist.init for an instance without a beacon.
     """
 
     def __init__(self, stall: float | None, compiling: float, starting: float = math.inf):
@@ -96,31 +96,31 @@ class Judge:
         self._resumed_at = -math.inf
         self._since = -math.inf  # until then, steps had to wait for something else
         self._first_step = 0.0
-        self._median: float | None = None  # of the durations, unless another one has come since
+        self._median: float | None = None  # of the durations; None if there are newer ones
 
     def started(self, instance: int, now: float) -> None:
         """Begin to watch an instance."""
         self._watched[instance] = _Watched(now)
 
     def exited(self, instance: int) -> None:
-        """Watch an instance no longer."""
+        """Stop watching an instance."""
         watched = self._watched.pop(instance, None)
         if watched is not None:
             self._gone.append(watched.progress)
 
     def waited_for_us(self, now: float) -> None:
-        """Start the clocks of steps and phases anew, since an instance may have waited until we read its output."""
+        """Restart the clocks of steps and phases, since an instance may have waited until we read its output."""
         self._resumed_at = self._since = now
 
     def resumed(self, now: float) -> None:
-        """Start all clocks anew, since nobody looked for a while, or the instances had to wait for us."""
+        """Restart all clocks, since nobody looked for a while, or the instances had to wait for us."""
         self.waited_for_us(now)
         for watched in self._watched.values():
             if watched.letter == "T":
                 watched.stopped_since = now
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Note how an instance is."""
+        """Record the state of an instance."""
         watched = self._watched.get(beat.instance)
         if watched is None:
             return
@@ -133,13 +133,13 @@ class Judge:
             self._since = max(self._since, now)
 
     def median_step(self) -> float | None:
-        """Return the median of the times of the steps so far, in seconds."""
+        """Return the median step time so far, in seconds."""
         if self._median is None and self._durations:
             self._median = statistics.median(self._durations)
         return self._median
 
     def verdict(self, now: float) -> Stuck | None:
-        """Return the instance that is stuck, or None if all may go on."""
+        """Return the stuck instance, or None if all may go on."""
         missing = self._missing(now)
         if missing is not None:
             return missing
@@ -157,7 +157,7 @@ class Judge:
         return None
 
     def _missing(self, now: float) -> Stuck | None:
-        """Return an instance that has not come to where the others have met first, in its time."""
+        """Return an instance that has not arrived in time where the others first meet."""
         arrived = [
             each.progress.phase_at
             for each in self._watched.values()
@@ -179,16 +179,16 @@ class Judge:
             return
         if before is None or before.finished == 0:
             self._first_step = max(self._first_step, after.finished_at - watched.started_at)
-            if steps > 1:  # since nobody has looked, all but the first, which may have been compiled, are alike
+            if steps > 1:  # several since the last look: all but the first, which may include compilation, are alike
                 self._durations.append((after.finished_at - after.first_at) / (steps - 1))
                 self._median = None
-        # what went mostly with something else, such as a save, is no measure of steps; each may read a batch, though
+        # time spent mostly on something else, such as a save, does not measure steps; each may read a batch, though
         elif after.aside - before.aside <= (after.finished_at - before.finished_at) / 2:
             self._durations.append((after.finished_at - before.finished_at) / steps)
             self._median = None
 
     def _excused(self, watched: _Watched, now: float) -> bool:
-        """Return whether others may have to wait for an instance that does something else than a step."""
+        """Return whether others may have to wait for an instance that does something other than a step."""
         progress = watched.progress
         if progress is None or progress.phase in (
             Phase.STEPPING,
@@ -202,7 +202,7 @@ class Judge:
         return now - max(progress.phase_at, self._resumed_at) <= limit
 
     def _is_any_silent(self) -> bool:
-        """Return whether an instance has told of nothing so far, although it can."""
+        """Return whether an instance has reported nothing so far, although it has a beacon."""
         return any(each.progress is not None and each.progress.phase is Phase.SILENT for each in self._watched.values())
 
     def _step_limit(self) -> tuple[float, str]:
@@ -241,7 +241,7 @@ class Judge:
         return None
 
     def _is_last(self, watched: _Watched) -> bool:
-        """Return whether all others have ended their programs, and have finished all steps that this one has begun."""
+        """Return whether all others have ended their programs, and finished all steps that this one has begun."""
         begun = watched.progress.begun if watched.progress is not None else 0
         alive = [each.progress for each in self._watched.values() if each is not watched]
         if any(other is None or other.phase is not Phase.ENDING for other in alive):
@@ -256,10 +256,10 @@ class Judge:
         return now - max(progress.finished_at, progress.phase_at, self._since)
 
     def _culprit(self, of_steps: bool) -> int:
-        """Return the instance that the others wait for: stopped, or else with the fewest steps begun, or else silent.
+        """Return the instance that the others wait for: stopped, else with fewest steps begun, else longest silent.
 
-        Those that wait for the others, also at the end of their program, are none. One without a beacon may be what the
-        others wait for as long as they prepare; steps of theirs have ended without it.
+        Instances that wait for the others, also at the end of their programs, are excluded. The others may wait for an
+        instance without a beacon while they prepare, but not in a step: steps have finished without it.
         """
 
         def rank(instance: int) -> tuple[bool, int, float]:

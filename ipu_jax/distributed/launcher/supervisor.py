@@ -4,7 +4,7 @@
        |                                            ^
        +------- Ctrl-C, SIGTERM: passed on -------> leaving
 
-One loop does it all. It waits for output, signals and exits, and looks at the beacons several times a second.
+One loop does all of this. It waits for output, signals and exits, and reads the beacons several times per second.
 
 Nothing here imports jax.
 """
@@ -43,13 +43,13 @@ from ipu_jax.distributed.launcher.topology import Topology, ranges
 from ipu_jax.distributed.launcher.writer import Writer
 
 STUCK: Final = 124
-"""The exit status after an instance was stuck, as timeout's."""
+"""The exit status after an instance was stuck, as with the command `timeout`."""
 LOST_HOST: Final = 255
-"""The exit status after a host could not be reached or was lost, as ssh's."""
+"""The exit status after a host could not be reached or was lost, as with `ssh`."""
 NOT_STARTED: Final = (2, 126, 127)
-"""Exit statuses of a command line that is wrong: another attempt would end alike."""
+"""Exit statuses of a wrong command line: another attempt would end in the same way."""
 LEAVING: Final = 30.0
-"""Seconds in which a program may end after a signal that the user has sent to poprun, unless --grace says otherwise."""
+"""Seconds that a program has to end after the user has sent a signal to poprun, unless --grace says otherwise."""
 
 _LOOK_EVERY: Final = 0.05
 _JUMP: Final = 2.0
@@ -67,7 +67,7 @@ class Rules:
         compiling: seconds that starting and compiling may take.
         starting: seconds that others may wait for an instance in popdist.init.
         grace: seconds from SIGTERM to SIGKILL, after a failure.
-        leaving: the same, after a signal of the user's.
+        leaving: the same, after a signal from the user.
         verbose: 0, 1 or 2.
     """
 
@@ -84,9 +84,9 @@ class Outcome:
     """Describe the end of an attempt.
 
     Attributes:
-        status: what poprun exits with, if it is the last.
-        again: whether another attempt may end otherwise.
-        port_taken: whether only the coordinator's port was in the way.
+        status: poprun's exit status, if this attempt is the last.
+        again: whether another attempt may end differently.
+        port_taken: whether the coordinator's port was the only problem.
         stepped: whether every instance has finished a step; None if none of them writes a beacon.
         seconds: how long it took.
     """
@@ -103,9 +103,9 @@ class Attempt:
 
     Args:
         topology: which host has which instances.
-        hosts: the hosts, in its order.
-        rules, display, writer, signals: what they are supervised by, shown by, written by and stopped by.
-        number: how many attempts came before.
+        hosts: the hosts, in the order of the topology.
+        rules, display, writer, signals: the limits, the display, the output, and the signals that stop the attempt.
+        number: the number of earlier attempts.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Attempt:
         self._beacons: set[int] = set()
         self._statuses: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
-        self._records: dict[int, Failure] = {}  # of instances that have raised an exception, and still live
+        self._records: dict[int, Failure] = {}  # of instances that have raised an exception, and are still alive
         self._stuck: Stuck | None = None
         self._stacks: str | None = None
         self._gone: set[str] = set()
@@ -140,7 +140,7 @@ class Attempt:
         self._began = self._looked = time.monotonic()
 
     def run(self, launches: Sequence[Launch]) -> Outcome:
-        """Run the attempt to its end, with a launch for each host, and say why it has failed if it has."""
+        """Run the attempt to its end, with a launch for each host. If it fails, say why."""
         self._display.begin(self._number)
         for host, launch in zip(self._hosts, launches, strict=True):
             host.begin(launch)
@@ -157,7 +157,7 @@ class Attempt:
         return outcome
 
     def _turn(self) -> None:
-        """Wait until something happens, and do what has to be done."""
+        """Wait until something happens, and react to it."""
         files = [file for host in self._hosts for file in host.files()]
         taken = self._signals.wait(files, _LOOK_EVERY)
         now = time.monotonic()
@@ -243,9 +243,9 @@ class Attempt:
         self._decide(Outcome(LOST_HOST, again=True), [f"host {host.name}: {reason}"])
 
     def _advance(self, now: float) -> None:
-        """Do what it is time for."""
+        """Take the steps that are due."""
         if self._writer.error is not None and self._outcome is None:
-            self._decide(Outcome(0), [], at_once=True)  # the command says what became of the output
+            self._decide(Outcome(0), [], at_once=True)  # the command reports the output error
         if self._outcome is None and not self._passed_on:
             self._look_for_failure(now)
         if now >= self._speak_at and not self._ending:
@@ -277,7 +277,7 @@ class Attempt:
             self._host_of(stuck.instance).ask_stacks(stuck.instance)
 
     def _earlier_records(self) -> list[Failure]:
-        """Return the exceptions of instances that take their time to exit."""
+        """Return the exceptions of instances that have not exited yet."""
         return [failure for i, failure in self._records.items() if i not in self._statuses]
 
     def _failed(self, failure: Failure) -> None:
@@ -308,7 +308,7 @@ class Attempt:
         self._decide(Outcome(STUCK, again=True), said)
 
     def _decide(self, outcome: Outcome, report: list[str], *, at_once: bool = False) -> None:
-        """End the attempt with an outcome, unless it has one."""
+        """End the attempt with an outcome, unless it already has one."""
         if self._outcome is not None:
             return
         self._outcome, self._report = outcome, report
@@ -321,7 +321,7 @@ class Attempt:
         self._kill_at = now if at_once else min(self._kill_at, now + self._rules.grace)
 
     def _natural(self) -> Outcome:
-        """Return the outcome of an attempt whose instances have all exited, with 0 or after a signal of the user's."""
+        """Return the outcome of an attempt whose instances have all exited, with 0 or after a signal from the user."""
         ended_well = all(status == 0 for status in self._statuses.values()) and bool(self._statuses)
         if self._passed_on == 0 or (ended_well and self._passed_on != signal.SIGINT):
             return Outcome(0)
@@ -355,7 +355,7 @@ class Attempt:
                     host.send(number)
 
     def _hold(self, now: float) -> None:
-        """Let the instances wait while the reader of our output does not keep up, and not count that against them."""
+        """Make the instances wait while the reader of our output falls behind, without counting that against them."""
         if self._writer.full != self._held and (self._writer.full or self._writer.low):
             self._held = not self._held
             self._judge.resumed(now)

@@ -1,4 +1,4 @@
-"""Divide replicas over instances, and instances over hosts; read names of hosts.
+"""Divide replicas over instances, and instances over hosts; read host names.
 
     8 replicas of 2 IPUs, 4 instances, hosts a and b
 
@@ -24,11 +24,11 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:@%-]+")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Place instances on hosts: which host has which instances, replicas and IPUs.
+    """Assign instances to hosts: which host has which instances, replicas and IPUs.
 
     Attributes:
-        hosts: their names; instances are shared equally by them, in this order.
-        instances, replicas, ipus_per_replica: how many there are.
+        hosts: the names of the hosts, which share the instances equally, in this order.
+        instances, replicas, ipus_per_replica: their numbers.
 
     >>> topology = Topology(("a", "b"), instances=4, replicas=8, ipus_per_replica=2)
     >>> topology.instances_of("b"), topology.host_of(1)
@@ -52,7 +52,7 @@ class Topology:
 
     @property
     def instances_per_host(self) -> int:
-        """Return how many instances each host has."""
+        """Return the number of instances per host."""
         return self.instances // len(self.hosts)
 
     def instances_of(self, host: str) -> range:
@@ -79,7 +79,7 @@ class Topology:
 
 
 def _check_division(replicas: int, instances: int, ipus_per_replica: int) -> None:
-    """Raise `ValueError` unless the instances can share the replicas, with the nearest numbers that would do."""
+    """Raise `ValueError` with the nearest valid numbers unless the instances can share the replicas."""
     try:
         check_division(replicas, instances, ipus_per_replica)
     except ValueError as error:
@@ -95,7 +95,7 @@ def _check_division(replicas: int, instances: int, ipus_per_replica: int) -> Non
 
 
 def is_this_host(name: str, own_names: Iterable[str]) -> bool:
-    """Return whether a name is that of this host, which has some names of its own.
+    """Return whether a name means this host: it is a loopback name or in `own_names`.
 
     >>> is_this_host("localhost", ["pod1"]), is_this_host("pod1", ["pod1.lab", "pod1"]), is_this_host("pod2", ["pod1"])
     (True, True, False)
@@ -104,7 +104,7 @@ def is_this_host(name: str, own_names: Iterable[str]) -> bool:
 
 
 def host_names(text: str) -> tuple[str, ...]:
-    """Return the hosts of a list, in which a range in brackets stands for several.
+    """Return the hosts in a list, in which a range in brackets stands for several hosts.
 
     Raises:
         ValueError: a name or a range is malformed, or a host is named twice.
@@ -124,7 +124,7 @@ def host_names(text: str) -> tuple[str, ...]:
 
 
 def hosts_in_file(path: Path) -> tuple[str, ...]:
-    """Return the hosts of a file: one in each line, before words such as mpirun's slots=4, which have no effect.
+    """Return the hosts in a file: the first word of each line. Others, such as mpirun's slots=4, have no effect.
 
     Raises:
         ValueError: the file cannot be read, is empty, or names a host twice.
@@ -140,7 +140,7 @@ def hosts_in_file(path: Path) -> tuple[str, ...]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in order as text.
+    """Return ordered numbers as text.
 
     >>> ranges([0, 1, 2, 5]), ranges([3]), ranges([])
     ('0-2,5', '3', '')

@@ -1,14 +1,14 @@
-"""Kill what a run has left when its launcher is gone, and find the processes of a run.
+"""Kill what is left of a run when its launcher is gone, and find the processes of a run.
 
-A launcher that is killed with -9 cannot tidy up. So each has a watcher: a small process of its own session that reads
-a pipe. Nobody but the launcher holds the other end, so the pipe ends when the launcher does, however it ends.
+A launcher that is killed with -9 cannot clean up. So each has a watcher: a small process in its own session that reads
+a pipe. Only the launcher holds the other end, so the pipe ends when the launcher does, however it ends.
 
     launcher --["folder", "/tmp/poprun-x"], ["group", 1234], ..., ["bye"]--> watcher
 
-Each is a line of JSON, since a path may contain a newline. Without a "bye" the watcher kills the process groups of the
-run and every process whose environment names its folder, and removes the folder.
+Each message is a line of JSON, since a path may contain a newline. Without a "bye", the watcher kills the process
+groups of the run and every process whose environment names its folder, and removes the folder.
 
-This file runs as a script, by itself: nothing here imports anything but the standard library.
+This file runs on its own as a script, so it imports only the standard library.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ VARIABLE = "IPU_JAX_RUN_DIR"
 
 
 def members(folder: str, groups: Iterable[int]) -> set[int]:
-    """Return the living processes of a run: of its process groups, and those whose environment names its folder.
+    """Return the living processes of a run: its process groups, and processes whose environment names its folder.
 
-    Without /proc, that is not on Linux, there is no way to know, and none is returned.
+    Without /proc, which only Linux has, there is no way to know, and none is returned.
     """
     wanted, mark, found = set(groups), os.fsencode(f"{VARIABLE}={folder}"), set[int]()
     with contextlib.suppress(OSError):
@@ -52,9 +52,9 @@ def _belongs(pid: str, groups: set[int], mark: bytes) -> bool:
 
 
 def kill(folder: str, groups: Iterable[int], seconds: float) -> set[int]:
-    """Kill all processes of a run at once; return those that still live after a time, such as in a broken driver."""
+    """Kill all processes of a run at once. Return processes still alive after `seconds`, such as in a broken driver."""
     groups, until = set(groups), time.monotonic() + seconds
-    for group in groups:  # all of a group at once, so that none of it can start another
+    for group in groups:  # a whole group at once, so that none of its processes can start another
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
     while True:
@@ -68,14 +68,14 @@ def kill(folder: str, groups: Iterable[int], seconds: float) -> set[int]:
 
 
 def watch(commands: Iterable[str]) -> None:
-    """Follow a launcher's words until they end, and tidy up if it did not say goodbye."""
+    """Follow a launcher's messages until they end, and clean up if it did not say goodbye."""
     groups: dict[str, set[int]] = {}
     folder = ""
     for command in commands:
         try:
             word, *values = json.loads(command)
         except ValueError:
-            break  # the launcher ended in the middle of it
+            break  # the launcher ended in the middle of the line
         match word, values:
             case "folder", [folder]:
                 groups[folder] = set()

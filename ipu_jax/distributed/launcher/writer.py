@@ -1,9 +1,9 @@
-"""Write poprun's own output on a thread, so that a slow reader of it does not hold up supervision.
+"""Write poprun's own output on a thread, so that a slow reader does not hold up supervision.
 
     supervision  -- put(1, b"[1,0]<stdout>:...\\n") -->  queue  --> thread --> stdout
 
-The queue is bounded: while it is full, the pipes of the instances are not read, so nothing is lost and memory is not
-eaten; they wait as they would if they wrote to the slow reader themselves.
+The queue is bounded. While it is full, the pipes of the instances are not read, so nothing is lost and memory does not
+grow. The instances wait as if they wrote to the slow reader themselves.
 
 Nothing here imports jax.
 """
@@ -15,11 +15,11 @@ import threading
 from typing import Final
 
 MOST: Final = 4 << 20
-"""Bytes in the queue from which on the instances have to wait."""
+"""Bytes in the queue at which the instances have to wait."""
 
 
 class Writer:
-    """Writes to file descriptors in the order in which it is asked to."""
+    """Writes to file descriptors in the order of the requests."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[tuple[int, bytes]] = collections.deque()
@@ -33,16 +33,16 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Return whether so much waits that no more should be read."""
+        """Return whether so many bytes wait that no more should be read."""
         return self._bytes >= MOST
 
     @property
     def low(self) -> bool:
-        """Return whether so little waits that more may be read again."""
+        """Return whether so few bytes wait that more can be read again."""
         return self._bytes < MOST // 2
 
     def put(self, handle: int, data: bytes) -> None:
-        """Write `data`, whole, after what was put before."""
+        """Write all of `data`, after everything put before."""
         if data:
             with self._changed:
                 self._queue.append((handle, data))
@@ -50,7 +50,7 @@ class Writer:
                 self._changed.notify()
 
     def close(self, seconds: float) -> bool:
-        """Return whether all is written within a time; it may be asked again."""
+        """Return whether everything is written within `seconds`. The method can be called again."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -81,5 +81,5 @@ def _write(handle: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(handle, view) :]
-        except BlockingIOError:  # another process has set the terminal or pipe so
+        except BlockingIOError:  # another process has made the terminal or pipe non-blocking
             select.select([], [handle], [], 1.0)

@@ -1,1 +1,1 @@
-"""Find the processes that use ipu_jax on this host, and show what each does: the command `ipu-monitor`."""
+"""Find the processes on this host that use ipu_jax, and show what each one does: the command `ipu-monitor`."""

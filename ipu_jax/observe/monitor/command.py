@@ -1,6 +1,6 @@
 """Show the IPUs of this host and what runs on them: the command `ipu-monitor`.
 
-    ipu-monitor                   a table that is drawn again every second; q ends it
+    ipu-monitor                   a table that is redrawn every second; q ends it
     ipu-monitor --once            one table
     ipu-monitor --json            one line of JSON
     ipu-monitor --pid 3207 --user me
@@ -31,17 +31,17 @@ from ipu_jax.processes.own_record import SWITCH, is_off
 
 PROG: Final = "ipu-monitor"
 FORMAT: Final = 1
-"""The version of what --json prints."""
+"""The version of the format that --json prints."""
 
 _EVERY: Final = 1.0
 _SAMPLE: Final = 0.3
 _LARGEST_PID: Final = 2**31 - 1
 _NO_LIMIT: Final = 10_000
-"""The width of a file or a pipe, in letters."""
+"""The width of a file or a pipe, in characters."""
 
 
 def command() -> NoReturn:
-    """Run the monitor as a process."""
+    """Run the monitor, and end the process with its exit status."""
     process.run(PROG, main)
 
 
@@ -103,7 +103,7 @@ def _user(text: str) -> int:
 
 
 def _sampled(watch: Watch) -> Look:
-    """Return a second look after a short time, in which shares of CPU time are measured."""
+    """Return the second of two looks; shares of CPU time are measured over the short time between them."""
     look = watch.look()
     if not look.rows:
         return look
@@ -114,7 +114,7 @@ def _sampled(watch: Watch) -> Look:
 def _as_json(watch: Watch, seconds: float | None) -> int:
     look = _sampled(watch)
     while True:
-        # json escapes all that is not printed but DEL
+        # json escapes every character that is not printable except DEL
         print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
         if seconds is None:
             return 0
@@ -123,7 +123,7 @@ def _as_json(watch: Watch, seconds: float | None) -> int:
 
 
 def json_of(look: Look) -> dict[str, Any]:
-    """Return a look as what --json prints."""
+    """Return a look as the object that --json prints."""
     return {
         "format": FORMAT,
         "time": look.at,
@@ -153,7 +153,7 @@ def _as_table(watch: Watch, args: argparse.Namespace, seconds: float | None) -> 
 
 
 def _why_empty(args: argparse.Namespace) -> str:
-    """Return what to say if there is nothing to show."""
+    """Return the note for a table without rows."""
     others = [user_name(uid) for uid in args.user if uid != os.geteuid()]
     if others and os.geteuid() != 0:
         return f"What {' and '.join(others)} runs, only that user and root can see."

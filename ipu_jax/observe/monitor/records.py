@@ -1,10 +1,10 @@
-"""Find the records that processes have written of themselves, and remove those of processes that are gone.
+"""Find the records that processes have written about themselves, and remove the records of dead processes.
 
     /run/user/1000/ipu_jax/3207-918273-3437d34c-4026531836.record  \\
     process 3207, as psutil sees it                                 >  Record
 
-Everything in a folder is checked before it is believed: whose it is, that it is a file, its size, its names and types.
-What is no record is ignored, and named. `ipu_jax/processes/own_record.py` writes records.
+Everything in a folder is checked before it is trusted: owner, file type, size, and the names and types of its fields.
+Anything that is not a record is ignored, and reported by name. `ipu_jax/processes/own_record.py` writes the records.
 
 Nothing here imports jax.
 """
@@ -35,7 +35,7 @@ _ASKED: Final = ("status", "uids", "create_time", "memory_info", "cpu_affinity",
 
 @dataclasses.dataclass(frozen=True)
 class Ipu:
-    """An IPU of a process: the device, and if they are known its place in the mesh and the stages on it."""
+    """An IPU of a process: the device and, if known, its place in the mesh and its stages."""
 
     id: int
     platform: str
@@ -52,9 +52,9 @@ class Said:
     Attributes:
         command: the words of the command line.
         run: the name of poprun's run and attempt, which its instances share; None without poprun.
-        instance, instances: its number, and how many there are.
+        instance, instances: its number, and the number of instances.
         replicas, ipus_per_replica: of all instances; None before a mesh was made.
-        ipus: those of this process.
+        ipus: the IPUs of this process.
     """
 
     command: tuple[str, ...]
@@ -68,14 +68,14 @@ class Said:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Hold what a process has written of itself, and what the system says of it.
+    """Hold what a process has written about itself, and what the system reports about it.
 
     Attributes:
         identity: of the process.
         process: the same process, for psutil.
         seen: its `_ASKED` attributes, as `psutil.Process.as_dict` returns them.
         said: the JSON.
-        reading: what its beacon says; None if that cannot be read.
+        reading: the contents of its beacon; None if they cannot be read.
     """
 
     identity: Identity
@@ -92,18 +92,18 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """Name a file or folder that lies where records do, and why it was not read."""
+    """Name a file or folder that was found among the records, and why it was not read."""
 
     path: str
     reason: str
 
 
 def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list[Record], list[Ignored]]:
-    """Return the records of the processes that live, and what was ignored. Remove this user's that are left over.
+    """Return the records of living processes, and what was ignored. Remove leftover records of this user.
 
     Args:
-        own: the identity of this process, with which others are compared.
-        before: the processes of the look before, since which psutil measures shares of CPU time.
+        own: the identity of this process; identities in records are compared with it.
+        before: the processes of the previous look. psutil measures their shares of CPU time since then.
     """
     records: list[Record] = []
     ignored: list[Ignored] = []
@@ -126,7 +126,7 @@ def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list
 
 
 def _folders() -> Iterator[tuple[Path, int]]:
-    """Yield the folders in which records may lie, with the user whose each must be. root sees those of all users."""
+    """Yield the folders that can contain records, each with its required owner. root sees the folders of all users."""
     chosen, uid = own_record.chosen_folder(), os.geteuid()
     if chosen is not None:
         yield chosen, uid
@@ -148,7 +148,7 @@ def _folders() -> Iterator[tuple[Path, int]]:
 def _found(
     name: str, folder: int, uid: int, own: Identity, before: Mapping[Identity, psutil.Process]
 ) -> Record | str | None:
-    """Return the record that a file of a folder is, why it is ignored, or None if its process has ended."""
+    """Return the record in a file of a folder, the reason to ignore the file, or None if its process has ended."""
     identity = own_record.identity_of(name)
     if identity is None:
         return "has no name of a record"
@@ -169,7 +169,7 @@ def _found(
         content = beacons.whole(lambda: _content(name, folder, uid)) or b""
         text = content[beacons.SIZE :].rstrip(b"\0")
         if not text:
-            return None  # it is just being begun
+            return None  # its process is just starting to write it
         values = json.loads(text)
         if not isinstance(values, dict) or values.get("format") != own_record.FORMAT:
             return f"is not of format {own_record.FORMAT}: another version of ipu_jax has written it"
@@ -183,7 +183,7 @@ def _found(
 
 
 def _content(name: str, folder: int, uid: int) -> bytes:
-    """Return the content of a user's file. One that could stop or mislead a reader is refused."""
+    """Return the content of a user's file. Refuse a file that could block or mislead the reader."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(name, flags, dir_fd=folder), "rb") as file:
         found = os.fstat(file.fileno())
@@ -195,10 +195,10 @@ def _content(name: str, folder: int, uid: int) -> bytes:
 
 
 def _checked(kind: Any, value: Any) -> Any:
-    """Return a value of JSON as a type of `Said`: a dataclass, a tuple of equal ones, a count or a text.
+    """Return a JSON value as a type used in `Said`: a dataclass, a tuple of one type, a count or a text.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value does not have this type.
 
     >>> _checked(Ipu, {"id": 0, "platform": "cpu", "kind": "cpu", "stages": ["mlp"]})
     Ipu(id=0, platform='cpu', kind='cpu', replica=None, ipu=None, stages=('mlp',))

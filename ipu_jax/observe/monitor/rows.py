@@ -1,9 +1,9 @@
-"""Say what each process does: join its record with its CPU time, and judge whether it is stuck.
+"""Describe what each process does: join its record with its CPU time, and judge whether it is stuck.
 
-    state      stopped   its process is (SIGSTOP, Ctrl-Z, a debugger)
+    state      stopped   the process is stopped (SIGSTOP, Ctrl-Z, a debugger)
                stuck     by poprun's rule (`distributed/launcher/stall.py`): no step for much longer than steps take
                waiting   another instance of its run is stuck or stopped, and it makes no step
-               running   otherwise; `doing` says what
+               running   otherwise; `doing` says what it does
 
 Nothing here imports jax.
 """
@@ -47,7 +47,7 @@ _DOING: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Hold what is known of a process; its fields are the keys of `--json`, and docs/watching.md describes them."""
+    """Hold what is known about a process; the fields are the keys of `--json`, and docs/watching.md describes them."""
 
     pid: int
     user: str
@@ -73,7 +73,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """Hold what was found at a time of the wall clock: a row for each process, and what was ignored."""
+    """Hold the result of one look, with its wall-clock time: a row for each process, and what was ignored."""
 
     at: float
     rows: tuple[Row, ...]
@@ -81,11 +81,11 @@ class Look:
 
 
 class Watch:
-    """Looks at the processes of this host, again and again.
+    """Looks at the processes of this host repeatedly.
 
     Args:
         own: the identity of this process.
-        users: numbers of users whose processes are shown; empty for all that can be seen.
+        users: numbers of users whose processes are shown; empty for all visible users.
         pids: numbers of processes that are shown; empty for all.
     """
 
@@ -95,14 +95,14 @@ class Watch:
         self._processes: dict[Identity, psutil.Process] = {}
 
     def look(self) -> Look:
-        """Look once. Shares of CPU time are since the look before, and unknown in the first."""
+        """Look once. Shares of CPU time are measured since the previous look, and unknown in the first one."""
         before = self._processes
         found, ignored = records.find(self._own, before)
         self._processes = {record.identity: record.process for record in found}
         now, at = time.monotonic(), time.time()
         runs: dict[_Run, list[Record]] = {}
         for record in found:
-            # the instances of a run have the same user, and its name or, without one, are one process
+            # the instances of a run share the user and the run's name; a run without a name is one process
             runs.setdefault((record.uid, record.said.run or record.identity), []).append(record)
         self._judges = {run: self._judges.get(run) or _RunJudge() for run in runs}
         rows: list[Row] = []
@@ -119,14 +119,14 @@ class Watch:
 
 
 class _RunJudge:
-    """Judges the instances of one run, of which poprun's rule knows by numbers."""
+    """Judges the instances of one run, which poprun's rule identifies by numbers."""
 
     def __init__(self):
         self._judge = Judge(None, COMPILING_LIMIT)
         self._numbers: dict[Identity, int] = {}
 
     def verdict(self, members: list[Record], now: float, at: float) -> Stuck | None:
-        """Return which process is stuck, and why; None if all may go on."""
+        """Return which process is stuck, and why; None if no process is."""
         for identity in self._numbers.keys() - {record.identity for record in members}:
             self._judge.exited(self._numbers.pop(identity))
         for record in members:
@@ -180,7 +180,7 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
 
 
 def _rates(reading: Reading) -> tuple[float, float] | None:
-    """Return the updates and examples of a second, of late; None before the second step."""
+    """Return the recent rates of updates and examples per second; None before the second step."""
     seconds = (reading.finished_ns - reading.mark.ns) / 1e9
     if seconds <= 0:
         return None

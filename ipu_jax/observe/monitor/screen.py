@@ -1,8 +1,8 @@
-"""Fill a terminal with a picture that is drawn again and again, and give the terminal back as it was.
+"""Fill a terminal with a picture that is redrawn repeatedly, and restore the terminal afterwards.
 
     q, Ctrl-C, SIGTERM, SIGHUP   end it
     Ctrl-Z                       the terminal is the shell's until `fg`
-    another size                 the picture is drawn anew at once
+    another size                 the picture is redrawn at once
 
 Nothing here imports jax.
 """
@@ -24,14 +24,14 @@ from rich.live import Live
 _HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 _QUIT: Final = b"qQ"
 _LISTEN: Final = 0.1
-"""Seconds after which signals and the terminal's size are looked at."""
+"""Seconds between checks for signals and for a new terminal size."""
 
 
 def show(picture: Callable[[], RenderableType], console: Console, seconds: float) -> int:
-    """Draw a picture every few seconds until the user has seen enough; return the exit status.
+    """Draw a picture every few seconds until the user ends it; return the exit status.
 
     Returns:
-        0 after q, or 128 + the number of the signal that ended it.
+        0 after q, or 128 + the number of the signal that ended the display.
     """
     with _signals() as heard:
         while (signal_number := _draw(picture, console, seconds, heard)) == signal.SIGTSTP:
@@ -61,7 +61,7 @@ def _draw(picture: Callable[[], RenderableType], console: Console, seconds: floa
 
 @contextlib.contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Yield stdin, from which keys are read as they are pressed; nothing if it is no terminal."""
+    """Yield stdin in a list, set to deliver each key as it is pressed; an empty list if it is not a terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield []
         return
@@ -77,9 +77,9 @@ def _keys() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list of the signals that come, in place of what they do otherwise.
+    """Yield a list that collects the signals that arrive, instead of their usual effect.
 
-    `ipu_jax._cli.process` ends a command at Ctrl-C within a thread, which would leave the terminal as it is now.
+    `ipu_jax._cli.process` ends a command at Ctrl-C from a thread, which would not restore the terminal.
     """
     heard: list[int] = []
     wakeup = signal.set_wakeup_fd(-1)

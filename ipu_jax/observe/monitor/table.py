@@ -1,4 +1,4 @@
-"""Draw a look as a table: the columns that fit, the most wanted ones first, and never a row on two lines.
+"""Draw a look as a table: the most important columns that fit, and never a row on two lines.
 
        pid  command          IPUs  step  steps/s    memory  busy  last step  state
      31939  train.py --fast     2  1204     19.8  273.4 MB   13%     0.01 s  running
@@ -30,14 +30,14 @@ _STYLES: Final = {"stuck": "bold red", "stopped": "yellow", "waiting": "yellow",
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column: its head, how a row's entry is made, and how much it is wanted.
+    """A column: its head, how a row's entry is made, and its rank.
 
     Attributes:
         head: its name.
         entry: makes the text of a row.
         rank: columns of a lower rank are kept longer when the terminal is narrow.
-        least, most: how far its entries may be cut before the column is left out, and how wide it may become; None for
-            entries that are shown whole, which end below each other, as numbers do.
+        least, most: the width to which its entries can be cut before the column is left out, and its largest width;
+            None for entries that are shown whole and right-aligned, such as numbers.
     """
 
     head: str
@@ -47,13 +47,13 @@ class Column:
     most: int | None = None
 
     def needed(self, rows: Sequence[Row]) -> int:
-        """Return the cells without which it is left out."""
+        """Return the width in cells that the column needs; with less, it is left out."""
         longest = max(cell_len(text) for text in (self.head, *(printable(self.entry(row)) for row in rows)))
         return longest if self.least is None else min(longest, self.least)
 
 
 def shown_seconds(seconds: float) -> str:
-    """Return a time as people write it.
+    """Return a duration in a form that people read easily.
 
     >>> [shown_seconds(s) for s in (0.012, 75, 7384, 200_000)]
     ['0.01 s', '0:01:15', '2:03:04', '2 days, 7:33:20']
@@ -64,7 +64,7 @@ def shown_seconds(seconds: float) -> str:
 
 
 def stages_of(ipus: Sequence[Ipu]) -> str:
-    """Return which stages lie on the IPUs of a process: per IPU of the replica, those on all of them last.
+    """Return the stages on the IPUs of a process: for each IPU of the replica, then the stages that are on all IPUs.
 
     >>> first, second = (Ipu(i, "cpu", "cpu", 0, i, (("mlp", "conv")[i], "head")) for i in range(2))
     >>> stages_of([first, second])
@@ -116,7 +116,7 @@ COLUMNS: Final = (
 
 
 def fitting(rows: Sequence[Row], width: int) -> tuple[Column, ...]:
-    """Return the columns that fit into a width. One that is wanted less never takes the place of one that does not."""
+    """Return the columns that fit into a width. A column is kept only if all columns of a lower rank are kept."""
     ranked = sorted(COLUMNS, key=lambda column: column.rank)
     left, kept = width + _GAP, 0
     for column in ranked:
@@ -128,12 +128,12 @@ def fitting(rows: Sequence[Row], width: int) -> tuple[Column, ...]:
 def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = ()) -> Group:
     """Return a look as lines, none of which is wider than `width`.
 
-    Nothing in them commands the terminal: records are written by others, and rich lets escapes pass.
+    The lines contain no escape sequences: other processes write the records, and rich lets escapes pass.
 
     Args:
-        look: what was found.
+        look: the processes to show.
         width: columns of the terminal.
-        about: what the first line says of the host.
+        about: what the first line says about the host.
         notes: more lines.
     """
     ipus = sum(len(row.ipus) for row in look.rows)
@@ -150,7 +150,7 @@ def _table(rows: Sequence[Row], width: int) -> Table:
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
     columns = fitting(rows, width)
     for column in columns:
-        # rich takes room from the columns that it may wrap; `_line` cuts their texts instead
+        # rich narrows only the columns that it may wrap; `_line` cuts their texts instead of wrapping them
         fixed = column.least is None
         justify = "right" if fixed else "left"
         table.add_column(_line(column.head), justify=justify, no_wrap=fixed, max_width=column.most)
@@ -160,7 +160,7 @@ def _table(rows: Sequence[Row], width: int) -> Table:
 
 
 def about_host(name: str) -> str:
-    """Return what is said of this host: its name, its cores and its load."""
+    """Return a description of this host: its name, cores and load."""
     return f"{name}, {_counted(os.cpu_count() or 1, 'core', 's')}, load {os.getloadavg()[0]:.2f}"
 
 

@@ -1,1 +1,1 @@
-"""Keep what happens in a run, and make a page of it."""
+"""Log what happens in a run, and make a page about it."""

@@ -1,7 +1,7 @@
-"""Find what a page about a run shows in the events of its log: curves, sums, and what happened when.
+"""Extract from the events of a run's log what the page about the run shows: curves, sums, and what happened when.
 
-A run that was stopped and resumed has several attempts in one log. Where two of them made the same update, the later
-one counts, since its weights went on.
+A run that was stopped and resumed has several attempts in one log. Where two attempts made the same update, the later
+attempt counts, since the run continued with its weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _TOLD: Final = ("start", "resumed", "compiled", "saved", "skipped", "failed", "s
 
 
 def curves(events: Events, most: int) -> dict[str, list[list[float]]]:
-    """Return points [updates, value] of losses, accuracies and speeds, at most so many of each.
+    """Return points [updates, value] of losses, accuracies and speeds, at most `most` of each.
 
     >>> curves([{"event": "losses", "updates": 2, "losses": [3.0, 1.0]}], 10)["loss"]
     [[1, 3.0], [2, 1.0]]
@@ -23,7 +23,7 @@ def curves(events: Events, most: int) -> dict[str, list[list[float]]]:
     speeds: dict[int, float] = {}
     for event in events:
         updates = event.get("updates", 0)
-        if event["event"] == "resumed":  # what was made after this point is made again
+        if event["event"] == "resumed":  # the updates after this point are made again
             for values in (losses, accuracies, speeds):
                 for later in [key for key in values if key > updates]:
                     del values[later]
@@ -75,7 +75,7 @@ def versions(events: Events) -> dict[str, str]:
 
 
 def history(events: Events) -> list[tuple[str, str, str]]:
-    """Return time, event and words of each event that is not a figure."""
+    """Return the time, name and description of each event that is not a figure."""
     rows: list[tuple[str, str, str]] = []
     is_open = False
     for event in events:
@@ -93,7 +93,7 @@ def history(events: Events) -> list[tuple[str, str, str]]:
 
 
 def last(events: Events, name: str) -> Mapping[str, Any]:
-    """Return the last event of a name; {} if there is none."""
+    """Return the last event with a name; {} if there is none."""
     return next((event for event in reversed(events) if event["event"] == name), {})
 
 
@@ -125,7 +125,7 @@ def _text(value: Any) -> str:
 
 
 def _thinned(points: list[tuple[int, float]], most: int) -> list[list[float]]:
-    """Return at most so many points: means of equally many neighbours."""
+    """Return at most `most` points, each the mean of the same number of neighbours."""
     size = -(-len(points) // most)
     if size <= 1:
         return [[x, y] for x, y in points]

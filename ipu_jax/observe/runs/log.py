@@ -1,4 +1,4 @@
-"""Write down what happens in a run, for machines: a line of JSON per event, and TensorBoard's files.
+"""Log what happens in a run, for programs to read: a line of JSON per event, and TensorBoard's files.
 
 with RunLog("run.jsonl") as log:
     log.event("start", command=sys.argv, samples_per_update=256)
@@ -35,28 +35,28 @@ _CURVES: Final = ("accuracy", "samples_per_second")
 
 
 class RunLogWarning(UserWarning):
-    """Warns that a log could not be written; the run goes on."""
+    """Warns that a log could not be written; the run continues."""
 
 
 class RunLog:
-    """Keeps the events of a run, and writes each at once to a file, a line of JSON each.
+    """Keeps the events of a run, and writes each one to a file at once, as a line of JSON.
 
-    A file that is there is gone on with: the events in it are those of the run before it was stopped, and stay. A log
-    that cannot be written any more, as on a full disk, gives one `RunLogWarning`, and the run goes on.
+    An existing file is continued: its events, from the run before it was stopped, are kept. If the log can no longer
+    be written, for example on a full disk, the log gives one `RunLogWarning`, and the run continues.
 
-    An event has "event", its name; "time", in UTC; "seconds" since the log was opened; and whatever the caller says.
-    Names are the caller's. `write_report` understands start, resumed, compiled, losses, evaluated, saved, skipped,
-    failed, stopped and end; see docs/watching.md.
+    An event has "event", its name; "time", in UTC; "seconds" since the log was opened; and the caller's values.
+    The caller chooses the names. `write_report` understands start, resumed, compiled, losses, evaluated, saved,
+    skipped, failed, stopped and end; see docs/watching.md.
 
     Args:
         path: the file, or None to keep events only in memory.
         tensorboard: a folder for TensorBoard's files with losses, accuracy and samples per second, or None.
 
     Attributes:
-        events: all events, those of the file included; plain data.
+        events: all events, including the events in the file; plain data.
 
     Raises:
-        ValueError: the file holds something else than such a log; or tensorboardX is not installed.
+        ValueError: the file exists but is not such a log; or tensorboardX is not installed.
         OSError: the file cannot be opened.
 
     >>> log = RunLog()
@@ -78,14 +78,14 @@ class RunLog:
                 )
             from tensorboardX import SummaryWriter  # an extra
 
-            # its names have seconds: a run that is restarted at once must not write over the file before
+            # its file names contain whole seconds: a run that restarts at once must not overwrite the previous file
             self._board = SummaryWriter(str(tensorboard), filename_suffix=f".{time.time_ns()}")
         if path is not None:
             self.events = _events_in(Path(path))
             self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def start(self, **values: Any) -> None:
-        """Write down that a run begins: its command, attempt, instances, devices and versions, and these values."""
+        """Log that a run begins: its command, attempt, instances, devices and versions, and these values."""
         kinds = sorted({device.device_kind for device in jax.devices()})
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
         self.event(
@@ -100,11 +100,11 @@ class RunLog:
         )
 
     def event(self, name: str, **values: Any) -> None:
-        """Write an event down.
+        """Log an event.
 
         Args:
             name: what happened.
-            values: plain data: texts, numbers, lists and dicts of them. Numbers that JSON lacks become texts.
+            values: plain data: texts, numbers, and lists and dicts of these. Numbers that JSON lacks become texts.
         """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         event = {"event": name, "time": now, "seconds": round(time.monotonic() - self._began, 3), **_plain(values)}
@@ -158,7 +158,7 @@ class RunLog:
 
 
 def _events_in(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a file; of a last line that was cut off, as by a kill, nothing."""
+    """Return the events of a file. Remove a last line that was cut off, for example by a kill."""
     if not path.is_file():
         return []
     content = path.read_text(encoding="utf-8", errors="replace")
@@ -181,7 +181,7 @@ def _events_in(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return plain data; what JSON has no number for, as text."""
+    """Return plain data; a number that JSON lacks becomes a text."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Make one page of a run that opens anywhere, without a network: losses, speed, schedule, timeline, memory, faults.
+"""Make one page about a run that opens anywhere, without a network: losses, speed, schedule, timeline, memory, faults.
 
 RunLog.events --> points, rows --\\
 Schedule.to_svg() ----------------+--> page.html + page.css + page.js + data --> out.html, one file
@@ -37,18 +37,18 @@ def write_report(
     """Write a page about a run: one HTML file that loads nothing else.
 
     Args:
-        path: the file. One that is there is replaced when the new one is whole.
-        events: what `RunLog.events` holds.
+        path: the file. An existing file is replaced once the new one is complete.
+        events: the contents of `RunLog.events`.
         title: of the page.
-        schedules: pictures of schedules as SVG by their titles, such as `Schedule.to_svg()` returns.
-        timeline: measured steps, such as a trace records. Of long ones the first slices are shown.
+        schedules: pictures of schedules as SVG, such as `Schedule.to_svg()` returns, by their titles.
+        timeline: measured steps, such as a trace records. Only the first slices of a long timeline are shown.
         memory: `{"limit": bytes or None, "limit_of": text, "ipus": [{kind: bytes}, ...]}`, a dict per IPU.
 
     Returns:
         The path.
 
     Raises:
-        OSError: the file cannot be written; one that was there stays.
+        OSError: the file cannot be written; an existing file is kept.
     """
     text = page(events, title=title, schedules=schedules, timeline=timeline, memory=memory)
     with replacing(path) as file:
@@ -60,7 +60,7 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
     """Return the predicted bytes of each IPU by kind, with the optimizer's state, and their limit, for `write_report`.
 
     Args:
-        report: of `Pipeline.report`.
+        report: the result of `Pipeline.report`.
         state: of the training step.
     """
     device = jax.local_devices()[0]
@@ -110,7 +110,7 @@ def page(
 
 
 def _shown(timeline: Timeline) -> dict[str, Any]:
-    """Return rows of slices as the page draws them, times in microseconds; the plan is a row above each measurement."""
+    """Return the rows of slices that the page draws, times in microseconds; the plan is above each measured row."""
     measured = [one for one in timeline.slices if one.end > one.start]
     steps = sorted({one.step for one in measured})
     kept: list[int] = []

@@ -1,4 +1,4 @@
-"""Assemble a timeline: which runs of a profile to keep, where their devices stand, and all instances on one axis."""
+"""Assemble a timeline: choose the runs of a profile, place their devices, and put all instances on one time axis."""
 
 import dataclasses
 from typing import Any
@@ -18,10 +18,10 @@ from ipu_jax.observe.tracing.timeline import Slice, Step, Timeline
 
 
 def main_plan(runs: list[Run]) -> PlanNames:
-    """Return the plan that took the most time; others, such as that of an evaluation, are left out.
+    """Return the plan that took the most time; other plans, such as an evaluation's, are left out.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is no plan.
     """
     seconds: dict[int, float] = {}
     plans: dict[int, PlanNames] = {}
@@ -43,7 +43,7 @@ def measured_by_device(plan: PlanNames, runs: list[Run], meshes: list[Mesh], cou
     """Return the first `count` steps of every device of this instance, numbered from 0.
 
     Raises:
-        TraceError: the profile does not fit the plan, or no mesh says where a device stands.
+        TraceError: the profile does not fit the plan, or a device is on none of the meshes.
     """
     found: list[Measured] = []
     devices = {device.id: device for device in jax.local_devices()}

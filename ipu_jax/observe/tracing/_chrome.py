@@ -7,14 +7,15 @@
         ...
     instance 1 ...
 
-What Perfetto's importer and page ask of such a file:
+Perfetto's importer and page treat such a file as follows:
 
-- Two "X" events of a thread must nest or be apart, else it drops the second one. So times are whole nanoseconds, and a
-  slice never ends after the one that it lies in.
-- It takes the threads 0 of all processes for one, the idle thread, and drops what overlaps: none here has number 0.
-- It sorts processes by their number of events, whatever `process_sort_index` says: a process of its own for the plan
-  would come below the measurement. Threads come by number, but one with its process's number comes first: none has it.
-- It colours slices by name: those of the plan have the colours of what was measured.
+- Two "X" events of a thread must nest or be disjoint, else it drops the second one. So times are whole nanoseconds, and
+  a slice never ends after the slice that contains it.
+- It takes thread 0 of all processes for one thread, the idle thread, and drops overlaps: no thread here has number 0.
+- It sorts processes by their number of events, whatever `process_sort_index` says: a separate process for the plan
+  would come below the measurement. It sorts threads by number, but puts a thread with its process's number first: no
+  thread here has that number.
+- It colours slices by name: the slices of the plan have the colours of the measured ones.
 """
 
 import gzip
@@ -45,7 +46,7 @@ def events_of(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def write(timeline: Timeline, path: Path) -> None:
-    """Write the events of a timeline, compressed; a file is there whole or not at all."""
+    """Write the events of a timeline, compressed. The file appears complete or not at all."""
     contents = {
         "displayTimeUnit": "ms",
         "traceEvents": events_of(timeline),

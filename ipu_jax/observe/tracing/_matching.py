@@ -1,13 +1,13 @@
-"""Find out which task each loop of a profile was: its tick is the number of times that the loop has run in the scan.
+"""Find out which task each loop of a profile was: its tick is the number of its earlier runs in the scan.
 
     scan       |-------------------------------------------------------------|      one step
     F.0        |-0-|     |-1-|     |2|                                              tick 0, 1, 2: the plan has 0F0, 0F1
     y.0             |--|      |--|    |--|
     update                                                                    |--|
 
-Every loop runs once in each tick, also where the IPU has no task: then its body does not run. So the plan says in which
-ticks the body must have run, and the profile in which it did. If they differ, a `TraceError` says where. XLA makes one
-kernel of a loop with little to do; then the plan alone says in which ticks that was a task.
+Every loop runs once in each tick, even where the IPU has no task: then its body does not run. So the plan says in which
+ticks the body must have run, and the profile in which ticks it did. If they differ, a `TraceError` says where. XLA
+turns a loop with little to do into one kernel. Then only the plan says in which ticks the loop ran a task.
 """
 
 import bisect
@@ -22,7 +22,7 @@ from ipu_jax.observe.tracing.timeline import Kind, Slice, Step
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Say where a device stands: its instance, replica and IPU."""
+    """Hold the place of a device: its instance, replica and IPU."""
 
     instance: int
     replica: int
@@ -31,14 +31,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Hold the steps of one run on one IPU, in nanoseconds of the clock; steps are counted from 0 in the run."""
+    """Hold the steps of one run on one IPU, with times in nanoseconds of the clock; the first step of a run is 0."""
 
     steps: list[Step]
     slices: list[Slice]
 
 
 def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
-    """Return what the steps of a plan in a run were on one IPU.
+    """Return the steps of a plan in a run on one IPU.
 
     Raises:
         TraceError: the profile does not fit the plan.
@@ -52,7 +52,7 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
             of_scan[k].append(event)
     steps: list[Step] = []
     slices: list[Slice] = []
-    # what a call of several steps does before its loop over them belongs to none
+    # what a call of several steps does before its loop over the steps belongs to no step
     loops_over_steps = [e for e in run.events if e.operation.role == "outside" and e.operation.name == "while"]
     around = [loop for loop in loops_over_steps if scans and loop.start < scans[0].start < scans[0].end <= loop.end]
     begin = max((loop.start for loop in around), default=run.start)
@@ -76,9 +76,9 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
 
 
 def _ended(loops: list[Event], events: list[Event]) -> list[Event]:
-    """Return the loops of a step with their true ends: no later than the next loop, which waits for the one before.
+    """Return the loops of a step with corrected ends: a loop ends before the next loop starts, which waits for it.
 
-    After the last loop, what is outside of the scan waits for it.
+    The operations after the scan wait for its last loop.
     """
     if not loops:
         return []
@@ -159,7 +159,7 @@ def _update(place: Place, step: int, events: list[Event]) -> list[Slice]:
 
 
 def _collectives(place: Place, step: int, events: list[Event], exchanges: list[Slice]) -> list[Slice]:
-    """Return collectives, but those of the exchanges, which are slices already."""
+    """Return the collectives, except those within exchanges, which are slices already."""
     where = place.instance, place.replica, place.ipu, step
     starts = sorted(one.start for one in exchanges)
     ends = sorted(one.end for one in exchanges)

@@ -1,8 +1,8 @@
 """Bring the timelines of all instances together on instance 0, on one clock.
 
-Instances of one host read the same CLOCK_MONOTONIC. Other hosts have another one: then all instances read theirs right
-after a barrier, a few times, and the median of the differences to instance 0's clock is taken for the difference of the
-clocks. It is as exact as the barrier lets all go at once; `clocks` says how far the readings were apart.
+Instances on one host read the same CLOCK_MONOTONIC. With several hosts, all instances read their clocks right after a
+barrier, a few times. The median difference to instance 0's clock is taken for the difference of the clocks. It is as
+exact as the barrier is at releasing all instances at once; `clocks` says how far the readings were apart.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Part:
     Attributes:
         instance: its number.
         ahead: by how many nanoseconds its clock is ahead of instance 0's.
-        uncertainty: how far the readings that gave this were apart, in nanoseconds; 0 on the same host.
+        uncertainty: how far the readings behind `ahead` were apart, in nanoseconds; 0 if all are on one host.
         recorded: the value.
     """
 
@@ -38,7 +38,7 @@ class Part:
 
 
 def gathered(recorded: Any) -> list[Part]:
-    """Return what all instances recorded, on each of them. All must call it. Communicates a few bytes per slice."""
+    """Return what every instance recorded. All instances must call this. Communicates a few bytes per slice."""
     instance, count = popdist.get_instance_index(), popdist.get_num_instances()
     if count == 1:
         return [Part(0, 0.0, 0.0, recorded)]
@@ -57,7 +57,7 @@ def gathered(recorded: Any) -> list[Part]:
 
 
 def clock_differences(readings: Any) -> tuple[list[float], list[float]]:
-    """Return by how much each clock is ahead of the first one, and how far the readings of that were apart.
+    """Return by how much each clock is ahead of the first one, and how far its readings were apart.
 
     >>> clock_differences(np.array([[10, 20, 30], [1010, 1021, 1029]]))
     ([0.0, 1000.0], [0.0, 2.0])
@@ -69,7 +69,7 @@ def clock_differences(readings: Any) -> tuple[list[float], list[float]]:
 
 
 def told(parts: list[Part]) -> str:
-    """Return how the clocks of the instances were brought together, in words."""
+    """Describe in words how the clocks of the instances were aligned."""
     worst = max(part.uncertainty for part in parts)
     if len(parts) == 1:
         return "one instance"
@@ -79,7 +79,7 @@ def told(parts: list[Part]) -> str:
 
 
 def _host() -> str:
-    """Return a name that instances have in common if they share CLOCK_MONOTONIC."""
+    """Return a name that is the same for instances that share CLOCK_MONOTONIC."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

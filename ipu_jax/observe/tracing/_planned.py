@@ -1,9 +1,9 @@
-"""Draw the plan beside what was measured: the schedule, simulated with each task's median time.
+"""Compute the plan to show beside the measurement: the schedule, simulated with each task's median time.
 
     measured   IPU 1   exchange y ......| 1F0 |ex.| 1B0 | ...
     plan       IPU 1                    | 1F0 | 1B0 | ...         the same tasks as if exchanges took no time
 
-What remains between the two is what exchanges, shared cores and the work between tasks cost.
+The difference between the two is the cost of exchanges, shared cores and the work between tasks.
 """
 
 import statistics
@@ -18,7 +18,7 @@ Costs = dict[tuple[tuple[int, ...], Kind], float]
 
 
 def net_seconds(tasks: Iterable[Slice], collectives: Iterable[Slice]) -> list[tuple[Slice, float]]:
-    """Return tasks of one IPU, each with its seconds without those in which it waited in a collective."""
+    """Return the tasks of one IPU, each with its seconds except the time that it waited in collectives."""
     waits = sorted(collectives, key=lambda one: one.start)
     found, k = list[tuple[Slice, float]](), 0
     for task in sorted(tasks, key=lambda one: one.start):
@@ -33,7 +33,7 @@ def net_seconds(tasks: Iterable[Slice], collectives: Iterable[Slice]) -> list[tu
 
 
 def median_costs(slices: Iterable[Slice]) -> Costs:
-    """Return the median seconds of each segment's tasks, by its stages and the kind."""
+    """Return the median seconds of each segment's tasks, by the segment's stages and the kind of task."""
     of_ipu: dict[tuple[int, int], list[Slice]] = defaultdict(list)
     for one in slices:
         of_ipu[one.replica, one.ipu].append(one)
@@ -46,7 +46,7 @@ def median_costs(slices: Iterable[Slice]) -> Costs:
 
 
 def simulated(schedule: Schedule, costs: Costs):
-    """Return a run of a schedule in which each task takes its median time, and an exchange none."""
+    """Return a run of a schedule in which each task takes its median time, and exchanges take no time."""
     stages = len(schedule.placement)
     per_stage = {kind: [0.0] * stages for kind in ("F", "B", "W")}
     for (of_segment, kind), seconds in costs.items():

@@ -1,9 +1,9 @@
-"""Record a profile of XLA's, and read from it when each device ran which operation.
+"""Record an XLA profile, and read from it when each device ran which operation.
 
-On the CPU backend XLA's thunks are events that name the device, the run, the program and the operation. A thunk that
-goes on in other threads ends with an event "end: <operation>", which has the number that its beginning gave. That event
-may come late: the thread that ends a thunk often runs the next ones first. Collectives block their thread, and so end
-with their event.
+On the CPU backend, XLA's thunks are events that name the device, the run, the program and the operation. A thunk that
+continues in other threads ends with an event "end: <operation>", which has the number that its first event gave. The
+end event may come late: the thread that ends a thunk often runs the next thunks first. Collectives block their thread,
+and so end with their event.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _CLOCK: Final = "ipu_jax clock"
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Hold when a device ran an operation, in nanoseconds of `time.monotonic_ns`; the end may be too late."""
+    """Hold when a device ran an operation, in nanoseconds of `time.monotonic_ns`; `end` may be too late."""
 
     operation: Operation
     start: float
@@ -37,8 +37,8 @@ class Run:
     Attributes:
         device: its number among the devices of this process.
         program: the number of its program in the profile.
-        start, end: of its first and last operation.
-        events: of operations that matter, in the order of their starts.
+        start, end: the start of the first operation and the end of the last.
+        events: the relevant operations, in the order of their starts.
     """
 
     device: int
@@ -62,7 +62,7 @@ class Profiler:
     def start(self) -> None:
         options = ProfileOptions()
         options.python_tracer_level = 0
-        options.host_tracer_level = 2  # at 1 operations are no events
+        options.host_tracer_level = 2  # at level 1, operations are not events
         self._into = tempfile.TemporaryDirectory(dir=self._folder, prefix=".profile-")
         try:
             jax.profiler.start_trace(self._into.name, profiler_options=options)
@@ -80,7 +80,7 @@ class Profiler:
         (path,) = Path(self._into.name).rglob("*.xplane.pb")
         profile = path.read_bytes()
         with warnings.catch_warnings():
-            # of jaxlib 0.12 on Python 3.12; where warnings are errors, jaxlib aborts the process at it
+            # jaxlib 0.12 gives this warning on Python 3.12, and aborts the process if warnings are errors
             warnings.filterwarnings("ignore", r"builtin type \w+ has no __module__", DeprecationWarning)
             return _runs(ProfileData.from_serialized_xspace(profile), programs_in(profile))
 
@@ -91,8 +91,8 @@ class Profiler:
 
 
 def _mark_clock() -> None:
-    """Put an event into the profile that says what time it is, because a profile has a clock of its own."""
-    for _ in range(3):  # the first one of a thread is slower
+    """Put an event with the current time into the profile, because a profile has its own clock."""
+    for _ in range(3):  # the first annotation of a thread is slower
         with TraceAnnotation(_CLOCK, ns=str(time.monotonic_ns())):
             pass
 
@@ -134,9 +134,9 @@ def _runs(profile: Any, programs: Programs) -> list[Run]:
 
 
 def in_turn(runs: list[Run]) -> list[Run]:
-    """Return the runs, of which none ends after the next one of its device has begun.
+    """Return the runs, changed so that none ends after the next run of its device has begun.
 
-    A device makes one run after the other, so an end after that is one that came late.
+    A device makes one run after the other, so a later end is an end event that came late.
     """
     following: dict[int, float] = {}
     for run in reversed(runs):

@@ -1,7 +1,7 @@
 """Read which operations of a profiled program are tasks, exchanges or collectives, from the programs in the profile.
 
-A profile (an `XSpace` of xprof) has each program as an `HloProto`. Both are protocol buffers. Only a few fields of
-them matter here, so they are read by hand: no library that every user would have to install reads them.
+A profile (an `XSpace` of xprof) contains each program as an `HloProto`. Both are protocol buffers. Only a few of their
+fields matter here, so they are read by hand, without a library that every user would have to install.
 
     XSpace.planes=1 -> XPlane(name=2, event_metadata=4) -> XEventMetadata(name=2, stats=5) -> XStat.bytes=6 -> HloProto
     HloProto.hlo_module=1 -> HloModuleProto.computations=3 -> HloComputationProto(id=5, instructions=2)
@@ -25,16 +25,16 @@ _SCAN = re.compile(r"ipu_jax\.plan\.[0-9a-f]+\.[0-9a-f]+/while$")
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Say what an operation of a program is.
+    """Describe an operation of a program.
 
     Attributes:
         role: the scan over ticks; the loop of a guard; an operation in the body of such a loop ("inner"); a collective,
-            anywhere; an operation of the weight update; any other outside the scan.
-        name: of a collective and of what is outside the scan, its opcode.
-        plan: of a scan.
-        guard: of a guard, and of an operation in its body, kind and number.
+            anywhere; an operation of the weight update; any other operation outside the scan.
+        name: the opcode, for a collective and for an operation outside the scan.
+        plan: the plan of a scan.
+        guard: kind and number, for a guard and for an operation in its body.
         in_update: whether a collective belongs to the weight update.
-        is_opaque: whether the loop of a guard is one kernel, whose body shows no operations.
+        is_opaque: whether the loop of a guard is one kernel, so that the profile shows no operations of its body.
     """
 
     role: Role
@@ -55,10 +55,10 @@ class Programs:
         self._programs = programs
 
     def find(self, name: str, number: int) -> Program | None:
-        """Return the program of an event; None if there is none, or if one of several cannot be told."""
+        """Return the program of an event; None if there is none, or if several programs match."""
         if (name, number) in self._programs:
             return self._programs[name, number]
-        # events of a program from a cache of executables have another number than the program
+        # if a program comes from a cache of executables, its events have another number than the program
         alike = [program for (own, _), program in self._programs.items() if own == name]
         return alike[0] if len(alike) == 1 else None
 
@@ -86,7 +86,7 @@ def _operations(proto: bytes) -> Program:
     found: Program = {}
     bodies: dict[int, tuple[Label, int]] = {}  # by the number of the computation
     instructions: list[tuple[int, str, str, str, list[int]]] = []
-    loops_in: dict[int, tuple[Label, int]] = {}  # by the number of the computation in which the loop stands
+    loops_in: dict[int, tuple[Label, int]] = {}  # by the number of the computation that contains the loop
     calls: dict[int, set[int]] = {}
     inside: set[int] = set()  # computations of scans
     for computation in computations:
@@ -127,7 +127,7 @@ def _operations(proto: bytes) -> Program:
 
 
 def _instruction(proto: bytes) -> tuple[str, str, str, list[int]]:
-    """Return name, opcode, the name that jax gave it, and the numbers of the computations that it calls."""
+    """Return an instruction's name, opcode, name in jax, and the numbers of the computations that it calls."""
     name, opcode, op_name = b"", b"", b""
     called: list[int] = []
     for field, value in _fields(proto):
@@ -146,7 +146,7 @@ def _instruction(proto: bytes) -> tuple[str, str, str, list[int]]:
 
 
 def _fields(message: Any) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each field: an int, or the bytes of all that has a length or a fixed size."""
+    """Yield number and value of each field. The value is an int, or bytes if it has a length or a fixed size."""
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at)
@@ -163,7 +163,7 @@ def _fields(message: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _first(message: Any, number: int) -> Any:
-    """Return the first field of a number, or None."""
+    """Return the value of the first field with a number, or None."""
     return next((value for field, value in _fields(message) if field == number), None)
 
 

@@ -1,5 +1,5 @@
-"""The error of a recording that did not succeed."""
+"""The error of a failed recording."""
 
 
 class TraceError(RuntimeError):
-    """Raised if nothing could be recorded, if what was recorded does not fit the plan, or if it cannot be written."""
+    """Raised if nothing could be recorded, or if the recording does not fit the plan or cannot be written."""

@@ -1,12 +1,12 @@
 """Record a few steps of a training: `with trace(folder) as recording`.
 
     call         1         2    3    4        5 ...
-                 warm-up   recorded, steps=3  as fast as without
+                 warm-up   recorded, steps=3  at full speed again
                         ^                  ^
                         profiler starts    and stops
 
 The program that runs is the same with and without a recording: nothing is compiled for it. XLA's profiler says when
-each device ran each operation, and the names of the tasks (`engine/labels.py`) which task that was.
+each device ran each operation. The names of the tasks (`engine/labels.py`) say to which task an operation belongs.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ def trace(folder: str | os.PathLike[str], *, steps: int = 3) -> "Recording":
     """Record a few steps of the loop inside `with trace(folder) as recording:`, on all instances.
 
     The first call of a `TrainStep` or a `Pipeline` inside is not recorded: it compiles. The recording begins when that
-    call has finished, and ends when `steps` weight updates have. A call of a `TrainStep` counts as many as it makes
-    (`device_iterations`), any other as one. Programs of your own, such as a jitted loop over steps, count if they run
-    in `recording.run`.
+    call has finished, and ends when `steps` weight updates have finished. A call of a `TrainStep` counts as the number
+    of updates that it makes (`device_iterations`), any other call as one. Programs of your own, such as a jitted loop
+    over steps, count if you run them with `recording.run`.
 
-    Communicates, at the end, what each instance recorded: a few kilobytes.
+    At the end, communicates what each instance recorded: a few kilobytes.
 
     Args:
-        folder: where instance 0 writes `trace.json.gz`, in place of one that is there; made if it is missing. XLA
-            writes its profile there meanwhile, on every instance.
+        folder: where instance 0 writes `trace.json.gz`, replacing an existing one; made if it is missing. During the
+            recording, XLA writes its profile there, on every instance.
         steps: how many weight updates to record.
 
     Returns:
-        The `Recording`. It has a timeline and a report when it has finished.
+        The `Recording`. It has a timeline and a report once it has finished.
 
     Raises:
-        ValueError: the folder cannot be written to, `steps` is no count, another trace is being recorded, or the
-            devices are not those of a CPU.
+        ValueError: the folder cannot be written to, `steps` is not a count, another trace is being recorded, or the
+            devices are not CPU devices.
     """
     return Recording(folder, steps)
 
@@ -89,7 +89,7 @@ class Recording:
 
     @property
     def timeline(self) -> Timeline:
-        """Return what was measured.
+        """Return the measured timeline.
 
         Raises:
             TraceError: the recording has not finished.
@@ -100,7 +100,7 @@ class Recording:
 
     @property
     def report(self) -> TraceReport:
-        """Return the sums of what was measured; `print` it.
+        """Return the summary of the timeline; `print` it.
 
         Raises:
             TraceError: as in `timeline`.
@@ -111,7 +111,7 @@ class Recording:
 
     @property
     def is_recorded(self) -> bool:
-        """Return whether all steps were recorded; `finish` may be called then."""
+        """Return whether all steps were recorded; `finish` can be called then."""
         return self._state in ("recorded", "finished")
 
     def __enter__(self) -> "Recording":
@@ -131,12 +131,12 @@ class Recording:
             self._state = "finished"
 
     def run(self, program: Callable[..., Any], *args: Any, steps: int = 1) -> Any:
-        """Run a program of your own that makes so many weight updates, and return its result.
+        """Run a program of your own that makes `steps` weight updates, and return its result.
 
         Its first run is the warm-up if nothing has run before.
 
         Args:
-            program: such as a jitted function, or what its `lower(...).compile()` returned.
+            program: such as a jitted function, or the result of its `lower(...).compile()`.
             args: its arguments.
             steps: how many weight updates it makes.
         """
@@ -145,7 +145,7 @@ class Recording:
         return outputs
 
     def admit(self, owner: Any, outputs: list[Any], updates: int) -> None:
-        """See a program that was dispatched; start or stop the profiler."""
+        """Take note of a program that was dispatched; start or stop the profiler."""
         if self._state not in ("waiting", "recording"):
             return
         for output in outputs:
@@ -157,7 +157,7 @@ class Recording:
         self._known.add(id(owner))
         self._last = outputs
         if self._state == "waiting":
-            _wait(outputs)  # a run that has begun already would be recorded in part
+            _wait(outputs)  # a run that has already begun would be recorded only in part
             try:
                 self._profiler.start()
                 self._state = "recording"
@@ -175,12 +175,12 @@ class Recording:
         Leaving the `with` calls it.
 
         Raises:
-            TraceError: no step was recorded, what was recorded does not fit the plan, or the file cannot be written;
-                on every instance alike, but for the file.
+            TraceError: no step was recorded, the recording does not fit the plan, or the file cannot be written. The
+                first two are raised on every instance, the last one on instance 0.
         """
         if self._state in ("new", "finished"):
             return
-        _wait(self._last)  # a step that the profiler sees the beginning of only is none that can be read
+        _wait(self._last)  # the profile of a step must be complete to be read
         self._stop()
         self._state = "finished"
         with beacons.during(Phase.BUSY, "reading a trace", beacons.LONG):
@@ -226,7 +226,7 @@ class Recording:
                 )
             self._plan = main_plan(self._runs)
             found = measured_by_device(self._plan, self._runs, self._meshes, self.steps)
-        except Exception as error:  # the other instances wait: all must hear of it
+        except Exception as error:  # the other instances wait: all must be informed
             self._error = self._error or error
             return {"error": str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"}
         return {
@@ -236,10 +236,10 @@ class Recording:
 
 
 def _writable(folder: Any) -> Path:
-    """Return a folder, which is made if it is missing.
+    """Return a folder as a path; make the folder if it is missing.
 
     Raises:
-        ValueError: it is no folder, or nothing can be written there.
+        ValueError: it is not a folder, or nothing can be written there.
     """
     if not isinstance(folder, (str, os.PathLike)):
         raise ValueError(f"folder={folder!r} is no folder: give a path")

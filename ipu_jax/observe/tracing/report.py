@@ -1,12 +1,12 @@
-"""Tell where the time of an IPU went, what the plan promised, and which layers to move.
+"""Report where the time of an IPU went, what the plan promised, and which layers to move.
 
     replica  IPU     busy  waiting   update    other     step   bubble planned  measured
           0    0  12.1 ms   3.0 ms   2.2 ms   0.4 ms  17.7 ms            20.0%     21.3%
 
-A step of an IPU is busy (tasks), waiting (exchanges, and collectives wherever they are), update, and all other time:
-the bookkeeping between tasks, and what the program does before and after its scan. The four add up to the step.
+A step of an IPU consists of busy time (tasks), waiting (exchanges, and collectives wherever they are), update, and all
+other time: the bookkeeping between tasks, and the work before and after the scan. The four add up to the step.
 
-The bubble is the share of the time from the first task of a replica to its last one in which the IPU ran no task.
+The bubble is the share of the time, from a replica's first task to its last one, in which the IPU ran no task.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ipu_jax.observe.tracing._planned import Costs, median_costs, net_seconds, s
 from ipu_jax.observe.tracing.timeline import TASKS, Timeline
 from ipu_jax.schedules import Schedule
 
-_WORTH_MOVING = 0.02  # a smaller gain is within what measured costs differ from run to run
+_WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of measured costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class IpuReport:
         waiting: in exchanges and in collectives.
         update: in the weight update, without its collectives.
         other: the rest of the step.
-        step: all of it.
-        bubble_planned, bubble_measured: the share of the time between the first task and the last in which it ran
-            none; planned with each task's median time and exchanges that take none.
+        step: the whole step.
+        bubble_planned, bubble_measured: the share of the time between the first task and the last in which the IPU
+            ran no task; planned with each task's median time and exchanges that take no time.
     """
 
     replica: int
@@ -50,16 +50,16 @@ class IpuReport:
 
 @dataclasses.dataclass(frozen=True)
 class TraceReport:
-    """Sum a timeline up; `str()` prints it.
+    """Summarise a timeline; `str()` makes the text to print.
 
     Attributes:
-        steps: how many were measured.
-        step_seconds: the median step of the slowest IPU of each.
-        ipus: one per IPU and replica.
+        steps: how many steps were measured.
+        step_seconds: the median over the steps, each timed on its slowest IPU.
+        ipus: one report per IPU and replica.
         stage_seconds: per stage, the median seconds of its tasks for one micro-batch; stages that run as one segment
-            have even parts.
+            share its time equally.
         slowest: the stages of the segment that takes the longest on its IPU.
-        split: what `balance_layers` would move by these costs.
+        split: which stages `balance_layers` would move, given these costs.
         schedule, stages: as in `Timeline`.
     """
 
@@ -95,7 +95,7 @@ class TraceReport:
 
 
 def make_report(timeline: Timeline) -> TraceReport:
-    """Return what a timeline says in sum."""
+    """Return the summary of a timeline."""
     costs = median_costs(timeline.slices)
     plan = simulated(timeline.schedule, costs)
     numbers = sorted({step.step for step in timeline.steps})
@@ -155,7 +155,7 @@ def _per_stage(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def split_of(schedule: Schedule, seconds: Sequence[float], names: Sequence[str]) -> str:
-    """Return what `balance_layers` would move if each stage costs so many seconds.
+    """Return which stages `balance_layers` would move, in words, given the seconds of each stage.
 
     >>> from ipu_jax.schedules import make_schedule
     >>> schedule = make_schedule("grouped", ipus=2, micro_batches=4, placement=[0, 0, 0, 1])

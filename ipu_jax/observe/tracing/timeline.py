@@ -1,4 +1,4 @@
-"""Hold what each IPU ran when, and what the plan says, as plain data: for pictures, reports and other programs.
+"""Hold what each IPU ran when, and its plan, as plain data: for pictures, reports and other programs.
 
 IPU 0   0F0 | 0F1 | exchange y ...... | 0B0 | 0B1 | update        a Slice each, in seconds
 IPU 1   exchange y ... | 1F0 | 1B0 | exchange dx | ...            a collective inside a task is a Slice in a Slice
@@ -22,14 +22,14 @@ class Slice:
     """Hold a time in which an IPU did one thing.
 
     Attributes:
-        instance, replica, ipu, step: where and in which step; in a plan instance and replica are 0.
-        kind: a task; an exchange with neighbours; another collective, which may lie inside a task or an update; or the
+        instance, replica, ipu, step: where and in which step; in a plan, instance and replica are 0.
+        kind: a task; an exchange with neighbours; another collective, possibly inside a task or an update; or the
             weight update, with the reduction of gradients over replicas.
-        name: "2F0" as `Task` prints; of a segment of several stages "2-3F0"; of a loss head, whose F and B are one,
-            "4F0 4B0"; "exchange y", "exchange dx", "all-reduce", "update".
+        name: "2F0" as `Task` prints; "2-3F0" for a segment of several stages; "4F0 4B0" for a loss head, whose F and B
+            are one task; "exchange y", "exchange dx", "all-reduce", "update".
         start, end: seconds from the beginning of the timeline.
         tick: of a task or an exchange, else None.
-        stages: of a task, the stages that it runs.
+        stages: the stages that a task runs.
         microbatch: of a task, else None.
     """
 
@@ -67,14 +67,14 @@ class Timeline:
     """Hold a few measured steps of a pipeline, and its plan beside each of them.
 
     Attributes:
-        schedule: when each stage was to run.
+        schedule: when each stage should run.
         stages: the names of the stages.
         backward: whether there were gradients; otherwise only F ran.
-        steps: of every IPU.
-        slices: what was measured, by IPU, in the order of their starts; a slice comes before those in it.
-        plan: what each IPU of a replica would have done if each task had taken its median time, and no exchange any:
+        steps: the steps of every IPU.
+        slices: the measured slices, by IPU, in the order of their starts; a slice comes before the slices in it.
+        plan: what each IPU of a replica would have done if each task had taken its median time and exchanges no time:
             per step, from the start of its first task.
-        clocks: how the clocks of the instances were brought together.
+        clocks: how the clocks of the instances were aligned.
     """
 
     schedule: Schedule
@@ -117,7 +117,7 @@ class Timeline:
         """Return the timeline that a text of `to_json` describes.
 
         Raises:
-            ValueError: the text is not one.
+            ValueError: the text does not come from `to_json`.
         """
         try:
             fields = json.loads(text)
