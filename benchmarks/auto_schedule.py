@@ -1,13 +1,13 @@
 """Measure what a schedule made for measured costs gains over the best family, by the simulator.
 
 Fifty sets of stages are drawn, with 2 to 8 IPUs, 4 to 16 micro-batches, and one or two stages per IPU (there and back,
-or in rounds). F of a stage costs between exp(-0.8) and exp(0.8), B 0.8 to 1.3 of that, W 0.6 to 1.1 of it, and a stage
-holds 0.5 to 2 bytes per unit of its F. For each set `find_schedule` searches with IPUs that run freely and in lockstep,
-without a limit of bytes and within those that 1F1B holds on its fullest IPU.
+or in rounds). F of a stage costs between exp(-0.8) and exp(0.8), B 0.8 to 1.3 times as much as F, W 0.6 to 1.1 times,
+and a stage holds 0.5 to 2 bytes per unit of its F. For each set `find_schedule` searches with IPUs that run freely and
+in lockstep, without a limit of bytes and within the bytes of 1F1B on its fullest IPU.
 
-The gain is the share of the best fitting family's time that the schedule found saves. Where the best family is at the
-lower bound already, nothing can be gained: so the distances of both from the bound are printed as well. In lockstep the
-bound is that of IPUs that run freely, which lockstep may not be able to reach.
+The gain is the fraction of the best fitting family's time that the found schedule saves. If the best family already
+reaches the lower bound, nothing can be gained, so the distances of both from the bound are printed as well. The bound
+is for IPUs that run freely; in lockstep it may be out of reach.
 
     python benchmarks/auto_schedule.py [--check]
 """
@@ -24,15 +24,15 @@ from ipu_jax import SCHEDULES, FoundSchedule, StageCosts, find_schedule, make_sc
 
 SETS = 50
 SPREAD = 0.8
-# of the mean gain: three per cent are asked for where stages are unlike; without a limit the best family is at the
-# bound in half of the sets
+# the least mean gain: three per cent where stages are unlike; without a limit the best family is at the bound in half
+# of the sets
 LEAST_GAIN = {
     ("no limit", False): 0.0,
     ("no limit", True): 0.0,
     ("1F1B's bytes", False): 0.03,
     ("1F1B's bytes", True): 0.03,
 }
-SECONDS = 10  # of a whole search at 16 IPUs x 64 micro-batches, as CPU time
+SECONDS = 10  # CPU time of a whole search at 16 IPUs x 64 micro-batches
 
 
 def stage_costs(rng: random.Random, stages: int) -> StageCosts:

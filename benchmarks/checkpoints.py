@@ -1,7 +1,7 @@
 """Measure what saving costs the steps around it, its bytes on disk and in memory, and how long restoring takes.
 
-The program is the training step of the MNIST example with adam, in basic mode on two IPUs. A round is 50 steps, with
-one checkpoint saved at its beginning and without one, in turn in one run.
+The program is the training step of the MNIST example with adam, in basic mode on two IPUs. A round is 50 steps; rounds
+with a checkpoint saved at the beginning and rounds without take turns in one run.
 
     python benchmarks/checkpoints.py [--check]
 """
@@ -34,7 +34,7 @@ def resident_bytes() -> int:
 
 
 class PeakMemory:
-    """Notes the most memory that the process has in a `with` block, every millisecond."""
+    """Measures the process's memory every millisecond in a `with` block, and keeps the maximum."""
 
     def __enter__(self) -> "PeakMemory":
         self.most = resident_bytes()
@@ -53,7 +53,7 @@ class PeakMemory:
 
 
 class Training:
-    """The steps of a training that goes on."""
+    """The steps of one continuing training."""
 
     def __init__(self) -> None:
         pipeline = make_pipeline("basic", gradient_accumulation=MICRO_BATCHES)
@@ -72,7 +72,7 @@ class Training:
         return self.step.init(init_params(0))
 
     def steps(self, checkpoints: Checkpoints | None = None, count: int = STEPS) -> Any:
-        """Make the steps of a round, with a save at its beginning or without."""
+        """Run the steps of a round, with or without a save at its beginning."""
         loss: Any = None
         for i in range(count):
             self.state, outputs = self.step(self.state, self.batches[i % len(self.batches)])
@@ -87,7 +87,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def held_bytes(state: TrainState) -> int:
-    """Return the bytes of a state, what several IPUs hold alike counted once."""
+    """Return the bytes of a state; values that several IPUs hold count once."""
     return sum(array.nbytes for array in jax.tree.leaves(state))
 
 
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def timed(call: Any) -> Cost:
-    """Return the cost of a call; what it returns is dropped."""
+    """Return the cost of a call, whose result is dropped."""
     cpu, wall = time.process_time(), time.perf_counter()
     found = call()
     if hasattr(found, "state"):

@@ -1,7 +1,7 @@
 """Measure whether compiling a pipeline takes longer with more micro-batches, or with more stages.
 
-All stages are alike: four 1024x1024 relu layers each. There are 8 virtual IPUs, of which one is used for each stage.
-One time is for XLA alone, the other for everything that a first call waits for, which includes tracing and lowering.
+All stages are equal: four 1024x1024 relu layers each. There are 8 virtual IPUs, and each stage uses one of them. One
+time is for XLA alone. The other is for everything that a first call waits for, including tracing and lowering.
 
     python benchmarks/compile_time.py [--check]
 """
@@ -30,7 +30,7 @@ class Program:
     """A pipeline of equal stages, and for each round the seconds that compiling it took."""
 
     def __init__(self, stages: int, micro_batches: int):
-        # each stage is the same function, so that the stages differ only in their places
+        # all stages are the same function, so that they differ only in their places
         self.pipeline = Pipeline(
             [
                 *(Stage(layers, params=f"part{i}", ipu=i) for i in range(stages)),
@@ -45,7 +45,7 @@ class Program:
         self.all: list[float] = []
 
     def measure(self) -> None:
-        jax.clear_caches()  # otherwise a function that was traced once is not traced again
+        jax.clear_caches()  # otherwise a traced function is not traced again
         started = time.perf_counter()
         lowered = jax.jit(self.pipeline.value_and_grad).lower(self.params, self.batch)
         traced = time.perf_counter()

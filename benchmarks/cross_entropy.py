@@ -1,9 +1,9 @@
 """Compare the cost of the split projection and cross-entropy with that of commonly used programs.
 
 Each program computes the mean loss and both gradients, for 1024 tokens, 768 features and 32000 columns in float32, on 2
-IPUs. The others are the unsharded optax program on both cores; XLA's own partitioning of that program (`jit` with the
+IPUs. The rivals are the unsharded optax program on both cores; XLA's own partitioning of that program (`jit` with the
 table's `NamedSharding`), which reduces three times; and torch's `loss_parallel` in two processes over gloo.
-`linear_cross_entropy` is compared with the unsharded program, also for 4096 tokens and 65536 columns. All programs run
+`linear_cross_entropy` is also compared with the unsharded program for 4096 tokens and 65536 columns. All programs run
 in turn, in one run.
 
     python benchmarks/cross_entropy.py [--check]
@@ -54,7 +54,7 @@ def split(hidden_ND: Any, table_VD: Any, labels_N: Any, *, size: int) -> Any:
 def programs(
     tokens: int = TOKENS, vocabulary: int = VOCABULARY, names: tuple[str, ...] = NAMES
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return each compiled program by its name, and its arguments by the same name."""
+    """Return the compiled programs and their arguments, both by the program's name."""
     random = np.random.default_rng(0)
     hidden = random.normal(size=(tokens, FEATURES)).astype(np.float32)
     table = (random.normal(size=(vocabulary, FEATURES)) / np.sqrt(FEATURES)).astype(np.float32)
@@ -125,8 +125,8 @@ def _difference(found: Any, expected: Any) -> float:
 def _compare(figures: Figures, steps: dict[str, Callable[[], Any]], torch: Workers | None) -> None:
     """Add the figures of the costs, over several rounds after a warm-up round.
 
-    Each round runs one step of each program, so that other load on the machine affects all programs. The fused loss's
-    figures are medians of each round's ratio, the others' are ratios of the least costs.
+    Each round runs one step of each program, so that other load on the machine affects all programs. The figures of the
+    fused loss are medians of each round's ratio; the other figures are ratios of the least costs.
     """
     costs: dict[str, list[Cost]] = {name: [] for name in steps}
     theirs: dict[int, list[Cost]] = {threads: [] for threads in THREADS}
@@ -170,7 +170,7 @@ def _compare_large(figures: Figures) -> None:
 
 
 def _add_medians(figures: Figures, name: str, ours: list[Cost], unsharded: list[Cost], bound: float | None) -> None:
-    """Add the medians over the rounds of a program's costs over those of the unsharded program in the same round."""
+    """Add the medians over the rounds of the ratios of a program's costs to the unsharded program's costs."""
     pairs = list(zip(ours, unsharded, strict=True))
     wall, cpu = (statistics.median(getattr(a, kind) / getattr(b, kind) for a, b in pairs) for kind in ("wall", "cpu"))
     figures.add(f"step time / {UNSHARDED}, median, {name}", wall, bound)

@@ -1,8 +1,8 @@
 """Measure how many examples per second the lesson on distributed training reaches in each of its steps.
 
-It runs `examples/distributed.py`, whose examples are decoded one by one in Python, and once more with a wait for each
+It runs `examples/distributed.py`, which decodes examples one by one in Python, and runs it again with a wait for each
 example, as if it were read from a slow disk. Threads of the feed help where reading waits. Decoding holds Python's
-lock, and there only instances help. Rates are relative to one replica's in the same round.
+lock, so for decoding only instances help. Rates are relative to one replica's in the same round.
 
     python benchmarks/distributed_lesson.py [--check] [--plot docs/pictures/distributed.png]
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 ROUNDS = 3
 PICTURE = "docs/pictures/distributed.png"
 PYTHON = [sys.executable, "-m", "examples.distributed"]
-# one example takes as long to wait for as to decode a few of them
+# waiting for one example takes as long as decoding a few of them
 WAIT = ("--wait", "0.002")
 POPRUN = [sys.executable, "-m", "ipu_jax.distributed.poprun", "--num-replicas", "8", "--num-instances"]
 STEPS = {
@@ -33,7 +33,7 @@ STEPS = {
     "8 replicas on 2 instances, 4 workers": [*POPRUN, "2", *PYTHON, "--workers", "4"],
 }
 KINDS = {"decoding": [], "waiting": [*WAIT]}
-# what the lesson says of them
+# the lesson says that these are reached
 BOUNDS = {
     ("decoding", "8 replicas on 2 instances"): 1.2,
     ("waiting", "8 replicas, 4 workers"): 1.5,
@@ -41,7 +41,7 @@ BOUNDS = {
 
 
 def rate_of(command: list[str]) -> float:
-    """Return the examples per second that a command tells, over all epochs but the first, which compiles."""
+    """Return the examples per second that a command prints, over all epochs except the first, which compiles."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -51,7 +51,7 @@ def rate_of(command: list[str]) -> float:
 
 
 def measured(rounds: int) -> dict[str, dict[str, float]]:
-    """Return, for each kind of reading and each step, the median over rounds of the rate over one replica's."""
+    """Return, for each kind of reading and each step, the median over rounds of the rate relative to one replica's."""
     found: dict[str, dict[str, list[float]]] = {kind: {step: [] for step in STEPS} for kind in KINDS}
     for _ in range(rounds):
         for kind, flags in KINDS.items():

@@ -1,9 +1,10 @@
 """Break a training in fourteen ways at random moments, for real, and judge how poprun and `Checkpoints` take it.
 
 Each run starts a small training (`faults_of/training.py`) on two instances under poprun, makes one fault, and lets the
-training go on: by `--max-restarts` or by the same command again, as chance has it. A run is fine if poprun ends with
+training go on: by `--max-restarts` or by the same command again, chosen at random. A run is fine if poprun ends with
 the right status and names the instance and the reason in time, no process, run folder or damaged checkpoint is left,
-and all losses and the last weights have the bits of an undisturbed run. What falls short is kept in its folder.
+and all losses and the last weights equal those of an undisturbed run in every bit. The folder of a run that falls short
+is kept.
 
     python benchmarks/faults.py [--times 20] [--only CASE] [--seed N] [--check]
 """
@@ -31,7 +32,7 @@ CASES: Final = {**cases.CASES, **surroundings.CASES}
 
 
 def undisturbed(folder: Path, warm: int = 2) -> tuple[Twin, Path]:
-    """Return what undisturbed runs give, and a cache of compiled programs: one fills it, and so many use it."""
+    """Return the results of undisturbed runs, and a cache of compiled programs: one fills it, `warm` use it."""
     cache, runs = folder / "cache", list[Started]()
     for i in range(1 + warm):
         words = [*poprun_words(cache), sys.executable, str(PROGRAM), *flags(folder / f"checkpoints-{i}")]
@@ -43,7 +44,7 @@ def undisturbed(folder: Path, warm: int = 2) -> tuple[Twin, Path]:
 
 
 def one_run(name: str, number: int, twin: Twin, cache: Path, folder: Path, seed: int) -> Result:
-    """Return what one run of a case showed; its folder is kept if it falls short."""
+    """Return the result of one run of a case; its folder is kept if the run falls short."""
     make, phases = CASES[name]
     for attempt in range(TRIES):
         dice = random.Random(f"{seed} {name} {number} {attempt}")
@@ -76,7 +77,7 @@ def add_case(figures: Figures, name: str, results: Sequence[Result]) -> None:
         shown = [(getattr(result, what), result.bounds.get(what)) for result in results]
         values = [(value, bound) for value, bound in shown if value is not None]
         if values:
-            # each run has its own bound: the value that comes nearest to its own, or is the farthest beyond it
+            # each run has its own bound: take the value nearest to its bound, or farthest beyond it
             worst = max(values, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
             unit = "steps made again" if what == "lost" else f"{what} within, s"
             figures.add(f"{unit}, {name}", *worst)

@@ -1,9 +1,9 @@
 """Measure whether a step waits for the feed's data, and how many bytes are sent to the IPUs.
 
-The step computes loss and gradients of the MNIST example. With batches that the feed makes and sends meanwhile, it is
+The step computes loss and gradients of the MNIST example. The feed makes and sends its batches while steps run. This is
 compared with the same step on batches that are already on the IPUs, in turn in one run, in both modes. The feed without
-prefetch and the feed alone are measured too. The data are $MNIST_DIR or an earlier download, else scikit-learn's
-digits.
+prefetch and the feed alone are measured too. The data come from $MNIST_DIR or an earlier download, otherwise they are
+scikit-learn's digits.
 
     python benchmarks/feed.py [--check]
 """
@@ -28,7 +28,7 @@ MOST = 1.05
 
 
 def feed_of(data: MNIST, pipeline: Pipeline, rows: int, prefetch: int) -> Feed:
-    """Return a feed of endless batches of one update each."""
+    """Return an endless feed whose batches are one update each."""
     return Feed(
         {"images": data.train_images, "labels": data.train_labels},
         mesh=pipeline.mesh,
@@ -39,7 +39,7 @@ def feed_of(data: MNIST, pipeline: Pipeline, rows: int, prefetch: int) -> Feed:
 
 
 def steps(pipeline: Pipeline, params: Any, next_batch: Callable[[], Any]) -> Any:
-    """Dispatch the steps of a round, and return the result of the last one, for which the caller waits."""
+    """Dispatch the steps of a round, and return the result of the last step; the caller waits for it."""
     result = None
     for _ in range(STEPS):
         result = pipeline.value_and_grad(params, next_batch())

@@ -1,8 +1,8 @@
 """Print figures with bounds, and measure programs side by side: the parts that all benchmarks share.
 
 A figure is a count, or a ratio of measurements from one process, because absolute times mean nothing on a shared
-machine. Each figure is printed as a line `name  value  bound`. With `--check` the script exits 1 and names the figures
-that are outside their bounds. With `--record FILE` each is also written to that file, as `run_all.py` reads it.
+machine. Each figure is printed as a line `name  value  bound`. With `--check` the script exits 1 if figures are outside
+their bounds, and names them. With `--record FILE` each figure is also written to that file, for `run_all.py`.
 """
 
 import argparse
@@ -21,12 +21,12 @@ import numpy as np
 from results import Figure
 
 STEADY: Final = 1.10
-"""The bound for the median step time over the least: above it, other load on the machine blurs the ratios."""
+"""The bound for median / least step time: above it, other load on the machine blurs the ratios."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds that one call took: on the clock, and as CPU time summed over all threads. Or ratios of both."""
+    """The seconds of one call, on the clock and as CPU time summed over all threads; or ratios of both."""
 
     wall: float
     cpu: float
@@ -54,7 +54,7 @@ class Costs:
 
     @property
     def spread(self) -> float:
-        """Return the median of the seconds on the clock over the least, which is 1 on a machine without other load."""
+        """Return the median of the seconds on the clock divided by the least; 1 on a machine without other load."""
         return self.wall / min(cost.wall for cost in self.calls)
 
     def __truediv__(self, other: Self) -> Cost:
@@ -70,8 +70,8 @@ class Program:
 
     Attributes:
         compiled: the step.
-        arguments: of the step.
-        comparable: brings what the step returns into the form in which results of programs are compared.
+        arguments: the step's arguments.
+        comparable: converts the step's result to the form in which results of programs are compared.
     """
 
     compiled: Any
@@ -93,7 +93,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The largest CPU work and temporary bytes of a program over those of the unsharded one; None for no bound."""
+    """The largest CPU work and temporary bytes of a program, relative to the unsharded program; None for no bound."""
 
     cpu: float | None = None
     bytes: float | None = None
@@ -143,7 +143,7 @@ class Figures:
                 file.write(json.dumps(line) + "\n")
 
     def add_spread(self, name: str, costs: Costs) -> None:
-        """Print how steady a program's step time was: the median of its calls over the least."""
+        """Print how steady a program's step time was: the median of its calls divided by the least."""
         self.add(f"median / least step time, {name}", costs.spread, STEADY)
 
     def add_beside_unsharded(
@@ -156,13 +156,13 @@ class Figures:
         most_difference: float,
         rounds: int,
     ) -> None:
-        """Run programs and the unsharded one in turn, and print their differences, costs and bytes beside its own.
+        """Run programs in turn with the unsharded program, and print their differences, costs and bytes relative to it.
 
         Args:
-            name: of what the programs compute.
+            name: the name of the computation.
             unsharded: the program on one device.
-            programs: by name, the programs to compare with it.
-            bounds: for some of the programs.
+            programs: the programs to compare with it, by name.
+            bounds: bounds for some of the programs, by name.
             most_difference: the bound for the largest relative difference of loss and gradients.
             rounds: as for `side_by_side`. The run whose results are compared is the warm-up.
         """
@@ -191,7 +191,7 @@ class Figures:
 
 
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median over the rounds of the ratio of two measurements in the same round."""
+    """Return the median over rounds of the ratio of two measurements in the same round."""
     return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 

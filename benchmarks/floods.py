@@ -1,8 +1,9 @@
 """Measure how fast poprun reads what an instance writes in a flood, beside `cat`: long lines, and one without an end.
 
-Each measurement is a process of its own: a program writes through a pipe to poprun, or to `cat`, and its clock runs
-until all is read. CPU time is poprun's own, its program's included, less that of a run that writes nothing. It is
-compared with the CPU time in which Python copies as many bytes from a pipe to a file, with a tag before each line.
+Each measurement is a process of its own: a program writes through a pipe to poprun or to `cat`, and the clock runs
+until everything is read. CPU time is the time of poprun and its program, less the time of a run that writes nothing. It
+is compared with the CPU time that Python needs to copy as many bytes from a pipe to a file, with a tag before each
+line.
 
     python benchmarks/floods.py [--check]
 """
@@ -34,7 +35,7 @@ while data := os.read(0, 1 << 16):
 
 
 def taken(kind: str, megabytes: int, reader: str) -> tuple[float, float]:
-    """Return the seconds on the clock and of CPU time in which a reader, a line for a shell, reads a flood."""
+    """Return the seconds, on the clock and as CPU time, in which a reader (a shell command) reads a flood."""
     before, begun = os.times(), time.monotonic()
     subprocess.run(
         ["bash", "-c", f"{reader} > /dev/null", "bash", sys.executable, "-c", FLOOD, kind, str(megabytes)], check=True

@@ -1,7 +1,7 @@
 """Measure the cost of a pipelined GPT with a tied, vocabulary-split table.
 
 The model is a small GPT over the virtual IPUs of a replica. The embedding and the projection back to the vocabulary are
-concurrent stages that share one table, a part of whose rows is on each IPU. The transformer blocks between them are
+concurrent stages that share one table, whose rows are split over the IPUs. The transformer blocks between them are
 pipelined:
 
     concurrent   IPU 0: table, rows 0 ..  \\   blocks 0-1 \\              / table, rows 0 ..  \\
@@ -10,17 +10,17 @@ pipelined:
     basic        IPU 0: table, positions, blocks 0-1
                  IPU 1:                              blocks 2-3, norm, another table, loss
 
-Positions and the last norm are concurrent too, and whole on every IPU. So the pipelined stages contain blocks only, and
-those in the middle of a longer pipeline, which are alike, share one compiled body. *basic* cannot tie the weights: a
-group of weights is on one IPU, so the projection has a table of its own.
+Positions and the last norm are concurrent too, and whole on every IPU. So the pipelined stages contain only blocks. In
+a longer pipeline the stages in the middle are equal and share one compiled body. *basic* cannot tie the weights: a
+group of weights is on one IPU, so the projection has its own table.
 
 Each pipeline is compared with its own unsharded program (a jitted scan over micro-batches of the same functions on
-whole weights), in CPU work and in temporary bytes per IPU: at three sizes, with the layers of a stage in a scan and one
-after the other, under "grouped" and "zb-h1". No option is set.
+whole weights), in CPU work and in temporary bytes per IPU. There are three sizes, the layers of a stage are in a scan
+or unrolled, and the schedule is "grouped" or "zb-h1". No option is set.
 
-At one size *basic* is measured too, and beside it the same model as a pipeline that is differentiated from outside
-(`rivals_of/usual_idiom.py`) with `jax.checkpoint` around the work of each tick. The tables, positions and last norm of
-that pipeline are on every device.
+At one size *basic* is measured too. There it is compared with the same model as a pipeline that is differentiated from
+outside (`rivals_of/usual_idiom.py`), with `jax.checkpoint` around the work of each tick. Every device of that pipeline
+holds the tables, positions and last norm.
 
 Dims: V vocabulary, B sequences of a micro-batch, T and S tokens of a sequence (S those attended to), D features,
 N heads, K features of a head, F hidden features of the MLP, L layers of a stage.
@@ -51,7 +51,7 @@ Mode = Literal["concurrent", "basic"]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of the model. `features` must be divisible by `heads`, and `layers` by the pipeline's IPUs."""
+    """The sizes of the model. `features` must be divisible by `heads`, and `layers` by the number of IPUs."""
 
     vocabulary: int
     length: int
@@ -142,15 +142,15 @@ def make_pipeline(
 ) -> Pipeline:
     """Return the GPT as a pipeline on `ipus` IPUs, with the same number of blocks on each.
 
-    A batch is `{"tokens", "targets"}`, (M, B, T) int32 each: each of the `targets` is the token that follows.
+    A batch is `{"tokens", "targets"}`, (M, B, T) int32 each; a target is the token that follows.
 
     Args:
-        sizes: of the model.
-        ipus: IPUs of the replica.
+        sizes: the sizes of the model.
+        ipus: the number of IPUs of the replica.
         mode: where embedding and projection are; see the top of this file.
-        recompute: of the stages of blocks, as for `Stage`.
+        recompute: as for `Stage`, for the stages of blocks.
         layers: `blocks` or `blocks_unrolled`.
-        options: of `Pipeline`.
+        options: other options of `Pipeline`.
     """
     if sizes.layers % ipus:
         raise ValueError(f"layers={sizes.layers} don't divide by ipus={ipus}: give a multiple")
@@ -239,23 +239,23 @@ def _projected_loss(params: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array
 def in_the_usual_idiom(
     mesh: Mesh, micro_batches: int, layers: Callable[..., jax.Array] = blocks, **variation: Any
 ) -> Any:
-    """Return the GPT as the usual JAX pipeline: a jitted function as `usual_idiom.value_and_grad` returns it.
+    """Return the GPT as the usual JAX pipeline: a jitted function made by `usual_idiom.value_and_grad`.
 
-    Its first two arguments are those that `for_the_usual_idiom` returns.
+    `for_the_usual_idiom` returns its first two arguments.
     """
     stage = lambda p, x_BTD: layers(p, x_BTD, None)  # noqa: E731
     return usual_idiom.value_and_grad(stage, _projected_loss, mesh, micro_batches, first=_embedded, **variation)
 
 
 def for_the_usual_idiom(params: Any) -> tuple[Any, Any]:
-    """Return weights as the usual pipeline takes them: stacked blocks (stages, L, ...), and what every device holds."""
+    """Return weights for the usual pipeline: stacked blocks (stages, L, ...), and the weights held by every device."""
     names = sorted(name for name in params if name.startswith("blocks"))
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *(params[name] for name in names))
     return stacked, {name: group for name, group in params.items() if name not in names}
 
 
 def from_the_usual_idiom(stacked: Any, shared: Any) -> dict[str, Any]:
-    """Return gradients in the layout of `init_params`, from those that the usual pipeline returns."""
+    """Return the usual pipeline's gradients in the layout of `init_params`."""
     stages = jax.tree.leaves(stacked)[0].shape[0]
     return shared | {f"blocks{i}": jax.tree.map(lambda g, i=i: g[i], stacked) for i in range(stages)}
 
@@ -279,7 +279,7 @@ IDIOMS: dict[str, dict[str, Any]] = {
 
 
 def measure(figures: Figures, size: str, mode: Mode, layers: Callable[..., jax.Array]) -> None:
-    """Measure a model under both schedules, and in "basic" mode in the usual idiom, beside its unsharded program."""
+    """Compare a model under both schedules, and in "basic" mode also in the usual idiom, with its unsharded program."""
     sizes, mesh = SIZES[size], make_mesh(1, IPUS)
     whole = init_params(sizes, IPUS, mode=mode)
     batch = random_batch(sizes, MICRO_BATCHES, SEQUENCES)

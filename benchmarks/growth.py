@@ -1,9 +1,9 @@
 """Measure how a step grows with micro-batches, stages, IPUs and vocabulary: its time, its memory, its compile time.
 
-Each point is a pipeline beside the unsharded program of the same model, in one process: eight relu layers of 256x256 on
-micro-batches of 64 rows, and for the vocabulary four of them with a head, on both of two IPUs or on one. Step times are
-ratios to the unsharded program on all cores, which runs in turn; bytes are XLA's; the CPU time to trace, lower and
-compile is a ratio to that of the unsharded program, too.
+Each point compares a pipeline with the unsharded program of the same model, in one process. The model is eight relu
+layers of 256x256 on micro-batches of 64 rows; for the vocabulary it is four layers with a head on one or both of two
+IPUs. Step times, and CPU times to trace, lower and compile, are relative to the unsharded program on all cores; the
+steps run in turn. Bytes are reported by XLA.
 
     python benchmarks/growth.py [--check] [--only KIND] [--rounds N] [--plot FILE.svg]
 """
@@ -37,20 +37,20 @@ TITLES = {
     "columns": "columns of the head (2 IPUs, M=4)",
 }
 SINGULAR = {"IPUs": "IPU"}
-SETTLED = (8, 32)  # M from which memory does not grow, and the last one
+SETTLED = (8, 32)  # the M from which memory must not grow, and the last M
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One pipeline of a curve, and what was measured.
+    """One pipeline of a curve, with its measurements.
 
     Attributes:
         x: the number that grows.
-        line: of several pipelines at the same x, which one.
-        time: of a step, over the unsharded one's.
-        bytes, unsharded_bytes: temporary, of an IPU and of the one device.
-        compile: CPU time to trace, lower and compile, over that of the unsharded program.
-        difference: of the loss from the unsharded one's, relative.
+        line: the name of the curve, where several pipelines have the same x.
+        time: the step time relative to the unsharded program's.
+        bytes, unsharded_bytes: temporary bytes of an IPU, and of the unsharded program's device.
+        compile: CPU time to trace, lower and compile, relative to the unsharded program's.
+        difference: the relative difference of the loss from the unsharded loss.
     """
 
     x: int
@@ -66,7 +66,7 @@ Build = Callable[[], tuple[Pipeline, dict[str, Any], dict[str, Any], Callable[[A
 
 
 def of_layers(stages: int, ipus: int, micro_batches: int, schedule: str = "grouped") -> Build:
-    """Return what makes the pipeline of eight layers in so many stages, its weights, a batch and the unsharded loss."""
+    """Return a function that makes a pipeline of eight layers in `stages` stages, weights, batch and unsharded loss."""
 
     def build() -> tuple[Pipeline, dict[str, Any], dict[str, Any], Callable[[Any, Any], Any]]:
         def loss_of(x: Any, microbatch: Any) -> Any:
@@ -97,7 +97,7 @@ def of_layers(stages: int, ipus: int, micro_batches: int, schedule: str = "group
 
 
 def of_vocabulary(size: int, place: int | None) -> Build:
-    """Return what makes a pipeline of four layers on two IPUs, and a head on one of them, or on both for None."""
+    """Return a function that makes a pipeline of four layers on two IPUs, with a head on IPU `place` (None: both)."""
 
     def build() -> tuple[Pipeline, dict[str, Any], dict[str, Any], Callable[[Any, Any], Any]]:
         def on_one(w: Any, x: Any, microbatch: Any) -> Any:
@@ -131,7 +131,7 @@ def square_matrices(count: int) -> list[jax.Array]:
 
 
 def builds(kind: str) -> Iterator[tuple[int, str, Build]]:
-    """Yield the number that grows, the name of the line, and what makes its programs, for each point of a kind."""
+    """Yield the number that grows, the curve's name and the function that makes the programs, for each point."""
     if kind == "micro-batches":
         yield from ((m, "grouped", of_layers(2, 2, m)) for m in (2, 4, 8, 16, 32))
     elif kind == "stages":
@@ -145,8 +145,8 @@ def builds(kind: str) -> Iterator[tuple[int, str, Build]]:
 
 
 def compiled(step: Callable[..., Any], *arguments: Any) -> tuple[Program, float]:
-    """Return a compiled step, and the CPU time that it took to trace, lower and compile it."""
-    jax.clear_caches()  # otherwise a function that was traced once is not traced again
+    """Return a compiled step, and the CPU time for tracing, lowering and compiling it."""
+    jax.clear_caches()  # otherwise a traced function is not traced again
     started = time.process_time()
     program = jax.jit(step).lower(*arguments).compile()
     return Program(program, arguments), time.process_time() - started
@@ -174,7 +174,7 @@ def measured(x: int, line: str, build: Build, rounds: int) -> Point:
 
 
 def plot(curves: dict[str, list[Point]], path: str) -> None:
-    """Draw a row per kind: step time, temporary bytes and compile time over the number that grows."""
+    """Draw a row per kind: step time, temporary bytes and compile time against the number that grows."""
     import matplotlib
 
     matplotlib.use("Agg")

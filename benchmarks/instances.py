@@ -1,13 +1,14 @@
 """Measure what it costs to have two replicas on two host processes (instances) rather than on one.
 
-The MNIST example's network with plain SGD, on two replicas of one virtual IPU each. Two instances, which exchange
-gradients by gloo over the loopback, are compared with one process that has both replicas, and with one program that has
-the whole batch and both cores. `DDP` is torch's `DistributedDataParallel` with two processes over gloo; it is compared
-with one torch process that does the whole batch with two threads. An overhead is the step of two processes over that of
-the same framework's one program. CPU work is that of all processes. All programs run in turn.
+The program is the MNIST example's network with plain SGD, on two replicas of one virtual IPU each. Two instances, which
+exchange gradients by gloo over the loopback, are compared with one process that has both replicas, and with one program
+that has the whole batch and both cores. `DDP` is torch's `DistributedDataParallel` with two processes over gloo. It is
+compared with one torch process that computes the whole batch with two threads. An overhead is the step time of two
+processes relative to one program of the same framework. CPU work is the sum over all processes. All programs run in
+turn.
 
-Start-up is the time from starting the command to the first step's loss, with a warm executable cache: under poprun with
-two instances, over one process with two replicas.
+Start-up is the time from starting the command to the first step's loss, with a warm executable cache. The figure is for
+poprun with two instances relative to one process with two replicas.
 
     python benchmarks/instances.py [--check]
 """
@@ -40,7 +41,7 @@ OURS = Path(__file__).with_name("rivals_of") / "jax_instance.py"
 TORCH = Path(__file__).with_name("rivals_of") / "torch_replica.py"
 FIRST_STEP = Path(__file__).with_name("rivals_of") / "first_step.py"
 POPRUN = [sys.executable, "-m", "ipu_jax.distributed.poprun", "--num-replicas", "2", "--num-instances", "2"]
-# global batch, bound for the step of two instances over one with two replicas, bound for our overhead over torch's
+# global batch, bound for step time of 2 instances / 1 instance with 2 replicas, bound for our overhead / torch's
 SIZES = ((256, 1.8, 1.0), (2048, 1.15, 1.0))
 KINDS = ("replicated", "sharded")
 
@@ -61,7 +62,7 @@ def batches() -> dict[str, dict[str, np.ndarray]]:
 
 
 def instances(count: int, files: dict[str, Any]) -> Workers:
-    """Return the processes of a run of ours."""
+    """Return the processes of one of our runs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         run = {"instances": np.array(count), "port": np.array(free.getsockname()[1])}
@@ -151,7 +152,7 @@ def steps_of(workers: Workers, batch: str, **order: Any) -> Callable[[], list[Co
 
 
 def in_turn(programs: dict[str, Callable[[], list[Cost]]], rounds: int) -> dict[str, list[Cost]]:
-    """Return each program's cost in each round after a warm-up round: the medians of a few steps."""
+    """Return each program's cost in each round after a warm-up round: the median of a few steps."""
     costs: dict[str, list[Cost]] = {name: [] for name in programs}
     for _ in range(rounds + 1):
         for name, steps in programs.items():
@@ -165,7 +166,7 @@ def ratio(ones: list[Cost], others: list[Cost], kind: str) -> float:
 
 
 def start_figures(figures: Figures, rounds: int) -> None:
-    """Start both commands in turn, each with a cache of its own that the first start has filled."""
+    """Start both commands in turn, each with its own cache, which its first start fills."""
     with tempfile.TemporaryDirectory(prefix="instances-") as folder:
         program, own = [sys.executable, str(FIRST_STEP)], ["--executable-cache-path", str(Path(folder, "poprun"))]
         commands = {"poprun": [*POPRUN, *own, *program], "alone": program}
@@ -179,7 +180,7 @@ def start_figures(figures: Figures, rounds: int) -> None:
 
 
 def start_of(command: list[str], cache: Path) -> Cost:
-    """Return the time from the start of a command to the loss that it prints, and the CPU time of its whole tree."""
+    """Return the time from a command's start to the loss that it prints, and the CPU time of all its processes."""
     environment = {
         **os.environ,
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -202,7 +203,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("instances: two replicas on two host processes over both on one, beside torch's", flags=flags)
-    jax.config.update("jax_platforms", "cpu")  # the weights are made here, and the devices are for the others
+    jax.config.update("jax_platforms", "cpu")  # this process only makes the weights
     if figures.args.only != "start":
         step_figures(figures, figures.args.rounds)
     if figures.args.only != "steps":

@@ -1,6 +1,6 @@
 """Check that an IPU's temporary bytes are what its report predicts, and don't grow with the number of micro-batches.
 
-Stages are three tanh layers of 64x64 on micro-batches of 512 rows, so that activations take nearly all the memory. The
+A stage is three tanh layers of 64x64 on micro-batches of 512 rows, so that activations take nearly all the memory. The
 compiled step's `memory_analysis().temp_size_in_bytes` is compared with `PipelineReport.predicted_temporary`, for every
 schedule below. Nothing is run. docs/measured.md contains the table that this prints.
 
@@ -70,7 +70,7 @@ def compiled_bytes(report: PipelineReport) -> int:
 
 
 def settled(schedule: str, ipus: int) -> tuple[int, ...]:
-    """Return those of `MICRO_BATCHES` that fill the stash, from which on memory must not grow.
+    """Return the numbers in `MICRO_BATCHES` that fill the stash; beyond the first, memory must not grow.
 
     There are none for "gpipe", which keeps all micro-batches.
     """

@@ -1,9 +1,9 @@
 """Measure the cost of pipelining unlike stages: MNIST's MLP and classifier over 2 virtual IPUs.
 
-One weight update of the MNIST example in both modes is compared with the same model unsharded (a jitted scan over
+One weight update of the MNIST example, in both modes, is compared with the same model unsharded (a jitted scan over
 micro-batches, plain jnp and optax), with micro-batches of 64 and of 8 images. The MLP is 400 times as large as the
-classifier, so two IPUs cannot be faster than one that has both cores. The figures show how much time is lost, and the
-CPU work shows how much is computed in addition.
+classifier, so two IPUs cannot be faster than one IPU that has both cores. The figures show how much time is lost, and
+the CPU work shows how much extra work is done.
 
     python benchmarks/mnist.py [--check]
 """
@@ -23,7 +23,7 @@ from ipu_jax import configure
 from mnist_example.flags import MODES
 from mnist_example.model import init_params, make_pipeline
 
-# images of a micro-batch, micro-batches per update, bound for the CPU work over that of the unsharded program
+# images of a micro-batch, micro-batches per update, bound for the CPU work / the unsharded program's
 SIZES = ((64, 16, 1.10), (8, 84, 1.15))
 
 
@@ -44,7 +44,7 @@ def unsharded(params: Any, batch: Any) -> Any:
     return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)[0]
 
 
-LEAST_IMAGES = {"basic": 0.95, "concurrent": 0.93}  # per second, over those of the unsharded program
+LEAST_IMAGES = {"basic": 0.95, "concurrent": 0.93}  # per second, relative to the unsharded program
 
 
 def main() -> int:

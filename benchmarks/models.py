@@ -1,14 +1,14 @@
 """Measure the cost of pipelining a ResNet, a transformer with skips and a recommender, on 2 virtual IPUs.
 
-*ResNet-18* as for CIFAR: the stem is one 3x3 convolution without pooling, images are 32x32 with 3 channels. Every
-convolution is followed by batch norm, whose running averages are the stages' state. Blocks are the Flax modules of the
-MNIST example, with its convolutions, which are matrix products on a CPU.
+*ResNet-18* has the form used for CIFAR: the stem is one 3x3 convolution without pooling, and images are 32x32 with 3
+channels. Every convolution is followed by batch norm, whose running averages are the stages' state. Blocks are the Flax
+modules of the MNIST example, with its convolutions, which are matrix products on a CPU.
 
     IPU 0: stem, blocks 1-4 \\
     IPU 1:                    blocks 5-8, pool, classifier, loss
 
-*The transformer* is U-shaped (Bao et al. 2022, arXiv:2209.12152): each encoder's result also goes to the decoder
-opposite, which joins it with its input by a matrix. So a message from IPU 0 to IPU 1 is four activations.
+*The transformer* is U-shaped (Bao et al. 2022, arXiv:2209.12152): each encoder's result also goes to the opposite
+decoder, which joins it with its input by a matrix. So a message from IPU 0 to IPU 1 contains four activations.
 
     IPU 0: tokens -> encoder 0 -> encoder 1 -> encoder 2 -> middle
                          |            |            |          |
@@ -16,9 +16,9 @@ opposite, which joins it with its input by a matrix. So a message from IPU 0 to 
 
 *The recommender* reads a few rows of a large table per example (Naumov et al. 2019, arXiv:1906.00091). Its layers are
 on IPU 0, where the table is alone in its slot, or on IPU 1, where one of them shares a flat slot with the table. It is
-measured with few and with many micro-batches, since work on the whole table in each of them would grow with their
-number. The unsharded program adds to its gradient in place, too; it fills one table with zeros, the pipeline one per
-IPU.
+measured with few and with many micro-batches, because any work on the whole table in each micro-batch would grow with
+their number. The unsharded program also adds to its gradient in place. It fills one table with zeros; the pipeline
+fills one per IPU.
 
     IPU 0: ids -> table -> (layers)
     IPU 1:                 (layers) -> loss
@@ -54,15 +54,15 @@ from mnist_example import resnet
 IPUS, MICRO_BATCHES, ROUNDS = 2, 8, 7
 BOUNDS = {"grouped": Bounds(cpu=1.05), "zb-h1": Bounds()}
 BOUNDS_OF_RECOMMENDER = {"grouped": Bounds(cpu=1.2), "zb-h1": Bounds(cpu=1.2)}
-ROWS, WIDTH, FIELDS = 200_000, 32, 8  # of the recommender's table, and how many rows an example reads
+ROWS, WIDTH, FIELDS = 200_000, 32, 8  # the size of the recommender's table, and the rows that an example reads
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model as a pipeline's stages, with what they take.
+    """A model as a pipeline's stages, with their inputs.
 
     Attributes:
-        stages: in order, the loss last.
+        stages: the stages in order; the loss is last.
         params: whole weights by group.
         batch: leaves (M, B, ...).
         state: stages' state by group.
@@ -105,7 +105,7 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
     Args:
         width: channels of the stem; the published network has 64.
         side: rows and columns of an image.
-        images: of a micro-batch.
+        images: images of a micro-batch.
         micro_batches: M.
     """
     stem, blocks = Stem(width), resnet.layers_of("resnet18", width=width)[1:]
@@ -129,7 +129,7 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
 
 
 def encode(p: Any, x_BTD: jax.Array | None, microbatch: Any, *, name: str) -> Outputs:
-    """Apply a block (in the first encoder to the embedded tokens), and return the result as a skip too."""
+    """Apply a block (in the first encoder, to the embedded tokens), and return the result also as a skip."""
     y_BTD = block(p["block"], p["table"][microbatch["tokens"]] + p["positions"] if x_BTD is None else x_BTD)
     return Outputs(y_BTD, skips={name: y_BTD})
 
@@ -149,11 +149,11 @@ def predict(p: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
 
 
 def u_transformer(sizes: Sizes | None = None, *, sequences: int = 4, micro_batches: int = MICRO_BATCHES) -> Model:
-    """Return the transformer, with random tokens (M, B, T) and those that follow them.
+    """Return the transformer, with random tokens (M, B, T) and the tokens that follow them.
 
     Args:
-        sizes: of the model; the layer in the middle is neither an encoder nor a decoder.
-        sequences: of a micro-batch.
+        sizes: the sizes of the model; the layer in the middle is neither an encoder nor a decoder.
+        sequences: sequences of a micro-batch.
         micro_batches: M.
     """
     sizes = sizes or Sizes(vocabulary=2048, length=96, features=256, heads=4, layers=7)
@@ -197,7 +197,7 @@ def recommender(*, packed: bool, micro_batches: int, examples: int = 256, hidden
     Args:
         packed: whether its layers are on IPU 1.
         micro_batches: M.
-        examples: of a micro-batch.
+        examples: examples of a micro-batch.
         hidden: the width of the hidden layer.
     """
     keys = jax.random.split(jax.random.key(3), 5)
@@ -226,7 +226,7 @@ def recommender(*, packed: bool, micro_batches: int, examples: int = 256, hidden
 def unsharded(model: Model) -> Callable[[Any, Any, Any], Any]:
     """Return a function of (params, batch, state) for mean loss, gradients and new state, on one device.
 
-    It is a scan over micro-batches of the stages' functions, one after the other.
+    It runs a scan over micro-batches, in which the stages' functions run one after the other.
     """
 
     def loss_of(params: Any, state: Any, microbatch: Any) -> Any:
@@ -258,7 +258,7 @@ def unsharded(model: Model) -> Callable[[Any, Any, Any], Any]:
 
 
 def pipelined(model: Model, schedule: str) -> Program:
-    """Return the model's step as a pipeline; its result to compare is that of `unsharded`."""
+    """Return the model's step as a pipeline; its comparable result has the form of `unsharded`'s."""
     micro_batches = len(jax.tree.leaves(model.batch)[0])
     pipeline = Pipeline(model.stages, schedule=schedule, gradient_accumulation=micro_batches)
     spread = jax.device_put(model.batch, NamedSharding(pipeline.mesh, PartitionSpec()))

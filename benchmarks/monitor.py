@@ -1,7 +1,7 @@
 """Measure what a process's record for ipu-monitor costs it: microseconds of CPU time a step, and system calls.
 
-Each measurement is a process of its own, with a record or with IPU_JAX_MONITOR=off, in turn. The least CPU time of
-each kind counts, since other load on the machine only adds to it. System calls are counted by strace, if that is there.
+Each measurement runs in a process of its own, in turn with a record and with IPU_JAX_MONITOR=off. The least CPU time of
+each kind counts, since other load on the machine only adds to it. strace counts the system calls, if it is installed.
 
     python benchmarks/monitor.py [--check]
 """
@@ -29,7 +29,7 @@ MOST_LOOK = 0.5
 
 
 def measure(steps: int) -> None:
-    """Print the microseconds of CPU time that a step takes that does nothing but pass through a window."""
+    """Print the microseconds of CPU time of a step that only passes through a window."""
     configure(2)
     admitted, output = InFlight(), jnp.ones(())
     output.block_until_ready()
@@ -50,7 +50,7 @@ def ran(steps: int, record: str, *before: str) -> subprocess.CompletedProcess[st
 
 
 def system_calls(steps: int, record: str, folder: Path) -> int:
-    """Return the system calls of the main thread in so many steps, by strace."""
+    """Return the number of system calls of the main thread in `steps` steps, counted by strace."""
     report = folder / "calls"
     ran(steps, record, "strace", "-c", "-o", str(report))
     found = re.search(r"^100\.00\s+\S+\s+(?:\d+\s+)?(\d+)\s+(?:\d+\s+)?total$", report.read_text(), re.MULTILINE)

@@ -1,11 +1,11 @@
 """Measure the cost of a training step on two replicas, and the saving by sharding the optimizer over them.
 
 The MNIST example's network with plain SGD, on two replicas of one virtual IPU each, is compared with one program that
-has the whole batch on both cores. The gradients of 5.3 million weights are reduced in every step, whatever the size of
-the batch; a small batch shows the cost of that. `sharded` is `shard_optimizer=True`: each replica updates its half of
-the weights. `DDP` is torch's `DistributedDataParallel` with one process per replica, over gloo, with SGD and with the
-same weights and images. An overhead is the time of a step on two replicas over that of the same framework's one program
-on both cores; ours is compared with torch's.
+has the whole batch on both cores. Every step reduces the gradients of 5.3 million weights, whatever the size of the
+batch; a small batch shows the cost of this. `sharded` is `shard_optimizer=True`: each replica updates its half of the
+weights. `DDP` is torch's `DistributedDataParallel` with one process per replica, over gloo, with SGD and with the same
+weights and images. An overhead is the step time on two replicas relative to one program of the same framework on both
+cores. Our overhead is compared with torch's.
 
     python benchmarks/replicas.py [--check]
 """
@@ -34,7 +34,7 @@ RATE = 0.1
 ROUNDS, STEPS = 12, 5
 THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 TORCH_REPLICA = Path(__file__).with_name("rivals_of") / "torch_replica.py"
-# global batch, bound for the step time over that of the unsharded program, bound for our overhead over torch's
+# global batch, bound for step time / the unsharded program's, bound for our overhead / torch's
 SIZES = ((256, 1.8, 0.90), (2048, 1.15, 1.00))
 KINDS = {"replicated": False, "sharded": True}
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
@@ -87,7 +87,7 @@ class Replicated:
 
 
 def collectives_of(hlo: str) -> dict[str, tuple[int, int]]:
-    """Return, for each kind of collective, how many a program contains and the bytes of their results on one IPU."""
+    """Return, for each kind of collective, how many of it a program contains, and their results' bytes on one IPU."""
     found = {}
     for kind in COLLECTIVES:
         results = [m[1] for m in re.finditer(rf"= (.*?) {kind}(?:-start)?\(", hlo)]
@@ -105,7 +105,7 @@ def bytes_on_one_ipu(tree: Any) -> int:
 
 
 def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> None:
-    """Compare our step with a sharded optimizer with DDP's, and both overheads."""
+    """Compare our step under a sharded optimizer with DDP's step, and the overheads of both."""
     weights = {f"{name}.{k}": np.asarray(w) for name, layer in params.items() for k, w in layer.items()}
     for size, _, bound in SIZES:
         name, batch = str(size), batches[str(size)]
@@ -146,10 +146,10 @@ def _flat(layers: dict[str, dict[str, Any]]) -> list[tuple[str, str, Any]]:
 
 
 def _difference_of_updates(before: Any, theirs: Any, ours: Any) -> float:
-    """Return the norm of the difference of two updated weights beyond rounding, over the norm of the update.
+    """Return the norm of the difference of two updated weights beyond rounding, relative to the norm of the update.
 
-    Norms are compared, because a relu at zero may round either way for one image, which changes the weights of one unit
-    only.
+    Norms are compared, because a relu at zero may round either way for one image, which changes only one unit's
+    weights.
     """
     beyond = np.maximum(abs(theirs - ours) - np.finfo(np.float32).eps * abs(before), 0)
     return float(np.linalg.norm(beyond) / np.linalg.norm(ours - before))
@@ -158,7 +158,7 @@ def _difference_of_updates(before: Any, theirs: Any, ours: Any) -> float:
 def _in_turn(
     ours: Callable[[], Any], one: Callable[[], Any], rival: TorchPipeline, batch: str
 ) -> dict[Any, list[Cost]]:
-    """Return each program's cost in each round after a warm-up round: the medians of a few steps."""
+    """Return each program's cost in each round after a warm-up round: the median of a few steps."""
 
     def rounds_of(step: Callable[[], Any]) -> Callable[[], list[Cost]]:
         return lambda: [cost_of(step) for _ in range(STEPS)]

@@ -1,6 +1,6 @@
-"""Keep the figures of all benchmarks with the machine and load that they were measured on, and show them as a table.
+"""Keep the figures of all benchmarks with the machine and load at the time, and show them as a table.
 
-`results.json` has them, script by script, each from the last run of that script. `RESULTS.md` is made of it.
+`results.json` contains the figures by script, each from the script's last run. `RESULTS.md` is made from it.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ FOLDER: Final = Path(__file__).parent
 DATA: Final = "results.json"
 TABLE: Final = "RESULTS.md"
 STEADINESS: Final = "median / least step time"
-"""How the names of figures begin that judge the machine: whether other load blurred the step times beside them."""
+"""The prefix of figures that judge the machine: whether other load blurred the step times of the same script."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +48,18 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Hold what one run of a script gave, and on what.
+    """Hold the results of one run of a script, and where it ran.
 
     Attributes:
-        date: when it began, in UTC, such as "2026-11-22 20:40".
+        date: when the run began, in UTC, such as "2026-11-22 20:40".
         machine: its processor, cores and system.
         versions: of Python and of the packages that are compared.
-        seconds: that it took; None if nobody noted it.
-        load_before, load_after: averages over the minute before it began and before it ended; None if not noted.
-        figures: in the order in which the script found them.
-        left_out: what it did not measure, and what that needs.
-        problem: why it did not end as it should; "" if it did.
+        seconds: how long it took; None if not noted.
+        load_before, load_after: average loads in the minute before the run began and before it ended; None if not
+            noted.
+        figures: in the order in which the script added them.
+        left_out: what was not measured, and what measuring it needs.
+        problem: why the run did not end as it should; "" if it did.
     """
 
     date: str
@@ -77,7 +78,7 @@ class Run:
         return bool(self.problem) or any(figure.holds is False for figure in self.figures)
 
     def summary(self) -> str:
-        """Return how many bounds hold, and what else must be said of the run."""
+        """Return how many bounds hold, the problem if there was one, and what was left out."""
         bounded = [figure.holds for figure in self.figures if figure.holds is not None]
         return "; ".join(filter(None, [f"{sum(bounded)} of {len(bounded)} bounds hold", self.problem, *self.left_out]))
 
@@ -95,7 +96,7 @@ def _run_of(figures: Iterable[Mapping[str, Any]], left_out: Iterable[str], **res
 
 
 def write(runs: Mapping[str, Run], *, not_run: Iterable[str] = (), folder: Path = FOLDER) -> None:
-    """Write the runs, and the table that is made of them; `not_run` are scripts of which there is no run."""
+    """Write the runs, and the table made from them; `not_run` names the scripts without a run."""
     parts: list[str] = []
     for script, run in sorted(runs.items()):
         fields = dataclasses.asdict(run)

@@ -1,7 +1,7 @@
 """Compare step time and memory of our pipelines with those of commonly used pipelines, in turn in one run.
 
 `torch` is `torch.distributed.pipelining` with one process per stage, over gloo, on the MNIST example in its basic mode.
-It has the same weights and images, and loss and gradients are compared first. `idiom` is the usual JAX pipeline
+It gets the same weights and images, and loss and gradients are compared first. `idiom` is the usual JAX pipeline
 (`rivals_of/usual_idiom.py`) on the model of `pipeline.py`: eight relu layers of 1024x1024 in 2 stages, micro-batches of
 64 rows, with the layers once as plain code and once as a scan over stacked weights. No step includes an optimizer.
 
@@ -89,7 +89,7 @@ def _step(pipeline: Pipeline, params: Any, batch: Any) -> Callable[[], Any]:
 
 
 def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], batch: str, where: str) -> None:
-    """Add the figures of the step times: rounds of a few steps of each, so that other load affects all of them."""
+    """Add the figures of the step times: rounds of a few steps of each program, so that other load affects all."""
     variants = [(schedule, threads) for schedule in torch_pipeline.SCHEDULES for threads in THREADS]
     ours: list[Cost] = []
     theirs: dict[tuple[str, int], list[Cost]] = {variant: [] for variant in variants}
@@ -114,7 +114,7 @@ def _compare(figures: Figures, rival: TorchPipeline, step: Callable[[], Any], ba
 
 
 def scanned_layers(weights: Any, x: Any, microbatch: Any) -> Any:
-    """`pipeline.layers`, its weights stacked: (layers, width, width)."""
+    """Run `pipeline.layers` with stacked weights: (layers, width, width)."""
     x = microbatch["x"] if x is None else x
     return lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, weights)[0]
 
@@ -225,7 +225,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _drawable(path: str) -> str:
-    """Return the path if a picture can be drawn there; else raise now, rather than after minutes of measuring."""
+    """Return the path if a picture can be drawn there; otherwise raise now, not after minutes of measuring."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
     if not Path(path).absolute().parent.is_dir():

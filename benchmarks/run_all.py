@@ -2,14 +2,14 @@
 
     python benchmarks/run_all.py [--only NAME ...] [--limit SECONDS] [--no-pictures]
 
-A script is any file of this folder that runs as a program. The figures of a script that does not run this time, or
-fails, stay as they are. Files are written after each script, so that nothing is lost if the run is stopped. The exit
-status is 1 if a script that ran this time falls short of a bound, fails, or takes longer than its limit; the last lines
-name them.
+A script is any file of this folder that runs as a program. If a script fails or does not run this time, its figures
+stay as they are. Files are written after each script, so that nothing is lost if the run is stopped. The exit status is
+1 if a script falls short of a bound this time, fails, or takes longer than its limit; the last lines name these
+scripts.
 
 A script is called with the flags that it names in a line such as `FLAGS = ("--full",)`. Scripts draw their own
-pictures: one with a line such as `PICTURE = "docs/pictures/x.png"` is called with `--plot` and that path, as a file or
-a folder, if matplotlib is installed.
+pictures: a script with a line such as `PICTURE = "docs/pictures/x.png"` is called with `--plot` and that path, a file
+or a folder, if matplotlib is installed.
 """
 
 import argparse
@@ -40,13 +40,13 @@ _GRACE: Final = 10.0
 
 
 def scripts(folder: Path) -> dict[str, Path]:
-    """Return the benchmarks by name: the files that run as programs, but for this one and those that stand `APART`."""
+    """Return the benchmarks by name: the files that run as programs, except this file and files that set `APART`."""
     programs = (path for path in sorted(folder.glob("*.py")) if '\nif __name__ == "__main__":\n' in path.read_text())
     return {path.stem: path for path in programs if path.name != Path(__file__).name and not constant_of(path, "APART")}
 
 
 def constant_of(script: Path, name: str) -> Any:
-    """Return what a script assigns to a name at its top level, without running it; None if it does not."""
+    """Return the value that a script assigns to a name at its top level, without running it; None if there is none."""
     for statement in ast.parse(script.read_text()).body:
         match statement:
             case (
@@ -60,11 +60,11 @@ def constant_of(script: Path, name: str) -> Any:
 
 
 def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run:
-    """Run one script, and return what it found.
+    """Run one script and return its results.
 
     Args:
         limit: seconds after which the script and its processes are ended.
-        pictures: whether it draws its picture, if it has one.
+        pictures: whether the script draws its picture, if it has one.
     """
     command = [sys.executable, str(script), *(constant_of(script, "FLAGS") or ())]
     if pictures and (picture := constant_of(script, "PICTURE")):
@@ -73,7 +73,7 @@ def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run
         record = Path(folder) / "figures"
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
         load, begun = os.getloadavg()[0], time.monotonic()
-        # without --check, so that the status only says whether the script failed: the record has the bounds
+        # without --check, so that the status only says whether the script failed; the record contains the bounds
         problem = _problem([*command, "--record", str(record)], limit)
         seconds = time.monotonic() - begun
         lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
@@ -91,14 +91,14 @@ def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run
 
 
 def latest(run: Run, older: Run | None) -> Run:
-    """Return the run to keep. One that failed does not erase older figures, and they say that it failed."""
+    """Return the run to keep: a failed run does not replace older figures, but they then mention the failure."""
     if not run.problem or older is None:
         return run
     return dataclasses.replace(older, problem=f"the run of {run.date} failed ({run.problem}), the figures are older")
 
 
 def _problem(command: Sequence[str], limit: float) -> str:
-    """Run a command, and return why it did not end as it should, "" if it did. None of its processes is left."""
+    """Run a command, and return why it did not end as it should, or "". None of its processes is left."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         status = process.wait(limit)
@@ -110,7 +110,7 @@ def _problem(command: Sequence[str], limit: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process and those that it started."""
+    """End a process, if it still runs, and the processes that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -122,7 +122,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def machine() -> str:
-    """Return processor, cores and system of this machine."""
+    """Return the processor, cores and system of this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -133,7 +133,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Return the versions of Python and of those packages that are installed."""
+    """Return the versions of Python and of the installed packages in `PACKAGES`."""
     found = [f"Python {platform.python_version()}"]
     for name in PACKAGES:
         if importlib.util.find_spec(name):
@@ -142,7 +142,7 @@ def versions() -> str:
 
 
 def main(argv: Sequence[str] | None = None, folder: Path = results.FOLDER) -> int:
-    """Run the benchmarks of a folder that the command line names, and return the exit status."""
+    """Run the benchmarks that the command line names, and return the exit status."""
     known = scripts(folder)
     args = _arguments(known, argv)
     chosen = [name for name in known if name in (args.only or known)]
@@ -181,7 +181,7 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    # ended as by Ctrl-C, so that the script that runs is ended, too
+    # treat SIGTERM as Ctrl-C, so that the running script is ended, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())

@@ -1,13 +1,13 @@
 """Say how schedules scale: bubble, bytes sent and stash per IPU for 8 to 1,024 IPUs and up to 4,096 micro-batches.
 
 The figures come from closed forms. These hold for S IPUs, where S is a power of two of at least 8, and M micro-batches,
-where M is a multiple of 2 S, with F = B = W = 1 for an IPU's whole share of the model and two stages per IPU under the
-schedules that need several. The script compares each of them with the simulated table of `make_schedule` for 8 to 64
-IPUs, with `--full` for 1,024 IPUs as well, and says how long such a table takes. No closed form gives the bubble of
-"zbv": the one shown is what it is at least.
+where M is a multiple of 2 S. An IPU's whole share of the model costs F = B = W = 1, and there are two stages per IPU
+under the schedules that need several. The script compares each closed form with the simulated table of `make_schedule`
+for 8 to 64 IPUs. With `--full` it also does so for 1,024 IPUs, and reports how long such a table takes. No closed form
+gives the bubble of "zbv": the formula shown is a lower bound.
 
 Units: the stash is counted in micro-batches of an IPU's whole share. A message is y or dx of one micro-batch between
-two stages; those that an IPU sends to itself are not counted.
+two stages. Messages that an IPU sends to itself are not counted.
 
     python benchmarks/scale.py [--check] [--full] [--table]
 """
@@ -21,7 +21,7 @@ from figures import Figures
 from ipu_jax import SCHEDULES, Schedule, make_schedule
 
 ROUNDS = 2  # stages per IPU under the looped and folded schedules
-FLAGS = ("--full",)  # what run_all.py calls this with
+FLAGS = ("--full",)  # run_all.py calls this script with these
 SHOWN = (
     *((8, m) for m in (16, 256, 4096)),
     *((64, m) for m in (128, 1024, 4096)),
@@ -30,7 +30,7 @@ SHOWN = (
 )
 CHECKED = tuple((s, m * s) for s in (8, 16, 32, 64) for m in (2, 4))
 LARGEST = (1024, 2048)
-SECONDS = 60.0  # of CPU time, for the table of the largest size
+SECONDS = 60.0  # CPU time for the table of the largest size
 
 # one sequence of 8,192 tokens per micro-batch, two bytes per feature
 MODELS = {"Llama 3 8B": 8192 * 4096 * 2, "Llama 3 70B": 8192 * 8192 * 2}
@@ -41,7 +41,7 @@ _SEVERAL_STAGES = ("looped", "looped-bfs", "looped-zb", "zbv", "zb-wave", "dualp
 
 
 def makespan(name: str, s: int, m: int) -> float:
-    """Return the time of a step, in which an IPU works for 3 M; under "zbv" it is a little more."""
+    """Return the time of a step, in which an IPU works for 3 M; under "zbv" the real time is a little longer."""
     if name == "sequential":
         return 3 * s * m
     if name in ("looped", "looped-bfs"):
@@ -65,13 +65,13 @@ def stash(name: str, s: int, m: int) -> float:
         return m
     if name == "grouped":
         return 2 * s - 1
-    if name in ("looped", "looped-zb"):  # a group of S micro-batches waits for each further round
+    if name in ("looped", "looped-zb"):  # a group of S micro-batches waits for each additional round
         return (2 * (s - 1) + (ROUNDS - 1) * s + 1) / ROUNDS
     return s + (name == "dualpipev")
 
 
 def messages(name: str, m: int) -> int:
-    """Return how many messages an IPU inside the line sends in a step: y and dx of each of its stages."""
+    """Return how many messages an IPU that is not at an end sends in a step: y and dx of each of its stages."""
     return 2 * m * (ROUNDS if name in _SEVERAL_STAGES else 1)
 
 
@@ -100,7 +100,7 @@ def check_figures(figures: Figures) -> None:
             share = len(schedule.placement) / s  # stages per IPU
             found = run.bubble, max(run.peak_stash) / share, messages_of(schedule)
             formulas = bubble(name, s, m), stash(name, s, m), messages(name, m)
-            # no bubble is below its closed form, but for rounding
+            # no bubble is below its closed form, except by rounding
             assert found[0] >= formulas[0] - 1e-9, f"{name}, {s} IPUs, {m} micro-batches: {found[0]} < {formulas[0]}"
             worst = [max(w, abs(f - e)) for w, f, e in zip(worst, found, formulas, strict=True)]
         for what, difference in zip(("bubble", "stash", "messages"), worst, strict=True):

@@ -19,9 +19,9 @@
    time and CPU work are compared with those of the unsharded program on both cores, and step time also with what
    `simulate(lockstep=True)` predicts.
 
-All of it runs with one core's worth per virtual IPU, so that bubbles take time: an IPU that waits keeps its thread
-(`configure(cores="one per IPU")`), and no operation of a pipeline uses several threads. The unsharded program uses all.
-`shared_cores.py` measures the same models as users of a CPU run them.
+All parts run with one core per virtual IPU, so that bubbles take time: a waiting IPU keeps its thread
+(`configure(cores="one per IPU")`), and no operation of a pipeline uses several threads. The unsharded program uses all
+cores. `shared_cores.py` measures the same models as users of a CPU run them.
 
 Dims: N rows of a micro-batch, D features, V classes.
 
@@ -122,14 +122,14 @@ def step_of(
 def equal_stages(
     names: Sequence[str], rows: int, options: dict[str, Any] = ONE_CORE
 ) -> tuple[Callable[[], Any], dict[str, tuple[Schedule, Callable[[], Any]]]]:
-    """Return the unsharded step of equal stages, and by the schedule's name each pipeline's schedule and step."""
+    """Return the unsharded step of equal stages, and each pipeline's schedule and step by the schedule's name."""
     x, y = jax.random.normal(jax.random.key(1), (2, MICRO_BATCHES, rows, D))
     batch = {"x": x, "y": y}
     steps: dict[str, tuple[Schedule, Callable[[], Any]]] = {}
     for name in names:
         placement = make_schedule(name, ipus=IPUS, micro_batches=1).placement
         stages = [Stage(layers, params=f"layers{i}", ipu=ipu) for i, ipu in enumerate(placement) if ipu is not None]
-        # on the IPU of the last layers, so that it needs no message
+        # the loss is on the IPU of the last layers, so that it needs no message
         stages.append(Stage(squared_error, ipu=stages[-1].ipu))
         pipeline = Pipeline(stages, schedule=name, gradient_accumulation=MICRO_BATCHES)
         steps[name] = pipeline.schedule, step_of(pipeline, body(len(placement)), batch, options)
@@ -140,10 +140,10 @@ def equal_stages(
 
 
 def predicted(schedule: Schedule, head: float = 0.0) -> float:
-    """Return the predicted step time over that of the unsharded program on both cores, if only matmuls cost time.
+    """Return the predicted step time relative to the unsharded program on both cores, if only matmuls cost time.
 
     Args:
-        schedule: of stages with the same number of layers each, and then the loss.
+        schedule: a schedule of stages with equally many layers, followed by the loss stage.
         head: the cost of the loss stage's matmul, in units of one layer.
     """
     stages = len(schedule.placement) - 1
@@ -221,7 +221,7 @@ def schedule_figures(figures: Figures) -> None:
 
 def main() -> int:
     figures = Figures("schedules: a concurrent head's worth, the bubbles, and every schedule measured")
-    configure(IPUS, cores="one per IPU")  # otherwise an IPU that works uses the cores of one that waits
+    configure(IPUS, cores="one per IPU")  # otherwise a working IPU also uses the core of a waiting IPU
     bubble_figures(figures)
     for vocabulary in (8192, 16384):
         head_figures(figures, vocabulary)

@@ -1,7 +1,7 @@
 """Measure every schedule as users of a CPU run it: virtual IPUs share the cores, and one that waits uses none.
 
-The model is that of `schedules.py`, part 3: equal stages of relu layers, 16 micro-batches of 64 rows, on 2 virtual
-IPUs. Here a bubble costs hardly any time, since the IPU that works has both cores. Each step is compared with the
+The model is the same as in part 3 of `schedules.py`: equal stages of relu layers, 16 micro-batches of 64 rows, on 2
+virtual IPUs. Here a bubble hardly costs any time, since the working IPU has both cores. Each step is compared with the
 unsharded program on both cores, in time and in CPU work.
 
     python benchmarks/shared_cores.py [--check]

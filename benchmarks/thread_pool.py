@@ -1,8 +1,8 @@
 """Measure which number of threads in XLA's pool makes a pipeline of 2, 4, 8 and 16 virtual IPUs fastest on a CPU.
 
 The model is 16 relu layers of 512x512, evenly spread over the IPUs, under "grouped" and "1f1b", with 16 micro-batches
-of 64 rows. XLA reads the size of its pool when its backend starts, so each size runs in a process of its own, which
-compares each schedule with the unsharded program. `configure` makes one thread per core and IPU.
+of 64 rows. XLA reads the size of its pool when its backend starts, so each size runs in a process of its own. This
+process compares each schedule with the unsharded program. `configure` makes one thread per core and one per IPU.
 
     python benchmarks/thread_pool.py [--check]
 """
@@ -36,7 +36,7 @@ def pools(ipus: int, cores: int) -> dict[str, int]:
 
 
 def measure(ipus: int) -> dict[str, float]:
-    """Return, by schedule, the step time over the unsharded program's in this process."""
+    """Return, by schedule, the step time relative to the unsharded program's in this process."""
     configure(ipus)
     keys = jax.random.split(jax.random.key(0), LAYERS)
     weights = [jax.random.normal(key, (D, D)) * (2 / D) ** 0.5 for key in keys]
@@ -56,7 +56,7 @@ def measure(ipus: int) -> dict[str, float]:
 
 
 def measured_with(threads: int, ipus: int) -> dict[str, float]:
-    """Return what `measure` returns in a process whose pool has so many threads."""
+    """Return the result of `measure` in a process whose pool has `threads` threads."""
     command = [sys.executable, __file__, "--child", str(ipus)]
     done = subprocess.run(
         command, env=os.environ | {"PJRT_NPROC": str(threads)}, stdout=subprocess.PIPE, timeout=600, check=True

@@ -1,8 +1,8 @@
 """Measure what recording a trace costs the steps that are recorded, and that it costs the others nothing.
 
-The program is the training step of the MNIST example, in basic mode on two IPUs. A round is 6 steps that are recorded
-and 6 that are not, in turn in one run. Starting and stopping the profiler is not part of a step; it is a figure of its
-own.
+The program is the training step of the MNIST example, in basic mode on two IPUs. A round is 6 recorded steps and 6
+steps that are not recorded, in turn in one run. Starting and stopping the profiler is not part of a step; it has its
+own figure.
 
     python benchmarks/trace.py [--check]
 """
@@ -29,7 +29,7 @@ ROWS, MICRO_BATCHES = 64, 4
 
 
 class Training:
-    """The steps of a training that goes on."""
+    """The steps of one continuing training."""
 
     def __init__(self) -> None:
         self.step = new_step()
@@ -41,7 +41,7 @@ class Training:
         }
 
     def steps(self, count: int = STEPS) -> Cost:
-        """Make steps, and return what they cost."""
+        """Run steps and return their cost."""
         cpu, wall = time.process_time(), time.perf_counter()
         outputs: Any = None
         for _ in range(count):
@@ -50,10 +50,10 @@ class Training:
         return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
     def recorded_steps(self, folder: str) -> tuple[Cost, float]:
-        """Make steps while they are recorded; return what they cost, and the seconds that all else took."""
+        """Run steps while they are recorded; return their cost, and the seconds that everything else took."""
         begin = time.perf_counter()
         with trace(folder, steps=2 * STEPS):
-            before = self.steps(1)  # the profiler starts at its end
+            before = self.steps(1)  # the profiler starts at the end of this step
             cost = self.steps()
         return cost, time.perf_counter() - begin - before.wall - cost.wall
 
@@ -63,7 +63,7 @@ def new_step() -> TrainStep:
 
 
 def compiled_lines(training: Training, *, named: bool) -> list[str]:
-    """Return the compiled program, made anew, without the names of its operations; `named` says if it has ours."""
+    """Compile the step again, and return the program without operation names; `named` says if ours must be in it."""
     text = new_step().lower(training.state, training.batch).compile().as_text()
     assert ("ipu_jax.plan." in text) == named, "it would be compared with itself"
     # names of operations, and the tables of source lines that they refer to

@@ -1,4 +1,4 @@
-"""Make the faults that end an instance or leave it stuck, and judge what poprun and the next attempt make of them."""
+"""Make the faults that end an instance or leave it stuck, and judge how poprun and the next attempt handle them."""
 
 import dataclasses
 import functools
@@ -26,12 +26,12 @@ class Blow:
     """A fault of one instance.
 
     Attributes:
-        how: a signal, or "raise" or "lock" for what the program does to itself.
+        how: a signal, or "raise" or "lock" for a fault that the program makes itself.
         status: poprun's exit status without a restart; None if it cannot have one.
-        says: what its report says of the instance, a pattern.
-        seen: what `-v` says when it is found, a pattern.
-        victims: which instances it may be.
-        is_stuck: whether it lives on, and is found by what it does not do.
+        says: a pattern for poprun's report about the instance.
+        seen: a pattern for the line of `-v` when the fault is found.
+        victims: the instances to choose from.
+        is_stuck: whether the instance lives on, and is found because it makes no progress.
     """
 
     how: signal.Signals | str
@@ -48,13 +48,13 @@ BLOWS: Final = {
     "SIGSEGV": Blow(signal.SIGSEGV, 139, "was ended by SIGSEGV", "was ended by SIGSEGV"),
     "SIGSTOP": Blow(signal.SIGSTOP, 124, r"is stuck: .*", "is stuck", is_stuck=True),
     "locked interpreter": Blow("lock", 124, r"is stuck: .*", "is stuck", is_stuck=True),
-    # before `popdist.init` nobody writes the exception down: its traceback stands on stderr, and poprun has the status
+    # before `popdist.init` nothing records the exception: its traceback is on stderr, and poprun has the exit status
     "exception": Blow("raise", 1, "(failed with ArithmeticError|exited with status 1)", "exited with status 1"),
 }
 
 
 def struck(blow: Blow, trial: Trial, phase: str) -> Result | None:
-    """Strike one instance at a random moment of a phase, and let the training be resumed; None if it had ended."""
+    """Strike one instance at a random moment of a phase, and resume the training; None if the training had ended."""
     dice, twin = trial.dice, trial.twin
     victim = dice.choice(blow.victims)
     moment = moment_of(phase, twin, dice)
@@ -73,7 +73,7 @@ def struck(blow: Blow, trial: Trial, phase: str) -> Result | None:
     at = at if isinstance(blow.how, signal.Signals) else _mark(run, "fault").time
     found_at = run.seen(f"instance {victim} {blow.seen}")
     meets = fault is not None and fault["mark"] == "meeting" and blow.how == "lock"
-    if meets:  # the other one waits for it, gives up, and says for whom
+    if meets:  # the other instance waits for the victim, gives up, and names it
         found_at = run.seen(f"instance {1 - victim} exited with status 1")
     result.found = None if found_at is None else found_at - at
     result.gone = None if gone_at is None else gone_at - at
@@ -122,7 +122,7 @@ def poprun_killed(trial: Trial, phase: str, *program_flags: str) -> Result | Non
 
 
 def bounds_of(blow: Blow, where: str, twin: Twin) -> dict[str, float]:
-    """Return in how many seconds a fault must be found, and all be gone."""
+    """Return within how many seconds a fault must be found, and all processes be gone."""
     found = FOUND
     if blow.is_stuck:
         found = max(5.0, 5 * twin.step) + LOOKS
@@ -133,16 +133,16 @@ def bounds_of(blow: Blow, where: str, twin: Twin) -> dict[str, float]:
 
 
 def killed_in_a_second_save(trial: Trial, phase: str) -> Result | None:
-    """Kill all while a step is saved that is sealed already, as a save at the end does after one that was due."""
+    """Kill all while a sealed step is saved again, as happens at the end of a training whose last save was just due."""
     return poprun_killed(trial, phase, "--twice")
 
 
 def resumed(
     trial: Trial, result: Result, at: float, gone_at: float | None, *, cold: bool = False, torn: bool = False
 ) -> None:
-    """Measure when the training went on, and what it had to make again. Time in which nothing ran is left out.
+    """Measure when the training went on, and how many steps it made again. Time in which nothing ran is left out.
 
-    What was sealed must not be lost, unless it is `torn`.
+    A sealed step must not be lost, unless it is `torn`.
     """
     went_on = [mark for mark in trial.marks() if mark.name == "resumed" and mark.time > (gone_at or at)]
     if not went_on:
@@ -182,13 +182,13 @@ def _strike(run: Started, blow: Blow, moment: Moment, victim: int) -> float | No
 
 
 def pid_was_hit(run: Started, victim: int) -> bool:
-    """Return whether a process that has got a signal had not exited with status 0 before."""
+    """Return whether a process that was sent a signal had not already exited with status 0."""
     time.sleep(0.3)
     return not any(says(line, rf"instance {victim} exited with status 0,") for line in run.errors)
 
 
 def _own_fault(how: str, victim: int, moment: Moment, twin: Twin) -> dict[str, Any]:
-    """Return the fault that the program makes itself, at the mark of its own that is nearest to a moment."""
+    """Return the fault that the program makes itself, at the program's mark that is nearest to a moment."""
     start = "meeting" if moment.delay < twin.start / 2 else "joined"
     mark = {"start": start, "compile": "tracing", "step": "running", "save": "saved", "end": "closing"}
     delay = moment.delay if moment.phase in ("step", "save") else min(moment.delay, 0.2)
@@ -200,7 +200,7 @@ def _mark(run: Started, name: str) -> Mark:
 
 
 def says(line: str, pattern: str) -> bool:
-    """Return whether a line of poprun's own begins so."""
+    """Return whether a line is poprun's own and begins with a pattern."""
     return re.search(rf"^poprun: {pattern}", line) is not None
 
 

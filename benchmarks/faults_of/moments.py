@@ -1,4 +1,4 @@
-"""Draw random moments of a training, and wait for them in one that runs.
+"""Draw random moments of a training, and wait for them in a running training.
 
 start      compile        step ... step     save          end
 |----------|--------------|--------|--------|-------------|
@@ -22,7 +22,7 @@ class Moment:
 
     Attributes:
         phase: one of `PHASES`.
-        step: after which it is; None for the phases that have one moment of their kind only.
+        step: the step after which the moment is; None for phases that occur only once.
         delay: seconds since the phase began.
     """
 

@@ -1,6 +1,6 @@
-"""Kill an instance of `run-sharded-mnist` at a random moment: `--max-restarts` resumes it by its own flags.
+"""Kill an instance of `run-sharded-mnist` at a random moment; `--max-restarts` and the program's own flags resume it.
 
-The printed losses are compared with those of an undisturbed run, and the arrays of the last checkpoint in every bit.
+The printed losses, and every bit of the arrays of the last checkpoint, are compared with an undisturbed run.
 """
 
 import os
@@ -35,10 +35,10 @@ _LINE: Final = re.compile(r"(Epoch [\d.]+, Mean loss: .*|Test accuracy: [\d.]+%)
 
 
 def one_run(number: int, folder: Path, seed: int) -> Result:
-    """Return what one run showed; its folder is kept if it falls short. The first one makes the undisturbed run."""
+    """Return the result of one run; its folder is kept if it falls short. The first call makes the undisturbed run."""
     cache, expected = folder / "mnist-cache", folder / "mnist-undisturbed"
     if not expected.exists():
-        for _ in range(2):  # the second one has a cache
+        for _ in range(2):  # the second run has a cache
             shutil.rmtree(expected, ignore_errors=True)
             expected.mkdir()
             undisturbed = _start(expected, cache)
@@ -84,7 +84,7 @@ def _start(folder: Path, cache: Path, *options: str) -> Started:
 
 
 def _kill(run: Started, pid: int, result: Result, victim: int) -> bool:
-    """Kill an instance and judge what follows; return False if it had ended before."""
+    """Kill an instance and judge what follows; return False if the instance had ended before."""
     saved = [int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*[0-9]")]
     at = time.monotonic()
     try:
@@ -119,7 +119,7 @@ def _kill(run: Started, pid: int, result: Result, victim: int) -> bool:
 
 
 def _differences(expected: Path, own: Path) -> list[str]:
-    """Return what a run has printed or saved otherwise than the undisturbed one."""
+    """Return how the output and the last checkpoint of a run differ from the undisturbed run's."""
     lines = [
         {found[1] for line in (folder / "run.stdout").read_text().splitlines() if (found := _LINE.search(line))}
         for folder in (expected, own)

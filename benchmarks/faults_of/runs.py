@@ -1,4 +1,4 @@
-"""Start poprun, follow what it prints while it runs, and find the processes of a run that are left.
+"""Start poprun, follow its output while it runs, and find the processes of a run that are left.
 
 run = Started(command, folder)
 saving = run.wait_for(lambda mark: mark.name == "saving")     from the program's printed marks
@@ -30,7 +30,7 @@ Found = TypeVar("Found")
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A place that the program has come to: its name, whose, when on the monotonic clock, and its value."""
+    """A place that an instance of the program has reached, with the time on the monotonic clock and a value."""
 
     name: str
     instance: int
@@ -40,25 +40,25 @@ class Mark:
 
     @property
     def step(self) -> int:
-        """Return the number of the step that it is of."""
+        """Return the number of the mark's step."""
         return int(self.value.partition(":")[0])
 
 
 class Started:
-    """A poprun that runs, or has run.
+    """A poprun process that runs, or has run.
 
     Args:
         command: poprun's words, with the program.
-        folder: for what poprun makes; what is printed is kept there, too, as `NAME.stdout` and `NAME.stderr`.
-        name: of this run in that folder.
-        variables: of the environment.
+        folder: for poprun's files; its output is kept there, too, as `NAME.stdout` and `NAME.stderr`.
+        name: the name of this run in that folder.
+        variables: environment variables.
 
     Attributes:
-        launched: when, on the monotonic clock.
-        marks: what the program has told of so far.
+        launched: when poprun was started, on the monotonic clock.
+        marks: the marks that the program has printed so far.
         errors: the lines of poprun's stderr so far.
-        instances_started: when those of the first attempt were, as far as it has come.
-        ended: when `end` saw its end.
+        instances_started: when the instances of the first attempt were started; infinity before that.
+        ended: when `end` noticed that poprun had ended.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, name: str, variables: Mapping[str, str] | None = None):
@@ -91,7 +91,7 @@ class Started:
             reader.start()
 
     def wait_for(self, wanted: Callable[[Mark], bool], seconds: float = _LONGEST) -> Mark | None:
-        """Return the first mark that is wanted; None if the run ends without one."""
+        """Return the first wanted mark; None if the run ends without one."""
         return self._first(lambda: next((mark for mark in list(self.marks) if wanted(mark)), None), seconds)
 
     def wait_for_error(self, pattern: str, seconds: float = _LONGEST) -> re.Match[str] | None:
@@ -101,7 +101,7 @@ class Started:
         )
 
     def wait_for_pid(self, instance: int) -> int | None:
-        """Return the process of an instance of the first attempt."""
+        """Return the process number of an instance of the first attempt."""
         found = self.wait_for_error(rf"attempt 0: instance {instance} pid (\d+) ")
         return None if found is None else int(found[1])
 
@@ -138,7 +138,7 @@ class Started:
         return found
 
     def gone_at(self, attempt: int | None, seconds: float) -> float | None:
-        """Return when no process was left, on the monotonic clock; None if some are after so many seconds."""
+        """Return when no process was left, on the monotonic clock; None if some are left after `seconds`."""
         until = time.monotonic() + seconds
         while self.processes(attempt):
             if time.monotonic() > until:
@@ -147,14 +147,14 @@ class Started:
         return time.monotonic()
 
     def left_over(self) -> list[str]:
-        """Return what poprun has left of its run folders. Beacons, its only shared memory, are files in them."""
+        """Return the run folders that poprun has left behind. Beacons, its only shared memory, are files in them."""
         until = time.monotonic() + 3
         while (found := sorted(path.name for path in self._temporary.glob("poprun-*"))) and time.monotonic() < until:
             time.sleep(0.05)
         return found
 
     def kill_all(self) -> None:
-        """Kill what is left of the run."""
+        """Kill the processes that are left of the run."""
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Break what a run stands on: its disk, its checkpoints, its port, and the command line of one of its instances."""
+"""Break what a run depends on: its disk, its checkpoints, its port, and the command line of one of its instances."""
 
 import contextlib
 import json
@@ -25,11 +25,11 @@ _MOST_LEFT: Final = 2 << 20
 
 
 class NoMountError(RuntimeError):
-    """Raised if this user may not mount a small disk."""
+    """Raised if this user is not allowed to mount a small disk."""
 
 
 def disk_full(trial: Trial, phase: str) -> Result | None:
-    """Fill a small disk at a random moment around a save; make room again; the same command resumes."""
+    """Fill a small disk at a random moment around a save, make room again, and resume by the same command."""
     twin = trial.twin
     with small_disk(trial.checkpoints):
         moment = moment_of(phase, twin, trial.dice)
@@ -44,7 +44,7 @@ def disk_full(trial: Trial, phase: str) -> Result | None:
         at = time.monotonic()
         gone_at = run.gone_at(0, 60)
         if run.end() == 0:
-            return None  # all had been written
+            return None  # everything had been written
         found = [seen for i in (0, 1) if (seen := run.seen(f"instance {i} exited with status 1")) is not None]
         result.found = min(found) - at if found else None
         result.gone = None if gone_at is None else gone_at - at
@@ -62,7 +62,7 @@ def disk_full(trial: Trial, phase: str) -> Result | None:
 
 
 def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
-    """Stop a training by SIGTERM, damage its last checkpoint; the same command names it and takes the one before."""
+    """Stop a training by SIGTERM, damage its last checkpoint; the same command names it and restores the one before."""
     moment = moment_of(phase, trial.twin, trial.dice)
     run = trial.start()
     if not moment.wait_in(run, 0):
@@ -76,7 +76,7 @@ def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
         return None  # there was nothing to damage
     how = tear(found[-1], trial)
     result = Result(f"{moment}, {how}")
-    # a moment after the last save may lie behind the program's `StopRequest`, where SIGTERM just ends it
+    # after the last save the program may have left its `StopRequest`, and SIGTERM then just ends it
     is_at_its_end = any(mark.name == "closing" for mark in run.marks)
     if status != 0 and not (status == 143 and is_at_its_end):
         result.problems.append(f"poprun ended with {status} after SIGTERM, not 0")
@@ -92,7 +92,7 @@ def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
 
 
 def newer_checkpoints(trial: Trial, phase: str) -> Result | None:
-    """Give the checkpoints the format of a newer version: the same command refuses, and leaves them as they are."""
+    """Give the checkpoints the format of a newer version: the same command refuses them and leaves them unchanged."""
     moment = moment_of(phase, trial.twin, trial.dice)
     run = trial.start()
     if not moment.wait_in(run, 0):
@@ -125,7 +125,7 @@ def newer_checkpoints(trial: Trial, phase: str) -> Result | None:
 
 
 def two_writers(trial: Trial, phase: str) -> Result | None:
-    """Start the same command once more while it runs: the second is refused by name, and the first does not notice."""
+    """Start the same command again while it runs: the second says that the folder is in use, and the first goes on."""
     moment = moment_of(phase, trial.twin, trial.dice)
     slow = [sys.executable, str(PROGRAM), "--pause", "0.5"]  # it goes on while the second starts
     run = trial.start(program=slow)
@@ -147,7 +147,7 @@ def two_writers(trial: Trial, phase: str) -> Result | None:
 
 
 def port_taken(trial: Trial, phase: str) -> Result | None:
-    """Take the coordinator's port: a given one, before poprun starts; or its own choice, before instance 0 takes it."""
+    """Take the coordinator's port: a given port before poprun starts, or poprun's choice before instance 0 takes it."""
     if phase == "given":
         with listening() as port:
             run = trial.start("--coordinator-port", str(port))
@@ -169,7 +169,7 @@ def port_taken(trial: Trial, phase: str) -> Result | None:
                 status = run.end()
         except OSError:
             run.end()
-            return None  # instance 0 was first
+            return None  # instance 0 took the port first
         result = Result("a port that poprun chose")
         meeting = [mark.time for mark in run.marks if mark.name == "meeting" and mark.instance == 0]
         seen = run.seen("instance 0 exited with status 1")
@@ -184,7 +184,7 @@ def port_taken(trial: Trial, phase: str) -> Result | None:
 
 
 def other_flags(trial: Trial, phase: str) -> Result | None:
-    """Give one instance another flag: it is refused by name before anything is trained; then start all alike."""
+    """Give one instance another flag: an error names it before anything is trained; then start all with equal flags."""
     victim = trial.dice.randrange(2)
     flag = trial.dice.choice(("--seed 1", f"--updates {trial.twin.updates + 1}", "--pause 0.02", "--width 128"))
     script = f'exec {sys.executable} {PROGRAM} "$@" $(test $IPU_JAX_INSTANCE = {victim} && echo {flag})'
@@ -211,7 +211,7 @@ def other_flags(trial: Trial, phase: str) -> Result | None:
 
 @contextlib.contextmanager
 def small_disk(at: Path) -> Iterator[None]:
-    """Mount a small disk of memory for the time of a `with` block.
+    """Mount a small disk in memory for the duration of a `with` block.
 
     Raises:
         NoMountError: it is not allowed.
@@ -232,7 +232,7 @@ def small_disk(at: Path) -> Iterator[None]:
 
 
 def fill(disk: Path, left: int) -> Path:
-    """Take all room of a disk but so many bytes; return the file that has it."""
+    """Fill a disk until `left` bytes are free; return the file that takes the room."""
     path = disk / "other data"
     with path.open("wb") as file:
         while (room := shutil.disk_usage(disk).free - left) > 0:
@@ -264,7 +264,7 @@ def tear(checkpoint: Path, trial: Trial) -> str:
 
 @contextlib.contextmanager
 def listening(port: int = 0) -> Iterator[int]:
-    """Listen on a port of the loopback, as another program would."""
+    """Listen on a loopback port, as another program would."""
     with socket.socket() as taker:
         taker.bind(("127.0.0.1", port))
         taker.listen()

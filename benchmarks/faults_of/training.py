@@ -1,4 +1,4 @@
-"""Train a small pipeline with checkpoints, tell where it is, and fail on demand: the program that `faults.py` starts.
+"""Train a small pipeline with checkpoints, print its progress, and fail on demand: the program that `faults.py` starts.
 
     mark=joined instance=0 attempt=0 t=812.331 value=
     mark=step instance=0 attempt=0 t=814.2 value=12:0x1.8p-2
@@ -6,8 +6,8 @@
 The marks are, in this order: meeting, joined, resumed, compiling, tracing, step (with its loss), saving, saved, sealed,
 stopped, closing, weights (a digest).
 
-The environment variable FAULT may name a fault that nobody can make from outside: an exception, or the interpreter
-locked by a C function, at a mark of one instance in the first attempt.
+The environment variable FAULT can name a fault that cannot be made from outside: an exception, or a C function that
+locks the interpreter, at a mark of one instance in the first attempt.
 """
 
 import argparse
@@ -49,9 +49,9 @@ class Fault:
 
     Attributes:
         how: "raise" or "lock".
-        instance: whose.
-        mark: where, such as "step".
-        value: at which of several marks of that name, such as the number of the step; None for the first.
+        instance: the number of the instance that fails.
+        mark: the name of the mark at which it fails, such as "step".
+        value: which of several marks of that name, such as the number of the step; None for the first.
         delay: seconds after the mark.
     """
 
@@ -62,12 +62,12 @@ class Fault:
     delay: float
 
     def strike(self) -> None:
-        """Do it."""
+        """Make the fault."""
         time.sleep(self.delay)
         say("fault", self.how)
         if self.how == "raise":
             raise ArithmeticError("a fault of the training program's own")
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # other threads take them: sleep() goes on
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # other threads receive them: sleep() goes on
         ctypes.PyDLL(None).sleep(3600)  # PyDLL, unlike CDLL, keeps the interpreter's lock
 
 
@@ -81,7 +81,7 @@ FAULT = fault_of_this_attempt()
 
 
 def mark(name: str, value: Any = None, number: int | None = None) -> None:
-    """Print where this instance is, and fail here if that is wanted."""
+    """Print where this instance is, and fail here if the fault says so."""
     say(name, value)
     if FAULT and (FAULT.mark, FAULT.instance) == (name, popdist.get_instance_index()) and FAULT.value in (None, number):
         FAULT.strike()
@@ -163,13 +163,13 @@ def train(args: argparse.Namespace) -> None:
 def loop(
     args: argparse.Namespace, step: Any, state: Any, feed: Feed, checkpoints: Checkpoints, stop: StopRequest, done: int
 ) -> tuple[Any, bool]:
-    """Make the steps that are left; return the last state, and whether SIGTERM has stopped them."""
+    """Run the remaining steps; return the last state, and whether SIGTERM stopped the loop."""
     sealed = None
     while done < args.updates:
         state, outputs = step(state, next(feed))
         done += 1
         if FAULT and FAULT.mark == "running":
-            mark("running", done, done)  # the step has been dispatched, and is not waited for yet
+            mark("running", done, done)  # the step has been dispatched, but not waited for
         mark("step", f"{done}:{float(outputs.loss).hex()}", done)
         is_due, is_stopped = checkpoints.due(state), stop.due()
         if is_due or is_stopped:

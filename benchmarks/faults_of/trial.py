@@ -1,4 +1,4 @@
-"""Hold what one run of one case needs, and what came out of it."""
+"""Hold the needs and the result of one run of one case."""
 
 import dataclasses
 import json
@@ -15,29 +15,29 @@ from faults_of.twin import Twin, damaged_in, differences
 PROGRAM: Final = Path(__file__).with_name("training.py")
 EVERY, UPDATES = 12, 48
 COMPILE_TIMEOUT: Final = 30.0
-"""Seconds that starting and compiling may take, for poprun; its default of 30 minutes is too long for a case."""
+"""Seconds that poprun allows for starting and compiling; its default of 30 minutes is too long for a case."""
 
 FOUND: Final = 1.0
-"""Seconds in which an instance that is dead or has failed is found."""
+"""Seconds within which an instance that is dead or has failed must be found."""
 GONE: Final = 2.0
 """Seconds from there until all processes are gone: SIGTERM, 1.5 s, SIGKILL."""
 TRIES: Final = 6
-"""Moments that are drawn for a run, until one comes before the end of the training."""
+"""Moments drawn at most for a run, until one comes before the end of the training."""
 LOOKS: Final = 1.0
-"""Seconds in which poprun sees that a limit has passed."""
+"""Seconds within which poprun notices that a limit has passed."""
 
 
 @dataclasses.dataclass
 class Result:
-    """Hold what one run showed. Times are seconds since the fault; None where there is nothing to measure.
+    """Hold the result of one run. Times are seconds since the fault; None where there is nothing to measure.
 
     Attributes:
         moment: when the fault was made.
-        found, gone, resumed: until poprun saw it, until no process was left, and until the first step after it without
-            the time in which nothing ran.
-        lost: steps that were made again.
-        bounds: of these, by name.
-        problems: what was not as it must be, in words.
+        found, gone, resumed: until poprun saw the fault, until no process was left, and until the first step after the
+            fault, without the time in which nothing ran.
+        lost: the number of steps that were made again.
+        bounds: the bounds of these four, by name.
+        problems: what went wrong, in words.
     """
 
     moment: str
@@ -69,10 +69,10 @@ class Trial:
     """One run of one case.
 
     Attributes:
-        folder: for all that it writes; kept if it falls short.
+        folder: for all files of the run; kept if the run falls short.
         twin: the undisturbed run.
-        cache: compiled programs, of earlier runs.
-        dice: what is random.
+        cache: compiled programs of earlier runs.
+        dice: the source of random numbers.
         checkpoints: where the training saves.
     """
 
@@ -93,7 +93,7 @@ class Trial:
         fault: dict[str, Any] | None = None,
         program: Sequence[str] | None = None,
     ) -> Started:
-        """Start poprun with the training; the same folder of checkpoints each time."""
+        """Start poprun with the training; all starts share one folder of checkpoints."""
         name = f"run-{len(self.started)}"
         cache = self.folder / "cache" if cold else self.cache
         command = [
@@ -108,7 +108,7 @@ class Trial:
         return self.started[-1]
 
     def again(self, result: Result, *options: str, cold: bool = False, torn: Path | None = None) -> Started:
-        """Start the same command once more, which must end well, and return its run."""
+        """Start the same command again and return its run; it must end with status 0."""
         run = self.start(*options, cold=cold)
         if status := run.end():
             result.problems.append(f"the resumed run ended with {status}")
@@ -116,7 +116,7 @@ class Trial:
         return run
 
     def after(self, run: Started, result: Result, torn: Path | None = None) -> None:
-        """Check what a run that has ended has left: no process, no run folder, no corrupt file but one that we tore."""
+        """Check that an ended run has left no process, no run folder, and no corrupt file except one that we tore."""
         if run.gone_at(None, 3) is None:
             result.problems.append(f"processes {sorted(run.processes())} are left")
             run.kill_all()
@@ -126,7 +126,7 @@ class Trial:
         result.problems += [wrong for wrong in found if not wrong.endswith("is left over")]
 
     def at_the_end(self, result: Result, torn: Path | None = None) -> None:
-        """Check what all runs together have computed, and that no checkpoint is damaged, but for one that we tore."""
+        """Check the results of all runs together, and that no checkpoint is damaged except one that we tore."""
         result.problems += differences(self.twin, self.marks())
         result.problems += [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
         may_skip = "left over" if torn is None else f"{torn} "
@@ -143,7 +143,7 @@ class Trial:
 
 
 def poprun_words(cache: Path) -> list[str]:
-    """Return poprun's options for two instances of a replica each."""
+    """Return poprun's options for two instances with one replica each."""
     sizes = ["--num-replicas", "2", "--num-instances", "2", "--ipus-per-replica", "1"]
     limits = ["--compile-timeout", str(COMPILE_TIMEOUT)]
     return ["-v", *sizes, *limits, "--executable-cache-path", str(cache)]

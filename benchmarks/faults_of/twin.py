@@ -1,4 +1,4 @@
-"""Know what an undisturbed training gives, and find what a disturbed one has otherwise: losses, weights, checkpoints.
+"""Hold the results of an undisturbed training, and find where a disturbed one differs: losses, weights, checkpoints.
 
 undisturbed       step 1 ........ 12 S ........ 24 S ........ 36 S ........ 48 S  weights
 disturbed         step 1 ........ 12 S .... X
@@ -24,8 +24,8 @@ class Twin:
     """Hold the results of undisturbed runs.
 
     Attributes:
-        losses: of each step, as printed.
-        weights: the digest of the last ones.
+        losses: the loss of each step, as printed.
+        weights: the digest of the last weights.
         every: steps between two checkpoints.
         start: seconds from the start of the instances until they have joined.
         compile: seconds from there to the first step's loss, without a cache.
@@ -56,7 +56,7 @@ class Twin:
 
 
 def twin_of(cold: Started, warm: Sequence[Started], every: int) -> Twin:
-    """Return what undisturbed runs gave: one that had to compile, and some that found its programs in the cache."""
+    """Return the results of undisturbed runs: one had to compile, and the others found its programs in the cache."""
     losses, weights = losses_of(cold.marks), weights_of(cold.marks)
     for run in warm:
         assert (losses_of(run.marks), weights_of(run.marks)) == (losses, weights), "undisturbed runs differ"
@@ -85,7 +85,7 @@ def twin_of(cold: Started, warm: Sequence[Started], every: int) -> Twin:
 
 
 def differences(twin: Twin, marks: Sequence[Mark]) -> list[str]:
-    """Return what disturbed runs that belong together have computed otherwise."""
+    """Return where the results of disturbed runs that belong together differ from the undisturbed run's."""
     found, wrong = losses_of(marks), list[str]()
     for step, values in sorted(found.items()):
         if values != {twin.losses.get(step)}:
@@ -98,9 +98,10 @@ def differences(twin: Twin, marks: Sequence[Mark]) -> list[str]:
 
 
 def lost_before(first: Mark, marks: Iterable[Mark], every: int) -> tuple[int, int]:
-    """Return how many steps were made again, and how many may be, from the first mark "resumed" after a fault.
+    """Return how many steps were made again and how many may be, given the first mark "resumed" after a fault.
 
-    That is an interval; and if the save at its end had begun and could not be sealed, the steps since then, too.
+    One interval may be made again. If the save at its end had begun but could not be sealed, so may the steps since
+    then.
     """
     before = [mark for mark in marks if mark.time < first.time]
     made = max((mark.step for mark in before if mark.name == "step"), default=0)
@@ -110,7 +111,7 @@ def lost_before(first: Mark, marks: Iterable[Mark], every: int) -> tuple[int, in
 
 
 def losses_of(marks: Iterable[Mark]) -> dict[int, set[str]]:
-    """Return the losses that were printed, by step: one each, unless instances or attempts differ."""
+    """Return the printed losses by step: one for each step, unless instances or attempts differ."""
     found: dict[int, set[str]] = {}
     for mark in marks:
         if mark.name == "step":
@@ -124,7 +125,7 @@ def weights_of(marks: Iterable[Mark]) -> set[str]:
 
 
 def damaged_in(folder: Path) -> list[str]:
-    """Return what does not fit its seal in a folder of checkpoints, read here without the code that wrote it."""
+    """Return what does not fit its seal in a folder of checkpoints, read here without the library's own code."""
     wrong: list[str] = []
     for path in sorted(folder.glob("step-*")):
         if path.name.removeprefix("step-").isdigit():

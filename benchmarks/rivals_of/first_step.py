@@ -1,4 +1,4 @@
-"""Make one training step of MNIST's network on two replicas, alone or under poprun, and print the time at its loss."""
+"""Run one training step of MNIST's network on two replicas, alone or under poprun, and print when its loss is known."""
 
 import sys
 import time

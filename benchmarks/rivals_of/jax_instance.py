@@ -2,9 +2,9 @@
 
     python jax_instance.py RANK FOLDER
 
-Orders and answers are those of `torch_replica.py`; FOLDER/run.npz says how many instances there are and the port by
-which they meet. An order names a program: "replicated" and "sharded" run on the replicas, and "alone" is one program in
-plain jax that has the whole batch and both cores. Each instance gets the environment that poprun would give it.
+Orders and answers are the same as in `torch_replica.py`. FOLDER/run.npz contains the number of instances and the port
+by which they meet. An order names a program: "replicated" and "sharded" run on the replicas, and "alone" is one program
+in plain jax that has the whole batch and both cores. Each instance gets the environment that poprun would give it.
 """
 
 import json
@@ -25,7 +25,7 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     sys.path.insert(0, str(Path(__file__).parents[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo prints to stdout, which is for answers
+    os.dup2(2, 1)  # gloo prints to stdout, which is only for answers
     instances = _connect(rank, folder)
     worker = _Worker(rank, folder, instances)
     for line in sys.stdin:
@@ -108,7 +108,7 @@ class _Worker:
         return self._programs[name]
 
     def _batch(self, program: str, name: str) -> Any:
-        """Return the batch, (replicas, 1, rows, ...), on the devices that read it; whole for "alone"."""
+        """Return the batch, (replicas, 1, rows, ...), on the devices that read it; for "alone", the whole batch."""
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 

@@ -4,8 +4,8 @@
 
 The ranks connect over gloo, through a file in FOLDER, where `whole.npz` contains hidden (N, D), table (V, D) and labels
 (N,). Orders and answers are those of `workers.py`: "steps" runs the given number of steps with the given number of
-threads; "result" runs one step, and writes its loss and both gradients to FOLDER/result-RANK.npz. The program follows
-torch's own idiom: hidden is replicated, the table is a DTensor split by rows, logits are split by columns, and
+threads, and "result" runs one step and writes its loss and both gradients to FOLDER/result-RANK.npz. The program
+follows torch's own idiom: hidden is replicated, the table is a DTensor split by rows, logits are split by columns, and
 `cross_entropy` and the backward pass run in `loss_parallel()`.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch  # pyright: ignore[reportMissingImports] (an extra of its own)
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 
-LIMIT = datetime.timedelta(seconds=60)  # if a peer is gone for so long, this process ends too
+LIMIT = datetime.timedelta(seconds=60)  # if a peer is gone for this long, this process ends too
 RANKS = 2
 
 

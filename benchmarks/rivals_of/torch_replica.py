@@ -2,12 +2,11 @@
 
     python torch_replica.py RANK FOLDER
 
-Orders and answers are those of `torch_stage.py`. A batch is (replicas, rows, 28, 28), of which each rank uses its own
+Orders and answers are the same as in `torch_stage.py`. A batch is (replicas, rows, 28, 28), and each rank uses its own
 part. "result" makes one update, and writes the loss over both replicas and the new weights to FOLDER/result-RANK.npz.
 "alone" instead of "steps" runs steps of the same network without DDP, on the whole batch in rank 0's process; rank 1
-waits, and answers with steps that took no time.
-The program follows torch's own idiom: eager mode, DDP's own buckets, which are reduced while the backward pass runs,
-and plain `optim.SGD`.
+does nothing, and answers with steps that took no time. The program follows torch's own idiom: eager mode, DDP's own
+buckets, which are reduced while the backward pass runs, and plain `optim.SGD`.
 """
 
 from pathlib import Path
@@ -26,7 +25,7 @@ RATE = 0.1
 
 
 def network_of(folder: Path) -> tuple[dict[str, Any], Any]:
-    """Return the layers with the weights from the folder, by name, and the network that they make."""
+    """Return the layers with the weights from the folder, by name, and the network made of them."""
     layers = {name: linear(folder, name) for name in LAYERS}
     hidden, features, classifier = layers.values()
     return layers, nn.Sequential(Images(), hidden, nn.ReLU(), features, nn.ReLU(), classifier)

@@ -3,14 +3,16 @@
     python torch_stage.py RANK FOLDER
 
 Rank 0 is the MLP, rank 1 the classifier with its cross-entropy. They connect over gloo, through a file in FOLDER, which
-also contains weights and batches as .npz. An order is a line of JSON on stdin, and its answer a line of JSON on stdout:
+also contains weights and batches as .npz. An order is a line of JSON on stdin, and its answer is a line of JSON on
+stdout:
 
     {"do": "steps", "batch": "64x16", "count": 16, "schedule": "1F1B", "threads": 1, "steps": 3}
     {"wall": [0.41, 0.40, 0.42], "cpu": [0.39, 0.39, 0.39]}
 
 "result" instead of "steps" runs one step, and writes its loss and gradients to FOLDER/result-RANK.npz. The process ends
 when stdin ends. The program follows torch's own idiom: eager mode, weights as `nn.Linear` stores them, gradients set to
-None rather than zeroed before a step, sums that are not divided, and message shapes known before they are timed.
+None rather than zeroed before a step, sums that are not divided, and message shapes that are known before steps are
+timed.
 """
 
 from pathlib import Path
@@ -48,7 +50,7 @@ def linear(folder: Path, name: str) -> Any:
 
 
 class Worker:
-    """The stage of one rank, with a schedule for each batch and schedule name that was asked for."""
+    """The stage of one rank, with a schedule for each batch and schedule name that an order has named."""
 
     def __init__(self, rank: int, folder: Path):
         self.rank, self.folder = rank, folder
@@ -60,7 +62,7 @@ class Worker:
         self.made: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     def schedule(self, batch: str, count: int, name: str) -> tuple[Any, Any]:
-        """Return the schedule, and the input that this rank gives to it: images or labels."""
+        """Return the schedule, and this rank's input to it: images or labels."""
         if (batch, name) not in self.made:
             with np.load(self.folder / f"batch-{batch}.npz") as data:
                 images, labels = torch.from_numpy(data["images"]), torch.from_numpy(data["labels"]).long()

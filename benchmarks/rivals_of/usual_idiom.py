@@ -1,4 +1,4 @@
-"""Run a pipeline as most JAX programs write it for themselves: ticks in a scan, and `jax.grad` through all of it.
+"""Run a pipeline written as in most JAX programs: ticks in a scan, and `jax.grad` through all of it.
 
 It is modelled on the pipeline section of JAX's shard_map tutorial, and on the loop of praxis and MaxText without
 circular repeats. In each tick every device runs its stage on what its neighbour sent, and `ppermute` passes the results
@@ -10,11 +10,11 @@ stacked.
     device 1         .    F0   F1   F2   F3           and masked out of the loss
 
 It is written to be fast. The scan keeps compile time constant, micro-batches are indexed rather than copied into a
-padded array, and only the loss, a scalar, leaves the loop and is reduced. What only the first or the last device needs,
-such as an embedding or a loss head, is computed by all of them and masked. There are two usual variations: `checkpoint`
-saves memory, and `skip_idle` saves the work of the bubbles and of what is masked. Alone, the latter costs much memory:
+padded array, and only the loss, a scalar, leaves the loop and is reduced. An embedding or a loss head, which only the
+first or the last device needs, is computed by all devices and masked. There are two usual variations: `checkpoint`
+saves memory, and `skip_idle` saves the work of the bubbles and of masked results. `skip_idle` alone costs much memory:
 because of the `cond`, JAX no longer sees that the weights are the same in every tick, and keeps a copy of them for each
-tick. With `checkpoint` it keeps only what the neighbour sent.
+tick. With `checkpoint` it keeps only the activation that the neighbour sent.
 """
 
 from collections.abc import Callable
@@ -39,17 +39,17 @@ def value_and_grad(
 ) -> Any:
     """Return a jitted function of (weights, shared, batch) for the mean loss over micro-batches and its gradients.
 
-    Each tick sends one ppermute of a micro-batch's activation, and in the backward pass one of its gradient. At the end
-    there is one psum of the loss, and one of the gradients by `shared`.
+    Each tick runs one ppermute of a micro-batch's activation, and in the backward pass one ppermute of its gradient. At
+    the end there is one psum of the loss, and one psum of the gradients by `shared`.
 
     Args:
         stage: `stage(weights, x)`; x and the result have the same shape, (micro-batch, ...).
         loss: `loss(shared, y, microbatch)` of one micro-batch, a scalar.
-        mesh: its axis "ipu" has a device for each stage.
+        mesh: a mesh whose axis "ipu" has a device for each stage.
         micro_batches: M.
         first: `first(shared, microbatch)`, the first stage's x.
-        checkpoint: let the backward pass recompute what a device computes in a tick, rather than keep its residuals.
-        skip_idle: compute nothing in a bubble, `first` on the first device only, and `loss` on the last only
+        checkpoint: let the backward pass recompute a device's work in a tick instead of keeping its residuals.
+        skip_idle: compute nothing in a bubble, `first` on the first device only, and `loss` on the last device only
             (`lax.cond`).
 
     Returns:
@@ -62,7 +62,7 @@ def value_and_grad(
         return lax.cond(predicate, yes, no) if skip_idle else jnp.where(predicate, yes(), no())
 
     def work(weights: Any, shared: Any, batch: Any, inbox: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return what this device computes in a tick: the activation to send, and the loss of the last stage."""
+        """Return this device's results in a tick: the activation to send, and the loss of the last stage."""
         me = lax.axis_index("ipu")
         at = jnp.clip(t - me, 0, micro_batches - 1)
         microbatch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), batch)

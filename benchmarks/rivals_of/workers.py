@@ -5,8 +5,8 @@
 
 Each process runs `python program RANK FOLDER`, reads a line of JSON from stdin for each order, and answers with a line
 of JSON on stdout. FOLDER contains the files, and the processes write results there that are too large for an answer.
-Between orders they wait for a pipe, so that other programs can be measured with all cores. This file does not need
-torch.
+Between orders they wait for a pipe, so that other programs can use all cores when they are measured. This file does not
+need torch.
 """
 
 import contextlib
@@ -142,8 +142,7 @@ class Workers:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers[rank].get(timeout=0.05)
-            # any process may have died, not only the one whose answer is awaited; one that exited with 0 may have
-            # answered before
+            # any process may have died, not only this rank; a process that exited with 0 may have answered before
             codes_of = {r: process.poll() for r, process in enumerate(self.processes)}
             ended = [r for r, code in codes_of.items() if code or (r == rank and code is not None)]
             if rank in ended:
@@ -176,5 +175,5 @@ class Workers:
             reader.join()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                with contextlib.suppress(BrokenPipeError):  # what stdin still buffers has no reader
+                with contextlib.suppress(BrokenPipeError):  # bytes that stdin still buffers have no reader
                     pipe.close()

@@ -1,16 +1,16 @@
-"""Check that a result is about as near to the exact one as a dense program that rounds as often.
+"""Check that a result is about as close to the exact result as a dense program that rounds as often.
 
 A case's dense program runs in float64, which gives the exact result, and in the case's own dtypes, which shows the
 effect of rounding. It also runs from float32 weights that are changed by one unit in the last place and, in half types,
-with rounding after each operation: no program can be expected to be nearer than these differences. None of the dense
-programs uses our code. The error of a result may then be
+with rounding after each operation: no program can be expected to be closer than these differences. None of the dense
+programs uses our library. The error of a result may then be
 
     4 x the dense programs' own worst error in that leaf      rounding depends on chance and on the order of sums
     + ULPS eps of the largest number in that leaf             in case the dense program was exact by chance
     + eps / 4 of the largest gradient of all, or of `terms`   terms that cancel in a leaf were as large as in others
 
-with eps that of the coarsest dtype in which the case computes. For float32 that is 1e-6 of a leaf. The error of a
-gradient that misses one micro-batch of eight, or is in the wrong leaf, is 10,000 times larger. Numbers that are not
+where eps belongs to the coarsest dtype in which the case computes. For float32 this allows 1e-6 of a leaf. The error of
+a gradient that misses one micro-batch of eight, or is in the wrong leaf, is 10,000 times larger. Numbers that are not
 finite in float64, such as weights of a training that diverges, must not be finite in the result either.
 """
 
@@ -33,7 +33,7 @@ def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps:
         found: the result to be checked.
         exact: the right result, a tree of the same structure and shapes.
         rounded: the dense program's results in the case's own dtypes, each a tree like `exact`.
-        eps: of the coarsest dtype of the computation.
+        eps: the eps of the coarsest dtype of the computation.
         terms: the largest number that is known to cancel on the way to all leaves.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
@@ -66,7 +66,7 @@ def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps:
 
 
 def coarsest(dtypes: Any) -> float:
-    """Return the eps of the coarsest of these floating dtypes, at least that of float32."""
+    """Return the eps of the coarsest of these floating dtypes, but at least float32's eps."""
     return max([float(jnp.finfo(jnp.float32).eps), *(float(jnp.finfo(dtype).eps) for dtype in dtypes)])
 
 
@@ -89,7 +89,7 @@ def nudged(tree: Any, seed: int) -> Any:
 
 
 def of_all_processes(leaf: Any) -> Any:
-    """Return an array of several processes whole on each of them, and anything else as it is."""
+    """Return an array of several processes whole on each of them, and anything else unchanged."""
     is_elsewhere = isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
     return multihost_utils.process_allgather(leaf, tiled=True) if is_elsewhere else leaf
 

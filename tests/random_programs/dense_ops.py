@@ -56,13 +56,13 @@ def top_k(x: Any, k: int) -> tuple[Any, Any]:
 
 
 def chosen(x: Any, k: int) -> Any:
-    """Return the column of the largest for k=0, else of the k largest, as floats with a gradient of zero."""
+    """Return the column of the largest number (k=0) or of the k largest numbers, as floats with a gradient of zero."""
     _, order = top_k(x, max(k, 1))
     return (order[..., 0] if k == 0 else order).astype(jnp.float32) + 0 * _wide(x).sum()
 
 
 def moved(name: str, x: Any, owner: int) -> Any:
-    """Return the dense programs of the collectives: `x` is (N, ipus, D), with each IPU's value."""
+    """Return the result of a collective: `x`, (N, ipus, D), contains each IPU's value."""
     if name == "to_all":
         return x[:, owner]
     if name == "reduce_to":

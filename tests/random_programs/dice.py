@@ -1,4 +1,4 @@
-"""Draw everything that is random in a case: all draws follow from the seed, the number and the kind of the case."""
+"""Draw everything that is random in a case; seed, number and kind of the case determine all draws."""
 
 import dataclasses
 import zlib
@@ -24,7 +24,7 @@ class Dice:
 
     def weighted(self, weights: dict[Item, float]) -> Item:
         ends = np.cumsum([*weights.values()])
-        # by rounding, the draw may be at the very end
+        # because of rounding, the draw may be at the very end
         at = min(int(np.searchsorted(ends, self._rng.random() * ends[-1], side="right")), len(ends) - 1)
         return list(weights)[at]
 
@@ -44,7 +44,7 @@ class Dice:
 
 
 def normal(seed: int, shape: tuple[int, ...], scale: float = 0.5) -> np.ndarray:
-    """Return random numbers that depend on their own seed and shape only."""
+    """Return random numbers that depend only on their own seed and shape."""
     return np.random.default_rng(seed).normal(scale=scale, size=shape)
 
 

@@ -1,4 +1,4 @@
-"""Draw models: any blocks in any stages, on any placement, under any schedule that is possible for it."""
+"""Draw models: any blocks in any stages, on any placement, under any schedule that supports the placement."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Mo
     Args:
         dice: the source of all random choices.
         simple: make it fast to compile: few kinds of blocks, all in float32, without skips or state.
-        one_ipu: put all of it on one IPU and freeze nothing, so that a plain function can do the same.
+        one_ipu: put the whole model on one IPU and freeze nothing, so that a plain function can do the same.
     """
     width = dice.between(4, 7)
     ipus, places = _places(dice)
@@ -84,7 +84,7 @@ def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Mo
 
 
 def draw_schedule(dice: Dice, places: tuple[int | None, ...]) -> str:
-    """Return a schedule family that is possible for the placement; "own" is a random table."""
+    """Return a schedule family that supports the placement; "own" is a random table."""
     names = {"sequential": 1.0, "grouped": 2, "interleaved": 1, "gpipe": 1, "1f1b": 2, "zb-h1": 2, "own": 3}
     runs = [p for i, p in enumerate(places) if p is not None and (i == 0 or places[i - 1] != p)]
     ipus = list(dict.fromkeys(runs))
@@ -163,7 +163,7 @@ def _block(dice: Dice, kinds: tuple[dict[str, float], dict[str, float]], place: 
 
 
 def _widened(dice: Dice, pieces: list[Piece]) -> list[Piece]:
-    """Sometimes let a stage whose blocks are all "mlp" end in another width, from which the next stage comes back."""
+    """Sometimes let a stage that ends with an "mlp" return another width; the next stage returns to the usual width."""
     for i in range(len(pieces) - 1):
         one, two = pieces[i], pieces[i + 1]
         if dice.chance(0.25) and all(p.blocks and p.blocks[0].kind in ("mlp", "columns", "whole") for p in (one, two)):
@@ -256,7 +256,7 @@ def _grouped(
         group = "tied" if tied and i in (0, len(pieces) - 1) else f"g{i}" if leaves else None
         if group == "tied" and i:
             leaves = {}
-        # stages with the same place and the same leaves may share their weights
+        # stages with the same place and the same leaves can share their weights
         shared = [
             p.group for p in found if p.place == piece.place and groups.get(p.group or "") == tuple(leaves.items())
         ]

@@ -19,14 +19,15 @@ class Given:
 
     Attributes:
         local: the program of one IPU.
-        dense: the same on whole arrays of one part of "data"; it takes whether it is the `exact` program.
-        names, arrays, specs: of the arguments; a dim 0 that is split over "data" contains tokens.
+        dense: the same on whole arrays of one part of "data"; the argument `exact` says whether it is the exact
+            program.
+        names, arrays, specs: the arguments' names, arrays and specs; a dim 0 that is split over "data" contains tokens.
         ragged: for each argument, the dim that is padded to a multiple of the IPUs, or None.
-        out_spec: of the result.
-        out_ragged, out_size: which dim of the result is padded, and its real size.
-        out_dtype: of the result, if it is not that of the case.
-        ct_fill: the padding of the result's cotangent: NaN if the op is documented not to read it.
-        options: for the case's description.
+        out_spec: the spec of the result.
+        out_ragged, out_size: the dim of the result that is padded, and its real size.
+        out_dtype: the dtype of the result, if it is not the case's dtype.
+        ct_fill: the padding of the result's cotangent; NaN if the op is documented not to read this padding.
+        options: the op's options, for the case's description.
     """
 
     local: Callable[..., Any]
@@ -69,7 +70,7 @@ class _Draw:
         return self._rng.integers(low, high, size=self.tokens).astype(dtype)
 
     def divisible(self) -> None:
-        """Return a number of tokens that the IPUs divide."""
+        """Choose a number of tokens that is divisible by the number of IPUs."""
         self.n = self.ipus * self.dice.between(1, 2)
 
     def over_data(self, *rest: Any) -> P:
@@ -189,7 +190,7 @@ def _loss_options(dice: Dice) -> dict[str, Any]:
 
 
 def _result(options: dict[str, Any], value: Any) -> Any:
-    """Return the loss, with a dim added if it is reduced: then it is one number for each part of "data"."""
+    """Return the loss, with a dim added if it is reduced, because it is then one number for each part of "data"."""
     return value if options["reduction"] == "none" else value[None]
 
 
@@ -262,7 +263,7 @@ def _linear_cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Give
 
 
 def _of_last(name: str) -> Callable[[Dice, int, int, str], Given]:
-    """Return the maker of softmax, log_softmax and the norms: (N.., V) -> (N.., V)."""
+    """Return a function that draws softmax, log_softmax or a norm: (N.., V) -> (N.., V)."""
 
     def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
         draw = _Draw(dice, ipus, parts, dtype)
@@ -289,7 +290,7 @@ def _of_last(name: str) -> Callable[[Dice, int, int, str], Given]:
 
 
 def _moving(name: str) -> Callable[[Dice, int, int, str], Given]:
-    """Return the maker of a collective. If it sums or has an owner, `x` differs between IPUs: its dim 1 is the IPUs."""
+    """Return a function that draws a collective. If this sums or has an owner, dim 1 of `x` has the IPUs' values."""
 
     def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
         draw = _Draw(dice, ipus, parts, dtype)
@@ -348,10 +349,10 @@ def _top_k(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
 
 
 def _chosen(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    """argmax and top_k's columns, which are returned as floats, so that they may have a (zero) gradient."""
+    """Draw argmax or top_k's columns, which are returned as floats, so that they can have a (zero) gradient."""
     draw = _Draw(dice, ipus, parts, dtype)
     k = dice.between(0, draw.v)
-    # there are ties, which the first column wins; -0 is left out, because 0 counts as larger than -0
+    # there are ties, and the first column wins; -0 is left out, because 0 counts as larger than -0
     x = (np.round(draw.floats(*draw.tokens, draw.v).astype(np.float32)) + 0.0).astype(jnp.dtype(dtype))
 
     def chosen(x: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Decide whether a schedule table can run, by playing it. It shares nothing with the library's own validator.
+"""Decide whether a schedule table can run, by playing it. Nothing is shared with the library's own validator.
 
-The rules, from the documents of `ipu_jax.schedules._timetable` and `_validate`:
+The rules, from the docstrings of `ipu_jax.schedules._timetable` and `_validate`:
 
     every stage does F and B (and W, if there is one) of every micro-batch; each kind does one micro-batch per tick
-    the stages of a segment share their ticks, a head's F and B one tick; a concurrent stage has no W
-    under the one-phase clock an IPU does one segment's task a tick
-    what another segment made can be used after the phase in which it was made; what the same segment made, at once
+    the stages of a segment share their ticks; a head does F and B in one tick; a concurrent stage has no W
+    under the one-phase clock an IPU does one segment's task per tick
+    a result can be used by other segments after the phase in which it was made, and by the same segment at once
     messages over a boundary are used in the order in which they were sent
     under the two-phase clock a message must be used before the next one comes
     stash (F to the last use), cut (B to W) and inbox (sent to used) are rings: micro-batch m is in slot m modulo the
@@ -80,7 +80,8 @@ def _play(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]], cl
             for micro_batch, tick in enumerate(of_kind[segment.stages[0]]):
                 tasks.append((tick, phases.index(phase), "FBW".index(kind), i, kind, micro_batch))
     done: Done = {}
-    # for each boundary and direction: the micro-batches sent and not yet used, oldest first; and each message's life
+    # for each boundary and direction: the micro-batches sent but not yet used, oldest first; and each message's
+    # lifetime
     waiting: dict[tuple[int, str], list[int]] = {(b, kind): [] for b in range(last) for kind in "FB"}
     lives: dict[tuple[str, int, str], dict[int, list[tuple[int, int, int]]]] = {}
     sent: list[tuple[int, str, int]] = []

@@ -1,6 +1,6 @@
 """Random models as data: pieces of blocks, each piece one stage. `placed` and `plain` compute them independently.
 
-Model -> Piece (a stage: its place, what it sends, takes, holds) -> Block (a few weights) -> Leaf (one weight)
+Model -> Piece (a stage: its place, skips, state) -> Block (a few weights) -> Leaf (one weight)
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ VOCABULARY = 11
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One weight: its shape, dtype, and which dim of it is split over the IPUs of a concurrent stage."""
+    """One weight: its shape, its dtype, and the dim that is split over the IPUs of a concurrent stage."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -53,7 +53,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The loss at the end of the last stage. Options are those of the cross-entropy."""
+    """The loss at the end of the last stage, with options of the cross-entropy."""
 
     kind: str
     d_in: int
@@ -81,7 +81,7 @@ class Piece:
     aux: bool = False
     wraps: bool = False  # whether it returns a tree rather than an array
     recompute: str = "auto"
-    width: int = 0  # the width of the array that it returns
+    width: int = 0  # the width of the returned array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Model:
     schedule: str
     reduction: Literal["mean", "sum"]
     seed: int
-    weighted: bool = False  # whether the loss is a sum that is returned with its count
+    weighted: bool = False  # whether the loss is a sum, returned with its count
 
     @property
     def placement(self) -> tuple[int | None, ...]:

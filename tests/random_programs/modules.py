@@ -1,8 +1,8 @@
 """Test pipelines of random Flax and Equinox modules: loss, gradients and state, by calls of the modules themselves.
 
-The modules run one after the other, a micro-batch at a time, in the words of their own library's documentation. What
-is dense about them is tested elsewhere; here it is the way from a module to a stage and back: its weights and state,
-its mode, its keys, its skips, and what it sows.
+The modules run one after the other, a micro-batch at a time, written as in their own library's documentation. Other
+tests compare stages with dense programs; these are about the way from a module to a stage and back: its weights and
+state, its mode, its keys, its skips, and the values that it sows.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ MOMENTUM = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A module: y = dropout(tanh(norm(x W + b + sum of skip V))), which may sow the mean square of y."""
+    """A module: y = dropout(tanh(norm(x W + b + sum of skip V))). It may sow the mean square of y."""
 
     library: str
     place: int
@@ -36,7 +36,7 @@ class Spec:
     d_out: int
     norm: bool = False
     rate: float = 0.0
-    sows: float = 0.0  # the weight in the loss of what is sown; below 0 it is sown and dropped
+    sows: float = 0.0  # the weight of the sown value in the loss; below 0 the value is sown and dropped
     sends: str = ""
     takes: tuple[str, ...] = ()
     skip_sizes: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class LinenModule(nn.Module):
 
 
 class Penalty(nnx.Variable):
-    """What an NNX module sows."""
+    """A value that an NNX module sows."""
 
 
 class NnxModule(nnx.Module):
@@ -116,7 +116,7 @@ class EquinoxModule(eqx.Module):
 
 
 class Linen:
-    """A linen module, as a stage and by itself."""
+    """A linen module, as a stage and on its own."""
 
     def __init__(self, spec: Spec, seed: int):
         self.spec, self.module = spec, LinenModule(spec)
@@ -136,7 +136,7 @@ class Linen:
 
 
 class Nnx:
-    """An NNX module, as a stage and by itself."""
+    """An NNX module, as a stage and on its own."""
 
     def __init__(self, spec: Spec, seed: int):
         self.spec, self.module = spec, NnxModule(spec, nnx.Rngs(seed))
@@ -157,7 +157,7 @@ class Nnx:
 
 
 class Equinox:
-    """An Equinox module, as a stage and by itself, an example at a time."""
+    """An Equinox module, as a stage and on its own, an example at a time."""
 
     def __init__(self, spec: Spec, seed: int):
         self.spec = spec
@@ -171,7 +171,7 @@ class Equinox:
         running, keys = eqx.combine(params, self.module), jax.random.split(key, ROWS)
         if state is None:
             return jax.vmap(lambda key, *args: running(*args, key=key))(keys, *args), None, 0.0
-        state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(state))  # may be read once only
+        state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(state))  # a state can be read only once
         over_rows = jax.vmap(
             lambda key, state, *args: running(*args, state, key=key),
             axis_name="batch",
@@ -222,7 +222,7 @@ class Case:
         return "\n  ".join([str(about), *map(str, self.specs)])
 
     def check(self) -> None:
-        """Compare loss, gradients and state."""
+        """Compare loss, gradients and state with the modules run alone."""
         modules = [LIBRARIES[spec.library](spec, self.seed + i) for i, spec in enumerate(self.specs)]
         parts = []
         for i, (spec, module) in enumerate(zip(self.specs, modules, strict=True)):

@@ -1,7 +1,7 @@
 """Test values and gradients of every op of `sharded_ops` on random meshes, splits, shapes, dtypes and options.
 
 A program maps an op over a mesh with axis "ipu", and sometimes an axis "data" over which the tokens are split. Its
-gradient is taken outside the `shard_map` or within it, under check_vma=True or False. The dense program computes the
+gradient is computed outside the `shard_map` or inside it, under check_vma=True or False. The dense program computes the
 parts of "data" one by one, on whole arrays.
 """
 
@@ -32,11 +32,11 @@ SMOOTH = (
     "log_softmax_cross_entropy",
     "linear_cross_entropy",
 )
-"""Ops of which a unit in the last place of their inputs changes no more than rounding does: the others choose."""
+"""Ops that a unit in the last place of their inputs changes no more than rounding does. The others make choices."""
 
 
 class Case:
-    """A case of one op, with how it is mapped and differentiated."""
+    """A case of one op, and how it is mapped and differentiated."""
 
     def __init__(self, dice: Dice):
         self.op = dice.one_of(sorted(OPS))
@@ -87,7 +87,7 @@ class Case:
             found.append(gradient)
         names = [name for name, is_float in zip(given.names, floats, strict=True) if is_float]
         as_dict = lambda leaves: dict(zip(names, leaves, strict=True))  # noqa: E731
-        # dlogits are (probability - target) * cotangent, and in confident rows almost all of it cancels
+        # dlogits are (probability - target) * cotangent, where in confident rows almost everything cancels
         terms = float(np.abs(ct).max(initial=0)) if self.op.endswith("cross_entropy") else 0.0
         rounded = [as_dict(leaves) for leaves in of_rounded]
         assert_close("gradient", as_dict(found), as_dict(wanted), rounded, eps, terms=terms)
@@ -148,7 +148,7 @@ class Case:
         return ct.astype(jnp.dtype(self.given.out_dtype or self.dtype))
 
     def _chunked(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the results of `run` on each part of "data", concatenated."""
+        """Return a function that concatenates the results of `run` on each part of "data"."""
 
         def whole(*arrays: Any) -> Any:
             results = []
@@ -165,7 +165,7 @@ class Case:
         return whole
 
     def _inputs(self, *, exact: bool) -> list[Any]:
-        """Return the arrays and, if rounding changes little, also with float32 changed by a unit in the last place."""
+        """Return the arrays; if rounding changes little, also arrays changed by a unit in the last place of float32."""
         arrays = self.given.arrays
         if exact:
             return [[as_float64(array) for array in arrays]]

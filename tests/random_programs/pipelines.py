@@ -1,4 +1,4 @@
-"""Test pipelines of random stages, placements and schedules: loss, gradients, aux and state, by a dense program."""
+"""Test loss, gradients, aux and state of pipelines of random stages, placements and schedules by a dense program."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from random_programs.tables import random_table
 
 
 class Case:
-    """A case of a pipeline, with what is tested besides its gradients."""
+    """A case of a pipeline, and what is tested besides its gradients."""
 
     def __init__(self, dice: Dice):
         self.model = draw_model(dice)
@@ -60,7 +60,7 @@ def pipeline_of(model: Model, schedule: str | Schedule) -> Pipeline:
 
 
 def arguments(model: Model, pipeline: Pipeline) -> tuple[Any, Any, Any, Any]:
-    """Return weights, batch, state and key, as `value_and_grad` takes them."""
+    """Return weights, batch, state and key, in the form that `value_and_grad` takes."""
     batch = model.batch()
     if model.replicas == 1:
         batch = {name: leaf[0] for name, leaf in batch.items()}
@@ -70,7 +70,7 @@ def arguments(model: Model, pipeline: Pipeline) -> tuple[Any, Any, Any, Any]:
 
 
 def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -> None:
-    """Raise `AssertionError` if the pipeline's results are not those of the dense program."""
+    """Raise `AssertionError` if the pipeline's results differ from the dense program's."""
     given = arguments(model, pipeline)
     with bubbles_of_nan():
         loss, aux, gradients, new = parts(model, pipeline.value_and_grad(*given))
@@ -96,10 +96,10 @@ def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -
 
 
 def assert_predicts(model: Model, pipeline: Pipeline, micro_batches: int) -> None:
-    """Raise `AssertionError` if predictions, of any number of micro-batches, are not those of the dense program."""
+    """Raise `AssertionError` if the predictions for this number of micro-batches differ from the dense program's."""
     params, _, state, key = arguments(model, pipeline)
     batch = dataclasses.replace(model, micro_batches=micro_batches).batch(1)
-    batch = {name: leaf for name, leaf in batch.items() if name not in ("labels", "y")}  # there are none in prediction
+    batch = {name: leaf for name, leaf in batch.items() if name not in ("labels", "y")}  # prediction has no targets
     given = batch if model.replicas > 1 else {name: leaf[0] for name, leaf in batch.items()}
     with bubbles_of_nan():
         found = pipeline.predict(params, given, state, key)

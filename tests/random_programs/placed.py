@@ -41,7 +41,7 @@ def specs_of(model: Model) -> dict[str, Any]:
 
 
 def frozen_of(model: Model) -> dict[str, Any]:
-    """Return `frozen`: True for a group that is wholly frozen, a tree for one that is partly frozen, else nothing."""
+    """Return `frozen`: True for a wholly frozen group, a tree for a partly frozen group, no entry for other groups."""
     found = {}
     for name, tree in model.by_leaf(lambda leaf: leaf.frozen).items():
         if all(jax.tree.leaves(tree)):
@@ -70,7 +70,7 @@ def _stage(model: Model, number: int) -> Stage:
 
 
 def _function(piece: Piece, weighted: bool) -> Callable[..., Any]:
-    # the function is exported once, like one that is read from a file: jax cannot export inside a shard_map
+    # the function is exported once, as if read from a file, because jax cannot export inside a shard_map
     exports = {b: _export(block) for b, block in enumerate(piece.blocks) if block.kind == "exported"}
 
     def fn(

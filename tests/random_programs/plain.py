@@ -1,7 +1,7 @@
-"""Compute a random model as a dense program: plain jnp on whole weights, with nothing of ours.
+"""Compute a random model as a dense program: plain jnp on whole weights, without our library.
 
 It differs from `placed` wherever possible: loops over layers are Python's, lookups are products with one-hot rows, and
-each micro-batch is computed by itself and its gradient added by hand.
+each micro-batch is computed on its own and its gradient is added by hand.
 
 `exact` programs get float64 weights and cast nothing; the others cast where the model says so. XLA keeps float32 if it
 fuses one half-type operation with the next, so a whole model in one program rounds far less often than the same model
@@ -51,7 +51,7 @@ class Dense:
             return self._run(weights, batch, state, key)
 
     def predict(self, weights: Any, batch: Any, state: Any, key: Any = None) -> np.ndarray:
-        """Return what the last stage computes before its loss, (replicas, m, ROWS, width); the state stays as it is."""
+        """Return the last stage's result before its loss, (replicas, m, ROWS, width); the state does not change."""
         with jax.enable_x64(self.exact):
             if self.exact:
                 weights, batch, state = as_float64(weights), as_float64(batch), as_float64(state)
@@ -254,7 +254,7 @@ def _activation(block: Block, w: Any, h: Any, mb: Any, cast: Cast) -> Any:
 
 
 def _wide(block: Block, w: Any, h: Any, mb: Any, cast: Cast) -> Any:
-    """Return a column-split and a row-split product, with the function between them."""
+    """Return the result of a column-split and a row-split product, with the function between them."""
     y = jnp.einsum("nd,de->ne", h, cast(w["up"], block.dtype)) + cast(w["up_bias"], block.dtype)
     if block.kind == "wide norm":
         wide = cast(y, "float32")

@@ -3,8 +3,8 @@
     python tests/random_programs/run.py --minutes 60 --kind all --seed 1234
     python tests/random_programs/run.py --kind pipelines --seed 1234 --case 17      # one case again
 
-Cases run in a separate process, which is started anew if it dies, hangs or has run for long. So a signal or a hang
-only loses one case, not the run. The exit status is 1 if a case failed.
+Cases run in a separate process, which is restarted if it dies, hangs or has run for a long time. So a signal or a hang
+loses only one case, not the run. The exit status is 1 if a case failed.
 """
 
 import argparse
@@ -63,11 +63,11 @@ class Worker:
         self._lines.put("")  # the process is gone
 
     def run(self, kind: str, seed: int, case: int, timeout: float) -> Outcome:
-        """Run one case. After a crash or a hang `alive` is False, and the worker cannot be used any more."""
+        """Run one case. After a crash or a hang `alive` is False, and the worker cannot be used again."""
         start = time.monotonic()
         self.cases += 1
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process died since: the end of its answers shows that
+        with contextlib.suppress(BrokenPipeError):  # the process has died, which the end of its answers shows
             self._process.stdin.write(f"{json.dumps([kind, seed, case])}\n")
             self._process.stdin.flush()
         try:
@@ -86,7 +86,7 @@ class Worker:
         return self._process.poll() is None
 
     def end(self) -> str:
-        """End the process, and return the end of what it wrote."""
+        """End the process, and return the end of its stderr."""
         if self._log.closed:
             return ""
         self._process.kill()
@@ -96,7 +96,7 @@ class Worker:
         said = self._log.read()[-3000:]
         for file in (self._process.stdin, self._process.stdout, self._log):
             assert file is not None
-            with contextlib.suppress(BrokenPipeError):  # it has not read the last line that was sent to it
+            with contextlib.suppress(BrokenPipeError):  # the process has not read the last line
                 file.close()
         return said
 
@@ -106,7 +106,7 @@ def _environment() -> dict[str, str]:
     paths = [str(HERE.parent.parent), str(HERE.parent), found.get("PYTHONPATH", "")]
     found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     found.pop("JAX_COMPILATION_CACHE_DIR", None)
-    # a collective in which not all IPUs take part ends the process after a minute rather than never
+    # a collective in which not all IPUs take part ends the process after a minute instead of hanging for ever
     flags = (
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=30 --xla_cpu_collective_call_terminate_timeout_seconds=60"
     )
@@ -134,7 +134,7 @@ class Run:
         else:
             shown = time.monotonic()
             while time.monotonic() - self._start < 60 * args.minutes and not (args.exit_first and self.failures):
-                kind = min(self._spent, key=lambda kind: self._spent[kind])  # the same time for each kind
+                kind = min(self._spent, key=lambda kind: self._spent[kind])  # equal time for each kind
                 self._one(kind, self._next[kind])
                 self._next[kind] += 1
                 if time.monotonic() - shown > 30:

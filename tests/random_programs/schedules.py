@@ -1,4 +1,4 @@
-"""Test schedules: valid tables must be accepted, parsed from their text and run correctly; spoilt ones refused.
+"""Test schedules: valid tables must be accepted, parsed from their text and run correctly; faulty tables refused.
 
 `judge` decides what is valid, by playing the table task by task.
 """
@@ -15,11 +15,11 @@ from random_programs.judge import fault_of
 from random_programs.pipelines import assert_right, pipeline_of
 from random_programs.tables import Clock, Placement, Table, random_table
 
-SPOILT = 12  # the spoilt tables made of each table
+SPOILT = 12  # the spoilt tables made from each table
 
 
 class Case:
-    """A case of a small model under a table of its own, and of many spoilt tables."""
+    """A case of a small model under its own table, and of many spoilt tables."""
 
     def __init__(self, dice: Dice):
         self.model = draw_model(dice, simple=True)
@@ -85,10 +85,10 @@ def spoil(dice: Dice, placement: Placement, table: Table) -> Table:
     elif how == "early":
         before = {"F": ("F", max(stage - 1, 0)), "B": ("F", stage), "W": ("B", stage)}[kind]
         _set(rows, kind, alike, at, rows[before[0]][before[1]][at] - dice.between(0, 1), placement)
-    elif how == "relabel":  # the micro-batches in another order, the same for every task
+    elif how == "relabel":  # reorder the micro-batches, in the same way for every task
         order = dice.shuffled(range(m))
         rows = {kind: [[row[i] for i in order] for row in of_kind] for kind, of_kind in rows.items()}
-    elif how == "shift":  # everything from a tick on, later
+    elif how == "shift":  # everything from some tick on is one tick later
         after = dice.between(0, max(map(max, backward)))
         rows = {k: [[t + (t >= after) for t in row] for row in of_kind] for k, of_kind in rows.items()}
     else:
@@ -99,7 +99,7 @@ def spoil(dice: Dice, placement: Placement, table: Table) -> Table:
 
 
 def _segment(placement: Placement, stage: int) -> list[int]:
-    """Return the stages that run together with this one: its neighbours with the same place."""
+    """Return the stages that run together with this stage: it and its neighbours with the same place."""
     first = last = stage
     while first > 0 and placement[first - 1] == placement[stage]:
         first -= 1
@@ -109,7 +109,7 @@ def _segment(placement: Placement, stage: int) -> list[int]:
 
 
 def _set(rows: dict[str, Any], kind: str, stages: list[int], m: int, tick: int, placement: Placement) -> None:
-    """Move these stages' task to a new tick, together with the W of a concurrent one, and with F and B of a head."""
+    """Move these stages' task to a new tick, together with a concurrent stage's W, and with F and B of a head."""
     for stage in stages:
         together = [kind]
         if placement[stage] is None:

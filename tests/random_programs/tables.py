@@ -1,7 +1,7 @@
 """Make random schedule tables: in each tick each IPU does any of the tasks that are ready, or nothing.
 
 Tables are made by playing the clock that `ipu_jax.schedules._timetable` documents, without its code. Segments are runs
-of stages with one place; what a segment makes in a phase is available to the others when the phase ends; and
+of stages with one place. The results of a segment in a phase are available to other segments when the phase ends, and
 micro-batches pass through every segment in order.
 """
 
@@ -18,7 +18,7 @@ Table = tuple[Rows, Rows, Rows | None, Clock]
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A run of stages with one place. `role` is "local", "entry" (concurrent, followed by a local one) or "head"."""
+    """A run of stages with one place. `role` is "local", "entry" (concurrent, before a local segment) or "head"."""
 
     place: int | None
     stages: tuple[int, ...]
@@ -44,7 +44,7 @@ def segments_of(placement: Placement) -> list[Segment]:
 def random_table(
     rng: np.random.Generator, placement: Placement, micro_batches: int, *, two_phase: bool | None = None
 ) -> Table:
-    """Return `(forward, backward, weight, clock)` of a schedule whose segments do their micro-batches in order."""
+    """Return `(forward, backward, weight, clock)` of a schedule whose segments run their micro-batches in order."""
     segments = segments_of(placement)
     two_phase = bool(rng.random() < 0.35) if two_phase is None else two_phase
     split = not two_phase and any(s.role == "local" for s in segments) and bool(rng.random() < 0.5)
@@ -63,7 +63,7 @@ def random_table(
 
 
 class _Play:
-    """One game: `begun` counts the micro-batches that have begun a task, `there` those whose messages have arrived."""
+    """One game: `begun` counts the micro-batches that have begun a task, `there` the messages that have arrived."""
 
     def __init__(self, segments: list[Segment], micro_batches: int, split: bool, two_phase: bool, rng: Any):
         self.segments, self.m, self.split, self.two_phase, self.rng = segments, micro_batches, split, two_phase, rng
@@ -71,7 +71,7 @@ class _Play:
         self.there = {(i, kind): 0 for i in range(len(segments)) for kind in "FB"}
         self.there[0, "F"] = micro_batches
         self.done: dict[tuple[int, str, int], int] = {}
-        # how many F may run ahead of B: any bound of at least one is valid
+        # how many F can run ahead of B: any bound of at least one is valid
         self.ahead = [int(rng.integers(1, micro_batches + 1)) for _ in segments]
         self.eager = float(rng.choice([0.4, 0.7, 0.95]))
         self.sends: list[tuple[int, str]] = []

@@ -1,6 +1,6 @@
 """Run a sample of the random programs (docs/design/tests.md), and test the tools that run them.
 
-`make random` draws others. Each case runs in another process, so a crash or a hang is only the failure of that case.
+`make random` draws other programs. Cases run in another process, so a crash or a hang only fails that case.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def test_random_programs_equal_dense_ones(worker, kind, case):
 
 
 def test_tables_are_judged_as_the_schedule_judges_them():
-    """Judge many tables, made and spoilt, without running them; the cases above run some."""
+    """Judge many tables, valid and spoilt, without running them; the cases above run some."""
     accepted = refused = 0
     for case in range(150):
         dice = Dice("tables", SEED, case)

@@ -88,12 +88,12 @@ class Case:
             self.model = dataclasses.replace(self.model, schedule="grouped", groups=_thawed(self.model))
         if dice.chance(0.25):
             *others, last = self.model.pieces
-            pieces = (*others, dataclasses.replace(last, aux=False))  # its count is its aux
+            pieces = (*others, dataclasses.replace(last, aux=False))  # its aux is the count
             self.model = dataclasses.replace(self.model, weighted=True, pieces=pieces)
         self.recipe = draw_recipe(dice)
         self.options = draw_options(dice, self.model, self.is_function)
         self.calls = dice.between(1, 2)
-        # where the state goes on: as a file of weights, or as a checkpoint, on more IPUs if there are
+        # how the state is kept: as a file of weights or as a checkpoint, read on more IPUs if there are more
         self.keeps = dice.weighted({"": 2, "safetensors": 1, "npz": 1, "checkpoint": 2})
         self._dense: dict[tuple[bool, bool], Dense] = {}
         self.bad = None
@@ -141,7 +141,7 @@ class Case:
             assert np.array_equal(updated, wanted), f"updated {updated}, and should be {wanted}"
 
     def _found(self) -> tuple[dict[str, Any], np.ndarray, Any, Any]:
-        """Return the results of the training step: its whole state, losses, which updates were made, and norms."""
+        """Return the results of the training step: whole state, losses, which updates were made, and norms."""
         model, options = self.model, self.options
         step = make_train_step(self._model(), self.recipe.build(), options)
         key = jax.random.key(model.seed) if step.random or options.stochastic_rounding else None
@@ -160,7 +160,7 @@ class Case:
             warnings.simplefilter("ignore", NonFiniteLossWarning)
             step.check(state)
         whole = step.whole(state)
-        if jax.process_count() == 1:  # instances would need one folder for all
+        if jax.process_count() == 1:  # several instances would need a common folder
             self._check_kept(step, state, whole)
         found = {
             "ema": None if whole["ema"] is None else self._trained_leaves(whole["ema"]),
@@ -178,7 +178,7 @@ class Case:
         return jax.tree.map(lambda still, leaf: optax.MaskedNode() if still else leaf, frozen, tree)
 
     def _check_kept(self, step: Any, state: Any, whole: Any) -> None:
-        """Raise `AssertionError` unless a file or a checkpoint gives the same bits back, on more IPUs if there are."""
+        """Raise `AssertionError` unless a file or a checkpoint returns the same bits, if possible on one more IPU."""
         more = dataclasses.replace(self.model, ipus=self.model.ipus + 1)
         fits = not self.is_function and more.replicas * more.ipus <= 8
         other = make_train_step(pipeline_of(more, "grouped"), self.recipe.build(), self.options) if fits else step
@@ -326,7 +326,7 @@ def _thawed(model: Model) -> Any:
 
 
 def _told(values: list[Any], options: TrainOptions) -> np.ndarray:
-    """Return the values that the calls return, from the values of each update."""
+    """Return the values that the calls should return, from the values of each update."""
     grouped = np.asarray(values).reshape(-1, options.device_iterations)
     if options.outputs == "sum":
         return grouped.sum(1)

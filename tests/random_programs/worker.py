@@ -1,4 +1,4 @@
-"""Run cases for `run`: read `[kind, seed, case]` from each line, run that case, and write what was wrong, or ""."""
+"""Run cases for `run`: read `[kind, seed, case]` from each line, run that case, and write its error, or ""."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ CASES_BETWEEN_CLEARINGS = 10
 
 
 def failure_of(kind: str, seed: int, case: int) -> str:
-    """Return what is wrong with this case: its description and the error, or "" if nothing is."""
+    """Return the description and the error of this case, or "" if it succeeds."""
     from random_programs.dice import Dice
 
     described = "(it could not be drawn)"

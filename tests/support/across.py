@@ -1,7 +1,7 @@
-"""Run the whole library on the devices that there are, of one process or of several, and return what comes out.
+"""Run the whole library on all devices, of one process or of several, and return the results.
 
-Each function is called alike in every process by `support.instances`, or in the process of the tests on 8 devices. It
-returns plain arrays, so that the results of any number of processes can be compared.
+`support.instances` makes the same call of a function in every process; tests also call it in their own process, with 8
+devices. Functions return plain arrays, so that the results of any number of processes can be compared.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def local(tree: Any) -> Any:
 
 
 def named(name: str, tree: Any) -> Results:
-    """Return the leaves of a tree by their paths, halves as float32, since npz cannot hold them."""
+    """Return the leaves of a tree by their paths; bfloat16 leaves are float32, since npz cannot hold them."""
     as_array = lambda leaf: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)  # noqa: E731
     arrays = {f"{name}{jax.tree_util.keystr(path)}": as_array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
     wide = lambda array: array.astype(np.float32) if array.dtype == jnp.bfloat16 else array  # noqa: E731
@@ -73,7 +73,7 @@ def refusal(call: Any) -> np.ndarray:
 
 
 def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32") -> Results:
-    """Return what each method of a pipeline gives, and whether `verify` passes and fails as it must."""
+    """Return the results of each method of a pipeline, and whether `verify` passes and fails as it must."""
     model = model_of(replicas, ipus, dtype)
     pipeline = model.pipeline(ipus)
     params, batch = pipeline.shard(model.params), jax.device_get(model.batch)
@@ -99,7 +99,7 @@ def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32") -> Results:
 
 
 def _wrong(pipeline: Pipeline) -> Pipeline:
-    """Return a pipeline whose last IPU alone computes another gradient than the unsharded program does."""
+    """Return a pipeline in which only the last IPU computes another gradient than the unsharded program."""
     stages = list(pipeline.stages)
     at = max(k for k, stage in enumerate(stages) if stage.ipu == pipeline.ipus - 1)
     fn = stages[at].fn
@@ -108,7 +108,7 @@ def _wrong(pipeline: Pipeline) -> Pipeline:
 
 
 def predictions(replicas: int, ipus: int) -> Results:
-    """Return what a pipeline of layers predicts for 3 micro-batches, and its unsharded program."""
+    """Return the predictions of a pipeline of layers, and of its unsharded program, for 3 micro-batches."""
     rng = np.random.default_rng(0)
     layers = [rng.normal(size=(6, 6)).astype(np.float32) for _ in range(2 * ipus)]
     pipeline, params = Pipeline.from_layers(
@@ -145,7 +145,7 @@ def options_of(given: dict[str, Any]) -> TrainOptions:
 
 
 def trained(replicas: int, ipus: int, each: list[dict[str, Any]], dtype: str = "float32") -> Results:
-    """Return losses and whole states after some updates under each of the options, saved and restored half way."""
+    """Return losses and whole states after some updates under each of the options, with a `restore` in between."""
     found: Results = {}
     for number, given in enumerate(each):
         model, options = model_of(replicas, ipus, dtype), options_of(given)
@@ -177,7 +177,7 @@ def _batch(model: Model, step: int, iterations: int) -> Any:
 
 
 def function_trained(replicas: int, options: dict[str, Any] | None = None) -> Results:
-    """Return what replicas of a plain loss function give, one with random keys, and a state after some updates."""
+    """Return the results of replicas of a plain loss function, without and with keys, and states after some updates."""
     rng = np.random.default_rng(1)
     params = {"w": rng.normal(size=(5, 3)).astype(np.float32), "b": np.zeros(3, np.float32)}
     batch = rng.normal(size=(replicas, MICRO_BATCHES, 4, 5)).astype(np.float32)
@@ -208,7 +208,7 @@ def function_trained(replicas: int, options: dict[str, Any] | None = None) -> Re
 
 
 def random_cases(kind: str, seed: int, first: int, count: int) -> Results:
-    """Compare the first random programs that need a device of every process with dense ones; return their numbers."""
+    """Check the first random programs that need a device of every process against dense ones; return their numbers."""
     from random_programs.dice import Dice
 
     module = importlib.import_module(f"random_programs.{kind}")
@@ -254,7 +254,7 @@ def verify_on_one_side() -> Results:
 
 
 def fails(how: str) -> Results:
-    """Raise on instance 1 while instance 0 waits for it, or wait on both."""
+    """Raise on instance 1 while instance 0 waits for it, or wait on both instances."""
     if how == "raises" and jax.process_index() == 1:
         raise RuntimeError("of instance 1")
     if how == "waits":

@@ -1,4 +1,4 @@
-"""Feed rows to the devices that there are, of one process or of several, and return which rows each process reads."""
+"""Feed rows to all devices, of one process or of several, and return which rows each process reads."""
 
 import json
 from typing import Any
@@ -15,7 +15,8 @@ from support.instances import Results
 def fed(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
     """Return, for each feed, the rows on this process's IPUs by batch and replica, and its state at the end.
 
-    Each has the options of a `Feed`, and "examples", whether it is a "stream", and after how many "batches" it ends.
+    Each dict in `each` contains options of a `Feed`, the number of "examples", whether they are a "stream", and after
+    how many "batches" to stop.
     """
     mesh, found = make_mesh(replicas, ipus), {}
     rows_of_device = {device: row for row, devices in enumerate(mesh.devices) for device in devices}
@@ -42,7 +43,7 @@ def fed(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
 
 
 class _Numbers:
-    """Notes which examples are read."""
+    """Records which examples are read."""
 
     def __init__(self, numbers: np.ndarray, reads: list[np.ndarray]):
         self._numbers, self._reads = numbers, reads

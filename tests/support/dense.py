@@ -1,4 +1,4 @@
-"""Make small models as stages, each with a dense twin: plain jnp on whole weights, which uses nothing of ours.
+"""Make small models as stages, each with a dense twin: plain jnp on whole weights, without our library.
 
 `chain` makes a model for any placement. The place of a stage decides what it computes:
 
@@ -23,7 +23,7 @@ from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 
 VOCABULARY = 10
 ROWS = 3  # of a micro-batch
-WIDTHS = (7, 5, 9, 4, 6)  # widths of the boundaries, if stages are unlike
+WIDTHS = (7, 5, 9, 4, 6)  # widths of the boundaries, if stages differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Model:
         )
 
     def twin(self, reduction: str = "mean") -> tuple[jax.Array, dict[str, Any]]:
-        """Return loss and gradients of the dense twin, which differentiates all micro-batches together."""
+        """Return the loss and gradients of the dense twin, which differentiates all micro-batches together."""
         count = self.micro_batches * self.replicas
         flat = self.batch
         if self.replicas > 1:
@@ -75,13 +75,13 @@ def chain(
     """Return a model with one stage for each place (None: concurrent).
 
     Args:
-        places: for each stage its IPU, or None.
+        places: the IPU of each stage, or None.
         micro_batches: M.
         replicas: copies of the model.
         like: all stages have the same width; otherwise each boundary has its own width, and each stage its own tree.
         tied: an embedding at the start and a head at the end, both concurrent, share one table.
-        dtype: of weights and activations; the loss is float32 always.
-        seed: of weights and batch.
+        dtype: the dtype of weights and activations; the loss is always float32.
+        seed: the seed of weights and batch.
     """
     rng = np.random.default_rng(seed)
 
@@ -188,7 +188,7 @@ def _tied_head(p: Any, x: Any, mb: Any) -> Any:
     return _cross_entropy_over_ipus(x @ p["table"].T, mb["labels"])
 
 
-# The twins, written independently and in another way.
+# The twins, written independently in a different way.
 
 
 def _dense_layer(p: Any, x: Any, mb: Any) -> Any:

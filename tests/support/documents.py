@@ -1,8 +1,9 @@
-"""Run the Python code of a document as a reader would, and compare what it prints with what the document shows.
+"""Run the Python code of a document as a reader would, and compare its output with the output that is shown.
 
 The blocks run in order, as one program in a fresh process. A comment `<!-- python ... -->` is a block that runs, too:
-the context that code on the page needs, which nobody sees. Figures differ between machines and versions in their last
-digits, so they are compared with a tolerance. A loss at the end of a training differs the most.
+it contains context that the code on the page needs, and readers do not see it. The last digits of figures differ
+between machines and versions, so figures are compared with a tolerance. A loss at the end of a training differs the
+most.
 """
 
 import os
@@ -17,7 +18,7 @@ _BLOCK = re.compile(r"^(?:```|<!-- )(\w+)\n(.*?)^(?:```|-->)$", re.DOTALL | re.M
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
 _RELATIVE = 0.02
 _RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version
-_ROUNDING = 1e-5  # a relative error below this is rounding, and may have any value
+_ROUNDING = 1e-5  # relative errors below this are rounding errors, of any size
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -26,12 +27,12 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def run(path: Path, then: str = "") -> str:
-    """Return what the document's Python prints, and then that of the test. Warnings are errors.
+    """Return the output of the document's Python, followed by the output of the code `then`. Warnings are errors.
 
     The process sets up its own devices.
 
     Raises:
-        AssertionError: the program fails; the message is what it wrote to stderr.
+        AssertionError: the program fails; the message is its stderr.
     """
     alone = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     code = "".join([*blocks(path, "python"), then])
@@ -43,7 +44,7 @@ def run(path: Path, then: str = "") -> str:
 
 
 def shown_output(path: Path) -> list[str]:
-    """Return the text blocks right after a Python block, which show what the document says that it prints."""
+    """Return the text blocks right after a Python block, which show the block's output."""
     text = path.read_text()
     shown, code_ends = [], None
     for block in _BLOCK.finditer(text):
@@ -56,8 +57,8 @@ def shown_output(path: Path) -> list[str]:
 def where_shown(shown: str, printed: str) -> int | None:
     """Return the position in the printed text at which the shown text ends; None if it does not occur.
 
-    Text and whole numbers must be the same. Fractions must be near, percentages within a point, megabytes within 15%,
-    and errors like 1.2e-07 must be rounding errors in both.
+    Text and whole numbers must be the same. Fractions must be close, percentages within a point, megabytes within 15%,
+    and errors like 1.2e-07 must be rounding errors in both texts.
     """
     words = _NUMBER.split(shown)
     numbers = _NUMBER.findall(shown)
@@ -69,7 +70,7 @@ def where_shown(shown: str, printed: str) -> int | None:
 
 
 def _is_near(shown: str, printed: str, behind: str) -> bool:
-    """Return whether two numbers are near. The text that follows them says which tolerance applies."""
+    """Return whether two numbers are close. The text after them decides which tolerance applies."""
     if shown.endswith("%") or printed.endswith("%"):
         return shown[-1:] == printed[-1:] and abs(int(shown[:-1]) - int(printed[:-1])) <= 1
     wanted, value = float(shown), float(printed)

@@ -1,6 +1,6 @@
-"""Export and import weights on the devices that there are, of one process or of several, and measure what is held.
+"""Export and import weights on all devices, of one process or of several, and measure how much memory is held.
 
-Functions are called alike in every process by `support.instances`. They return plain arrays.
+`support.instances` makes the same calls in every process. The functions return plain arrays.
 """
 
 import errno
@@ -32,7 +32,7 @@ SPECS = {"table": {"rows": PartitionSpec("ipu"), "columns": PartitionSpec(None, 
 
 
 def unlike_weights(ipus: int) -> dict[str, Any]:
-    """Return groups of unlike sizes for every IPU, and a table for all; with -0.0 and NaNs of several payloads."""
+    """Return groups of different sizes for the IPUs, and a table for all; with -0.0 and NaNs of several payloads."""
     rng = np.random.default_rng(0)
 
     def bits(dtype: str, *shape: int) -> np.ndarray:
@@ -81,7 +81,7 @@ def written(folder: str, replicas: int, ipus: int) -> Results:
 
 
 def trained_and_written(folder: str, replicas: int, shard_optimizer: bool) -> Results:
-    """Write the weights of a training of two IPUs and their average, and those of replicas of a function."""
+    """Write the weights of a training on two IPUs and their average, and the weights of replicas of a function."""
     stages = [Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="a", ipu=0)]
     stages.append(Stage(lambda p, x, mb: jnp.mean((x @ p["w"] + p["b"]) ** 2), params="b", ipu=1))
     options = TrainOptions(ema_decay=0.5, shard_optimizer=shard_optimizer)
@@ -103,7 +103,7 @@ def trained_and_written(folder: str, replicas: int, shard_optimizer: bool) -> Re
 
 
 def refused(folder: str, ipus: int) -> Results:
-    """Return the error of each instance where the first cannot write, and whether the instances can go on."""
+    """Return each instance's error when the first cannot write, and whether the instances can go on."""
     placed = unlike_pipeline(ipus, 1).shard(unlike_weights(ipus))
     no_folder = _error(Path(folder, "none", "weights.npz"), placed)
     write, written = _npz._write_array, []
@@ -131,13 +131,13 @@ def _error(path: Path, weights: Any) -> str:
 
 
 def held(path: str, way: str, leaves: int, ipus: int = 4) -> Results:
-    """Return the bytes of all leaves, of one, and those by which the host's memory grew above what remains.
+    """Return the bytes of all leaves, of one leaf, and by how much the host's memory grew above what remains.
 
     Args:
-        path: of the file.
-        way: "export", "import", or "unshard", which makes all leaves whole and shows that the measure sees them.
+        path: the path of the file.
+        way: "export", "import", or "unshard", which makes all leaves whole and shows that the measurement notices them.
         leaves: how many leaves of 4 MB each there are.
-        ipus: over which they are, half of them local and half split.
+        ipus: the number of IPUs; half of the leaves are local, and half are split over all IPUs.
     """
     shape = (1024, 1024)
     weights = {f"ipu {k}": [jax.ShapeDtypeStruct(shape, "float32")] * (leaves // 2 // ipus) for k in range(ipus)}

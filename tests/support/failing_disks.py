@@ -1,4 +1,4 @@
-"""Let the disk of one instance fail while those of the others are fine: by the limit of a process for its files."""
+"""Let the disk of one instance fail while the others' disks work, by a limit on the process's file sizes."""
 
 import resource
 import threading
@@ -17,12 +17,12 @@ TIMEOUT = 60.0
 
 
 def one_disk_fails(folder: str, victim: int, stuck: bool = False) -> Results:
-    """Save while one instance may write no file, go on until that is told, and save when it may write again.
+    """Save while one instance cannot write files, go on until the error is raised, and save when it can write again.
 
     Args:
         folder: for the checkpoints.
-        victim: the instance.
-        stuck: whether the writes of the others do not end.
+        victim: the instance whose disk fails.
+        stuck: whether the writes of the other instances never end.
     """
     if stuck and jax.process_index() != victim:
         _first_write_does_not_end()
@@ -50,7 +50,7 @@ def one_disk_fails(folder: str, victim: int, stuck: bool = False) -> Results:
 
 
 def _first_write_does_not_end() -> None:
-    """Have the first save write for ever, as tensorstore sometimes does on a full disk."""
+    """Make the first save write for ever, as tensorstore sometimes does on a full disk."""
     usual, calls = ocp.AsyncCheckpointer.wait_until_finished, []
 
     def wait(self: Any) -> None:

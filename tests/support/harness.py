@@ -1,7 +1,7 @@
 """Run sharded ops and their dense twins, and compare them: the harness of the tests of all sharded ops.
 
-An op is right if it agrees with a dense program that does not use IPUs, forward and in every gradient, in whatever way
-the two are differentiated. There are four ways, `MODES`, and `sharded_vjp` runs an op in each of them:
+An op is right if it agrees with a dense program that does not use IPUs, forward and in every gradient, for each way of
+differentiating. There are four ways, `MODES`, and `sharded_vjp` runs an op in any of them:
 
     typed / untyped      the shard_map has check_vma=True, or False
     outside / inside     jax.vjp is called on the shard_map, or within it, on each IPU's own program
@@ -31,7 +31,7 @@ ON_ALL = P()
 
 MODES = ("typed-outside", "typed-inside", "untyped-outside", "untyped-inside")
 
-# (IPUs, size of the split dim): one IPU, an even split, uneven ones, and IPUs that hold nothing but padding
+# (IPUs, size of the split dim): one IPU, an even split, uneven splits, and IPUs that hold only padding
 SPLITS = ((1, 5), (2, 6), (3, 7), (2, 1), (8, 5), (4, 10))
 
 
@@ -41,7 +41,7 @@ def mesh_of(n: int) -> Mesh:
 
 
 def on_ipus(op: Callable, n: int, in_specs: Any, out_specs: Any, typed: bool = True) -> Callable:
-    """Return `op` as the program of each of n IPUs."""
+    """Return `op` as a program that runs on each of n IPUs."""
     return jax.jit(jax.shard_map(op, mesh=mesh_of(n), in_specs=in_specs, out_specs=out_specs, check_vma=typed))
 
 
@@ -86,7 +86,7 @@ def sharded_vjp(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Return `op(*floats, *ints, **kwargs)` on n IPUs, and its gradients by `floats` for the result's cotangent `ct`.
 
-    All arrays are global, `floats` padded and sharded by `in_specs`, `ints` on all IPUs.
+    All arrays are global: `floats` are padded and sharded by `in_specs`, and `ints` are on all IPUs.
     """
     program = _program(op, mode, n, in_specs, out_spec, tuple(sorted(kwargs.items())))
     return jax.device_get(program(tuple(floats), tuple(ints), ct))
@@ -120,7 +120,7 @@ def _dense_program(op: Callable, kwargs: tuple) -> Callable:
 def dense_vjp(
     op: Callable, floats: Sequence[Any], ints: Sequence[Any] = (), *, ct: Any, **kwargs: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Return what `sharded_vjp` returns, for a dense twin on one device: nothing is padded or sharded."""
+    """Return the same as `sharded_vjp` for a dense twin on one device; nothing is padded or sharded."""
     return jax.device_get(_dense_program(op, tuple(sorted(kwargs.items())))(tuple(floats), tuple(ints), ct))
 
 
@@ -135,7 +135,7 @@ def padded(split: Split, array: np.ndarray, dim: int, fill: float = np.nan) -> n
 
 
 def unpadded(split: Split, array: ArrayLike, dim: int, padding: float = 0) -> np.ndarray:
-    """Return the array without its padding, after checking that all of it is `padding`, which is 0 for gradients."""
+    """Return the array without its padding, after checking that all of this equals `padding` (0 for gradients)."""
     real, rest = np.split(np.asarray(array), [split.size], axis=dim)
     assert rest.shape[dim] == split.padding
     np.testing.assert_array_equal(rest.astype(np.float32), padding)
@@ -143,7 +143,7 @@ def unpadded(split: Split, array: ArrayLike, dim: int, padding: float = 0) -> np
 
 
 def assert_close(got: ArrayLike, want: ArrayLike, bound: ArrayLike, roundings: float) -> None:
-    """Check |got - want| <= roundings * eps * bound, where `bound` is at least the size of what was rounded."""
+    """Check |got - want| <= roundings * eps * bound, where `bound` is at least as large as the rounded numbers."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype
     assert got.shape == want.shape
@@ -163,8 +163,8 @@ def _case(mode: str, n: int, size: int, dtype: Any, always: bool) -> Any:
 
 
 # Each case compiles a program, which takes most of its time, and each of its examples runs the program. So not every
-# mode has every split: the first mode has all of them, the others every other one; half types are in the two modes that
-# round least and most. A few cases of every kind always run, and a sample of the others.
+# mode has every split: the first mode has all splits, the other modes have every second split. Half types are in the
+# two modes that round least and most. A few cases of every kind always run; of the others a sample runs.
 _ALWAYS = (("typed-outside", 3), ("typed-inside", 8), ("untyped-outside", 2), ("untyped-inside", 3))
 CASES = [
     *(
@@ -177,7 +177,7 @@ CASES = [
 ]
 every_case = pytest.mark.parametrize(("mode", "n", "size", "dtype"), CASES)
 
-# For other forms of an op: every mode, both dtypes, 1, 2, 4 and 8 IPUs and every kind of split, in half the programs.
+# For other forms of an op: every mode, both dtypes, 1, 2, 4 and 8 IPUs, every kind of split, with half the programs.
 FEW_CASES = [
     _case("typed-outside", 1, 5, jnp.float32, always=False),
     _case("typed-outside", 8, 5, jnp.float32, always=True),

@@ -1,4 +1,4 @@
-"""Inputs of a traced stage: x, and a micro-batch of floats, bools, ints and a key. And a small stage."""
+"""Inputs of a traced stage: x, and a micro-batch with floats, bools, ints and a key; also a small stage."""
 
 import jax
 import jax.numpy as jnp

@@ -18,7 +18,7 @@ import numpy as np
 def main(
     function: str, coordinator: str, processes: str, process: str, folder: str, seconds: str, arguments: str
 ) -> None:
-    # says where it waits, before it is killed
+    # print where this process waits, before it is killed
     faulthandler.dump_traceback_later(max(float(seconds) - 3, 1))
     if int(processes) > 1:
         jax.distributed.initialize(

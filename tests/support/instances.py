@@ -1,9 +1,9 @@
-"""Start instances, real processes that work together, run one function in each, and collect what it returns.
+"""Start instances, real processes that work together, run one function in each, and collect its results.
 
     run_instances(training.losses, [4, 4], precision="16.32")     two processes with four CPU devices each
 
-The function returns `{name: array or text}`. A process that raises ends at once, and its stderr is shown. All are
-killed when one has failed or time is up, because the others would wait in a collective for ever.
+The function returns `{name: array or text}`. A process that raises ends at once, and its stderr is shown. All processes
+are killed when one has failed or time is up, because the others would wait in a collective for ever.
 """
 
 import json
@@ -26,19 +26,19 @@ Results = dict[str, np.ndarray]
 
 
 class InstanceError(AssertionError):
-    """An instance failed, or did not end in time; the message has what it wrote to stderr."""
+    """An instance failed, or did not end in time; the message contains its stderr."""
 
 
 def run_instances(
     function: Callable[..., Results] | str, devices: Sequence[int], *, seconds: float = 240, **arguments: Any
 ) -> list[Results]:
-    """Return what the function returns on each instance.
+    """Return the function's result on each instance.
 
     Args:
-        function: of a module under tests/, or its name "module:function".
-        devices: per instance, its number of CPU devices.
-        seconds: after which all are killed.
-        arguments: of the function, as JSON can hold them.
+        function: a function of a module under tests/, or its name "module:function".
+        devices: the number of CPU devices of each instance.
+        seconds: the time limit, after which all processes are killed.
+        arguments: the function's arguments, which JSON must be able to represent.
     """
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listening:
@@ -85,7 +85,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], errors: list[Path], deadline
 
 
 def _environment(devices: int, of_all: int) -> dict[str, str]:
-    # pytest's own settings are for 8 devices in one process; its XLA flags (fast compiling, no endless waiting) do
+    # pytest's settings are for 8 devices in one process; only its XLA flags (fast compiling, no endless waits) are kept
     own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "PJRT_"))}
     paths = [str(ROOT), str(ROOT / "tests")]
     return own | {

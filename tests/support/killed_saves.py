@@ -1,4 +1,4 @@
-"""End a program before any change that it makes to a folder of checkpoints, as a kill would, or by one.
+"""End a program before any of its changes to a folder of checkpoints, as a kill would, or by a real kill.
 
 deaths = Deaths(monkeypatch.setattr)
 with deaths.before(7):      # the seventh change of the folder does not happen, and no later one does
@@ -22,24 +22,24 @@ import optax
 from ipu_jax import Checkpoints, TrainOptions, make_train_step
 
 CHANGES: Final = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
-"""The functions of `os` by which all but orbax's arrays is changed."""
+"""The functions of `os` that change everything except orbax's arrays."""
 
 
 class DeathError(SystemExit):
-    """Raised instead of a change: a thread that raises it ends without a word."""
+    """Raised instead of a change: a thread that raises it ends without any message."""
 
 
 class Deaths:
-    """Counts the changes that the main thread and the thread of the saves make.
+    """Counts the changes made by the main thread and by the thread that saves.
 
     Args:
-        setattr_: such as `monkeypatch.setattr`.
-        die: what ends this process; by default nothing, and `DeathError` is raised from then on.
-        names: of the functions that count.
+        setattr_: a function such as `monkeypatch.setattr`.
+        die: a function that ends this process; by default it does nothing, and `DeathError` is raised from then on.
+        names: the names of the functions that count.
 
     Attributes:
-        changes: in the last `before`.
-        is_dead: whether it has come to the change at which it had to die.
+        changes: the number of changes in the last `before`.
+        is_dead: whether the change before which the program had to die has been reached.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Deaths:
 
     @contextlib.contextmanager
     def before(self, number: int) -> Iterator[None]:
-        """Die before the change of this number, counted from the beginning of a `with` block."""
+        """Die before change `number`, counted from the beginning of a `with` block."""
         self.changes, self._at, self._is_armed = 0, number, True
         try:
             with contextlib.suppress(DeathError):
@@ -84,12 +84,12 @@ def step_of() -> Any:
 
 
 def state_of(step: Any, number: int, value: float) -> Any:
-    """Return a state of so many updates whose weights have this value."""
+    """Return a state after `number` updates; all its weights have this value."""
     return step.restore({**step.whole(step.init(np.full((4, 3), value, np.float32))), "step": number})
 
 
 def restored(folder: Path | str) -> tuple[int, float] | None:
-    """Return the step and the value of the checkpoint that is restored, or None."""
+    """Return the step and the value of the restored checkpoint, or None."""
     step = step_of()
     with Checkpoints(folder, step) as checkpoints:
         found = checkpoints.restore(state_of(step, 0, 0))
@@ -100,7 +100,7 @@ def restored(folder: Path | str) -> tuple[int, float] | None:
 
 
 def save_and_die(folder: str, number: int) -> None:
-    """Save step 5, save it again with other weights, and kill this process before that save's rename of this number."""
+    """Save step 5, save it again with other weights, and kill this process before the second save's rename `number`."""
     step = step_of()
     deaths = Deaths(die=lambda: os.kill(os.getpid(), signal.SIGKILL), names=("rename",))
     with Checkpoints(folder, step, keep=1) as checkpoints:

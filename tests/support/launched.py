@@ -1,4 +1,4 @@
-"""Run poprun as a user does, with small programs that write beacons and need no jax."""
+"""Run poprun as a user does, with small programs that write beacons and do not need jax."""
 
 import dataclasses
 import os
@@ -11,11 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PLAIN_POPRUN = [sys.executable, "-W", "error", "-m", "ipu_jax.distributed.poprun"]
-# Heeds signals that the tests themselves may have been started to ignore, by nohup or in the background. Not by
-# `preexec_fn`: that would fork this process, in which jax may run.
+# Handle signals that the tests' own process may ignore, because it was started by nohup or in the background.
+# `preexec_fn` is not used: it would fork this process, in which jax may run.
 HEED_SIGNALS = "import os, signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]; "
 POPRUN = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])", *PLAIN_POPRUN]
-# What the programs of tests begin with. `step()` waits for nobody; `meet(n)` until all instances have come to n.
+# The beginning of the tests' programs. `meet(n)` waits until all instances have called it; `step(n)` meets, too.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -38,7 +38,7 @@ def write_error(error, **values):
 
 @dataclasses.dataclass
 class Ran:
-    """How poprun ended, what it printed, how long it took, and when it had ended, on the monotonic clock."""
+    """How poprun ended, its output, how long it took, and when it ended, on the monotonic clock."""
 
     status: int
     out: str
@@ -47,13 +47,13 @@ class Ran:
     ended: float
 
     def seen(self, what: str) -> float:
-        """Return when poprun saw something, on the monotonic clock, which -v tells."""
+        """Return when poprun saw something, on the monotonic clock, as printed by -v."""
         found = re.search(rf"{what}, (?:seen )?at ([\d.]+) s of the monotonic clock", self.err)
         assert found, self.err
         return float(found[1])
 
     def stamp(self, name: str) -> float:
-        """Return a time that a program has printed as `name=...`."""
+        """Return a time that a program printed as `name=...`."""
         found = re.search(rf"{name}=([\d.]+)", self.out)
         assert found, self.out
         return float(found[1])
@@ -99,7 +99,7 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the living processes whose environment has POPRUN_TEST=mark, but for those of poprun itself."""
+    """Return the living processes whose environment has POPRUN_TEST=mark, except poprun's own processes."""
     wanted, found = f"POPRUN_TEST={mark}".encode(), set[int]()
     for path in Path("/proc").glob("[0-9]*"):
         try:

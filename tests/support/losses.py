@@ -1,4 +1,4 @@
-"""Run the split cross-entropy, and compute its dense twins, which are written independently."""
+"""Run the split cross-entropy and its dense twins, which are written independently."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from support.harness import (
 TOKENS = 6
 COLUMNS = P(None, "ipu")
 
-# exp and log are good to a few ulps each, and a denominator is a sum of at most 10 terms.
+# exp and log are exact to a few ulps each, and a denominator is a sum of at most 10 terms.
 ROUNDINGS = 20
 
 
@@ -63,7 +63,7 @@ def dense_loss(
 
 
 def dense_cross_entropy(logits, labels):
-    # optax's loss is the difference of lse and the label's logit, which is as exact only for logits near 0.
+    # optax's loss is the difference of lse and the label's logit, which is equally exact only for logits near 0.
     return dense_loss(logits, labels, None)
 
 

@@ -1,11 +1,11 @@
-"""Run a command of the MNIST example on few digits, as one instance of a run, and write what it trained.
+"""Run a command of the MNIST example on few digits, as one instance of a run, and write the result of its training.
 
 The network has few hidden units, since all instances share the cores of one machine.
 
 usage: mnist_instance.py FOLDER IMAGES run_sharded_mnist|benchmark_dataset flags
 
-FOLDER/MODE-INSTANCE.npz contains the whole weights, the loss of every update and the number of each image that this
-instance's IPUs got, by epoch and replica. Image k says its number in its first two pixels.
+FOLDER/MODE-INSTANCE.npz contains the whole weights, the loss of every update, and the number of each image that this
+instance's IPUs got, by epoch and replica. The first two pixels of image k contain k.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from mnist_example.data import MNIST, synthetic_mnist
 
 
 def numbered_digits(count: int, seed: int) -> MNIST:
-    """Return digits of which each names its own number."""
+    """Return digits; each image contains its own number."""
     digits = synthetic_mnist(seed, count, 50)
     images = digits.train_images.copy()
     images[:, 0, 0], images[:, 0, 1] = np.divmod(np.arange(count), 256)
@@ -32,7 +32,7 @@ def numbered_digits(count: int, seed: int) -> MNIST:
 
 
 def numbers_of(images: Any) -> np.ndarray:
-    """Return the numbers that images, (..., 28, 28) bytes or floats from 0 to 1, name."""
+    """Return the numbers in images, (..., 28, 28) bytes or floats from 0 to 1."""
     as_bytes = images if images.dtype == np.uint8 else np.rint(images * np.float32(255)).astype(np.uint8)
     return as_bytes[..., 0, 0].astype(int) * 256 + as_bytes[..., 0, 1]
 
@@ -74,7 +74,7 @@ def _save_what_is_trained(folder: Path) -> None:
 
 
 def _note(found: dict[str, Any], row_of: dict[Any, int], batch: Any, updates: range, *, several: bool) -> None:
-    """Keep the numbers of the images that a call's updates get, by epoch and replica."""
+    """Keep the numbers of the images in a call's updates, by epoch and replica."""
     of_call: dict[int, np.ndarray] = {}
     for shard in batch.data["images"].addressable_shards:
         values = np.asarray(shard.data)

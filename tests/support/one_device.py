@@ -1,4 +1,4 @@
-"""Run modules one after the other on one device, as their own library runs them, with the keys that stages get."""
+"""Run modules one after the other on one device, as their own library does, with the keys that stages get."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Apply = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 
 
 def keys_of(key: Any, microbatch: int, stages: int) -> list[Any]:
-    """Return the keys of a micro-batch on replica 0, by the rule that the documentation states."""
+    """Return the keys of a micro-batch on replica 0, by the documented rule."""
     own = jax.random.fold_in(jax.random.fold_in(key, 0), microbatch)
     return [jax.random.fold_in(own, stage) for stage in range(stages)]
 
@@ -47,5 +47,5 @@ def value_and_grad(
 
 
 def assert_trees_close(actual: Any, expected: Any) -> None:
-    """Compare all leaves of two trees of one structure, integers included."""
+    """Compare all leaves of two trees with the same structure, including integers."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)

@@ -1,6 +1,6 @@
-"""Pick few cases in which each possible pair of choices meets: a covering array, by greedy search.
+"""Pick few cases that contain every possible pair of choices: a covering array, by greedy search.
 
-All combinations would be thousands of programs. But most faults come from one choice or from a pair of them.
+All combinations would be thousands of programs. But most faults come from one choice or from a pair of choices.
 """
 
 import itertools
@@ -18,14 +18,14 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def covering(choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool], *, seed: int = 0) -> list[Case]:
-    """Return cases such that every possible pair of choices is in one of them; they are the same every time.
+    """Return cases such that every possible pair of choices is in one of them; every call returns the same cases.
 
-    A pair that none of many random cases can contain, since another choice forbids it, is in none.
+    A pair is left out if many random cases cannot contain it, because some other choice forbids it.
 
     Args:
         choices: the values of each choice.
-        possible: whether a case, or a pair of choices alone, may occur.
-        seed: of the random cases among which the best are picked.
+        possible: whether a case, or a pair of choices alone, can occur.
+        seed: the seed of the random cases from which the best are picked.
     """
     rng = random.Random(seed)
     missing = possible_pairs(choices, possible)
@@ -43,7 +43,7 @@ def covering(choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bo
 
 
 def possible_pairs(choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool]) -> set[Pair]:
-    """Return all pairs of choices that are possible by themselves."""
+    """Return all pairs of choices that are possible on their own."""
     return {
         pair
         for (a, of_a), (b, of_b) in itertools.combinations(choices.items(), 2)

@@ -1,4 +1,4 @@
-"""Run one program as several processes with environments of their own, as a launcher does, and say how each ended."""
+"""Run one program as several processes, each with its own environment, as a launcher does; return how each ended."""
 
 import dataclasses
 import os
@@ -23,8 +23,8 @@ class Ended:
     Attributes:
         code: its exit status; None if it had to be killed when time was up.
         seconds: how long it ran.
-        lines: of its stdout, without those of gloo.
-        stderr: its text.
+        lines: the lines of its stdout, without gloo's.
+        stderr: the text of its stderr.
     """
 
     code: int | None
@@ -45,10 +45,11 @@ def run_programs(
 
     Args:
         folder: for the program and its output.
-        program: its text, indented as the caller's own.
-        environments: what each process has besides the variables of this one, without those of pytest's jax.
-        seconds: after which those that still run are killed.
-        arguments: of each process; none by default.
+        program: the program's text, which may be indented like the caller's code.
+        environments: the variables of each process, besides this process's own variables without pytest's settings of
+            jax.
+        seconds: the time limit, after which processes that still run are killed.
+        arguments: the arguments of each process; none by default.
     """
     script = folder / "program.py"
     script.write_text(textwrap.dedent(program))
@@ -84,7 +85,7 @@ def run_programs(
 def places(
     instances: int, *, replicas: int = 0, ipus_per_replica: int = 1, run_dir: Path | None = None
 ) -> list[dict[str, str]]:
-    """Return the environment of each instance, as poprun makes it, with a free port; by default a replica on each."""
+    """Return each instance's environment, as poprun makes it, with a free port; by default each has one replica."""
     address = f"127.0.0.1:{free_port()}"
     return [
         {
@@ -105,7 +106,7 @@ def places(
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
+    """Return a port on which no process listens."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]

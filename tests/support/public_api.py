@@ -1,11 +1,11 @@
-"""List the public names of the packages with their signatures, as their source has them: what users may rely on.
+"""List the public names of the packages with their signatures from the source: users may rely on these.
 
-`tests/project/public_api.txt` is the list that holds. `make api` writes it anew; a test compares it with the code. Run
-as a program, this file does the same as `make api`.
+`tests/project/public_api.txt` is the valid list. `make api` writes it again; a test compares it with the code. Run as a
+program, this file does the same as `make api`.
 
 Names come from the packages as they run, and signatures from the source, so that the list is the same under every
-version of Python and jax: how a type prints differs between versions. A class is listed with its fields, methods and
-properties, also with those that it inherits from a class of ours.
+version of Python and jax: the text of a type differs between versions. A class is listed with its fields, methods and
+properties, including those inherited from our classes.
 """
 
 import ast
@@ -23,10 +23,10 @@ LISTED: Final = ROOT / "tests/project/public_api.txt"
 MODULES: Final = ("ipu_jax", "ipu_jax.popdist", "sharded_ops")
 PACKAGES: Final = ("ipu_jax", "sharded_ops")
 
-# What changes how something is called. Other decorators are no business of its users.
+# Decorators that change how something is called. Users need not know about the others.
 _TOLD: Final = ("dataclass", "classmethod", "staticmethod", "contextmanager")
 
-# Methods that are called by an operator, a `with`, a `for` or a call.
+# Methods that are invoked by an operator, a `with`, a `for` or a call.
 _OPERATORS: Final = frozenset(
     f"__{name}__"
     for name in (
@@ -44,7 +44,8 @@ def public_api() -> list[str]:
 def lines_of_module(module: str) -> Iterator[str]:
     """Yield the lines of a module's public names, sorted.
 
-    They are those in `__all__`, and in a file the other functions, too: popdist also has Graphcore's names for its own.
+    These are the names in `__all__`; for a module that is a file, also its other public functions, because popdist also
+    has Graphcore's names for its functions.
     """
     package, _, name = module.rpartition(".")
     found = getattr(importlib.import_module(package), name) if package else importlib.import_module(module)
@@ -60,7 +61,7 @@ def _is_own_function(name: str, value: Any, module: types.ModuleType) -> bool:
 
 
 def lines_of(name: str, found: Any) -> Iterator[str]:
-    """Yield the lines of one public object: one for a function or a value, one and its members' for a class."""
+    """Yield the lines of one public object: one line, and for a class also the lines of its members."""
     if isinstance(found, types.ModuleType):
         yield f"{name}: module"
     elif isinstance(found, type):
@@ -72,14 +73,14 @@ def lines_of(name: str, found: Any) -> Iterator[str]:
 
 
 def _value(found: Any) -> str:
-    """Return a constant or an alias of a type as text; a version number is part of no promise."""
+    """Return a constant or an alias of a type as text; the number of a version is not promised."""
     if isinstance(found, str) and found[:1].isdigit():
         return "a version"
     return repr(found)
 
 
 def _function(found: Any) -> ast.FunctionDef | None:
-    """Return the definition of a function; None for an object that has no function as its source."""
+    """Return the definition of a function; None for an object whose source is not a function."""
     try:
         source = inspect.getsource(inspect.unwrap(found))
     except (TypeError, OSError):
@@ -114,7 +115,7 @@ def _lines_of_class(name: str, found: type) -> Iterator[str]:
         if owner.__module__.split(".")[0] in PACKAGES:
             for member, *around in _members(_definition(owner)):
                 members.setdefault(member, (around[0], around[1]))
-    # fields stay in their order, in which a constructor takes them
+    # fields keep their order, in which a constructor takes them
     yield from (f"{before}{name}.{member}{behind}" for member, (before, behind) in members.items())
 
 
@@ -125,7 +126,7 @@ def _definition(found: type) -> ast.ClassDef:
 
 
 def _members(body: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
-    """Yield each public member's name, and what its line has before and behind the name; fields first."""
+    """Yield each public member's name, and its line's text before and after the name; fields first."""
     functions: dict[str, tuple[str, str, str]] = {}
     for statement in body.body:
         match statement:
@@ -139,7 +140,7 @@ def _members(body: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
                     result = ast.unparse(statement.returns) if statement.returns else "Any"
                     functions[member] = member, "", f": {result} (property)"
                 else:
-                    # of several overloads the last, which is the function itself, has all arguments
+                    # the last of several overloads is the function itself, with all arguments
                     functions[member] = member, _decorators(statement), _as_text(statement)
                 if member == "__init__":
                     yield from _attributes(statement)
@@ -150,7 +151,7 @@ def _members(body: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
 
 
 def _attributes(init: ast.FunctionDef) -> Iterator[tuple[str, str, str]]:
-    """Yield the public attributes that `__init__` gives an object."""
+    """Yield the public attributes that `__init__` sets."""
     for statement in ast.walk(init):
         match statement:
             case ast.Attribute(value=ast.Name(id="self"), attr=member, ctx=ast.Store()) if _is_public(member):
@@ -164,7 +165,7 @@ def _is_public(member: str) -> bool:
 
 
 def main() -> int:
-    """Write the list anew, and print what is no longer in it, and what is new."""
+    """Write the list again, and print which lines are gone and which are new."""
     before, now = LISTED.read_text().splitlines() if LISTED.exists() else [], public_api()
     LISTED.write_text("".join(f"{line}\n" for line in now))
     for line in changes(before, now):
@@ -174,7 +175,7 @@ def main() -> int:
 
 
 def changes(before: list[str], now: list[str]) -> list[str]:
-    """Return the lines that are in one of the lists only: `- ` those that are gone, then `+ ` those that are new."""
+    """Return the lines that are in only one of the lists: lines that are gone after `- `, then new lines after `+ `."""
     return [*(f"- {line}" for line in before if line not in now), *(f"+ {line}" for line in now if line not in before)]
 
 

@@ -1,4 +1,4 @@
-"""Start processes that write records for ipu-monitor, and need no jax."""
+"""Start processes that write records for ipu-monitor and do not need jax."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# `ago(seconds)` lets all that follows be written down as if it were so long ago.
+# After `ago(seconds)`, records are written as if that many seconds ago.
 PRELUDE = """
 import os, sys, time
 from ipu_jax.processes import beacons, own_record
@@ -30,7 +30,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def recorded(folder: Path, body: str = "", **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that begins a record and then does something; yield it when it is ready."""
+    """Start a process that begins a record and then runs `body`; yield the process when it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(body) + "\nready()", "some", "words"],
         env=environment(folder, **variables),

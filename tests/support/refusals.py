@@ -18,7 +18,7 @@ def _note_compilation(event: str, *_args: object, **_kwargs: object) -> None:
 
 @contextlib.contextmanager
 def refused(message: str):
-    """Expect a ValueError with this message, and nothing compiled before it."""
+    """Expect a ValueError with this message before anything is compiled."""
     before = len(compilations)
     with pytest.raises(ValueError, match=exactly(message)):
         yield

@@ -1,7 +1,7 @@
-"""Train a small model that holds all that a checkpoint can hold, on any topology, in any number of processes.
+"""Train a small model with everything that a checkpoint can hold, on any topology, in any number of processes.
 
-Three stages: a layer with dropout and a running mean, like batch norm's; a layer; and a head over 7 columns, which is
-on one IPU, or split unevenly over all of them. The data are shuffled.
+The model has three stages: a layer with dropout and a running mean, like batch norm's; a layer; and a head over 7
+columns, on one IPU or split unevenly over all IPUs. The data are shuffled.
 """
 
 import dataclasses
@@ -157,7 +157,7 @@ def plain(step: Any, state: Any) -> Results:
 
 
 def as_if_trained(step: Any, state: Any) -> Any:
-    """Return a state of 4 updates with drawn numbers, for which nothing was compiled."""
+    """Return a state after 4 updates with random numbers, without compiling anything."""
     rng = np.random.default_rng(4)
 
     def drawn(leaf: Any) -> Any:
@@ -172,7 +172,7 @@ def as_if_trained(step: Any, state: Any) -> Any:
 
 
 def saved_by_processes(folder: str, topology: str, calls: int, every: int = 4) -> Results:
-    """Train and save, or without any call save a drawn state; return losses, the state and the last checkpoint."""
+    """Train and save, or for 0 calls save a random state; return losses, the state and the last checkpoint."""
     step = step_for(TOPOLOGIES[topology])
     state = first_state(step)
     with Checkpoints(folder, step, every=every, timeout=60) as checkpoints:
@@ -186,7 +186,7 @@ def saved_by_processes(folder: str, topology: str, calls: int, every: int = 4) -
 
 
 def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
-    """Restore, and train on; return what was restored, the losses and the state in the end."""
+    """Restore and continue the training; return the restored state, the losses and the last state."""
     step = step_for(TOPOLOGIES[topology])
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -206,7 +206,7 @@ def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
 
 
 def two_trainings(folder: str) -> Results:
-    """Return the errors of a second training in a folder, and the files that it leaves."""
+    """Return the errors of a second training in a folder, and the files in the folder afterwards."""
     step = step_for(TOPOLOGIES["basic"])
     state, errors = first_state(step), []
     with Checkpoints(folder, step, timeout=60) as first, Checkpoints(folder, step, timeout=60) as second:
@@ -221,7 +221,7 @@ def two_trainings(folder: str) -> Results:
 
 
 def one_does_not_save(folder: str) -> Results:
-    """Return the error of instance 0, which saves alone, and the seconds until then."""
+    """Return the error of instance 0, which is the only one that saves, and the seconds until the error."""
     step = step_for(TOPOLOGIES["basic"])
     state, begin = first_state(step), time.monotonic()
     checkpoints = Checkpoints(folder, step, timeout=3)

@@ -1,4 +1,4 @@
-"""Accumulators of gradients, for tests that run a backward pass by itself."""
+"""Accumulators of gradients, for tests that run a backward pass on its own."""
 
 from typing import Any
 
@@ -9,5 +9,5 @@ from ipu_jax.programs.gradient_sums import Sum
 
 
 def empty_sums(params: Any) -> list[Sum]:
-    """Return an accumulator of zeros for each leaf, of its own shape and dtype."""
+    """Return an accumulator of zeros for each leaf, with the leaf's shape and dtype."""
     return [Sum(jnp.zeros_like(leaf), leaf.shape) for leaf in jax.tree.leaves(params)]

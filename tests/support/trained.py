@@ -1,4 +1,4 @@
-"""Train on whole weights with plain optax, on the dense twin of a model of `dense.chain`. It uses nothing of ours."""
+"""Train on whole weights with plain optax, on the dense twin of a model of `dense.chain`, without our library."""
 
 import contextlib
 import dataclasses

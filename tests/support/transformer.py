@@ -37,5 +37,5 @@ def block(p: Any, x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the mean over T tokens, from logits (T, V) and targets (T,)."""
+    """Return the mean cross-entropy over T tokens, from logits (T, V) and targets (T,)."""
     return (jnp.log(jnp.exp(logits).sum(1)) - logits[jnp.arange(len(targets)), targets]).mean()

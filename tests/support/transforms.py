@@ -1,4 +1,4 @@
-"""Shared by the tests of top_k and of sample: the columns' spec, and one transform in each kind of shard_map."""
+"""The parts shared by the tests of top_k and of sample: a spec of columns, a transform in each kind of shard_map."""
 
 import jax
 import numpy as np

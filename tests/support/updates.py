@@ -42,7 +42,7 @@ def plain(optimizer, params, gradients):
 
 
 def spread(pipeline, optimizers, params, gradients, replicas):
-    """Return, for each optimizer, whole weights and states after all updates, and the bytes of the replicas' chunks."""
+    """Return, for each optimizer, whole weights and state after all updates, and the sharded weights."""
     placed = pipeline.shard(params)
     # each replica has a part of the gradient, and the sum of the parts is the gradient
     each = [pipeline.shard(jax.tree.map(lambda g, i=i: g[i] / replicas, gradients)) for i in range(STEPS)]
@@ -101,7 +101,7 @@ def spread(pipeline, optimizers, params, gradients, replicas):
 
 
 def padding_is_zero(sharded):
-    """Return whether only leaves have been written, so that fillings of slots and padding of shards are still 0."""
+    """Return whether only leaves have been written, so that unused parts of slots and padding of shards are still 0."""
     magnitude = lambda tree: sum(float(jnp.abs(a.astype(jnp.float32)).sum()) for a in jax.tree.leaves(tree))  # noqa: E731
     total, whole = magnitude(sharded), magnitude(packing.unshard_tree(sharded))
     return abs(total - whole) <= 1e-5 * total
@@ -115,11 +115,11 @@ def check_model(model, replicas, optimizers, gradients=None):
 
 
 def check(pipeline, whole, optimizers, tolerance=1e-6, gradients=None):
-    """Assert that weights and states are those of `plain`, and padding is untouched."""
+    """Assert that weights and states are equal to `plain`'s, and padding is untouched."""
     gradients, replicas = gradients_for(whole) if gradients is None else gradients, pipeline.replicas
     for name, (params, state, sharded) in spread(pipeline, optimizers, whole, gradients, replicas).items():
         expected, expected_state = plain(optimizers[name], whole, gradients)
         assert largest_relative_error(params, expected) <= tolerance, name
-        # norms are summed in another order; a half differs by one rounding if its float32 was near a tie
+        # norms are summed in another order; a half differs by one rounding if its float32 value was near a tie
         assert state_error(state, expected_state) <= (1e-2 if name == "half momentum" else 2 * tolerance), name
         assert padding_is_zero(sharded), name
