@@ -90,7 +90,7 @@ mnist: $(STAMP) ## train the concurrent pipeline on handwritten digits for two e
 bench: $(STAMP) ## run every benchmark, rewrite benchmarks/RESULTS.md, and check the bounds
 	$(BIN)/python benchmarks/run_all.py $(BENCH_FLAGS)
 
-faults: $(STAMP) ## break a training in eleven ways, 20 times each
+faults: $(STAMP) ## break a training in fifteen ways, 20 times each
 	$(BIN)/python benchmarks/faults.py --check
 
 docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere

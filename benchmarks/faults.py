@@ -1,4 +1,4 @@
-"""Break a training in fourteen ways at random moments, for real, and judge how poprun and `Checkpoints` take it.
+"""Break a training in fifteen ways at random moments, for real, and judge how poprun and `Checkpoints` take it.
 
 Each run starts a small training (`faults_of/training.py`) on two instances under poprun, makes one fault, and lets the
 training go on: by `--max-restarts` or by the same command again, chosen at random. A run is fine if poprun ends with

@@ -83,7 +83,7 @@ def verify(
 
     Some results are sums of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
     attention. They consist only of rounding errors, in the unsharded program and in the pipeline. So if an error is too
-    large, the unsharded program runs three more times, with its float32 weights moved by at most one unit in their last
+    large, the unsharded program runs three times more, with its float weights moved by at most one unit in their last
     place. If weights are half, it also runs once with each operation rounded, since fused operations keep float32
     between them, and a pipeline is fused differently. Then 4 times the largest change of a leaf in these runs is
     subtracted from its error.

@@ -5,7 +5,7 @@
 The command takes the flags of `run-sharded-mnist`, so the command line of a training can be used unchanged. It moves
 the same batches to the same number of IPUs. For part of an epoch, it moves only the images of the requested updates. If
 an epoch takes as long here as in training, the host is the bottleneck. Flags for the model, its updates and pictures
-have no effect here. MB/s count the bytes that are sent to each IPU.
+have no effect here. MB/s count the bytes that are sent to the IPUs of all replicas, once each.
 
 Exit status: 0, 2 for bad input, 74 when the output could not be written, 130 after Ctrl-C.
 """

@@ -32,7 +32,7 @@ class StreamPosition(Position):
     Attributes:
         checksum: the checksum of the example before the position; None at the start of an epoch.
         source: the result of the source's `state_dict()` before the item that contains the position; None if the source
-            has no such method, or at the start of an epoch.
+            lacks it or `load_state_dict`, or at the start of an epoch.
         offset: the number of examples of that item before the position.
     """
 

@@ -1,7 +1,7 @@
 """Exchange bytes between the hosts of all instances, with a timeout that names the missing instances.
 
 Small payloads go through jax's coordination service, which needs no device and compiles nothing. Large payloads go
-through one all-gather over the devices, after the service has made sure that all instances have arrived.
+through one all-gather or broadcast over the devices, after the service has made sure that all instances have arrived.
 
 Every exchange has a number, and the instances must make the same exchanges in the same order.
 """

@@ -184,8 +184,8 @@ def execute_on_instances(
 def all_reduce(tree: _Tree, op: Literal["mean", "sum"] = "mean", *, timeout: float = _TIMEOUT) -> _Tree:
     """Return the mean or sum over all instances of a pytree of numbers on the host. All instances call it.
 
-    This is one exchange, however many leaves there are. All instances add in the same order, in float64 or, for the sum
-    of integers, in 64-bit integers, and get the same bits.
+    This is one exchange, however many leaves there are. All instances add in the same order, in float64, complex128
+    or, for the sum of integers, in 64-bit integers, and get the same bits.
 
     Communicates the leaves, once, from each instance to all others.
 

@@ -153,8 +153,8 @@ def _own_names() -> tuple[str, ...]:
 def _coordinator(options: Options, topology: Topology, local: Sequence[bool], here: Sequence[str]) -> tuple[str, str]:
     """Return the host name by which instances reach instance 0's coordinator, and the address that it listens on.
 
-    The coordinator accepts connections from outside this host only if other hosts have instances. If instance 0 is
-    here, it listens on the one address from which this host reaches all others, if there is one.
+    Without `--coordinator-bind`, it accepts connections from outside this host only if other hosts have instances. If
+    instance 0 is here, it then listens on the one address from which this host reaches all others, if there is one.
     """
     bind = options.coordinator_bind
     if all(local):

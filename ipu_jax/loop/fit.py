@@ -55,7 +55,7 @@ class FitResult:
         state: the state after the last update.
         updates: the number of updates that it has made, including those before it was resumed.
         losses: float32, the losses that the calls of this run returned: of each update under
-            `TrainOptions(outputs="all")`, of every call's last update under "final".
+            `TrainOptions(outputs="all")`, of every call's last update under "final", the mean of a call under "sum".
         evaluations: for each call of `evaluate`, the number of updates and the returned figures.
         skipped: the number of updates that were not made, because they overflowed or were not finite.
         seconds: the time that the updates took, with the compilation, without evaluations.

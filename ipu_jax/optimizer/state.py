@@ -138,7 +138,7 @@ class StateLayout:
             )
 
     def whole(self, state: OptimizerState) -> Any:
-        """Return a copy of the whole state as optax's tree: the inverse of `init`.
+        """Return a copy of the whole state as optax's tree: the inverse of `restore`.
 
         Communicates one all-gather per array that is split over several instances.
         """

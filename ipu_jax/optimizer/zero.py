@@ -60,7 +60,7 @@ def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
 
 
 def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:
-    """Return each block whole from the chunks of all replicas: the inverse of `scatter`.
+    """Return each block whole from the chunks of all replicas, which `scatter` has made.
 
     Communicates one all_gather over "replica" per bucket.
     """

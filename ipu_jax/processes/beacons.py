@@ -354,7 +354,7 @@ def write_to(memory: mmap.mmap) -> None:
 def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
     """Enter another phase for the duration of a `with` block, or of a function that this decorates.
 
-    A phase other than stepping and starting goes on: only the outermost block counts.
+    Inside another such block, the phase stays as it is: only the outermost block counts.
     """
     beacon = current()
     if beacon is None or beacon.phase not in _INTERRUPTED:

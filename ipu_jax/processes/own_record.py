@@ -54,7 +54,7 @@ def chosen_folder() -> Path | None:
 
 
 class UnsafeFolderError(OSError):
-    """Raised if others may read or write a folder of records, or if it is not a folder."""
+    """Raised if others own, or can enter, a folder of records."""
 
 
 def runtime_folder() -> Path | None:
@@ -93,8 +93,8 @@ def opened(folder: Path, uid: int) -> Iterator[int]:
         uid: the user who must own it.
 
     Raises:
-        UnsafeFolderError: it belongs to another user, others may enter it, or it is a link.
-        OSError: it cannot be opened.
+        UnsafeFolderError: it belongs to another user, or others can enter it.
+        OSError: it cannot be opened, or is a link or not a folder.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -94,7 +94,8 @@ class Block:
             params: the equation's parameters.
 
         Returns:
-            None where it costs less to scatter into zeros and add the result: the updates are columns of a flat table.
+            None where the caller must scatter into zeros and add the result: the updates are columns of a flat table,
+            where that costs less, or the accumulator has no elements or more than an int32 can count.
         """
         dims, mode = params["dimension_numbers"], params["mode"]
         updates = updates.astype(total.dtype)

@@ -45,7 +45,7 @@ def choose_residuals(
     Args:
         traced: F as a closed jaxpr.
         outvars: the residuals.
-        readable: the inputs of F that B has: weights and micro-batch.
+        readable: the inputs of F that B has: weights, micro-batch and keys.
         weights: how many leading inputs are weights. Values that follow from weights alone are never stashed.
         recompute: whether B computes a residual again where that is cheaper than stashing it. Each part of a stage has
             made this choice already, but a residual of one part may follow from a residual of another.

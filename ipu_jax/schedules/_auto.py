@@ -75,7 +75,7 @@ class FoundSchedule:
         bound: a lower bound on the makespan of any schedule of this placement.
         candidates: all candidates, the best first; the candidates that do not fit are at the end.
         stash_limit: per IPU, the bytes that it may hold, or None.
-        lockstep: whether IPUs wait for each other at the end of each phase.
+        lockstep: whether IPUs wait for each other at each exchange.
     """
 
     schedule: Schedule
@@ -131,7 +131,7 @@ def find_schedule(
         micro_batches: M, at least 1.
         ipus: IPUs of a replica. Default: 1 + the largest IPU in the placement.
         transfer: the time that a message takes, as in `Schedule.simulate`.
-        lockstep: whether IPUs wait for each other at the end of each phase, as in the engine, or run freely.
+        lockstep: whether IPUs wait for each other at each exchange, as in the engine, or run freely.
         stash_limit: the most bytes for the stash and the weight residuals of an IPU's stages: a number, or one per IPU.
             Each stage counts with its bytes times the largest number of micro-batches that it holds at once; the engine
             keeps a ring of that size. Waiting messages are not counted.

@@ -74,7 +74,7 @@ class StageCosts:
     def equal(cls, placement: Placement) -> "StageCosts":
         """Return costs of 1 for each of F, B and W, per IPU's whole share and per concurrent stage.
 
-        An IPU's share is divided evenly among its stages. A stage holds as many bytes as it costs.
+        An IPU's share is divided evenly among its stages. A local stage stashes 1 byte, a concurrent stage none.
 
         >>> StageCosts.equal((0, 1, 1, None)).forward
         (1.0, 0.5, 0.5, 1.0)

@@ -3,8 +3,8 @@
     logits = lhs @ rhs          lhs (rows, cols) on every IPU, rhs (cols, outsize) with its columns split over the IPUs
     loss   = mean softmax cross-entropy of the logits with random labels
 
-The tolerances are those of numpy.allclose. The gradients of a mean over many rows are small, so an error of 0.01 passes
-in the half types. In effect, the half types test only the logits and the loss, and float32 tests all four.
+Differences are judged as numpy.allclose judges them. The gradients of a mean over many rows are small, so an error of
+0.01 passes in the half types. In effect, the half types test only the logits and the loss, and float32 tests all four.
 """
 
 from typing import Any, NamedTuple

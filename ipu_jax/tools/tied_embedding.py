@@ -6,9 +6,9 @@
 
 The three lines are three concurrent stages of a `Pipeline`, written with `sharded_ops`.
 
-The tolerances are those of numpy.allclose. The gradient of a mean over many tokens can be smaller than the absolute
-tolerance of the half types, so even a wrong gradient would pass. Therefore no gradient may differ by more than 5% of
-its norm either.
+Differences are judged as numpy.allclose judges them. The gradient of a mean over many tokens can be smaller than the
+absolute tolerance of the half types, so even a wrong gradient would pass. Therefore no gradient may differ by more than
+5% of its norm either.
 """
 
 from typing import Any, NamedTuple

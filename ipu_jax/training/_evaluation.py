@@ -1,6 +1,7 @@
 """Evaluate a training step's model on the batch of a call: the loss as training reports it, without an update.
 
 weighted      (sum over all micro-batches, replicas and updates of the batch) / (sum of their counts)
+  of sums     under reduction="sum": the mean of the sums of all updates
 otherwise     the mean over them
 """
 

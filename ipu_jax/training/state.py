@@ -34,7 +34,7 @@ class TrainState:
         optimizer: the optimizer's state; `TrainStep.whole` returns it as optax's tree.
         stages: the state of a pipeline's stages, or None.
         scale: the dynamic loss scale, or None.
-        step: int32, the number of updates that were tried.
+        step: int32, the number of updates that were tried; an update that stops the state is not counted.
         key: the typed key from which each update's own key is folded, or None.
         ema: under `TrainOptions(ema_decay=)` the moving average of the trained weights, in float32 at least, in arrays
             laid out like the optimizer's state; else None. `TrainStep.whole` returns it as a tree.

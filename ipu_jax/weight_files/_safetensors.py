@@ -131,7 +131,7 @@ class SafetensorsFile:
             self._checksums = {name: int(texts[name], 16) for name in texts}
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array, mapped into memory: parts that are not used are not read.
+        """Return an array, mapped into memory: unused parts are read only if the file has checksums, and then once.
 
         Raises:
             BadFileError: its bytes are not the bytes that were written.

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax._instances import on_host
@@ -129,7 +130,7 @@ def whole_group(sharded: Sharded, group: Group) -> Any:
     """Return a group's tree of whole arrays, without padding. Communicates like `unshard_tree`, for this group."""
 
     def whole(array: Any) -> Any:
-        return array if isinstance(array, jax.core.Tracer) else on_host(array)
+        return array if isinstance(array, Tracer) else on_host(array)
 
     values = []
     for i, leaf in enumerate(group.leaves):

@@ -103,16 +103,17 @@ class EquinoxModule(eqx.Module):
         self.dropout = eqx.nn.Dropout(spec.rate)
 
     def __call__(self, x: Any, *skips: Any, key: Any = None) -> Any:
-        skips, state = (skips[:-1], skips[-1]) if self.norm else (skips, None)
+        of_norm: Any = skips[-1] if self.norm else None
+        skips = skips[:-1] if self.norm else skips
         y = self.own(x)
         for own, skip in zip(self.skips, skips, strict=True):
             y = y + own(skip)
         if self.norm:
-            y, state = self.norm(y, state)
+            y, of_norm = self.norm(y, of_norm)
         y = jnp.tanh(y)
         y = self.dropout(y, key=key) if self.spec.rate else y
         result = (y, 0.5 * y) if self.spec.sends else y
-        return (result, state) if self.norm else result
+        return (result, of_norm) if self.norm else result
 
 
 class Linen:

@@ -115,7 +115,7 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
     "norms take floating arrays": lambda o: rms_norm(o.x.astype(int), o.scale, size=4),
     "bias_shard has dtype int32, but norms take": lambda o: layer_norm(o.x, o.scale, o.scale.astype(int), size=4),
     "x has dtype int32, but matmul takes floating": lambda o: matmul(o.whole.astype(int), o.x[:1].repeat(4, 0)),
-    "bias has dtype int32, but matmul": lambda o: matmul(o.whole, o.rows.T, bias=np.ones(2, np.int32)),
+    "bias has dtype int32, but matmul": lambda o: matmul(o.whole, o.rows.T, bias=jnp.ones(2, int)),
 }
 VARYING: dict[str, Callable[[Any], Any]] = {
     "ids": lambda o: embedding(o.rows, o.ids + lax.axis_index("ipu"), size=4),
@@ -172,7 +172,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str, str]] = [
         "give (N, .., D)",
     ),
     (lambda o: matmul(o.whole, o.rows.T, tokens=7), "with 3 rows in dim 0, but tokens=7", "Split(size=7, parts=2)"),
-    (lambda o: matmul(o.whole, o.rows.T, bias=np.ones(6, np.float32)), "bias of shape (6,)", "for each of its 2 col"),
+    (lambda o: matmul(o.whole, o.rows.T, bias=jnp.ones(6)), "bias of shape (6,)", "for each of its 2 col"),
     # norms
     (lambda o: rms_norm(o.x, o.scale[None], size=4), "scale_shard has shape (1, 2)", "one value for each column"),
     (lambda o: layer_norm(o.x, o.scale[:1], size=4), "scale_shard has shape (1,)", "Split(size=4, parts=2)"),

@@ -1,6 +1,6 @@
-"""Define the requests to a host of instances, whether it is this host (`_local`) or another (`_remote`).
+"""Define the requests to a host of instances, whether it is this host (`local`) or another (`remote`).
 
-Nothing here makes decisions. A host does what the supervisor asks for, and reports what happens (`_events`). An agent
+Nothing here makes decisions. A host does what the supervisor asks for, and reports what happens (`events`). An agent
 does the same for a supervisor on another host, so there is only one way to supervise.
 
     host.begin(launch)     run folder, watcher, one process group per instance

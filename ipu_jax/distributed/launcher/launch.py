@@ -75,10 +75,11 @@ def threads_of(local_ipus: int, cores: int) -> int:
 
 
 def shares_of_cores(instances: int, cores: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the cores of each instance: as many as any other, or one fewer, and from one NUMA node.
+    """Return the cores of each instance.
 
-    If there are at most as many nodes as instances, the cores of each instance are in one node. If there are more
-    nodes, or none are known, cores are divided in order. If there are fewer cores than instances, some share a core.
+    If there are at most as many NUMA nodes as instances, each instance has cores of one node, as many as other
+    instances of that node or one fewer. If there are more nodes, or none are known, cores are divided in order. If
+    there are fewer cores than instances, some share a core.
 
     >>> shares_of_cores(2, cores=range(8), nodes=[[0, 2, 4, 6], [1, 3, 5, 7]])
     [[0, 2, 4, 6], [1, 3, 5, 7]]
