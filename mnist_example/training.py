@@ -358,11 +358,10 @@ def read(flags: Flags, data: MNIST) -> None:
             wait_for_all("the start of an epoch")
             start = time.perf_counter()
             for batch in feed.epoch():
-                jax.block_until_ready(batch.data)
+                jax.block_until_ready(batch.arrays)
                 made = min(batch.updates, end - done)
-                megabytes += (
-                    sum(leaf.nbytes for leaf in jax.tree.leaves(batch.data)) / 1e6 * made / k
-                )  # of all instances
+                of_all_instances = sum(leaf.nbytes for leaf in jax.tree.leaves(batch.arrays))
+                megabytes += of_all_instances / 1e6 * made / k
                 done += made
                 bar.move(done)
                 popdist.count_steps()

@@ -1,10 +1,12 @@
 """Send the rows of this instance to the mesh, as the batch that a feed returns."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,23 +20,55 @@ class FeedBatch:
     """One batch, on the IPUs.
 
     Attributes:
-        data: a pytree like the source's, with leaves `jax.Array` of shape (device_iterations, replicas, M, micro-batch,
-            ...). Each of the first two dims is left out if it is 1. With one device iteration,
-            `Pipeline.value_and_grad` accepts this pytree.
+        arrays: a pytree like the source's, with leaves `jax.Array` of shape (device_iterations, replicas, M,
+            micro-batch, ...). Each of the first two dims is left out if it is 1. The device iterations after the first
+            `updates` are filled up: a training step that is given the `FeedBatch` leaves them out.
         epoch: the epoch that the batch belongs to, from 0.
         examples: the number of its real examples, over all instances.
         updates: the number of its device iterations that contain a real example. These iterations come first.
         is_real: bool, whether each row of this instance is a real example. Its dims are the leading dims of this
             instance's part of `data`, with only the replicas of which the instance has IPUs.
         nbytes: the bytes of this instance's rows, as sent to each IPU of a replica.
+        is_cut: whether `data` leaves out the filled up device iterations, as under `remainder="updates"`.
     """
 
-    data: Any
+    arrays: Any
     epoch: int
     examples: int
     updates: int
     is_real: npt.NDArray[np.bool_]
     nbytes: int
+    is_cut: bool = False
+
+    @property
+    def data(self) -> Any:
+        """Return the arrays, under `remainder="updates"` of the first `updates` device iterations only.
+
+        With one device iteration, `Pipeline.value_and_grad` accepts this pytree.
+        """
+        return _first_updates(self.arrays, self.updates) if self.is_cut else self.arrays
+
+    def after(self, updates: int, examples: int) -> "FeedBatch":
+        """Return the rest of the batch: the batch without its first `updates` updates, which have `examples` examples.
+
+        Its arrays have the same shapes, and are filled up with the updates that are left out.
+        """
+        is_real = self.is_real[updates:]
+        if not self.is_cut:
+            is_real = np.concatenate([is_real, np.zeros_like(self.is_real[:updates])])
+        left = {"examples": self.examples - examples, "updates": self.updates - updates, "is_real": is_real}
+        return dataclasses.replace(self, arrays=_rolled(self.arrays, updates), is_cut=self.is_cut, **left)
+
+
+# an array across several instances can be sliced only in a program
+@functools.partial(jax.jit, static_argnums=1)
+def _first_updates(arrays: Any, updates: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[:updates], arrays)
+
+
+@jax.jit
+def _rolled(arrays: Any, updates: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.roll(leaf, -updates, axis=0), arrays)
 
 
 class Sender:
@@ -44,12 +78,13 @@ class Sender:
         mesh: a mesh with an axis "replica".
         dims: the dims of a batch.
         like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
+        remainder: how the end of an epoch is treated, one of `REMAINDERS`.
 
     Attributes:
         like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
     """
 
-    def __init__(self, mesh: Mesh, dims: BatchDims, like: Any):
+    def __init__(self, mesh: Mesh, dims: BatchDims, like: Any, remainder: str):
         iterations, own_replicas, *update = dims.shape
         # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
         of_iterations = (iterations, iterations, None)
@@ -57,7 +92,7 @@ class Sender:
         leading = [dim for dim in (of_iterations, of_replicas) if dim[0] > 1]
         shape, self._shape = (*[dim[0] for dim in leading], *update), (*[dim[1] for dim in leading], *update)
         sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in leading]))
-        self._dims = dims
+        self._dims, self._iterations, self._leaves_out = dims, iterations, remainder == "updates"
         self.like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), like
         )
@@ -71,14 +106,11 @@ class Sender:
             examples: the number of its real examples, over all instances.
             is_real: which of the rows are real, in any shape with one element per row.
         """
-        return FeedBatch(
-            jax.tree.map(self._send, self.like, rows),
-            epoch,
-            examples,
-            self._dims.updates(examples),
-            is_real.reshape(self._shape),
-            sum(leaf.nbytes for leaf in jax.tree.leaves(rows)),
-        )
+        updates, is_real = self._dims.updates(examples), is_real.reshape(self._shape)
+        is_cut = self._leaves_out and updates < self._iterations
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rows))
+        arrays = jax.tree.map(self._send, self.like, rows)
+        return FeedBatch(arrays, epoch, examples, updates, is_real[:updates] if is_cut else is_real, nbytes, is_cut)
 
     def _send(self, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> jax.Array:
         of_instance = rows.reshape(*self._shape, *rows.shape[1:])

@@ -85,9 +85,9 @@ class Feed:
         remainder: how to treat the examples at the end of an epoch that do not fill a whole batch. "drop" leaves them
             out. None, the default, does so too, and warns if they contain whole updates, which can happen if K > 1 (a
             stream warns at the end of an epoch). "updates" leaves out only examples that do not fill a whole update. A
-            batch may then contain fewer than K updates: pass such a batch to the step as it is, not its `data`. "pad"
-            fills the batch up with `fill`, and "wrap" (not for a stream) with the epoch's first examples again.
-            `FeedBatch` says which rows are real.
+            batch may then contain fewer than K updates: its `data` has only these, and a step takes the batch as it is,
+            with filled up `arrays`. "pad" fills the batch up with `fill`, and "wrap" (not for a stream) with the
+            epoch's first examples again. `FeedBatch` says which rows are real.
         fill: the values that fill up batches under "pad" and "updates": a number, or a pytree of numbers like the
             source, for example a label that is not a class.
         prefetch: the most batches that are ready or being made beyond the returned batches. With 0, the caller's own
@@ -106,9 +106,13 @@ class Feed:
 
     Attributes:
         device_iterations: K, the updates of a batch.
+        epochs: the argument of this name.
         examples_per_update: the examples of an update, over all replicas and micro-batches.
         updates_per_epoch: the updates of an epoch; None for a stream.
-        like: a pytree like a batch's, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled for it.
+        mesh: the mesh to which batches are sent.
+        order: the order of the examples; None for a stream.
+        like: a pytree like a batch's `arrays`, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled
+            for it.
         prefetch, workers: the arguments of these names.
 
     Raises:
@@ -192,16 +196,19 @@ class Feed:
             if not is_chosen:
                 left_out = order.examples % order.per_batch
                 order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=2)
-            self._reader: Reader = IndexedReader(examples, order, Sender(mesh, order.dims, examples.like), **rest)
-            self.updates_per_epoch = order.updates_per_epoch
-            self.examples_per_update = order.per_update
+            sender = Sender(mesh, order.dims, examples.like, remainder)
+            self._reader: Reader = IndexedReader(examples, order, sender, **rest)
+            self.order: EpochOrder | None = order
+            self.updates_per_epoch, self.examples_per_update = order.updates_per_epoch, order.per_update
         else:
             _check_stream(source, shuffle, seed, remainder, workers)
             stream, of_batch = Stream(source, batched=items == "batches"), BatchDims(micro_batch, **dims)
             self._reader = StreamReader(stream, of_batch, mesh, remainder=remainder, warns=not is_chosen, **rest)
-            self.updates_per_epoch, self.examples_per_update = None, of_batch.per_update
-        self.like, self._position, self._epochs = self._reader.like, self._reader.start, epochs
+            self.order, self.updates_per_epoch, self.examples_per_update = None, None, of_batch.per_update
+        self.mesh, self.epochs = mesh, epochs
+        self.like, self._position = self._reader.like, self._reader.start
         self._last = self._position  # where the last batch begins
+        self._rest: tuple[FeedBatch, Position] | None = None  # of a batch that was put back, and where the next begins
         self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
         self.device_iterations = device_iterations
         self._run: Run | None = None
@@ -226,8 +233,7 @@ class Feed:
         "source" is the result of that method.
 
         Args:
-            updates: return the position after this many updates of that batch instead. Not for a stream, which can only
-                continue after a whole batch.
+            updates: return the position after this many updates of that batch instead.
         """
         position = self._position
         if updates is not None:
@@ -242,6 +248,27 @@ class Feed:
         """
         position = self._reader.position_of(state)
         self._drop()
+        self._position = position
+
+    def put_back(self, batch: FeedBatch, updates: int) -> None:
+        """Continue inside the last returned batch, after this many of its updates. The others come again.
+
+        A stream is not read again for this, so an iterator can also continue.
+
+        Raises:
+            ValueError: the batch has not more updates than these.
+        """
+        if not 0 <= updates < batch.updates:
+            raise ValueError(
+                f"updates={updates}, but the batch has {batch.updates}: give the number of updates made, from 0 to "
+                f"{batch.updates - 1}"
+            )
+        examples = updates * self.examples_per_update
+        position = self._reader.within(self._last, examples)
+        if self.order is None:
+            self._rest = batch.after(updates, examples), self._position
+        else:
+            self._drop()
         self._position = position
 
     def seek(self, epoch: int) -> None:
@@ -303,8 +330,13 @@ class Feed:
         self._drop()
 
     @property
+    def position(self) -> Position:
+        """Return the position after the last returned batch."""
+        return self._position
+
+    @property
     def _is_done(self) -> bool:
-        return self._epochs is not None and self._position.epoch >= self._epochs
+        return self.epochs is not None and self._position.epoch >= self.epochs
 
     def _next(self) -> FeedBatch | None:
         """Return the next batch; None if the epoch ended instead."""
@@ -325,6 +357,9 @@ class Feed:
         return batch
 
     def _read(self) -> tuple[FeedBatch | None, Position]:
+        if self._rest is not None:
+            batch_and_following, self._rest = self._rest, None
+            return batch_and_following
         if self._run is None:
             self._run = self._reader.run(self._position)
         if not self.prefetch:
@@ -335,7 +370,7 @@ class Feed:
         return self._ahead.take()
 
     def _drop(self) -> None:
-        ahead, self._ahead, self._run = self._ahead, None, None
+        ahead, self._ahead, self._run, self._rest = self._ahead, None, None, None
         if ahead is not None:
             ahead.close()
 

@@ -10,6 +10,7 @@ from it: no example is lost, and none is read twice. This module does not import
 """
 
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 
@@ -130,9 +131,35 @@ class EpochOrder:
     @property
     def updates_per_epoch(self) -> int:
         """Return the number of updates in a whole epoch, including the updates that are filled up."""
-        left = self.examples % self.per_batch
+        return self.updates_from(0)
+
+    def updates_from(self, position: int) -> int:
+        """Return the number of updates in an epoch from this position on."""
+        whole, left = divmod(max(self.examples - position, 0), self.per_batch)
         of_last = self.dims.updates(self.dims.kept(left, self.remainder))
-        return self.examples // self.per_batch * (self.per_batch // self.per_update) + of_last
+        return whole * (self.per_batch // self.per_update) + of_last
+
+    def later(self, start: Position, updates: int) -> Position:
+        """Return the position after this many updates from `start` on."""
+        left = self.updates_from(start.position)
+        if updates < left:
+            return Position(start.epoch, start.position + updates * self.per_update)
+        epochs, of_last = divmod(updates - left, self.updates_per_epoch)
+        return Position(start.epoch + 1 + epochs, of_last * self.per_update)
+
+    def updates_between(self, start: Position, end: Position) -> int:
+        """Return the number of updates from `start` on until every example before `end` is read; 0 if all are.
+
+        >>> order = EpochOrder(10, 2)
+        >>> order.updates_between(Position(0, 6), Position(2, 3))
+        9
+        """
+        epochs = end.epoch - start.epoch
+        if epochs <= 0:
+            missing = math.ceil((end.position - start.position) / self.per_update) if epochs == 0 else 0
+            return min(max(missing, 0), self.updates_from(start.position))
+        of_last = min(math.ceil(end.position / self.per_update), self.updates_per_epoch)
+        return self.updates_from(start.position) + (epochs - 1) * self.updates_per_epoch + of_last
 
     def of_epoch(self, epoch: int) -> npt.NDArray[np.intp]:
         """Return the order of all examples in an epoch, (examples,), read-only."""

@@ -68,11 +68,7 @@ class Reader(Protocol):
         ...
 
     def within(self, start: Position, examples: int) -> Position:
-        """Return the position after this many examples of the batch at `start`.
-
-        Raises:
-            ValueError: the source can only continue after a whole batch.
-        """
+        """Return the position after this many examples of the batch at `start`."""
         ...
 
     def batches_per_epoch(self) -> int:

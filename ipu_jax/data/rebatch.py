@@ -7,6 +7,7 @@ A stream is read in its own order, by one worker. Every instance reads all of it
 all instances have the same number of batches, and a position means the same on each of them.
 """
 
+import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -68,7 +69,7 @@ class StreamReader:
         self._warns = warns
         self._form = items.form
         self._fill = jax.tree.leaves(filling(fill, self._form.like))
-        self._sender = Sender(mesh, dims, self._form.like)
+        self._sender = Sender(mesh, dims, self._form.like, remainder)
         self.like = self._sender.like
 
     def run(self, position: Position) -> Run:
@@ -102,6 +103,8 @@ class StreamReader:
         assert isinstance(position, StreamPosition)
         checksum = -1 if position.checksum is None else position.checksum
         state: dict[str, Any] = {"epoch": position.epoch, "position": position.position, "checksum": checksum}
+        if position.beyond:
+            state["beyond"] = position.beyond
         return state if position.source is None else state | {"source": position.source, "offset": position.offset}
 
     def position_of(self, state: Mapping[str, Any]) -> Position:
@@ -115,8 +118,10 @@ class StreamReader:
         return position
 
     def within(self, start: Position, examples: int) -> Position:
-        """Raise, since a stream can only continue after a whole batch."""
-        raise ValueError("a stream can only go on after a whole batch: leave updates= out")
+        """Return the position after this many examples of the batch at `start`."""
+        assert isinstance(start, StreamPosition)
+        moved = {"position": start.position + examples, "offset": start.offset + examples}
+        return dataclasses.replace(start, beyond=start.beyond + examples, **moved)
 
     def batches_per_epoch(self) -> int:
         """Raise, since the number is unknown before the epoch is over."""
@@ -185,13 +190,14 @@ class _StreamRun:
 
 
 def _position_of(state: Mapping[str, Any]) -> StreamPosition:
-    own = ("source", "offset")
+    own = ("source", "offset", "beyond")
     try:
         saved = {name: operator.index(value) for name, value in state.items() if name != "source"}
     except (AttributeError, TypeError) as error:
         raise ValueError(f"state={state!r} is not one of a stream: give what state() returned") from error
-    names, offset = set(state) - set(own), saved.pop("offset", 0)
-    if names != {"epoch", "position", "checksum"} or min(saved["epoch"], saved["position"], offset) < 0:
+    names, offset, beyond = set(state) - set(own), saved.pop("offset", 0), saved.pop("beyond", 0)
+    is_position = names == {"epoch", "position", "checksum"} and min(saved["epoch"], offset, beyond) >= 0
+    if not is_position or saved["position"] < beyond:
         raise ValueError(f"state={dict(state)} is not one of a stream: give what state() returned")
     checksum = None if saved["checksum"] == -1 else saved["checksum"]
-    return StreamPosition(saved["epoch"], saved["position"], checksum, state.get("source"), offset)
+    return StreamPosition(saved["epoch"], saved["position"], checksum, state.get("source"), offset, beyond)

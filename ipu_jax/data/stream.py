@@ -33,12 +33,15 @@ class StreamPosition(Position):
         checksum: the checksum of the example before the position; None at the start of an epoch.
         source: the result of the source's `state_dict()` before the item that contains the position; None if the source
             lacks it or `load_state_dict`, or at the start of an epoch.
-        offset: the number of examples of that item before the position.
+        offset: the number of examples from the start of that item to the position.
+        beyond: the number of examples from the example of the checksum, or from the start of the epoch, to the
+            position, if the position is inside a batch.
     """
 
     checksum: int | None = None
     source: Any = dataclasses.field(default=None, compare=False)
     offset: int = 0
+    beyond: int = 0
 
     __str__ = Position.__str__
 
@@ -87,8 +90,8 @@ class Stream:
         Raises:
             ValueError: the source cannot return to the position, or did not give the same examples as before.
         """
-        if position.position == 0:
-            position = dataclasses.replace(position, source=self._start)
+        if position.position == position.beyond:
+            position = dataclasses.replace(position, source=self._start, offset=position.beyond)
         if self._is_once and (self._is_opened or position.epoch or position.position):
             raise self._once(position)
         opened: Any = self._source(position.epoch) if self._is_function else self._source
@@ -141,22 +144,26 @@ class Items:
         """Read the examples before a position again.
 
         Raises:
-            ValueError: there are fewer of them, or the last one differs from before.
+            ValueError: there are fewer of them, or the example of the checksum differs from before.
         """
         self._next = self._first = 0
-        while self._next < to.position - 1 and not self._batched:
-            next(self._iterator, None)  # these examples need no conversion
-            self._next, self._is_drawn = self._next + 1, True
-        while self._next < to.position:
-            if self.take(to.position - self._next) is None:
-                raise ValueError(
-                    f"the source ended at example {self._next}, before {to}: give the source whose state was saved"
-                )
+        self._read_to(to.position - to.beyond, to)
         if to.checksum not in (None, _checksum(self._taken)):
             raise ValueError(
                 f"the source gave other examples before {to} than when the state was saved: give one that repeats the "
                 "order of each epoch, or that has state_dict and load_state_dict"
             )
+        self._read_to(to.position, to)
+
+    def _read_to(self, example: int, to: StreamPosition) -> None:
+        while self._next < example - 1 and not self._batched:
+            next(self._iterator, None)  # these examples need no conversion
+            self._next, self._is_drawn = self._next + 1, True
+        while self._next < example:
+            if self.take(example - self._next) is None:
+                raise ValueError(
+                    f"the source ended at example {self._next}, before {to}: give the source whose state was saved"
+                )
 
     def fetch(self) -> bool:
         """Draw the next item unless examples of the last item are left. Return whether there is another example.
@@ -175,7 +182,8 @@ class Items:
                 self.form = Form(item, batched=self._batched, what=self._named_next())
             self._rows = self.form.rows(item, self._named_next)
             self._count = len(self._rows[0])
-            self._at, self._first = min(self._first, self._count), 0
+            self._at = min(self._first, self._count)
+            self._first -= self._at
         return True
 
     def take(self, most: int) -> list[npt.NDArray[Any]] | None:

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
@@ -69,7 +70,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
         self._pipe = (-1, -1)
         self._usual_fd = -1
-        self._has_come = self._was_interrupted = False
+        self._has_come = self._was_interrupted = self._holds = self._is_held = False
         self._interruptions = 0
         self.asked, self.by = False, "SIGTERM"
 
@@ -87,6 +88,17 @@ class StopRequest:
         due = self._agreed.due()
         self.asked = self.asked or due
         return due
+
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Let a second Ctrl-C wait for the end of a block, which keeps its result. A third one does not wait."""
+        self._holds, self._is_held = True, False
+        try:
+            yield
+        finally:
+            self._holds = False
+        if self._is_held:
+            raise KeyboardInterrupt
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
@@ -150,7 +162,9 @@ class StopRequest:
 
     def _raise_at_the_second(self, *_: Any) -> None:
         self._interruptions += 1
-        if self._interruptions > 1:
+        if self._interruptions == 2 and self._holds:
+            self._is_held = True
+        elif self._interruptions > 1:
             raise KeyboardInterrupt
 
     def _give_up(self) -> None:

@@ -14,7 +14,6 @@ end of an epoch   `-- evaluate           a line, the log
 import collections
 import contextlib
 import dataclasses
-import math
 import os
 import threading
 import time
@@ -24,17 +23,18 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from ipu_jax._checks import check_count
 from ipu_jax.checkpoints.checkpoints import CheckpointError, Checkpoints
 from ipu_jax.data.batch import FeedBatch
 from ipu_jax.data.feed import Feed
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
+from ipu_jax.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
 from ipu_jax.loop.progress import Bar, LossLines, Say, shows_progress, spinner
 from ipu_jax.observe.runs.log import RunLog
 from ipu_jax.observe.tracing.errors import TraceError
 from ipu_jax.observe.tracing.recording import Recording
 from ipu_jax.observe.tracing.recording import trace as recorded
+from ipu_jax.training.nonfinite import NonFiniteLossError
 from ipu_jax.training.state import StepOutputs, TrainState
 from ipu_jax.training.step import TrainStep
 
@@ -45,6 +45,7 @@ _SAVE_MINUTES: Final = 10.0
 _CALLS_AHEAD: Final = 1
 _POLL_SECONDS: Final = 0.002
 _EVALUATION_SECONDS: Final = 1800.0
+_END_OF_FEED: Final = "the end of the feed"
 
 
 @dataclasses.dataclass
@@ -53,13 +54,15 @@ class FitResult:
 
     Attributes:
         state: the state after the last update.
-        updates: the number of updates that it has made, including those before it was resumed.
+        updates: the number of updates that it has made, including updates before a resume.
         losses: float32, the losses that the calls of this run returned: of each update under
             `TrainOptions(outputs="all")`, of every call's last update under "final", the mean of a call under "sum".
         evaluations: for each call of `evaluate`, the number of updates and the returned figures.
-        skipped: the number of updates that were not made, because they overflowed or were not finite.
+        skipped: the number of updates that were not made, because they overflowed or were not finite. They count in
+            `updates`.
         seconds: the time that the updates took, with the compilation, without evaluations.
-        stopped: "SIGTERM" or "Ctrl-C" if one of them ended the training early, else None.
+        stopped: "SIGTERM" or "Ctrl-C" if one of them came before `fit` returned; "the end of the feed" if the feed
+            ended before the training; else None.
         last: on the class: the result so far of a `fit` that did not return, such as after Ctrl-C; else None.
     """
 
@@ -101,17 +104,21 @@ def fit(
 
     While it runs, it prints the mean loss ten times per epoch, and draws a bar on a terminal. At SIGTERM or the first
     Ctrl-C it waits for the calls in flight and saves. Then it returns after SIGTERM, and raises KeyboardInterrupt after
-    Ctrl-C. After Ctrl-C, or any other error, the last state is in `FitResult.last`, until the next `fit`.
+    Ctrl-C. This holds for signals in the last evaluation and the last save, too. After Ctrl-C, or any other error, the
+    last state is in `FitResult.last`, until the next `fit`.
 
     Across several instances, all of them make the same call; the first one prints and writes the log.
 
-    Communicates what the step communicates, and with checkpoints what `Checkpoints` communicates.
+    Communicates what the step communicates, with checkpoints what `Checkpoints` communicates, and at the end a number
+    per instance.
 
     Args:
         step: from `make_train_step`. Give it `TrainOptions(outputs="all")` to see the loss of each update of a call.
         state: from `step.init`, or from a result. Its buffers are reused.
         feed: from `Feed(..., step=step)`. It is read from its current position.
-        epochs: train this many epochs, or a fraction; 1 by default. An integer for a stream.
+        epochs: train this many epochs, or a fraction; 1 by default. An integer for a stream. They count in the data,
+            from the feed's current position: a training that is resumed with another number of examples per update
+            ends at the same example.
         updates: train this many updates, instead of epochs.
         evaluate: called with the state at the end of each epoch and of the training; returns figures by name, such as
             `{"accuracy": 0.97}`.
@@ -142,83 +149,57 @@ def fit(
     >>> fit(step, step.init(jnp.zeros(3)), feed, epochs=2, progress=False, say=lambda line: None)
     FitResult(4 updates, last loss 0.3349)
     """
-    goal = _goal_of(step, state, feed, epochs, updates)
-    if evaluate is not None and not callable(evaluate):
-        raise ValueError(f"evaluate={evaluate!r} cannot be called: give a function of a state that returns a dict")
-    if tensorboard is not None and isinstance(log, RunLog):
-        raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
+    check_arguments(
+        step,
+        state,
+        feed,
+        evaluate=evaluate,
+        checkpoints=checkpoints,
+        resume=resume,
+        log=log,
+        notes=notes,
+        tensorboard=tensorboard,
+        trace=trace,
+        say=say,
+    )
+    result = FitResult.last = FitResult(state, int(state.step))
+    goal = goal_of(feed, result.updates, epochs, updates)
     is_first = popdist.get_instance_index() == 0
     shown = shows_progress(progress) and is_first
-    result = FitResult(state, int(state.step))
-    FitResult.last = result
     with contextlib.ExitStack() as context:
         # only the main thread can have signal handlers
         is_main = threading.current_thread() is threading.main_thread()
         stop = context.enter_context(StopRequest(interrupts=True)) if is_main else None
         own: Checkpoints | None = None
         if isinstance(checkpoints, str | os.PathLike):
-            own = Checkpoints(checkpoints, step, every=feed.updates_per_epoch, minutes=_SAVE_MINUTES)
+            own = Checkpoints(checkpoints, step, minutes=_SAVE_MINUTES)
             checkpoints = context.enter_context(own)
         if (log is not None or tensorboard is not None) and not isinstance(log, RunLog):
             log = context.enter_context(RunLog(log, tensorboard=tensorboard)) if is_first else None
         recording = recorded(trace) if isinstance(trace, str | os.PathLike) else trace
         if recording is not None:
             context.enter_context(recording)
-        loop = _Loop(step, feed, result, goal, evaluate, checkpoints, log, recording, stop, say, shown)
+        saves_epochs = own is not None
+        loop = _Loop(step, feed, result, goal, evaluate, checkpoints, saves_epochs, log, recording, stop, say, shown)
         try:
             loop.begin(resume, notes or {})
-            with Bar(title, goal.updates, result.updates, feed.examples_per_update, shown=shown) as loop.bar:
+            with Bar(title, loop.goal.updates, result.updates, feed.examples_per_update, shown=shown) as loop.bar:
                 loop.train()
             if own is not None:
                 own.close()  # seal the checkpoint before the last line says that it is saved
             loop.end()
         except BaseException as error:
+            if isinstance(error, NonFiniteLossError):  # the calls in flight changed nothing
+                result.updates = int(result.state.step)
             error.add_note("The last state is ipu_jax.FitResult.last.state")
             loop.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
             raise
+    if result.stopped is None and popdist.all_reduce(int(stop is not None and stop.asked), "sum"):
+        result.stopped = "SIGTERM" if stop is None else stop.by
     if result.stopped == "Ctrl-C":
         raise KeyboardInterrupt
     FitResult.last = None
     return result
-
-
-@dataclasses.dataclass(frozen=True)
-class _Goal:
-    """Hold when a training ends: after this many updates, or for a stream, before this epoch of the feed."""
-
-    updates: int | None
-    epoch: int | None
-
-
-def _goal_of(step: Any, state: Any, feed: Any, epochs: float | None, updates: int | None) -> _Goal:
-    """Return when the training ends.
-
-    Raises:
-        ValueError: an argument is of the wrong type or invalid.
-    """
-    if not isinstance(step, TrainStep):
-        raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
-    if not isinstance(state, TrainState):
-        raise ValueError(f"state={type(state).__name__} is not a state of the step: give step.init(weights)")
-    if not isinstance(feed, Feed):
-        raise ValueError(f"feed={type(feed).__name__} is not a Feed: give Feed(data, step=step, micro_batch=...)")
-    if feed.device_iterations != step.options.device_iterations:
-        raise ValueError(
-            f"the feed has device_iterations={feed.device_iterations}, but the step {step.options.device_iterations}: "
-            "make it with Feed(data, step=step, ...)"
-        )
-    if updates is not None:
-        if epochs is not None:
-            raise ValueError(f"epochs={epochs!r} and updates={updates!r} are both given: give one of them")
-        return _Goal(int(state.step) + check_count("updates", updates), None)
-    epochs = 1 if epochs is None else epochs
-    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
-        raise ValueError(f"epochs={epochs!r} is not a positive number: give one such as 2, or 0.5 for half of one")
-    if feed.updates_per_epoch is not None:
-        return _Goal(int(state.step) + max(1, round(epochs * feed.updates_per_epoch)), None)
-    if epochs != int(epochs):
-        raise ValueError(f"epochs={epochs!r}, but a stream does not say how long one is: give an int, or updates=")
-    return _Goal(None, feed.state()["epoch"] + int(epochs))
 
 
 @dataclasses.dataclass
@@ -228,9 +209,10 @@ class _Loop:
     step: TrainStep
     feed: Feed
     result: FitResult
-    goal: _Goal
+    goal: Goal
     evaluate: Evaluate | None
     checkpoints: Checkpoints | None
+    saves_epochs: bool
     log: RunLog | None
     recording: Recording | None
     stop: StopRequest | None
@@ -241,7 +223,8 @@ class _Loop:
         self.bar = Bar("", None, 0, 0, shown=False)
         self._lines = LossLines(self.feed.updates_per_epoch, self.say)
         self._pending: collections.deque[list[tuple[StepOutputs, int]]] = collections.deque()
-        self._begun = self._saved = self._dispatched = self.result.updates
+        self._begun = self._saved = self._reported = self.result.updates
+        self._before_feed = 0  # updates of the feed before the position that belongs to the state's first update
         self._traced, self._is_compiled = 0, False
         self._clock = time.perf_counter()
 
@@ -250,50 +233,51 @@ class _Loop:
         if popdist.get_instance_index() == 0:
             self.print(line)
 
-    def event(self, name: str, **values: Any) -> None:
+    def event(self, name: str, /, **values: Any) -> None:
         """Write an event to the log, if there is one."""
         if self.log is not None and popdist.get_instance_index() == 0:
             self.log.event(name, **values)
 
     def begin(self, resume: Path_, notes: Mapping[str, Any]) -> None:
         """Log what is trained, and resume from a checkpoint if there is one."""
+        feed, model = self.feed, self.step.model
         if self.log is not None:
-            self.log.start(
-                step=repr(self.step),
-                ipus=getattr(self.step.model, "ipus", 1),
-                replicas=self.step.model.replicas,
-                samples_per_update=self.feed.examples_per_update,
-                updates_per_epoch=self.feed.updates_per_epoch,
-                total_updates=self.goal.updates,
-                **notes,
-            )
-        if self.checkpoints is None:
-            return
-        self.checkpoints.lock()
+            sizes = (feed.examples_per_update, feed.updates_per_epoch, self.goal.updates)
+            facts = (repr(self.step), getattr(model, "ipus", 1), model.replicas, *sizes)
+            self.log.start(**dict(zip(FACTS, facts, strict=True)), **notes)
+        if self.checkpoints is not None:
+            self._resume(self.checkpoints, resume)
+        if feed.order is not None and feed.updates_per_epoch is not None:
+            left, epochs = feed.order.updates_from(feed.position.position), feed.position.epoch + 1
+            self._before_feed = epochs * feed.updates_per_epoch - left - self.result.updates
+
+    def _resume(self, checkpoints: Checkpoints, resume: Path_) -> None:
+        checkpoints.lock()
         try:
-            found = self.checkpoints.restore(self.result.state, resume=resume)
+            found = checkpoints.restore(self.result.state, resume=resume)
         except ValueError as error:  # the checkpoint is of another training
             raise CheckpointError(str(error)) from error
         if found is None:
             return
         self.result.state, self.result.updates = found.state, found.step
-        self._begun = self._saved = self._dispatched = found.step
+        self._begun = self._saved = self._reported = found.step
         if found.feed is not None:
             self.feed.restore(found.feed)
+            self.goal = self.goal.resumed(self.feed, found.step)
         of_fit = found.extra.get("fit") if isinstance(found.extra, dict) else None
         if of_fit:
             self.result.skipped = of_fit["skipped"]
             self._lines.restore(of_fit["lines"])
         onto = "" if found.topology == "same" else ", onto other IPUs or other places of the stages"
         self.say(f"Resumed from {found.path}, after {found.step:,} updates{onto}")
-        self.event("resumed", updates=found.step, path=str(found.path))
+        self.event("resumed", updates=found.step, path=str(found.path), total_updates=self.goal.updates)
 
     def train(self) -> None:
         """Make the remaining updates, until the goal is reached or the training must stop."""
         if self._is_over():
             self._evaluate()
         while not self._is_over():
-            before, begun = self._dispatched, time.perf_counter()
+            begun = time.perf_counter()
             for batch in self.feed.epoch():
                 self._call(batch)
                 if self._is_over():
@@ -301,11 +285,14 @@ class _Loop:
             self._report_all_but(0)
             self.step.check(self.result.state)
             self.result.seconds += time.perf_counter() - begun
-            if self.result.stopped is not None or self._dispatched == before:  # or the feed has no more epochs
+            if self.result.stopped is not None:
                 break
-            if self._is_over():
+            if not self._is_over() and self.feed.epochs is not None and self.feed.position.epoch >= self.feed.epochs:
+                self.result.stopped = _END_OF_FEED
+            if self.saves_epochs or self._is_over():
                 self._save()  # before the last line is printed: a longer training would not print it
-                self._lines.end(self.result.updates)
+            if self._is_over():
+                self._lines.end(self._before_feed + self._reported)
             self._evaluate()
         self._finish_trace()
 
@@ -313,30 +300,33 @@ class _Loop:
         if self.result.stopped is not None:
             return True
         if self.goal.updates is not None:
-            return self._dispatched >= self.goal.updates
-        return self.feed.state()["epoch"] >= self.goal.epoch
+            return self.result.updates >= self.goal.updates
+        assert self.goal.epoch is not None
+        return self.feed.position.epoch >= self.goal.epoch
 
     def _call(self, batch: FeedBatch) -> None:
         """Make the updates of a batch, at most as many as remain, and save or stop if it is time."""
         result, left = self.result, batch.updates
         if self.goal.updates is not None:
-            left = min(left, self.goal.updates - self._dispatched)
+            left = min(left, self.goal.updates - result.updates)
         pieces: list[tuple[StepOutputs, int]] = []
         for made in self._pieces(left):
             begun = time.perf_counter()
-            with spinner("Compiling", shown=self.shown and not self._is_compiled):
+            # the call reuses the buffers of the last state
+            holding = contextlib.nullcontext() if self.stop is None else self.stop.uninterrupted()
+            with spinner("Compiling", shown=self.shown and not self._is_compiled), holding:
                 result.state, outputs = self.step(result.state, batch, updates=made)
+                result.updates += len(made)
             if not self._is_compiled:
                 self._is_compiled, seconds = True, time.perf_counter() - begun
                 self.say(f"Compiled in {seconds:.1f} s")
                 self.event("compiled", compile_seconds=round(seconds, 3))
                 self._clock = time.perf_counter()
-            self._dispatched += len(made)
             pieces.append((outputs, len(made)))
         self._pending.append(pieces)
         self._report_all_but(_CALLS_AHEAD)
-        if left < batch.updates and self.feed.updates_per_epoch is not None:
-            self.feed.restore(self.feed.state(updates=left))  # the next training continues there
+        if left < batch.updates:
+            self.feed.put_back(batch, left)  # the next training continues there
         is_due = self.checkpoints is not None and self.checkpoints.due(result.state, left)
         if self.stop is not None and self.stop.due():
             result.stopped = self.stop.by
@@ -362,23 +352,23 @@ class _Loop:
         while len(self._pending) > waiting:
             pieces = self._pending.popleft()
             losses = np.concatenate([self._losses_of(*piece) for piece in pieces], dtype=np.float32)
-            count, skipped = sum(count for _, count in pieces), sum(_skipped(*piece) for piece in pieces)
-            result.updates += count
+            count, skipped = sum(count for _, count in pieces), sum(_skipped(outputs) for outputs, _ in pieces)
+            self._reported += count
             result.losses = np.concatenate([result.losses, losses], dtype=np.float32)
             result.skipped += skipped
-            self._lines.add(losses, skipped, result.updates)
-            self.bar.move(result.updates)
+            self._lines.add(losses, count, skipped, self._before_feed + self._reported)
+            self.bar.move(self._reported)
             now = time.perf_counter()
             speed, self._clock = count * self.feed.examples_per_update / max(now - self._clock, 1e-9), now
             self.event(
                 "losses",
-                updates=result.updates,
+                updates=self._reported,
                 epoch=self._epoch(),
                 losses=losses.tolist(),
                 samples_per_second=round(speed, 1),
             )
             if skipped:
-                self.event("skipped", updates=result.updates, count=skipped, reason="overflows, or not finite")
+                self.event("skipped", updates=self._reported, count=skipped, reason="overflows, or not finite")
 
     def _losses_of(self, outputs: StepOutputs, count: int) -> npt.NDArray[Any]:
         """Wait for updates of a call, and return their losses, (losses,)."""
@@ -391,16 +381,16 @@ class _Loop:
 
     def _epoch(self) -> float | None:
         per_epoch = self.feed.updates_per_epoch
-        return None if per_epoch is None else self.result.updates / per_epoch
+        return None if per_epoch is None else (self._before_feed + self._reported) / per_epoch
 
     def _save(self) -> None:
         """Save now, unless this state is already saved."""
-        if self.checkpoints is None or self._saved == self._dispatched:
+        if self.checkpoints is None or self._saved == self.result.updates:
             return
         self._report_all_but(0)
         extra = {"fit": {"lines": self._lines.state(), "skipped": self.result.skipped}}
         if self.checkpoints.save(self.result.state, self.feed, extra=extra, now=True):
-            self._saved = self._dispatched
+            self._saved = self.result.updates
             self.event("saved", updates=self._saved, folder=str(self.checkpoints.folder))
 
     def _evaluate(self) -> None:
@@ -408,7 +398,7 @@ class _Loop:
         if self.evaluate is None:
             return
         with popdist.busy("evaluating", _EVALUATION_SECONDS):
-            found = {name: float(value) for name, value in self.evaluate(self.result.state).items()}
+            found = figures_of(self.evaluate(self.result.state))
         updates, epoch = self.result.updates, self._epoch()
         self.result.evaluations.append((updates, found))
         figures = [f"Test {name}: {_figure(name, value)}" for name, value in found.items()]
@@ -435,7 +425,8 @@ class _Loop:
             if self.checkpoints is not None and self._saved == result.updates:
                 where = f", which are saved in {self.checkpoints.folder}: the same call goes on from there"
             held = "; the state is ipu_jax.FitResult.last.state" if result.stopped == "Ctrl-C" else ""
-            line = f"{result.stopped}: stopped after {result.updates:,} updates{where}{held}"
+            total = f" of {self.goal.updates:,}" if result.stopped == _END_OF_FEED and self.goal.updates else ""
+            line = f"{result.stopped}: stopped after {result.updates:,}{total} updates{where}{held}"
             self.event("stopped", reason=line)
         else:
             self.event("end", reason="all updates were made")
@@ -448,14 +439,9 @@ class _Loop:
         self.say(line)
 
 
-def _skipped(outputs: StepOutputs, count: int) -> int:
-    """Return how many updates of a call were not made, as far as its outputs show it."""
-    if outputs.updated is None:
-        return 0
-    updated = np.atleast_1d(np.asarray(outputs.updated))
-    if len(updated) == count:
-        return count - int(updated.sum())
-    return count - int(updated[0]) if updated[0] > 1 else 0
+def _skipped(outputs: StepOutputs) -> int:
+    """Return the number of updates of a call that were not made."""
+    return 0 if outputs.skipped is None else int(np.sum(np.asarray(outputs.skipped)))
 
 
 def _figure(name: str, value: float) -> str:

@@ -132,7 +132,7 @@ class Arguments:
 
     def _arrays_of(self, batch: Any) -> Any:
         """Return the arrays of a batch."""
-        arrays: Any = batch.data if isinstance(batch, FeedBatch) else batch
+        arrays: Any = batch.arrays if isinstance(batch, FeedBatch) else batch
         check_alive("batch", arrays)
         count = self._options.device_iterations
         if count == 1:
@@ -141,7 +141,7 @@ class Arguments:
             if getattr(leaf, "shape", ())[:1] != (count,):
                 raise ValueError(
                     f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
-                    f"its first dim must be device_iterations={count}"
+                    f"its first dim must be device_iterations={count}; give a batch of a Feed itself, not its data"
                 )
         return arrays
 

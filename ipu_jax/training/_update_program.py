@@ -70,9 +70,10 @@ class Iteration:
             if options.every > 1:  # the row of several updates
                 before = jax.tree.map(lambda leaf: leaf[row], rows)
                 nonfinite = first_of(before.nonfinite, outputs.nonfinite)
+                skipped = None if outputs.skipped is None else before.skipped + outputs.skipped
                 if options.outputs == "sum":
                     outputs = jax.tree.map(jnp.add, before, outputs)
-                outputs = dataclasses.replace(outputs, nonfinite=nonfinite)
+                outputs = dataclasses.replace(outputs, nonfinite=nonfinite, skipped=skipped)
             return state, jax.tree.map(lambda leaf, value: leaf.at[row].set(value), rows, outputs)
 
         first = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -148,6 +149,7 @@ class Iteration:
             parameter_norm=parameter_norm,
             learning_rate=None if rate is None else jnp.asarray(rate, jnp.float32),
             nonfinite=None if verdict is None else verdict.number,
+            skipped=None if verdict is None else 1 - verdict.made.astype(jnp.int32),
         )
         step = state.step + (1 if verdict is None or verdict.counts is None else verdict.counts)
         return dataclasses.replace(new, step=step), outputs

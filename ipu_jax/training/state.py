@@ -85,6 +85,8 @@ class StepOutputs:
         nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number, counted from 1, of the first update since the
             previous outputs that was not made because it was not finite; 0 if there is none. Updates that a stopped
             state did not make have the number of the update that stopped it. None without the option.
+        skipped: under a `DynamicScale` or `on_nonfinite`, int32: the number of updates since the previous outputs that
+            were not made, whatever `TrainOptions(outputs=)` returns; else None.
     """
 
     loss: Any
@@ -94,6 +96,7 @@ class StepOutputs:
     parameter_norm: Any = None
     learning_rate: Any = None
     nonfinite: Any = None
+    skipped: Any = None
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

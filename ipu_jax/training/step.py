@@ -246,6 +246,14 @@ class TrainStep:
         if self._batches is not None:
             self._batches.settle(state, keep=0)
 
+    def check_state(self, state: TrainState) -> None:
+        """Check that a state belongs to this step, and that no earlier call has used it up.
+
+        Raises:
+            ValueError: it does not, or is used up.
+        """
+        self._arguments.check_state(state)
+
     def find_nonfinite(self, state: TrainState, batch: Any, *, step: int | None = None) -> NonFinite | None:
         """Name the first value that is not finite in an update, by replica, micro-batch and stage. Nothing is updated.
 
@@ -331,9 +339,7 @@ class TrainStep:
         of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
         stacked = self._is_stacked
         of_aux = PartitionSpec(*[None] * stacked, REPLICA_AXIS)
-        of_outputs = StepOutputs(
-            WHOLE, of_aux, WHOLE, gradient_norm=WHOLE, parameter_norm=WHOLE, learning_rate=WHOLE, nonfinite=WHOLE
-        )
+        of_outputs = dataclasses.replace(StepOutputs(*[WHOLE] * len(dataclasses.fields(StepOutputs))), aux=of_aux)
         of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
         iteration = Iteration(self.model, self.options, update, random=self.random)
         program = lambda state, batch, updates: iteration.run(state, batch, updates, stacked=stacked)  # noqa: E731

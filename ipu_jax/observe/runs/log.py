@@ -31,6 +31,10 @@ from ipu_jax._version import __version__
 __all__ = ["RunLog", "RunLogWarning"]
 
 _PACKAGES: Final = ("jax", "jaxlib", "optax", "numpy")
+NAMES_OF_EVENTS: Final = ("event", "time", "seconds")
+"""What every event has."""
+FACTS_OF_START: Final = ("command", "attempt", "instances", "devices", "versions")
+"""What `RunLog.start` adds."""
 _CURVES: Final = ("accuracy", "samples_per_second")
 
 
@@ -99,13 +103,18 @@ class RunLog:
             **values,
         )
 
-    def event(self, name: str, **values: Any) -> None:
+    def event(self, name: str, /, **values: Any) -> None:
         """Log an event.
 
         Args:
             name: what happened.
             values: plain data: texts, numbers, and lists and dicts of these. Numbers that JSON lacks become texts.
+
+        Raises:
+            ValueError: a value is called "event", "time" or "seconds".
         """
+        if taken := sorted(values.keys() & {*NAMES_OF_EVENTS}):
+            raise ValueError(f"the event {name!r} has a value called {taken[0]!r}, as every event: choose another name")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         event = {"event": name, "time": now, "seconds": round(time.monotonic() - self._began, 3), **_plain(values)}
         self.events.append(event)

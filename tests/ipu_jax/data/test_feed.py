@@ -141,7 +141,8 @@ def test_what_fills_up_is_said_to():
         assert remainder.is_real.tolist() == [[[True, False]], [[False, False]], [[False, False]]]
         assert (remainder.examples, remainder.updates) == (1, 1)
     of_updates = batches(1, remainder="updates", fill=9)[-1]
-    assert (of_updates.data["x"].tolist(), of_updates.updates) == ([[[7]], [[9]], [[9]]], 1)
+    assert (of_updates.arrays["x"].tolist(), of_updates.updates) == ([[[7]], [[9]], [[9]]], 1)
+    assert (of_updates.data["x"].tolist(), of_updates.is_real.tolist()) == ([[[7]]], [[[True]]])
     assert [len(batches(2, remainder=remainder)) for remainder in ("drop", "updates")] == [1, 1]
 
 

@@ -109,7 +109,8 @@ def test_the_end_of_an_epoch_is_dropped_kept_by_updates_or_filled_up(items):
     dropped, epoch = last("drop")
     assert (real(dropped), epoch) == (list(range(8, 16)), 1)
     of_updates, epoch = last("updates", fill=-1)
-    assert of_updates.data["number"].reshape(-1).tolist() == [*range(16, 20), -1, -1, -1, -1]
+    assert of_updates.arrays["number"].reshape(-1).tolist() == [*range(16, 20), -1, -1, -1, -1]
+    assert real(of_updates) == of_updates.data["number"].reshape(-1).tolist() == [*range(16, 20)]
     assert (of_updates.updates, of_updates.examples, epoch) == (1, 4, 1)
     padded, epoch = last("pad", fill={"number": -1, "vector": 0.5, "list": 7})
     assert padded.data["number"].reshape(-1).tolist() == [*range(16, 23), -1]

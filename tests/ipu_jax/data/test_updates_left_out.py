@@ -105,3 +105,26 @@ def test_a_training_makes_each_update_of_an_epoch_under_updates(replicas, m, ite
             state, _ = step(state, batch)
     assert int(state.step) == updates
     np.testing.assert_allclose(step.whole(state)["params"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_filled_up_updates_are_not_in_the_data_and_a_step_does_not_train_on_them():
+    """6 updates in calls of 4: the second batch has 2 of them. Weights would be drawn to 0 by rows of zeros."""
+    loss_fn = lambda w, rows: jnp.mean((rows - w) ** 2)  # noqa: E731
+    step = make_train_step(loss_fn, optax.sgd(0.25), TrainOptions(device_iterations=4, donate=False))
+    source = np.ones((12, 3), np.float32)
+    with Feed(source, step=step, micro_batch=2) as feed:
+        state = step.init(jnp.zeros(3))
+        whole, incomplete = list(feed.epoch())
+        state, _ = step(state, whole.data)
+        after_six, _ = step(state, incomplete)
+        with pytest.raises(ValueError, match=r"shape \(2, 1, 2, 3\): .* give a batch of a Feed itself"):
+            step(state, incomplete.data)
+        with pytest.raises(ValueError, match=r"device_iterations=4; give a batch of a Feed itself"):
+            step.loss(state, incomplete.data)
+        loss = step.loss(state, incomplete)
+    assert (incomplete.updates, incomplete.data.shape, incomplete.arrays.shape) == (2, (2, 1, 2, 3), (4, 1, 2, 3))
+    assert incomplete.is_real.shape == (2, 1, 2)
+    # w' = w + 0.5 (1 - w): the distance to 1 is halved in each update, per element a third of the gradient
+    w = 1 - (1 - 0.5 / 3) ** np.arange(7)
+    np.testing.assert_allclose(after_six.params, np.full(3, w[6]), rtol=1e-5)
+    np.testing.assert_allclose(loss, (1 - w[4]) ** 2, rtol=1e-5)

@@ -7,10 +7,7 @@ import threading
 import time
 import warnings
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from ipu_jax import (
@@ -18,67 +15,18 @@ from ipu_jax import (
     Feed,
     FitResult,
     NonFiniteLossError,
-    Pipeline,
     RunLog,
-    Stage,
-    TrainOptions,
     fit,
-    make_mesh,
-    make_train_step,
     trace,
 )
+from support.fitted import B, D, Lines, M, assert_same_weights, make_step, normal, twin, weights
 from support.trained import quick_compiles
-
-B, M, D, RATE = 3, 2, 4, 0.05
 
 
 @pytest.fixture(autouse=True)
 def _compiled_quickly():
     with quick_compiles():
         yield
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
-
-
-def weights():
-    return {"body": normal(0, D, 5), "head": normal(1, 5)}
-
-
-def make_step(k=1, ipus=2, **options):
-    pipeline = Pipeline(
-        [
-            Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="body", ipu=0),
-            Stage(lambda p, x, mb: jnp.mean((x @ p - 1) ** 2), params="head", ipu=ipus - 1),
-        ],
-        mesh=make_mesh(1, ipus),
-        gradient_accumulation=M,
-    )
-    return make_train_step(pipeline, optax.sgd(RATE), TrainOptions(device_iterations=k, outputs="all", **options))
-
-
-def twin(rows, updates, start=0):
-    """Return losses and weights of plain SGD over rows in their order, `updates` of them, from update `start` of it."""
-    per_epoch = len(rows) // (M * B)
-    w, losses = {name: jnp.asarray(value) for name, value in weights().items()}, []
-    value_and_grad = jax.value_and_grad(lambda w, x: jnp.mean((jnp.tanh(x @ w["body"]) @ w["head"] - 1) ** 2))
-    for update in range(updates):
-        at = update % per_epoch * M * B
-        loss, gradients = value_and_grad(w, rows[at : at + M * B])
-        w = jax.tree.map(lambda a, g: a - RATE * g, w, gradients)
-        losses.append(float(loss))
-    return losses[start:], w
-
-
-def assert_same_weights(step, state, expected):
-    found = step.whole(state)["params"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, dict(expected))
-
-
-class Lines(list):
-    def __call__(self, line):
-        self.append(line)
 
 
 @pytest.mark.parametrize("ipus", [1, 2])
@@ -251,7 +199,7 @@ def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path)
     ("change", "words"),
     [
         ({"step": "x"}, r"step='x' is not a training step: make it with make_train_step"),
-        ({"state": 3}, r"state=int is not a state of the step: give step.init\(weights\)"),
+        ({"state": 3}, r"state is not of this step: make it with step.init\(params\)"),
         ({"feed": [1]}, r"feed=list is not a Feed: give Feed\(data, step=step"),
         ({"epochs": 0}, r"epochs=0 is not a positive number: give"),
         ({"epochs": True}, r"epochs=True is not a positive number: give"),

@@ -19,7 +19,7 @@ def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):
         end_of_epoch = min(updates, (done // updates_per_epoch + 1) * updates_per_epoch)
         until = min(done + updates_per_call, end_of_epoch)
         losses = np.arange(done + 1, until + 1, dtype=np.float32)
-        lines.add(losses, min(skipped, len(losses)), until)
+        lines.add(losses, len(losses), min(skipped, len(losses)), until)
         done = until
         if done == updates:
             lines.end(done)
@@ -64,7 +64,7 @@ def test_a_stream_has_a_line_for_each_hundred_updates():
     printed = []
     lines = LossLines(None, printed.append)
     for done in range(60, 301, 60):
-        lines.add(np.full(60, done, np.float32), 0, done)
+        lines.add(np.full(60, done, np.float32), 60, 0, done)
     lines.end(300)
     assert printed == [
         "Update 120, Mean loss: 90.000",
@@ -76,10 +76,10 @@ def test_a_stream_has_a_line_for_each_hundred_updates():
 def test_lines_go_on_where_they_were_saved():
     printed = []
     lines = LossLines(10, printed.append)
-    lines.add(np.array([np.nan], np.float32), 1, 0)
+    lines.add(np.array([np.nan], np.float32), 1, 1, 0)
     again = LossLines(10, printed.append)
     again.restore(lines.state())
-    again.add(np.array([3], np.float32), 0, 2)
+    again.add(np.array([3], np.float32), 1, 0, 2)
     assert printed == ["Epoch 0.2, Mean loss: 3.000, 1 of 2 updates skipped"]
 
 

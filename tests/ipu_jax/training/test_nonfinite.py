@@ -340,15 +340,16 @@ def test_so_many_skips_in_a_row_stop(outputs, named):
     assert [int(str(warning.message).split()[1].rstrip(",:")) for warning in told] == named
 
 
-@pytest.mark.parametrize("outputs", ["all", "sum", 2])
-def test_outputs_have_the_number_of_the_first_update_that_was_not_finite(outputs):
+@pytest.mark.parametrize("outputs", ["all", "sum", 2, "final"])
+def test_outputs_have_the_number_of_the_first_update_that_was_not_finite_and_the_count_of_all(outputs):
     options = TrainOptions(on_nonfinite="skip", device_iterations=4, outputs=outputs)
     step = make_train_step(lambda w, x: jnp.mean(jnp.log(x @ w)), optax.sgd(0.1), options)
     batch = np.ones((4, 1, 2, 2), np.float32)
     batch[2:] = 0
     _, found = step(step.init(np.ones(2, np.float32)), batch)
-    assert found.nonfinite.tolist() == {"all": [0, 0, 3, 4], "sum": 3, 2: [0, 3]}[outputs]
-    assert found.updated.tolist() == {"all": [1, 1, 0, 0], "sum": 2, 2: [1, 0]}[outputs]
+    assert found.nonfinite.tolist() == {"all": [0, 0, 3, 4], "sum": 3, 2: [0, 3], "final": 3}[outputs]
+    assert found.updated.tolist() == {"all": [1, 1, 0, 0], "sum": 2, 2: [1, 0], "final": 0}[outputs]
+    assert found.skipped.tolist() == {"all": [0, 0, 1, 1], "sum": 2, 2: [0, 2], "final": 2}[outputs]
 
 
 def test_an_overflow_remains_the_affair_of_a_dynamic_scale_and_a_loss_does_not():

@@ -136,7 +136,10 @@ def test_a_random_function_is_given_its_key():
 
 def test_what_is_refused():
     step, state = step_of("function", mean, 1, device_iterations=UPDATES)
-    with refused("batch['x'] has shape (3, 6, 5): its first dim must be device_iterations=2"):
+    with refused(
+        "batch['x'] has shape (3, 6, 5): its first dim must be device_iterations=2; "
+        "give a batch of a Feed itself, not its data"
+    ):
         step.loss(state, {"x": tokens(M)["x"]})
     with refused("batch['x'] has shape (2, 6, 5): its leading dims must be (gradient_accumulation, ...) = (3, ...)"):
         step.loss(state, {"x": tokens(UPDATES, 2)["x"]})

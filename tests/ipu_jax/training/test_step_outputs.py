@@ -238,7 +238,7 @@ def test_what_prints():
     numbers = {name: f"{float(getattr(outputs, name)):.6g}" for name in ("loss", "gradient_norm", "parameter_norm")}
     assert repr(outputs) == (
         f"StepOutputs(loss={numbers['loss']}, updated=1, gradient_norm={numbers['gradient_norm']}, "
-        f"parameter_norm={numbers['parameter_norm']})"
+        f"parameter_norm={numbers['parameter_norm']}, skipped=0)"
     )
     texts = []
     shapes = jax.eval_shape(lambda s: (texts.append(repr(s)), s)[1], state)

@@ -478,7 +478,10 @@ def test_what_init_and_a_call_refuse():
         step.init({"w": np.zeros(3, np.int32)})
     state = step.init(params)
     short = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], batches)
-    with refused("batch['x'] has shape (1, 1, 3, 5): its first dim must be device_iterations=2"):
+    with refused(
+        "batch['x'] has shape (1, 1, 3, 5): its first dim must be device_iterations=2; "
+        "give a batch of a Feed itself, not its data"
+    ):
         step(state, short)
     wrong = jax.tree.map(lambda leaf: np.repeat(leaf, 3, axis=1), batches)
     with refused("batch['x'] has shape (3, 3, 5): its leading dims must be (gradient_accumulation, ...) = (1, ...)"):

@@ -1,0 +1,383 @@
+"""Test `fit` with several updates per call, across changes of the batch, over streams, and at its end."""
+
+import json
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import DynamicScale, Feed, FitResult, RunLog, TrainOptions, fit, make_mesh, make_train_step
+from support.fitted import B, D, Lines, M, assert_same_weights, make_step, normal, trained_on, twin, weights
+from support.trained import quick_compiles
+
+SIZE = M * B
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly():
+    with quick_compiles():
+        yield
+
+
+def events_of(log, name):
+    return [event for event in log.events if event["event"] == name]
+
+
+# skipped updates
+
+OUTPUTS = ["final", "all", "sum", 2]
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_a_training_in_which_every_update_overflows_says_so(outputs):
+    """At a scale of 2^24 every gradient is infinite in float16, and the scale cannot get smaller."""
+    scale = DynamicScale(initial=2.0**24, smallest=2.0**24)
+    options = {"loss_scale": scale, "precision": "16.32", "half": "float16", "device_iterations": 4}
+    step = make_train_step(
+        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), TrainOptions(outputs=outputs, **options)
+    )
+    lines, first = Lines(), np.ones(3, np.float32)
+    with Feed(np.full((32, 3), 9, np.float32), step=step, micro_batch=2) as feed, RunLog() as log:
+        result = fit(step, step.init(first), feed, say=lines, log=log)
+    assert (result.updates, result.skipped) == (16, 16)
+    np.testing.assert_array_equal(step.whole(result.state)["params"], first)
+    assert sum(event["count"] for event in events_of(log, "skipped")) == 16
+    assert [line.rpartition(", ")[2] for line in lines if "Mean" in line] == ["4 of 4 updates skipped"] * 4
+    assert lines[-1].endswith("; 16 updates were skipped")
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_the_updates_that_are_not_finite_are_counted(outputs):
+    """NaN in updates 1, 5, 6 and 9 of 10, counted from 0; the last call makes 2 of 4."""
+    bad, rows = [1, 5, 6, 9], normal(1, 10 * SIZE, D)
+    rows[[n * SIZE for n in bad]] = np.nan
+    step = make_step(4, on_nonfinite="skip", outputs=outputs)
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fit(step, step.init(weights()), feed, say=Lines())
+    assert (result.updates, result.skipped) == (10, len(bad))
+    good = [rows[n * SIZE : (n + 1) * SIZE] for n in range(10) if n not in bad]
+    assert_same_weights(step, result.state, trained_on(good)[1])
+
+
+def test_skipped_updates_of_before_are_remembered_at_a_resume(tmp_path):
+    rows = normal(1, 8 * SIZE, D)
+    rows[[0, 5 * SIZE]] = np.nan
+    step = make_step(2, on_nonfinite="skip")
+
+    def run(updates):
+        with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return fit(step, step.init(weights()), feed, updates=updates, checkpoints=tmp_path / "run", say=Lines())
+
+    assert [run(updates).skipped for updates in (4, 8)] == [1, 2]
+
+
+# another number of examples per update after a resume: 100 examples, after 20 updates of 6
+
+
+@pytest.mark.parametrize(
+    ("first", "replicas", "m", "k", "left"),
+    # of an epoch of 100 examples, 16 updates of 6 fit; then from example 24 of epoch 1 on, and all of epoch 2
+    [
+        (20, 2, 2, 1, [(24, 12, 6), (0, 12, 8)]),
+        (20, 1, 4, 3, [(24, 12, 6), (0, 12, 8)]),
+        (20, 1, 1, 1, [(24, 3, 25), (0, 3, 33)]),
+        (20, 1, 3, 4, [(24, 9, 8), (0, 9, 11)]),
+        (16, 1, 4, 1, [(0, 12, 8), (0, 12, 8)]),
+        (16, 2, 1, 2, [(0, 6, 16), (0, 6, 16)]),
+    ],
+)
+def test_epochs_count_in_the_data_whatever_an_update_takes(tmp_path, first, replicas, m, k, left):
+    rows = normal(2, 100, D)
+
+    def run(step, **until: Any):
+        log = tmp_path / "log"
+        with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+            result = fit(step, step.init(weights()), feed, checkpoints=tmp_path / "run", log=log, say=Lines(), **until)
+            return result, feed.state()
+
+    before, _ = run(make_step(), updates=first)
+    step = make_step(k, 2, m, replication_factor=replicas)
+    result, position = run(step, epochs=3)
+    parts = [(n % 16 * 6, 6) for n in range(first)]
+    parts += [(at + n * size, size) for at, size, count in left for n in range(count)]
+    losses, end = trained_on([rows[at : at + size] for at, size in parts])
+    assert result.updates == len(parts)
+    np.testing.assert_allclose([*before.losses, *result.losses], losses, rtol=1e-4)
+    assert_same_weights(step, result.state, end)
+    assert (position["epoch"], position["position"]) == (3, 0)
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    epochs = [event["epoch"] for event in events if event["event"] == "losses"]
+    assert epochs == sorted(epochs)
+    assert epochs[-1] == 3.0
+    assert [event["total_updates"] for event in events if event["event"] == "resumed"] == [len(parts)]
+    again, _ = run(step, epochs=3)
+    assert (again.updates, again.losses.size) == (len(parts), 0)
+
+
+def test_each_epoch_is_saved_whatever_an_update_takes(tmp_path):
+    """After 20 updates of 6, the epochs of 100 examples end after 26 and 34 updates, no multiples of 8."""
+    rows, saved = normal(2, 100, D), []
+    cases: list[Any] = [(make_step(), {"updates": 20}), (make_step(m=4), {"epochs": 3})]
+    for step, until in cases:
+        with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, RunLog() as log:
+            fit(step, step.init(weights()), feed, checkpoints=tmp_path / "run", log=log, say=Lines(), **until)
+            saved.append([event["updates"] for event in events_of(log, "saved")])
+    assert saved == [[16, 20], [26, 34]]
+
+
+# a stream, whose updates are no multiple of those of a call
+
+
+class Stateful:
+    """An iterator over batches of rows, which repeats for ever and can be set to a position."""
+
+    def __init__(self, batches):
+        self.batches, self.at = batches, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.batches):
+            self.at = 0
+            raise StopIteration
+        self.at += 1
+        return self.batches[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+SOURCES = {
+    "function": lambda batches: lambda epoch: iter(batches),
+    "list": lambda batches: batches,
+    "iterator with a state": Stateful,
+    "iterator": iter,
+    "array": lambda batches: np.concatenate(batches),
+}
+
+
+def feed_of(kind, rows, step):
+    batches = [rows[at : at + 7] for at in range(0, len(rows), 7)]
+    more: dict[str, Any] = {"shuffle": False} if kind == "array" else {"items": "batches"}
+    return Feed(SOURCES[kind](batches), step=step, micro_batch=B, **more)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_calls_of_a_few_updates_read_every_example_once(kind):
+    """Epochs of 14 updates, calls of 5 updates, and trainings of 3, 1, 6 and 3 updates."""
+    rows, step = normal(3, 14 * SIZE + 2, D), make_step(5)
+    losses = []
+    with feed_of(kind, rows, step) as feed:
+        state = step.init(weights())
+        for updates in (3, 1, 6, 3):
+            result = fit(step, state, feed, updates=updates, say=Lines())
+            state = result.state
+            losses += result.losses.tolist()
+    expected, end = twin(rows, 13)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert_same_weights(step, state, end)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "iterator"])
+def test_a_training_that_stopped_inside_a_call_is_resumed_to_the_bit(kind, tmp_path):
+    rows, step = normal(3, 10 * SIZE + 2, D), make_step(5)
+
+    def run(updates, folder):
+        with feed_of(kind, rows, step) as feed:
+            return fit(step, step.init(weights()), feed, updates=updates, checkpoints=folder, say=Lines())
+
+    for updates in (7, 14, 24):
+        result = run(updates, tmp_path / "parts")
+    whole = run(24, tmp_path / "whole")
+    for a, b in zip(jax.tree.leaves(result.state.params), jax.tree.leaves(whole.state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_same_weights(step, whole.state, twin(rows, 24)[1])
+
+
+# the end
+
+
+@pytest.mark.parametrize(("until", "total"), [({"updates": 9}, " of 9"), ({"epochs": 2}, "")])
+def test_a_feed_that_ends_before_the_training_is_no_end_of_the_training(until, total, tmp_path):
+    """A stream is over when it is over: nobody knows it before."""
+    rows, step, lines = normal(4, 5 * SIZE, D), make_step(2), Lines()
+    epochs = [rows, rows[:0]] if "epochs" in until else [rows]
+    source = lambda epoch: iter(epochs[epoch])  # noqa: E731
+    seen = []
+    with Feed(source, items="examples", step=step, micro_batch=B, epochs=1) as feed, RunLog() as log:
+        if "epochs" in until:
+            with pytest.raises(ValueError, match=r"epochs=2 ends at the start of epoch 2 .* made with epochs=1: make"):
+                fit(step, step.init(weights()), feed, **until)
+            return
+        given = {"evaluate": lambda state: seen.append(int(state.step)) or {}, "checkpoints": tmp_path / "run"}
+        result = fit(step, step.init(weights()), feed, log=log, say=lines, **given, **until)
+    assert (result.updates, result.stopped, seen) == (5, "the end of the feed", [5])
+    assert lines[-1].startswith(f"the end of the feed: stopped after 5{total} updates, which are saved in")
+    assert [event["event"] for event in log.events][-2:] == ["evaluated", "stopped"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["Epoch 2.0, Mean loss", "the evaluation", "12 updates in"])
+def test_a_signal_after_the_last_update_is_not_lost(moment, number, tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    rows, step = normal(5, 6 * SIZE, D), make_step(2)
+
+    def send(now):
+        if now == moment:
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)  # until the thread that waits for signals has seen it
+
+    def evaluate(state):
+        send("the evaluation" if int(state.step) == 12 else "")
+        return {}
+
+    def run():
+        with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+            given = {"evaluate": evaluate, "checkpoints": tmp_path / "run", "epochs": 2}
+            return fit(step, step.init(weights()), feed, say=lambda line: send(line[: len(moment)]), **given)
+
+    try:
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                run()
+            result = FitResult.last
+        else:
+            result = run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result is not None
+    assert (result.updates, result.stopped) == (12, {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[number])
+    assert_same_weights(step, result.state, twin(rows, 12)[1])
+
+
+def test_after_an_error_the_number_of_updates_is_the_number_of_the_state():
+    rows, step = normal(6, 20 * SIZE, D), make_step()
+
+    def say(line):
+        if line.startswith("Epoch 0.4"):
+            raise OSError("the disk is full")
+
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, pytest.raises(OSError, match="is full"):
+        fit(step, step.init(weights()), feed, say=say)
+    last = FitResult.last
+    assert last is not None
+    assert last.updates == int(last.state.step) > 8
+    assert_same_weights(step, last.state, twin(rows, last.updates)[1])
+
+
+def test_two_ctrl_c_during_a_call_leave_a_state_that_can_be_used():
+    """The old state is used up by the call, so the second Ctrl-C must not come between the call and its result."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    rows = normal(7, 6 * SIZE, D)
+    step = make_step()
+    call, calls = type(step).__call__, []
+
+    class Interrupted(type(step)):
+        def __call__(self, *args, **options):
+            results = call(self, *args, **options)
+            calls.append(results)
+            if len(calls) == 3:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.3)
+            return results
+
+    step.__class__ = Interrupted
+    try:
+        with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, pytest.raises(KeyboardInterrupt):
+            fit(step, step.init(weights()), feed, say=Lines())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    last = FitResult.last
+    assert last is not None
+    assert (last.updates, len(calls)) == (3, 3)
+    assert_same_weights(step, last.state, twin(rows, 3)[1])
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, r"evaluate returned None: return figures by name"),
+        (0.5, r"evaluate returned 0\.5: return figures by name"),
+        ("good", r"evaluate returned 'good': return figures"),
+        ({"accuracy": "good"}, r"evaluate returned 'good' for 'accuracy', which is not one number: return"),
+        ({"accuracy": np.ones(2)}, r"evaluate returned array\(\[1\., 1\.\]\) for 'accuracy', which is not one number"),
+        ({"accuracy": 1j}, r"evaluate returned 1j for 'accuracy', which is not one number"),
+        ({"updates": 3}, r"figures have the name 'updates', which .* has another meaning in the log: choose another"),
+        ({"epoch": 3}, r"figures have the name 'epoch'"),
+        ({"time": 3}, r"figures have the name 'time'"),
+        ({3: 3}, r"figures have the name 3"),
+    ],
+)
+def test_wrong_figures_are_refused_with_the_state_kept(found, words):
+    step = make_step()
+    with Feed(normal(0, SIZE, D), step=step, micro_batch=B) as feed, pytest.raises(ValueError, match=words):
+        fit(step, step.init(weights()), feed, evaluate=lambda state: found, say=Lines())
+    assert FitResult.last is not None
+    assert FitResult.last.updates == 1
+
+
+@pytest.mark.parametrize("figure", [1, True, 0.5, np.float32(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), np.int64(3)])
+def test_any_number_is_a_figure(figure):
+    step, lines = make_step(), Lines()
+    with Feed(normal(0, SIZE, D), step=step, micro_batch=B) as feed, RunLog() as log:
+        given = {"evaluate": lambda state: {"name": figure}, "epochs": np.int64(1), "log": log}
+        result = fit(step, step.init(weights()), feed, say=lines, notes={"name": "mine"}, **given)
+    assert result.evaluations == [(1, {"name": float(figure)})]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"checkpoints": True}, r"checkpoints=True is of the wrong type: give a folder or Checkpoints"),
+        ({"log": 3}, r"log=3 is of the wrong type: give a file or a RunLog"),
+        ({"trace": 3}, r"trace=3 is of the wrong type: give a folder or a Recording"),
+        ({"tensorboard": 3}, r"tensorboard=3 is of the wrong type: give a folder"),
+        ({"resume": None}, r"resume=None is of the wrong type: give 'auto', 'must', 'never' or the path"),
+        ({"notes": "mine"}, r"notes='mine' is of the wrong type: give plain data by name"),
+        ({"notes": {"step": 3}}, r"notes have the name 'step', which .* has another meaning in the log: choose"),
+        ({"notes": {"command": 3}}, r"notes have the name 'command'"),
+        ({"say": None}, r"say=None cannot be called: give a function of a line"),
+        ({"epochs": "1"}, r"epochs='1' is not a positive number"),
+        ({"epochs": 3}, r"epochs=3 ends at the start of epoch 3 .* made with epochs=2: make it without epochs="),
+        ({"epochs": 2.5}, r"epochs=2\.5 ends at example 6 of epoch 2 of the feed"),
+        ({"updates": 5}, r"updates=5 ends at example 6 of epoch 2 of the feed"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_what_cannot_work_is_refused_before_anything_is_compiled(change, words):
+    step = make_step()
+    with Feed(normal(0, 2 * SIZE, D), step=step, micro_batch=B, epochs=2) as feed:
+        given = {"step": step, "state": step.init(weights()), "feed": feed, **change}
+        with pytest.raises(ValueError, match=words):
+            fit(**given)
+        assert not given["state"].step.is_deleted()
+
+
+def test_a_used_state_and_a_feed_of_another_mesh_are_refused():
+    step = make_step()
+    first = step.init(weights())
+    with Feed(normal(0, SIZE, D), step=step, micro_batch=B) as feed:
+        state = fit(step, first, feed, say=Lines()).state
+        with pytest.raises(ValueError, match=r"an earlier call reused .*: go on with the state that it returned"):
+            fit(step, first, feed)
+    words = r"feed's mesh has 1 devices .*, but the step's 2 devices .*: make the feed"
+    other = Feed(normal(0, SIZE, D), mesh=make_mesh(1, 1), micro_batch=B, gradient_accumulation=M)
+    with other, pytest.raises(ValueError, match=words):
+        fit(step, state, other)

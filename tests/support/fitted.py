@@ -1,0 +1,59 @@
+"""A pipeline of two stages to train with `fit`, and plain SGD on the same rows, one device and no code of ours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ipu_jax import Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+
+B, M, D, RATE = 3, 2, 4, 0.05
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def weights():
+    return {"body": normal(0, D, 5), "head": normal(1, 5)}
+
+
+def make_step(k=1, ipus=2, m=M, optimizer=None, **options):
+    pipeline = Pipeline(
+        [
+            Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="body", ipu=0),
+            Stage(lambda p, x, mb: jnp.mean((x @ p - 1) ** 2), params="head", ipu=ipus - 1),
+        ],
+        mesh=make_mesh(1, ipus),
+        gradient_accumulation=m,
+    )
+    options = {"device_iterations": k, "outputs": "all", **options}
+    return make_train_step(pipeline, optax.sgd(RATE) if optimizer is None else optimizer, TrainOptions(**options))
+
+
+def trained_on(batches):
+    """Return losses and weights of plain SGD, an update for each of these arrays of rows."""
+    w, losses = {name: jnp.asarray(value) for name, value in weights().items()}, []
+    value_and_grad = jax.value_and_grad(lambda w, x: jnp.mean((jnp.tanh(x @ w["body"]) @ w["head"] - 1) ** 2))
+    for rows in batches:
+        loss, gradients = value_and_grad(w, rows)
+        w = jax.tree.map(lambda a, g: a - RATE * g, w, gradients)
+        losses.append(float(loss))
+    return losses, w
+
+
+def twin(rows, updates, start=0):
+    """Return losses and weights of plain SGD over rows in their order, `updates` of them, from update `start` of it."""
+    per_epoch, size = len(rows) // (M * B), M * B
+    losses, w = trained_on([rows[at * size : (at + 1) * size] for at in (n % per_epoch for n in range(updates))])
+    return losses[start:], w
+
+
+def assert_same_weights(step, state, expected):
+    found = step.whole(state)["params"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, dict(expected))
+
+
+class Lines(list):
+    def __call__(self, line):
+        self.append(line)
