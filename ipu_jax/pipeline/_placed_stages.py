@@ -128,10 +128,12 @@ class PlacedStages:
         On a `Sharded`, optax's own functions would see packed arrays. Here they see `{group: pytree}`.
 
         Args:
-            transformation: any `optax.GradientTransformation` that does not call the loss function itself.
+            transformation: any `optax.GradientTransformation`, or `optax.MultiSteps`, that does not call the loss
+                function itself.
 
         Raises:
-            ValueError: its update needs a function that computes the loss, as in lbfgs.
+            ValueError: it is neither, such as `optax.adam` without its arguments; or its update needs a function that
+                computes the loss, as in lbfgs.
 
         >>> import jax.numpy as jnp, optax
         >>> from ipu_jax import Pipeline
@@ -143,7 +145,7 @@ class PlacedStages:
         >>> pipeline.unshard(params)["w"].round(4).tolist()
         [[0.5], [0.5], [0.5]]
         """
-        return PipelineOptimizer(self, transformation)
+        return PipelineOptimizer(self, self._groups, transformation)
 
     @beacons.during(Phase.BUSY, "gathering weights", beacons.LONG)
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
