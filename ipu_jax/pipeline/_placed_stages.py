@@ -33,6 +33,7 @@ from ipu_jax.weights.arguments import (
     check_mesh,
     check_places,
     check_prediction_batch,
+    check_untied,
     checked_stages,
 )
 from ipu_jax.weights.groups import Groups
@@ -57,6 +58,7 @@ class PlacedStages:
         ipu_memory: float | None = None,
     ):
         self.stages = checked_stages(stages)
+        check_untied(self.stages)
         self.options = PipelineOptions(gradient_accumulation, reduction)
         placement = tuple(stage.place for stage in self.stages)
         self.mesh = make_mesh(1, 1 + max((p for p in placement if p is not None), default=0)) if mesh is None else mesh
