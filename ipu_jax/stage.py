@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,17 @@ class Outputs:
     skips: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aux: Any = None
     loss: Any = None
+
+
+class Origin(NamedTuple):
+    """An array from which a leaf of a stage's group was made: the leaf's kind and path, and a reference to the array.
+
+    All references to one array are one object, even after the array is gone.
+    """
+
+    kind: Literal["params", "state"]
+    path: str
+    array: weakref.ref[Any]
 
 
 _WHOLE = PartitionSpec()
@@ -104,6 +116,8 @@ class Stage:
         predict_specs: on a concurrent last stage, a `PartitionSpec`, or a pytree of them that is a prefix of the
             outputs, for the dims of one micro-batch's outputs: an output with "ipu" stays split over the IPUs, such as
             logits by vocabulary. By default every IPU returns the whole outputs.
+        origins: where the arrays of the stage's groups came from, which `ModuleStage` fills in. `Pipeline` refuses two
+            groups that came from one array.
 
     Raises:
         ValueError: a function is not callable, `ipu` is neither `ALL_IPUS` nor an int of at least 0, `recompute` is
@@ -123,6 +137,7 @@ class Stage:
     evaluate: Callable[..., Any] | None = None
     predict: Callable[..., Any] | None = None
     predict_specs: Any = _WHOLE
+    origins: tuple["Origin", ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

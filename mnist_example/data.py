@@ -12,6 +12,7 @@ the values: http://yann.lecun.com/exdb/mnist. No maintained library reads it, so
 
 import dataclasses
 import gzip
+import io
 import logging
 import math
 import os
@@ -19,9 +20,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ import requests
 
 from ipu_jax.distributed.commands import first_of_host_first, start_ipus
 from mnist_example.flags import Flags
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ _SHA256 = {
 }
 _MEND = "put the four MNIST files there again, or leave the data dir out to download them"
 _MOST_DIGITS = 1_000_000  # in one file
+_MOST_UNZIPPED = 1032  # bytes of a byte of a gzip file: https://www.zlib.net/zlib_tech.html
+_PIECE = 1 << 20
 
 # How long all mirrors together may take to answer. Five seconds in total are promised; the rest is for loading digits.
 _ANSWER_SECONDS = 3.5
@@ -167,19 +172,23 @@ def _load_folder(folder: Path, origin: str) -> MNIST:
     paths = {name: _find(folder, name) for name in _SHA256}
     if missing := [name for name, path in paths.items() if path is None]:
         raise ValueError(f"{origin} lacks {', '.join(missing)}: {_MEND}")
-    arrays: list[npt.NDArray[np.uint8]] = []
+    pairs: list[tuple[Path, Path]] = []
     for split in ("train", "t10k"):
         images_path, labels_path = paths[f"{split}-images-idx3-ubyte.gz"], paths[f"{split}-labels-idx1-ubyte.gz"]
         assert images_path is not None, "every path was found above"
         assert labels_path is not None, "every path was found above"
-        images, labels = _read_idx(images_path, (28, 28)), _read_idx(labels_path, ())
+        counts = [_read_idx(path, _count_of, item) for path, item in ((images_path, (28, 28)), (labels_path, ()))]
+        if counts[0] != counts[1]:
+            raise ValueError(f"{images_path} holds {counts[0]} images, {labels_path} {counts[1]} labels: {_MEND}")
+        pairs.append((images_path, labels_path))
+    arrays: list[npt.NDArray[np.uint8]] = []
+    for images_path, labels_path in pairs:  # the headers agree
+        labels, images = _read_idx(labels_path, _array_of, ()), _read_idx(images_path, _array_of, (28, 28))
         if len(wrong := np.flatnonzero(labels > 9)):
             raise ValueError(
                 f"{labels_path} holds {labels[wrong[0]]} as label number {wrong[0]}, counted from 0, and digits go to "
                 f"9: {_MEND}"
             )
-        if len(images) != len(labels):
-            raise ValueError(f"{images_path} holds {len(images)} images, {labels_path} {len(labels)} labels: {_MEND}")
         arrays += [images, labels]
     return MNIST(*arrays, source=f"MNIST from {origin}")
 
@@ -189,24 +198,25 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _read_idx(path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes, (N, *item). It may be compressed, whatever its name is.
-
-    At most one byte more than its header announces is unzipped, since a file can unzip to a thousand times its size.
-    """
+def _read_idx(
+    path: Path, read: Callable[[BinaryIO | gzip.GzipFile, Path, tuple[int, ...], int], T], item: tuple[int, ...]
+) -> T:
+    """Read one IDX file of unsigned bytes, (N, *item), with `read`. It may be compressed, whatever its name is."""
     with path.open("rb") as file:
         is_zipped = file.read(2) == b"\x1f\x8b"
+        most = os.fstat(file.fileno()).st_size * (_MOST_UNZIPPED if is_zipped else 1)
         file.seek(0)
         if not is_zipped:
-            return _array_of(file, path, item)
+            return read(file, path, item, most)
         try:
             with gzip.GzipFile(fileobj=file) as unzipped:
-                return _array_of(unzipped, path, item)
+                return read(unzipped, path, item, most)
         except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is broken or truncated, it cannot be unzipped ({error}): {_MEND}") from error
 
 
-def _array_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+def _count_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...], most: int) -> int:
+    """Read the header of a file that has at most `most` bytes, and return how many digits it holds."""
     dims = 1 + len(item)
     magic, found = bytes([0, 0, 8, dims]), file.read(4)
     if found != magic:
@@ -221,13 +231,27 @@ def _array_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...])
     if not 0 < shape[0] <= _MOST_DIGITS:
         holds = f"{shape[0]:,}, more than {_MOST_DIGITS:,}" if shape[0] else f"nothing, its shape is {shape}"
         raise ValueError(f"{path} holds {holds}: {_MEND}")
-    expected = math.prod(shape)
-    values = file.read(expected)
-    if len(values) < expected:
-        raise ValueError(f"{path} is truncated: shape {shape} takes {expected} bytes, not {len(values)}: {_MEND}")
+    if (has := most - 4 - 4 * dims) < math.prod(shape):
+        at_most = "" if isinstance(file, io.BufferedReader) else "at most "
+        raise ValueError(
+            f"{path} is truncated: shape {shape} takes {math.prod(shape)} bytes, not {at_most}{max(0, has)}: {_MEND}"
+        )
+    return shape[0]
+
+
+def _array_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...], most: int) -> npt.NDArray[np.uint8]:
+    """Read a file, and at most one byte more than its header announces: it can unzip to a thousand times its size."""
+    shape = (_count_of(file, path, item, most), *item)
+    values, have = np.empty(math.prod(shape), np.uint8), 0  # the memory is taken only as far as it is written
+    while have < len(values):
+        piece = file.read(min(_PIECE, len(values) - have))
+        if not piece:
+            raise ValueError(f"{path} is truncated: shape {shape} takes {len(values)} bytes, not {have}: {_MEND}")
+        values[have : have + len(piece)] = np.frombuffer(piece, np.uint8)
+        have += len(piece)
     if file.read(1):
-        raise ValueError(f"{path} is too long: shape {shape} takes {expected} bytes, and more follow: {_MEND}")
-    return np.frombuffer(values, np.uint8).reshape(shape)
+        raise ValueError(f"{path} is too long: shape {shape} takes {len(values)} bytes, and more follow: {_MEND}")
+    return values.reshape(shape)
 
 
 def _is_complete(cache: Path) -> bool:

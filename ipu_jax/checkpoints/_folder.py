@@ -25,8 +25,8 @@ from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError
 from ipu_jax.replacing import sync_folder
 
 _NAME: Final = re.compile(r"step-(\d+)")
-# orbax writes to a folder with a longer name
-_LEFT_OVER: Final = re.compile(r"step-\d+\.(unsealed.*|replaced|removed)")
+# orbax writes to a folder with a longer name; every other name is the user's
+_LEFT_OVER: Final = re.compile(r"step-\d+\.(unsealed(\.orbax-checkpoint-tmp(-\d+)?)?|replaced|removed)")
 _TRIES: Final = 20
 _METADATA: Final = 1 << 20  # bytes that orbax and the seal write besides the arrays, at most
 
@@ -72,13 +72,17 @@ def unsealed(path: Path) -> Path:
     return path.with_name(f"{path.name}.unsealed")
 
 
+def _replaced(path: Path) -> Path:
+    return path.with_name(f"{path.name}.replaced")
+
+
 def publish(path: Path) -> None:
     """Give a sealed checkpoint its name. An older checkpoint with this name is moved away first.
 
     Raises:
         OSError: it cannot be renamed; an older checkpoint has its name again.
     """
-    replaced = path.with_name(f"{path.name}.replaced")
+    replaced = _replaced(path)
     if is_replacing := os.path.lexists(path):
         if replaced.is_dir():
             remove(replaced)  # both of its successors are sealed
@@ -161,9 +165,15 @@ def make_room(folder: Path, step: int, size: int) -> None:
 
     Raises:
         OSError: the folder is gone, cannot be written to, or has too little room.
+        CheckpointError: a file has a name that the save needs.
         UnreadableError: a checkpoint of this step exists, and cannot be read.
     """
     path = path_for(folder, step)
+    for name in (path, unsealed(path), _replaced(path)):
+        if os.path.lexists(name) and not name.is_dir():
+            raise CheckpointError(
+                f"{name} is there, and a save needs the name for a folder: move it elsewhere", errno.EEXIST
+            )
     settle(folder)
     remove_left_over(folder)
     for name in (path, unsealed(path)):
@@ -231,10 +241,16 @@ def remove_left_over(folder: Path) -> None:
             time.sleep(0.05)
 
 
-def remove_all_but(folder: Path, keep: int) -> list[tuple[Path, OSError]]:
-    """Remove all sealed checkpoints except the last `keep`; return which could not be removed, and why.
+def remove_all_but(folder: Path, keep: int, is_whole: dict[Path, bool]) -> list[tuple[Path, Exception]]:
+    """Remove all sealed checkpoints except the last `keep`; return which were not removed, and why.
 
-    Checkpoints that a newer one of the same step has replaced are removed as well.
+    A checkpoint whose files don't match its seal stays: perhaps the user can still rescue it. Checkpoints that a newer
+    one of the same step has replaced are removed as well.
+
+    Args:
+        folder: the folder of all checkpoints.
+        keep: how many checkpoints to keep.
+        is_whole: which checkpoints are known to be whole or damaged. Others are read and added before they are removed.
     """
     remove_left_over(folder)
     try:
@@ -243,13 +259,24 @@ def remove_all_but(folder: Path, keep: int) -> list[tuple[Path, OSError]]:
         return [(folder, error)]
     names = {found.path for found in sealed}
     replaced = [found for found in sealed if _named(found.path) != found.path and _named(found.path) in names]
-    failed: list[tuple[Path, OSError]] = []
+    failed: list[tuple[Path, Exception]] = []
     for found in [*replaced, *[found for found in sealed if found not in replaced][keep:]]:
         try:
+            if found not in replaced and not _is_whole(found, is_whole):
+                raise CheckpointError("it is damaged, and only whole checkpoints are removed")
             remove(found.path)
-        except OSError as error:
+            is_whole.pop(found.path, None)
+        except (OSError, CheckpointError) as error:
             failed.append((found.path, error))
     return failed
+
+
+def _is_whole(found: Found, known: dict[Path, bool]) -> bool:
+    if found.path not in known:
+        assert found.seal is not None, "only sealed checkpoints are removed"
+        files = found.seal["files"]
+        known[found.path] = not _seal.check_files(found.path, files, files)
+    return known[found.path]
 
 
 def _checked_path(name: str, path: Any, such_as: str) -> Path:

@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ipu_jax.checkpoints import _agreement, _description, _folder, _seal
 from ipu_jax.checkpoints.errors import CheckpointError, UnreadableError, errno_of
+
+_NAMED: Final = 5  # damaged checkpoints that an error names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,18 +29,25 @@ class Search:
     timeout: float
     warn: Callable[[str], None]
 
-    def last_whole(self, model: Mapping[str, Any]) -> _folder.Found | None:
-        """Return the last whole checkpoint, or None.
+    def last_whole(self, model: Mapping[str, Any], *, must: bool, is_in_use: bool) -> _folder.Found | None:
+        """Return the last whole checkpoint, or None in a folder without checkpoints.
+
+        Args:
+            model: the description of this training's step.
+            must: whether a folder without checkpoints is an error.
+            is_in_use: whether a training saves to the folder, so that an unsealed checkpoint can be of a running save.
 
         Raises:
             ValueError: it is of another training.
-            CheckpointError: this user or this version cannot read the folder, or what may be the last checkpoint.
+            CheckpointError: this user or this version cannot read the folder, or what may be the last checkpoint; or
+                all checkpoints are damaged, or there is none and there must be one.
         """
         candidates = self.candidates()
         names = {found.path for found in candidates}
         for left_over in _folder.left_over_in(self.folder):
-            if left_over not in names:
+            if left_over not in names and not (is_in_use and ".unsealed" in left_over.name):
                 self.warn(f"{left_over} is left over from a save that did not end: it is skipped")
+        damaged: list[tuple[Path, str]] = []
         for found in candidates:
             try:
                 wrong = self.wrong_with(found, model)
@@ -48,10 +57,22 @@ class Search:
                     "Nothing was removed",
                     error.errno,
                 ) from None
-            if wrong:
-                self.warn(f"{found.path} cannot be restored, {wrong}: it is skipped")
-            elif found.seal is not None:
+            if not wrong:
+                for path, what in damaged:
+                    self.warn(f"{path} cannot be restored, {what}: it is skipped")
                 return found
+            damaged.append((found.path, wrong))
+        if damaged:
+            each = "; ".join(f"{path.name}, {wrong}" for path, wrong in damaged[:_NAMED])
+            more = f"; and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint that is whole: {each}{more}. Nothing was removed: resume from the "
+                "path of another one, or save to another folder to begin at 0"
+            )
+        if must:
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint: give the path of one, or resume='auto' for a fresh start"
+            )
         return None
 
     def candidates(self) -> list[_folder.Found]:

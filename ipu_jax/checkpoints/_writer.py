@@ -48,7 +48,7 @@ class Writer:
     Attributes:
         job: the checkpoint that is being written, or was written last.
         last: the checkpoint that was sealed last.
-        not_removed: old checkpoints that could not be removed, with the reasons. Set on instance 0 only.
+        not_removed: old checkpoints that were not removed, with the reasons. Set on instance 0 only.
     """
 
     def __init__(self, store: Store, meetings: Meetings, *, keep: int, seconds: float):
@@ -57,7 +57,8 @@ class Writer:
         self._error: BaseException | None = None
         self.job: Job | None = None
         self.last: Job | None = None
-        self.not_removed: list[tuple[Path, OSError]] = []
+        self.not_removed: list[tuple[Path, Exception]] = []
+        self._is_whole: dict[Path, bool] = {}
         self._number = 0
 
     @property
@@ -111,7 +112,8 @@ class Writer:
             self._meetings.meet("sealed", self._seconds)
             self.last = job
             if own == 0:
-                self.not_removed = _folder.remove_all_but(job.path.parent, self._keep)
+                self._is_whole[job.path] = True
+                self.not_removed = _folder.remove_all_but(job.path.parent, self._keep, self._is_whole)
         except BaseException as error:
             self._meetings.fail(error, errno_of(error))
             if jax.process_count() == 1:  # otherwise others may still be writing there

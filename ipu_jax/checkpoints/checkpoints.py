@@ -86,7 +86,7 @@ class Checkpoints:
     Args:
         folder: the folder of all checkpoints of one training. It is created if it is missing.
         step: the training step, from `make_train_step`.
-        keep: how many checkpoints to keep. An older one is removed when a newer one is sealed.
+        keep: how many checkpoints to keep. An older one is removed when a newer one is sealed, unless it is damaged.
         every: save every this many updates.
         minutes: save every this many minutes, by the clock of instance 0.
         describes: facts about model, optimizer and data that the state does not show, as plain data by names, such as
@@ -160,14 +160,14 @@ class Checkpoints:
 
         Args:
             like: a state of this step, such as the state that `step.init` returned. Its values don't matter.
-            resume: "auto" for the last whole checkpoint, or None if there is none; "must" for the last whole
-                checkpoint; "never" for None, in a folder without checkpoints; or the path of one checkpoint.
+            resume: "auto" for the last whole checkpoint, or None in a folder without checkpoints; "must" for the last
+                whole checkpoint; "never" for None, in a folder without checkpoints; or the path of one checkpoint.
 
         Raises:
             ValueError: the checkpoint is of another model, optimizer or description; or `resume="never"` in a folder
                 with checkpoints.
-            CheckpointError: a checkpoint is required and none is whole; or this user or this version cannot read the
-                folder, or what may be the last checkpoint.
+            CheckpointError: all checkpoints are damaged, or one is required and there is none; or this user or this
+                version cannot read the folder, or what may be the last checkpoint. Nothing is removed.
         """
         if resume not in ("auto", "must", "never"):
             resume = _folder.checkpoint_at(resume)
@@ -182,26 +182,24 @@ class Checkpoints:
         with beacons.during(Phase.BUSY, "restoring a checkpoint", max(beacons.LONG, self._timeout)):
             here = _description.description_of(self._step, like)
             if resume in ("auto", "must"):
-                self._settle()
-                found = self._search.last_whole(here)
+                found = self._search.last_whole(here, must=resume == "must", is_in_use=self._settle())
             else:
                 found = self._search.at(Path(resume), here)
-            if found is None and resume == "must":
-                raise CheckpointError(
-                    f"{self.folder} holds no checkpoint that is whole: give the path of one, or resume='auto' for a "
-                    "fresh start"
-                )
             return None if found is None else self._read(found, like, here)
 
-    def _settle(self) -> None:
-        """Clean up after a killed process, if no training saves here."""
+    def _settle(self) -> bool:
+        """Clean up after a killed process, if no training saves here; return whether a training does."""
+        is_in_use = False
         if jax.process_index() == 0 and self.folder.is_dir():
-            with contextlib.suppress(OSError, CheckpointError):
-                if not self._lock.is_held:  # otherwise it was done when the lock was taken, and a save may be running
+            try:
+                is_in_use = self._lock.is_held  # then it was done when the lock was taken, and a save may be running
+                if not is_in_use:
                     self._lock.take(0)
                     _folder.settle(self.folder)
                     self._lock.release()
-        _agreement.anywhere(False, self._timeout)  # no instance looks before
+            except (OSError, CheckpointError) as error:
+                is_in_use = isinstance(error, CheckpointError)  # another training has the lock
+        return _agreement.anywhere(is_in_use, self._timeout)  # no instance looks before
 
     def _read(self, found: _folder.Found, like: TrainState, here: Mapping[str, Any]) -> Restored:
         seal: Any = found.seal
@@ -407,7 +405,7 @@ class Checkpoints:
         self._tell_what_stays()
 
     def _tell_what_stays(self) -> None:
-        """Warn once of each checkpoint that cannot be removed."""
+        """Warn once of each checkpoint that was not removed."""
         failed, self._writer.not_removed = self._writer.not_removed, []
         for path, error in failed:
             if path not in self._not_removed:

@@ -9,14 +9,16 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 
 from ipu_jax.devices import AllIpus
-from ipu_jax.stage import Outputs, Stage
+from ipu_jax.stage import Origin, Outputs, Stage
+from ipu_jax.weights.arguments import check_untied
 
 Inputs = str | Callable[..., tuple[Any, ...]] | None
 """A module's arguments: None for the result of the previous stage, the name of a leaf of the micro-batch, or a
@@ -41,12 +43,27 @@ class ModuleStage:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        added = (*_origins("params", self.params), *_origins("state", self.state))
+        if isinstance(self.stage, Stage) and added:
+            # those of the stage stay: weights that were mapped, such as cast, have the origin of the first ones as well
+            stage = dataclasses.replace(self.stage, origins=(*self.stage.origins, *added))
+            object.__setattr__(self, "stage", stage)
+
+
+def _origins(kind: Literal["params", "state"], groups: dict[str, Any]) -> Iterator[Origin]:
+    for path, leaf in jax.tree.leaves_with_path(groups):
+        if isinstance(leaf, (jax.Array, np.ndarray)):
+            yield Origin(kind, f"{kind}{jax.tree_util.keystr(path)}", weakref.ref(leaf))
+
 
 def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Any], Any]:
     """Return the stages of several modules, their weights and their state.
 
     An array, or an `nnx.Variable`, that two modules share would become one array per stage, each trained on its own. So
-    it is refused. To tie weights, send them from one stage to the other, as docs/how-to.md shows.
+    it is refused, here and by `Pipeline`, even if the weights of the parts were cast or copied. To tie weights, send
+    them from one stage to the other, as docs/how-to.md shows. A tie is not detected if the array of one module was
+    replaced by a copy before its stage was made.
 
     Args:
         parts: from `linen_stage`, `nnx_stage` and `equinox_stage`, in the order of the pipeline.
@@ -56,7 +73,8 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
         or for `step.init(params, stages=state)`. `state` is None if no stage has state.
 
     Raises:
-        ValueError: a part is not a `ModuleStage`, two parts have a group of the same name, or they hold the same array.
+        ValueError: a part is not a `ModuleStage`, two parts have a group of the same name, or their weights
+            or state came from the same array.
 
     >>> half = ModuleStage(Stage(lambda w, x, mb: mb * w, params="half"), {"half": 0.5})
     >>> stages, params, state = gather_stages([half])
@@ -66,7 +84,6 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
     stages: list[Stage] = []
     params: dict[str, Any] = {}
     state: dict[str, Any] = {}
-    holders: dict[int, tuple[str, str]] = {}
     for part in parts:
         if not isinstance(part, ModuleStage):
             raise ValueError(
@@ -78,25 +95,9 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
             if twice:
                 raise ValueError(f"two stages have {kind} of the name {min(twice)!r}: give each stage another name")
             groups.update(new)
-            _refuse_shared(part.stage.name, kind, new, holders)
         stages.append(part.stage)
+    check_untied(stages)
     return stages, params, state or None
-
-
-def _refuse_shared(stage: str, kind: str, groups: dict[str, Any], holders: dict[int, tuple[str, str]]) -> None:
-    """Raise `ValueError` if another stage holds an array of these groups; `holders` maps an id to (stage, array)."""
-    for path, leaf in jax.tree.leaves_with_path(groups):
-        if not isinstance(leaf, (jax.Array, np.ndarray)):
-            continue
-        here = f"{kind}{jax.tree_util.keystr(path)}"
-        other, there = holders.setdefault(id(leaf), (stage, here))
-        if other != stage:
-            raise ValueError(
-                f"stages {other!r} and {stage!r} hold the same array, {there} and {here}, which each of them would "
-                f"train by itself. If it is one weight (tied), let the module of {other!r} return it as well, with "
-                f"sends=('tied',), and the module of {stage!r} use it as an argument, with takes=('tied',). If they "
-                "are two weights that start alike, copy one: jax.tree.map(jnp.copy, ...)"
-            )
 
 
 def import_library(module: str) -> Any:

@@ -1,4 +1,4 @@
-"""Call an optimizer's update with the extra arguments that it takes, and refuse updates that need any other.
+"""Call an optimizer's update with the extra arguments that it takes, and refuse optimizers that need any other.
 
 A training step can pass one extra argument besides gradients, state and weights: `value=`, the loss.
 """
@@ -39,8 +39,18 @@ def updated(optimizer: Any, gradients: Any, state: Any, params: Any, value: Any)
         ) from error
 
 
-def check_arguments(optimizer: Any) -> None:
-    """Raise `MissingArgumentError` if a trace with small test weights shows that the update calls the loss function."""
+def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
+    """Return an optimizer as a `GradientTransformation`, which `optax.MultiSteps` is not.
+
+    Raises:
+        ValueError: it is not an optimizer, such as `optax.adam` without its arguments.
+        MissingArgumentError: a trace with small test weights shows that the update calls the loss function.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        several: Any = optimizer.update
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, several)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(f"optimizer={optimizer!r} is no optax.GradientTransformation: give optax.sgd(...) or such")
 
     def update(params: Any, value: Any) -> Any:
         return updated(optimizer, params, optimizer.init(params), params, value)
@@ -50,4 +60,5 @@ def check_arguments(optimizer: Any) -> None:
     except MissingArgumentError:
         raise
     except Exception:
-        return  # perhaps the optimizer needs certain weights: `analyze_update` calls it with the real weights
+        pass  # perhaps the optimizer needs certain weights: `analyze_update` calls it with the real weights
+    return optimizer

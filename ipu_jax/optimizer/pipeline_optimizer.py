@@ -12,15 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax._instances import put
 from ipu_jax.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
-from ipu_jax.optimizer.extra_arguments import check_arguments
+from ipu_jax.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.optimizer.state import OptimizerState
 from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.weights import packing
 from ipu_jax.weights.arguments import check_alive
+from ipu_jax.weights.groups import Groups
 from ipu_jax.weights.packed_layout import PackedLayout
 from ipu_jax.weights.packing import Sharded
 
@@ -33,9 +35,8 @@ class PipelineOptimizer:
     leaves have their usual meaning. Frozen leaves do not change.
     """
 
-    def __init__(self, pipeline: Any, transformation: optax.GradientTransformation):
-        check_arguments(transformation)
-        self._pipeline, self._transformation = pipeline, transformation
+    def __init__(self, pipeline: Any, groups: Groups, transformation: optax.GradientTransformation):
+        self._pipeline, self._groups, self._transformation = pipeline, groups, checked_optimizer(transformation)
         self._updates: dict[PackedLayout, ShardedUpdate] = {}
         self._programs: dict[PackedLayout, Callable[..., Any]] = {}
 
@@ -48,10 +49,12 @@ class PipelineOptimizer:
             params: from `Pipeline.shard`.
 
         Raises:
-            ValueError: the optimizer needs a divided leaf in one piece; the message names leaf and operation.
+            ValueError: the optimizer needs a divided leaf in one piece (the message names leaf and operation), the
+                weights are of another pipeline, or `jax.jit` traces the call.
         """
+        _check_concrete("init", params)
         update, whole = self._update_for(params), self._pipeline.unshard(params)
-        layout = self._pipeline.apply_frozen(params).layout
+        layout = self._groups.apply_frozen(params).layout
         trained = [
             value
             for name in sorted(whole)
@@ -76,16 +79,22 @@ class PipelineOptimizer:
                 `optax.contrib.reduce_on_plateau`.
 
         Raises:
-            ValueError: the state is from another optimizer, the gradients are of other weights, or the transformation
-                reads the loss and `value` is missing.
+            ValueError: the weights are of another pipeline, the gradients are of other weights, the state is from
+                another optimizer or of weights in other places, or the transformation reads the loss and `value` is
+                missing or not a scalar.
         """
-        update, as_trained = self._update_for(params), self._pipeline.apply_frozen(params)
-        update.state_layout.check(state)
-        if not isinstance(gradients, Sharded) or _shapes(gradients) != _shapes(params):
+        update, as_trained = self._update_for(params), self._groups.apply_frozen(params)
+        layout = as_trained.layout
+        if not isinstance(gradients, Sharded):
+            raise ValueError(f"gradients are a {type(gradients).__name__}: give what value_and_grad returned")
+        if gradients.layout not in (params.layout, layout) or _shapes(gradients) != _shapes(params):
             raise ValueError("gradients are not laid out as params: give what value_and_grad returned for these params")
+        check_alive("gradients", gradients)
+        self._check_state(update, state)
         if value is None and update.reads_loss:
             raise ValueError("this optimizer reads the loss: give it, apply(gradients, state, params, value=loss)")
-        layout = as_trained.layout
+        if value is not None and jnp.shape(value):
+            raise ValueError(f"value has shape {jnp.shape(value)}: give the loss of the update, a scalar")
         if layout not in self._programs:
             self._programs[layout] = self._program(update, layout, self._specs(update, state))
         gradients = dataclasses.replace(gradients, layout=layout)
@@ -113,26 +122,41 @@ class PipelineOptimizer:
         )
 
     def whole(self, state: OptimizerState, params: Sharded) -> Any:
-        """Return the whole state as optax's tree, to save it. Communicates like `Pipeline.unshard`."""
-        check_alive("state", state)
-        return self._update_for(params).state_layout.whole(state)
+        """Return the whole state as optax's tree, to save it. Communicates like `Pipeline.unshard`.
+
+        Raises:
+            ValueError: the state is from another optimizer or of other weights, or `jax.jit` traces the call.
+        """
+        _check_concrete("whole", state)
+        update = self._update_for(params)
+        self._check_state(update, state)
+        return update.state_layout.whole(state)
 
     def restore(self, whole: Any, params: Sharded) -> OptimizerState:
         """Place a state that `whole` returned on the IPUs, for these weights.
 
         Raises:
-            ValueError: the state is from another optimizer, or of other weights.
+            ValueError: the state is from another optimizer or of other weights, or `jax.jit` traces the call.
         """
+        _check_concrete("restore", whole)
         update = self._update_for(params)
         return self._placed(update, update.state_layout.restore(whole))
 
     def _update_for(self, params: Any) -> ShardedUpdate:
-        if not isinstance(params, Sharded):
-            raise ValueError(f"params is {type(params).__name__}: give what Pipeline.shard returned")
-        layout = self._pipeline.apply_frozen(params).layout
+        self._groups.check_params(params)
+        layout = self._groups.apply_frozen(params).layout
         if layout not in self._updates:
             self._updates[layout] = ShardedUpdate(self._transformation, blocks_of_layout(layout, replicas=1))
         return self._updates[layout]
+
+    def _check_state(self, update: ShardedUpdate, state: Any) -> None:
+        check_alive("state", state)
+        if not update.state_layout.fits(state):
+            is_other = isinstance(state, OptimizerState)
+            found = "another optimizer's, or of weights in other places" if is_other else f"a {type(state).__name__}"
+            raise ValueError(
+                f"state is {found}: give what init or restore of this optimizer, or its last apply, returned"
+            )
 
     def _placed(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
         on_mesh = functools.partial(NamedSharding, self._pipeline.mesh)
@@ -141,6 +165,13 @@ class PipelineOptimizer:
     def _specs(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
         per_block = [[update.blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.per_block)]
         return dataclasses.replace(state, per_block=per_block, replicated=[PartitionSpec() for _ in state.replicated])
+
+
+def _check_concrete(method: str, tree: Any) -> None:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(
+            f"{method} was called inside jax.jit: call it outside, and pass the state to the jitted function"
+        )
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:

@@ -31,7 +31,8 @@ class OptimizerState:
         per_block: per block, the arrays that are kept with it, such as adam's two moments. An array is laid out like
             its block. If a leaf's owner keeps a part in another shape than the leaf's, the array contains it flat.
         replicated: the parts that all IPUs hold: step counts, schedules, keys, norms of everything.
-        kind: static; the structure of the state as optax's tree, to recognise another optimizer's state.
+        kind: static; the structure of the state as optax's tree, and the places of the weights, to recognise the state
+            of another optimizer or of weights on other IPUs.
     """
 
     per_block: list[list[Any]]
@@ -60,7 +61,7 @@ class StateLayout:
         self._analysis, self._blocks = analysis, blocks
         self.variables: list[Any] = analysis.jaxpr.invars[n : -1 - n]
         self.replicated = [i for i in range(len(self.variables)) if i not in analysis.leaf_of_state]
-        self._kind = str(analysis.state_treedef)
+        self._kind = f"{analysis.state_treedef} {blocks.blocks} {blocks.leaves}"
         self._arrays: list[list[tuple[str, int | None]]] = [[] for _ in blocks]  # dtype, and the size of a flat one
         self.array_of: list[dict[int, int]] = [{} for _ in range(n)]
         for i, leaf in analysis.leaf_of_state.items():
@@ -126,16 +127,14 @@ class StateLayout:
         shape = self._blocks.global_shape(k)
         return [(shape if size is None else (*shape[:2], size), dtype) for dtype, size in self._arrays[k]]
 
-    def check(self, state: OptimizerState) -> None:
-        """Raise `ValueError` unless a state is from this optimizer, for weights laid out like these."""
+    def fits(self, state: Any) -> bool:
+        """Return whether a state is from this optimizer, for weights laid out like these."""
+        if not isinstance(state, OptimizerState):
+            return False
         per_block = [self._global_shapes(k) for k in range(len(self._blocks))]
         replicated = [(self.variables[i].aval.shape, str(self.variables[i].aval.dtype)) for i in self.replicated]
         found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (state.per_block, state.replicated))
-        if (state.kind, *found) != (self._kind, per_block, replicated):
-            raise ValueError(
-                "state.optimizer is another optimizer's, or of weights that lie otherwise: use the step that made it, "
-                "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
-            )
+        return (state.kind, *found) == (self._kind, per_block, replicated)
 
     def whole(self, state: OptimizerState) -> Any:
         """Return a copy of the whole state as optax's tree: the inverse of `restore`.

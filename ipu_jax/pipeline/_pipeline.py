@@ -57,8 +57,9 @@ class Pipeline(PlacedStages):
             before it runs, if that is not enough.
 
     Raises:
-        ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, or a name
-            or number breaks its rule. It is raised before anything is compiled.
+        ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, two
+            groups came from one array (see `gather_stages`), or a name or number breaks its rule. It is raised before
+            anything is compiled.
 
     >>> import jax.numpy as jnp
     >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)

@@ -33,6 +33,7 @@ from ipu_jax.weights.arguments import (
     check_mesh,
     check_places,
     check_prediction_batch,
+    check_untied,
     checked_stages,
 )
 from ipu_jax.weights.groups import Groups
@@ -57,6 +58,7 @@ class PlacedStages:
         ipu_memory: float | None = None,
     ):
         self.stages = checked_stages(stages)
+        check_untied(self.stages)
         self.options = PipelineOptions(gradient_accumulation, reduction)
         placement = tuple(stage.place for stage in self.stages)
         self.mesh = make_mesh(1, 1 + max((p for p in placement if p is not None), default=0)) if mesh is None else mesh
@@ -128,10 +130,12 @@ class PlacedStages:
         On a `Sharded`, optax's own functions would see packed arrays. Here they see `{group: pytree}`.
 
         Args:
-            transformation: any `optax.GradientTransformation` that does not call the loss function itself.
+            transformation: any `optax.GradientTransformation`, or `optax.MultiSteps`, that does not call the loss
+                function itself.
 
         Raises:
-            ValueError: its update needs a function that computes the loss, as in lbfgs.
+            ValueError: it is neither, such as `optax.adam` without its arguments; or its update needs a function that
+                computes the loss, as in lbfgs.
 
         >>> import jax.numpy as jnp, optax
         >>> from ipu_jax import Pipeline
@@ -143,7 +147,7 @@ class PlacedStages:
         >>> pipeline.unshard(params)["w"].round(4).tolist()
         [[0.5], [0.5], [0.5]]
         """
-        return PipelineOptimizer(self, transformation)
+        return PipelineOptimizer(self, self._groups, transformation)
 
     @beacons.during(Phase.BUSY, "gathering weights", beacons.LONG)
     def unshard(self, sharded: Sharded) -> dict[str, Any]:

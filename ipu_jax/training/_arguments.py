@@ -52,7 +52,11 @@ class Arguments:
                         f"{self._options.precision!r} holds {held}: begin anew with its weights, "
                         "step.init(other.whole(state)['params'], ...)"
                     )
-        self._placement.update_for(state.params).state_layout.check(state.optimizer)
+        if not self._placement.update_for(state.params).state_layout.fits(state.optimizer):
+            raise ValueError(
+                "state.optimizer is another optimizer's, or of weights in other places: use the step that made it, "
+                "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
+            )
         if (state.scale is None) == isinstance(self._options.loss_scale, DynamicScale):
             raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")
         if (state.ema is None) != (self._options.ema_decay is None):

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.devices import REPLICA_AXIS, InFlight
-from ipu_jax.optimizer.extra_arguments import check_arguments
+from ipu_jax.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.options import DynamicScale, TrainOptions
 from ipu_jax.pipeline import Pipeline
 from ipu_jax.processes import beacons
@@ -85,14 +85,9 @@ class TrainStep:
     """
 
     def __init__(self, model: Any, optimizer: Any, options: TrainOptions):
-        if isinstance(optimizer, optax.MultiSteps):
-            update: Any = optimizer.update
-            optimizer = optax.GradientTransformationExtraArgs(optimizer.init, update)
-        if not isinstance(optimizer, optax.GradientTransformation):
-            raise ValueError(f"optimizer={optimizer!r} is no optax.GradientTransformation: give optax.sgd(...) or such")
+        optimizer = checked_optimizer(optimizer)
         if not isinstance(options, TrainOptions):
             raise ValueError(f"options={options!r} are no TrainOptions: give TrainOptions(...), or leave them out")
-        check_arguments(optimizer)
         self.options, self.model = options, model_for(model, options)
         self.random = (
             any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random

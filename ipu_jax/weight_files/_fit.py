@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from ipu_jax.weight_files._tensors import TensorInfo, WeightSource
 from ipu_jax.weight_files.saved import Saved
 
-_GUESSES = 50  # names to find the nearest name for: with thousands of wrong names it would take minutes
+_COMPARISONS = 10_000  # of names, to find the nearest one: with thousands of wrong names it would take minutes
+_NAMED = 100  # problems that an error names
 
 
 def fit(
@@ -54,7 +55,8 @@ def fit(
         for name in unused
     ]
     if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems)
+        lines = "".join(f"\n  {problem}" for problem in problems[:_NAMED])
+        lines += f"\n  and {len(problems) - _NAMED:,} more" if len(problems) > _NAMED else ""
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         raise ValueError(
             f"{source.label} does not fit `like`, {count}:{lines}\nSay mapping={{leaf: Saved(name)}} for other names "
@@ -78,11 +80,11 @@ class _Guesses:
     """Finds the nearest name for each of the first wrong names."""
 
     def __init__(self):
-        self._left = _GUESSES
+        self._left = _COMPARISONS
 
-    def nearest(self, name: str, names: Iterable[str]) -> str:
+    def nearest(self, name: str, names: Collection[str]) -> str:
         """Return ": did you mean ...?", or nothing."""
-        self._left -= 1
+        self._left -= len(names)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.75) if self._left >= 0 else []
         return f": did you mean {near[0]!r}?" if near else ""
 
@@ -99,7 +101,7 @@ def _problems(
         origin = _origin(name, saved)
         return [f"dtype: leaf {name!r} is {info}, and the array {unknown[0]}{origin}, which has no meaning here"]
     try:
-        made = saved.info(dict(source.tensors))
+        made = saved.info(source.tensors)
     except ValueError as error:
         return [f"leaf {name!r} {info} is {saved}, which cannot be made: {error}"]
     return [] if made is None else misfit(name, info, saved, made, cast=cast)
@@ -123,7 +125,7 @@ def _origin(name: str, saved: Saved) -> str:
 
 def _hint(wanted: Sequence[int], made: Sequence[int]) -> str:
     orders = [(1, 0), (2, 3, 1, 0)]  # torch's Linear and Conv2d
-    orders += [order for order in itertools.permutations(range(len(made))) if len(made) == 3]
+    orders += itertools.permutations(range(3))
     for order in orders:
         if len(order) == len(made) and tuple(made[d] for d in order) == tuple(wanted):
             return f": .transpose({', '.join(map(str, order))}) would fit"

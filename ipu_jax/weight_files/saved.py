@@ -8,7 +8,7 @@ Saved("q.weight", "k.weight", "v.weight").join(0).transpose()   a joint projecti
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ class Saved:
             )
         )
 
-    def info(self, tensors: dict[str, TensorInfo]) -> TensorInfo | None:
+    def info(self, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
         """Return the result's shape and dtype, or None if a function makes it.
 
         Raises:

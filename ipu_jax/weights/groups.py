@@ -56,10 +56,14 @@ class Groups:
 
     def check(self, params: Any, state: Any) -> None:
         """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive."""
+        self.check_params(params)
+        check_state(state, self.state_owners, self.state_specs, self.ipus)
+
+    def check_params(self, params: Any) -> None:
+        """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""
         check_sharded("params", params, self.owners, self.specs, self.ipus)
         self.apply_frozen(params)  # raises if `frozen` does not fit
         check_alive("params", params)
-        check_state(state, self.state_owners, self.state_specs, self.ipus)
 
     def apply_frozen(self, params: Sharded) -> Sharded:
         """Return the weights with exactly the leaves frozen that `frozen` names."""

@@ -146,6 +146,36 @@ def test_no_more_is_unzipped_than_the_header_says(folder):
     tracemalloc.stop()
 
 
+CLAIMS = struct.pack(">4B3I", 0, 0, 8, 3, 900_000, 28, 28)
+
+LARGE = np.random.default_rng(0).bytes(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "wrong"),
+    [
+        (CLAIMS, 900_000, r"is truncated: shape \(900000, 28, 28\) takes 705600000 bytes, not 0:"),
+        (gzip.compress(CLAIMS), 900_000, r"is truncated: shape .* takes 705600000 bytes, not at most \d{5}:"),
+        (gzip.compress(CLAIMS + bytes(1 << 27)), 900_000, r"is truncated: .* bytes, not at most 13\d{7}:"),
+        (gzip.compress(CLAIMS) + LARGE, 7, r"holds 900000 images, .* 7 labels:"),
+        (gzip.compress(CLAIMS) + LARGE, 900_000, r"is broken or truncated, it cannot be unzipped"),
+    ],
+    ids=["a header", "a zipped header", "zipped zeros", "few labels", "other bytes"],
+)
+def test_many_claimed_images_are_refused_before_they_are_read(folder, images, labels, wrong):
+    path = folder / f"{NAMES[0]}.gz"
+    path.write_bytes(images)
+    (folder / f"{NAMES[1]}.gz").write_bytes(gzip.compress(idx(np.zeros(labels, np.uint8))))
+    begun = time.process_time()
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=wrong):
+        load_mnist(folder)
+    written = tracemalloc.get_traced_memory()[1] - (705_600_000 if "broken" in wrong else 0)  # never touched
+    tracemalloc.stop()
+    assert written < 1 << 23
+    assert time.process_time() - begun < 1
+
+
 @pytest.mark.parametrize("keep", [5, 30, 200])
 def test_a_truncated_archive_is_named(folder, keep):
     path = folder / f"{NAMES[2]}.gz"

@@ -229,6 +229,13 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_asked_for_is_refused(sav
     assert capsys.readouterr().err == (
         f"run-sharded-mnist: --checkpoint-dir: {damaged} cannot be restored: {name} was changed\n"
     )
+    assert main(flags) == 2
+    assert capsys.readouterr().err == (
+        f"run-sharded-mnist: --checkpoint-dir: {tmp_path} holds no checkpoint that is whole: step-1, {name} was "
+        "changed. Nothing was removed: resume from the path of another one, or save to another folder to begin at 0\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    shutil.copytree(saved / "step-1", tmp_path / "step-0")
     assert main(flags) == 0
     assert capsys.readouterr().err == (
         f"run-sharded-mnist: {damaged} cannot be restored, {name} was changed: it is skipped\n"

@@ -8,7 +8,8 @@ instances: how many were begun, and for how many this instance has done its part
 
 The counts prove it, so no time has to pass. An instance that prints more, or writes a last file, after the others have
 ended has begun no more than they have. A wait that is not counted, such as for the devices of all instances or for the
-others' parts of a save, must have lasted a moment since the other instance ended.
+others' parts of a save, must have lasted a moment since the other instance ended. So must the wait for an instance that
+has exited without waiting for the others, as by `os._exit`: nobody can leave the barrier at the end without it.
 
 Nothing here imports jax.
 """
@@ -65,7 +66,7 @@ class Ends:
 
     def early(self, now: float) -> EarlyEnd | None:
         """Return the ended instance that a running one needs in vain; None if there is none."""
-        for other in sorted(self._progress.keys() - self._ended_at.keys() - self._statuses.keys()):
+        for other in sorted(self._progress.keys() - self._statuses.keys()):
             found = self.needed_by(other, now)
             if found is not None:
                 return found
@@ -96,13 +97,15 @@ class Ends:
         return 0 if progress is None else progress.joint_made
 
     def _is_needed(self, instance: int, other: Progress, now: float) -> bool:
-        made = self._made(instance)
+        made, waited = self._made(instance), now - max(other.phase_at, self._ended_at[instance])
+        if other.phase is Phase.ENDING:
+            has_left = made > 0 and instance in self._statuses and self._progress[instance].phase is not Phase.ENDING
+            return has_left and waited > PATIENCE
         if other.joint_made and not made:
             return False  # it has met the others in a process that has no beacon
         if other.joint_begun > made:
             return True
-        waits = other.phase is Phase.WAITING and other.joint_begun == other.joint_made
-        return waits and now - max(other.phase_at, self._ended_at[instance]) > PATIENCE
+        return other.phase is Phase.WAITING and other.joint_begun == other.joint_made and waited > PATIENCE
 
 
 def _doing(progress: Progress) -> str:
@@ -112,6 +115,8 @@ def _doing(progress: Progress) -> str:
         return f"is busy with {progress.label}"
     if progress.phase is Phase.COMPILING:
         return f"compiles step {progress.begun}"
+    if progress.phase is Phase.ENDING:
+        return "waits for it at the end of the program"
     return f"trains, in step {progress.begun}"
 
 
@@ -130,5 +135,5 @@ def lines_about(early: EarlyEnd, host: str, pid: int) -> list[str]:
         f"instance {early.instance} (host {host}, pid {pid}) ended its program {how}, "
         f"while instance {early.other} still {early.doing}",
         "  all instances must make the same steps and calls: look for what ends one of them early, such as fewer "
-        "examples on its host",
+        "examples on its host, or os._exit",
     ]

@@ -286,11 +286,12 @@ class Attempt:
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
         said = report.failure(failure, self._host_of(instance).name, self._pids[instance], self._steps(instance), lines)
+        status = failure.exit_status
         if failure.looks_like_a_lost_peer:
             early = self._ends.needed_by(instance, time.monotonic()) or self._ends.left(instance)
-            said = [*(self._told_of(early) if early is not None else []), *said]
+            if early is not None:
+                said, status = [*self._told_of(early), *said], 1
         taken = error is not None and error.type == PORT_TAKEN
-        status = failure.exit_status
         self._decide(Outcome(status, again=status not in NOT_STARTED, port_taken=taken), said)
 
     def _told_of(self, early: EarlyEnd) -> list[str]:

@@ -1,6 +1,7 @@
 """Test that a checkpoint that is damaged in any way is found, named and skipped for the one before it."""
 
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -172,15 +173,100 @@ def test_other_files_and_copies_in_the_folder_do_not_matter(folder):
     assert restored(folder)[0].step == 2
 
 
-def test_if_all_are_damaged_the_caller_decides(folder):
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_if_all_are_damaged_the_caller_decides(folder, resume):
+    cut(largest(folder / "step-1"))
+    (folder / "step-2" / SEAL).unlink()
+    before = contents(folder)
+    wrong = f"step-2, it has no seal, {SEAL}; step-1, {largest(folder / 'step-1').relative_to(folder / 'step-1')}"
+    with pytest.raises(
+        CheckpointError,
+        match=exactly(
+            f"{folder} holds no checkpoint that is whole: {wrong} has another size. Nothing was removed: resume from "
+            "the path of another one, or save to another folder to begin at 0"
+        ),
+    ):
+        restored(folder, resume)
+    assert contents(folder) == before
+
+
+def test_damaged_ones_are_named_up_to_five(folder):
+    for number in range(3, 8):
+        (folder / f"step-{number}").mkdir()
     for number in (1, 2):
         cut(largest(folder / f"step-{number}"))
-    found, warned = restored(folder)
-    assert found is None
-    assert [text.split(" ")[0] for text in warned] == [f"{folder}/step-2", f"{folder}/step-1"]
-    none = f"{folder} holds no checkpoint that is whole: give the path of one, or resume='auto' for a fresh start"
-    with pytest.raises(CheckpointError, match=exactly(none)):
-        restored(folder, "must")
+    with pytest.raises(CheckpointError, match=r"whole: step-7, .*; step-3, it has no seal, ipu_jax.json; and 2 more\."):
+        restored(folder)
+
+
+def test_a_checkpoint_is_required(tmp_path):
+    message = f"{tmp_path} holds no checkpoint: give the path of one, or resume='auto' for a fresh start"
+    with pytest.raises(CheckpointError, match=exactly(message)):
+        restored(tmp_path, "must")
+
+
+def test_saves_never_remove_a_damaged_one(folder):
+    """Not even if nothing was restored before; a whole one that is no longer kept goes."""
+    flip(largest(folder / "step-1"), 7)
+    before, step = contents(folder / "step-1"), step_of()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Checkpoints(folder, step, keep=1) as checkpoints:
+            for value in (3, 4, 5):
+                checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+    assert [str(each.message) for each in seen] == [
+        f"{folder}/step-1 is no longer kept, but cannot be removed (it is damaged, and only whole checkpoints are "
+        "removed): remove it yourself"
+    ]
+    assert (listed(folder), contents(folder / "step-1")) == (["step-1", "step-5"], before)
+
+
+def test_a_folder_of_the_user_stays_whatever_its_name_begins_with(folder):
+    for name in ("step-7.unsealed-notes", "step-7.unsealed.txt", "step-7.removed-plots", "step-7.unsealed"):
+        (folder / name).mkdir()
+        (folder / name / "mine").write_text("mine")
+    step = step_of()
+    with Checkpoints(folder, step, keep=1) as checkpoints:
+        checkpoints.save(state_with(step, 7), {"epoch": 7}, now=True)
+    assert listed(folder) == ["step-7", "step-7.removed-plots", "step-7.unsealed-notes", "step-7.unsealed.txt"]
+
+
+@pytest.mark.parametrize("name", ["step-8", "step-8.unsealed", "step-8.replaced"])
+def test_a_file_with_a_name_that_a_save_needs_is_named_and_stays(folder, name):
+    (folder / name).write_text("mine")
+    step = step_of()
+    wrong = rf"saving {folder}/step-8 failed, .*: {folder}/{name} is there, and a save needs the name for a folder: "
+    with Checkpoints(folder, step) as checkpoints:
+        with pytest.raises(CheckpointError, match=wrong):
+            checkpoints.save(state_with(step, 8), {"epoch": 8}, now=True)
+        (folder / name).rename(folder / "notes")
+        checkpoints.save(state_with(step, 8), {"epoch": 8}, now=True)
+    assert listed(folder) == ["notes", "step-1", "step-2", "step-8"]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_running_save_is_not_left_over(folder, monkeypatch, is_own):
+    """Neither for the training that saves, nor for a reader beside it."""
+    from ipu_jax.checkpoints import _seal
+
+    step, is_sealing, is_read, write_seal = step_of(), threading.Event(), threading.Event(), _seal.write_seal
+    monkeypatch.setattr(_seal, "write_seal", lambda *a, **k: (is_sealing.set(), is_read.wait(60), write_seal(*a, **k)))
+    with Checkpoints(folder, step) as checkpoints, Checkpoints(folder, step) as reader:
+        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+        assert is_sealing.wait(60)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = (checkpoints if is_own else reader).restore(state_with(step, 0))
+            assert (folder / "step-3.unsealed").is_dir()
+        finally:
+            is_read.set()
+        assert found is not None
+        assert found.step == 2
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_one_checkpoint_is_restored_by_its_path(folder):

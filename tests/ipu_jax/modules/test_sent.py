@@ -1,5 +1,6 @@
 """Test what stages of modules send past others, skips and tied weights, against whole models on one device."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from flax import nnx
 
 from ipu_jax import ModuleStage, Pipeline, Stage, equinox_stage, gather_stages, linen_stage, make_train_step, nnx_stage
 from support.dense import largest_relative_error
+from support.harness import exactly
 
 M, ROWS, D, WORDS = 4, 3, 6, 11
 
@@ -260,14 +262,53 @@ def plain_parts():
     ],
 )
 def test_an_array_that_two_stages_hold_is_refused(parts, arrays):
+    there, here = arrays.split(" and ")
     message = (
-        f"stages 'words' and 'head' hold the same array, {arrays}, which each of them would train by itself. If it is "
-        "one weight (tied), let the module of 'words' return it as well, with sends=('tied',), and the module of "
-        "'head' use it as an argument, with takes=('tied',). If they are two weights that start alike, copy one: "
-        "jax.tree.map(jnp.copy, ...)"
+        f"{there} of stage 'words' and {here} of stage 'head' came from the same array, and would be trained "
+        "separately. If it is one weight (tied), let the module of 'words' return it as well, with sends=('tied',), "
+        "and the module of 'head' use it as an argument, with takes=('tied',). If they are two weights that start "
+        "alike, copy one before its stage is made: jax.tree.map(jnp.copy, ...)"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=exactly(message)):
         gather_stages(parts())
+    made = parts()
+    with pytest.raises(
+        ValueError, match=exactly(message)
+    ):  # even if all arrays of the parts are new ones, and the old ones are gone
+        gather_stages([dataclasses.replace(part, **mapped(part, lambda leaf: leaf * 2)) for part in made])
+    stages = [part.stage for part in made]
+    del made
+    with pytest.raises(ValueError, match=exactly(message)):
+        Pipeline(stages)
+    with pytest.raises(ValueError, match=exactly(message)):
+        Pipeline([dataclasses.replace(stages[0], ipu=1), stages[1]])
+
+
+def mapped(part: ModuleStage, fn: Any) -> Any:
+    return {"params": jax.tree.map(fn, part.params), "state": jax.tree.map(fn, part.state)}
+
+
+@pytest.mark.parametrize("library", ["nnx", "equinox", "linen"])
+def test_two_weights_that_start_alike_are_two_if_one_is_copied_before_its_stage_is_made(library):
+    if library == "nnx":
+        table = nnx.Embed(WORDS, D, rngs=nnx.Rngs(0))
+        copied = nnx.merge(nnx.graphdef(table), jax.tree.map(jnp.copy, nnx.state(table)))
+        parts = nnx_stage(table, "words"), nnx_stage(copied, "head", ipu=1)
+    elif library == "equinox":
+        table = eqx.nn.Embedding(WORDS, D, key=jax.random.key(0))
+        parts = equinox_stage(table, "words"), equinox_stage(jax.tree.map(jnp.copy, table), "head", ipu=1)
+    else:
+        table = nn.Embed(WORDS, D)
+        variables = table.init(jax.random.key(0), jnp.zeros(1, int))
+        copied = jax.tree.map(jnp.copy, variables)
+        parts = linen_stage(table, variables, "words"), linen_stage(table, copied, "head", ipu=1)
+    assert len(Pipeline(gather_stages(parts)[0]).stages) == 2
+
+
+def test_stages_of_one_array_in_one_group_are_tied():
+    words, head = plain_parts()
+    stages = [words.stage, dataclasses.replace(head.stage, params="words")]
+    assert len(Pipeline(stages).stages) == 2
 
 
 @pytest.mark.parametrize(

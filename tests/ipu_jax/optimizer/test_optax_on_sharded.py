@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_train_step
+from support.harness import exactly
 from support.trained import quick_compiles
 
 UPDATES = 3
@@ -237,24 +238,124 @@ def test_replicas_make_the_same_update():
     assert difference(made.unshard(params), plain(transformation, WEIGHTS, GRADIENTS)) < 1e-5
 
 
-def test_what_an_optimizer_of_the_pipeline_needs_is_said_before_anything_runs():
+def test_an_optimizer_of_the_pipeline_reads_the_loss():
+    """Test losses that stop falling, which halve the later changes: without them the weights are others."""
+    transformation = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
     made = pipeline()
-    params, gradients = made.shard(WEIGHTS), made.shard(GRADIENTS[0])
-    with pytest.raises(ValueError, match="its update needs value_fn=, a function that computes the loss"):
-        made.optimizer(optax.lbfgs())
-    on_plateau = made.optimizer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)))
-    state = on_plateau.init(params)
-    with pytest.raises(ValueError, match=r"reads the loss: give it, apply\(gradients, state, params, value=loss\)"):
-        on_plateau.apply(gradients, state, params)
-    on_plateau.apply(gradients, state, params, value=1.0)
-    adam = made.optimizer(optax.adam(0.1))
-    with pytest.raises(ValueError, match="is another optimizer's"):
-        adam.apply(gradients, state, params)
-    with pytest.raises(ValueError, match=r"params is dict: give what Pipeline\.shard returned"):
-        adam.init(WEIGHTS)
-    other = Pipeline([Stage(lambda w, x, mb: jnp.sum(w), params="w", ipu=0)], mesh=make_mesh(1, 2))
-    with pytest.raises(ValueError, match="gradients are not laid out as params"):
-        adam.apply(other.shard({"w": jnp.ones(3)}), adam.init(params), params)
+    optimizer, params = made.optimizer(transformation), made.shard(WEIGHTS)
+    state, weights, plain_state = optimizer.init(params), WEIGHTS, transformation.init(WEIGHTS)
+    for each, loss in zip([*GRADIENTS, *GRADIENTS], (3.0, 2.0, 2.0, 4.0, 1.0, 1.0), strict=True):
+        params, state = optimizer.apply(made.shard(each), state, params, value=loss)
+        changes, plain_state = transformation.update(each, plain_state, weights, value=loss)
+        weights = optax.apply_updates(weights, changes)
+    assert optax.tree.get(plain_state, "scale") < 1
+    assert difference(made.unshard(params), weights) < 1e-5
+
+
+def test_multi_steps_is_an_optimizer_of_the_pipeline():
+    several = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)
+    assert difference(by_own_loop(several), plain(several, WEIGHTS, GRADIENTS)) < 1e-5
+
+
+class TwoPipelines:
+    """Two pipelines on weights of the same names and shapes, whose stages are on each other's IPUs."""
+
+    def __init__(self):
+        def loss(w, x, mb):
+            return (0.0 if x is None else x) + jnp.sum(w * mb)
+
+        def made(*ipus):
+            stages = [Stage(loss, params=name, ipu=ipu) for name, ipu in zip("ab", ipus, strict=True)]
+            return Pipeline(stages, mesh=make_mesh(1, 2))
+
+        self.one, self.other = made(0, 1), made(1, 0)
+        self.params, self.others = (p.shard({"a": jnp.ones(3), "b": jnp.zeros(3)}) for p in (self.one, self.other))
+        self.optimizer, self.others_optimizer = (p.optimizer(optax.adam(0.1)) for p in (self.one, self.other))
+        self.state = self.optimizer.init(self.params)
+        assert jax.tree.map(jnp.shape, self.params.slots) == jax.tree.map(jnp.shape, self.others.slots)
+
+
+NOT_LAID_OUT = "gradients are not laid out as params: give what value_and_grad returned for these params"
+OF_OTHERS = "params were sharded by a pipeline with other groups or IPUs: shard them with this one"
+RETURNED = ": give what init or restore of this optimizer, or its last apply, returned"
+OTHER_STATE = "state is another optimizer's, or of weights in other places" + RETURNED
+IN_JIT = " was called inside jax.jit: call it outside, and pass the state to the jitted function"
+REFUSALS: dict[str, tuple[Any, str]] = {
+    "gradients of another pipeline": (lambda t: t.optimizer.apply(t.others, t.state, t.params), NOT_LAID_OUT),
+    "gradients of other shapes": (
+        lambda t: t.optimizer.apply(jax.tree.map(lambda g: g[..., :1], t.params), t.state, t.params),
+        NOT_LAID_OUT,
+    ),
+    "whole gradients": (
+        lambda t: t.optimizer.apply({"a": jnp.ones(3)}, t.state, t.params),
+        "gradients are a dict: give what value_and_grad returned",
+    ),
+    "weights of another pipeline": (lambda t: t.optimizer.apply(t.params, t.state, t.others), OF_OTHERS),
+    "weights of another pipeline, first": (lambda t: t.optimizer.init(t.others), OF_OTHERS),
+    "whole weights": (
+        lambda t: t.optimizer.init({"a": jnp.ones(3)}),
+        "params is a dict: pass what pipeline.shard(...) returns",
+    ),
+    "state of another pipeline": (
+        lambda t: t.optimizer.apply(t.params, t.others_optimizer.init(t.others), t.params),
+        OTHER_STATE,
+    ),
+    "state of another pipeline, whole": (
+        lambda t: t.optimizer.whole(t.others_optimizer.init(t.others), t.params),
+        OTHER_STATE,
+    ),
+    "state of another optimizer": (
+        lambda t: t.one.optimizer(optax.lion(0.1)).apply(t.params, t.state, t.params),
+        OTHER_STATE,
+    ),
+    "state of optax": (
+        lambda t: t.optimizer.apply(t.params, optax.adam(0.1).init(t.params), t.params),
+        "state is a tuple" + RETURNED,
+    ),
+    "init in jit": (lambda t: jax.jit(t.optimizer.init)(t.params), "init" + IN_JIT),
+    "whole in jit": (lambda t: jax.jit(lambda s: t.optimizer.whole(s, t.params))(t.state), "whole" + IN_JIT),
+    "restore in jit": (
+        lambda t: jax.jit(lambda s: t.optimizer.restore(s, t.params))(t.optimizer.whole(t.state, t.params)),
+        "restore" + IN_JIT,
+    ),
+    "an optimizer that was not called": (
+        lambda t: t.one.optimizer(optax.adam),
+        f"optimizer={optax.adam!r} is no optax.GradientTransformation: give optax.sgd(...) or such",
+    ),
+    "losses of micro-batches": (
+        lambda t: t.optimizer.apply(t.params, t.state, t.params, value=jnp.ones(3)),
+        "value has shape (3,): give the loss of the update, a scalar",
+    ),
+    "no loss": (
+        lambda t: t.one.optimizer(optax.contrib.reduce_on_plateau()).apply(
+            t.params, t.one.optimizer(optax.contrib.reduce_on_plateau()).init(t.params), t.params
+        ),
+        "this optimizer reads the loss: give it, apply(gradients, state, params, value=loss)",
+    ),
+    "a line search": (
+        lambda t: t.one.optimizer(optax.lbfgs()),
+        "optimizer: its update needs value_fn=, a function that computes the loss of other weights, but a training "
+        "step computes one loss and its gradients per update: use an optimizer without a line search and without "
+        "gradients of its own (adamw, lion, muon; of optax.contrib.sam the one without opaque_mode)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_an_optimizer_of_the_pipeline_refuses(call, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        call(TwoPipelines())
+
+
+def test_weights_that_another_pipeline_froze_are_updated_with_their_gradients():
+    """Unfreezing gradually: gradients are laid out as the weights that they are of, whichever pipeline froze them."""
+    frozen, made = pipeline(frozen={"first": True}), pipeline()
+    params = frozen.shard(WEIGHTS)
+    optimizer = made.optimizer(optax.adam(1e-2))
+    _, gradients = made.value_and_grad(params, jax.tree.map(lambda g: g[None], GRADIENTS[0]))
+    for each in (gradients, made.shard(GRADIENTS[0])):
+        new, _ = optimizer.apply(each, optimizer.init(params), params)
+        assert difference(made.unshard(new), plain(optax.adam(1e-2), WEIGHTS, GRADIENTS[:1])) < 1e-5
 
 
 # reading by group and leaf

@@ -20,7 +20,7 @@ REUSED = "an earlier call reused the buffers of its arrays (it donates them): "
 GO_ON = "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
 PASS = "pass what that call returned in their place"
 OTHER = (
-    "state.optimizer is another optimizer's, or of weights that lie otherwise: use the step that made it, or begin "
+    "state.optimizer is another optimizer's, or of weights in other places: use the step that made it, or begin "
     "anew with its weights, step.init(other.whole(state)['params'], ...)"
 )
 WEIGHTS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}, "b": {"v": np.ones(2, np.float32)}}

@@ -1,6 +1,8 @@
 """Test how leaves are made of saved arrays, and that everything that does not fit is said at once."""
 
+import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 
 from ipu_jax import Saved, import_weights, make_train_step
 from ipu_jax.weight_files import _fit
+from ipu_jax.weight_files._tensors import TensorInfo
 
 
 def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
@@ -129,15 +132,55 @@ def test_everything_that_does_not_fit_is_one_error():
     assert last.startswith("Say mapping=")
 
 
-def test_thousands_of_wrong_names_are_all_said_and_soon(monkeypatch):
-    guesses = []
-    monkeypatch.setattr(_fit.difflib, "get_close_matches", lambda *args, **options: guesses.append(args) or [])
-    tree = {f"model.layers.{k}.weight": draw(1) for k in range(3000)}
-    like = {f"blocks/{k}": draw(1) for k in range(3000)}
-    with pytest.raises(ValueError, match="6000 problems") as caught:
+@pytest.mark.parametrize(("saved", "leaves"), [(3000, 3000), (3000, 2), (2, 3000)])
+def test_thousands_of_wrong_names_are_counted_and_compared_a_bounded_number_of_times(monkeypatch, saved, leaves):
+    compared = []
+    near = lambda name, names, **options: compared.append(len(names)) or []  # noqa: E731
+    monkeypatch.setattr(_fit.difflib, "get_close_matches", near)
+    tree = {f"model.layers.{k:04}.weight": draw(1) for k in range(saved)}
+    like = {f"blocks {k:04}": draw(1) for k in range(leaves)}
+    with pytest.raises(ValueError, match=f"{saved + leaves} problems:") as caught:
         import_weights(tree, like)
-    assert all(f"{name!r}" in str(caught.value) for name in (*tree, "blocks~12999"))
-    assert 0 < len(guesses) <= 50
+    _, *problems, more, _ = str(caught.value).splitlines()
+    named = [*(f"missing: {name!r}" for name in like), *(f"unexpected: {name!r}" for name in tree)][:100]
+    assert [problem.strip() for problem in problems] == [
+        text if text.startswith("missing") else f"{text} float32[1], which no leaf takes" for text in named
+    ]
+    assert more == f"  and {saved + leaves - 100:,} more"
+    assert 0 < sum(compared) <= 10_000
+
+
+def test_many_names_that_fit_are_looked_up_in_linear_time():
+    class Counting(dict):
+        reads = 0
+
+        def __getitem__(self, name):
+            Counting.reads += 1
+            return super().__getitem__(name)
+
+        def __iter__(self):
+            for name in super().__iter__():
+                Counting.reads += 1
+                yield name
+
+    infos = {f"w{k}": TensorInfo((1,), np.dtype(np.float32)) for k in range(1000)}
+    source: Any = SimpleNamespace(label="a file", tensors=Counting(infos))
+    assert len(_fit.fit(infos, source, None, (), cast=False)) == 1000
+    assert 0 < Counting.reads <= 10 * 1000
+
+
+@pytest.mark.parametrize("dims", [5, 11, 64])
+def test_a_wrong_shape_of_many_dims_is_refused_at_once(dims):
+    with pytest.raises(ValueError, match="1 problem:\n  shape: leaf 'w' is "):
+        import_weights({"w": np.zeros((1,) * dims)}, {"w": np.zeros((1,) * (dims - 1))})
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3)))[1:])
+def test_the_transposition_of_three_dims_is_named(order):
+    shape = (2, 3, 4)
+    source, like = {"w": np.zeros(shape)}, {"w": np.zeros([shape[d] for d in order])}
+    with pytest.raises(ValueError, match=re.escape(f".transpose({', '.join(map(str, order))}) would fit")):
+        import_weights(source, like)
 
 
 @pytest.mark.parametrize("patterns", ["*", ["a*"], ("a", "a?")])

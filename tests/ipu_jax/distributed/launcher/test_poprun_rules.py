@@ -261,6 +261,10 @@ ENDED = {"begun": 5, "finished": 5, "finished_at": 9.0, "phase": Phase.ENDING, "
         ((7, 7), None, (7, 7, Phase.BUSY), 99.0, None),
         ((7, 7), None, (6, 6, Phase.STEPPING), 99.0, None),
         ((7, 7), None, (7, 7, Phase.ENDING), 99.0, None),
+        ((7, 7), 0, (7, 7, Phase.ENDING), 11.0, None),  # its last moment, perhaps
+        ((7, 7), 0, (7, 7, Phase.ENDING), 11.3, "waits for it at the end of the program"),
+        ((0, 0), 0, (0, 0, Phase.ENDING), 99.0, None),  # they have never met
+        (None, 0, (0, 0, Phase.ENDING), 99.0, None),
         (None, 0, (1, 0, Phase.WAITING), 10.1, "waits in a place"),  # at import: it has no beacon
         (None, 0, (0, 0, Phase.SILENT), 99.0, None),  # a program that tells of nothing
         (None, 0, (9, 9, Phase.STEPPING), 99.0, None),  # its part was done by a process that has no beacon
