@@ -17,11 +17,14 @@ decoder, which joins it with its input by a matrix. So a message from IPU 0 to I
 *The recommender* reads a few rows of a large table per example (Naumov et al. 2019, arXiv:1906.00091). Its layers are
 on IPU 0, where the table is alone in its slot, or on IPU 1, where one of them shares a flat slot with the table. It is
 measured with few and with many micro-batches, because any work on the whole table in each micro-batch would grow with
-their number. The unsharded program also adds to its gradient in place. It fills one table with zeros; the pipeline
-fills one per IPU.
+their number.
 
     IPU 0: ids -> table -> (layers)
     IPU 1:                 (layers) -> loss
+
+With a small hidden layer, few operations hide the work on the table. This recommender is on the first and the last of
+2 and of 4 IPUs, and is compared with the fastest unsharded program: it takes the gradient of the rows, and adds them in
+place to one table of zeros. The pipeline fills such a table on each IPU, because a gradient has the shape of its slot.
 
 Each pipeline is compared with its unsharded program (a jitted scan over micro-batches of the same functions) in
 results, CPU work and temporary bytes per IPU, under "grouped" and "zb-h1". No option is set.
@@ -51,9 +54,10 @@ from gpt import Sizes, block, init_params, layer_norm, loss_whole, random_batch
 from ipu_jax import Outputs, Pipeline, Stage, configure, conv_general_dilated
 from mnist_example import resnet
 
-IPUS, MICRO_BATCHES, ROUNDS = 2, 8, 7
+IPUS, MOST_IPUS, MICRO_BATCHES, ROUNDS = 2, 4, 8, 7
 BOUNDS = {"grouped": Bounds(cpu=1.05), "zb-h1": Bounds()}
 BOUNDS_OF_RECOMMENDER = {"grouped": Bounds(cpu=1.2), "zb-h1": Bounds(cpu=1.2)}
+BOUND_OF_ROWS, ROUNDS_OF_ROWS, SMALL = Bounds(cpu=1.25), 25, 4  # a small hidden layer
 ROWS, WIDTH, FIELDS = 200_000, 32, 8  # the size of the recommender's table, and the rows that an example reads
 
 
@@ -191,14 +195,15 @@ def click_loss(p: Any, x_BD: jax.Array, microbatch: Any) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(x_BD[:, 0], microbatch["clicks"]).mean()
 
 
-def recommender(*, packed: bool, micro_batches: int, examples: int = 256, hidden: int = 256) -> Model:
+def recommender(*, packed: bool, micro_batches: int, examples: int = 256, hidden: int = 256, ipus: int = IPUS) -> Model:
     """Return the recommender, random ids (M, B, FIELDS) and clicks.
 
     Args:
-        packed: whether its layers are on IPU 1.
+        packed: whether its layers are on the last IPU; otherwise they are on IPU 0.
         micro_batches: M.
         examples: examples of a micro-batch.
         hidden: the width of the hidden layer.
+        ipus: the number of IPUs. The table is on the first, and the loss on the last.
     """
     keys = jax.random.split(jax.random.key(3), 5)
     params = {
@@ -214,8 +219,8 @@ def recommender(*, packed: bool, micro_batches: int, examples: int = 256, hidden
     }
     stages = [
         Stage(look_up, params="table", ipu=0),
-        Stage(perceptron, params="layers", ipu=int(packed)),
-        Stage(click_loss, ipu=1),
+        Stage(perceptron, params="layers", ipu=(ipus - 1) * packed),
+        Stage(click_loss, ipu=ipus - 1),
     ]
     return Model(stages, params, batch)
 
@@ -257,6 +262,28 @@ def unsharded(model: Model) -> Callable[[Any, Any, Any], Any]:
     return step
 
 
+def rows_in_place(params: Any, batch: Any, state: Any) -> Any:
+    """Return the recommender's mean loss and gradients, and its state, on one device.
+
+    Each micro-batch adds the gradients of the rows that it reads to one table, in place.
+    """
+    count = len(batch["ids"])
+
+    def loss_of(layers: Any, rows_BFD: jax.Array, microbatch: Any) -> jax.Array:
+        x_BD = perceptron(layers, rows_BFD.reshape(len(rows_BFD), -1), microbatch)
+        return click_loss(None, x_BD, microbatch) / count
+
+    def add(sums: Any, microbatch: Any) -> Any:
+        (loss, of_table, of_layers), ids = sums, microbatch["ids"]
+        rows_BFD = params["table"]["table"][ids]
+        part, (layers, rows_BFD) = jax.value_and_grad(loss_of, (0, 1))(params["layers"], rows_BFD, microbatch)
+        return (loss + part, of_table.at[ids].add(rows_BFD), jax.tree.map(jnp.add, of_layers, layers)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    (loss, table, layers), _ = lax.scan(add, (jnp.zeros(()), zeros["table"]["table"], zeros["layers"]), batch)
+    return loss, {"table": {"table": table}, "layers": layers}, state
+
+
 def pipelined(model: Model, schedule: str) -> Program:
     """Return the model's step as a pipeline; its comparable result has the form of `unsharded`'s."""
     micro_batches = len(jax.tree.leaves(model.batch)[0])
@@ -283,6 +310,26 @@ def measure_recommender(figures: Figures) -> None:
                 "layers on IPU 1" if packed else "table and layers on IPU 0"
             )
             measure(figures, name, recommender(packed=packed, micro_batches=micro_batches), BOUNDS_OF_RECOMMENDER)
+    for micro_batches in (4, 32):
+        measure_rows(figures, micro_batches)
+
+
+def measure_rows(figures: Figures, micro_batches: int) -> None:
+    models = {
+        f"{ipus} IPUs": recommender(packed=True, micro_batches=micro_batches, hidden=SMALL, ipus=ipus)
+        for ipus in (2, MOST_IPUS)
+    }
+    model = models["2 IPUs"]
+    arguments = (model.params, model.batch, model.state)
+    in_place = Program(jax.jit(rows_in_place).lower(*arguments).compile(), arguments)
+    figures.add_beside_unsharded(
+        f"recommender, M = {micro_batches}, rows added in place",
+        in_place,
+        {name: pipelined(model, "grouped") for name, model in models.items()},
+        dict.fromkeys(models, BOUND_OF_ROWS if micro_batches == 32 else Bounds()),
+        most_difference=1e-4,
+        rounds=ROUNDS_OF_ROWS,
+    )
 
 
 MODELS = {"resnet": ("ResNet-18", resnet18), "transformer": ("U-shaped transformer", u_transformer)}
@@ -294,7 +341,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("a ResNet, a transformer with skips and a recommender as pipelines, and unsharded", flags=flags)
-    configure(IPUS)
+    configure(MOST_IPUS)
     for key, (name, make) in MODELS.items():
         if figures.args.only in (None, key):
             measure(figures, name, make())

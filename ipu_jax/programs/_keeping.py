@@ -96,8 +96,8 @@ def least_cut(edges: Sequence[tuple[Any, Any, float]], source: Any, sink: Any) -
 
 
 def bytes_of(var: Any) -> int:
-    """Return the bytes of a variable; a literal has none."""
-    return 0 if isinstance(var, core.Literal) else math.prod(var.aval.shape) * var.aval.dtype.itemsize
+    """Return the bytes of a variable, at least 1, since a value that costs 0 is never kept; a literal has none."""
+    return 0 if isinstance(var, core.Literal) else max(1, math.prod(var.aval.shape) * var.aval.dtype.itemsize)
 
 
 def work(eqn: Any) -> float:

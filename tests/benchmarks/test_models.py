@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+import models
 from gpt import Sizes
 from ipu_jax.engine import _hooks
-from models import Model, pipelined, resnet18, u_transformer, unsharded
+from models import Model, pipelined, recommender, resnet18, rows_in_place, u_transformer, unsharded
 from support import transformer
 from support.dense import largest_relative_error
 
@@ -114,3 +115,12 @@ def test_a_model_is_the_independent_program(name):
     assert largest_relative_error(jax.jit(unsharded(model))(model.params, model.batch, model.state), exact) < 1e-5
     found = pipelined(model, "grouped").result()
     assert largest_relative_error(found if model.state else (*found, {}), exact) < 1e-5
+
+
+@pytest.mark.parametrize("ipus", [2, 4])
+def test_the_recommender_that_adds_rows_in_place_is_the_unsharded_one(ipus, monkeypatch):
+    monkeypatch.setattr(models, "ROWS", 11)  # so that rows are read many times
+    model = recommender(packed=True, micro_batches=M, examples=5, hidden=3, ipus=ipus)
+    exact = jax.jit(unsharded(model))(model.params, model.batch, model.state)
+    assert largest_relative_error(jax.jit(rows_in_place)(model.params, model.batch, model.state), exact) < 1e-5
+    assert largest_relative_error((*pipelined(model, "grouped").result(), {}), exact) < 1e-5

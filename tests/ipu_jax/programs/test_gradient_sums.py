@@ -192,6 +192,17 @@ def test_each_leaf_gets_its_own_gradient(fn, wrap, flat):
         assert largest_relative_error(one, other) < bound
 
 
+@pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(((D, D),), id="flat")])
+def test_a_sum_that_a_scan_carries_begins_with_the_gradient_from_later_uses(flat):
+    def fn(p, x):
+        h, w = lax.fori_loop(0, 3, lambda i, hw: (jnp.tanh(hw[0] @ hw[1]), hw[1] + 0.25), (x, p["c"]))
+        return h @ w @ p["d"]
+
+    found, expected = added_and_expected(fn, flat)
+    for one, other in zip(found, expected, strict=True):
+        assert largest_relative_error(one, other) < 1e-5
+
+
 def test_gradients_of_half_types_add_up_in_float32():
     params = {"a": jnp.ones((LAYERS, D, D), "bfloat16"), "c": jnp.ones((D, D), "bfloat16")}
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax import Pipeline, Stage, verify
+from ipu_jax import Outputs, Pipeline, Stage, verify
 from ipu_jax.programs.segment import Message, MicrobatchInputs, one_by_one
 from ipu_jax.programs.segment_program import trace_segment
 
@@ -65,3 +65,38 @@ def test_gradients_are_those_of_the_unsharded_program(recompute):
     found = pipeline.unshard(pipeline.value_and_grad(sharded, batch)[1])
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def attention(w, x):
+    q, k, v = jnp.split(x @ jnp.tile(w, 3), 3, axis=-1)
+    return jax.nn.softmax(q @ k.T, axis=-1) @ v
+
+
+EMPTY = {
+    "product": lambda w, x: jnp.tanh(x @ w),
+    "custom": lambda w, x: jnp.tanh(product(x, w)) * 2,
+    "scan": lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0],
+    "attention": attention,
+    "norm": lambda w, x: jax.nn.standardize(x @ w) * w[0],
+    "table": lambda w, x: x @ w + w[jnp.argmax(x, axis=-1)],
+    "checkpoint": jax.checkpoint(lambda w, x: jnp.tanh(x @ w)),
+}
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "zb-h1", "sequential"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_gradients_of_micro_batches_without_rows(name, schedule):
+    """Sums over rows are 0, so the loss is the sum of w**2 of two weights, and the gradient of each is 2 * w."""
+    fn = EMPTY[name]
+    stages = [
+        Stage(lambda w, x, mb: fn(w, mb), params="a", ipu=0),
+        Stage(lambda w, x, mb: Outputs(fn(w, x), loss=jnp.sum(w**2)), params="b", ipu=1),
+        Stage(lambda w, x, mb: jnp.sum(fn(w, x) ** 2) + jnp.sum(w**2), params="c", ipu=1),
+    ]
+    params = {name: np.linspace(-1, i, WIDTH * WIDTH, dtype="f4").reshape(WIDTH, WIDTH) for i, name in enumerate("abc")}
+    pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=3)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), np.zeros((3, 0, WIDTH), "f4"))
+    expected = {name: 2.0 * params[name] * (name != "a") for name in "abc"}
+    np.testing.assert_allclose(loss, sum(np.sum(params[name].astype(float) ** 2) for name in "bc"), rtol=1e-6)
+    for name, gradient in pipeline.unshard(gradients).items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-6)
