@@ -29,6 +29,7 @@ def own_device(mesh: Mesh) -> Any:
     return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
 
 
+@jax.transfer_guard("allow")  # the caller asks for this transfer
 def put(tree: Any, sharding: Sharding) -> Any:
     """Return the tree on the devices of a sharding. Every instance passes the same whole values.
 
@@ -47,6 +48,7 @@ def put(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(placed, tree)
 
 
+@jax.transfer_guard("allow")  # the caller asks for this transfer
 def on_host(array: Any) -> npt.NDArray[Any]:
     """Return a whole array in the memory of each instance, whichever IPUs hold its parts.
 

@@ -118,7 +118,7 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
             )
         return updates, new
 
-    loss = jax.ShapeDtypeStruct((), "float32")
+    loss = jax.ShapeDtypeStruct((), jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves)))
     traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
     while True:
         analyzer = _Analyzer(traced, len(leaves), treedef, blocks)

@@ -207,7 +207,7 @@ class Blocks:
     def own_count(self, k: int) -> Any:
         """Return this IPU's entry of `counts`. XLA does not know its value, even if all entries are equal."""
         counts = jnp.asarray(self.counts(k), jnp.int32)
-        is_own = jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS)
+        is_own = (jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS))[None]
         if self.replicas > 1:
             is_own &= (jnp.arange(self.replicas) == lax.axis_index(REPLICA_AXIS))[:, None]
         return jnp.sum(jnp.where(is_own, counts, 0))

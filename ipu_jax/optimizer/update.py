@@ -85,7 +85,7 @@ class ShardedUpdate:
         """
         analysis, jaxpr = self.analysis, self.analysis.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
-        env[self._loss] = loss
+        env[self._loss] = jnp.asarray(loss, self._loss.aval.dtype)
         variables, replicated = self.state_layout.variables, self.state_layout.replicated
         env.update({variables[i]: value for i, value in zip(replicated, state.replicated, strict=True)})
         for leaf in range(len(self.blocks.leaves)):

@@ -1,4 +1,4 @@
-"""Run a loss function over the micro-batches of one replica, one after the other, and sum gradients in float32."""
+"""Run a loss function over the micro-batches of one replica, one after the other, and sum in float32 at least."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ from jax import lax
 
 from ipu_jax.devices import REPLICA_AXIS
 from ipu_jax.stage import Outputs
+from ipu_jax.training._precision import widened
 
 
 def loss_and_aux(result: Any) -> tuple[Any, Any]:
@@ -53,12 +54,17 @@ def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *
     """Return the mean loss over the micro-batches of one replica, batch leaves (M, ...), and aux with a leading M."""
     call = _caller(loss_fn, key, random)
 
+    def loss_of(index: Any, microbatch: Any) -> tuple[Any, Any]:
+        loss, aux = loss_and_aux(call(params, index, microbatch))
+        return widened(loss), aux
+
     def add_loss(total: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
-        loss, aux = loss_and_aux(call(params, *index_and_microbatch))
+        loss, aux = loss_of(*index_and_microbatch)
         return total + loss, aux
 
     m = jax.tree.leaves(batch)[0].shape[0]
-    total, aux = lax.scan(add_loss, jnp.zeros((), jnp.float32), (jnp.arange(m), batch))
+    first = jax.eval_shape(loss_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]
+    total, aux = lax.scan(add_loss, jnp.zeros((), first.dtype), (jnp.arange(m), batch))
     return total / m, aux
 
 
@@ -75,8 +81,7 @@ def accumulate_gradients(
         fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
         loss, vjp, aux = jax.vjp(fn, params, has_aux=True)
         (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
-        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
-        return (loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), wide), aux
+        return jax.tree.map(widened, (loss, gradients)), aux
 
     m = jax.tree.leaves(batch)[0].shape[0]
     if m == 1:  # no scan: its carry would be another copy of the gradients

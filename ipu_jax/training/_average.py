@@ -27,7 +27,7 @@ def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) 
     >>> next_average(0.75, [jnp.full((1, 1, 2), 4.0)], [jnp.zeros(2)])[0].tolist()
     [[[3.0, 3.0]]]
     """
-    return [e + (1 - decay) * (w.astype(e.dtype) - e) for e, w in zip(averages, weights, strict=True)]
+    return [e + (1 - decay) * (w.astype(e.dtype)[None, None] - e) for e, w in zip(averages, weights, strict=True)]
 
 
 def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:

@@ -119,4 +119,5 @@ def _by_name(names: list[str], flags: Any) -> dict[str, Any]:
 
 
 def _wide(losses: Any) -> Any:
-    return np.asarray(losses, np.float32)
+    losses = np.asarray(losses)
+    return losses.astype(jnp.promote_types(losses.dtype, jnp.float32))

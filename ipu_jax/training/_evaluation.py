@@ -43,7 +43,7 @@ def loss_of_batch(
         aux = all_aux
     value = jnp.mean(losses)
     if options.weighted:
-        counts = counts_of(aux_of_loss(model, all_aux), dims=2 + (model.replicas > 1)).astype(jnp.float32)
+        counts = counts_of(aux_of_loss(model, all_aux), dims=2 + (model.replicas > 1))
         sums = losses * model.options.gradient_accumulation * model.replicas
         value = _weighted(model, sums, counts)
     return value if aux is None else (value, aux)
@@ -52,7 +52,7 @@ def loss_of_batch(
 def _weighted(model: Pipeline | Replicas, sums: Any, counts: Any) -> Any:
     if model.options.reduction == "sum":
         return jnp.mean(sums)
-    total = counts.sum()
+    total = jnp.sum(counts, dtype=jnp.promote_types(counts.dtype, sums.dtype))
     return sums.sum() / jnp.where(total > 0, total, jnp.inf)
 
 

@@ -1,4 +1,4 @@
-"""Scale the loss so that gradients are not too small for float16, and divide the scaled gradients in float32.
+"""Scale the loss so that gradients are not too small for float16, and divide the scaled gradients in float32 at least.
 
     dynamic    scale 32768 ... 1000 good steps ... 65536 -> inf: skip this update, 32768 -> ...
 
@@ -39,7 +39,7 @@ def initial_scale(options: TrainOptions) -> Scale | None:
 def current_scale(options: TrainOptions, scale: Scale | None) -> Any:
     """Return the factor by which the loss is multiplied."""
     if scale is not None:
-        return scale.scale
+        return scale.scale.astype(float)  # under x64 its quotients are as exact as float64 gradients
     return 1.0 if isinstance(options.loss_scale, DynamicScale) else options.loss_scale
 
 

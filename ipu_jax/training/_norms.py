@@ -12,6 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey
 from ipu_jax.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.optimizer.blocks import Blocks
 from ipu_jax.optimizer.update import ShardedUpdate
+from ipu_jax.training._precision import widened
 
 
 def clip(largest: float) -> optax.GradientTransformation:
@@ -21,13 +22,13 @@ def clip(largest: float) -> optax.GradientTransformation:
         squares = [_sum_of_squares(g) for g in jax.tree.leaves(updates)]
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
         factor = jnp.where(norm > largest, largest / norm, 1)
-        return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), updates), state
+        return jax.tree.map(lambda g: (widened(g) * factor).astype(g.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def norms(blocks: Blocks, *trees: Sequence[Any]) -> list[Any]:
-    """Return the norms of trees that are laid out like the blocks, the same on all IPUs, in float32.
+    """Return the norms of trees that are laid out like the blocks, the same on all IPUs, in float32 at least.
 
     Communicates one psum of one float per tree. A leaf that is on every IPU counts once, and padding does not count.
 
@@ -63,4 +64,4 @@ def _own_squares(blocks: Blocks, arrays: Sequence[Any]) -> Any:
 
 
 def _sum_of_squares(array: Any) -> Any:
-    return jnp.sum(jnp.square(array.astype(jnp.float32)))
+    return jnp.sum(jnp.square(widened(array)))

@@ -5,7 +5,7 @@
     "16.16"   F and B in half; weights and the optimizer's state in half, too
 
 The first number is the precision of the computation, the second the precision of the weights and the optimizer's state.
-Sums of gradients over micro-batches and over replicas are always float32.
+Sums of gradients over micro-batches and over replicas are in float32 at least.
 """
 
 import dataclasses
@@ -27,6 +27,11 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
         return leaf.astype(dtype) if leaf_dtype in narrow else leaf
 
     return jax.tree.map(one, tree)
+
+
+def widened(x: Any) -> Any:
+    """Return an array in float32 at least: float64 stays float64, and integers become float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def computing_in(stage: Stage, dtype: Any) -> Stage:

@@ -26,7 +26,7 @@ from ipu_jax.training._loss_scale import current_scale, next_scale
 from ipu_jax.training._model import aux_of_loss
 from ipu_jax.training._nonfinite import Verdict, first_of, judged
 from ipu_jax.training._norms import learning_rate_in, norms
-from ipu_jax.training._precision import stochastic_round
+from ipu_jax.training._precision import stochastic_round, widened
 from ipu_jax.training.replicas import Replicas
 from ipu_jax.training.state import StepOutputs, TrainState
 
@@ -113,7 +113,7 @@ class Iteration:
             finite = self._all_finite(gradients, reduced=False)
             verdict = Verdict(finite, finite)
         if divisor is not None:
-            gradients = [g.astype(jnp.float32) / divisor for g in gradients]
+            gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
         exact_gradients = gradients
         gradients = [g.astype(block.dtype) for g, block in zip(gradients, blocks, strict=True)]
 
@@ -147,7 +147,7 @@ class Iteration:
             updated=None if verdict is None else verdict.made.astype(jnp.int32),
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm,
-            learning_rate=None if rate is None else jnp.asarray(rate, jnp.float32),
+            learning_rate=None if rate is None else widened(rate),
             nonfinite=None if verdict is None else verdict.number,
             skipped=None if verdict is None else 1 - verdict.made.astype(jnp.int32),
         )
@@ -199,7 +199,8 @@ class Iteration:
         if not options.weighted:
             return (lax.pmean(loss, REPLICA_AXIS) if self.model.replicas > 1 else loss), static
         counts = counts_of(aux_of_loss(self.model, aux), dims=1)
-        here = (loss * self.model.options.gradient_accumulation, counts.astype(jnp.float32).sum())
+        count = jnp.sum(counts, dtype=jnp.promote_types(counts.dtype, loss.dtype))
+        here = (loss * self.model.options.gradient_accumulation, count)
         total, count = lax.psum(here, REPLICA_AXIS) if self.model.replicas > 1 else here
         if self.model.options.reduction == "sum":
             return total, static

@@ -125,7 +125,7 @@ def first_nonfinite(step: int, flags: Flags) -> NonFinite | None:
         microbatch, stage, replica, what = found
         return _named(step, flags, replica, microbatch, -stage, what)
     with np.errstate(over="ignore"):
-        loss = float(flags.losses.sum(dtype=np.float32) / flags.losses.size)
+        loss = float(flags.losses.sum() / flags.losses.size)
     if not np.isfinite(loss):
         return NonFinite(step, None, None, None, None, "the sum of the losses", loss)
     if not flags.sums_are_finite:

@@ -169,6 +169,7 @@ class Replicas:
         m, reduction = self.options.gradient_accumulation, self.options.reduction
         return f"Replicas({name}, replication_factor={self.replicas}, gradient_accumulation={m}, {reduction=})"
 
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def shard(self, params: Any) -> Any:
         """Place a pytree of whole weights on every replica. Communicates from host to device only."""
         return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
@@ -181,6 +182,7 @@ class Replicas:
         )
         return jax.tree.map(shape_of, params)
 
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def unshard(self, sharded: Any) -> Any:
         """Return the whole tree, on this instance's default device: the inverse of `shard`. Communicates nothing."""
         check_alive("sharded", sharded)

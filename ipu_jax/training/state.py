@@ -75,11 +75,11 @@ class StepOutputs:
         loss: over all micro-batches and replicas, unscaled.
         aux: what the model returned besides the loss, leaves (M, ...) or (replicas, M, ...); None if nothing.
         updated: under a `DynamicScale` or `on_nonfinite`, int32: 1 if the update was made, 0 if it was not; else None.
-        gradient_norm: under `TrainOptions(norms=True)`, float32: the norm over all gradients of all IPUs, reduced over
-            micro-batches and replicas, unscaled, and before `max_gradient_norm`; else None.
-        parameter_norm: under `TrainOptions(norms=True)`, float32: the norm over all trained weights of all IPUs, before
-            the update; else None.
-        learning_rate: float32, this update's learning rate if the optimizer keeps it in its state, as
+        gradient_norm: under `TrainOptions(norms=True)`, float32 at least: the norm over all gradients of all IPUs,
+            reduced over micro-batches and replicas, unscaled, and before `max_gradient_norm`; else None.
+        parameter_norm: under `TrainOptions(norms=True)`, float32 at least: the norm over all trained weights of all
+            IPUs, before the update; else None.
+        learning_rate: float32 at least, this update's learning rate if the optimizer keeps it in its state, as
             `optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)` does. None if it is not in the state, as in
             `optax.adamw(schedule)`, or in several places.
         nonfinite: under `TrainOptions(on_nonfinite=)`, int32: the number, counted from 1, of the first update since the

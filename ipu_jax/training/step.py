@@ -126,6 +126,7 @@ class TrainStep:
     # state
 
     @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
         """Place whole weights, and the optimizer's first state for them, on the IPUs.
 
@@ -143,6 +144,7 @@ class TrainStep:
         return self._placement.first(params, stages, self._arguments.key_for_state(key))
 
     @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def restore(self, whole: dict[str, Any]) -> TrainState:
         """Return the state to continue with from what `whole` returned.
 
@@ -163,6 +165,7 @@ class TrainStep:
         return self._placement.placed(whole)
 
     @beacons.during(Phase.BUSY, "gathering the state", beacons.LONG)
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.
 
@@ -249,6 +252,7 @@ class TrainStep:
         """
         self._arguments.check_state(state)
 
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def find_nonfinite(self, state: TrainState, batch: Any, *, step: int | None = None) -> NonFinite | None:
         """Name the first value that is not finite in an update, by replica, micro-batch and stage. Nothing is updated.
 
@@ -277,6 +281,7 @@ class TrainStep:
         self._arguments.check_one_update(state, batch)
         return self._diagnosis.find(state, batch, int(state.step) + 1 if step is None else step)
 
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:
         """Return the loss of a batch, or `(loss, aux)`, by the stages' `evaluate` functions, without an update.
 

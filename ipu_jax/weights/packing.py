@@ -65,6 +65,7 @@ def empty_sharded(ipus: int) -> Sharded:
     return Sharded([], {}, PackedLayout(ipus, (), ()))
 
 
+@jax.transfer_guard("allow")  # the caller asks for this transfer
 def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
@@ -116,6 +117,7 @@ def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
     return np.pad(value, widths) if any(after for _, after in widths) else value
 
 
+@jax.transfer_guard("allow")  # the caller asks for this transfer
 def unshard_tree(sharded: Sharded) -> dict[str, Any]:
     """Return `{group: pytree}` with its original shapes and without padding: the inverse of `shard_tree`.
 
