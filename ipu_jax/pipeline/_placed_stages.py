@@ -131,7 +131,8 @@ class PlacedStages:
             transformation: any `optax.GradientTransformation` that does not call the loss function itself.
 
         Raises:
-            ValueError: its update needs a function that computes the loss, as in lbfgs.
+            ValueError: its update needs a function that computes the loss, as in lbfgs, or the gradients of each
+                example, as in dpsgd.
 
         >>> import jax.numpy as jnp, optax
         >>> from ipu_jax import Pipeline
