@@ -1,6 +1,7 @@
-"""Call an optimizer's update with the extra arguments that it takes, and refuse optimizers that need any other.
+"""Call an optimizer's update with the extra arguments that it takes, and refuse optimizers that need anything else.
 
-A training step can pass one extra argument besides gradients, state and weights: `value=`, the loss.
+A training step can pass one extra argument besides gradients, state and weights: `value=`, the loss. It has the
+gradients of an update, not of each example.
 """
 
 from typing import Any
@@ -12,14 +13,14 @@ _OF_LOSS_FUNCTIONS = ("value_fn", "grad_fn", "obj_fn")
 
 
 class MissingArgumentError(ValueError):
-    """An optimizer's update needs an argument that a training step cannot give."""
+    """An optimizer's update needs an argument, or gradients, that a training step cannot give."""
 
 
 def updated(optimizer: Any, gradients: Any, state: Any, params: Any, value: Any) -> Any:
     """Return `(updates, new state)`. Passes the loss as `value=` only to an update that takes it (sam's does not).
 
     Raises:
-        MissingArgumentError: the update calls the loss function itself.
+        MissingArgumentError: the update calls the loss function itself, or reads gradients per example.
     """
     try:
         try:
@@ -29,6 +30,13 @@ def updated(optimizer: Any, gradients: Any, state: Any, params: Any, value: Any)
                 raise
             return optimizer.update(gradients, state, params)
     except (TypeError, ValueError) as error:
+        if "have a batch dimension in the 0th axis" in str(error):
+            raise MissingArgumentError(
+                "optimizer: its update needs the gradients of each example, as optax.contrib.dpsgd does, but a "
+                "training step has only their sum: clip them inside the loss function, with a jax.custom_vjp as in "
+                "'Gradients per example' of docs/training.md, and add noise by optax.chain(optax.add_noise(...), "
+                "optax.sgd(...))"
+            ) from error
         needed = next((name for name in _OF_LOSS_FUNCTIONS if name in str(error)), None)
         if needed is None:
             raise
@@ -44,7 +52,7 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
 
     Raises:
         ValueError: it is not an optimizer, such as `optax.adam` without its arguments.
-        MissingArgumentError: a trace with small test weights shows that the update calls the loss function.
+        MissingArgumentError: a trace with small test weights shows what `updated` refuses.
     """
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer.update
@@ -56,7 +64,8 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
         return updated(optimizer, params, optimizer.init(params), params, value)
 
     try:
-        jax.eval_shape(update, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 2), ())))
+        matrix, bias, loss = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 2), (3,), ()))
+        jax.eval_shape(update, [matrix, bias], loss)  # of unequal rows, which cannot be examples
     except MissingArgumentError:
         raise
     except Exception:

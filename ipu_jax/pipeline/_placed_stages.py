@@ -135,7 +135,7 @@ class PlacedStages:
 
         Raises:
             ValueError: it is neither, such as `optax.adam` without its arguments; or its update needs a function that
-                computes the loss, as in lbfgs.
+                computes the loss, as in lbfgs, or the gradients of each example, as in dpsgd.
 
         >>> import jax.numpy as jnp, optax
         >>> from ipu_jax import Pipeline

@@ -62,7 +62,8 @@ def make_train_step(
 
     Raises:
         ValueError: the options contradict the model's options, an argument has the wrong type, or the optimizer's
-            update calls the loss function itself (`optax.lbfgs` with its line search).
+            update calls the loss function itself (`optax.lbfgs` with its line search) or reads the gradients of each
+            example (`optax.contrib.dpsgd`).
 
     >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))

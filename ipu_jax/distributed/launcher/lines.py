@@ -11,6 +11,7 @@ Nothing here imports jax.
 """
 
 import dataclasses
+import itertools
 import re
 from typing import Final, Literal
 
@@ -21,7 +22,6 @@ PART_AFTER: Final = 1.0
 LONGEST: Final = 1048576
 """Bytes of a line after which it is passed on in parts."""
 
-_END: Final = re.compile(rb"[\r\n]")
 # The beginning of a UTF-8 character, or of a terminal command, which a cut must not separate from its end.
 _BEGUN: Final = re.compile(
     rb"(?:[\xc2-\xf4]|[\xe0-\xf4][\x80-\xbf]|[\xf0-\xf4][\x80-\xbf]{2}|\x1b(?:\[[0-9;:]{0,30})?)\Z"
@@ -34,7 +34,7 @@ class Piece:
 
     Attributes:
         kind: "line" is a whole line, the rest of a line, or several whole lines with newlines between them. "part" is
-            the beginning of a line, or more of it. "state" is a passing text.
+            the beginning of a line, or more of it. "state" is a passing text, or several with newlines between them.
         text: its content.
         goes_on: whether a part of the same line came before.
     """
@@ -49,7 +49,7 @@ class Splitter:
 
     >>> splitter = Splitter()
     >>> [(piece.kind, piece.text) for piece in splitter.feed(b"one\\r\\ntwo\\r 10%\\r 20%\\r100%\\nthree", now=0.0)]
-    [('line', b'one'), ('state', b'two'), ('state', b' 10%'), ('state', b' 20%'), ('line', b'100%')]
+    [('line', b'one'), ('state', b'two'), ('state', b' 10%\\n 20%'), ('line', b'100%')]
     >>> [(piece.kind, piece.text) for piece in splitter.tick(now=2.0)]
     [('part', b'three')]
     """
@@ -73,14 +73,15 @@ class Splitter:
             text = text[:-1]
         if b"\r" in text:
             text = text.replace(b"\r\n", b"\n")
-            for found in _END.finditer(text):
-                pieces += self._ended(self._with_rest(text[begin : found.start()]), passing=found[0] == b"\r")
-                begin = found.end()
-        elif (end := text.find(b"\n")) >= 0:
-            pieces += self._ended(self._with_rest(text[:end]), passing=False)
-            begin = text.rindex(b"\n") + 1
-            if begin > end + 1:  # passing on each line on its own would take most of the time
-                pieces.append(Piece("line", text[end + 1 : begin - 1]))
+        line, state = text.find(b"\n"), text.find(b"\r")
+        while line >= 0 or state >= 0:
+            passing = line < 0 or 0 <= state < line
+            first, other, end = (state, line, b"\r") if passing else (line, state, b"\n")
+            pieces += self._ended(self._with_rest(text[begin:first]), passing=passing)
+            begin = 1 + text.rindex(end, first, other if other >= 0 else len(text))
+            if begin > first + 1:  # passing on each of them on its own would take most of the time
+                pieces += self._more(text[first + 1 : begin - 1], passing=passing)
+            line, state = (line, text.find(b"\r", begin)) if passing else (text.find(b"\n", begin), state)
         if begin:
             self._since = now
         self._rest += text[begin:]
@@ -140,6 +141,17 @@ class Splitter:
             text = self._state  # a newline leaves the last state in place
         self._state = b""
         return [Piece("line", text, goes_on)]
+
+    def _more(self, text: bytes, *, passing: bool) -> list[Piece]:
+        """Return the piece of the lines, or passing texts, that follow one with the same end."""
+        if not passing:
+            return [Piece("line", text)]
+        before = self._state
+        states = [state for state, _ in itertools.groupby([before, *text.split(b"\r")])][1:]
+        if not states:
+            return []
+        self._state = states[-1]
+        return [Piece("state", b"\n".join(states))]
 
     def _part(self, now: float) -> Piece:
         piece = Piece("part", self._with_rest(), self._open)

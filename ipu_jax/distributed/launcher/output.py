@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from ipu_jax._terminal import has_commands, without_commands
+from ipu_jax._terminal import without_commands
 from ipu_jax.distributed.launcher.events import Stream
 from ipu_jax.distributed.launcher.lines import Piece, Splitter
 from ipu_jax.distributed.launcher.screen import Screen
@@ -174,7 +174,12 @@ class Display:
         for piece in itertools.chain.from_iterable(_clean(each, source, stream) for each in pieces):
             if piece.kind == "state":
                 if instance == 0 and not hidden:
-                    self._put(stream, screen.state(key, self._tag(instance, stream), piece.text, time.monotonic()))
+                    tag, now = self._tag(instance, stream), time.monotonic()
+                    # of the texts between two blank ones, the first may be due, and the last stays
+                    for _, run in itertools.groupby(piece.text.split(b"\n"), lambda text: not text.strip()):
+                        first, *others = run
+                        for text in (first, *others[-1:]):
+                            self._put(stream, screen.state(key, tag, text, now))
                 continue
             last, shown = [piece.text], self._shown + 1
             if b"\n" in piece.text:
@@ -200,24 +205,28 @@ class Display:
 
 
 def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
-    """Yield a piece without terminal commands or gloo's noise: line by line only if it contains any.
+    """Yield a piece without terminal commands or gloo's noise: line by line only if it contains gloo's.
 
     A bar that has a terminal to itself may erase its own lines. Here it would erase tags, and other instances' lines.
     The same holds for a file or a pipe, which may be shown on a terminal later.
     """
     may_be_noisy = stream == "stdout" and piece.kind != "state"
-    is_noisy = may_be_noisy and (source.ends_of_noise or any(said in piece.text for said in _SAID_BY_GLOO))
-    if not is_noisy and not has_commands(piece.text):
+    text = without_commands(piece.text)
+    if text is not piece.text:
+        if b"\n\n" in b"\n%b\n" % text:  # a line that had nothing but commands is left out
+            pairs = zip(text.split(b"\n"), piece.text.split(b"\n"), strict=True)
+            left = [line for i, (line, before) in enumerate(pairs) if line or not before or (piece.goes_on and i == 0)]
+            if not left:
+                return
+            text = b"\n".join(left)
+        piece = dataclasses.replace(piece, text=text)
+    if not (may_be_noisy and (source.ends_of_noise or any(said in piece.text for said in _SAID_BY_GLOO))):
         yield piece
         return
     for i, line in enumerate(piece.text.split(b"\n")):
-        goes_on, text = piece.goes_on and i == 0, without_commands(line)
-        if line and not text and not goes_on:
-            continue
-        if may_be_noisy:
-            text, source.ends_of_noise = without_noise(text, source.ends_of_noise)
+        text, source.ends_of_noise = without_noise(line, source.ends_of_noise)
         if text is not None:
-            yield dataclasses.replace(piece, text=text, goes_on=goes_on)
+            yield dataclasses.replace(piece, text=text, goes_on=piece.goes_on and i == 0)
 
 
 def _screens() -> dict[Stream, Screen]:

@@ -10,8 +10,9 @@ import optax
 import pytest
 from optax import contrib
 
-from ipu_jax import Pipeline, Stage, make_train_step
+from ipu_jax import Pipeline, Stage, TrainOptions, make_train_step
 from support.dense import largest_relative_error
+from support.documents import ROOT, blocks
 from support.refusals import refused
 
 M, UPDATES, ROWS = 2, 4, 5
@@ -199,6 +200,49 @@ CALL_THE_LOSS: dict[str, tuple[Callable[[], Any], str]] = {
 def test_an_optimizer_that_calls_the_loss_itself_is_refused_when_the_step_is_made(make, needed):
     with refused(f"optimizer: its update needs {needed}={NEEDS}"):
         make_train_step(pipeline(), make())
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_one_that_needs_gradients_per_example_is_refused_when_the_step_is_made(momentum):
+    # the parts of contrib.dpsgd
+    optimizer = optax.chain(contrib.differentially_private_aggregate(1.0, 1.1, 0), optax.sgd(0.1, momentum))
+    for model in (pipeline(), lambda w, mb: jnp.mean((mb @ w) ** 2)):
+        with refused(
+            "optimizer: its update needs the gradients of each example, as optax.contrib.dpsgd does, but a training "
+            "step has only their sum: clip them inside the loss function, with a jax.custom_vjp as in 'Gradients per "
+            "example' of docs/training.md, and add noise by optax.chain(optax.add_noise(...), optax.sgd(...))"
+        ):
+            make_train_step(model, optimizer)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+def test_the_documented_clipping_per_example_is_dp_sgd(loss_scale):
+    (code,) = (code for code in blocks(ROOT / "docs/training.md", "python") if "clipped_per_example" in code)
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "optax": optax}
+    names |= {"make_train_step": make_train_step, "TrainOptions": TrainOptions}
+    exec(code, names)
+    rng = np.random.default_rng(2)
+    weights = {"w": rng.normal(size=(4096, 2)).astype(np.float32), "b": np.ones(2, np.float32)}
+    scales = rng.uniform(0, 0.02, (2, 4, 8, 1))
+    batch = {"x": (scales * rng.normal(size=(2, 4, 8, 4096))).astype(np.float32), "y": np.ones((2, 4, 8), np.float32)}
+    loss = lambda p, example: (jnp.sum(jnp.tanh(example["x"] @ p["w"] + p["b"])) - example["y"]) ** 2  # noqa: E731
+    examples = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)
+    gradients = jax.vmap(jax.grad(loss), in_axes=(None, 0))(weights, examples)
+    norms = np.sqrt(np.sum(np.square(gradients["w"]), (1, 2)) + np.sum(np.square(gradients["b"]), 1))
+    limit = float(np.median(norms))  # half of the gradients are clipped
+    plain = optax.chain(contrib.differentially_private_aggregate(limit, 0.0, 0), optax.sgd(0.1))
+    expected = optax.apply_updates(weights, plain.update(gradients, plain.init(weights), weights)[0])
+    options = TrainOptions(replication_factor=2, gradient_accumulation=4, loss_scale=loss_scale)
+    found = {}
+    for optimizer in (optax.sgd(0.1), optax.chain(names["noise"], optax.sgd(0.1))):
+        step = make_train_step(names["clipped_per_example"](loss, limit), optimizer, options)
+        found[optimizer] = step.whole(step(step.init(weights), batch)[0])["params"]
+    without, noisy = found.values()
+    assert largest_relative_error(without, expected) < 1e-6
+    moved = jax.tree.map(lambda a, b: a - b, without, weights)
+    assert largest_relative_error(moved, jax.tree.map(lambda a, b: a - b, expected, weights)) < 1e-3
+    deviation = 0.1 * names["LIMIT"] * names["NOISE"] / len(norms)
+    np.testing.assert_allclose(np.std(noisy["w"] - without["w"]), deviation, rtol=0.05)
 
 
 def test_one_that_does_so_for_some_weights_only_is_refused_when_they_are_placed():

@@ -1,6 +1,7 @@
 """Test that training works, and returns the same bits, under the settings of jax that find mistakes."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def step_of(kind):
     return make_train_step(model, optax.adamw(0.1), OPTIONS)
 
 
-def trained(kind, key, around_calls=contextlib.nullcontext):
+def trained(kind, key, around_calls: Any = contextlib.nullcontext):
     step = step_of(kind)
     state = step.init(PARAMS, stages=STATE if kind == "pipeline" else None, key=key)
     for _ in range(2):
