@@ -271,6 +271,10 @@ class Feed:
             self._drop()
         self._position = position
 
+    def check_epoch(self, epoch: int) -> None:
+        """Raise `ValueError` if the source cannot return to the start of an epoch, as an iterator never can."""
+        self._reader.at_epoch(epoch)
+
     def seek(self, epoch: int) -> None:
         """Go to the start of an epoch. If the feed is there already, batches that are ready are kept.
 

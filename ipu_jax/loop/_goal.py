@@ -71,6 +71,8 @@ def goal_of(feed: Feed, made: int, epochs: float | None, updates: int | None) ->
         raise ValueError(f"epochs={epochs!r}, but a stream does not say how long one is: give an int, or updates=")
     end = Position(feed.position.epoch + int(epochs), 0)
     _check_end(feed, f"epochs={epochs}", end)
+    if epochs > 1:
+        feed.check_epoch(end.epoch - 1)
     return Goal(epoch=end.epoch)
 
 

@@ -370,6 +370,15 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(change, words):
         assert not given["state"].step.is_deleted()
 
 
+def test_an_iterator_is_refused_for_a_second_epoch_before_the_first():
+    step, rows = make_step(), normal(0, 2 * SIZE, D)
+    with Feed(iter(rows), items="examples", step=step, micro_batch=B) as feed:
+        with pytest.raises(ValueError, match=r"cannot be repeated, so .* epoch 1 on: give a function"):
+            fit(step, step.init(weights()), feed, epochs=2)
+        result = fit(step, step.init(weights()), feed, say=Lines())
+    assert (result.updates, result.stopped) == (2, None)
+
+
 def test_a_used_state_and_a_feed_of_another_mesh_are_refused():
     step = make_step()
     first = step.init(weights())
