@@ -1,5 +1,6 @@
 """Test which of the slow tests run: a fixed few of them, all, or one of the parts that together are all."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -94,3 +95,94 @@ def test_no_test_starts_after_the_deadline_and_their_number_is_said(printed_by, 
 def test_other_values_are_refused(printed_by):
     for printed in printed_by(*(f"--slow={wrong}" for wrong in ("none", "5/5", "1/0", "-1/5", "1"))):
         assert "status 4" in printed
+
+
+PYTHON = """#!/bin/sh
+echo "${0##*.} $0"
+"""
+# It makes a virtual environment whose pytest says what it was asked for.
+MAKE = """#!/bin/bash
+for word; do case "$word" in VENV=*) venv="${word#VENV=}" ;; esac; done
+mkdir -p "$venv/bin"
+cat > "$venv/bin/python" <<'END'
+#!/bin/bash
+echo "asked: $0 $*"
+[ -z "$LATE" ] || echo "$LATE tests did not run: later than --slow-deadline"
+exit ${STATUS:-0}
+END
+chmod +x "$venv/bin/python"
+"""
+
+
+@pytest.fixture
+def ci(tmp_path):
+    """Return functions that commit to a repository with the script of CI, and run it there."""
+    tools, repository = tmp_path / "tools", tmp_path / "repository"
+    tools.mkdir()
+    for name, text in (("make", MAKE), ("python3.11", PYTHON), ("python3.19", PYTHON)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    shutil.copytree(ROOT / ".ci", repository / ".ci")
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "GIT_CONFIG_GLOBAL": os.devnull}
+
+    def git(*words: str, cwd: Path = repository) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True, env=environment)
+
+    def run(cwd: Path = repository, **variables: str) -> tuple[int, str]:
+        command = [cwd / ".ci" / "run"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**environment, **variables}, timeout=60)
+        return done.returncode, done.stdout
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    return git, run
+
+
+def asked_of(printed: str) -> tuple[str, str]:
+    """Return the Python and the part of the slow tests that ran."""
+    ((python, part),) = re.findall(r"^asked: \.venv-3\.(\d+)/bin/python -m pytest .*--slow=(\d/5) ", printed, re.M)
+    return python, part
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_ten_commits_run_each_fifth_under_the_oldest_and_the_newest_python(ci):
+    git, run = ci
+    asked = []
+    for _ in range(10):
+        git("commit", "--allow-empty", "-m", "next")
+        status, printed = run()
+        assert status == 0
+        asked.append(asked_of(printed))
+    assert len(set(asked)) == 10
+    assert {python for python, _ in asked} == {"11", "19"}
+    assert sorted(part for _, part in asked[:5]) == [f"{k}/5" for k in range(5)]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+@pytest.mark.parametrize(
+    ("variables", "status", "last"),
+    [
+        ({"LATE": "0"}, 0, "0 failed, 0 tests of part 1/5 did not run in time"),
+        ({"LATE": "17"}, 0, "0 failed, 17 tests of part 1/5 did not run in time"),
+        ({"LATE": "17", "STATUS": "1"}, 1, "1 failed, 17 tests of part 1/5 did not run in time"),
+        ({"STATUS": "3"}, 1, "1 failed, ? tests of part 1/5 did not run in time"),
+    ],
+)
+def test_the_last_line_of_ci_says_how_many_tests_did_not_run(ci, variables, status, last):
+    _, run = ci
+    found, printed = run(**variables)
+    assert found == status
+    assert re.fullmatch(rf"== \d+ minutes, {re.escape(last)}", printed.splitlines()[-1])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_a_shallow_clone_does_not_count(ci, tmp_path):
+    git, run = ci
+    git("commit", "--allow-empty", "-m", "second")
+    git("clone", "--depth", "1", f"file://{tmp_path / 'repository'}", str(tmp_path / "shallow"))
+    status, printed = run(tmp_path / "shallow", LATE="0")
+    assert status == 0
+    assert "== a shallow clone does not know the count of commits: the hash decides" in printed
+    assert asked_of(printed)[0] in ("11", "19")
