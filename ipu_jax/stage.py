@@ -112,7 +112,8 @@ class Stage:
         predict: the function that `Pipeline.predict` runs, in place of `evaluate` or `fn`. It is called like `fn`. The
             last stage must have one, which returns the outputs of one micro-batch, any pytree of arrays, in place of
             the loss. If it returns a state, the next micro-batch reads that state (a cache); otherwise the state stays.
-            `key=` is None if none is given.
+            Without `predict`, the state that `evaluate` or `fn` returns is dropped; for `fn`, a warning says so. A
+            stage with a cache needs `predict=fn`. `key=` is None if none is given.
         predict_specs: on a concurrent last stage, a `PartitionSpec`, or a pytree of them that is a prefix of the
             outputs, for the dims of one micro-batch's outputs: an output with "ipu" stays split over the IPUs, such as
             logits by vocabulary. By default every IPU returns the whole outputs.

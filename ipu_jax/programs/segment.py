@@ -7,6 +7,7 @@ stage adds travels to the end, where the last stage's loss is added to it.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,6 +113,13 @@ class Segment:
                     extra["skips"] = {name: _taken(name, stage, x) for name in stage.takes}
                 out = self._function(stage)(weights, x.y, inputs.microbatch, **extra)
                 out = out if isinstance(out, Outputs) else Outputs(out)
+                if self.role == "prediction" and not (stage.predict or stage.evaluate) and out.state is not None:
+                    warnings.warn(
+                        f"stage {stage.name!r}: predict drops the state that fn returns, so every micro-batch reads "
+                        "the same state: give Stage(..., predict=fn) to continue with it (a cache), or evaluate= a "
+                        "function that returns no state",
+                        stacklevel=2,
+                    )
                 if stage.state is not None and self._changes_state(stage, out):
                     new_state[stage.state] = _checked_state(stage, out.state, extra["state"])
                 if stage.state is None and out.state is not None:

@@ -1,5 +1,6 @@
 """Test `Pipeline.predict`: outputs of any number of micro-batches, split or whole; the expected ones are NumPy's."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -259,6 +260,24 @@ def test_a_batch_whose_leading_dims_do_not_fit(batch, replicas, found):
     pipeline = model(replicas=replicas)
     with refused(found):
         pipeline.predict(pipeline.shard(PARAMS), batch)
+
+
+@pytest.mark.parametrize("other", [{}, {"predict": True}, {"evaluate": True}], ids=str)
+def test_a_state_of_fn_that_predict_drops_is_warned_of(other):
+    def counted(w, x, mb, *, state):
+        return Outputs(mb + state, state=state + 1)
+
+    first = dataclasses.replace(Stage(counted, state="count", ipu=0, name="counts"), **dict.fromkeys(other, counted))
+    last = Stage(lambda w, x, mb: jnp.mean(x * w), params="w", ipu=1, predict=lambda w, x, mb: x * w)
+    pipeline = Pipeline([first, last], gradient_accumulation=2)
+    warned = contextlib.nullcontext() if other else pytest.warns(UserWarning, match="'counts': predict drops the state")
+    with warned:
+        found = pipeline.predict(
+            pipeline.shard({"w": np.float32(1)}),
+            np.zeros((3, 1), np.float32),
+            pipeline.shard_state({"count": np.float32(5)}),
+        )
+    np.testing.assert_array_equal(found[:, 0], [5, 6, 7] if "predict" in other else [5, 5, 5])
 
 
 def test_a_new_state_that_there_cannot_be():

@@ -76,14 +76,13 @@ def as_float64(tree: Any) -> Any:
 
 
 def nudged(tree: Any, seed: int) -> Any:
-    """Return the tree with each float32 number changed at random, by at most one unit in its last place."""
+    """Return the tree with each float32 or float64 number changed at random, by at most one unit in its last place."""
     rng = np.random.default_rng(seed)
-    eps = np.finfo(np.float32).eps
 
     def move(leaf: Any) -> Any:
-        if leaf.dtype != np.float32:
+        if leaf.dtype not in (np.float32, np.float64):
             return leaf
-        return (leaf * (1 + eps * rng.uniform(-1, 1, leaf.shape))).astype(np.float32)
+        return (leaf * (1 + np.finfo(leaf.dtype).eps * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
 
     return jax.tree.map(move, tree)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,7 +102,8 @@ def assert_predicts(model: Model, pipeline: Pipeline, micro_batches: int) -> Non
     batch = dataclasses.replace(model, micro_batches=micro_batches).batch(1)
     batch = {name: leaf for name, leaf in batch.items() if name not in ("labels", "y")}  # prediction has no targets
     given = batch if model.replicas > 1 else {name: leaf[0] for name, leaf in batch.items()}
-    with bubbles_of_nan():
+    with bubbles_of_nan(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*predict drops the state")  # running averages, which are only read
         found = pipeline.predict(params, given, state, key)
     found = np.asarray(found).reshape(model.replicas, micro_batches, *found.shape[-2:])
     exact = Dense(model, exact=True).predict(model.weights(), batch, model.state(), key)

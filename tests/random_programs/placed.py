@@ -97,7 +97,7 @@ def _function(piece: Piece, weighted: bool) -> Callable[..., Any]:
             h = jnp.where(kept, h / piece.keep, 0).astype(h.dtype)
         new = None
         if piece.norm:
-            h, new = _norm(h.astype(jnp.float32), state)
+            h, new = _norm(_wide_enough(h), state)
         aux = {"mean": h.mean(), "rows": h[:, 0]} if piece.aux else None
         y = h if piece.loss is None else _LOSSES[piece.loss.kind](piece.loss, w, h, mb)
         if weighted and piece.loss is not None:
@@ -110,6 +110,10 @@ def _function(piece: Piece, weighted: bool) -> Callable[..., Any]:
         return Outputs(y, state=new, skips={piece.sends: begun} if piece.sends else {}, aux=aux)
 
     return fn
+
+
+def _wide_enough(x: Any) -> Any:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _begin(piece: Piece, w: Any, x: Any, mb: Any) -> Any:
@@ -173,7 +177,7 @@ def _attention(block: Block, w: Any, h: Any, mb: Any) -> Any:
 
 
 def _layer_norm(block: Block, w: Any, h: Any, mb: Any) -> Any:
-    wide = h.astype(jnp.float32)
+    wide = _wide_enough(h)
     y = (wide - wide.mean(-1, keepdims=True)) * lax.rsqrt(wide.var(-1, keepdims=True) + EPSILON)
     return (y * w["gain"] + w["bias"]).astype(h.dtype)
 
@@ -271,11 +275,11 @@ _BLOCKS: dict[str, Callable[..., Any]] = {
 
 def _mse(loss: Loss, w: Any, h: Any, mb: Any) -> Any:
     w = w["loss"]["w"]
-    return jnp.mean((h.astype(jnp.float32) @ w.astype(jnp.float32) - mb["y"][:, : w.shape[1]]) ** 2)
+    return jnp.mean((_wide_enough(h) @ _wide_enough(w) - mb["y"][:, : w.shape[1]]) ** 2)
 
 
 def _classifier(loss: Loss, w: Any, h: Any, mb: Any) -> Any:
-    logits = h.astype(jnp.float32) @ w["loss"]["w"].astype(jnp.float32) + w["loss"]["b"]
+    logits = _wide_enough(h) @ _wide_enough(w["loss"]["w"]) + w["loss"]["b"]
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     return jnp.mean(log_sum - jnp.take_along_axis(logits, mb["labels"][:, None], axis=-1)[:, 0])
 
@@ -292,7 +296,7 @@ def _options(loss: Loss) -> dict[str, Any]:
 
 def _split_head(loss: Loss, w: Any, h: Any, mb: Any) -> Any:
     w = w["loss"]
-    logits = matmul(h.astype(jnp.float32), w["w"].astype(jnp.float32), size=VOCABULARY, bias=w["b"])
+    logits = matmul(_wide_enough(h), _wide_enough(w["w"]), size=VOCABULARY, bias=w["b"])
     return jnp.mean(log_softmax_cross_entropy(logits, mb["labels"], **_options(loss)))
 
 

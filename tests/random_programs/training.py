@@ -1,5 +1,7 @@
 """Compare a few updates of training steps, with random optax chains and options, with optax on one device in float64.
 
+Models compute in float32, in bfloat16 on weights that stay float32, or in float64.
+
 The losses that the calls return, the weights, the stages' state and the optimizer's own state are compared.
 """
 
@@ -92,6 +94,9 @@ class Case:
             self.model = dataclasses.replace(self.model, weighted=True, pieces=pieces)
         self.recipe = draw_recipe(dice)
         self.options = draw_options(dice, self.model, self.is_function)
+        if self.options.precision == "32.32":
+            computes = dice.weighted({"float32": 2, "bfloat16": 1, "float64": 1})
+            self.model = _computing_in(self.model, computes)
         self.calls = dice.between(1, 2)
         # how the state is kept: as a file of weights or as a checkpoint, read on more IPUs if there are more
         self.keeps = dice.weighted({"": 2, "safetensors": 1, "npz": 1, "checkpoint": 2})
@@ -109,22 +114,31 @@ class Case:
     def updates(self) -> int:
         return self.calls * self.options.device_iterations
 
+    @property
+    def is_wide(self) -> bool:
+        """Return whether the model computes in float64."""
+        return "float64" in self.model.dtypes
+
     def batches(self) -> list[dict[str, np.ndarray]]:
         """Return a batch for each update, leaves (replicas, M, ...); one may have infinity in a row of one replica."""
         found = [self.model.batch(u) for u in range(self.updates)]
         if self.bad is not None and self.bad < len(found):
             found[self.bad]["x"][-1, -1, 0, 0] = np.inf
             found[self.bad]["y"][-1, -1, 0, 0] = np.inf
-        return found
+        return as_float64(found) if self.is_wide else found
+
+    def _stages(self) -> Any:
+        state = self.model.state()
+        return (as_float64(state) if self.is_wide else state) or None
 
     def check(self) -> None:
         exact = self._trained(exact=True)
         half = [self.options.half] if self.options.precision != "32.32" else []
-        rounded = [self._trained(exact=False), self._trained(exact=False, nudge=1)]
-        if {*self.model.dtypes, *half} != {"float32"}:
+        rounded = [self._trained(exact=self.is_wide, nudge=nudge) for nudge in ((1, 2) if self.is_wide else (0, 1))]
+        if not {*self.model.dtypes, *half} <= {"float32", "float64"}:
             rounded.append(self._trained(exact=False, fused=False))
         whole, losses, updated, norms = self._found()
-        eps = coarsest([*self.model.dtypes, *half])
+        eps = float(np.finfo(np.float64).eps) if self.is_wide else coarsest([*self.model.dtypes, *half])
         want = [_told(run["losses"], self.options) for run in (exact, *rounded)]
         assert np.array_equal(np.isfinite(losses), np.isfinite(want[0])), f"losses {losses}, and should be {want[0]}"
         finite = np.isfinite(want[0])
@@ -141,12 +155,19 @@ class Case:
             assert np.array_equal(updated, wanted), f"updated {updated}, and should be {wanted}"
 
     def _found(self) -> tuple[dict[str, Any], np.ndarray, Any, Any]:
+        jax.config.update("jax_enable_x64", self.is_wide)  # not the context, which other threads don't see
+        try:
+            return self._found_in()
+        finally:
+            jax.config.update("jax_enable_x64", False)
+
+    def _found_in(self) -> tuple[dict[str, Any], np.ndarray, Any, Any]:
         """Return the results of the training step: whole state, losses, which updates were made, and norms."""
         model, options = self.model, self.options
         step = make_train_step(self._model(), self.recipe.build(), options)
         key = jax.random.key(model.seed) if step.random or options.stochastic_rounding else None
         weights: Any = model.weights()
-        state = step.init(weights, stages=model.state() or None, key=key)
+        state = step.init(weights, stages=self._stages(), key=key)
         batches, told = self.batches(), []
         with bubbles_of_nan():
             for call in range(self.calls):
@@ -192,7 +213,7 @@ class Case:
                 with Checkpoints(folder, step) as checkpoints:
                     checkpoints.save(state, now=True)
                 key = jax.random.key(0) if other.random or self.options.stochastic_rounding else None
-                first = other.init(self.model.weights(), stages=self.model.state() or None, key=key)
+                first = other.init(self.model.weights(), stages=self._stages(), key=key)
                 with Checkpoints(folder, other) as checkpoints:
                     found = checkpoints.restore(first)
                 assert found is not None
@@ -295,8 +316,8 @@ def draw_recipe(dice: Dice) -> Recipe:
 
 
 def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
-    iterations = dice.weighted({1: 2, 2: 2, 4: 1})
-    every = [k for k in (1, 2, 4) if iterations % k == 0]
+    iterations = dice.weighted({1: 1, 2: 2, 3: 1, 4: 2})
+    every = [k for k in (1, 2, 3, 4) if iterations % k == 0]
     precisions: dict[Precision, float] = {"32.32": 4, "16.32": 1, "16.16": 1}
     precision = dice.weighted(precisions)
     dynamic = DynamicScale(initial=2.0**4, growth_interval=dice.between(1, 3))
@@ -306,7 +327,7 @@ def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
         reduction=model.reduction if is_function else None,
         weighted=model.weighted,
         device_iterations=iterations,
-        outputs=dice.weighted({"final": 2, "all": 2, "sum": 1, dice.one_of(every): 1}),
+        outputs=dice.weighted({"final": 1, "all": 1, "sum": 1, dice.one_of(every): 1}),
         max_gradient_norm=dice.weighted({None: 3, 0.5: 1}),
         loss_scale=dice.weighted({1.0: 3, 64.0: 1, dynamic: 1}),
         precision=precision,
@@ -323,6 +344,17 @@ def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
 def _thawed(model: Model) -> Any:
     thaw = lambda leaf: dataclasses.replace(leaf, frozen=leaf.dtype == "int32")  # noqa: E731
     return tuple((name, tuple((path, thaw(leaf)) for path, leaf in leaves)) for name, leaves in model.groups)
+
+
+def _computing_in(model: Model, dtype: str) -> Model:
+    """Return a model whose blocks compute in `dtype`; weights are float32, or float64 if it is."""
+    block = lambda b: dataclasses.replace(b, dtype=dtype)  # noqa: E731
+    pieces = tuple(dataclasses.replace(piece, blocks=tuple(map(block, piece.blocks))) for piece in model.pieces)
+    if dtype != "float64":
+        return dataclasses.replace(model, pieces=pieces)
+    widened = lambda leaf: dataclasses.replace(leaf, dtype=dtype)  # noqa: E731
+    groups = tuple((name, tuple((path, widened(leaf)) for path, leaf in leaves)) for name, leaves in model.groups)
+    return dataclasses.replace(model, pieces=pieces, groups=groups)
 
 
 def _told(values: list[Any], options: TrainOptions) -> np.ndarray:
