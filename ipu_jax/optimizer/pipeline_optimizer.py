@@ -98,7 +98,7 @@ class PipelineOptimizer:
         if layout not in self._programs:
             self._programs[layout] = self._program(update, layout, self._specs(update, state))
         gradients = dataclasses.replace(gradients, layout=layout)
-        value = jnp.float32(0 if value is None else value)
+        value = jnp.zeros(()) if value is None else jnp.asarray(value)
         new, state = self._programs[layout](gradients, state, as_trained, value)
         return dataclasses.replace(new, layout=params.layout), state
 

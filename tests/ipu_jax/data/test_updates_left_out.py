@@ -51,6 +51,7 @@ def test_a_feed_says_once_which_updates_its_default_leaves_out(sizes, left_out):
     possible = count // (micro_batch * m * replicas)
     assert made == possible - (left_out[0] if left_out else 0)
     assert sum(batch.updates for batch in make(remainder="updates")) == possible
+    assert (make(remainder="updates").updates_per_epoch, feed.updates_per_epoch) == (possible, made)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

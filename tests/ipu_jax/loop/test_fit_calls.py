@@ -134,6 +134,20 @@ def test_each_epoch_is_saved_whatever_an_update_takes(tmp_path):
     assert saved == [[16, 20], [26, 34]]
 
 
+@pytest.mark.parametrize(("parts", "made"), [((0.78, 0.24), [5, 7]), ((0.01, 0.01, 1), [1, 2, 9]), ((2.5,), [18])])
+def test_parts_of_epochs_are_rounded_to_updates(parts, made):
+    """Epochs of 7 updates: 0.78 of one are 5.46 updates, 0.24 are 1.68, and 2.5 are 17.5, which rounds to even."""
+    step, found = make_step(3), []
+    with Feed(normal(8, 7 * SIZE, D), step=step, micro_batch=B) as feed:
+        state = step.init(weights())
+        for epochs in parts:
+            result = fit(step, state, feed, epochs=epochs, say=Lines())
+            state = result.state
+            found.append(result.updates)
+        assert feed.state()["position"] == made[-1] % 7 * SIZE
+    assert found == made
+
+
 # a stream, whose updates are no multiple of those of a call
 
 

@@ -76,11 +76,11 @@ def test_a_stream_has_a_line_for_each_hundred_updates():
 def test_lines_go_on_where_they_were_saved():
     printed = []
     lines = LossLines(10, printed.append)
-    lines.add(np.array([np.nan], np.float32), 1, 1, 0)
+    lines.add(np.array([np.nan, 1], np.float32), 2, 1, 0)
     again = LossLines(10, printed.append)
     again.restore(lines.state())
     again.add(np.array([3], np.float32), 1, 0, 2)
-    assert printed == ["Epoch 0.2, Mean loss: 3.000, 1 of 2 updates skipped"]
+    assert printed == ["Epoch 0.2, Mean loss: 2.000, 1 of 3 updates skipped"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
