@@ -1,6 +1,7 @@
 """Compare a pipeline with the unsharded program of its stages (`reference_value_and_grad`)."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,11 @@ from ipu_jax.processes.beacons import Phase
 from ipu_jax.reference import UNFUSED, unsharded_update
 from ipu_jax.weights.packing import Sharded
 
+# Results in which all operations round alike are equal, but for a few numbers that are rounded up in one program and down
+# in the other. This is more than such numbers change a leaf, and less than a fault of 1%.
+_ALIKE = 4e-3
+# Without this bound, a single number that is rounded otherwise in a moved run would hide such a fault.
+_CANCELS = 0.5
 _REDUCTIONS = ("psum", "psum2", "psum_invariant", "reduce_scatter")
 
 
@@ -94,8 +100,8 @@ def verify(
 
     In mixed precision, weights are float32 and stages cast them to bfloat16, float16 or float8. Then the results of two
     right programs differ by several percent, so that this comparison finds only gross faults. So both programs run once
-    more with each operation rounded. They round alike then, and must agree to the tolerance of the weights: a gradient
-    that is wrong by 1% is found. This is not possible if IPUs add half numbers, as in a concurrent stage with a half
+    more with each operation rounded. They round alike then, and must agree to 0.4% (float16: 0.1%): a gradient that is
+    wrong by 1% is found. Here only leaves that consist of rounding errors have a slack. This is not possible if IPUs add half numbers, as in a concurrent stage with a half
     input, because each IPU's part is rounded: faults below the tolerance of the half dtype are not found then (bfloat16
     6%, float16 0.8%). Verify the same stages in float32 too. If three or more half gradients of one value are added in
     another order than in the unsharded program, `rtol` has to be larger.
@@ -110,8 +116,8 @@ def verify(
         batch, state, key: as for `Pipeline.value_and_grad`.
         rtol: the largest relative error allowed in the loss and in each leaf (relative to the leaf's largest
             magnitude), in both comparisons. Default: the largest of 1e-5, 8 machine epsilons of the coarsest weight
-            dtype, and 8 of the leaf's own dtype; in the first comparison also 8 of the coarsest dtype that the step
-            computes.
+            dtype, and 8 of the leaf's own dtype. In mixed precision also 8 of the coarsest dtype that the step computes
+            in the first comparison, and the smaller of 0.004 and one of these in the second.
 
     Returns:
         The `VerificationReport` of the last comparison.
@@ -157,10 +163,12 @@ def verify(
     if computed and not added:
         actual, expected = sharded(fused=False), unsharded(weights, fused=False)
         comparison = _Comparison(pipeline.mesh, actual, expected)
-        if not comparison.passes(allowed):
+        eps = max(float(jnp.finfo(dtype).eps) for dtype in computed)
+        alike = _Allowed(rtol, max(allowed.default, min(_ALIKE, eps)))
+        if not comparison.passes(alike):
             others = [unsharded(_moved(weights, seed), fused=False) for seed in range(3)]
-            comparison = _Comparison(pipeline.mesh, actual, expected, others)
-        comparison.check(allowed)
+            comparison = _Comparison(pipeline.mesh, actual, expected, others, least_slack=_CANCELS)
+        comparison.check(alike)
     return comparison.report
 
 
@@ -225,14 +233,23 @@ class _Comparison:
         mesh: the pipeline's mesh.
         actual, expected: the results of both programs, by name.
         others: results of the unsharded program whose differences from `expected` are rounding errors.
+        least_slack: the slack of a leaf, relative to its largest magnitude, below which it has none.
 
     Attributes:
         leaves: per name, the compared leaves.
         report: the errors.
     """
 
-    def __init__(self, mesh: Mesh, actual: dict[str, Any], expected: dict[str, Any], others: Sequence[Any] = ()):
-        slack = jax.tree.map(_slack, expected, *others)
+    def __init__(
+        self,
+        mesh: Mesh,
+        actual: dict[str, Any],
+        expected: dict[str, Any],
+        others: Sequence[Any] = (),
+        *,
+        least_slack: float = 0.0,
+    ):
+        slack = jax.tree.map(functools.partial(_slack, least=least_slack), expected, *others)
         self.leaves = {
             name: [
                 _Compared(f"{name}{jax.tree_util.keystr(path)}", f, e, s, may_be_infinite=name in ("state", "aux"))
@@ -311,7 +328,7 @@ def _results(result: tuple[Any, ...]) -> dict[str, Any]:
     return {"loss": loss, "params": gradients, "state": state[0] if state else None, "aux": aux}  # the report's order
 
 
-def _slack(expected: Any, *others: Any) -> float:
+def _slack(expected: Any, *others: Any, least: float) -> float:
     """Return 4 times the largest change of a leaf in the other runs; 0 for integers. Infinities are ignored."""
     if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
         return 0.0
@@ -319,7 +336,8 @@ def _slack(expected: Any, *others: Any) -> float:
     for m in map(_wide, others):
         both = np.isfinite(e) & np.isfinite(m)
         largest = max(largest, np.abs(m[both] - e[both]).max(initial=0))
-    return 4 * largest
+    scale = np.abs(e[np.isfinite(e)]).max(initial=0)
+    return 4 * largest if 4 * largest >= least * scale else 0.0
 
 
 def _wide(leaf: Any) -> np.ndarray:
