@@ -21,8 +21,8 @@ from ipu_jax.processes.beacons import Phase
 from ipu_jax.reference import UNFUSED, unsharded_update
 from ipu_jax.weights.packing import Sharded
 
-# Results in which all operations round alike are equal, but for a few numbers that are rounded up in one program and down
-# in the other. This is more than such numbers change a leaf, and less than a fault of 1%.
+# Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
+# other. This is more than such numbers change a leaf, and less than a fault of 1%.
 _ALIKE = 4e-3
 # Without this bound, a single number that is rounded otherwise in a moved run would hide such a fault.
 _CANCELS = 0.5
@@ -101,10 +101,11 @@ def verify(
     In mixed precision, weights are float32 and stages cast them to bfloat16, float16 or float8. Then the results of two
     right programs differ by several percent, so that this comparison finds only gross faults. So both programs run once
     more with each operation rounded. They round alike then, and must agree to 0.4% (float16: 0.1%): a gradient that is
-    wrong by 1% is found. Here only leaves that consist of rounding errors have a slack. This is not possible if IPUs add half numbers, as in a concurrent stage with a half
-    input, because each IPU's part is rounded: faults below the tolerance of the half dtype are not found then (bfloat16
-    6%, float16 0.8%). Verify the same stages in float32 too. If three or more half gradients of one value are added in
-    another order than in the unsharded program, `rtol` has to be larger.
+    wrong by 1% is found. Here only leaves that consist of rounding errors have a slack. This is not possible if IPUs
+    add half numbers, as in a concurrent stage with a half input, because each IPU's part is rounded: faults below the
+    tolerance of the half dtype are not found then (bfloat16 6%, float16 0.8%). Verify the same stages in float32 too.
+    If three or more half gradients of one value are added in another order than in the unsharded program, `rtol` has to
+    be larger.
 
     Across several instances, all of them must call this, since it communicates: it runs the pipeline, gathers weights,
     gradients and batch, and agrees on the errors. Each instance runs the unsharded program on its own first device, and
