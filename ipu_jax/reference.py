@@ -10,7 +10,7 @@ of them must call these functions.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from ipu_jax.pipeline import Pipeline
 from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
 from ipu_jax.stage import Stage
 from ipu_jax.weights.arguments import check_batch, check_key, check_predictable, check_prediction_batch
+
+UNFUSED: Final = {"xla_allow_excess_precision": False}
+"""Compiler options with which every operation rounds its result to its own dtype."""
 
 
 def reference_value_and_grad(
@@ -198,8 +201,7 @@ def _on_first_ipus(
         out_specs=per_replica,
         check_vma=False,
     )
-    options = None if fused else {"xla_allow_excess_precision": False}
-    results = jax.jit(mapped, compiler_options=options)(params, batch, state, key)
+    results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(params, batch, state, key)
     return put(results, first_ipu)
 
 

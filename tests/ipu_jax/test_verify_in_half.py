@@ -1,0 +1,141 @@
+"""Test `verify` on random models in mixed precision: it accepts the right ones, and finds a gradient that is 1% wrong.
+
+Weights are float32, and stages cast them. The faulty pipeline differs from the right one in one rule, whose gradient is
+multiplied by a factor; `reference` has no fault. So the expected verdict does not depend on the library.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, VerificationError, make_mesh, verify
+
+ACTIVATIONS = [jnp.tanh, jax.nn.gelu, jax.nn.relu, jax.nn.silu]
+
+
+@jax.custom_vjp
+def faulty(w, factor):
+    return w
+
+
+faulty.defvjp(lambda w, factor: (w, factor), lambda factor, g: ((g * factor).astype(g.dtype), jnp.zeros_like(factor)))
+
+
+def normalised(h):
+    wide = h.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5)).astype(h.dtype)
+
+
+def perceptron(rng, dtype):
+    """Return `layer(w, x)`, with a norm or without one, and a function that draws its weights of width d."""
+    activation, has_norm = ACTIVATIONS[rng.integers(4)], rng.integers(2)
+
+    def layer(w, x):
+        h = activation(x @ w["w"].astype(dtype) + w["b"].astype(dtype))
+        return normalised(h) if has_norm else h
+
+    return layer, lambda d: {"w": rng.normal(size=(d, d)) / np.sqrt(d), "b": 0.1 * rng.normal(size=d)}
+
+
+def transformer(rng, dtype):
+    def layer(w, x):
+        q, k, v = (normalised(x) @ w[name].astype(dtype) for name in "qkw")
+        scores = (q @ k.T).astype(jnp.float32) / np.sqrt(q.shape[-1])
+        x = x + jax.nn.softmax(scores).astype(dtype) @ v
+        return x + jax.nn.gelu(normalised(x) @ w["up"].astype(dtype)) @ w["down"].astype(dtype)
+
+    return layer, lambda d: {name: rng.normal(size=(d, d)) / np.sqrt(d) for name in ("q", "k", "w", "up", "down")}
+
+
+def quantised(rng, dtype):
+    """Return a layer whose product is in float32, of numbers rounded to 8 bits."""
+
+    def layer(w, x):
+        return jnp.tanh(x.astype(jnp.float32) @ w["w"].astype(dtype).astype(jnp.float32))
+
+    return layer, lambda d: {"w": rng.normal(size=(d, d)) / np.sqrt(d)}
+
+
+def model(kind: Any, dtype: Any, seed: int, factor: float, *, concurrent: bool = False) -> Any:
+    """Return a pipeline of 2 to 4 layers over two IPUs, its weights and a batch; a layer's gradient has the factor."""
+    rng = np.random.default_rng(seed)
+    depth, d, rows, m = (int(rng.integers(*bounds)) for bounds in ((2, 5), (8, 40), (4, 20), (1, 4)))
+    wrong = int(rng.integers(depth))
+    stages, weights = [], {}
+    for i in range(depth):
+        layer, draw = kind(rng, dtype)
+
+        def run(w, x, mb, layer=layer):
+            return layer(w, (mb["x"] if x is None else x).astype(dtype))
+
+        def with_fault(w, x, mb, run=run):
+            return run({**w, "w": faulty(w["w"], jnp.float32(factor))}, x, mb)
+
+        stages.append(Stage(with_fault if i == wrong else run, params=f"{i}", ipu=i % 2, reference=run))
+        weights[f"{i}"] = draw(d)
+    if concurrent:  # each IPU's part of the sum is rounded
+
+        def rows_of(w, x, mb):
+            own = lax.dynamic_slice_in_dim(x, lax.axis_index("ipu") * w.shape[0], w.shape[0], 1)
+            return lax.psum(own @ w.astype(dtype), "ipu")
+
+        stages.append(Stage(rows_of, params="rows", ipu=ALL_IPUS))
+        weights["rows"] = rng.normal(size=(d, d)) / np.sqrt(d)
+    stages.append(
+        Stage(lambda w, x, mb: jnp.mean(((x @ w.astype(x.dtype)).astype(jnp.float32) - mb["y"]) ** 2), "head")
+    )
+    weights["head"] = rng.normal(size=(d, 3)) / np.sqrt(d)
+    specs = {"rows": P("ipu")} if concurrent else None
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m, specs=specs)
+    batch = {"x": rng.normal(size=(m, rows, d)), "y": rng.normal(size=(m, rows, 3))}
+    as_float32 = lambda tree: jax.tree.map(np.float32, tree)  # noqa: E731
+    return pipeline, pipeline.shard(as_float32(weights)), as_float32(batch), f"params['{wrong}']['w']"
+
+
+def case(kind, dtype, seed, *, slow=True):
+    marks = pytest.mark.slow if slow else ()
+    return pytest.param(kind, dtype, seed, id=f"{kind.__name__}-{jnp.dtype(dtype).name}-{seed}", marks=marks)
+
+
+MODELS = [
+    *(case(perceptron, jnp.bfloat16, seed, slow=seed > 0) for seed in range(12)),
+    *(case(perceptron, jnp.float16, seed) for seed in range(2)),
+    *(case(transformer, dtype, seed) for dtype in (jnp.bfloat16, jnp.float16) for seed in range(2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "seed"), MODELS)
+def test_a_right_model_passes_and_a_gradient_that_is_wrong_by_one_percent_is_found(kind, dtype, seed):
+    assert verify(*model(kind, dtype, seed, 1.0)[:3]).worst[1] <= 4e-3
+    *wrong, leaf = model(kind, dtype, seed, 1.01)
+    with pytest.raises(VerificationError, match=f"^{re.escape(f'the gradient of {leaf} differs')}"):
+        verify(*wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "factor"), [(jnp.bfloat16, 1.2), (jnp.float16, 1.03)])
+def test_a_sum_of_half_numbers_over_ipus_is_compared_to_the_tolerance_of_the_half_dtype(dtype, factor):
+    right = model(perceptron, dtype, 1, 1.0, concurrent=True)
+    assert 1e-5 < verify(*right[:3]).worst[1] <= 8 * jnp.finfo(dtype).eps
+    *wrong, leaf = model(perceptron, dtype, 1, factor, concurrent=True)
+    with pytest.raises(VerificationError, match=f"^{re.escape(f'the gradient of {leaf} differs')}"):
+        verify(*wrong)
+
+
+@pytest.mark.slow
+def test_a_right_model_in_float8_passes():
+    verify(*model(quantised, jnp.float8_e4m3fn, 0, 1.0)[:3])
+
+
+def test_a_tolerance_that_is_given_holds_in_both_comparisons():
+    pipeline, params, batch, leaf = model(perceptron, jnp.bfloat16, 0, 1.05)
+    assert verify(pipeline, params, batch, rtol=0.1).gradient_errors[leaf] == pytest.approx(0.05, abs=0.03)
+    with pytest.raises(VerificationError, match=r"more than rtol=0\.001: "):
+        verify(pipeline, params, batch, rtol=0.001)
