@@ -17,8 +17,7 @@ import jax
 import numpy as np
 
 from ipu_jax.devices import AllIpus
-from ipu_jax.stage import Origin, Outputs, Stage
-from ipu_jax.weights.arguments import check_untied
+from ipu_jax.stage import Origin, Outputs, Stage, check_untied
 
 Inputs = str | Callable[..., tuple[Any, ...]] | None
 """A module's arguments: None for the result of the previous stage, the name of a leaf of the micro-batch, or a

@@ -24,7 +24,7 @@ from ipu_jax.processes import beacons
 from ipu_jax.processes.beacons import Phase
 from ipu_jax.processes.jax_facts import note_mesh
 from ipu_jax.schedules import FoundSchedule, Schedule, StageCosts
-from ipu_jax.stage import Role, Stage
+from ipu_jax.stage import Role, Stage, check_untied
 from ipu_jax.weights import packing
 from ipu_jax.weights.arguments import (
     check_alive,
@@ -33,7 +33,6 @@ from ipu_jax.weights.arguments import (
     check_mesh,
     check_places,
     check_prediction_batch,
-    check_untied,
     checked_stages,
 )
 from ipu_jax.weights.groups import Groups

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax._instances import put
 from ipu_jax._tracebacks import ShortTracebacks
 from ipu_jax.devices import REPLICA_AXIS, InFlight
 from ipu_jax.optimizer.extra_arguments import checked_optimizer
@@ -100,6 +101,8 @@ class TrainStep:
         self._window = InFlight()
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
+        on_all = NamedSharding(self.mesh, PartitionSpec())
+        self._placed_ends = functools.lru_cache(64)(lambda made: put(_ends(made), on_all))
         self._diagnosis = Diagnosis(self.model, options, random=self.random)
         self._batches = None if options.on_nonfinite is None else BatchesInFlight(options, self._diagnosis.find)
 
@@ -215,12 +218,13 @@ class TrainStep:
                 `NonFiniteLossWarning`.
         """
         batch, made = self._arguments.batch_of_call(state, batch, updates)
-        batches = None if isinstance(state.step, Tracer) else self._batches
+        is_traced = isinstance(state.step, Tracer)
+        batches = None if is_traced else self._batches
         if batches is not None:
             batches.settle(state, keep=self._window.limit)
         self._window.begin((state, batch))
         with ShortTracebacks():
-            state, outputs, *before = self._program(state, batch, (np.int32(made.start), np.int32(made.stop)))
+            state, outputs, *before = self._program(state, batch, _ends(made) if is_traced else self._placed_ends(made))
         k = self.options.device_iterations
         samples = count_samples(batch, 2 + (k > 1) + (self.model.replicas > 1)) * len(made) // k
         self._window.admit(outputs.loss, updates=len(made), samples=samples)
@@ -323,7 +327,7 @@ class TrainStep:
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""
         batch, made = self._arguments.batch_of_call(state, batch)
-        return self._program.lower(state, batch, (np.int32(made.start), np.int32(made.stop)))
+        return self._program.lower(state, batch, _ends(made))
 
     @property
     def _is_stacked(self) -> bool:
@@ -360,6 +364,10 @@ class TrainStep:
             return program(params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
         return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)
+
+
+def _ends(updates: range) -> tuple[np.int32, np.int32]:
+    return np.int32(updates.start), np.int32(updates.stop)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # an array across several instances can be sliced only in a program

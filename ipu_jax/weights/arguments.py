@@ -55,23 +55,6 @@ def checked_stages(stages: Any) -> tuple[Stage, ...]:
     return checked
 
 
-def check_untied(stages: Iterable[Stage]) -> None:
-    """Raise `ValueError` if leaves of two groups came from the same array: each of them would be trained on its own."""
-    holders: dict[int, tuple[Stage, str]] = {}
-    for stage in stages:
-        for kind, here, array in stage.origins:
-            # identity, since references to arrays compare the arrays
-            other, there = holders.setdefault(id(array), (stage, here))
-            if other is not stage and (kind == "state" or other.params != stage.params):
-                raise ValueError(
-                    f"{there} of stage {other.name!r} and {here} of stage {stage.name!r} came from the same array, and "
-                    f"would be trained separately. If it is one weight (tied), let the module of {other.name!r} return "
-                    f"it as well, with sends=('tied',), and the module of {stage.name!r} use it as an argument, with "
-                    "takes=('tied',). If they are two weights that start alike, copy one before its stage is made: "
-                    "jax.tree.map(jnp.copy, ...)"
-                )
-
-
 def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
     """Raise `ValueError` if a stage is on an IPU that a replica of `ipus` IPUs does not have."""
     for number, stage in enumerate(stages):
