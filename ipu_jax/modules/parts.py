@@ -45,7 +45,7 @@ class ModuleStage:
     def __post_init__(self) -> None:
         added = (*_origins("params", self.params), *_origins("state", self.state))
         if isinstance(self.stage, Stage) and added:
-            # those of the stage stay: weights that were mapped, such as cast, have the origin of the first ones as well
+            # the stage keeps its first origins: mapped weights, such as cast ones, came from them, too
             stage = dataclasses.replace(self.stage, origins=(*self.stage.origins, *added))
             object.__setattr__(self, "stage", stage)
 

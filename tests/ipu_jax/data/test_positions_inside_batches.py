@@ -9,31 +9,9 @@ import numpy as np
 import pytest
 
 from ipu_jax import Feed, make_mesh
+from support.streams import StatefulItems
 
 COUNT, B, K = 23, 2, 4
-
-
-class Stateful:
-    """An iterator over items that repeats for ever, and can return to a position."""
-
-    def __init__(self, items):
-        self.items, self.at = items, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == len(self.items):
-            self.at = 0
-            raise StopIteration
-        self.at += 1
-        return self.items[self.at - 1]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
 
 
 SINGLE = [np.int32(n) for n in range(COUNT)]
@@ -43,8 +21,8 @@ SOURCES = {
     "function of examples": ("examples", lambda: lambda epoch: iter(SINGLE)),
     "function of batches": ("batches", lambda: lambda epoch: iter(PARTS)),
     "list of batches": ("batches", lambda: PARTS),
-    "stateful, of examples": ("examples", lambda: Stateful(SINGLE)),
-    "stateful, of batches": ("batches", lambda: Stateful(PARTS)),
+    "stateful, of examples": ("examples", lambda: StatefulItems(SINGLE)),
+    "stateful, of batches": ("batches", lambda: StatefulItems(PARTS)),
     "iterator of batches": ("batches", lambda: iter(PARTS)),
 }
 

@@ -15,6 +15,7 @@ import pytest
 
 from ipu_jax import DynamicScale, Feed, FitResult, RunLog, TrainOptions, fit, make_mesh, make_train_step
 from support.fitted import B, D, Lines, M, assert_same_weights, make_step, normal, trained_on, twin, weights
+from support.streams import StatefulItems
 from support.trained import quick_compiles
 
 SIZE = M * B
@@ -148,36 +149,13 @@ def test_parts_of_epochs_are_rounded_to_updates(parts, made):
     assert found == made
 
 
-# a stream, whose updates are no multiple of those of a call
-
-
-class Stateful:
-    """An iterator over batches of rows, which repeats for ever and can be set to a position."""
-
-    def __init__(self, batches):
-        self.batches, self.at = batches, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == len(self.batches):
-            self.at = 0
-            raise StopIteration
-        self.at += 1
-        return self.batches[self.at - 1]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
+# trainings that end inside a call
 
 
 SOURCES = {
     "function": lambda batches: lambda epoch: iter(batches),
     "list": lambda batches: batches,
-    "iterator with a state": Stateful,
+    "iterator with a state": StatefulItems,
     "iterator": iter,
     "array": lambda batches: np.concatenate(batches),
 }
