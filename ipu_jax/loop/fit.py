@@ -162,8 +162,8 @@ def fit(
         trace=trace,
         say=say,
     )
+    goal = goal_of(feed, int(state.step), epochs, updates)
     result = FitResult.last = FitResult(state, int(state.step))
-    goal = goal_of(feed, result.updates, epochs, updates)
     is_first = popdist.get_instance_index() == 0
     shown = shows_progress(progress) and is_first
     with contextlib.ExitStack() as context:
@@ -224,7 +224,7 @@ class _Loop:
         self._lines = LossLines(self.feed.updates_per_epoch, self.say)
         self._pending: collections.deque[list[tuple[StepOutputs, int]]] = collections.deque()
         self._begun = self._saved = self._reported = self.result.updates
-        self._before_feed = 0  # updates of the feed before the position that belongs to the state's first update
+        self._before_feed = 0  # add it to the state's updates for the feed's updates, from the start of epoch 0
         self._traced, self._is_compiled = 0, False
         self._clock = time.perf_counter()
 

@@ -80,7 +80,7 @@ class Arguments:
         warnings.warn(
             "key is not used, for neither the model nor the rounding is random: leave it out, or if the model should "
             "draw numbers, say so: Stage(..., random=True), or replicate(..., random=True) for a loss function",
-            stacklevel=4,  # the caller of init or restore, which are decorated
+            stacklevel=5,  # the caller of init or restore, which have two decorators
         )
         return None
 

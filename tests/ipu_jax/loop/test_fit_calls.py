@@ -357,9 +357,11 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(change, words):
     step = make_step()
     with Feed(normal(0, 2 * SIZE, D), step=step, micro_batch=B, epochs=2) as feed:
         given = {"step": step, "state": step.init(weights()), "feed": feed, **change}
+        FitResult.last = kept = FitResult(given["state"], 3)
         with pytest.raises(ValueError, match=words):
             fit(**given)
         assert not given["state"].step.is_deleted()
+        assert FitResult.last is kept
 
 
 def test_an_iterator_is_refused_for_a_second_epoch_before_the_first():
