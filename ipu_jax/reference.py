@@ -25,8 +25,9 @@ from ipu_jax.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss
 from ipu_jax.stage import Stage
 from ipu_jax.weights.arguments import check_batch, check_key, check_predictable, check_prediction_batch
 
-UNFUSED: Final = {"xla_allow_excess_precision": False}
-"""Compiler options with which every operation rounds its result to its own dtype."""
+UNFUSED: Final = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
+"""Compiler options with which every operation rounds its result to its own dtype. In jax 0.12 a library of XLA's CPU
+backend fuses a product with its neighbours, and rounds otherwise than XLA does."""
 
 
 def reference_value_and_grad(
