@@ -9,15 +9,21 @@ its name decides. A plain `pytest` runs all other tests and one small part of th
 """
 
 import argparse
+import gc
 import os
 import re
+import sys
 import time
 import zlib
 from collections import Counter
+from collections.abc import Generator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from support.kept_programs import KeptPrograms, kind_of_cpu
 
 # If not all IPUs take part in a collective, XLA waits for a minute or for ever. Here it warns after 20 s and aborts
 # after 40 s. A tenth of that would do on a quiet machine. But with 8 virtual IPUs and several test workers on 2 cores,
@@ -43,7 +49,10 @@ os.environ.setdefault("PJRT_NPROC", str(8 + (os.cpu_count() or 1)))
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
 # Tests that want a record of their process for ipu-monitor say so.
 os.environ["IPU_JAX_MONITOR"] = "off"
-# A cached executable would hide what a test compiles.
+# Each worker and each process that a test starts would compile all modules to bytecode again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tests and the processes that they start find no programs but those of `support.kept_programs`.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 _SAMPLE = "11/20"  # of the slow tests, what always runs: any part would do, and in this one no test takes a minute
@@ -79,6 +88,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.slow != "all" and _COMPILE_FAST not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {_COMPILE_FAST}"
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    if runs_tests and cache is not None and not config.option.collectonly:
+        kept = KeptPrograms(cache.mkdir(f"programs-jax{version('jax')}-{kind_of_cpu()}"))
+        kept.take()
+        config.add_cleanup(kept.give)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -104,6 +119,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if runs else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    found = yield
+    # Tests have no doctests. pytest would look for them in each file.
+    if Path(__file__).parent / "tests" in file_path.parents:
+        return [each for each in found if type(each) is pytest.Module]
+    return found
+
+
+def pytest_collection_finish() -> None:
+    # jax makes many objects that live on. By default, looking for garbage among them takes a tenth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

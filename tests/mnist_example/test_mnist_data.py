@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sklearn.datasets
 
 import mnist_example.data
 from mnist_example.data import load_mnist, synthetic_mnist
@@ -350,6 +349,8 @@ def test_offline_digits_are_real_split_for_good_and_said_loudly(tmp_path, caplog
 def test_offline_digits_are_all_of_scikit_learns_and_none_twice(tmp_path):
     digits = load_mnist(mirrors=[], cache_dir=tmp_path)
     small = np.concatenate([digits.train_images, digits.test_images])[:, 3:27:3, 3:27:3].reshape(-1, 64)
+    import sklearn.datasets  # not at the top: a second and a half that other tests need not wait
+
     images, _ = sklearn.datasets.load_digits(return_X_y=True)
     expected = np.rint(images * 255 / 16).astype(np.uint8)
     np.testing.assert_array_equal(np.unique(small, axis=0), np.unique(expected, axis=0))
