@@ -9,7 +9,9 @@ PYTHONS := $(if $(PYTHON),$(call quoted,$(PYTHON)),python3.13 python3.12 python3
 
 # Chosen to pass 97% after two epochs, in both modes, within two minutes on two cores.
 MNIST_FLAGS ?= --batch-size 64 --gradient-accumulation-count 2 --learning-rate 0.2
-PYTEST_FLAGS ?= -n 2
+PYTEST_FLAGS ?= -n 2 --dist worksteal
+# Files and folders of tests: all, if it is empty.
+TESTS ?=
 # Of random programs: how long, and more flags for tests/random_programs/run.py, such as --kind ops or --seed 7.
 MINUTES ?= 60
 RANDOM_FLAGS ?=
@@ -62,7 +64,7 @@ test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
 
 test-all: PYTEST_FLAGS += --slow=all
 test-all: test ## the same with every slow test, an hour or two
@@ -70,7 +72,7 @@ test-all: test ## the same with every slow test, an hour or two
 coverage: $(STAMP) ## run the tests, and check that they run 90% of the lines of each package
 	$(BIN)/python -m coverage erase
 	@# Tests that fail do not hide the lines that ran: both are told, and either is a failure.
-	@short=''; $(BIN)/python -m coverage run -m pytest $(PYTEST_FLAGS) || short=' tests-failed'; \
+	@short=''; $(BIN)/python -m coverage run -m pytest $(PYTEST_FLAGS) $(TESTS) || short=' tests-failed'; \
 	$(BIN)/python -m coverage combine --quiet; \
 	for package in ipu_jax sharded_ops mnist_example; do \
 	    echo "== $$package"; \
