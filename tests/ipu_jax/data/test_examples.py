@@ -11,7 +11,6 @@ import pytest
 from ipu_jax import Feed, make_mesh
 from ipu_jax.data.leaves import on_host
 from ipu_jax.data.source import ArraySource, ExampleSource
-from support.harness import exactly
 
 N = 29
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -97,74 +96,6 @@ def test_any_mapping_is_a_dict_and_structures_may_be_nested():
     assert read["a"]["b"][0].tolist() == [3, 1]
     assert read["a"]["b"][1].tolist() == [[3, 2.5], [1, 2.5]]
     assert [leaf.shape for leaf in read["c"]] == [(2,), (2, 2)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (
-            [{"x": [1, 2]}, {"x": [1, 2, 3]}],
-            "example 1 has int64 (3,) at example['x'], and the first example int32 (2,): give all alike",
-        ),
-        (
-            [{"x": 1, "y": 2}, {"x": 1, "y": None}],
-            "example 1 lacks example['y'], which the first example has: give all alike",
-        ),
-        (
-            [(1, 2), [np.zeros(2), 1]],
-            "example 1 has the structure PyTreeDef([*, *]), and the first example PyTreeDef((*, *)): give all alike",
-        ),
-        (
-            [{"x": 1}, {"x": Tensor([1.0], requires_grad=True)}],
-            "example 1 has no array at example['x']: a Tensor cannot be read as a NumPy array, convert it first: Can't "
-            "call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.",
-        ),
-        (
-            [1, object()],
-            "example 1 has object at example: IPUs hold numbers and bools only, so leave it out, or turn it "
-            "into numbers",
-        ),
-    ],
-)
-def test_an_example_unlike_the_first_is_named_with_its_number_and_leaf(rows, message):
-    source = ExampleSource(rows)
-    with pytest.raises(ValueError, match=exactly(message)):
-        source.read(np.array([0, 1]))
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "the source, a list, holds no examples: give at least one"),
-        (
-            [{"text": "a cat"}],
-            "example 0 has str at example['text']: IPUs hold numbers and bools only, so leave it out, "
-            "or turn it into numbers",
-        ),
-        ([{"x": np.array(["a"])}], "example 0 has <U1 at example['x']: IPUs hold numbers and bools only"),
-        (
-            "digits",
-            "example 0 has str at example: IPUs hold numbers and bools only, so leave it out, or turn it into numbers",
-        ),
-    ],
-)
-def test_what_has_no_numbers_is_refused(rows, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        ExampleSource(rows)
-
-
-def test_ragged_lists_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"^example 0 has no array at example\['x'\]: .*inhomogeneous"):
-        ExampleSource([{"x": [[1, 2], [3]]}])
-
-
-def test_a_dataset_of_single_examples_without_items_says_what_to_give():
-    class Rows(Dataset):
-        def __getitem__(self, index):
-            return X[int(index[0])]
-
-    with pytest.raises(ValueError, match=r"items='examples' if it returns the one example of an int$"):
-        Feed(Rows(), mesh=make_mesh(1, 1), micro_batch=2)
 
 
 def test_a_leaf_that_no_library_converts_is_left_as_it_is():
