@@ -1,9 +1,6 @@
 """Test batches on the mesh: they have the same rows as a loop over the source, however they are placed and made."""
 
 import itertools
-import json
-import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ipu_jax import Feed, FeedTimeoutError, Pipeline, Stage, make_mesh, normalise
 from ipu_jax.data.order import EpochOrder, Position
 from ipu_jax.data.prefetch import Prefetcher
+from support import across_feeds
+from support.instances import run_instances
 from support.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -373,52 +372,15 @@ def test_bytes_from_the_feed_give_the_loss_and_gradients_of_floats_on_one_device
 # several processes
 
 
-TWO = """
-import json, sys
-import jax, numpy as np
-port, me = sys.argv[1], int(sys.argv[2])
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, coordinator_bind_address=f"127.0.0.1:{port}")
-from ipu_jax import Feed, make_mesh
-mesh = make_mesh(4, 1)
-source = {"x": np.arange(20)}
-feed = Feed(source, mesh=mesh, micro_batch=2, shuffle=False, remainder="pad", fill=-1, instances=2, instance=me)
-with feed:
-    batches = list(feed.epoch())
-rows = [[np.asarray(shard.data).reshape(-1).tolist() for shard in batch.data["x"].addressable_shards]
-        for batch in batches]
-found = [rows, [[*batch.data["x"].shape, *batch.is_real.shape] for batch in batches]]
-for wrong in ({"instances": 1}, {"instances": 2, "instance": 1 - me}):
-    try:
-        Feed(source, mesh=mesh, micro_batch=2, **wrong)
-    except ValueError as error:
-        found.append(str(error))
-print(json.dumps(found), flush=True)
-jax.distributed.shutdown()
-"""
-
-
 def test_two_processes_fill_one_mesh():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("JAX_NUM_CPU_DEVICES")
-    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen([sys.executable, "-c", TWO, str(port), str(me)], **options) for me in (0, 1)]
-    told = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    for me, (out, _) in enumerate(told):
-        rows, shapes, of_one, of_other = json.loads(out.splitlines()[-1])
-        assert (
-            rows
-            == [
-                [[[0, 1], [2, 3]], [[8, 9], [10, 11]], [[16, 17], [18, 19]]],
-                [[[4, 5], [6, 7]], [[12, 13], [14, 15]], [[-1, -1], [-1, -1]]],
-            ][me]
-        )
-        assert shapes == [[4, 1, 2, 2, 1, 2]] * 3
-        assert all(text in of_one for text in ("on 2 processes", "instances=1", "leave it out"))
-        assert all(
-            text in of_other for text in (f"instance={1 - me}", f"process {me} is instance {me}", "leave it out")
-        )
+    """The cheap sample of `distributed`'s tests of feeds, which always runs: the second batch is filled up with -1."""
+    numbers = np.append(np.arange(20), np.full(12, -1)).reshape(2, 4, 4)
+    found = run_instances(across_feeds.fed, [2, 2], replicas=4, ipus=1, each=[{"examples": 20, "shuffle": False}])
+    for me, results in enumerate(found):
+        rows = {name: values.tolist() for name, values in results.items() if "replica" in name}
+        assert rows == {
+            f"0 batch {at} replica {replica}": numbers[at, replica].tolist()
+            for at in range(2)
+            for replica in (2 * me, 2 * me + 1)
+        }
+        assert [results[f"0 batch {at} counts"].tolist() for at in range(2)] == [[16, 1], [4, 1]]
