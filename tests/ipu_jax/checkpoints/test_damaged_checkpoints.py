@@ -31,13 +31,18 @@ def state_with(step: Any, value: int) -> Any:
     return step.restore({**whole, "step": value})
 
 
+def save(folder: Path, *values: int, **options: Any) -> None:
+    step = step_of()
+    with Checkpoints(folder, step, **options) as checkpoints:
+        for value in values:
+            checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """Return a folder with the checkpoints step-1 and step-2."""
-    folder, step = tmp_path_factory.mktemp("saved"), step_of()
-    with Checkpoints(folder, step) as checkpoints:
-        for value in (1, 2):
-            checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder, 1, 2)
     return folder
 
 
@@ -167,9 +172,7 @@ def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder)
     found, (warned,) = restored(folder)
     assert found.step == 2
     assert warned == f"{left_over} is left over from a save that did not end: it is skipped"
-    step = step_of()
-    with Checkpoints(folder, step) as checkpoints:
-        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+    save(folder, 3)
     assert restored(folder)[0].step == 3
     assert not left_over.exists()
 
@@ -184,14 +187,13 @@ def test_a_removal_that_was_cut_off_is_finished_when_the_training_is_resumed(fol
 
 def test_a_checkpoint_has_its_name_only_when_it_is_sealed(folder, monkeypatch):
     """A save may be killed between any two of its steps: what it leaves is always known for what it is."""
-    step, names = step_of(), []
+    names = []
     write_checksums, write_seal, publish = _seal.write_checksums, _seal.write_seal, _writer._folder.publish
     look = lambda then: lambda *args, **options: (names.append(listed(folder)), then(*args, **options))  # noqa: E731
     monkeypatch.setattr(_seal, "write_checksums", look(write_checksums))
     monkeypatch.setattr(_seal, "write_seal", look(write_seal))
     monkeypatch.setattr(_writer._folder, "publish", look(publish))
-    with Checkpoints(folder, step, keep=1) as checkpoints:
-        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+    save(folder, 3, keep=1)
     assert names == [[".lock", "step-1", "step-2", "step-3.unsealed"]] * 3
     assert listed(folder) == ["step-3"]
 
@@ -242,12 +244,10 @@ def test_a_checkpoint_is_required(tmp_path):
 def test_saves_never_remove_a_damaged_one(folder):
     """Not even if nothing was restored before; a whole one that is no longer kept goes."""
     flip(largest(folder / "step-1"), 7)
-    before, step = contents(folder / "step-1"), step_of()
+    before = contents(folder / "step-1")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with Checkpoints(folder, step, keep=1) as checkpoints:
-            for value in (3, 4, 5):
-                checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+        save(folder, 3, 4, 5, keep=1)
     assert [str(each.message) for each in seen] == [
         f"{folder}/step-1 is no longer kept, but cannot be removed (it is damaged, and only whole checkpoints are "
         "removed): remove it yourself"
@@ -259,9 +259,7 @@ def test_a_folder_of_the_user_stays_whatever_its_name_begins_with(folder):
     for name in ("step-7.unsealed-notes", "step-7.unsealed.txt", "step-7.removed-plots", "step-7.unsealed"):
         (folder / name).mkdir()
         (folder / name / "mine").write_text("mine")
-    step = step_of()
-    with Checkpoints(folder, step, keep=1) as checkpoints:
-        checkpoints.save(state_with(step, 7), {"epoch": 7}, now=True)
+    save(folder, 7, keep=1)
     assert listed(folder) == ["step-7", "step-7.removed-plots", "step-7.unsealed-notes", "step-7.unsealed.txt"]
 
 

@@ -103,7 +103,8 @@ def test_an_iterator_is_refused_for_a_second_epoch_before_the_first():
 
 def test_a_used_state_and_a_feed_of_another_step_or_mesh_are_refused():
     step, rows = make_step(), normal(0, 2 * SIZE, D)
-    first, sizes = step.init(weights()), {"micro_batch": B, "gradient_accumulation": M}
+    first = step.init(weights())
+    sizes: dict[str, Any] = {"micro_batch": B, "gradient_accumulation": M}
     with Feed(rows, step=step, micro_batch=B) as feed:
         state = fit(step, first, feed, say=Lines()).state
     feeds: list[tuple[Any, Any, list[str]]] = [
@@ -111,8 +112,10 @@ def test_a_used_state_and_a_feed_of_another_step_or_mesh_are_refused():
         (state, Feed(rows, mesh=make_mesh(1, 1), **sizes), ["mesh has 1 devices", "step's 2 devices", "make the feed"]),
         (state, Feed(rows, mesh=step.mesh, device_iterations=2, **sizes), ["=2, but the step 1", "make it with Feed"]),
     ]
+    stream = Feed(lambda epoch: iter(rows), items="examples", step=step, micro_batch=B, epochs=1)
+    feeds.append((state, stream, ["epochs=2 ends at the start of epoch 2", "made with epochs=1: make"]))
     for given, other, holds in feeds:
         with other, refused(*holds):
-            fit(step, given, other)
+            fit(step, given, other, epochs=2)
     with refused("mesh= is given, and the step has one", "leave it out"):
         Feed(rows, step=step, mesh=step.mesh, micro_batch=B)

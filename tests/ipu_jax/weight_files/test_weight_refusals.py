@@ -39,7 +39,7 @@ def gone() -> jax.Array:
 
 
 def key() -> jax.Array:
-    return jax.random.wrap_key_data(np.zeros(2, np.uint32))
+    return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)))
 
 
 def shapes() -> Any:
@@ -319,7 +319,8 @@ def test_the_state_of_a_training_is_not_what_weights_are_like():
 )
 def test_numbers_that_the_dtype_has_no_place_for_are_refused(stored, wanted, value):
     source, like = [np.array([1, value], stored)], [np.zeros(2, jnp.dtype(wanted))]
-    for options in ({"cast": True}, {"mapping": {"0": Saved("0").astype(jnp.dtype(wanted))}}):
+    ways: list[dict[str, Any]] = [{"cast": True}, {"mapping": {"0": Saved("0").astype(jnp.dtype(wanted))}}]
+    for options in ways:
         with refused(f"{stored}[2] has numbers", f"{wanted} does not hold", "choose a dtype"):
             import_weights(source, like, **options)
 
