@@ -5,7 +5,6 @@ import itertools
 import shutil
 import threading
 import time
-import warnings
 from typing import Any
 
 import jax
@@ -301,36 +300,13 @@ def test_an_error_in_the_last_save_is_raised_at_the_end_and_hides_none_of_the_pr
     assert "step-0 failed, [Errno 5] Input/output error, of " in note
 
 
-def test_the_launcher_is_told_that_a_save_is_no_stuck_step(tmp_path, monkeypatch):
-    from ipu_jax.processes import beacons
-
-    run = tmp_path / "run"
-    run.mkdir()
-    beacon = beacons.Beacon(run / "beacon.0")
-    beacon.enter(beacons.Phase.STEPPING)
-    monkeypatch.setattr(beacons, "current", lambda: beacon)
-    seen = []
-    begin = Store.begin
-    monkeypatch.setattr(
-        Store, "begin", lambda self, *a: (seen.append((beacon.phase, beacons.read(run / "beacon.0"))), begin(self, *a))
-    )
-    step = step_of()
-    with warnings.catch_warnings(), Checkpoints(tmp_path / "c", step) as checkpoints:
-        checkpoints.save(step.init(WEIGHTS), now=True)
-    ((phase, reading),) = seen
-    assert phase is beacons.Phase.BUSY
-    assert (reading.label, reading.limit) == ("beginning a save", 600.0)
-    assert beacon.phase is beacons.Phase.STEPPING
-
-
-def test_a_save_is_no_compilation_for_poprun(tmp_path, monkeypatch):
+def test_poprun_is_told_that_a_save_is_no_stuck_step_and_no_compilation(tmp_path, monkeypatch):
     """Finding shapes traces a function: the beacon would say COMPILING until the next step, for which it may wait."""
-    beacon = beacons.Beacon(tmp_path / "beacon")
+    beacon, seen, phases, begin = beacons.Beacon(tmp_path / "beacon"), [], [], Store.begin
+    enter, read = type(beacon).enter, lambda: (beacon.phase, beacons.read(tmp_path / "beacon"))
     monkeypatch.setattr(beacons, "current", lambda: beacon)
-    phases = []
-    monkeypatch.setattr(
-        beacon, "enter", lambda phase, *rest: phases.append(phase) or type(beacon).enter(beacon, phase, *rest)
-    )
+    monkeypatch.setattr(beacon, "enter", lambda phase, *rest: phases.append(phase) or enter(beacon, phase, *rest))
+    monkeypatch.setattr(Store, "begin", lambda self, *a: (seen.append(read()), begin(self, *a)))
     listener = jax_facts._Compilations(beacon)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
@@ -343,5 +319,8 @@ def test_a_save_is_no_compilation_for_poprun(tmp_path, monkeypatch):
             checkpoints.save(step.restore({**step.whole(state), "step": 1}), now=True)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+    assert [phase for phase, _ in seen] == [beacons.Phase.BUSY] * 2
+    assert {(reading.label, reading.limit) for _, reading in seen} == {("beginning a save", 600.0)}
     assert beacons.Phase.BUSY in phases
     assert beacons.Phase.COMPILING not in phases
+    assert beacon.phase is beacons.Phase.STEPPING
