@@ -1,5 +1,9 @@
 """A pipeline of two stages to train with `fit`, and plain SGD on the same rows, one device and no code of ours."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +56,16 @@ def twin(rows, updates, start=0):
 def assert_same_weights(step, state, expected):
     found = step.whole(state)["params"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, dict(expected))
+
+
+@contextlib.contextmanager
+def hearing_ctrl_c() -> Iterator[None]:
+    """Let this process hear Ctrl-C, which one that was started in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Lines(list):

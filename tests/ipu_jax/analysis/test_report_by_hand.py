@@ -128,26 +128,6 @@ def makespan(schedule: str) -> float:
     return ends + work + max(FIRST["B"], SECOND["W"]) + max(FIRST["W"], SECOND["W"])
 
 
-# the working set, of two stages without anything else
-
-
-def test_the_working_set_by_hand():
-    rows, widths = 4, (8, 16, 32)
-    stages = [
-        Stage(lambda w, x, mb: mb @ w, params="a", ipu=0),
-        Stage(lambda w, x, mb: jnp.sum(x @ w), params="b", ipu=1),
-    ]
-    pipeline = Pipeline(stages, gradient_accumulation=2, schedule="1f1b")
-    params = pipeline.shard({"a": np.ones(widths[:2], np.float32), "b": np.ones(widths[1:], np.float32)})
-    found = pipeline.report(params, jax.ShapeDtypeStruct((2, rows, widths[0]), "float32"), compile=False)
-    # B of the first: its slice of the batch, copied for the product, and the product of that and dy
-    first_b = rows * widths[0] + widths[0] * widths[1]
-    # B of the last: x out of the stash, copied; the loss's cotangent for every y, which two products read; one of them
-    last_b = rows * widths[1] + rows * widths[2] + widths[1] * widths[2]
-    assert [part.working_set for part in found.ipus] == [FLOAT * first_b, FLOAT * last_b]
-    assert found.working_set == FLOAT * last_b
-
-
 # half types inside a stage
 
 X, H = 2 * N * D, 2 * N * E  # bytes of a half input, and of what is between the products

@@ -1,5 +1,6 @@
 """Test that a checkpoint that is damaged in any way is found, named and skipped for the one before it."""
 
+import re
 import shutil
 import threading
 import warnings
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, TrainOptions, make_train_step
+from ipu_jax.checkpoints import _seal, _writer
 from ipu_jax.checkpoints._seal import SEAL
 from support.harness import exactly
 
@@ -29,13 +31,18 @@ def state_with(step: Any, value: int) -> Any:
     return step.restore({**whole, "step": value})
 
 
+def save(folder: Path, *values: int, **options: Any) -> None:
+    step = step_of()
+    with Checkpoints(folder, step, **options) as checkpoints:
+        for value in values:
+            checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """Return a folder with the checkpoints step-1 and step-2."""
-    folder, step = tmp_path_factory.mktemp("saved"), step_of()
-    with Checkpoints(folder, step) as checkpoints:
-        for value in (1, 2):
-            checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder, 1, 2)
     return folder
 
 
@@ -109,12 +116,44 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "an empty seal": (lambda at: (at / SEAL).write_bytes(b""), "ipu_jax.json is damaged (its checksum differs)"),
 }
 
+# the checksum is right: nobody's bit was flipped, but another program wrote it
+WRONG_SEALS: dict[str, tuple[Any, str]] = {
+    "a list": (lambda seal: [seal], "its format is None"),
+    "a number": (lambda seal: 3, "its format is None"),
+    "no format": (lambda seal: {**seal, "format": None}, "its format is None"),
+    "an older format": (lambda seal: {**seal, "format": 0}, "its format is 0"),
+    "a bool for a format": (lambda seal: {**seal, "format": True}, "its format is True"),
+    "no number": (lambda seal: {name: seal[name] for name in seal if name != "number"}, "it has no number"),
+    "no files": (lambda seal: {name: seal[name] for name in seal if name != "files"}, "it has no files"),
+    "a text for a number": (lambda seal: {**seal, "number": "3"}, "its number is '3'"),
+    "a list of files": (lambda seal: {**seal, "files": ["a"]}, "its files is \"['a']\""),
+    "files without sizes": (lambda seal: {**seal, "files": {"a": 3}}, "its files is \"{'a': 3}\""),
+    "no model": (lambda seal: {**seal, "model": None}, "its model is 'None'"),
+    "an empty model": (lambda seal: {**seal, "model": {}}, "its model is not described"),
+    "leaves that are none": (
+        lambda seal: {**seal, "model": {**seal["model"], "leaves": {"params": [{"a": 1}]}}},
+        "its model is not described",
+    ),
+    "arrays without shapes": (
+        lambda seal: {**seal, "model": {**seal["model"], "arrays": {"a": {"dtype": "f", "shape": ["x"]}}}},
+        "its model has other shapes or names",
+    ),
+    "no description": (lambda seal: {**seal, "describes": []}, "its describes is '[]'"),
+}
+
+
+def another_seal(change: Any, why: str) -> tuple[Any, str]:
+    return lambda at: _seal._write(at / SEAL, change(_seal.read_seal(at))), f"ipu_jax.json is damaged ({why})"
+
+
+DAMAGES |= {name: another_seal(*wrong) for name, wrong in WRONG_SEALS.items()}
+
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(folder, name):
     damage, why = DAMAGES[name]
     at = folder / "step-2"
-    why = why.format(name=largest(at).relative_to(at))
+    why = why.replace("{name}", str(largest(at).relative_to(at)))
     damage(at)
     found, (warned,) = restored(folder)
     assert found.step == 1
@@ -122,6 +161,8 @@ def test_a_damaged_checkpoint_is_named_and_skipped(folder, name):
     assert warned.endswith(": it is skipped")
     assert why in warned
     assert "\n" not in warned
+    with pytest.raises(CheckpointError, match=re.escape(f"{at} cannot be restored: ")):
+        restored(folder, at)
 
 
 def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder):
@@ -131,9 +172,7 @@ def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder)
     found, (warned,) = restored(folder)
     assert found.step == 2
     assert warned == f"{left_over} is left over from a save that did not end: it is skipped"
-    step = step_of()
-    with Checkpoints(folder, step) as checkpoints:
-        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+    save(folder, 3)
     assert restored(folder)[0].step == 3
     assert not left_over.exists()
 
@@ -148,16 +187,13 @@ def test_a_removal_that_was_cut_off_is_finished_when_the_training_is_resumed(fol
 
 def test_a_checkpoint_has_its_name_only_when_it_is_sealed(folder, monkeypatch):
     """A save may be killed between any two of its steps: what it leaves is always known for what it is."""
-    from ipu_jax.checkpoints import _seal, _writer
-
-    step, names = step_of(), []
+    names = []
     write_checksums, write_seal, publish = _seal.write_checksums, _seal.write_seal, _writer._folder.publish
     look = lambda then: lambda *args, **options: (names.append(listed(folder)), then(*args, **options))  # noqa: E731
     monkeypatch.setattr(_seal, "write_checksums", look(write_checksums))
     monkeypatch.setattr(_seal, "write_seal", look(write_seal))
     monkeypatch.setattr(_writer._folder, "publish", look(publish))
-    with Checkpoints(folder, step, keep=1) as checkpoints:
-        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
+    save(folder, 3, keep=1)
     assert names == [[".lock", "step-1", "step-2", "step-3.unsealed"]] * 3
     assert listed(folder) == ["step-3"]
 
@@ -208,12 +244,10 @@ def test_a_checkpoint_is_required(tmp_path):
 def test_saves_never_remove_a_damaged_one(folder):
     """Not even if nothing was restored before; a whole one that is no longer kept goes."""
     flip(largest(folder / "step-1"), 7)
-    before, step = contents(folder / "step-1"), step_of()
+    before = contents(folder / "step-1")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with Checkpoints(folder, step, keep=1) as checkpoints:
-            for value in (3, 4, 5):
-                checkpoints.save(state_with(step, value), {"epoch": value}, now=True)
+        save(folder, 3, 4, 5, keep=1)
     assert [str(each.message) for each in seen] == [
         f"{folder}/step-1 is no longer kept, but cannot be removed (it is damaged, and only whole checkpoints are "
         "removed): remove it yourself"
@@ -225,9 +259,7 @@ def test_a_folder_of_the_user_stays_whatever_its_name_begins_with(folder):
     for name in ("step-7.unsealed-notes", "step-7.unsealed.txt", "step-7.removed-plots", "step-7.unsealed"):
         (folder / name).mkdir()
         (folder / name / "mine").write_text("mine")
-    step = step_of()
-    with Checkpoints(folder, step, keep=1) as checkpoints:
-        checkpoints.save(state_with(step, 7), {"epoch": 7}, now=True)
+    save(folder, 7, keep=1)
     assert listed(folder) == ["step-7", "step-7.removed-plots", "step-7.unsealed-notes", "step-7.unsealed.txt"]
 
 
@@ -247,8 +279,6 @@ def test_a_file_with_a_name_that_a_save_needs_is_named_and_stays(folder, name):
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_running_save_is_not_left_over(folder, monkeypatch, is_own):
     """Neither for the training that saves, nor for a reader beside it."""
-    from ipu_jax.checkpoints import _seal
-
     step, is_sealing, is_read, write_seal = step_of(), threading.Event(), threading.Event(), _seal.write_seal
     monkeypatch.setattr(_seal, "write_seal", lambda *a, **k: (is_sealing.set(), is_read.wait(60), write_seal(*a, **k)))
     with Checkpoints(folder, step) as checkpoints, Checkpoints(folder, step) as reader:
@@ -302,14 +332,3 @@ def test_a_damaged_one_is_replaced_when_the_training_passes_it_again(folder):
             assert found.step == 1
             checkpoints.save(state_with(step, 2), {"epoch": 2}, now=True)
     assert restored(folder)[0].step == 2
-
-
-def test_the_order_is_that_of_saving_not_of_steps(folder):
-    """A training that went back to step 1 by its path keeps what it saves then."""
-    step = step_of()
-    for number in (5, 6):
-        shutil.copytree(folder / "step-2", folder / f"step-{number}")
-    with Checkpoints(folder, step, keep=2) as checkpoints:
-        assert checkpoints.restore(state_with(step, 0), resume=folder / "step-1") is not None
-        checkpoints.save(state_with(step, 3), {"epoch": 3}, now=True)
-    assert restored(folder)[0].step == 3

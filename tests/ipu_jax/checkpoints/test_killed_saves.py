@@ -133,26 +133,6 @@ def test_of_two_whole_ones_of_a_step_the_later_is_found_and_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-5", "step-7"]
 
 
-def test_the_same_state_is_not_written_again(tmp_path):
-    step = step_of()
-    state = state_of(step, 5, 1)
-    with Checkpoints(tmp_path, step) as checkpoints:
-        assert checkpoints.save(state, {"epoch": 1}, now=True)
-        checkpoints.wait()
-        before = (tmp_path / "step-5").stat().st_ino
-        assert checkpoints.save(state, {"epoch": 1}, now=True)
-        checkpoints.wait()
-        assert (tmp_path / "step-5").stat().st_ino == before
-        for other, position in ((state, {"epoch": 2}), (state_of(step, 5, 2), {"epoch": 2})):
-            assert checkpoints.save(other, position, now=True)
-            checkpoints.wait()
-            assert (tmp_path / "step-5").stat().st_ino != before
-            before = (tmp_path / "step-5").stat().st_ino
-        shutil.rmtree(tmp_path / "step-5")
-        assert checkpoints.save(other, position, now=True)
-    assert restored(tmp_path) == (5, 2)
-
-
 def test_a_save_whose_last_rename_fails_leaves_both(tmp_path, monkeypatch):
     """The new one is sealed by then: the next save, or restore, gives it its name."""
     sealed(tmp_path, 5, 1)

@@ -156,13 +156,6 @@ def test_a_lock_that_somebody_removed_is_taken_again_before_a_save(tmp_path, imp
     assert restored(tmp_path) == (2, 2)
 
 
-def test_a_closed_one_takes_none(tmp_path):
-    checkpoints = Checkpoints(tmp_path, step_of())
-    checkpoints.close()
-    with pytest.raises(ValueError, match=r"^the checkpoints are closed: save inside their `with` block$"):
-        checkpoints.lock()
-
-
 def test_a_folder_that_cannot_be_made_is_said_by_lock_and_left_to_the_save_by_due(tmp_path):
     (tmp_path / "file").write_text("")
     step = step_of()

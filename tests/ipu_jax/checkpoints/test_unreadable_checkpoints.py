@@ -1,22 +1,19 @@
 """Test that what cannot be read, or is of a newer version, is never taken for damaged, and never removed."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning
+from ipu_jax import CheckpointError, Checkpoints
 from ipu_jax.checkpoints import _seal
 from support import killed_saves
-from support.harness import exactly
 from support.killed_saves import restored, state_of, step_of
 
 
@@ -52,18 +49,18 @@ def refuse_to_read(monkeypatch: Any, number: int, *parts: str) -> None:
 def test_a_seal_that_cannot_be_read_is_an_error(folder, monkeypatch, number, resume):
     refuse_to_read(monkeypatch, number, "step-3", _seal.SEAL)
     step = step_of()
-    why = f"ipu_jax.json cannot be read ({os.strerror(number)}): see that this user can read it"
-    message = (
-        f"{folder}/step-3 may be the last checkpoint, and {why}; or resume from the path of another one. "
-        "Nothing was removed"
+    like, why = (
+        state_of(step, 0, 0),
+        rf"ipu_jax\.json cannot be read \({os.strerror(number)}\): .* this user can read it",
     )
     with Checkpoints(folder, step) as checkpoints:
-        with pytest.raises(CheckpointError, match=exactly(message)) as raised:
-            checkpoints.restore(state_of(step, 0, 0), resume=resume)
+        may_be = rf"{folder}/step-3 may be the last checkpoint, and {why}; .* another one\. Nothing was removed"
+        with pytest.raises(CheckpointError, match=may_be) as raised:
+            checkpoints.restore(like, resume=resume)
         assert raised.value.errno == number
-        with pytest.raises(CheckpointError, match=exactly(f"{folder}/step-3 cannot be restored: {why}")):
-            checkpoints.restore(state_of(step, 0, 0), resume=folder / "step-3")
-        found = checkpoints.restore(state_of(step, 0, 0), resume=folder / "step-2")
+        with pytest.raises(CheckpointError, match=rf"{folder}/step-3 cannot be restored: {why}"):
+            checkpoints.restore(like, resume=folder / "step-3")
+        found = checkpoints.restore(like, resume=folder / "step-2")
     assert found is not None
     assert found.step == 2
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2", "step-3"]
@@ -99,12 +96,7 @@ def test_an_older_one_that_cannot_be_read_does_not_matter_and_stays(folder, monk
 
 def newer(checkpoint: Path) -> None:
     """Give a checkpoint the format of a version to come."""
-    write_seal(checkpoint, {**_seal.read_seal(checkpoint), "format": 7})
-
-
-def write_seal(checkpoint: Path, content: Any) -> None:
-    text = json.dumps(content).encode()
-    (checkpoint / _seal.SEAL).write_bytes(b"%d\n" % zlib.crc32(text) + text)
+    _seal._write(checkpoint / _seal.SEAL, {**_seal.read_seal(checkpoint), "format": 7})
 
 
 def test_a_newer_format_is_an_error_and_stays(folder):
@@ -181,75 +173,3 @@ def test_another_user_begins_no_training_over_what_may_not_be_read(saved):
             f"CheckpointError {folder}/step-3 may be the last checkpoint, and ipu_jax.json cannot be read (Permission "
         )
         assert len(list(folder.iterdir())) == 3
-
-
-WRONG_SEALS: dict[str, tuple[Any, str]] = {
-    "a list": (lambda seal: [seal], "its format is None"),
-    "a number": (lambda seal: 3, "its format is None"),
-    "no format": (lambda seal: {**seal, "format": None}, "its format is None"),
-    "an older format": (lambda seal: {**seal, "format": 0}, "its format is 0"),
-    "a bool for a format": (lambda seal: {**seal, "format": True}, "its format is True"),
-    "no number": (lambda seal: {name: seal[name] for name in seal if name != "number"}, "it has no number"),
-    "no files": (lambda seal: {name: seal[name] for name in seal if name != "files"}, "it has no files"),
-    "a text for a number": (lambda seal: {**seal, "number": "3"}, "its number is '3'"),
-    "a list of files": (lambda seal: {**seal, "files": ["a"]}, "its files is \"['a']\""),
-    "files without sizes": (lambda seal: {**seal, "files": {"a": 3}}, "its files is \"{'a': 3}\""),
-    "no model": (lambda seal: {**seal, "model": None}, "its model is 'None'"),
-    "an empty model": (lambda seal: {**seal, "model": {}}, "its model is not described"),
-    "leaves that are none": (
-        lambda seal: {**seal, "model": {**seal["model"], "leaves": {"params": [{"a": 1}]}}},
-        "its model is not described",
-    ),
-    "arrays without shapes": (
-        lambda seal: {**seal, "model": {**seal["model"], "arrays": {"a": {"dtype": "f", "shape": ["x"]}}}},
-        "its model has other shapes or names",
-    ),
-    "no description": (lambda seal: {**seal, "describes": []}, "its describes is '[]'"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_SEALS)
-def test_a_seal_with_another_content_is_damaged(folder, name):
-    """Its checksum is right: nobody's bit was flipped, but another program wrote it."""
-    change, why = WRONG_SEALS[name]
-    write_seal(folder / "step-3", change(_seal.read_seal(folder / "step-3")))
-    message = f"{folder}/step-3 cannot be restored, ipu_jax.json is damaged ({why}): it is skipped"
-    with pytest.warns(CheckpointWarning, match=exactly(message)):
-        assert restored(folder) == (2, 2)
-    step = step_of()
-    with Checkpoints(folder, step) as checkpoints, pytest.raises(CheckpointError, match=r"ipu_jax\.json is damaged"):
-        checkpoints.restore(state_of(step, 0, 0), resume=folder / "step-3")
-
-
-@pytest.mark.parametrize("folder", ["", None, 3, "a\0b", Path("a\0b")])
-def test_what_is_no_folder_is_refused(folder):
-    with pytest.raises(ValueError, match=exactly(f"folder={folder!r} is not a path: give one such as 'runs/mnist'")):
-        Checkpoints(folder, step_of())
-
-
-def test_a_file_is_no_folder(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("")
-    with pytest.raises(ValueError, match=exactly(f"folder='{path}' is not a folder: give one, or a name that is free")):
-        Checkpoints(path, step_of())
-    step = step_of()
-    wrong = r"file/runs cannot be read \(\[Errno 20\] Not a directory"
-    with Checkpoints(path / "runs", step) as checkpoints, pytest.raises(CheckpointError, match=wrong):
-        checkpoints.restore(state_of(step, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("resume", "message"),
-    [
-        ("latest", "resume='latest' is neither 'auto', 'must' nor 'never', and there is no folder {cwd}/latest"),
-        ("", "resume='' is not a path: give one of a checkpoint, or 'auto', 'must' or 'never'"),
-        (None, "resume=None is not a path: give one of a checkpoint, or 'auto', 'must' or 'never'"),
-        (True, "resume=True is not a path: give one of a checkpoint, or 'auto', 'must' or 'never'"),
-    ],
-)
-def test_what_is_no_way_to_resume_is_refused(tmp_path, monkeypatch, resume, message):
-    monkeypatch.chdir(tmp_path)
-    step = step_of()
-    wrong = exactly(message.format(cwd=tmp_path))
-    with Checkpoints("runs", step) as checkpoints, pytest.raises(ValueError, match=wrong):
-        checkpoints.restore(state_of(step, 0, 0), resume=resume)

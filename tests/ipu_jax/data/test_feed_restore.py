@@ -59,10 +59,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+# prefetch and workers: by the caller, by one worker, by several
+@pytest.mark.parametrize(("shuffle", "prefetch", "workers"), [(True, 0, 1), (False, 0, 1), (True, 2, 1), (True, 4, 3)])
 @pytest.mark.parametrize(("count", "remainder", "replicas", "m", "iterations", "per_epoch"), CASES)
 def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
-    count, remainder, replicas, m, iterations, per_epoch, shuffle
+    count, remainder, replicas, m, iterations, per_epoch, shuffle, prefetch, workers
 ):
     options = {
         "micro_batch": 2,
@@ -71,18 +72,16 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
         "remainder": remainder,
         "seed": 7,
     }
-    options |= {"mesh": make_mesh(replicas, 1), "shuffle": shuffle, "prefetch": 0}
+    options |= {"mesh": make_mesh(replicas, 1), "shuffle": shuffle, "prefetch": prefetch, "workers": workers}
     per_update = 2 * m * replicas
     expected = by_hand(count, remainder, per_update=per_update, per_batch=per_update * iterations, shuffle=shuffle)
     assert len(expected) == EPOCHS * per_epoch
-    states = []
     with Feed(source(count), **options, epochs=EPOCHS) as feed:
+        states = [feed.state()]
         for _ in itertools.islice(feed, 60):
             states.append(feed.state())
-    for done in (per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch - 1, 2 * per_epoch):
-        if not done:
-            continue
-        state = states[done - 1]
+    for done in {0, per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch - 1, 2 * per_epoch}:
+        state = states[done]
         epoch, batches = divmod(done, per_epoch)
         position = batches * per_update * iterations
         assert state == {"epoch": epoch, "position": position, "examples": count, "seed": 7, "shuffle": int(shuffle)}

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from ipu_jax import Feed, TrainOptions, make_mesh, make_train_step
-from support.harness import exactly
 
 # examples, B, M, R, K -> what an epoch leaves out by default: updates, of how many, and examples; worked out by hand
 LEFT_OUT = [
@@ -25,12 +24,10 @@ LEFT_OUT = [
 ]
 
 
-def message(updates: int, of_updates: int, left_out: int, examples: int, iterations: int) -> str:
-    return exactly(
-        f"each epoch leaves out {updates} of {of_updates} updates ({left_out} of {examples} examples), since they do "
-        f"not fill a batch of device_iterations={iterations}: give remainder='updates' to make them, or "
-        "remainder='drop' to leave them out without this warning"
-    )
+def message(left_out: Any, examples: int, iterations: int) -> str:
+    updates, of_updates, left = left_out
+    counts = rf"{updates} of {of_updates} updates \({left} of {examples} examples\)"
+    return rf"{counts}, .*device_iterations={iterations}: give remainder='updates' .* remainder='drop'"
 
 
 @pytest.mark.parametrize(("sizes", "left_out"), LEFT_OUT)
@@ -41,9 +38,7 @@ def test_a_feed_says_once_which_updates_its_default_leaves_out(sizes, left_out):
     if left_out is None:
         feed = make()
     else:
-        with pytest.warns(
-            UserWarning, match=message(left_out[0], left_out[1], left_out[2], count, iterations)
-        ) as caught:
+        with pytest.warns(UserWarning, match=message(left_out, count, iterations)) as caught:
             feed = make()
         assert [warning.filename for warning in caught] == [__file__]
     made = sum(batch.updates for batch in feed)
@@ -61,7 +56,7 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
 
     options: dict[str, Any] = {"items": "examples", "mesh": make_mesh(2, 1), "micro_batch": 2, "device_iterations": 2}
     with Feed(stream, epochs=1, prefetch=prefetch, **options) as feed:
-        with pytest.warns(UserWarning, match=message(1, 5, 7, 23, 2)) as caught:
+        with pytest.warns(UserWarning, match=message((1, 5, 7), 23, 2)) as caught:
             batches = list(feed)
         assert (sum(batch.updates for batch in batches), len(caught)) == (4, 1)
     for remainder, updates in (("drop", 4), ("updates", 5), ("pad", 6)):

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from ipu_jax import (
     fit,
     trace,
 )
-from support.fitted import B, D, Lines, M, assert_same_weights, make_step, normal, twin, weights
+from support.fitted import B, D, Lines, M, assert_same_weights, hearing_ctrl_c, make_step, normal, twin, weights
 from support.trained import quick_compiles
 
 
@@ -76,16 +75,8 @@ def test_lines_evaluations_and_the_log(tmp_path):
     np.testing.assert_allclose(logged, losses, rtol=1e-4)
 
 
-@pytest.fixture
-def listening():
-    """Let this process hear Ctrl-C, which one that was started in the background ignores."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, listening):
+def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name):
     rows = normal(4, 10 * M * B, D)
     expected, end = twin(rows, 20)
     step, said = make_step(2), Lines()
@@ -100,18 +91,19 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, listen
         with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
             return fit(step, step.init(weights()), feed, epochs=2, checkpoints=tmp_path / "run", say=say)
 
-    if name == "Ctrl-C":
-        with pytest.raises(KeyboardInterrupt):
-            run(signalled)
-        first = FitResult.last
-    else:
-        first = run(signalled)
+    with hearing_ctrl_c():
+        if name == "Ctrl-C":
+            with pytest.raises(KeyboardInterrupt):
+                run(signalled)
+            first = FitResult.last
+        else:
+            first = run(signalled)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert first is not None
     assert first.stopped == name
     assert 4 <= first.updates < 10
     assert_same_weights(step, first.state, twin(rows, first.updates)[1])
     assert said[-1].startswith(f"{name}: stopped after {first.updates} updates, which are saved in {tmp_path / 'run'}")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     second = Lines()
     result = run(second)
@@ -143,18 +135,6 @@ def test_an_error_leaves_the_last_state(tmp_path):
             step, step.restore(step.whole(FitResult.last.state)), feed, updates=1, log=log, say=Lines()
         )  # both stay open
     assert FitResult.last is None
-
-
-def test_skipped_updates_are_counted():
-    rows = normal(6, 6 * M * B, D)
-    rows[2 * M * B, 0] = np.inf
-    step, lines = make_step(3, on_nonfinite="skip"), Lines()
-    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = fit(step, step.init(weights()), feed, say=lines)
-    assert result.skipped == 1
-    assert any(line.endswith(", 1 of 3 updates skipped") for line in lines)
-    assert lines[-1].endswith("; 1 updates were skipped")
 
 
 def test_a_stream_is_trained_on_epoch_by_epoch():
@@ -193,40 +173,3 @@ def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path)
         thread.join()
         mine.save(results[0].state, feed, extra="more", now=True)
     assert mine.last == 4
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"step": "x"}, r"step='x' is not a training step: make it with make_train_step"),
-        ({"state": 3}, r"state is not of this step: make it with step.init\(params\)"),
-        ({"feed": [1]}, r"feed=list is not a Feed: give Feed\(data, step=step"),
-        ({"epochs": 0}, r"epochs=0 is not a positive number: give"),
-        ({"epochs": True}, r"epochs=True is not a positive number: give"),
-        ({"epochs": float("inf")}, r"epochs=inf is not a positive number: give"),
-        ({"updates": 0}, r"updates=0"),
-        ({"updates": 2, "epochs": 1}, r"epochs=1 and updates=2 are both given: give one"),
-        ({"evaluate": 3}, r"evaluate=3 cannot be called: give a function"),
-        ({"log": RunLog(), "tensorboard": "x"}, r"tensorboard= is given, and a RunLog: give"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_wrong_arguments_are_refused(change, words):
-    step = make_step()
-    with Feed(normal(0, M * B, D), step=step, micro_batch=B) as feed:
-        given = {"step": step, "state": step.init(weights()), "feed": feed, **change}
-        with pytest.raises(ValueError, match=words):
-            fit(**given)
-
-
-def test_a_feed_of_another_step_is_refused():
-    step = make_step(2)
-    feed = Feed(normal(0, M * B, D), mesh=step.mesh, gradient_accumulation=M, micro_batch=B)
-    with feed, pytest.raises(ValueError, match="device_iterations=1, but the step 2: make it with Feed"):
-        fit(step, step.init(weights()), feed)
-    with pytest.raises(ValueError, match="mesh= is given, and the step has one: leave it out"):
-        Feed(normal(0, M * B, D), step=step, mesh=step.mesh, micro_batch=B)
-    with pytest.raises(ValueError, match=r"neither step= nor mesh= is given: say .* step=step"):
-        Feed(normal(0, M * B, D), micro_batch=B)
-    with pytest.raises(ValueError, match="step=3 is not a training step: make it with"):
-        Feed(normal(0, M * B, D), step=3, micro_batch=B)  # pyright: ignore[reportArgumentType] (on purpose)

@@ -4,7 +4,6 @@ torch is not needed: a `state_dict` is names and arrays, which the library's Num
 """
 
 import json
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -103,8 +102,6 @@ def test_a_model_in_several_files_is_read(tmp_path):
     assert_same(
         import_weights(paths, {"a": TENSORS["half"], "b": TENSORS["ids"]}), {"a": TENSORS["half"], "b": TENSORS["ids"]}
     )
-    with pytest.raises(ValueError, match=re.escape(f"'a' is in {paths[0]} and in {paths[0]}: give one of them")):
-        import_weights([paths[0], paths[0]], {"a": TENSORS["half"]})
 
 
 def test_a_model_in_several_files_is_read_by_their_index(tmp_path):
@@ -115,32 +112,6 @@ def test_a_model_in_several_files_is_read_by_their_index(tmp_path):
     index.write_text(json.dumps({"metadata": {"total_size": 64}, "weight_map": homes}))
     like = {name: TENSORS[name] for name in homes}
     jax.tree.map(np.testing.assert_array_equal, import_weights(index, like), like)
-    for text, message in (
-        ("{", "is damaged: Expecting property name"),
-        ('{"weight_map": []}', 'it has no "weight_map"'),
-        (
-            '{"weight_map": {"half": "../half.safetensors"}}',
-            "it names '../half.safetensors', which is not a file beside",
-        ),
-        (json.dumps({"weight_map": {"ids": homes["half"]}}), f"says that 'ids' is in {homes['half']}, which does not"),
-    ):
-        index.write_text(text)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            import_weights(index, like)
-    index.write_text(json.dumps({"weight_map": {"half": "gone.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"gone\.safetensors"):
-        import_weights(index, like)
-
-
-def test_a_dtype_without_meaning_here_is_refused_only_where_it_is_needed(tmp_path):
-    path = tmp_path / "odd.safetensors"
-    save_file({"w": TENSORS["half"], "other": np.zeros(4, np.uint8)}, path)
-    path.write_bytes(path.read_bytes().replace(b'"U8"', b'"E9"'))
-    assert_same(import_weights(path, {"w": TENSORS["half"]}, ignore=["other"]), {"w": TENSORS["half"]})
-    with pytest.raises(
-        ValueError, match=r"dtype: leaf 'other' is uint8\[4\], and the array E9\[4\], which has no meaning"
-    ):
-        import_weights(path, {"other": np.zeros(4, np.uint8)}, ignore=["w"])
 
 
 # models as torch saves them: Linear (out, in), Conv2d (out, in, rows, columns)
