@@ -10,16 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh, verify
-from ipu_jax.engine import _hooks
 from ipu_jax.schedules import SCHEDULES, StageCosts, find_schedule, make_schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
+from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 
 CLASSES = 7
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 def layer(params, x, microbatch):
