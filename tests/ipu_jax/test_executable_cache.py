@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from ipu_jax import ExecutableCache
+from support.refusals import refusals, refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,26 +156,21 @@ def test_other_warnings_stay_warnings_and_what_a_killed_process_set_aside_is_put
     assert compiled(tmp_path, 2.0) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("folder", "message"),
-    [
-        ("", "the executable cache has an empty name: give a folder"),
-        (__file__, f"the executable cache {__file__} is not a folder: give one, or a name that is free"),
-        (f"{__file__}/x", f"the executable cache {__file__}/x cannot be made (Not a directory): give another folder"),
-        ("x" * 300, f"the executable cache {'x' * 300} cannot be made (File name too long): give another folder"),
-        pytest.param(
-            "/proc",
-            "the executable cache /proc cannot be written to (No such file or directory): give another folder",
-            marks=pytest.mark.skipif(
-                not os.path.isdir("/proc/self"), reason="a folder that not even root can write to"
-            ),
-        ),
-    ],
+@refusals(
+    (lambda: ExecutableCache(""), "an empty name", "give a folder"),
+    (lambda: ExecutableCache(__file__), f"{__file__} is not a folder", "a name that is free"),
+    (lambda: ExecutableCache(f"{__file__}/x"), f"{__file__}/x cannot be made", "Not a directory", "another folder"),
+    (lambda: ExecutableCache("x" * 300), f"{'x' * 300} cannot be made", "File name too long", "another folder"),
 )
-def test_a_folder_that_cannot_serve_is_refused(folder, message):
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
-        ExecutableCache(folder)
-    assert str(refused.value) == message
+def test_a_folder_that_cannot_serve_is_refused(call, holds):
+    with refused(*holds):
+        call()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a folder that not even root can write to")
+def test_a_folder_that_nobody_can_write_to_is_refused():
+    with refused("/proc cannot be written to", "No such file or directory", "another folder"):
+        ExecutableCache("/proc")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage
 from ipu_jax.engine import _hooks
-from support.dense import largest_relative_error
+from support.dense import Model, largest_relative_error
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +58,15 @@ def assert_equals_plain(
     found = pipeline.unshard(gradients)
     assert largest_relative_error(found, jax.tree.map(lambda gradient: scale * gradient, expected)) < rtol
     return expected_loss
+
+
+def assert_equals_its_twin(model: Model, ipus: int, options: dict[str, Any], rtol: float = 1e-5) -> Pipeline:
+    """Compare a step of a pipeline of the model with the model's dense twin, and return the pipeline."""
+    pipeline = model.pipeline(ipus, **options)
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
+    expected_loss, expected = model.twin(pipeline.options.reduction)
+    assert largest_relative_error(loss, expected_loss) < rtol
+    found = pipeline.unshard(gradients)
+    assert largest_relative_error(found, expected) < rtol
+    assert jax.tree.map(lambda g: g.dtype, found) == jax.tree.map(lambda w: w.dtype, model.params)
+    return pipeline

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import random
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +12,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh
-from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
-from support.dense import Model, chain, largest_relative_error
+from support.against_plain import (
+    assert_equals_its_twin,
+    assert_equals_plain,
+    bubbles_hold_nan,  # noqa: F401 (a fixture)
+    stages_at,
+)
+from support.dense import chain, largest_relative_error
 
 _ = None  # in a placement: a concurrent stage
-
-
-def assert_equals_its_twin(model: Model, ipus: int, options: dict[str, Any], rtol: float = 1e-5) -> Pipeline:
-    pipeline = model.pipeline(ipus, **options)
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
-    expected_loss, expected = model.twin(pipeline.options.reduction)
-    assert largest_relative_error(loss, expected_loss) < rtol
-    found = pipeline.unshard(gradients)
-    assert largest_relative_error(found, expected) < rtol
-    assert jax.tree.map(lambda g: g.dtype, found) == jax.tree.map(lambda w: w.dtype, model.params)
-    return pipeline
 
 
 # Placement, IPUs, M, options of the model, options of the pipeline. The full product has thousands of programs. This

@@ -129,44 +129,33 @@ def assert_state_loss_and_gradients_equal_the_twins(model: NormModel, pipeline: 
     assert float(pipeline.loss(params, model.batch, state)) == float(evaluated)  # it changes nothing
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1"])
-def test_running_statistics_are_updated_once_a_micro_batch_in_order(schedule):
-    model = NormModel((0, 1, 1), 3)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, schedule))
+SLOW = [
+    *(((0, 1, 1), 2, 3, {}, name) for name in ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1")),
+    ((0, 1, 0, 1), 2, 4, {}, "looped"),
+    ((0, 1, 1, 0), 2, 4, {}, "zbv"),
+    ((0, 0), 1, 2, {"recompute": "none"}, "grouped"),
+    ((0, 1, 2, 3), 4, 2, {"recompute": "none"}, "grouped"),
+    ((0, 1, 2, 3), 4, 5, {"recompute": "all"}, "grouped"),
+    ((0, 1, 1), 2, 3, {"recompute": "none", "replicas": 2}, "grouped"),
+    ((None, 0, 1), 2, 3, {"recompute": "none"}, "grouped"),
+    ((0, None, 1), 2, 3, {"recompute": "all"}, "grouped"),
+    ((0, 1, None), 2, 3, {"recompute": "none"}, "grouped"),
+    ((0, 1, None, 1, None), 2, 2, {"recompute": "none", "replicas": 2}, "grouped"),
+    ((1, 0, 1, 0), 2, 4, {"recompute": "none"}, "grouped"),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("places", "ipus", "micro_batches", "replicas", "recompute"),
+    ("places", "ipus", "micro_batches", "of_model", "schedule"),
     [
-        ((0, 0), 1, 2, 1, "none"),
-        ((0, 1, 2, 3), 4, 2, 1, "none"),
-        ((0, 1, 2, 3), 4, 5, 1, "all"),
-        ((0, 1, 1), 2, 3, 2, "none"),
-        ((None, 0, 1), 2, 3, 1, "none"),
-        ((0, None, 1), 2, 3, 1, "all"),
-        ((0, 1, None), 2, 3, 1, "none"),
-        ((0, 1, None, 1, None), 2, 2, 2, "none"),
-        ((1, 0, 1, 0), 2, 4, 1, "none"),
+        pytest.param((0, 1, 2, 3, 4, 5, 6, 7), 8, 3, {}, "1f1b", id="like stages in one team"),
+        pytest.param((0, 1), 2, 2, {"replicas": 2}, "grouped", id="integers of replica 0"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_state_wherever_stages_stand(places, ipus, micro_batches, replicas, recompute):
-    model = NormModel(places, micro_batches, replicas, recompute)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(ipus))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["looped", "zbv"])
-def test_state_of_several_stages_an_ipu(name):
-    places = (0, 1, 0, 1) if name == "looped" else (0, 1, 1, 0)
-    model = NormModel(places, 4)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, name))
-
-
-def test_state_of_like_stages_in_one_team():
-    model = NormModel((0, 1, 2, 3, 4, 5, 6, 7), 3)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(8, "1f1b"))
+def test_running_statistics_are_updated_once_a_micro_batch_in_order(places, ipus, micro_batches, of_model, schedule):
+    model = NormModel(places, micro_batches, **of_model)
+    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(ipus, schedule))
 
 
 def test_evaluation_reads_the_running_statistics():
@@ -202,11 +191,6 @@ def test_a_concurrent_stage_may_split_its_state():
     params, state = pipeline.shard({"w": normal(D, D)}), pipeline.shard_state({"s": np.zeros(3, np.float32)})
     _, _, new = pipeline.value_and_grad(params, normal(2, ROWS, D), state)
     np.testing.assert_array_equal(pipeline.unshard(new)["s"], [2, 2, 4])  # two micro-batches; 2 + 1 numbers an IPU
-
-
-def test_integers_of_replica_0_are_those_of_all_replicas():
-    model = NormModel((0, 1), 2, replicas=2)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2))
 
 
 def test_state_out_of_a_step_goes_into_the_next():

@@ -259,10 +259,9 @@ def test_whatever_is_a_replicas_own_may_decide_no_collective_over_replicas(decid
     pipeline = Pipeline([last] if is_first else [body, last], mesh=make_mesh(2, 2), gradient_accumulation=M)
     batch = {"x": np.stack([BATCH["x"], -BATCH["x"]])}
     state = pipeline.shard_state({"seen": np.zeros(2, "float32")})
+    params, key = pipeline.shard({"w": np.ones(3, "float32")}), jax.random.key(0)
     with refused("'the head' uses psum over axis 'replica'", "inside a cond whose predicate may differ"):
-        jax.eval_shape(
-            getattr(pipeline, call), pipeline.shard({"w": np.ones(3, "float32")}), batch, state, jax.random.key(0)
-        )
+        jax.eval_shape(getattr(pipeline, call), params, batch, state, key)
 
 
 def test_a_collective_over_replicas_in_a_branch_decided_by_weights_or_by_a_sum_is_taken_by_all():
