@@ -22,6 +22,7 @@ from ipu_jax import (
     verify,
 )
 from ipu_jax.schedules import _auto
+from support.against_plain import assert_equals_its_twin
 from support.dense import chain, largest_relative_error
 from support.refusals import refusals, refused
 
@@ -214,11 +215,7 @@ def test_costs_without_bytes_get_the_counted_ones():
     [((0, 1), 2), ((0, 1, None), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3, None), 4), ((None, 0, 1, 1, None), 2)],
 )
 def test_loss_and_gradients_are_the_dense_twins(places, ipus):
-    model = chain(places, M, like=False)
-    pipeline = model.pipeline(ipus, schedule="auto")
-    params = pipeline.shard(model.params)
-    loss, gradients = pipeline.value_and_grad(params, model.batch)
-    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
+    assert_equals_its_twin(chain(places, M, like=False), ipus, {"schedule": "auto"})
 
 
 def test_a_table_of_its_own_runs():

@@ -4,6 +4,7 @@
 with the other here. The expected results come from a Python loop over replicas and micro-batches, or from one product.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -31,13 +32,10 @@ from ipu_jax import (
 )
 from ipu_jax.engine import scan as engine
 from support.dense import largest_relative_error
-from support.harness import exactly
+from support.layers import normal
+from support.refusals import refusals, refused
 
 ROWS, D, M = 3, 4, 3
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).normal(size=shape) / 2).astype(np.float32)
 
 
 def batch_of(replicas: int, m: int = M) -> Any:
@@ -186,80 +184,96 @@ def _floats_times(scale: float) -> Any:
     return lambda tree: jax.tree.map(lambda leaf: leaf * scale if leaf.dtype == jnp.float32 else leaf, tree)
 
 
-NUMBER = r"-?(?:inf|\d[\d.]*(?:e[+-]?\d+)?)"
+@contextlib.contextmanager
+def told(*holds: str):
+    with pytest.raises(VerificationError) as caught:
+        yield
+    missing = [text for text in holds if text not in str(caught.value)]
+    assert not missing, f"{missing} is not in: {caught.value}"
+
+
+ALL_AUX, ONE_AUX = "(4 of 4 leaves of aux differ): loss ", "(1 of 4 leaves of aux differ): loss "
 FAULTS = {
-    "the loss": ("loss", lambda loss: loss * 1.001, r"the loss differs from .* by more than rtol=1e-05: loss "),
+    "the loss": ("loss", lambda loss: loss * 1.001, ["the loss differs from", "more than rtol=1e-05: loss "]),
     "a gradient": (
         "gradients",
         _of_group_b,
-        rf"the gradient of params\['b'\] differs from the unsharded program's by {NUMBER} relative, more than "
-        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[0, \d\] \(1 of 4 gradients differ\): loss ",
+        [
+            "the gradient of params['b'] differs",
+            "more than rtol=1e-05: ",
+            "at [0, ",
+            "(1 of 4 gradients differ): loss ",
+        ],
     ),
     "a gradient of a frozen leaf": (
         "gradients",
         lambda g: dataclasses.replace(g, slots=[leaf + 1e-3 if leaf.shape == (2, D) else leaf for leaf in g.slots]),
-        r"the gradient of params\['a'\]\['fixed'\] differs from .* by 0\.001 relative, more than rtol=1e-05: "
-        r"0\.001 instead of 0 at \[0\] \(1 of 4 gradients differ\): loss ",
+        [
+            "the gradient of params['a']['fixed'] differs",
+            "by 0.001 relative",
+            "0.001 instead of 0 at [0] (1 of 4 gradients",
+        ],
     ),
     "state that was updated once too often": (
         "state",
         lambda state: jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, state),
-        r"the new state\['seen'\]\['count'\] differs from the unsharded program's by 0\.167 relative, and int32 must "
-        r"be equal: 7 instead of 6 \(1 of 2 leaves of state differ\): loss ",
+        [
+            "state['seen']['count'] differs",
+            "by 0.167 relative, and int32 must be equal: 7 instead of 6 (1 of 2 leaves of",
+        ],
     ),
     "a running mean": (
         "state",
         _floats_times(1.001),
-        rf"the new state\['seen'\]\['mean'\] differs from the unsharded program's by 0\.001 relative, more than "
-        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d\] \(1 of 2 leaves of state differ\): loss ",
+        [
+            "state['seen']['mean'] differs",
+            "by 0.001 relative, more than rtol=1e-05: ",
+            "(1 of 2 leaves of state differ)",
+        ],
     ),
     "a row of one micro-batch of one replica": (
         "aux",
         _changed("c", "rows", lambda rows: rows.at[1, 2, 1].add(0.01)),
-        rf"the aux\['c'\]\['rows'\] differs from the unsharded program's by {NUMBER} relative, more than rtol=1e-05: "
-        rf"{NUMBER} instead of {NUMBER} at \[1, 2, 1\] \(1 of 4 leaves of aux differ\): loss ",
+        ["the aux['c']['rows'] differs", "more than rtol=1e-05: ", " at [1, 2, 1] ", ONE_AUX],
     ),
     "micro-batches in another order": (
         "aux",
         lambda aux: jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 1), aux),
-        r"the aux\['.*'\]\['.*'\] differs from .* \(4 of 4 leaves of aux differ\): loss ",
+        ["the aux['", ALL_AUX],
     ),
     "replicas in another order": (
         "aux",
         lambda aux: jax.tree.map(lambda leaf: leaf[::-1], aux),
-        r"the aux\['.*'\]\['.*'\] differs from .* \(4 of 4 leaves of aux differ\): loss ",
+        ["the aux['", ALL_AUX],
     ),
     "an integer that is one off": (
         "aux",
         _changed("a", "on", lambda on: on.at[0, 1].add(1)),
-        rf"the aux\['a'\]\['on'\] differs from the unsharded program's by {NUMBER} relative, and int32 must be equal: "
-        r"\d+ instead of \d+ at \[0, 1\] \(1 of 4 leaves of aux differ\): loss ",
+        ["the aux['a']['on'] differs", "and int32 must be equal: ", " at [0, 1] ", ONE_AUX],
     ),
     "a large number for one that is infinite": (
         "aux",
         _changed("c", "masked", lambda masked: jnp.maximum(masked, -1e30)),
-        r"the aux\['c'\]\['masked'\] differs from the unsharded program's by inf relative, more than rtol=1e-05: "
-        r"-1e\+30 instead of -inf at \[\d, \d, \d\] \(1 of 4 leaves of aux differ\): loss ",
+        ["the aux['c']['masked'] differs", "by inf relative", "-1e+30 instead of -inf at [", ONE_AUX],
     ),
     "a NaN in the aux": (
         "aux",
         _changed("a", "mean", lambda mean: mean.at[0, 2].set(jnp.nan)),
-        r"the aux\['a'\]\['mean'\] differs from the unsharded program's by nan relative, more than rtol=1e-05: "
-        rf"nan instead of {NUMBER} at \[0, 2\] \(1 of 4 leaves of aux differ\): loss ",
+        ["the aux['a']['mean'] differs", "by nan relative", "nan instead of ", " at [0, 2] ", ONE_AUX],
     ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "change", "message"), FAULTS.values(), ids=FAULTS)
-def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, message):
+@pytest.mark.parametrize(("what", "change", "holds"), FAULTS.values(), ids=FAULTS)
+def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, holds):
     model, sharded, ((loss, aux), gradients, state), expected = right
     found = {"loss": loss, "aux": aux, "gradients": gradients, "state": state}
     found |= {what: change(found[what])}
     result = (found["loss"], found["aux"]), found["gradients"], found["state"]
     monkeypatch.setattr(model.pipeline, "value_and_grad", lambda *_: result)
     monkeypatch.setattr(verification, "unsharded_update", lambda *_, **__: expected)
-    with pytest.raises(VerificationError, match="^" + message):
+    with told(*holds):
         verify(model.pipeline, *sharded)
 
 
@@ -316,10 +330,8 @@ def with_aux(fn, reference=None, dtype: Any = np.float32, **options: Any) -> Any
 def test_integers_are_compared_exactly_whatever_the_tolerance():
     large = lambda at: lambda w, x: jnp.full((2,), 10**9).at[at].add(1)  # noqa: E731
     assert with_aux(large(0)).aux_errors == {"aux": 0.0}
-    with pytest.raises(
-        VerificationError,
-        match=r"^the aux differs from .* by 1e-09 relative, and int32 must be equal: 1000000001 instead of 1000000000 "
-        r"at \[0, 0\] \(1 of 1 leaves of aux differ\): ",
+    with told(
+        "the aux differs", "by 1e-09 relative, and int32 must be equal: 1000000001 instead of 1000000000 at [0, 0]"
     ):
         with_aux(large(0), large(1), jnp.bfloat16, rtol=0.5)
     with pytest.raises(VerificationError, match=r"and bool must be equal: True instead of False at \[0\] \("):
@@ -349,12 +361,8 @@ def test_an_aux_that_is_empty_is_compared_by_its_shape():
     [(lambda w, x: x[0], "[3, 4]"), (lambda w, x: {"logits": x}, "{'logits': [3, 3, 4]}"), (lambda w, x: None, "None")],
 )
 def test_an_aux_of_another_shape_or_tree_is_refused(reference, shapes):
-    with pytest.raises(
-        VerificationError,
-        match=exactly(
-            f"the aux has shapes [3, 3, 4], the unsharded program's {shapes}: what a stage's reference returns as "
-            "aux must look like what its fn returns"
-        ),
+    with told(
+        f"the aux has shapes [3, 3, 4], the unsharded program's {shapes}", "what a stage's reference returns as aux"
     ):
         with_aux(lambda w, x: x, reference)
 
@@ -496,20 +504,25 @@ def test_float64_throughout_where_jax_has_it():
 # what it refuses
 
 
-def test_the_unsharded_program_refuses_what_the_pipeline_refuses():
-    model = Everything(replicas=2)
-    with pytest.raises(ValueError, match=r"^batch\['x'\] has shape \(3, 3, 4\): its leading dims must be"):
-        reference_value_and_grad(model.pipeline, model.params, batch_of(1), model.state, model.key)
-    with pytest.raises(ValueError, match=exactly("stage 'a' takes a random key: pass key=jax.random.key(...)")):
-        reference_value_and_grad(model.pipeline, model.params, model.batch, model.state)
-    for state in (None, {}, {"other": model.state["seen"]}):
-        with pytest.raises(
-            ValueError,
-            match=exactly(
-                f"state has the groups {sorted(state or {})}, the stages name ['seen']: give {{group: pytree}}"
-            ),
-        ):
-            reference_value_and_grad(model.pipeline, model.params, model.batch, state, model.key)
+EVERYTHING = Everything(replicas=2)
+
+
+def unsharded(**given: Any) -> Any:
+    names = ("batch", "state", "key")
+    arguments = {name: getattr(EVERYTHING, name) for name in names} | given
+    return lambda: reference_value_and_grad(EVERYTHING.pipeline, EVERYTHING.params, *(arguments[n] for n in names))
+
+
+@refusals(
+    (unsharded(batch=batch_of(1)), "batch['x'] has shape (3, 3, 4)", "its leading dims must be"),
+    (unsharded(key=None), "stage 'a' takes a random key", "jax.random.key(...)"),
+    (unsharded(state=None), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
+    (unsharded(state={}), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
+    (unsharded(state={"other": 1}), "state has the groups ['other']", "the stages name ['seen']", "{group: pytree}"),
+)
+def test_the_unsharded_program_refuses_what_the_pipeline_refuses(call, holds):
+    with refused(*holds):
+        call()
 
 
 # gradients of which rounding alone is left

@@ -9,18 +9,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Pipeline, Stage
-
-
-def computations(hlo: str) -> dict[str, list[str]]:
-    """Return the instructions of each computation in a compiled program's text."""
-    found: dict[str, list[str]] = {}
-    inside: list[str] = []
-    for line in hlo.splitlines():
-        if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            inside = found.setdefault(opened[1], [])
-        elif " = " in line:
-            inside.append(line.strip())
-    return found
+from support.compiled_text import computations
 
 
 def exchanges(hlo: str) -> list[str]:
