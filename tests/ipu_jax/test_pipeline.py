@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Sharded, Stage, make_mesh
 from ipu_jax.schedules import make_schedule
+from support.against_plain import assert_equals_plain
 from support.dense import ROWS, VOCABULARY, chain, largest_relative_error
 from support.refusals import compilations, refusals, refused
 
@@ -237,15 +238,11 @@ def test_without_a_mesh_there_is_one_replica_on_the_ipus_that_the_stages_name():
 def test_the_reduction_is_of_the_gradients_and_the_loss_is_always_the_mean(reduction):
     pipeline = two_stages(mesh=make_mesh(2, 2), gradient_accumulation=3, reduction=reduction)
     data = batch(2, 3)
-    value, gradients = pipeline.value_and_grad(pipeline.shard(weights("a", "b")), data)
 
     def mean_loss(w):
         return jnp.mean((jnp.tanh(data["x"] @ w["a"]) @ w["b"]) ** 2)
 
-    expected, of_mean = jax.value_and_grad(mean_loss)(weights("a", "b"))
-    assert value == pytest.approx(float(expected), rel=1e-6)
-    scale = 6 if reduction == "sum" else 1
-    assert largest_relative_error(pipeline.unshard(gradients), jax.tree.map(lambda g: scale * g, of_mean)) < 1e-5
+    assert_equals_plain(pipeline, weights("a", "b"), data, mean_loss, scale=6 if reduction == "sum" else 1)
 
 
 @pytest.mark.slow
@@ -433,12 +430,10 @@ def test_nnx_stages_local_and_concurrent_equal_the_modules_called_in_turn():
     ]
     pipeline = Pipeline(stages, mesh=make_mesh(1, 4), specs={"head": specs}, gradient_accumulation=3)
     params = {"body": body_state, "head": head_state}
-    value, gradients = pipeline.value_and_grad(pipeline.shard(params), x)
 
     def plain(params):
         return jnp.mean(nnx.merge(head_graph, params["head"])(nnx.merge(body_graph, params["body"])(x)) ** 2)
 
-    expected = jax.jit(jax.value_and_grad(plain))(params)
-    assert largest_relative_error((value, pipeline.unshard(gradients)), expected) < 1e-5
-    nnx.update(module := nnx.merge(head_graph, head_state), pipeline.unshard(gradients)["head"])
+    assert_equals_plain(pipeline, params, x, plain)
+    nnx.update(module := nnx.merge(head_graph, head_state), pipeline.unshard(pipeline.shard(params))["head"])
     assert module.kernel.shape == (6, VOCABULARY)

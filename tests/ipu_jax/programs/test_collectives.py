@@ -15,6 +15,7 @@ from ipu_jax.schedules import SCHEDULES, make_schedule
 from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import normal
 from support.refusals import refusals, refused
+from support.ways import WAYS, only_backward
 
 M, ROWS, D = 5, 4, 8
 
@@ -54,30 +55,6 @@ UNGROUPED = {
     "an unknown one": lambda x: x + lax.stop_gradient(unknown(lax.stop_gradient(x))),
 }
 NAMES = {"ppermute": "ppermute", "pshuffle": "ppermute", "ragged_all_to_all": "ragged_all_to_all"}
-
-
-def only_forward(op):
-    wrapped = jax.custom_vjp(lambda x: op(x))
-    wrapped.defvjp(lambda x: (op(x), None), lambda _, g: (g,))
-    return wrapped
-
-
-def only_backward(op):
-    wrapped = jax.custom_vjp(lambda x: x)
-    wrapped.defvjp(lambda x: (x, None), lambda _, g: (op(g),))
-    return wrapped
-
-
-WAYS = {
-    "plainly": lambda op: op,
-    "in jit": jax.jit,
-    "in checkpoint": jax.checkpoint,
-    "in cond": lambda op: lambda x: lax.cond(x.sum() > 0, op, lambda x: x, x),
-    "in scan": lambda op: lambda x: lax.scan(lambda c, _: (op(c), None), x, None, length=2)[0],
-    "in while": lambda op: lambda x: lax.stop_gradient(lax.while_loop(lambda c: c.sum() < 0, op, lax.stop_gradient(x))),
-    "in F alone": only_forward,
-    "in B alone": only_backward,
-}
 
 
 def pipeline_of(body, *, ipu: Any = 0, mesh=(2, 2), **options: Any):
