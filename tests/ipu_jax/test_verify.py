@@ -339,29 +339,16 @@ def test_an_aux_that_is_empty_is_compared_by_its_shape():
     [(lambda w, x: x[0], "[3, 4]"), (lambda w, x: {"logits": x}, "{'logits': [3, 3, 4]}"), (lambda w, x: None, "None")],
 )
 def test_an_aux_of_another_shape_or_tree_is_refused(reference, shapes):
-    with told(
-        f"the aux has shapes [3, 3, 4], the unsharded program's {shapes}", "what a stage's reference returns as aux"
-    ):
+    with told(f"the aux has shapes [3, 3, 4], the unsharded program's {shapes}", "what a stage's reference returns"):
         with_aux(lambda w, x: x, reference)
 
 
 # rules that are not linear in their cotangent
 
 
-@jax.custom_vjp
-def sign_of_cotangent(x):
-    return x
-
-
-sign_of_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g),))
-
-
-@jax.custom_vjp
-def clipped(x):
-    return x
-
-
 CLIP = 0.02
+sign_of_cotangent, clipped = jax.custom_vjp(lambda x: x), jax.custom_vjp(lambda x: x)
+sign_of_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g),))
 clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -CLIP, CLIP),))
 RULES = {"sign": (sign_of_cotangent, np.sign), "clip": (clipped, lambda g: np.clip(g, -CLIP, CLIP))}
 
@@ -473,10 +460,7 @@ def test_the_unsharded_program_refuses_what_the_pipeline_refuses(call, holds):
 def attention(fault: float = 0.0) -> tuple[Pipeline, Any, Any]:
     """The keys' bias adds the same to all scores of a row, which softmax ignores; `fault` is added to its gradient."""
 
-    @jax.custom_vjp
-    def faulty(bias):
-        return bias
-
+    faulty = jax.custom_vjp(lambda bias: bias)
     faulty.defvjp(lambda bias: (bias, None), lambda _, g: (g + fault,))
 
     def attend(w, x, mb, bias_of):
