@@ -121,19 +121,18 @@ except ValueError as error:
     assert "\n" not in line
 
 
-def test_configure_makes_host_devices_before_the_backend_starts():
-    assert in_a_fresh_process("print(len(configure(5)), len(jax.devices()))") == "5 5"
-
-
 @pytest.mark.parametrize(
-    "asked_before", [{"JAX_NUM_CPU_DEVICES": "6"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}]
+    ("asked", "environment", "found"),
+    [
+        ("configure(5)", {}, "5 5"),
+        ("configure(2)", {"JAX_NUM_CPU_DEVICES": "6"}, "2 6"),
+        ("configure(2)", {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}, "2 6"),
+        ("configure(4) and configure(3)", {}, "3 4"),
+    ],
+    ids=["before the backend starts", "beside a larger count", "beside a larger count of a flag", "twice with fewer"],
 )
-def test_configure_keeps_a_larger_count_that_was_asked_for(asked_before):
-    assert in_a_fresh_process("print(len(configure(2)), len(jax.devices()))", **asked_before) == "2 6"
-
-
-def test_configure_twice_with_fewer_is_fine():
-    assert in_a_fresh_process("configure(4); print(len(configure(3)), len(jax.devices()))") == "3 4"
+def test_configure_makes_as_many_host_devices_as_are_asked_for(asked, environment, found):
+    assert in_a_fresh_process(f"print(len({asked}), len(jax.devices()))", **environment) == found
 
 
 @pytest.mark.parametrize(
