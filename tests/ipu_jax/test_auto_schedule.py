@@ -22,15 +22,14 @@ from ipu_jax import (
     verify,
 )
 from ipu_jax.schedules import _auto
+from support.against_plain import assert_equals_its_twin
 from support.dense import chain, largest_relative_error
-from support.refusals import refused
+from support.refusals import refusals, refused
 
 N, K, D, E, V = 3, 6, 8, 10, 9  # V columns on 2 IPUs: 5 on each, one of them padding
 M = 6
 FLOAT = 4  # bytes
-NOT_CHOSEN = (
-    "schedule='auto' is chosen from the shapes of the first step: call pipeline.choose_schedule(params, batch) first"
-)
+NOT_CHOSEN = "schedule='auto'", "from the shapes of the first step", "pipeline.choose_schedule(params, batch) first"
 
 
 def unlike_stages(**options):
@@ -173,7 +172,7 @@ def test_the_same_shapes_give_the_same_schedule():
 def test_the_first_step_chooses_and_other_shapes_keep_it(name):
     pipeline, params, batch = unlike_stages(schedule=name)
     pipeline.loss(params, batch)  # which needs no schedule
-    with refused(NOT_CHOSEN):
+    with refused(*NOT_CHOSEN):
         _ = pipeline.schedule
     pipeline.value_and_grad(params, batch)
     schedule = pipeline.schedule
@@ -186,7 +185,7 @@ def test_the_first_step_chooses_and_other_shapes_keep_it(name):
 
 def test_verify_and_a_copy_of_the_pipeline_choose_too():
     pipeline, params, batch = unlike_stages()
-    with refused(NOT_CHOSEN):
+    with refused(*NOT_CHOSEN):
         _ = pipeline.replace().schedule
     verify(pipeline, params, batch)
     assert pipeline.replace().schedule is pipeline.schedule
@@ -216,11 +215,7 @@ def test_costs_without_bytes_get_the_counted_ones():
     [((0, 1), 2), ((0, 1, None), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3, None), 4), ((None, 0, 1, 1, None), 2)],
 )
 def test_loss_and_gradients_are_the_dense_twins(places, ipus):
-    model = chain(places, M, like=False)
-    pipeline = model.pipeline(ipus, schedule="auto")
-    params = pipeline.shard(model.params)
-    loss, gradients = pipeline.value_and_grad(params, model.batch)
-    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
+    assert_equals_its_twin(chain(places, M, like=False), ipus, {"schedule": "auto"})
 
 
 def test_a_table_of_its_own_runs():
@@ -299,66 +294,52 @@ def test_memory_for_no_schedule(call):
     ipu = needed.index(max(needed))
     in_words = lambda size: f"{size / 1000:.1f} kB" if size >= 1000 else f"{size} B"  # noqa: E731
     parts = ", ".join(f"{kind} {in_words(size)}" for kind, size in report.bytes_by_kind(ipu).items())
+    too_low = f"ipu_memory={max(needed) - 1:g}", "too low for any schedule"
     with refused(
-        f"ipu_memory={max(needed) - 1:g} is too low for any schedule: under 'sequential', which stashes the least, IPU "
-        f"{ipu} needs {max(needed)} bytes ({parts}): give at least that, or use recompute='all' on its stages, more "
-        "IPUs, or a smaller micro-batch"
+        *too_low, f"IPU {ipu} needs {max(needed)} bytes ({parts})", "recompute='all'", "a smaller micro-batch"
     ):
         getattr(pipeline, call)(params, batch)
-    with refused(NOT_CHOSEN):
+    with refused(*NOT_CHOSEN):
         _ = pipeline.schedule
 
 
-# errors
+# refusals
 
 
-def test_a_schedule_that_was_given_is_not_chosen():
-    pipeline, params, batch = unlike_stages(schedule="1F1B")
-    with refused("the schedule is '1f1b', which was given: make the Pipeline with schedule='auto' to choose one"):
-        pipeline.choose_schedule(params, batch)
+def chosen(call="choose_schedule", rows=M, schedule="auto", **options):
+    """Return a call of the method with the first rows of the batch."""
+    pipeline, params, batch = unlike_stages(schedule=schedule)
+    return lambda: getattr(pipeline, call)(params, batch[:rows], **options)
 
 
-def test_costs_come_too_late():
+def too_late():
     pipeline, params, batch = unlike_stages()
-    name = pipeline.choose_schedule(params, batch).schedule.name
-    with refused(
-        f"the schedule was chosen already, {name!r}: call choose_schedule with costs before the first step, or make "
-        "another Pipeline"
-    ):
-        pipeline.choose_schedule(params, batch, costs=BY_HAND)
+    pipeline.choose_schedule(params, batch)
+    return pipeline.choose_schedule(params, batch, costs=BY_HAND)
 
 
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        (StageCosts([1], [1], [1]), "costs are of 1 stages, and placement has 4: give costs per stage"),
-        (3, "costs=3 are no costs: give StageCosts(forward=, backward=, weight=)"),
-    ],
+def under_jit():
+    pipeline, params, batch = unlike_stages()
+    return jax.jit(lambda batch: pipeline.stage_costs(params, batch, measured=True))(batch)
+
+
+FIVE = f"batch has shape (5, {N}, {K})", f"(gradient_accumulation, ...) = ({M}, ...)"
+
+
+@refusals(
+    (chosen(schedule="1F1B"), "the schedule is '1f1b'", "was given", "schedule='auto'"),
+    (too_late, "the schedule was chosen already", "before the first step", "another Pipeline"),
+    (chosen(costs=StageCosts([1], [1], [1])), "costs are of 1 stages", "placement has 4", "costs per stage"),
+    (chosen(costs=3), "costs=3", "give StageCosts(forward=, backward=, weight=)"),
+    (under_jit, "measured=True", "tracers", "outside of jax.jit"),
+    (chosen("stage_costs", measured=True, repeats=0), "repeats=0", "count", "at least 1"),
+    (chosen("stage_costs", measured=False, repeats=0), "repeats=0", "count", "at least 1"),
+    (chosen("choose_schedule", rows=5), *FIVE),
+    (chosen("stage_costs", rows=5), *FIVE),
 )
-def test_costs_of_other_stages(costs, message):
-    pipeline, params, batch = unlike_stages()
-    with refused(message):
-        pipeline.choose_schedule(params, batch, costs=costs)
-
-
-def test_nothing_is_measured_under_jit():
-    pipeline, params, batch = unlike_stages()
-    with refused("measured=True runs programs, but the arguments are tracers: call it outside of jax.jit"):
-        jax.jit(lambda batch: pipeline.stage_costs(params, batch, measured=True))(batch)
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_repeats_are_a_count(measured):
-    pipeline, params, batch = unlike_stages()
-    with refused("repeats=0 is not a count: give an int of at least 1"):
-        pipeline.stage_costs(params, batch, measured=measured, repeats=0)
-
-
-@pytest.mark.parametrize("call", ["choose_schedule", "stage_costs"])
-def test_arguments_that_do_not_fit(call):
-    pipeline, params, batch = unlike_stages()
-    with refused(f"batch has shape (5, {N}, {K}): its leading dims must be (gradient_accumulation, ...) = ({M}, ...)"):
-        getattr(pipeline, call)(params, batch[:5])
+def test_a_choice_that_there_cannot_be_is_refused(call, holds):
+    with refused(*holds):
+        call()
 
 
 def test_a_schedule_of_find_schedule_can_be_given():

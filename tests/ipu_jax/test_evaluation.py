@@ -10,18 +10,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, reference_value_and_grad
-from ipu_jax.engine import _hooks
+from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
+from support.layers import normal
 
 ROWS, D, M = 3, 4, 3
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
-
-
-def normal(*shape: int, seed: int) -> np.ndarray:
-    return (np.random.default_rng(seed).normal(size=shape) / 2).astype(np.float32)
 
 
 def pipeline_of(schedule: str, replicas: int) -> Pipeline:

@@ -12,21 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, reference_predict
-from ipu_jax.engine import _hooks
 from ipu_jax.schedules import make_schedule
-from support.refusals import refused
+from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
+from support.layers import normal
+from support.refusals import refusals, refused
 
 ROWS, D, V, M = 3, 4, 7, 4  # 7 columns on 2 IPUs are 4 and 3, on 4 IPUs 2, 2, 2 and 1
 SPLIT = P(None, "ipu")
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
-
-
-def normal(*shape: int, seed: int) -> np.ndarray:
-    return (np.random.default_rng(seed).normal(size=shape) / 2).astype(np.float32)
 
 
 PARAMS = {"a": normal(D, D, seed=0), "b": normal(D, D, seed=1), "head": normal(D, V, seed=2)}
@@ -211,57 +203,6 @@ def test_a_random_stage_without_predict_or_evaluate_needs_a_key():
     np.testing.assert_allclose(found, batch["x"] @ PARAMS["head"], rtol=1e-5)
 
 
-# refusals
-
-
-def test_a_last_stage_that_cannot_predict():
-    pipeline = model(predict=None)
-    message = (
-        "the last stage, 'head', cannot predict: give Stage(..., predict=fn), a function called like fn that returns "
-        "the outputs of one micro-batch in place of its loss"
-    )
-    with refused(message):
-        pipeline.predict(pipeline.shard(PARAMS), {"x": normal(2, ROWS, D, seed=3)})
-    with refused(message):
-        reference_predict(pipeline, PARAMS, {"x": normal(2, ROWS, D, seed=3)})
-
-
-@pytest.mark.parametrize(
-    ("batch", "replicas", "found"),
-    [
-        (
-            {"x": np.float32(1)},
-            1,
-            "batch['x'] has shape (): its leading dims must be (micro-batches, ...), with any number of micro-batches "
-            "from 1 on",
-        ),
-        (
-            {"x": np.ones((0, 3))},
-            1,
-            "batch['x'] has shape (0, 3): its leading dims must be (micro-batches, ...), with any number of "
-            "micro-batches from 1 on",
-        ),
-        (
-            {"x": np.ones((2, 3)), "y": np.ones((3, 3))},
-            1,
-            "batch['y'] has 3 micro-batches and another leaf 2: all leaves must have the same leading dims, "
-            "(micro-batches, ...)",
-        ),
-        (
-            [np.ones((3, 2))],
-            2,
-            "batch[0] has shape (3, 2): its leading dims must be (replicas, micro-batches, ...) = (2, ...), with any "
-            "number of micro-batches from 1 on",
-        ),
-        ({}, 1, "batch has no arrays: the first stage has nothing to read and M cannot be told"),
-    ],
-)
-def test_a_batch_whose_leading_dims_do_not_fit(batch, replicas, found):
-    pipeline = model(replicas=replicas)
-    with refused(found):
-        pipeline.predict(pipeline.shard(PARAMS), batch)
-
-
 @pytest.mark.parametrize("other", [{}, {"predict": True}, {"evaluate": True}], ids=str)
 def test_a_state_of_fn_that_predict_drops_is_warned_of(other):
     def counted(w, x, mb, *, state):
@@ -280,49 +221,72 @@ def test_a_state_of_fn_that_predict_drops_is_warned_of(other):
     np.testing.assert_array_equal(found[:, 0], [5, 6, 7] if "predict" in other else [5, 5, 5])
 
 
-def test_a_new_state_that_there_cannot_be():
-    pipeline = model()
-    batch = {"x": normal(2, ROWS, D, seed=3)}
-    with refused("return_state=True, but no stage holds state: name its group, Stage(..., state='name')"):
-        pipeline.predict(pipeline.shard(PARAMS), batch, return_state=True)
-    wide = stateful().replace(mesh=make_mesh(2, 2))
-    with refused(
-        "return_state=True on 2 replicas, whose micro-batches would leave 2 different states: predict on one, "
-        "pipeline.replace(mesh=make_mesh(1, ipus))"
-    ):
-        wide.predict(wide.shard({name: PARAMS[name] for name in "ab"}), batch, return_state=True)
+# refusals
 
 
-SPLITS = {
-    "not said": (
-        {"predict": lambda w, x, mb: {"y": x @ w}},
-        "concurrent stage 'head' returns outputs['y'] of float32[3, 4] that may differ between IPUs: keep it split "
-        "with Stage(predict_specs=PartitionSpec(...)), with 'ipu' for the dim that is split, or gather the parts "
-        "(jax.lax.all_gather) or add them up (jax.lax.psum) over axis 'ipu' first",
+def predicting(batch: Any = None, *, replicas: int = 1, **of_head: Any) -> Any:
+    """Return a call of predict, with a head on all IPUs if it has anything to do with splits."""
+    batch = {"x": normal(2, ROWS, D, seed=3)} if batch is None else batch
+    pipeline = model(ALL_IPUS if of_head else 1, replicas=replicas, **of_head)
+    return lambda: pipeline.predict(pipeline.shard(PARAMS), batch)
+
+
+def without_predict(call: Any) -> Any:
+    pipeline = model(predict=None)
+    return lambda: call(pipeline, PARAMS, {"x": normal(2, ROWS, D, seed=3)})
+
+
+def returning_state(pipeline: Pipeline) -> Any:
+    params = {stage.params: PARAMS[stage.params] for stage in pipeline.stages if stage.params}
+    return lambda: pipeline.predict(pipeline.shard(params), {"x": normal(2, ROWS, D, seed=3)}, return_state=True)
+
+
+CANNOT = "the last stage, 'head', cannot predict", "give Stage(..., predict=fn)", "in place of its loss"
+LEAD, ANY = "its leading dims must be (micro-batches, ...)", "any number of micro-batches from 1 on"
+
+
+@refusals(
+    (without_predict(lambda pipeline, params, batch: pipeline.predict(pipeline.shard(params), batch)), *CANNOT),
+    (without_predict(reference_predict), *CANNOT),
+    (predicting({"x": np.float32(1)}), "batch['x'] has shape ()", LEAD, ANY),
+    (predicting({"x": np.ones((0, 3))}), "batch['x'] has shape (0, 3)", LEAD, ANY),
+    (predicting({"x": np.ones((2, 3)), "y": np.ones((3, 3))}), "batch['y'] has 3", "another leaf 2", "all leaves must"),
+    (
+        predicting([np.ones((3, 2))], replicas=2),
+        "batch[0] has shape (3, 2)",
+        "(replicas, micro-batches, ...) = (2, ...)",
     ),
-    "not so": (
-        {"predict": lambda w, x, mb: x, "predict_specs": SPLIT},
-        f"stage 'head': predict_specs says {SPLIT} for outputs of float32[3, 4], but every IPU returns the same: leave "
-        "'ipu' out of its spec",
+    (predicting({}), "batch has no arrays", "nothing to read"),
+    (returning_state(model()), "return_state=True, but no stage holds state", "Stage(..., state='name')"),
+    (
+        returning_state(stateful().replace(mesh=make_mesh(2, 2))),
+        "return_state=True on 2 replicas",
+        "make_mesh(1, ipus)",
     ),
-    "of more dims": (
-        {"predict": lambda w, x, mb: (x @ w)[0], "predict_specs": SPLIT},
-        f"stage 'head': predict_specs says {SPLIT} for outputs of float32[4], which has fewer dims: give a spec for "
-        "the dims of one micro-batch's outputs",
+    (
+        predicting(predict=lambda w, x, mb: {"y": x @ w}),
+        "'head' returns outputs['y'] of float32[3, 4] that may differ between IPUs",
+        "Stage(predict_specs=PartitionSpec(...))",
+        "jax.lax.all_gather",
     ),
-}
-
-
-@pytest.mark.parametrize(("of_head", "message"), SPLITS.values(), ids=SPLITS)
-def test_splits_of_outputs_that_do_not_fit(of_head, message):
-    pipeline = model(ALL_IPUS, **of_head)
-    params = pipeline.shard(PARAMS)
-    with refused(message):
-        pipeline.predict(params, {"x": normal(2, ROWS, D, seed=3)})
-
-
-def test_splits_of_another_tree():
-    pipeline = model(ALL_IPUS, predict_specs={"y": SPLIT})
-    params = pipeline.shard(PARAMS)
-    with pytest.raises(ValueError, match=r"^stage 'head': predict_specs does not fit the tree that predict returns: "):
-        pipeline.predict(params, {"x": normal(2, ROWS, D, seed=3)})
+    (
+        predicting(predict=lambda w, x, mb: x, predict_specs=SPLIT),
+        f"predict_specs says {SPLIT} for outputs of float32[3, 4]",
+        "every IPU returns the same",
+        "leave 'ipu' out",
+    ),
+    (
+        predicting(predict=lambda w, x, mb: (x @ w)[0], predict_specs=SPLIT),
+        f"predict_specs says {SPLIT} for outputs of float32[4]",
+        "fewer dims",
+        "one micro-batch's outputs",
+    ),
+    (
+        predicting(predict_specs={"y": SPLIT}),
+        "stage 'head': predict_specs",
+        "does not fit the tree that predict returns",
+    ),
+)
+def test_a_prediction_that_there_cannot_be_is_refused(call, holds):
+    with refused(*holds):
+        call()

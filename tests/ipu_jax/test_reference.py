@@ -1,7 +1,9 @@
 """Test that `verify` accepts what is right, and otherwise says which leaf has the largest error."""
 
 import math
-import re
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -140,88 +142,59 @@ def test_a_reference_reads_the_whole_weights_of_a_concurrent_stage():
 # what is wrong
 
 
-def test_a_reference_with_another_loss_is_told_with_the_report():
-    pipeline = pipeline_of(last_reference=lambda w, x, mb: 1.01 * loss(w, x, mb))
-    with pytest.raises(VerificationError) as caught:
-        verified(pipeline)
-    assert re.fullmatch(
-        r"the loss differs from the unsharded program's by more than rtol=1e-05: "
-        r"loss [\d.]+, unsharded [\d.]+, relative error 9\.9e-03; "
-        r"2 gradients, largest relative error 9\.9e-03 at params\['(a'\]\['w|b)'\]",
-        str(caught.value),
-    )
-
-
-def test_a_wrong_gradient_is_named():
-    with pytest.raises(VerificationError) as caught:
-        verified(pipeline_of(last_reference=with_gradient_times(1, loss), reference=with_gradient_times(2, body)))
-    assert re.match(
-        r"the gradient of params\['a'\]\['w'\] differs from the unsharded program's by 0\.5 relative, more than "
-        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d, \d\] \(1 of 2 gradients differ\): loss ",
-        str(caught.value),
-    )
-
-
-def test_of_several_wrong_gradients_the_worst_is_named():
-    wrong_w = lambda w, x, mb: loss(w + 0 * w, x, mb)  # noqa: E731
-    pipeline = pipeline_of(
-        last_reference=lambda w, x, mb: (
-            with_gradient_times(4, lambda w, x, mb: wrong_w(w, lax.stop_gradient(x), mb))(w, x, mb)
-            + 2 * (loss(lax.stop_gradient(w), x, mb) - lax.stop_gradient(loss(w, x, mb)))
-        )
-    )
-    # w's gradient is a quarter of the reference's, an error of 0.75; x's, and so a's, is half of it
-    with pytest.raises(VerificationError) as caught:
-        verified(pipeline)
-    assert re.match(
-        r"the gradient of params\['b'\] differs from the unsharded program's by 0\.75 relative, more than "
-        rf"rtol=1e-05: {NUMBER} instead of {NUMBER} at \[\d, \d\] \(2 of 2 gradients differ\): loss ",
-        str(caught.value),
-    )
-
-
-def test_a_verification_error_is_an_assertion_error():
-    assert issubclass(VerificationError, AssertionError)
-
-
-@jax.custom_vjp
-def nan_gradient(x):
-    return x
-
-
+nan_gradient = jax.custom_vjp(lambda x: x)
 nan_gradient.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.nan,))
 
 
-def test_a_gradient_that_is_nan_is_named_even_beside_a_large_error():
-    pipeline = pipeline_of(
-        first=lambda p, x, mb: body(jax.tree.map(nan_gradient, p), x, mb),
-        reference=body,
-        last_reference=with_gradient_times(1e6, loss),
-    )
-    with pytest.raises(
-        VerificationError, match=r"^the gradient of params\['a'\]\['w'\] differs from .* by nan relative"
-    ):
-        verified(pipeline)
+def with_nan_gradient(p, x, mb):
+    return body(jax.tree.map(nan_gradient, p), x, mb)
 
 
-def test_gradients_that_are_nan_in_both_programs_are_no_agreement():
-    with pytest.raises(
-        VerificationError, match=r"^the gradient of params\['a'\]\['w'\] differs from .* by nan relative"
-    ):
-        verified(pipeline_of(first=lambda p, x, mb: body(jax.tree.map(nan_gradient, p), x, mb)))
+def with_several_faults(w, x, mb):
+    """Return a loss with 4 times the gradient of w and twice that of x: errors of 0.75 for b, and 0.5 for a."""
+    of_w = with_gradient_times(4, lambda w, x, mb: loss(w, lax.stop_gradient(x), mb))(w, x, mb)
+    return of_w + 2 * (loss(lax.stop_gradient(w), x, mb) - lax.stop_gradient(loss(w, x, mb)))
+
+
+A, INSTEAD = r"the gradient of params\['a'\]\['w'\] differs from .*", rf"{NUMBER} instead of {NUMBER} at \[\d, \d\]"
+FAULTS = {
+    "a reference with another loss, told with the report": (
+        {"last_reference": lambda w, x, mb: 1.01 * loss(w, x, mb)},
+        r"the loss differs from the unsharded program's by more than rtol=1e-05: "
+        r"loss [\d.]+, unsharded [\d.]+, relative error 9\.9e-03; "
+        r"2 gradients, largest relative error 9\.9e-03 at params\['(a'\]\['w|b)'\]$",
+    ),
+    "a wrong gradient": (
+        {"last_reference": with_gradient_times(1, loss), "reference": with_gradient_times(2, body)},
+        rf"{A} by 0\.5 relative, more than rtol=1e-05: {INSTEAD} \(1 of 2 gradients differ\): loss ",
+    ),
+    "of several wrong gradients the worst": (
+        {"last_reference": with_several_faults},
+        rf"the gradient of params\['b'\] differs from .* by 0\.75 relative, .*: {INSTEAD} \(2 of 2 gradients differ\)",
+    ),
+    "a gradient that is nan, even beside a large error": (
+        {"first": with_nan_gradient, "reference": body, "last_reference": with_gradient_times(1e6, loss)},
+        rf"{A} by nan relative",
+    ),
+    "gradients that are nan in both programs": ({"first": with_nan_gradient}, rf"{A} by nan relative"),
+    "a loss that is nan": (
+        {"last": lambda w, x, mb: loss(w, x, mb) * jnp.nan},
+        r"the loss differs from .*: loss nan, unsharded nan, relative error nan",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_differs_is_named(wrong, message):
+    with pytest.raises(VerificationError, match=f"^{message}") as caught:
+        verified(pipeline_of(**wrong))
+    assert isinstance(caught.value, AssertionError)
 
 
 def test_gradients_that_overflow_in_both_programs_are_no_agreement():
     pipeline = Pipeline([Stage(lambda w, x, mb: jnp.sum(jnp.sqrt(mb**2 @ w)), params="w")], gradient_accumulation=3)
     with pytest.raises(VerificationError, match=r"^the gradient of params\['w'\] differs from .* by nan relative"):
         verified(pipeline, {"w": np.zeros((4, 4), np.float32)})
-
-
-def test_a_loss_that_is_nan_is_told():
-    with pytest.raises(
-        VerificationError, match=r"^the loss differs from .*: loss nan, unsharded nan, relative error nan"
-    ):
-        verified(pipeline_of(last=lambda w, x, mb: loss(w, x, mb) * jnp.nan))
 
 
 def test_a_concurrent_stage_that_takes_the_largest_part_for_the_whole_is_found():
@@ -281,3 +254,39 @@ def test_an_error_is_relative_to_the_leaf_and_absolute_where_the_reference_is_ze
     ):
         verified(zero)
     assert all(math.isfinite(e) for e in verified(zero, rtol=1e9).gradient_errors.values())
+
+
+# float64
+
+
+IN_FLOAT64 = """
+import jax, jax.numpy as jnp, numpy as np
+from ipu_jax import Pipeline, Stage, make_mesh, reference_value_and_grad, verify
+a, b = np.random.default_rng(0).normal(size=(2, 4, 4))
+x = np.random.default_rng(1).normal(size=(2, 3, 5, 4))
+stages = [
+    Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a"),
+    Stage(lambda w, x, mb: (jnp.mean((x @ w) ** 2), x), params="b", ipu=1),
+]
+pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
+(loss, aux), gradients = reference_value_and_grad(pipeline, {"a": a, "b": b}, x)
+h = np.tanh(x @ a)
+assert {leaf.dtype for leaf in jax.tree.leaves((loss, aux, gradients))} == {jnp.dtype("float64")}
+np.testing.assert_allclose(loss, np.mean((h @ b) ** 2), rtol=1e-14)
+np.testing.assert_allclose(aux, h, rtol=1e-14)
+dy = 2 * (h @ b) / h.size
+np.testing.assert_allclose(gradients["b"], np.einsum("rmnd,rmne->de", h, dy), rtol=1e-12)
+np.testing.assert_allclose(gradients["a"], np.einsum("rmnd,rmne->de", x, dy @ b.T * (1 - h**2)), rtol=1e-12)
+report = verify(pipeline, pipeline.shard({"a": a, "b": b}), x, rtol=1e-12)
+mixed = {"a": a, "b": b.astype(np.float32)}
+verify(pipeline, pipeline.shard(mixed), x.astype(np.float32))
+print("ok", report.worst[1] < 1e-13)
+"""
+
+
+def test_float64_throughout_where_jax_has_it():
+    environment = os.environ | {"JAX_ENABLE_X64": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IN_FLOAT64], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout, ran.returncode) == ("ok True\n", 0), ran.stderr

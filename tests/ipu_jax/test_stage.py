@@ -11,8 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from support.harness import exactly
 from support.inputs import ROWS, D, E, mlp
+from support.refusals import refusals, refused
+from support.ways import WAYS
 
 # a stage itself
 
@@ -24,52 +25,42 @@ def test_a_stage_is_named_for_its_group_its_function_or_as_it_is_told():
     assert Stage(mlp, params="g", name="first").name == "first"
 
 
-def test_a_stage_that_cannot_be_called_is_refused():
-    with pytest.raises(ValueError, match=r"^fn=3 is not callable: give a function of \(params, x, microbatch\)$"):
-        Stage(3)  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize("ipu", [np.int64(3), np.uint8(3), np.int32(3)])
 def test_a_stage_on_numpys_integer_is_on_that_ipu(ipu):
     stage = Stage(mlp, ipu=ipu)
     assert (stage.ipu, type(stage.ipu), type(stage.place)) == (3, int, int)
 
 
-@pytest.mark.parametrize("ipu", [-1, 1.0, True, "0", None, "ALL_IPUS", np.int64(-1), np.True_, np.float64(1)])
-def test_a_stage_on_what_is_no_ipu_is_refused(ipu):
-    with pytest.raises(ValueError, match=exactly(f"ipu={ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS")):
-        Stage(mlp, ipu=ipu)
-
-
-@pytest.mark.parametrize("name", ["evaluate", "predict"])
-def test_another_function_that_cannot_be_called_is_refused(name):
-    with pytest.raises(ValueError, match=exactly(f"{name}=3 is not callable: give a function called like fn, or None")):
-        Stage(mlp, **{name: 3})  # pyright: ignore[reportArgumentType]
-
-
 SPLIT = PartitionSpec(None, "ipu")
-NO_SPEC = "give a PartitionSpec with 'ipu' at most once and None elsewhere, or a tree of them"
+NO_SPEC = "give a PartitionSpec with 'ipu' at most once"
 
 
-@pytest.mark.parametrize(
-    ("specs", "options", "message"),
-    [
-        (None, {}, f"predict_specs holds None: {NO_SPEC}"),
-        ("ipu", {}, f"predict_specs holds 'ipu': {NO_SPEC}"),
-        (PartitionSpec("replica"), {}, f"predict_specs holds {PartitionSpec('replica')}: {NO_SPEC}"),
-        ([PartitionSpec("ipu", "ipu")], {}, f"predict_specs holds {PartitionSpec('ipu', 'ipu')}: {NO_SPEC}"),
-        (SPLIT, {"ipu": ALL_IPUS}, f"predict_specs={SPLIT} without predict: give the function as well"),
-        (
-            {"y": SPLIT},
-            {"ipu": 1, "predict": mlp},
-            f"predict_specs={ {'y': SPLIT} } on IPU 1: only a concurrent stage (ipu=ALL_IPUS) has outputs that are "
-            "split over the IPUs",
-        ),
-    ],
+def staged(fn: Any = mlp, **options: Any) -> Stage:
+    return Stage(fn, **options)
+
+
+@refusals(
+    (lambda: staged(3), "fn=3", "callable", "(params, x, microbatch)"),
+    (lambda: staged(evaluate=3), "evaluate=3", "callable", "called like fn, or None"),
+    (lambda: staged(predict=3), "predict=3", "callable", "called like fn, or None"),
+    *(
+        (lambda ipu=ipu: staged(ipu=ipu), f"ipu={ipu!r}", "an int of at least 0, or ALL_IPUS")
+        for ipu in (-1, 1.0, True, "0", None, "ALL_IPUS", np.int64(-1), np.True_, np.float64(1))
+    ),
+    (lambda: staged(predict_specs=None), "predict_specs holds None", NO_SPEC),
+    (lambda: staged(predict_specs="ipu"), "predict_specs holds 'ipu'", NO_SPEC),
+    (lambda: staged(predict_specs=PartitionSpec("replica")), f"holds {PartitionSpec('replica')}", NO_SPEC),
+    (lambda: staged(predict_specs=[PartitionSpec("ipu", "ipu")]), f"holds {PartitionSpec('ipu', 'ipu')}", NO_SPEC),
+    (lambda: staged(predict_specs=SPLIT, ipu=ALL_IPUS), f"{SPLIT} without predict", "give the function as well"),
+    (
+        lambda: staged(predict_specs={"y": SPLIT}, ipu=1, predict=mlp),
+        f"predict_specs={ {'y': SPLIT} } on IPU 1",
+        "only a concurrent stage (ipu=ALL_IPUS)",
+    ),
 )
-def test_splits_of_outputs_that_there_cannot_be_are_refused(specs, options, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        Stage(mlp, predict_specs=specs, **options)
+def test_a_stage_that_there_cannot_be_is_refused(call, holds):
+    with refused(*holds):
+        call()
 
 
 # errors, all of them before anything runs: `jax.eval_shape` only traces
@@ -91,74 +82,60 @@ def collective(name):
         "psum": lambda y: lax.psum(y, "ipu"),
         "pmax": lambda y: y + lax.pmax(lax.stop_gradient(y), "ipu"),
         "ppermute": lambda y: lax.ppermute(y, "ipu", [(0, 1)]),
-        "all_gather": lambda y: lax.all_gather(y, "ipu"),
+        "all_gather": lambda y: lax.all_gather(y, "ipu")[0],
         "all_to_all": lambda y: lax.all_to_all(y[:4], "ipu", 0, 0, tiled=True),
         "reduce_scatter": lambda y: lax.psum_scatter(y[:4], "ipu", tiled=True),
     }[name]
 
 
-WAYS = {
-    "plainly": lambda op: op,
-    "in jit": lambda op: jax.jit(op),
-    "in checkpoint": lambda op: jax.checkpoint(op),
-    "in cond": lambda op: lambda y: lax.cond(y.sum() > 0, lambda: op(y).sum(), lambda: y.sum()),
-    "in scan": lambda op: lambda y: lax.scan(lambda c, _: (c + op(y).sum(), None), y.sum(), None, length=2)[0],
-    "in a loop in jit": lambda op: jax.jit(lambda y: lax.fori_loop(0, 2, lambda _, c: c + op(y).sum(), y.sum())),
-    "in a loop in cond": lambda op: (
-        lambda y: lax.cond(
-            y.sum() > 0, lambda: lax.fori_loop(0, 2, lambda _, c: op(y * c).sum(), y.sum()), lambda: y.sum()
-        )
-    ),
-    "in custom_vjp": lambda op: _only_forward(op),
-}
-
-
-def _only_forward(op):
-    @jax.custom_vjp
-    def wrapped(y):
-        return op(y).sum()
-
-    wrapped.defvjp(lambda y: (op(y).sum(), y), lambda y, g: (g * jnp.ones_like(y),))
-    return wrapped
-
-
-def refusal(primitive, stage="body", ipu=0):
-    return (
-        f"stage {stage!r} on IPU {ipu} uses {primitive} over axis 'ipu', which would wait for ever for the IPUs that "
-        "don't run it: make the stage concurrent (ipu=ALL_IPUS), or take the collective out"
-    )
-
-
-CASES = [(name, "plainly") for name in ("psum", "pmax", "ppermute", "all_gather", "all_to_all", "reduce_scatter")] + [
-    (name, way) for name in ("psum", "ppermute", "all_gather") for way in WAYS if way != "plainly"
-]
-
-
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_a_collective_in_a_local_stage_is_refused_naming_stage_and_primitive(name, way):
+def local(name: str, way: str = "plainly") -> Any:
     op = WAYS[way](collective(name))
-    with pytest.raises(ValueError, match=exactly(refusal(name))):
-        traced(lambda p, x, mb: op(mb @ p))
+    return lambda: traced(lambda p, x, mb: op(mb @ p))
 
 
-def test_a_collective_over_both_axes_is_refused():
-    with pytest.raises(ValueError, match=exactly(refusal("psum"))):
-        traced(lambda p, x, mb: lax.psum(mb @ p, ("replica", "ipu")))
+def by_some(name: str) -> Any:
+    """Return a call of a concurrent stage with a psum in a branch or a loop that only some IPUs take."""
+    branch = lambda y: lax.cond(lax.axis_index("ipu") == 0, lambda y: lax.psum(y, "ipu"), lambda y: y, y)  # noqa: E731
+    loop = lambda y: lax.fori_loop(0, lax.axis_index("ipu"), lambda _, y: lax.psum(y, "ipu"), y)  # noqa: E731
+    op = branch if name == "cond" else loop
+    return lambda: traced(lambda p, x, mb: lax.stop_gradient(op(mb @ p)), ipu=ALL_IPUS)
 
 
-def test_a_collective_in_a_local_last_stage_is_refused():
-    with pytest.raises(ValueError, match=exactly(refusal("psum", "the loss", 1))):
-        traced(lambda p, x, mb: mb @ p, last=lambda p, x, mb: lax.pmean(x, "ipu").mean())
+def ending(fn: Any) -> Any:
+    return lambda: traced(lambda p, x, mb: mb @ p, last=fn)
 
 
-def test_a_collective_in_the_backward_of_a_local_stage_is_refused():
-    @jax.custom_vjp
-    def columns_split(y):
-        return y
+MEND = "wait for ever for the IPUs that don't run it", "make the stage concurrent (ipu=ALL_IPUS)", "take the collective"
+A_LOSS = "the last stage, 'the loss', returns ", "mean loss, a float scalar, or (loss, aux)"
+PRIMITIVES = ("psum", "pmax", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 
-    columns_split.defvjp(lambda y: (y, None), lambda _, g: (lax.psum(g, "ipu"),))
-    with pytest.raises(ValueError, match=exactly(refusal("psum"))):
-        traced(lambda p, x, mb: columns_split(mb @ p))
+
+@refusals(
+    *((local(name), f"'body' on IPU 0 uses {name} over axis 'ipu'", *MEND) for name in PRIMITIVES),
+    *(
+        (local(name, way), f"'body' on IPU 0 uses {name} over axis 'ipu'", *MEND)
+        for name in ("psum", "ppermute", "all_gather")
+        for way in WAYS
+        if way != "plainly"
+    ),
+    (lambda: traced(lambda p, x, mb: lax.psum(mb @ p, ("replica", "ipu"))), "'body' on IPU 0 uses psum", *MEND),
+    (ending(lambda p, x, mb: lax.pmean(x, "ipu").mean()), "'the loss' on IPU 1 uses psum over axis 'ipu'", *MEND),
+    (by_some("cond"), "stage 'body' uses psum", "inside a cond", "decide by what all IPUs hold alike"),
+    (by_some("while"), "stage 'body' uses psum", "inside a while", "decide by what all IPUs hold alike"),
+    (ending(lambda p, x, mb: x.mean(0)), f"returns float32[{E}]", *A_LOSS),
+    (ending(lambda p, x, mb: x.sum().astype(jnp.int32)), "returns int32[]", *A_LOSS),
+    (ending(lambda p, x, mb: (x > 0).all()), "returns bool[]", *A_LOSS),
+    (ending(lambda p, x, mb: (x.mean(1), 0)), f"returns float32[{ROWS}]", *A_LOSS),
+    (ending(lambda p, x, mb: 0.5), "returns float:", *A_LOSS),
+    (ending(lambda p, x, mb: (x.mean(), 1, 2)), "returns tuple:", *A_LOSS),
+    (ending(lambda p, x, mb: (x.mean(),)), "returns tuple:", *A_LOSS),
+    (ending(lambda p, x, mb: [x.mean(), 1]), "returns list:", *A_LOSS),
+    (ending(lambda p, x, mb: {"loss": x.mean()}), "returns dict:", *A_LOSS),
+    (ending(lambda p, x, mb: None), "returns NoneType:", *A_LOSS),
+)
+def test_a_stage_that_would_hang_or_has_no_loss_is_refused(call, holds):
+    with refused(*holds):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -174,78 +151,33 @@ def test_a_collective_in_the_backward_of_a_local_stage_is_refused():
     ids=["axis_index", "axis_index in jit", "axis_size", "psum of a constant", "a sum over a dim", "over replicas"],
 )
 def test_what_waits_for_no_other_ipu_is_allowed(fn):
-    loss, _ = traced(fn)
-    assert loss.shape == ()
+    assert traced(fn)[0].shape == ()
 
 
 def test_a_concurrent_stage_may_communicate():
     assert traced(lambda p, x, mb: lax.psum(mb @ p, "ipu"), ipu=ALL_IPUS)[0].shape == ()
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda p, x, mb: lax.cond(lax.axis_index("ipu") == 0, lambda y: lax.psum(y, "ipu"), lambda y: y, mb @ p),
-        lambda p, x, mb: lax.stop_gradient(
-            lax.fori_loop(0, lax.axis_index("ipu"), lambda _, y: lax.psum(y, "ipu"), mb @ p)
-        ),
-    ],
-    ids=["cond", "while"],
-)
-def test_a_collective_in_a_branch_that_only_some_ipus_take_is_refused(fn):
-    with pytest.raises(ValueError, match=r"^stage 'body' "):
-        traced(fn, ipu=ALL_IPUS)
+def broken(x):
+    raise KeyError("of the stage")
 
 
-LAST = {
-    "a vector": (lambda p, x, mb: x.mean(0), f"float32[{E}]"),
-    "an int": (lambda p, x, mb: x.sum().astype(jnp.int32), "int32[]"),
-    "a bool": (lambda p, x, mb: (x > 0).all(), "bool[]"),
-    "a vector and an aux": (lambda p, x, mb: (x.mean(1), 0), f"float32[{ROWS}]"),
-    "a Python number": (lambda p, x, mb: 0.5, "float"),
-    "three things": (lambda p, x, mb: (x.mean(), 1, 2), "tuple"),
-    "one thing in a tuple": (lambda p, x, mb: (x.mean(),), "tuple"),
-    "a list": (lambda p, x, mb: [x.mean(), 1], "list"),
-    "a dict": (lambda p, x, mb: {"loss": x.mean()}, "dict"),
-    "nothing": (lambda p, x, mb: None, "NoneType"),
+broken_backward = jax.custom_vjp(lambda x: x)
+broken_backward.defvjp(lambda x: (x, None), lambda _, g: broken(g))
+BROKEN = {
+    "plainly": (lambda p, x, mb: mb @ p, broken, "raised in stage 1, 'the loss'"),
+    "in jit": (lambda p, x, mb: mb @ p, jax.jit(broken), "raised in stage 1, 'the loss'"),
+    "in checkpoint": (lambda p, x, mb: mb @ p, jax.checkpoint(broken), "raised in stage 1, 'the loss'"),
+    "in the first stage": (lambda p, x, mb: broken(mb @ p), jnp.mean, "raised in stage 0, 'body'"),
+    "in its own backward": (lambda p, x, mb: broken_backward(mb @ p), jnp.mean, "raised in stage 0, 'body'"),
 }
 
 
-@pytest.mark.parametrize(("fn", "found"), LAST.values(), ids=LAST)
-def test_a_last_stage_without_a_scalar_loss_is_refused(fn, found):
-    needs = "return the micro-batch's mean loss, a float scalar, or (loss, aux)"
-    with pytest.raises(ValueError, match=exactly(f"the last stage, 'the loss', returns {found}: {needs}")):
-        traced(lambda p, x, mb: mb @ p, last=fn)
-
-
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
-def test_an_error_of_a_stage_says_which_stage_it_was(wrap):
-    def broken(p, x, mb):
-        raise KeyError("weights")
-
-    with pytest.raises(KeyError, match="weights") as caught:
-        traced(lambda p, x, mb: mb @ p, last=wrap(broken))
-    assert "raised in stage 1, 'the loss'" in caught.value.__notes__
-
-
-def test_an_error_of_a_first_stage_says_so_and_keeps_its_own_message():
-    with pytest.raises(TypeError, match="dot_general requires contracting dimensions") as caught:
-        traced(lambda p, x, mb: mb @ p.T)
-    assert "raised in stage 0, 'body'" in caught.value.__notes__
-
-
-def test_an_error_of_a_stages_own_backward_says_which_stage_it_was():
-    @jax.custom_vjp
-    def broken(y):
-        return y
-
-    def backward(_, g):
-        raise KeyError("residuals")
-
-    broken.defvjp(lambda y: (y, None), backward)
-    with pytest.raises(KeyError, match="residuals") as caught:
-        traced(lambda p, x, mb: broken(mb @ p))
-    assert "raised in stage 0, 'body'" in caught.value.__notes__
+@pytest.mark.parametrize(("fn", "last", "note"), BROKEN.values(), ids=BROKEN)
+def test_an_error_of_a_stage_keeps_its_message_and_says_which_stage_it_was(fn, last, note):
+    with pytest.raises(KeyError, match="of the stage") as caught:
+        traced(fn, last=lambda p, x, mb: last(x))
+    assert note in caught.value.__notes__
 
 
 @jax.custom_vjp

@@ -1,5 +1,6 @@
 """Test that a user's exception is not buried below our frames, and that an error of ours keeps them."""
 
+import functools
 import traceback
 from pathlib import Path
 
@@ -33,60 +34,45 @@ def pipeline_of(last=broken) -> Pipeline:
     return Pipeline(stages)
 
 
-def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    return list(traceback.extract_tb(error.__traceback__))
-
-
 METHODS = ("value_and_grad", "loss", "predict", "report", "stage_costs")
 CALLS = {method: lambda pipeline, *args, method=method: getattr(pipeline, method)(*args) for method in METHODS}
 CALLS |= {"verify": verify, "inside jit": lambda pipeline, *args: jax.jit(pipeline.value_and_grad)(*args)}
 
 
-def state_of(pipeline, params):
+def step_of(pipeline, params, batch, method="__call__"):
     step = make_train_step(pipeline, optax.sgd(0.1))
-    return step, step.init(pipeline.unshard(params))
+    getattr(step, method)(step.init(pipeline.unshard(params)), batch)
 
 
-def step_of(pipeline, params, batch):
-    step, state = state_of(pipeline, params)
-    step(state, batch)
+CALLS |= {"step": step_of, "step.loss": functools.partial(step_of, method="loss")}
 
 
-def step_loss_of(pipeline, params, batch):
-    step, state = state_of(pipeline, params)
-    step.loss(state, batch)
-
-
-CALLS |= {"step": step_of, "step.loss": step_loss_of}
+def raised(error, pipeline, call):
+    """Return the error that a call with weights and a batch raises, and its frames."""
+    params = pipeline.shard({"w": np.ones((3, 3), np.float32)})
+    with pytest.raises(error) as caught:
+        call(pipeline, params, X)
+    return caught.value, traceback.extract_tb(caught.value.__traceback__)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_one_frame_of_ours_stands_above_the_users(call):
-    pipeline = pipeline_of()
-    params = pipeline.shard({"w": np.ones((3, 3), np.float32)})
-    with pytest.raises(OwnError) as caught:
-        call(pipeline, params, X)
-    frames = frames_of(caught.value)
+    error, frames = raised(OwnError, pipeline_of(), call)
     assert sum(frame.filename.startswith(OURS) for frame in frames) == 1
     assert [frame.name for frame in frames[-2:]] == ["broken", "deeper"]
-    assert "raised in stage 1, 'last'" in caught.value.__notes__
+    assert "raised in stage 1, 'last'" in error.__notes__
 
 
 def test_the_whole_of_it_is_there_for_who_asks_for_it():
-    pipeline = pipeline_of()
-    params = pipeline.shard({"w": np.ones((3, 3), np.float32)})
     jax.config.update("jax_traceback_filtering", "off")
     try:
-        with pytest.raises(OwnError) as caught:
-            pipeline.value_and_grad(params, X)
+        _, frames = raised(OwnError, pipeline_of(), CALLS["value_and_grad"])
     finally:
         jax.config.update("jax_traceback_filtering", "auto")
-    assert sum(frame.filename.startswith(OURS) for frame in frames_of(caught.value)) > 5
+    assert sum(frame.filename.startswith(OURS) for frame in frames) > 5
 
 
 def test_an_error_of_ours_keeps_its_frames():
-    pipeline = pipeline_of(lambda w, x, mb: jnp.ones(2))
-    params = pipeline.shard({"w": np.ones((3, 3), np.float32)})
-    with pytest.raises(ValueError, match=r"^the last stage, 'last', returns float32\[2\]") as caught:
-        pipeline.value_and_grad(params, X)
-    assert frames_of(caught.value)[-1].name == "loss_and_aux"
+    error, frames = raised(ValueError, pipeline_of(lambda w, x, mb: jnp.ones(2)), CALLS["value_and_grad"])
+    assert "the last stage, 'last', returns float32[2]" in str(error)
+    assert frames[-1].name == "loss_and_aux"

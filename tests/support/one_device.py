@@ -1,4 +1,7 @@
-"""Run modules one after the other on one device, as their own library does, with the keys that stages get."""
+"""Run modules one after the other on one device, as their own library does, with the keys that stages get.
+
+The tests of all libraries train a body and a head on the same batch.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -7,6 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ipu_jax import Pipeline, gather_stages
+
+M, ROWS, D = 2, 4, 5
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(M, ROWS, D)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=(M, ROWS)).astype(np.float32),
+}
 
 Apply = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """`(params, state, x, microbatch, key)` to `(y, new state)`."""
@@ -49,3 +60,17 @@ def value_and_grad(
 def assert_trees_close(actual: Any, expected: Any) -> None:
     """Compare all leaves of two trees with the same structure, including integers."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+def loss_of(y: Any, microbatch: Any) -> jax.Array:
+    return jnp.mean((y.sum(-1) - microbatch["y"]) ** 2)
+
+
+def assert_trains_as(modules: Sequence[tuple[str, Apply]], parts: Any, **options: Any) -> None:
+    """Compare a step of a pipeline of the parts with the modules on one device: loss, gradients and new state."""
+    stages, params, state = gather_stages(parts)
+    pipeline = Pipeline(stages, gradient_accumulation=M, **options)
+    key, placed = jax.random.key(5), (pipeline.shard(params), BATCH, pipeline.shard_state(state))
+    loss, gradients, new_state = pipeline.value_and_grad(*placed, key)
+    expected = value_and_grad(modules, loss_of, params, state, BATCH, key)
+    assert_trees_close((loss, pipeline.unshard(gradients), pipeline.unshard(new_state)), expected)

@@ -1,16 +1,12 @@
 """Test losses that stages add to the last stage's, such as the balance loss of a mixture of experts."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 from ipu_jax import (
-    ALL_IPUS,
     NonFiniteLossError,
     Outputs,
     Pipeline,
@@ -22,16 +18,11 @@ from ipu_jax import (
     replicate,
     verify,
 )
-from ipu_jax.engine import _hooks
-from support.dense import largest_relative_error
+from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import ROWS, D, normal
+from support.refusals import refusals, refused
 
 M = 3
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 def adding(p, x, mb):
@@ -63,11 +54,7 @@ def dense(params, x, y):
 
 
 def pipeline_of(places, **options):
-    stages = [
-        Stage(fn, params=f"p{i}", ipu=ALL_IPUS if place is None else place, name=f"s{i}")
-        for i, (fn, place) in enumerate(zip(FUNCTIONS, places, strict=True))
-    ]
-    specs = {f"p{i}": PartitionSpec() for i, place in enumerate(places) if place is None}
+    stages, specs = stages_at(places, FUNCTIONS)
     return Pipeline(stages, gradient_accumulation=M, specs=specs, **options)
 
 
@@ -80,17 +67,12 @@ def pipeline_of(places, **options):
 def test_added_losses_count_like_the_loss(places, schedule, reduction):
     pipeline = pipeline_of(places, schedule=schedule, reduction=reduction, mesh=make_mesh(2, 4))
     batch = {"x": normal(2, M, ROWS, D, seed=1), "y": normal(2, M, ROWS, D, seed=2)}
-    params = pipeline.shard(PARAMS)
-    (loss, _), gradients = pipeline.value_and_grad(params, batch)
 
     def twin(params):
         return jnp.mean(jax.vmap(jax.vmap(lambda x, y: dense(params, x, y)))(batch["x"], batch["y"]))
 
-    expected, of_mean = jax.value_and_grad(twin)(PARAMS)
-    scale = 2 * M if reduction == "sum" else 1
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert largest_relative_error(pipeline.unshard(gradients), jax.tree.map(lambda g: scale * g, of_mean)) < 1e-5
-    assert float(pipeline.loss(params, batch)[0]) == pytest.approx(float(expected), rel=1e-5)
+    expected = assert_equals_plain(pipeline, PARAMS, batch, twin, scale=2 * M if reduction == "sum" else 1)
+    assert float(pipeline.loss(pipeline.shard(PARAMS), batch)[0]) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_verify_sees_an_added_loss():
@@ -100,7 +82,7 @@ def test_verify_sees_an_added_loss():
     params = pipeline.shard(PARAMS)
     expected = np.mean([dense(PARAMS, x, y) for x, y in zip(batch["x"], batch["y"], strict=True)])
     assert verify(pipeline, params, batch).reference_loss == pytest.approx(expected, rel=1e-5)
-    without = Stage(adding, params="p0", name="s0", reference=lambda *args: adding(*args).y)
+    without = Stage(adding, params="p0", reference=lambda *args: adding(*args).y)
     with pytest.raises(VerificationError, match=r"^the loss differs from the unsharded program's by more than"):
         verify(pipeline.replace(stages=[without, *pipeline.stages[1:]]), params, batch)
 
@@ -122,32 +104,41 @@ def two_stages(loss, ipus=(0, 1)):
     return [Stage(first, params="a", ipu=ipus[0]), Stage(lambda p, x, mb: jnp.mean(x * p), params="b", ipu=ipus[1])]
 
 
-@pytest.mark.parametrize(
-    ("loss", "found"), [(lambda p: jnp.ones(3) * p, "float32[3]"), (lambda p: jnp.int32(1), "int32[]")]
-)
-def test_a_loss_that_is_no_float_scalar_is_refused(loss, found):
+def stepping(pipeline, params, **options):
+    step = make_train_step(pipeline, optax.sgd(1.0), TrainOptions(**options))
+    state = step.init(params)
+    return lambda: step(state, np.ones((1, 2)))
+
+
+def adding_a_loss(loss):
     pipeline = Pipeline(two_stages(loss))
-    message = f"stage 'a' adds a loss of {found}: return Outputs(y, loss=...) with a float scalar"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        pipeline.value_and_grad(pipeline.shard({"a": 1.0 * np.ones(()), "b": np.ones(())}), jnp.ones((1, 2)))
+    return lambda: pipeline.value_and_grad(pipeline.shard({"a": ONE, "b": ONE}), np.ones((1, 2)))
 
 
-def test_a_loss_beside_counts_is_refused():
+def with_counts():
     stages = two_stages(lambda p: p)
     stages[1] = Stage(lambda p, x, mb: (jnp.sum(x * p), jnp.float32(2)), params="b", ipu=1)
-    step = make_train_step(Pipeline(stages), optax.sgd(1.0), TrainOptions(weighted=True))
-    with pytest.raises(
-        ValueError, match=r"^weighted=True divides the loss by counts, but a stage adds a loss that has"
-    ):
-        step(step.init({"a": jnp.float32(1), "b": jnp.float32(1)}), jnp.ones((1, 2)))
+    return stepping(Pipeline(stages), {"a": ONE, "b": ONE}, weighted=True)
 
 
-def test_a_plain_loss_function_adds_by_itself():
-    step = make_train_step(
-        replicate(lambda p, mb: Outputs(jnp.mean(mb * p), loss=p), replication_factor=1), optax.sgd(1.0)
-    )
-    with pytest.raises(ValueError, match=r"^loss_fn returned Outputs\(loss=...\), which stages add to a loss: add it"):
-        step(step.init(jnp.float32(1)), jnp.ones((1, 2)))
+def from_a_loss_function():
+    return stepping(replicate(lambda p, mb: Outputs(jnp.mean(mb * p), loss=p), replication_factor=1), ONE)
+
+
+ONE = np.float32(1)
+A_SCALAR = "return Outputs(y, loss=...) with a float scalar"
+
+
+@refusals(
+    (lambda: adding_a_loss(lambda p: jnp.ones(3) * p), "stage 'a' adds a loss of float32[3]", A_SCALAR),
+    (lambda: adding_a_loss(lambda p: jnp.int32(1)), "stage 'a' adds a loss of int32[]", A_SCALAR),
+    (with_counts, "weighted=True divides the loss by counts", "a stage adds a loss that has"),
+    (from_a_loss_function, "loss_fn returned Outputs(loss=...)", "add it"),
+)
+def test_an_added_loss_that_there_cannot_be_is_refused(call, holds):
+    run = call()  # what it prepares may be compiled
+    with refused(*holds):
+        run()
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -9,18 +9,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Pipeline, Stage
-
-
-def computations(hlo: str) -> dict[str, list[str]]:
-    """Return the instructions of each computation in a compiled program's text."""
-    found: dict[str, list[str]] = {}
-    inside: list[str] = []
-    for line in hlo.splitlines():
-        if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            inside = found.setdefault(opened[1], [])
-        elif " = " in line:
-            inside.append(line.strip())
-    return found
+from support.compiled_text import computations
 
 
 def exchanges(hlo: str) -> list[str]:
@@ -148,12 +137,6 @@ def compiled(m: int, schedule: str):
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "sequential"])
-def test_temporary_memory_does_not_grow_with_the_micro_batches(schedule):
-    few, many = (compiled(m, schedule).memory_analysis().temp_size_in_bytes for m in (4, 64))
-    assert abs(many - few) <= 0.05 * few
-
-
-@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
 def test_the_program_is_no_longer_for_more_micro_batches(schedule):
     few, many = (text_of(compiled(m, schedule)) for m in (4, 64))
     count = lambda hlo: len(re.findall(r" collective-permute(?:-start)?\(", hlo))  # noqa: E731
@@ -175,31 +158,17 @@ def test_no_gradient_accumulator_is_copied_in_a_tick(schedule):
             assert not [line for line in copies if any(shape in line.split(" copy")[0] for shape in large)]
 
 
-def test_a_stage_that_scans_its_layers_keeps_no_copy_of_the_weights_a_tick():
-    layers, width, rows, m = 8, 128, 2, 16
-    fn = lambda w, x, mb: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), mb if x is None else x, w)[0]  # noqa: E731
-    last = lambda w, x, mb: jnp.mean(fn(w, x, mb) ** 2)  # noqa: E731
-    pipeline = Pipeline([Stage(fn, params="a", ipu=0), Stage(last, params="b", ipu=1)], gradient_accumulation=m)
-    params = pipeline.shard({name: np.ones((layers, width, width), np.float32) for name in "ab"})
-    program = jax.jit(pipeline.value_and_grad).lower(params, np.ones((m, rows, width), np.float32)).compile()
-    weights = layers * width * width * 4
-    # 16 ticks would need 16 copies, and the gradient of all layers before it is added one more
-    assert program.memory_analysis().temp_size_in_bytes < 0.5 * weights  # pyright: ignore[reportOptionalMemberAccess]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unlike", "options"),
     [
-        (False, {}),
-        (True, {}),
-        (False, {"schedule": "zb-h1"}),
-        (False, {"recompute": "all"}),
-        (False, {"recompute": "none"}),
+        pytest.param(False, {}, id="like stages"),
+        pytest.param(True, {}, id="unlike stages", marks=pytest.mark.slow),
+        pytest.param(False, {"schedule": "zb-h1"}, id="zb-h1", marks=pytest.mark.slow),
+        pytest.param(False, {"recompute": "all"}, id="recompute all", marks=pytest.mark.slow),
+        pytest.param(False, {"recompute": "none"}, id="recompute none", marks=pytest.mark.slow),
     ],
-    ids=["like stages", "unlike stages", "zb-h1", "recompute all", "recompute none"],
 )
-def test_a_scan_over_layers_never_stacks_their_gradients(unlike, options):
+def test_a_scan_over_layers_stacks_neither_their_gradients_nor_copies_of_their_weights(unlike, options):
     """Besides the accumulators, which are outputs, a step takes less than half of the bytes of an IPU's weights."""
     d, layers = 128, 4
 

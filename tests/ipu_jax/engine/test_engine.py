@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import random
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +12,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh
-from ipu_jax.engine import _hooks
-from support.dense import Model, chain, largest_relative_error
+from support.against_plain import (
+    assert_equals_its_twin,
+    assert_equals_plain,
+    bubbles_hold_nan,  # noqa: F401 (a fixture)
+    stages_at,
+)
+from support.dense import chain, largest_relative_error
 
 _ = None  # in a placement: a concurrent stage
-
-
-@pytest.fixture(autouse=True)
-def nan_in_bubbles(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
-
-
-def assert_equals_its_twin(model: Model, ipus: int, options: dict[str, Any], rtol: float = 1e-5) -> Pipeline:
-    pipeline = model.pipeline(ipus, **options)
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
-    expected_loss, expected = model.twin(pipeline.options.reduction)
-    assert largest_relative_error(loss, expected_loss) < rtol
-    found = pipeline.unshard(gradients)
-    assert largest_relative_error(found, expected) < rtol
-    assert jax.tree.map(lambda g: g.dtype, found) == jax.tree.map(lambda w: w.dtype, model.params)
-    return pipeline
 
 
 # Placement, IPUs, M, options of the model, options of the pipeline. The full product has thousands of programs. This
@@ -64,38 +52,18 @@ CASES = [
     ((_,), 4, 3, {}, SUM),
     ((_,), 1, 8, {}, {}),
     ((_, _), 2, 2, TIED | TWICE, {}),
+    ((0, 1, 2, 3), 4, 8, {}, {}),
+    ((0, 1, _), 8, 8, UNLIKE, SUM),
+    ((_, _, _), 8, 1, UNLIKE, {}),
+    ((1, 0), 2, 2, {}, SUM),
+    ((_, 0, 0, _), 2, 8, TIED | TWICE, SEQUENTIAL | SUM),
+    ((0, _, 0), 4, 3, UNLIKE | TWICE, {}),
 ]
 
 
-def case_id(case) -> str:
-    places, ipus, m, model, pipeline = case
-    where = "".join("*" if place is None else str(place) for place in places)
-    return "-".join([where, f"on{ipus}", f"m{m}", *model, *(str(v) for v in pipeline.values())])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("places", "ipus", "micro_batches", "of_model", "of_pipeline"),
-    # every other one always runs, of the others a sample
-    [pytest.param(*case, id=case_id(case), marks=pytest.mark.slow if i % 2 else ()) for i, case in enumerate(CASES)],
-)
+@pytest.mark.parametrize(("places", "ipus", "micro_batches", "of_model", "of_pipeline"), CASES)
 def test_loss_and_every_gradient_equal_the_dense_twins(places, ipus, micro_batches, of_model, of_pipeline):
-    assert_equals_its_twin(chain(places, micro_batches, **of_model), ipus, of_pipeline)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("places", "ipus", "micro_batches", "of_model", "of_pipeline"),
-    [
-        ((0, 1, 2, 3), 4, 8, {}, {}),
-        ((0, 1, _), 8, 8, UNLIKE, SUM),
-        ((_, _, _), 8, 1, UNLIKE, {}),
-        ((1, 0), 2, 2, {}, SUM),
-        ((_, 0, 0, _), 2, 8, TIED | TWICE, SEQUENTIAL | SUM),
-        ((0, _, 0), 4, 3, UNLIKE | TWICE, {}),
-    ],
-)
-def test_more_of_the_sample(places, ipus, micro_batches, of_model, of_pipeline):
     assert_equals_its_twin(chain(places, micro_batches, **of_model), ipus, of_pipeline)
 
 
@@ -192,11 +160,7 @@ def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
         y = fns[2](w, x, mb)
         return jnp.mean(y["h"] ** 2) + jnp.mean(jnp.where(y["flags"], y["n"][0], 0)) * y["scale"].astype(jnp.float32)
 
-    stages = [
-        Stage(fn, params=f"w{i}", ipu=ALL_IPUS if place is None else place)
-        for i, (fn, place) in enumerate(zip([*fns[:2], loss], places, strict=True))
-    ]
-    specs = {f"w{i}": PartitionSpec() for i, place in enumerate(places) if place is None}
+    stages, specs = stages_at(places, [*fns[:2], loss], tuple(weights))
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=4, specs=specs)
     batch = {
         "x": jnp.asarray(rng.normal(size=(4, 5, 4)), jnp.float32),
@@ -224,7 +188,6 @@ def test_stages_without_weights_pass_gradients_on(middle):
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(4, 5)), jnp.float32)}
     batch = jnp.asarray(rng.normal(size=(3, 2, 4)), jnp.float32)
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
 
     def plain(params):
         h = jnp.tanh(batch @ params["w"])
@@ -232,8 +195,7 @@ def test_stages_without_weights_pass_gradients_on(middle):
             h = h * batch.sum((1, 2))[:, None, None]
         return jnp.mean(h**2)
 
-    expected = jax.value_and_grad(plain)(params)
-    assert largest_relative_error((loss, pipeline.unshard(gradients)), expected) < 1e-5
+    assert_equals_plain(pipeline, params, batch, plain)
 
 
 @pytest.mark.parametrize("places", [(0, 1, 0), (0, 0, 1), (_, 0, _)])
@@ -248,13 +210,8 @@ def test_stages_that_share_a_group_add_their_gradients(places):
         return jnp.tanh((mb if x is None else x) @ w)
 
     fns = [layer, layer, lambda w, x, mb: jnp.mean(layer(w, x, mb) ** 2)]
-    stages = [
-        Stage(fn, params=name, ipu=ALL_IPUS if place is None else place)
-        for fn, name, place in zip(fns, names, places, strict=True)
-    ]
-    specs = {name: PartitionSpec() for name, place in zip(names, places, strict=True) if place is None}
+    stages, specs = stages_at(places, fns, names)
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=5, specs=specs)
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
 
     def plain(params):
         h = batch
@@ -262,7 +219,7 @@ def test_stages_that_share_a_group_add_their_gradients(places):
             h = jnp.tanh(h @ params[name])
         return jnp.mean(h**2)
 
-    assert largest_relative_error((loss, pipeline.unshard(gradients)), jax.value_and_grad(plain)(params)) < 1e-5
+    assert_equals_plain(pipeline, params, batch, plain)
 
 
 def rows_of(x, w):
@@ -309,15 +266,13 @@ def test_the_collectives_of_a_concurrent_stage_have_the_gradients_of_the_dense_p
         Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="c", ipu=1),
     ]
     pipeline = Pipeline(stages, mesh=make_mesh(1, 4), gradient_accumulation=3, specs={"b": spec})
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
 
     def dense(params):
         return jnp.mean(
             jax.vmap(lambda mb: jnp.mean((plain(params["b"], jnp.tanh(mb @ params["a"])) @ params["c"]) ** 2))(batch)
         )
 
-    expected = jax.jit(jax.value_and_grad(dense))(params)
-    assert largest_relative_error((loss, pipeline.unshard(gradients)), expected) < 1e-5
+    assert_equals_plain(pipeline, params, batch, dense)
 
 
 # schedules of the user's own

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.engine import _hooks
 from sharded_ops import embedding, log_softmax_cross_entropy, matmul
+from support.against_plain import assert_equals_plain
 from support.trained import quick_compiles
 
 V, D, TOKENS, M = 7, 4, 6, 3
@@ -84,10 +85,7 @@ def test_a_table_on_one_ipu_is_read_as_plain_jax_reads_it(read, ipus, schedule):
 
     stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=ipus - 1)]
     pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), gradient_accumulation=M, schedule=schedule)
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
-    expected_loss, expected = jax.jit(jax.value_and_grad(plain))(params)
-    close(loss, expected_loss)
-    jax.tree.map(close, pipeline.unshard(gradients), expected)
+    assert_equals_plain(pipeline, params, batch, plain, rtol=2e-5)
 
 
 LEGAL = np.clip(IDS, 0, V - 1)  # a promise that all are in bounds must be kept
@@ -127,17 +125,13 @@ def test_every_mode_of_a_gather_on_one_ipu(slot):
     batch = batch_of(M)
     stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)]
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M)
-    sharded = pipeline.shard(params)
-    assert {array.shape[1:] for array in sharded.slots} == {((V + 1) * D,) if slot == "flat" else shape}
-    loss, gradients = pipeline.value_and_grad(sharded, batch)
+    assert {array.shape[1:] for array in pipeline.shard(params).slots} == {((V + 1) * D,) if slot == "flat" else shape}
 
     def plain(params):
         losses = [last(params["last"], first(params["first"], None, mb), mb) for mb in microbatches(batch)]
         return jnp.mean(jnp.stack(losses))
 
-    expected_loss, expected = jax.jit(jax.value_and_grad(plain))(params)
-    close(loss, expected_loss)
-    jax.tree.map(close, pipeline.unshard(gradients), expected)
+    assert_equals_plain(pipeline, params, batch, plain, rtol=2e-5)
 
 
 def microbatches(batch):
@@ -196,11 +190,8 @@ def plain_loss(params, mb, out_of_range):
 def test_ids_and_labels_beyond_a_split_vocabulary(ipus, out_of_range, dtype):
     pipeline, batch = split_model(ipus, out_of_range), batch_of(M)
     batch["labels"] = batch["labels"].astype(dtype)  # what is negative is far beyond the end of an unsigned type
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(SPLIT), batch)
     plain = lambda p: jnp.mean(jnp.stack([plain_loss(p, mb, out_of_range) for mb in microbatches(batch)]))  # noqa: E731
-    expected_loss, expected = jax.jit(jax.value_and_grad(plain))(SPLIT)
-    close(loss, expected_loss)
-    jax.tree.map(close, pipeline.unshard(gradients), expected)
+    assert_equals_plain(pipeline, SPLIT, batch, plain, rtol=2e-5)
 
 
 def test_labels_beyond_may_be_nan_and_then_the_loss_is():

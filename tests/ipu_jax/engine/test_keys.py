@@ -11,17 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
-from ipu_jax.engine import _hooks
-from support.dense import largest_relative_error
+from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import ROWS, D, loss_layer, normal
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
-
-
-# random keys
 
 
 def dropout(p, x, mb, *, key):
@@ -71,7 +62,6 @@ def test_dropout_equals_the_unsharded_programs(schedule, recompute, replicas):
     params, batch = dropout_inputs(pipeline)
     key = jax.random.key(5)
     verify(pipeline, pipeline.shard(params), batch, key=key)
-    (loss, aux), gradients = pipeline.value_and_grad(pipeline.shard(params), batch, key=key)
 
     def twin(params):
         x, y = (batch[k].reshape(replicas, 4, ROWS, D) for k in ("x", "y"))
@@ -86,9 +76,8 @@ def test_dropout_equals_the_unsharded_programs(schedule, recompute, replicas):
                 total += jnp.mean((h - y[r, m]) ** 2) / 4 / replicas
         return total
 
-    expected, expected_gradients = jax.jit(jax.value_and_grad(twin))(params)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
+    assert_equals_plain(pipeline, params, batch, twin, key=key)
+    (_, aux), _ = pipeline.value_and_grad(pipeline.shard(params), batch, key=key)
     keys = np.concatenate([np.asarray(found).reshape(-1, 2) for found in aux.values()])
     assert len(np.unique(keys, axis=0)) == 3 * 4 * replicas  # each micro-batch, stage and replica has its own
 
@@ -121,11 +110,7 @@ def noisy_loss(p, x, mb, *, key):
 def test_each_merged_stage_draws_its_own_numbers_in_f_and_again_in_b(places, schedule, replicas):
     m, names = 3, [f"s{i}" for i in range(len(places))]
     fns = [scaled_noise] * (len(places) - 1) + [noisy_loss]
-    stages = [
-        Stage(fn, params=name, ipu=ALL_IPUS if place is None else place, random=True, recompute="all")
-        for fn, name, place in zip(fns, names, places, strict=True)
-    ]
-    specs = {name: PartitionSpec() for name, place in zip(names, places, strict=True) if place is None}
+    stages, specs = stages_at(places, fns, names, random=True, recompute="all")
     mesh = make_mesh(replicas, 1 + max(place or 0 for place in places))
     pipeline = Pipeline(stages, mesh=mesh, gradient_accumulation=m, schedule=schedule, specs=specs)
     params = pipeline.shard({name: np.float32(i + 1) for i, name in enumerate(names)})

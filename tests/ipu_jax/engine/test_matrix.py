@@ -54,15 +54,8 @@ def test_the_cases_meet_in_all_pairs():
     assert len(CASES) < 80
 
 
-_ALWAYS = 16  # each case has the most pairs that the cases before it lack
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if i < _ALWAYS else pytest.mark.slow) for i, case in enumerate(CASES)],
-    ids=["-".join(map(str, case.values())) for case in CASES],
-)
+@pytest.mark.parametrize("case", CASES, ids=["-".join(map(str, case.values())) for case in CASES])
 def test_equals_the_dense_twin(case, monkeypatch):
     monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
     schedule, ipus, micro_batches, like, concurrent, recompute, replicas, reduction = case.values()

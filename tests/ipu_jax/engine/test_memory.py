@@ -58,7 +58,10 @@ def test_temporary_bytes_are_what_the_report_predicts(schedule, ipus, micro_batc
     assert found.predicted_temporary / NEAR <= compiled_bytes(found) <= found.predicted_temporary * NEAR
 
 
-@pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
+DEPTHS = pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
+
+
+@DEPTHS
 def test_the_stash_is_depth_times_residuals(schedule, depths):
     """By hand: each of 3 layers keeps tanh, from which B computes 1 - tanh**2; the last stage also keeps its input."""
     first, last = (part.stash for part in report_of(schedule, 2, 8).ipus)
@@ -67,7 +70,7 @@ def test_the_stash_is_depth_times_residuals(schedule, depths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), ("1f1b", (2, 1)), ("gpipe", (8, 8))])
+@DEPTHS
 def test_without_recompute_the_stash_holds_what_jax_keeps(schedule, depths):
     """By hand: each of 3 layers keeps tanh and 1 - tanh; the last stage also its input and the difference from y."""
     first, last = (part.stash for part in report_of(schedule, 2, 8, recompute="none").ipus)

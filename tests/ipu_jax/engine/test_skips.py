@@ -1,26 +1,16 @@
 """Test skips that go past stages, and what stages return besides their result."""
 
-import functools
-import re
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.engine import _hooks
-from support.dense import largest_relative_error
+from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import ROWS, D, normal
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
-
-
-# skips
+from support.refusals import refusals, refused
 
 
 def sender(p, x, mb):
@@ -41,18 +31,11 @@ def taker(p, x, mb, *, skips):
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "gpipe", "zb-h1", "sequential"])
 @pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 0, 1, 1), (0, None, 1, 2), (None, 0, None, 1), (0, 1, None, 2)])
 def test_skips_pass_along_with_their_gradients(places, schedule):
-    functions = [sender, passer, taker, functools.partial(_taking_loss)]
-    stages = [
-        Stage(
-            fn, params=f"p{i}", ipu=ALL_IPUS if place is None else place, takes=("long",) if i > 1 else (), name=f"s{i}"
-        )
-        for i, (fn, place) in enumerate(zip(functions, places, strict=True))
-    ]
-    specs = {f"p{i}": PartitionSpec() for i, place in enumerate(places) if place is None}
+    stages, specs = stages_at(places, [sender, passer, taker, _taking_loss])
+    stages[2:] = [dataclasses.replace(stage, takes=("long",)) for stage in stages[2:]]
     pipeline = Pipeline(stages, gradient_accumulation=3, schedule=schedule, specs=specs, mesh=make_mesh(1, 4))
     params = {f"p{i}": {"w": normal(D, D, seed=i)} for i in range(4)}
     batch = {"x": normal(3, ROWS, D, seed=1), "y": normal(3, ROWS, D, seed=2)}
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
 
     def twin(params):
         w = [params[f"p{i}"]["w"] for i in range(4)]
@@ -60,9 +43,7 @@ def test_skips_pass_along_with_their_gradients(places, schedule):
         h = jnp.sin(jnp.tanh(batch["x"] @ w[0]) @ w[1]) @ w[2] + long * np.arange(ROWS)[None, :, None]
         return jnp.mean((h @ w[3] + long - batch["y"]) ** 2)
 
-    expected, expected_gradients = jax.value_and_grad(twin)(params)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
+    expected = assert_equals_plain(pipeline, params, batch, twin)
     assert float(pipeline.loss(pipeline.shard(params), batch)) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -84,49 +65,48 @@ def test_a_skip_is_sent_as_far_as_its_last_taker_and_no_further():
     assert [part.sent for part in report.ipus] == [y + h + rows, y + (dx + h), y + dx, dx]
 
 
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        (
-            [Stage(lambda p, x, mb: mb), Stage(lambda p, x, mb, *, skips: x.mean(), takes=("a",), name="end")],
-            "stage 'end' takes skip 'a', which no earlier stage sends: return Outputs(y, skips={'a': ...}) from one",
-        ),
-        (
-            [Stage(lambda p, x, mb: Outputs(mb, skips={"a": mb}), name="start"), Stage(lambda p, x, mb: x.mean())],
-            "stage 'start' sends skip 'a', which no later stage takes: leave it out",
-        ),
-        (
-            [
-                Stage(lambda p, x, mb: Outputs(mb, skips={"a": mb})),
-                Stage(lambda p, x, mb: Outputs(x, skips={"a": x}), name="middle"),
-                Stage(lambda p, x, mb, *, skips: x.mean(), takes=("a",)),
-            ],
-            "stage 'middle' sends skip 'a', which is still on its way from an earlier stage: give it another name",
-        ),
-        (
-            [Stage(lambda p, x, mb: Outputs(mb, state=mb), name="start"), Stage(lambda p, x, mb: x.mean())],
-            "stage 'start' returns state but holds none: name its group, Stage(..., state='name')",
-        ),
-        (
-            [
-                Stage(lambda p, x, mb: Outputs(mb, aux=mb), name="twin"),
-                Stage(lambda p, x, mb: (x.mean(), x), name="twin", ipu=1),
-            ],
-            "two stages called 'twin' return aux: give them names of their own, name=...",
-        ),
-        (
-            [
-                Stage(lambda p, x, mb: Outputs(mb, aux=mb), name="twin"),
-                Stage(lambda p, x, mb: (x.mean(), x), name="twin"),
-            ],
-            "two stages called 'twin' return aux: give them names of their own, name=...",
-        ),
-    ],
-)
-def test_what_stages_say_of_each_other_must_fit(stages, message):
+def traced_together(*stages):
     pipeline = Pipeline(stages)
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        jax.eval_shape(pipeline.value_and_grad, pipeline.shard({}), np.ones((1, 2)))
+    return lambda: jax.eval_shape(pipeline.value_and_grad, pipeline.shard({}), np.ones((1, 2)))
+
+
+def sending(name="", **given):
+    """Return a stage that hands x on, and returns it as well as each of `given` says."""
+
+    def fn(p, x, mb):
+        x = mb if x is None else x
+        return Outputs(x, **{kind: {"a": x} if kind == "skips" else x for kind in given})
+
+    return Stage(fn, name=name)
+
+
+END = Stage(lambda p, x, mb: x.mean())
+TAKER = Stage(lambda p, x, mb, *, skips: x.mean(), takes=("a",), name="end")
+TWIN = Stage(lambda p, x, mb: (x.mean(), x), name="twin")
+TWINS = "two stages called 'twin' return aux", "names of their own", "name=..."
+
+
+@refusals(
+    (
+        traced_together(sending(), TAKER),
+        "stage 'end' takes skip 'a'",
+        "no earlier stage",
+        "Outputs(y, skips={'a': ...})",
+    ),
+    (traced_together(sending("start", skips=1), END), "stage 'start' sends skip 'a'", "no later stage", "leave it out"),
+    (
+        traced_together(sending(skips=1), sending("middle", skips=1), TAKER),
+        "stage 'middle' sends skip 'a'",
+        "still on its way",
+        "another name",
+    ),
+    (traced_together(sending("start", state=1), END), "stage 'start' returns state", "Stage(..., state='name')"),
+    (traced_together(sending("twin", aux=1), dataclasses.replace(TWIN, ipu=1)), *TWINS),
+    (traced_together(sending("twin", aux=1), TWIN), *TWINS),
+)
+def test_what_stages_say_of_each_other_must_fit(call, holds):
+    with refused(*holds):
+        call()
 
 
 # aux

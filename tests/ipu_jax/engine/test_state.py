@@ -1,7 +1,6 @@
 """Test stages with state against an independent program: a Python loop over replicas and micro-batches."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -12,17 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.engine import _hooks
+from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.dense import largest_relative_error
-from support.harness import exactly
 from support.layers import ROWS, D, loss_layer, normal
+from support.refusals import refusals, refused
 
 MOMENTUM = 0.9
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 # batch norm
@@ -135,44 +129,33 @@ def assert_state_loss_and_gradients_equal_the_twins(model: NormModel, pipeline: 
     assert float(pipeline.loss(params, model.batch, state)) == float(evaluated)  # it changes nothing
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1"])
-def test_running_statistics_are_updated_once_a_micro_batch_in_order(schedule):
-    model = NormModel((0, 1, 1), 3)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, schedule))
+SLOW = [
+    *(((0, 1, 1), 2, 3, {}, name) for name in ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1")),
+    ((0, 1, 0, 1), 2, 4, {}, "looped"),
+    ((0, 1, 1, 0), 2, 4, {}, "zbv"),
+    ((0, 0), 1, 2, {"recompute": "none"}, "grouped"),
+    ((0, 1, 2, 3), 4, 2, {"recompute": "none"}, "grouped"),
+    ((0, 1, 2, 3), 4, 5, {"recompute": "all"}, "grouped"),
+    ((0, 1, 1), 2, 3, {"recompute": "none", "replicas": 2}, "grouped"),
+    ((None, 0, 1), 2, 3, {"recompute": "none"}, "grouped"),
+    ((0, None, 1), 2, 3, {"recompute": "all"}, "grouped"),
+    ((0, 1, None), 2, 3, {"recompute": "none"}, "grouped"),
+    ((0, 1, None, 1, None), 2, 2, {"recompute": "none", "replicas": 2}, "grouped"),
+    ((1, 0, 1, 0), 2, 4, {"recompute": "none"}, "grouped"),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("places", "ipus", "micro_batches", "replicas", "recompute"),
+    ("places", "ipus", "micro_batches", "of_model", "schedule"),
     [
-        ((0, 0), 1, 2, 1, "none"),
-        ((0, 1, 2, 3), 4, 2, 1, "none"),
-        ((0, 1, 2, 3), 4, 5, 1, "all"),
-        ((0, 1, 1), 2, 3, 2, "none"),
-        ((None, 0, 1), 2, 3, 1, "none"),
-        ((0, None, 1), 2, 3, 1, "all"),
-        ((0, 1, None), 2, 3, 1, "none"),
-        ((0, 1, None, 1, None), 2, 2, 2, "none"),
-        ((1, 0, 1, 0), 2, 4, 1, "none"),
+        pytest.param((0, 1, 2, 3, 4, 5, 6, 7), 8, 3, {}, "1f1b", id="like stages in one team"),
+        pytest.param((0, 1), 2, 2, {"replicas": 2}, "grouped", id="integers of replica 0"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_state_wherever_stages_stand(places, ipus, micro_batches, replicas, recompute):
-    model = NormModel(places, micro_batches, replicas, recompute)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(ipus))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["looped", "zbv"])
-def test_state_of_several_stages_an_ipu(name):
-    places = (0, 1, 0, 1) if name == "looped" else (0, 1, 1, 0)
-    model = NormModel(places, 4)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2, name))
-
-
-def test_state_of_like_stages_in_one_team():
-    model = NormModel((0, 1, 2, 3, 4, 5, 6, 7), 3)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(8, "1f1b"))
+def test_running_statistics_are_updated_once_a_micro_batch_in_order(places, ipus, micro_batches, of_model, schedule):
+    model = NormModel(places, micro_batches, **of_model)
+    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(ipus, schedule))
 
 
 def test_evaluation_reads_the_running_statistics():
@@ -210,11 +193,6 @@ def test_a_concurrent_stage_may_split_its_state():
     np.testing.assert_array_equal(pipeline.unshard(new)["s"], [2, 2, 4])  # two micro-batches; 2 + 1 numbers an IPU
 
 
-def test_integers_of_replica_0_are_those_of_all_replicas():
-    model = NormModel((0, 1), 2, replicas=2)
-    assert_state_loss_and_gradients_equal_the_twins(model, model.pipeline(2))
-
-
 def test_state_out_of_a_step_goes_into_the_next():
     model = NormModel((0, 1, 1), 2)
     pipeline = model.pipeline(2, "1f1b")
@@ -230,48 +208,43 @@ def test_state_out_of_a_step_goes_into_the_next():
     assert [int(count) for count in counts] == [2 * of_a_step, 1 + 2 * of_a_step]
 
 
-@pytest.mark.parametrize(
-    ("new", "found"),
-    [
-        (lambda s: None, "None"),
-        (lambda s: s[:1], "float32[1]"),
-        (lambda s: s.astype(jnp.int32), "int32[3]"),
-        (lambda s: {"a": s}, "{'a': 'float32[3]'}"),
-    ],
-)
-def test_a_new_state_must_look_like_the_old_one(new, found):
+PLAIN = Stage(lambda p, x, mb: mb.mean())
+RANDOM = Stage(lambda p, x, mb, *, key: mb.mean(), random=True, name="r")
+HOLDING = Stage(lambda p, x, mb, *, state: Outputs(mb.mean(), state=state), state="s")
+METHODS = "value_and_grad", "loss"
+ZEROS, KEY = {"s": np.zeros(3, np.float32)}, jax.random.key(0)
+
+
+def called(stage: Stage, method: str = "value_and_grad", *, state: Any = None, key: Any = None) -> Any:
+    pipeline = Pipeline([stage])
+    return lambda: getattr(pipeline, method)(pipeline.shard({}), np.ones((1, 2)), state, key)
+
+
+def renewing(new: Any) -> Any:
+    """Return a call of a stage that returns `new(state)` as its state."""
     stage = Stage(lambda p, x, mb, *, state: Outputs(mb.mean(), state=new(state)), state="s", name="one")
-    pipeline = Pipeline([stage])
-    state = pipeline.shard_state({"s": np.zeros(3, np.float32)})
-    message = (
-        f"stage 'one' got state float32[3] and returns {found}: "
-        "return Outputs(y, state=...) with the same tree, shapes and dtypes"
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        jax.eval_shape(pipeline.value_and_grad, pipeline.shard({}), np.ones((1, 2)), state)
+    return called(stage, state=Pipeline([stage]).shard_state(ZEROS))
 
 
-def refused(stage: Stage, message: str, *, call: str = "value_and_grad", state: Any = None, key: Any = None) -> None:
-    pipeline = Pipeline([stage])
-    with pytest.raises(ValueError, match=exactly(message)):
-        getattr(pipeline, call)(pipeline.shard({}), np.ones((1, 2)), state, key)
+RENEWED = "stage 'one' got state float32[3] and returns ", "with the same tree, shapes and dtypes"
 
 
-def test_state_and_key_are_asked_for_and_refused_where_nobody_takes_them():
-    plain = Stage(lambda p, x, mb: mb.mean())
-    random = Stage(lambda p, x, mb, *, key: mb.mean(), random=True, name="r")
-    holding = Stage(lambda p, x, mb, *, state: Outputs(mb.mean(), state=state), state="s")
-    refused(
-        plain,
-        "state was given, but no stage holds any: name its group, Stage(..., state='name')",
-        state=Pipeline([holding]).shard_state({"s": np.zeros(3)}),
-    )
-    refused(plain, "a key was given, but no stage takes one: Stage(..., random=True)", key=jax.random.key(0))
-    for call in ("value_and_grad", "loss"):
-        refused(random, "stage 'r' takes a random key: pass key=jax.random.key(...)", call=call)
-        refused(holding, "state is missing: pass state=pipeline.shard_state({...}) with the groups 's'", call=call)
-    refused(holding, "state is a dict: pass what pipeline.shard_state(...) returns", state={"s": np.zeros(3)})
-    refused(random, "key=0 is not one typed key: make it with jax.random.key(seed)", key=0)
+@refusals(
+    (renewing(lambda s: None), "returns None:", *RENEWED),
+    (renewing(lambda s: s[:1]), "returns float32[1]:", *RENEWED),
+    (renewing(lambda s: s.astype(jnp.int32)), "returns int32[3]:", *RENEWED),
+    (renewing(lambda s: {"a": s}), "returns {'a': 'float32[3]'}:", *RENEWED),
+    (called(PLAIN, state=Pipeline([HOLDING]).shard_state(ZEROS)), "state was given", "no stage holds", "state='name'"),
+    (called(PLAIN, key=KEY), "a key was given", "no stage takes one", "random=True"),
+    *((called(RANDOM, method), "stage 'r' takes a random key", "jax.random.key(...)") for method in METHODS),
+    *((called(HOLDING, method), "state is missing", "pipeline.shard_state({...})", "'s'") for method in METHODS),
+    (called(HOLDING, state=ZEROS), "state is a dict", "what pipeline.shard_state(...) returns"),
+    (called(RANDOM, key=0), "key=0 is not one typed key", "jax.random.key(seed)"),
+    (lambda: Pipeline([HOLDING, HOLDING]), "state 's'", "named by two stages"),
+)
+def test_state_and_keys_that_do_not_fit_are_refused(call, holds):
+    with refused(*holds):
+        call()
 
 
 def test_a_random_stage_with_an_evaluate_needs_no_key_there():
@@ -280,9 +253,3 @@ def test_a_random_stage_with_an_evaluate_needs_no_key_there():
     )
     pipeline = Pipeline([stage])
     assert float(pipeline.loss(pipeline.shard({}), np.ones((1, 2), np.float32))) == 2
-
-
-def test_a_state_that_two_stages_name_is_refused():
-    one = Stage(lambda p, x, mb, *, state: Outputs(mb, state=state), state="s")
-    with pytest.raises(ValueError, match=r"^state 's' is named by two stages: "):
-        Pipeline([one, one])

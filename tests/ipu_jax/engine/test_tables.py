@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 
 from ipu_jax import Pipeline, Stage, make_mesh, make_train_step
+from support.compiled_text import computations
 
 D, ROWS = 5, 6
 READS = {
@@ -176,13 +177,7 @@ def gradient_of(*case: str) -> Any:
 
 def made_in_a_tick(hlo: str, elements: int) -> list[str]:
     """Return the instructions in loops whose result has as many elements, or more, and is not an update in place."""
-    bodies: dict[str, list[str]] = {}
-    body: list[str] = []
-    for line in hlo.splitlines():
-        if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            body = bodies.setdefault(opened[1], [])
-        elif " = " in line:
-            body.append(line.strip())
+    bodies = computations(hlo)
     waiting = [name for body in bodies.values() for line in body for name in re.findall(r"body=%?([\w.\-]+)", line)]
     seen, found = set(), []
     while waiting:

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, gather_stages, linen_stage
-from support import one_device
-from support.one_device import assert_trees_close
-
-M, ROWS, D = 2, 4, 5
+from ipu_jax import ALL_IPUS, linen_stage
+from support.one_device import BATCH, ROWS, D, assert_trains_as, loss_of, microbatches_of
 
 
 class Block(nn.Module):
@@ -26,15 +23,7 @@ class Block(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(nn.tanh(x))
 
 
-def loss_of(y, microbatch):
-    return jnp.mean((y.sum(-1) - microbatch["y"]) ** 2)
-
-
 BODY, HEAD = Block(7), nn.Dense(3)
-BATCH = {
-    "x": np.random.default_rng(0).normal(size=(M, ROWS, D)).astype(np.float32),
-    "y": np.random.default_rng(1).normal(size=(M, ROWS)).astype(np.float32),
-}
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +42,6 @@ def parts_of(variables, ipus):
 
 @pytest.mark.parametrize("ipus", [(0, 1), pytest.param((ALL_IPUS, 1), marks=pytest.mark.slow)])
 def test_training_equals_the_modules_own_apply(variables, ipus):
-    stages, params, state = gather_stages(parts_of(variables, ipus))
-    pipeline = Pipeline(stages, gradient_accumulation=M, specs={"body": P()} if ipus[0] is ALL_IPUS else None)
-    key = jax.random.key(5)
-
     def body(params, stats, x, microbatch, key):
         variables = {"params": params, **stats}
         return BODY.apply(variables, microbatch["x"], train=True, rngs={"dropout": key}, mutable=["batch_stats"])
@@ -64,16 +49,13 @@ def test_training_equals_the_modules_own_apply(variables, ipus):
     def head(params, stats, x, microbatch, key):
         return HEAD.apply({"params": params}, x), None
 
-    loss, gradients, new_state = pipeline.value_and_grad(
-        pipeline.shard(params), BATCH, pipeline.shard_state(state), key
-    )
-    expected = one_device.value_and_grad([("body", body), ("head", head)], loss_of, params, state, BATCH, key)
-    assert_trees_close((loss, pipeline.unshard(gradients), pipeline.unshard(new_state)), expected)
+    specs = {"body": P()} if ipus[0] is ALL_IPUS else None
+    assert_trains_as([("body", body), ("head", head)], parts_of(variables, ipus), specs=specs)
 
 
 def test_evaluation_equals_the_modules_own_apply(variables):
     body, _ = parts_of(variables, (0, 1))
-    microbatch = one_device.microbatches_of(BATCH)[0]
+    microbatch = microbatches_of(BATCH)[0]
     stats = jax.tree.map(lambda leaf: leaf + 0.5, body.state["body"])
     expected: Any = BODY.apply({**variables["body"], **stats}, microbatch["x"], train=False)
     evaluated = body.stage.function("evaluation")
@@ -131,28 +113,3 @@ def test_the_mode_may_be_given_in_the_modules_own_words():
 
     stage = linen_stage(Scaled(), {}, "scaled", training={"scale": 3.0}, evaluation={"scale": 4.0}).stage
     assert (stage.fn(None, 1.0, None).y, stage.function("evaluation")(None, 1.0, None).y) == (3.0, 4.0)
-
-
-def test_what_a_module_sows_is_dropped():
-    class Sowing(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            self.sow("intermediates", "x", x)
-            return nn.BatchNorm(use_running_average=False)(x)
-
-    variables = Sowing().init(jax.random.key(0), jnp.ones((2, 3)))
-    variables = {name: variables[name] for name in ("params", "batch_stats")}
-    part = linen_stage(Sowing(), variables, "sowing")
-    out = part.stage.fn(part.params["sowing"], jnp.ones((2, 3)), None, state=part.state["sowing"])
-    assert out.state.keys() == {"batch_stats"}
-
-
-def test_modules_of_other_libraries_are_refused():
-    with pytest.raises(ValueError, match=r"^module=function is not a flax.linen module, with init and apply: "):
-        linen_stage(lambda x: x, {}, "x")
-    with pytest.raises(ValueError, match=r"^variables of stage 'x' are tuple: give what module.init\(key, inputs\)"):
-        linen_stage(nn.Dense(1), (1, 2), "x")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_stage_of_a_module_is_a_stage():
-    assert isinstance(linen_stage(nn.Dense(1), {"params": {}}, "x").stage, Stage)

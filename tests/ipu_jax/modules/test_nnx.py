@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ipu_jax import Pipeline, gather_stages, nnx_stage
-from support import one_device
-from support.one_device import assert_trees_close
-
-M, ROWS, D = 2, 4, 5
+from ipu_jax import nnx_stage
+from support.one_device import BATCH, D, assert_trains_as, loss_of, microbatches_of
 
 
 class Block(nnx.Module):
@@ -21,16 +18,6 @@ class Block(nnx.Module):
 
     def __call__(self, x):
         return self.after(nnx.tanh(self.norm(self.linear(self.before(x)))))
-
-
-def loss_of(y, microbatch):
-    return jnp.mean((y.sum(-1) - microbatch["y"]) ** 2)
-
-
-BATCH = {
-    "x": np.random.default_rng(0).normal(size=(M, ROWS, D)).astype(np.float32),
-    "y": np.random.default_rng(1).normal(size=(M, ROWS)).astype(np.float32),
-}
 
 
 def called(module, mode, variables, x, key=None):
@@ -51,23 +38,16 @@ def modules():
 def test_training_equals_the_modules_own_calls(modules):
     body, head = modules
     parts = [nnx_stage(body, "body", ipu=0, inputs="x"), nnx_stage(head, "head", ipu=1, loss=loss_of)]
-    stages, params, state = gather_stages(parts)
-    pipeline = Pipeline(stages, gradient_accumulation=M)
-    key = jax.random.key(5)
     applies = [
         ("body", lambda params, stats, x, mb, key: called(body, "train", (params, stats), mb["x"], key)),
         ("head", lambda params, stats, x, mb, key: called(head, "train", (params,), x)),
     ]
-    loss, gradients, new_state = pipeline.value_and_grad(
-        pipeline.shard(params), BATCH, pipeline.shard_state(state), key
-    )
-    expected = one_device.value_and_grad(applies, loss_of, params, state, BATCH, key)
-    assert_trees_close((loss, pipeline.unshard(gradients), pipeline.unshard(new_state)), expected)
+    assert_trains_as(applies, parts)
 
 
 def test_evaluation_equals_the_modules_own_calls(modules):
     part = nnx_stage(modules[0], "body", inputs="x")
-    microbatch = one_device.microbatches_of(BATCH)[0]
+    microbatch = microbatches_of(BATCH)[0]
     stats = jax.tree.map(lambda leaf: leaf + 0.5, part.state["body"])
     expected, _ = called(modules[0], "eval", (part.params["body"], stats), microbatch["x"])
     out = part.stage.function("evaluation")(part.params["body"], None, microbatch, state=stats, key=None)
@@ -114,23 +94,3 @@ def test_streams_of_several_names_get_keys_of_their_own():
     nnx.reseed(module, dropout=jax.random.fold_in(key, 0), noise=jax.random.fold_in(key, 1))
     np.testing.assert_allclose(part.stage.fn(None, x, None, key=key).y, module(x), rtol=1e-6)
     assert (part.params, part.state) == ({}, {})
-
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_what_a_module_sows_is_dropped():
-    class Sowing(nnx.Module):
-        def __init__(self):
-            self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            self.sow(nnx.Intermediate, "x", x)
-            return self.norm(x)
-
-    part = nnx_stage(Sowing(), "sowing")
-    out = part.stage.fn(part.params["sowing"], jnp.ones((2, 3)), None, state=part.state["sowing"])
-    assert jax.tree.structure(out.state) == jax.tree.structure(part.state["sowing"])
-
-
-def test_modules_of_other_libraries_are_refused():
-    with pytest.raises(ValueError, match=r"^module=function is not an nnx.Module: for flax.linen use linen_stage"):
-        nnx_stage(lambda x: x, "x")

@@ -11,18 +11,13 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, replicate, verify
-from ipu_jax.engine import _hooks
 from ipu_jax.schedules import SCHEDULES, make_schedule
-from support.dense import largest_relative_error
-from support.harness import exactly
+from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import normal
+from support.refusals import refusals, refused
+from support.ways import WAYS, only_backward
 
 M, ROWS, D = 5, 4, 8
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
 
 
 def permuted(x, axis="replica"):
@@ -62,30 +57,6 @@ UNGROUPED = {
 NAMES = {"ppermute": "ppermute", "pshuffle": "ppermute", "ragged_all_to_all": "ragged_all_to_all"}
 
 
-def only_forward(op):
-    wrapped = jax.custom_vjp(lambda x: op(x))
-    wrapped.defvjp(lambda x: (op(x), None), lambda _, g: (g,))
-    return wrapped
-
-
-def only_backward(op):
-    wrapped = jax.custom_vjp(lambda x: x)
-    wrapped.defvjp(lambda x: (x, None), lambda _, g: (op(g),))
-    return wrapped
-
-
-WAYS = {
-    "plainly": lambda op: op,
-    "in jit": jax.jit,
-    "in checkpoint": jax.checkpoint,
-    "in cond": lambda op: lambda x: lax.cond(x.sum() > 0, op, lambda x: x, x),
-    "in scan": lambda op: lambda x: lax.scan(lambda c, _: (op(c), None), x, None, length=2)[0],
-    "in while": lambda op: lambda x: lax.stop_gradient(lax.while_loop(lambda c: c.sum() < 0, op, lax.stop_gradient(x))),
-    "in F alone": only_forward,
-    "in B alone": only_backward,
-}
-
-
 def pipeline_of(body, *, ipu: Any = 0, mesh=(2, 2), **options: Any):
     """Return a pipeline of `body` and a loss on the last IPU, weights and batch."""
     replicas, ipus = mesh
@@ -100,46 +71,77 @@ def pipeline_of(body, *, ipu: Any = 0, mesh=(2, 2), **options: Any):
     return pipeline, {"body": normal(D, D, seed=4)}, batch
 
 
-def refusal(primitive, stage="body"):
-    return (
-        f"stage {stage!r} on IPU 0 uses {primitive} over axis 'replica', which has no replica groups, so that it would "
-        "exchange data with IPUs that run other stages: use psum, pmax, pmin, all_gather, psum_scatter or all_to_all "
-        "(a shift by k is an all_to_all of rows that are zero but for row (axis_index + k) % axis_size), or make the "
-        "stage concurrent (ipu=ALL_IPUS)"
-    )
+def traced(body, call="value_and_grad", **options):
+    """Return a call that traces a pipeline of `body`."""
+    pipeline, params, batch = pipeline_of(body, **options)
+    fn = jax.grad(pipeline.loss) if call == "grad of loss" else getattr(pipeline, call)
+    return lambda: jax.eval_shape(fn, pipeline.shard(params), batch)
+
+
+def local(name, way="plainly"):
+    op = WAYS[way](UNGROUPED[name])
+    return traced(lambda p, x, mb: op(x @ p))
+
+
+def in_branch(axis, decides):
+    """Return a call of a concurrent stage with a permute in a branch that only some devices of the mesh take."""
+    op = lambda x, mb: lax.cond(decides(mb), lambda x: permuted(x, axis), lambda x: x, x)  # noqa: E731
+    return traced(lambda p, x, mb: lax.pmean(op(x @ p, mb), "ipu"), ipu=ALL_IPUS)
+
+
+def swapped(p, x, mb):
+    return permuted(mb["x"] @ p)
+
+
+def product(p, x, mb):
+    return x @ p
+
+
+def of_replica(mb):
+    return mb["x"].sum() > 0
+
+
+def of_ipu(mb):
+    return lax.axis_index("ipu") == 0
+
+
+in_backward = lambda p, x, mb: only_backward(permuted)(x @ p)  # noqa: E731
+MEND = "no replica groups", "all_to_all (a shift by k is ", "make the stage concurrent (ipu=ALL_IPUS)"
+WAITS = "inside a cond whose predicate may differ between ", "communicate outside of it", "hold alike"
+
+
+@refusals(
+    *(
+        (local(name), f"'body' on IPU 0 uses {NAMES.get(name, 'swap')} over axis 'replica'", *MEND)
+        for name in UNGROUPED
+    ),
+    *((local("ppermute", way), "'body' on IPU 0 uses ppermute over axis 'replica'", *MEND) for way in WAYS),
+    *(
+        (traced(swapped, mesh=mesh, recompute=recompute), f"stage {stage!r} on IPU 0 uses ppermute", *MEND)
+        for mesh, stage in (((1, 2), "body"), ((2, 1), "body + the loss"), ((4, 2), "body"))
+        for recompute in ("all", jax.checkpoint_policies.dots_saveable)
+    ),
+    (traced(product, "loss", evaluate=swapped), "'body' on IPU 0 uses ppermute over axis 'replica'", *MEND),
+    (traced(product, "predict", predict=swapped), "'body' on IPU 0 uses ppermute over axis 'replica'", *MEND),
+    (traced(in_backward, "grad of loss"), "'body' on IPU 0 uses ppermute over axis 'replica'", *MEND),
+    # over "ipu", too, a permute waits for the IPUs of all replicas
+    (in_branch("ipu", of_replica), "ppermute over axis 'ipu'", "by what all replicas", *WAITS),
+    (in_branch("replica", of_replica), "ppermute over axis 'replica'", "by what all replicas", *WAITS),
+    (in_branch("replica", of_ipu), "ppermute over axis 'replica'", "by what all IPUs", *WAITS),
+    (in_branch("ipu", of_ipu), "ppermute over axis 'ipu'", "by what all IPUs", *WAITS),
+)
+def test_a_collective_that_would_wait_for_others_or_take_their_data_is_refused(call, holds):
+    with refused(*holds):
+        call()
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, "plainly") for name in UNGROUPED] + [("ppermute", way) for way in WAYS if way != "plainly"],
+    "allowed",
+    [traced(product, evaluate=swapped), traced(product, predict=swapped), traced(in_backward, "loss")],
+    ids=["training", "training of what predicts", "evaluation of what has another backward"],
 )
-def test_a_collective_without_groups_in_a_local_stage_is_refused(name, way):
-    op = WAYS[way](UNGROUPED[name])
-    pipeline, params, batch = pipeline_of(lambda p, x, mb: op(x @ p))
-    with pytest.raises(ValueError, match=exactly(refusal(NAMES.get(name, "swap")))):
-        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
-
-
-@pytest.mark.parametrize("recompute", ["all", jax.checkpoint_policies.dots_saveable])
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (4, 2)])
-def test_it_is_refused_on_every_mesh_and_under_every_policy(mesh, recompute):
-    pipeline, params, batch = pipeline_of(lambda p, x, mb: permuted(x @ p), mesh=mesh, recompute=recompute)
-    stage = "body" if mesh[1] > 1 else "body + the loss"
-    with pytest.raises(ValueError, match=exactly(refusal("ppermute", stage))):
-        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
-
-
-def test_it_is_refused_in_evaluation_in_prediction_and_under_jax_grad():
-    swapped = lambda p, x, mb: permuted(mb["x"] @ p)  # noqa: E731
-    for options, call in (({"evaluate": swapped}, "loss"), ({"predict": swapped}, "predict")):
-        pipeline, params, batch = pipeline_of(lambda p, x, mb: x @ p, **options)
-        with pytest.raises(ValueError, match=exactly(refusal("ppermute"))):
-            jax.eval_shape(getattr(pipeline, call), pipeline.shard(params), batch)
-        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
-    pipeline, params, batch = pipeline_of(lambda p, x, mb: only_backward(permuted)(x @ p))
-    jax.eval_shape(pipeline.loss, pipeline.shard(params), batch)
-    with pytest.raises(ValueError, match=exactly(refusal("ppermute"))):
-        jax.eval_shape(jax.grad(pipeline.loss), pipeline.shard(params), batch)
+def test_what_does_not_run_is_not_refused(allowed):
+    allowed()
 
 
 def twin(batch, neighbours, params):
@@ -185,12 +187,8 @@ def test_a_collective_with_groups_over_replicas_is_right_in_a_local_stage(op, ne
         return h + 0.5 * op(h)
 
     pipeline, params, batch = pipeline_of(body, mesh=mesh)
-    sharded = pipeline.shard(params)
-    verify(pipeline, sharded, batch)
-    loss, gradients = pipeline.value_and_grad(sharded, batch)
-    expected, expected_gradients = jax.value_and_grad(lambda params: twin(batch, neighbours, params))(params)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
+    verify(pipeline, pipeline.shard(params), batch)
+    assert_equals_plain(pipeline, params, batch, lambda params: twin(batch, neighbours, params))
 
 
 def product_by_ring(x, w):
@@ -224,10 +222,7 @@ def test_permutes_over_both_axes_are_right_in_concurrent_stages(schedule):
     places = [*places[:1], None, *places[1:], None]
     names = [f"p{i}" for i in range(len(places))]
     fns = [*(concurrent_layer if place is None else layer for place in places[:-1]), concurrent_loss]
-    stages = [
-        Stage(fn, params=name, ipu=ALL_IPUS if place is None else place)
-        for fn, name, place in zip(fns, names, places, strict=True)
-    ]
+    stages, _ = stages_at(places, fns, names)
     specs = {name: PartitionSpec("ipu") for name, place in zip(names, places, strict=True) if place is None}
     pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=M, specs=specs, schedule=schedule)
     params = {name: normal(D, D, seed=i) for i, name in enumerate(names)}
@@ -240,35 +235,7 @@ def test_permutes_over_both_axes_are_right_in_concurrent_stages(schedule):
             h = h + 0.5 * ring(h) if place is None else h
         return jnp.mean((h - batch["y"]) ** 2)
 
-    expected, expected_gradients = jax.jit(jax.value_and_grad(dense))(params)
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert largest_relative_error(pipeline.unshard(gradients), expected_gradients) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("axis", "decides", "who"),
-    [
-        ("ipu", lambda x, mb: mb["x"].sum() > 0, "replicas"),
-        ("replica", lambda x, mb: mb["x"].sum() > 0, "replicas"),
-        ("replica", lambda x, mb: lax.axis_index("ipu") == 0, "IPUs"),
-        ("ipu", lambda x, mb: lax.axis_index("ipu") == 0, "IPUs"),
-    ],
-)
-def test_a_permute_in_a_branch_that_only_some_devices_of_the_mesh_take_is_refused(axis, decides, who):
-    """Over "ipu", too, it waits for the IPUs of all replicas."""
-
-    def body(p, x, mb):
-        return lax.pmean(lax.cond(decides(x, mb), lambda x: permuted(x, axis), lambda x: x, x @ p), "ipu")
-
-    pipeline, params, batch = pipeline_of(body, ipu=ALL_IPUS)
-    message = (
-        f"stage 'body' uses ppermute over axis {axis!r} inside a cond whose predicate may differ between {who}: those "
-        "that take it would wait for ever for the others; communicate outside of it, or decide by what all "
-        f"{who} hold alike"
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
-        jax.eval_shape(pipeline.value_and_grad, pipeline.shard(params), batch)
+    assert_equals_plain(pipeline, params, batch, dense)
 
 
 def test_a_permute_over_ipus_in_a_branch_that_one_replica_decides_is_right():

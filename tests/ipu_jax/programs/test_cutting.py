@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
 
 from ipu_jax import Stage
 from ipu_jax.programs.segment import NO_MESSAGE, Message, MicrobatchInputs, whole
 from ipu_jax.programs.segment_program import SegmentProgram, trace_segment
+from support.counted import primitives_of
 from support.dense import largest_relative_error
+from support.inputs import normal
 from support.sums import empty_sums
 
 ROWS, D, LAYERS = 5, 6, 3
@@ -66,50 +67,59 @@ FUNCTIONS = {
 }
 
 
-GIVEN = MicrobatchInputs(None, (None,))
+def embedded(fn):
+    """Return a first stage, which has no dx: rows of a table, a bias, and then `fn`."""
+    return lambda p, _, mb: fn(p["layers"], p["table"][mb] + p["bias"], mb)
+
+
+X = Message(jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, D)), "float32"))
+GIVEN = MicrobatchInputs(np.array([3, 0, 3, 1, 6], np.int32), (None,))
+LAYER_SHAPES = {"w": (LAYERS, D, D), "b": (LAYERS, D)}
+SHAPES = {"layers": LAYER_SHAPES, "table": (7, D), "bias": (D,)}
 
 
 def cut(
-    fn: Any, recompute: Any = "none", given: MicrobatchInputs = GIVEN
-) -> tuple[SegmentProgram, dict[str, Any], jax.Array]:
-    rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(LAYERS, D, D)) / 3, "float32"), "b": jnp.ones((LAYERS, D))}
-    x = jnp.asarray(rng.normal(size=(ROWS, D)), "float32")
+    fn: Any, recompute: Any = "none", given: MicrobatchInputs = GIVEN, *, first: bool = False
+) -> tuple[SegmentProgram, dict[str, Any]]:
+    """Return the cut program of a stage, by default of one in the middle, and its weights."""
+    params = jax.tree.map(lambda leaf: leaf / 3, normal(SHAPES if first else LAYER_SHAPES))
     segment = whole((Stage(fn, params="g", recompute=recompute),), "training")
-    return trace_segment(segment, {"g": params}, Message(x), given, {}, last=False, split=True), params, x
+    message = NO_MESSAGE if first else X
+    return trace_segment(segment, {"g": params}, message, given, {}, last=False, split=True), params
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "auto", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_b_and_w_give_what_the_vjp_gives(fn, recompute):
-    halves, params, x = cut(fn, recompute)
+def test_b_and_w_give_what_the_vjp_gives(fn, recompute, first):
+    fn = embedded(fn) if first else fn
+    halves, params = cut(fn, recompute, first=first)
+    message = NO_MESSAGE if first else X
 
     @jax.jit
-    def run(params, x, dy):
-        _, _, _, stash = halves.forward({"g": params}, Message(x), GIVEN, {})
+    def run(params, dy):
+        _, _, _, stash = halves.forward({"g": params}, message, GIVEN, {})
         dx, made = halves.backward_input({"g": params}, GIVEN, stash, [dy])
         totals = halves.backward_weight({"g": params}, GIVEN, stash, made, empty_sums(params), jnp.int32(0))
-        return jax.tree.unflatten(jax.tree.structure(params), totals), dx[0]
+        return jax.tree.unflatten(jax.tree.structure(params), totals), dx
 
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D)), "float32")
-    expected = jax.vjp(lambda p, x: fn(p, x, None), params, x)[1](dy)
-    assert largest_relative_error(run(params, x, dy), expected) < 2e-6
+    of_params, of_x = jax.vjp(lambda p, x: fn(p, x, GIVEN.microbatch), params, X.y)[1](dy)
+    assert largest_relative_error(run(params, dy), (of_params, [] if first else [of_x])) < 2e-6
 
 
-def products(jaxpr: Any, times: int = 1) -> int:
-    """Return how many matrix products a program runs; those in a scan count once per iteration."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        count += times * (eqn.primitive.name == "dot_general")
-        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        count += sum(products(inner, times * turns) for inner in core.jaxprs_in_params(eqn.params))
-    return count
+def products(program: Any) -> int:
+    return primitives_of(program.jaxpr)["dot_general"]
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("fn", [one_by_one, scanned, jax.jit(scanned), backwards], ids=lambda fn: fn.__name__)
-def test_w_makes_the_products_of_the_weights_gradients_and_b_the_others(fn):
-    programs = cut(fn)[0].jaxprs
-    assert {kind: products(program.jaxpr) for kind, program in programs.items()} == {"F": 3, "B": 3, "W": 3}
+def test_w_makes_the_products_of_the_weights_gradients_and_b_the_others(fn, first):
+    """The rows of a table need the gradient of all layers' inputs, which is three products, all of them in B."""
+    programs = cut(embedded(fn) if first else fn, first=first)[0].jaxprs
+    assert {kind: products(program) for kind, program in programs.items()} == {"F": 3, "B": 3, "W": 3}
+    scatters = {kind: "scatter-add" in {eqn.primitive.name for eqn in programs[kind].jaxpr.eqns} for kind in "BW"}
+    assert scatters == {"B": False, "W": first}
 
 
 @pytest.mark.parametrize(
@@ -118,8 +128,8 @@ def test_w_makes_the_products_of_the_weights_gradients_and_b_the_others(fn):
 )
 def test_what_is_recomputed_is_recomputed_in_b_alone(fn, recompute, again):
     programs = cut(fn, recompute)[0].jaxprs
-    assert products(programs["B"].jaxpr) <= 3 + again
-    assert products(programs["W"].jaxpr) == 3
+    assert products(programs["B"]) <= 3 + again
+    assert products(programs["W"]) == 3
 
 
 def test_the_cut_of_a_scan_is_one_gradient_a_layer_and_no_weight():
@@ -144,57 +154,10 @@ def test_what_is_computed_of_weights_and_micro_batch_alone_is_computed_in_b_and_
 def test_a_policy_decides_what_b_finds():
     kept = functools.partial(cut, scanned)
     saving = kept(jax.checkpoint_policies.everything_saveable)[0]
-    assert products(saving.jaxprs["B"].jaxpr) < products(kept("all")[0].jaxprs["B"].jaxpr)
+    assert products(saving.jaxprs["B"]) < products(kept("all")[0].jaxprs["B"])
 
 
-# a first stage, which has no dx
-
-
-def embedded(fn):
-    """Return a first stage: rows of a table, a bias, and then `fn`."""
-    return lambda p, _, mb: fn(p["layers"], p["table"][mb] + p["bias"], mb)
-
-
-IDS = np.array([3, 0, 3, 1, 6], np.int32)
-
-
-def first_stage(fn: Any, recompute: Any = "none") -> tuple[SegmentProgram, dict[str, Any]]:
-    rng = np.random.default_rng(0)
-    shapes = {"layers": {"w": (LAYERS, D, D), "b": (LAYERS, D)}, "table": (7, D), "bias": (D,)}
-    params = jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=shape) / 3, "float32"), shapes, is_leaf=lambda s: isinstance(s, tuple)
-    )
-    segment = whole((Stage(fn, params="g", recompute=recompute),), "training")
-    given = MicrobatchInputs(IDS, (None,))
-    return trace_segment(segment, {"g": params}, NO_MESSAGE, given, {}, last=False, split=True), params
-
-
-@pytest.mark.parametrize("recompute", ["none", "auto", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_b_and_w_of_a_first_stage_give_what_the_vjp_gives(fn, recompute):
-    programs, params = first_stage(embedded(fn), recompute)
-    given = MicrobatchInputs(IDS, (None,))
-
-    @jax.jit
-    def run(params, dy):
-        _, _, _, stash = programs.forward({"g": params}, NO_MESSAGE, given, {})
-        dx, kept = programs.backward_input({"g": params}, given, stash, [dy])
-        assert dx == []
-        totals = programs.backward_weight({"g": params}, given, stash, kept, empty_sums(params), jnp.int32(0))
-        return jax.tree.unflatten(jax.tree.structure(params), totals)
-
-    dy = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D)), "float32")
-    (expected,) = jax.vjp(lambda p: embedded(fn)(p, None, IDS), params)[1](dy)
-    assert largest_relative_error(run(params, dy), expected) < 2e-6
-
-
-@pytest.mark.parametrize("fn", [one_by_one, scanned, jax.jit(scanned), backwards], ids=lambda fn: fn.__name__)
-def test_w_of_a_first_stage_has_the_last_operations_of_the_gradients_alone(fn):
-    """The rows of a table need the gradient of all layers' inputs, which is three products, all of them in B."""
-    programs = first_stage(embedded(fn))[0].jaxprs
-    assert {kind: products(program.jaxpr) for kind, program in programs.items()} == {"F": 3, "B": 3, "W": 3}
-    names = {kind: [eqn.primitive.name for eqn in program.jaxpr.eqns] for kind, program in programs.items()}
-    assert ("scatter-add" in names["W"], "scatter-add" in names["B"]) == (True, False)
+# a first stage whose input is made of the micro-batch
 
 
 def of_numbers(p, _, mb):
@@ -212,15 +175,15 @@ def of_numbers_scanned(p, _, mb):
 def test_b_of_a_first_stage_goes_on_to_the_first_weights_only():
     """Nothing needs the gradient of the first layer's input. In a scan, each iteration is the same program."""
     for fn, of_b in ((of_numbers, LAYERS - 1), (of_numbers_scanned, LAYERS)):
-        programs = first_stage(fn)[0].jaxprs
-        assert {kind: products(program.jaxpr) for kind, program in programs.items()} == {"F": 3, "B": of_b, "W": 3}
+        programs = cut(fn, first=True)[0].jaxprs
+        assert {kind: products(program) for kind, program in programs.items()} == {"F": 3, "B": of_b, "W": 3}
 
 
 def test_a_first_stage_keeps_a_gradient_per_layer_from_b_to_w():
-    scan, alone = (first_stage(fn)[0].weight_residuals for fn in (of_numbers_scanned, of_numbers))
+    scan, alone = (cut(fn, first=True)[0].weight_residuals for fn in (of_numbers_scanned, of_numbers))
     assert [kept.shape for kept in scan] == [(LAYERS, ROWS, D)]
     assert [kept.shape for kept in alone] == [(ROWS, D)] * LAYERS
-    assert sorted(kept.shape for kept in first_stage(embedded(scanned))[0].weight_residuals) == [
+    assert sorted(kept.shape for kept in cut(embedded(scanned), first=True)[0].weight_residuals) == [
         (LAYERS, ROWS, D),
         (ROWS, D),
     ]

@@ -149,8 +149,8 @@ def traced_backward(fn, params, x, dy):
 BEFORE = 0.5  # the initial values of the accumulators
 
 
-def added_and_expected(fn, flat):
-    """Return dx and the gradients of `fn` by accumulators of these flat shapes or the leaves' own, and by `jax.vjp`."""
+def assert_added(fn, flat=(), *, rtol=1e-5):
+    """Compare dx and gradients, added to accumulators of these flat shapes or the leaves' own, with `jax.vjp`'s."""
     dy = jnp.asarray(np.random.default_rng(2).normal(size=jax.eval_shape(fn, PARAMS, X).shape), "float32")
     traced = traced_backward(fn, PARAMS, X, dy)
     leaves = jax.tree.leaves(PARAMS)
@@ -166,7 +166,8 @@ def added_and_expected(fn, flat):
     for total, leaf in zip(new, leaves, strict=True):
         np.testing.assert_array_equal(total.reshape(-1)[leaf.size :], BEFORE)
     found = [total.reshape(-1)[: leaf.size].reshape(leaf.shape) for total, leaf in zip(new, leaves, strict=True)]
-    return [*dx, *[total - BEFORE for total in found]], expected
+    for one, other in zip([*dx, *[total - BEFORE for total in found]], expected, strict=True):
+        assert largest_relative_error(one, other) < rtol
 
 
 CHECKPOINT = pytest.param(jax.checkpoint, marks=pytest.mark.slow, id="checkpoint")
@@ -185,11 +186,8 @@ CHECKPOINT = pytest.param(jax.checkpoint, marks=pytest.mark.slow, id="checkpoint
 @pytest.mark.parametrize("wrap", [pytest.param(lambda fn: fn, id="plain"), CHECKPOINT])
 @pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_each_leaf_gets_its_own_gradient(fn, wrap, flat):
-    found, expected = added_and_expected(wrap(fn), flat)
     # a gradient that is rounded to bfloat16 is summed before the rounding here, and after it there
-    bound = 1e-2 if fn.__name__.startswith("half") else 1e-5
-    for one, other in zip(found, expected, strict=True):
-        assert largest_relative_error(one, other) < bound
+    assert_added(wrap(fn), flat, rtol=1e-2 if fn.__name__.startswith("half") else 1e-5)
 
 
 @pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(((D, D),), id="flat")])
@@ -198,9 +196,7 @@ def test_a_sum_that_a_scan_carries_begins_with_the_gradient_from_later_uses(flat
         h, w = lax.fori_loop(0, 3, lambda i, hw: (jnp.tanh(hw[0] @ hw[1]), hw[1] + 0.25), (x, p["c"]))
         return h @ w @ p["d"]
 
-    found, expected = added_and_expected(fn, flat)
-    for one, other in zip(found, expected, strict=True):
-        assert largest_relative_error(one, other) < 1e-5
+    assert_added(fn, flat)
 
 
 def test_gradients_of_half_types_add_up_in_float32():
@@ -323,9 +319,7 @@ def test_each_part_of_a_weight_is_added_where_it_was_read(parts, flat):
         return jnp.concatenate([part.reshape(-1) for part in (parts(p["a"])[0], *parts(p["b"]))])
 
     with quick_compiles():
-        found, expected = added_and_expected(fn, flat)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert_added(fn, flat)
 
 
 READS = {
@@ -341,9 +335,7 @@ READS = {
 @pytest.mark.parametrize("fn", READS.values(), ids=READS)
 def test_rows_are_added_where_their_indices_point(fn, flat, monkeypatch):
     monkeypatch.setattr(_blocks, "_ELEMENTS_PER_PIECE", 0)  # these tables are so small that zeros would cost less
-    found, expected = added_and_expected(fn, flat)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert_added(fn, flat)
 
 
 def test_rows_of_half_types_add_up_in_float32():

@@ -4,18 +4,16 @@ Everything that depends on a micro-batch has a dim of ROWS, and no weight has on
 one, can be found by its shape.
 """
 
-from collections import Counter
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
 
 from ipu_jax import Stage
 from ipu_jax.programs.segment import Message, MicrobatchInputs, whole
 from ipu_jax.programs.segment_program import split_floats, trace_segment
+from support.counted import primitives_of
 from support.dense import largest_relative_error
 from support.inputs import MICROBATCH, ROWS, D, E, X, mlp, normal
 from support.sums import empty_sums
@@ -236,37 +234,22 @@ def test_the_last_stage_gives_its_loss_and_its_aux():
 # what is stashed
 
 
-def test_an_mlp_stashes_its_input_and_one_bit_a_unit():
-    assert stashed(mlp) == [("bool", (ROWS, E)), ("float32", (ROWS, D))]
+INPUT, ONE_BIT_A_UNIT = ("float32", (ROWS, D)), ("bool", (ROWS, E))
+STASHES = {
+    "an MLP's input, and one bit a unit": (mlp, X, [ONE_BIT_A_UNIT, INPUT]),
+    "nothing of the micro-batch": (lambda p, x, mb: jax.nn.relu(mb["x"] @ p["w"] + p["b"]), None, [ONE_BIT_A_UNIT]),
+    "nothing of two products with it": (lambda p, x, mb: jnp.stack([mb["x"] @ p["w"], mb["x"] @ p["w"]]), None, []),
+    "nothing that where makes of constants": (lambda p, x, mb: jnp.where(mb["keep"], x @ p["w"], 0), X, [INPUT]),
+    "nothing that a jit makes of constants": (jax.jit(mlp), X, [ONE_BIT_A_UNIT, INPUT]),
+    "a remat stage's input alone": (jax.checkpoint(mlp), X, [INPUT]),
+    "the input as the stage casts it": (half_mlp, X, [("bfloat16", (ROWS, D)), ONE_BIT_A_UNIT]),
+    "what is a residual twice, once": (lambda p, x, mb: (x @ p["w"], x @ (2 * p["w"])), X, [INPUT]),
+}
 
 
-def test_a_first_stage_stashes_nothing_of_the_micro_batch():
-    assert stashed(lambda p, x, mb: jax.nn.relu(mb["x"] @ p["w"] + p["b"]), x=None) == [("bool", (ROWS, E))]
-    assert stashed(lambda p, x, mb: jnp.stack([mb["x"] @ p["w"], mb["x"] @ p["w"]]), x=None) == []
-
-
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (lambda p, x, mb: jnp.where(mb["keep"], x @ p["w"], 0), [("float32", (ROWS, D))]),
-        (jax.jit(mlp), [("bool", (ROWS, E)), ("float32", (ROWS, D))]),
-    ],
-    ids=["where", "an MLP in jit"],
-)
-def test_what_a_jit_inside_makes_of_constants_is_not_stashed(fn, expected):
-    assert stashed(fn) == expected
-
-
-def test_a_remat_stage_stashes_its_input_alone():
-    assert stashed(jax.checkpoint(mlp)) == [("float32", (ROWS, D))]
-
-
-def test_a_stage_that_casts_to_bfloat16_stashes_its_input_in_bfloat16_and_no_weight():
-    assert stashed(half_mlp) == [("bfloat16", (ROWS, D)), ("bool", (ROWS, E))]
-
-
-def test_a_value_that_is_a_residual_twice_is_stashed_once():
-    assert stashed(lambda p, x, mb: (x @ p["w"], x @ (2 * p["w"]))) == [("float32", (ROWS, D))]
+@pytest.mark.parametrize(("fn", "x", "expected"), STASHES.values(), ids=STASHES)
+def test_what_is_stashed(fn, x, expected):
+    assert stashed(fn, x=x) == expected
 
 
 # A loop and a cond return as residuals the weights that they read inside.
@@ -300,15 +283,6 @@ def test_no_weight_and_nothing_that_comes_of_weights_alone_is_stashed(fn, shapes
 def test_no_copy_of_a_weight_that_is_made_inside_a_jit_or_a_loop_is_stashed(fn, shapes):
     # fori_loop keeps the numbers of its iterations, too
     assert all(ROWS in shape for dtype, shape in stashed(fn, shapes) if shape and dtype != "int32")
-
-
-def primitives_of(jaxpr) -> Counter:
-    found = Counter()
-    for eqn in jaxpr.eqns:
-        found[eqn.primitive.name] += 1
-        for inner in core.jaxprs_in_params(eqn.params):
-            found += primitives_of(inner)
-    return found
 
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["plain", "jit"])

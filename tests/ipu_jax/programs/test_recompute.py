@@ -3,7 +3,6 @@
 `test_halves` compares the gradients of many more functions with `jax.vjp`, with this default.
 """
 
-from collections import Counter
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -19,6 +17,7 @@ from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax._jaxprs import traced_on
 from ipu_jax.programs.segment import Message, MicrobatchInputs, Segment
 from ipu_jax.programs.segment_program import trace_segment
+from support.counted import primitives_of
 from support.inputs import normal
 
 BATCH, TOKENS, FEATURES, HEADS, HIDDEN, LAYERS = 2, 48, 24, 3, 72, 4
@@ -83,23 +82,16 @@ def gradients(fn, params, recompute="auto", x=X):
     return (y.y, dx, *dparams), (plain, *(leaf for tree in vjp(dy)[::-1] for leaf in jax.tree.leaves(tree)))
 
 
-def primitives_of(jaxpr, times=1) -> Counter:
-    """Count the primitives that run, with those of a scan's body once per iteration."""
-    found = Counter()
-    for eqn in jaxpr.eqns:
-        found[eqn.primitive.name] += times
-        inner_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for inner in core.jaxprs_in_params(eqn.params):
-            found += primitives_of(getattr(inner, "jaxpr", inner), inner_times)
-    return found
+def assert_gradients(fn, params, recompute: Any = "auto", *, atol=2e-6):
+    """Compare y, dx and dparams with the plain function's, relative to the largest number of each."""
+    for one, other in zip(*gradients(fn, params, recompute), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol * float(abs(other).max()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", [unrolled, scanned, nested])
 def test_gradients_of_a_transformer_are_the_plain_functions(fn):
-    found, expected = gradients(fn, normal(STACK))
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * float(abs(other).max()))
+    assert_gradients(fn, normal(STACK))
 
 
 @pytest.mark.slow
@@ -115,39 +107,13 @@ def test_gradients_in_a_half_type(dtype):
         assert error[0] <= max(2 * error[1], 2e-6), "as near as with all values kept"
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        "auto",
-        "none",
-        "all",
-        jax.checkpoint_policies.everything_saveable,
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names("z"),
-    ],
-)
-def test_gradients_of_complex_values(recompute):
-    """jax itself cannot keep them under a policy of its own (`reduce_precision does not accept dtype complex64`)."""
-
-    def spectral(p, x, mb):
-        z = checkpoint_name(jnp.fft.rfft(jnp.tanh(x)) * lax.complex(p["re"], p["im"]), "z")
-        z = jnp.einsum("btk,kl->btl", jnp.sin(z), z[0, :13]) / (1 + abs(z))
-        return jnp.fft.irfft(z * z, n=FEATURES)
-
-    found, expected = gradients(spectral, normal({"re": (13,), "im": (13,)}), recompute)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(abs(other).max()))
-
-
 @pytest.mark.parametrize("recompute", ["auto", "none", "all"])
 def test_a_loop_without_a_reverse_mode_behind_stop_gradient(recompute):
     def doubled(p, x, mb):
         turns = lax.while_loop(lambda c: abs(c).max() < 9, lambda c: c * 2, x @ p)
         return x @ p * lax.stop_gradient(turns) + jnp.where(turns > 0, x, 1)
 
-    found, expected = gradients(doubled, normal((FEATURES, FEATURES)), recompute)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(abs(other).max()))
+    assert_gradients(doubled, normal((FEATURES, FEATURES)), recompute, atol=1e-5)
 
 
 def test_a_block_keeps_its_products_with_weights_and_the_inputs_of_its_norms():
@@ -210,9 +176,7 @@ def test_results_without_a_gradient_have_none():
         picked = lax.cond(large[0, 0] >= 0, lambda h: h * 2, lambda h: h, h)
         return jnp.tanh(picked) + lax.stop_gradient(jnp.sin(h)).sum()
 
-    found, expected = gradients(fn, normal((FEATURES, FEATURES)))
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * float(abs(other).max()))
+    assert_gradients(fn, normal((FEATURES, FEATURES)))
 
 
 def test_functions_with_their_own_derivative_keep_it_and_run_once():
@@ -223,9 +187,7 @@ def test_functions_with_their_own_derivative_keep_it_and_run_once():
     scaled.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cosine, g: (10 * g * cosine,))
     fn = lambda p, x, mb: scaled(norm(x) @ p)  # noqa: E731
     params = normal((FEATURES, FEATURES))
-    found, expected = gradients(fn, params)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * float(abs(other).max()))
+    assert_gradients(fn, params)
     assert primitives_of(traced(fn, params).jaxprs["B"].jaxpr)["cos"] == 0
 
 

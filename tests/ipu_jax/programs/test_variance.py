@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.programs._variance import differing
 from sharded_ops import argmax, log_softmax_cross_entropy, matmul, top_k
-from support.harness import exactly
+from support.refusals import refusals, refused
 
 M, ROWS, D, V = 2, 3, 4, 7
 
@@ -75,23 +75,22 @@ def test_what_may_differ(fn, expected):
     assert of_two(fn) == expected
 
 
+def coming_to_differ(s, a):
+    return lax.scan(lambda c, _: (c + s, lax.cond(c[0] > 0, lambda: lax.psum(a, "ipu"), lambda: a)), a, None, length=3)
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
         (lambda s, a: lax.cond(s[0] > 0, lambda: lax.psum(a, "ipu"), lambda: a), "psum in cond"),
         (lambda s, a: lax.while_loop(lambda c: c[0] < s[0], lambda c: lax.pmax(c, "ipu"), a), "pmax in while"),
         (lambda s, a: lax.while_loop(lambda c: lax.psum(c, "ipu")[0] < s[0], lambda c: c + 1, a), "psum in while"),
-        (
-            lambda s, a: lax.scan(
-                lambda c, _: (c + s, lax.cond(c[0] > 0, lambda: lax.psum(a, "ipu"), lambda: a)), a, None, length=3
-            ),
-            "psum in cond",
-        ),
+        (coming_to_differ, "psum in cond"),
     ],
     ids=["cond", "while", "while predicate", "a carry that comes to differ"],
 )
 def test_a_collective_that_some_ipus_do_not_come_to_is_refused(fn, message):
-    with pytest.raises(ValueError, match=exactly(message)):
+    with refused(message):
         of_two(fn)
 
 
@@ -106,13 +105,16 @@ BATCH = {
 }
 
 
+COLUMNS = {"head": PartitionSpec(None, "ipu")}
+
+
 def pipeline_of(head, *, ipus=2, **options):
     stages = [
         Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), params="body", ipu=0),
         Stage(head, params="head", ipu=ALL_IPUS, name="the head", **options),
     ]
     made = Pipeline(
-        stages, mesh=make_mesh(1, ipus), gradient_accumulation=M, specs={"head": PartitionSpec(None, "ipu")},
+        stages, mesh=make_mesh(1, ipus), gradient_accumulation=M, specs=COLUMNS,
         state_specs={"seen": PartitionSpec("ipu")} if "state" in options else None,
     )  # fmt: skip
     return made, made.shard({"body": BODY, "head": HEAD})
@@ -120,29 +122,6 @@ def pipeline_of(head, *, ipus=2, **options):
 
 def loss_of(logits, mb):
     return jnp.mean(log_softmax_cross_entropy(logits, mb["y"], size=V))
-
-
-def refusal(what):
-    return exactly(
-        f"concurrent stage 'the head' returns {what} that may differ between IPUs, where all are to hold the same: "
-        "gather the parts (jax.lax.all_gather) or add them up (jax.lax.psum) over axis 'ipu' first"
-    )
-
-
-@pytest.mark.parametrize("call", ["value_and_grad", "loss"])
-@pytest.mark.parametrize(
-    ("head", "what"),
-    [
-        (lambda w, x, mb: (loss_of(matmul(x, w), mb), {"logits": matmul(x, w)}), "an aux"),
-        (lambda w, x, mb: (loss_of(matmul(x, w), mb), {"mine": lax.axis_index("ipu")}), "an aux"),
-        (lambda w, x, mb: matmul(x, w).mean(), "a loss"),
-    ],
-    ids=["logits", "number", "loss"],
-)
-def test_what_each_ipu_has_another_of_is_not_returned_as_one(head, what, call):
-    pipeline, params = pipeline_of(head)
-    with pytest.raises(ValueError, match=refusal(what)):
-        getattr(pipeline, call)(params, BATCH)
 
 
 @pytest.mark.parametrize("ipus", [1, 2, 4])
@@ -169,7 +148,7 @@ def seen_by(split):
     return head
 
 
-def test_split_state_may_differ_and_state_that_is_not_split_may_not():
+def test_split_state_may_differ():
     pipeline, params = pipeline_of(seen_by(True), state="seen")
     state = pipeline.shard_state({"seen": np.zeros(2, "float32")})
     _, _, state = pipeline.value_and_grad(params, BATCH, state)
@@ -177,22 +156,28 @@ def test_split_state_may_differ_and_state_that_is_not_split_may_not():
     of_shards = [logits[..., :4].sum(), logits[..., 4:].sum()]
     np.testing.assert_allclose(pipeline.unshard(state)["seen"], of_shards, rtol=1e-4)
 
-    stages = pipeline.stages
-    whole = Pipeline(stages, mesh=pipeline.mesh, gradient_accumulation=M, specs={"head": PartitionSpec(None, "ipu")})
-    with pytest.raises(ValueError, match=refusal("state that is not split")):
-        whole.value_and_grad(params, BATCH, whole.shard_state({"seen": np.zeros(2, "float32")}))
+
+def called(pipeline, params, batch=BATCH, state=None):
+    """Return a call of a method of a pipeline, with its state, if it has any."""
+    held = () if state is None else (pipeline.shard_state({"seen": state}),)
+    return lambda method: getattr(pipeline, method)(pipeline.shard(params), batch, *held)
 
 
-def test_a_concurrent_stages_y_must_be_alike():
-    stages = [
-        Stage(lambda w, x, mb: matmul(mb["x"], w), params="head", ipu=ALL_IPUS, name="the head"),
-        Stage(lambda w, x, mb: x.mean(), ipu=0),
-    ]
-    pipeline = Pipeline(
-        stages, mesh=make_mesh(1, 2), gradient_accumulation=M, specs={"head": PartitionSpec(None, "ipu")}
-    )
-    with pytest.raises(ValueError, match=refusal("a y or a skip")):
-        pipeline.value_and_grad(pipeline.shard({"head": HEAD}), BATCH)
+def headed(head, **options):
+    return called(pipeline_of(head, **options)[0], {"body": BODY, "head": HEAD}, state=ZEROS if options else None)
+
+
+def with_whole_state():
+    pipeline = pipeline_of(seen_by(True), state="seen")[0]
+    whole = Pipeline(pipeline.stages, mesh=pipeline.mesh, gradient_accumulation=M, specs=COLUMNS)
+    # evaluation returns no state
+    return lambda _: called(whole, {"body": BODY, "head": HEAD}, state=ZEROS)("value_and_grad")
+
+
+def with_a_split_y():
+    head = Stage(lambda w, x, mb: matmul(mb["x"], w), params="head", ipu=ALL_IPUS, name="the head")
+    stages = [head, Stage(lambda w, x, mb: x.mean(), ipu=0)]
+    return called(Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M, specs=COLUMNS), {"head": HEAD})
 
 
 def waiting_in_scan(w, x, mb):
@@ -209,24 +194,8 @@ def waiting_for_state(w, x, mb, *, state):
     return Outputs(loss, state=state)
 
 
-@pytest.mark.parametrize("call", ["value_and_grad", "loss"])
-@pytest.mark.parametrize(
-    ("head", "options"), [(waiting_in_scan, {}), (waiting_for_state, {"state": "seen"})], ids=["scan", "state"]
-)
-def test_a_collective_in_a_branch_decided_by_an_ipus_own_is_refused(head, options, call):
-    pipeline, params = pipeline_of(head, **options)
-    state = [pipeline.shard_state({"seen": np.zeros(2, "float32")})] if options else []
-    message = (
-        "stage 'the head' uses psum over axis 'ipu' inside a cond whose predicate may differ between IPUs: those that "
-        "take it would wait for ever for the others; communicate outside of it, or decide by what all IPUs hold alike"
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
-        getattr(pipeline, call)(params, BATCH, *state)
-
-
-@pytest.mark.parametrize("ipu", [1, ALL_IPUS])
-def test_a_collective_over_replicas_in_a_branch_decided_by_the_data_is_refused(ipu):
-    """The replicas have other data, so one would wait for ever."""
+def waiting_for_replicas(ipu, replicas=2):
+    """Return a call whose replicas have other data, so that one would wait for ever."""
 
     def mean(w, x, mb):
         return lax.cond(x.sum() > 0, lambda: lax.pmean(x.mean(), "replica"), lambda: x.mean())
@@ -235,17 +204,35 @@ def test_a_collective_over_replicas_in_a_branch_decided_by_the_data_is_refused(i
         Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), params="body", ipu=0),
         Stage(mean, ipu=ipu, name="the head"),
     ]
-    batch = jax.tree.map(lambda leaf: np.stack([leaf, -leaf]), {"x": BATCH["x"]})
-    pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=M)
-    message = (
-        "stage 'the head' uses psum over axis 'replica' inside a cond whose predicate may differ between replicas: "
-        "those that take it would wait for ever for the others; communicate outside of it, or decide by what all "
-        "replicas hold alike"
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
-        pipeline.value_and_grad(pipeline.shard({"body": BODY}), batch)
-    alone = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M)
-    alone.loss(alone.shard({"body": BODY}), {"x": BATCH["x"]})
+    batch = {"x": BATCH["x"] if replicas == 1 else np.stack([BATCH["x"], -BATCH["x"]])}
+    return called(Pipeline(stages, mesh=make_mesh(replicas, 2), gradient_accumulation=M), {"body": BODY}, batch)
+
+
+ZEROS = np.zeros(2, "float32")
+ALIKE = "may differ between IPUs, where all are to hold the same", "jax.lax.all_gather", "jax.lax.psum"
+INSIDE = "inside a cond whose predicate may differ between ", "communicate outside of it"
+
+
+@pytest.mark.parametrize("method", ["value_and_grad", "loss"])
+@refusals(
+    (headed(lambda w, x, mb: (loss_of(matmul(x, w), mb), matmul(x, w))), "'the head' returns an aux", *ALIKE),
+    (headed(lambda w, x, mb: (loss_of(matmul(x, w), mb), lax.axis_index("ipu"))), "'the head' returns an aux", *ALIKE),
+    (headed(lambda w, x, mb: matmul(x, w).mean()), "'the head' returns a loss", *ALIKE),
+    (with_whole_state(), "'the head' returns state that is not split", *ALIKE),
+    (with_a_split_y(), "'the head' returns a y or a skip", *ALIKE),
+    (headed(waiting_in_scan), "'the head' uses psum over axis 'ipu'", "by what all IPUs hold", *INSIDE),
+    (headed(waiting_for_state, state="seen"), "'the head' uses psum over axis 'ipu'", "by what all IPUs hold", *INSIDE),
+    (waiting_for_replicas(1), "'the head' uses psum over axis 'replica'", "by what all replicas hold", *INSIDE),
+    (waiting_for_replicas(ALL_IPUS), "'the head' uses psum over axis 'replica'", "all replicas hold", *INSIDE),
+)
+def test_what_ipus_or_replicas_have_another_of_is_refused(call, holds, method):
+    with refused(*holds):
+        call(method)
+
+
+@pytest.mark.parametrize("ipu", [1, ALL_IPUS])
+def test_one_replica_alone_may_branch_on_its_data(ipu):
+    waiting_for_replicas(ipu, replicas=1)("loss")
 
 
 OF_A_REPLICA = {
@@ -272,10 +259,9 @@ def test_whatever_is_a_replicas_own_may_decide_no_collective_over_replicas(decid
     pipeline = Pipeline([last] if is_first else [body, last], mesh=make_mesh(2, 2), gradient_accumulation=M)
     batch = {"x": np.stack([BATCH["x"], -BATCH["x"]])}
     state = pipeline.shard_state({"seen": np.zeros(2, "float32")})
-    with pytest.raises(ValueError, match=r"^stage 'the head' uses psum over axis 'replica' inside a cond whose predi"):
-        jax.eval_shape(
-            getattr(pipeline, call), pipeline.shard({"w": np.ones(3, "float32")}), batch, state, jax.random.key(0)
-        )
+    params, key = pipeline.shard({"w": np.ones(3, "float32")}), jax.random.key(0)
+    with refused("'the head' uses psum over axis 'replica'", "inside a cond whose predicate may differ"):
+        jax.eval_shape(getattr(pipeline, call), params, batch, state, key)
 
 
 def test_a_collective_over_replicas_in_a_branch_decided_by_weights_or_by_a_sum_is_taken_by_all():
