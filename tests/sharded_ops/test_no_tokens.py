@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import (
@@ -30,6 +29,7 @@ from sharded_ops import (
     to_all,
     top_k,
 )
+from support.harness import on_ipus
 
 D, V = 3, 6  # on 2 IPUs, so that D is padded
 OF_REPLICA, BOTH, CUT = P("data"), P("data", "ipu"), P(("data", "ipu"))
@@ -112,7 +112,6 @@ OPS = {
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("typed", [True, False])
 def test_every_op_of_no_tokens(typed, dtype):
-    mesh = jax.make_mesh((2, 2), ("data", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     arrays = {
         op: [array if array.dtype == np.int32 else array.astype(dtype) for array, _ in given]
         for op, (_, given, _, _) in OPS.items()
@@ -124,7 +123,7 @@ def test_every_op_of_no_tokens(typed, dtype):
 
     in_specs = ({op: [spec for _, spec in given] for op, (_, given, _, _) in OPS.items()},)
     out_specs = {op: spec for op, (_, _, spec, _) in OPS.items()}
-    sharded = jax.shard_map(each_ipu, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
+    sharded = on_ipus(each_ipu, 2, in_specs, out_specs, typed, replicas=2)
 
     @jax.jit
     def both(arrays):

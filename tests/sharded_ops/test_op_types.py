@@ -10,7 +10,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import (
@@ -18,7 +17,9 @@ from sharded_ops import (
     embedding,
     from_all,
     layer_norm,
+    linear_cross_entropy,
     log_softmax,
+    log_softmax_cross_entropy,
     matmul,
     reduce_scatter_tokens,
     reduce_to,
@@ -32,7 +33,8 @@ from sharded_ops import (
     to_all,
     top_k,
 )
-from support.harness import exactly
+from support.harness import on_ipus
+from support.refusals import refused
 
 N, D, V = 6, 4, 8
 SPLIT, WHOLE, PART = "split", "whole", "part"
@@ -116,31 +118,27 @@ OPS = {
     "reduce_scatter_tokens": (reduce_scatter_tokens, {"x": (_zeros(N), PART)}),
     "scatter_tokens": (scatter_tokens, {"x": (_zeros(N, D), WHOLE)}),
     "from_all": (functools.partial(from_all, dim=1, size=V), {"x_shard": (_zeros(N, V // 2), SPLIT)}),
+    "log_softmax_cross_entropy": (
+        functools.partial(log_softmax_cross_entropy, size=V),
+        {"logits_shard": (_zeros(N, V // 2), SPLIT), "labels": (_ints(N), WHOLE), "weights": (_zeros(N), WHOLE)},
+    ),
+    "linear_cross_entropy": (
+        functools.partial(linear_cross_entropy, size=V),
+        {
+            "hidden": (_zeros(N, D), WHOLE),
+            "table": (_zeros(V // 2, D), SPLIT),
+            "labels": (_ints(N), WHOLE),
+            "bias": (_zeros(V // 2), SPLIT),
+            "weights": (_zeros(N), WHOLE),
+        },
+    ),
 }
 ARGUMENTS = [(op, name) for op, (_, arguments) in OPS.items() for name in arguments]
-
-
-def _message(name, kind, shape):
-    if kind is WHOLE:
-        return (
-            f"{name} varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that "
-            "don't name 'ipu', or use to_all or from_all on it first"
-        )
-    if kind is PART:
-        return (
-            f"x of shape {shape} is the same on all 2 IPUs of axis 'ipu', so it is no part of a sum over them: use it "
-            "as it is, or lax.pcast(x, 'ipu', to='varying') if each IPU does add the same"
-        )
-    return (
-        f"{name} of shape {shape} is the same on all 2 IPUs of axis 'ipu', but must be split over them: shard the "
-        f"whole array with in_specs that name 'ipu', or lax.pcast({name}, 'ipu', to='varying') if the shards are alike"
-    )
 
 
 def _trace(op, swapped=None, *, typed=True, others=()):
     """Trace the op with arguments of the right types, except for one."""
     fn, arguments = OPS[op]
-    mesh = jax.make_mesh((2, 2), ("data", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
     def each_ipu(values):
         given = {}
@@ -152,14 +150,19 @@ def _trace(op, swapped=None, *, typed=True, others=()):
         return jnp.zeros(())
 
     values = {name: value for name, (value, _) in arguments.items()}
-    jax.eval_shape(jax.shard_map(each_ipu, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=typed), values)
+    jax.eval_shape(on_ipus(each_ipu, 2, P(), P(), typed, replicas=2), values)
 
 
 @pytest.mark.parametrize(("op", "name"), ARGUMENTS, ids=lambda value: value)
 @pytest.mark.parametrize("others", [(), ("data",)], ids=["", "tokens-over-data"])
 def test_each_wrong_type_is_told(op, name, others):
     value, kind = OPS[op][1][name]
-    with pytest.raises(ValueError, match=exactly(_message(name, kind, value.shape))):
+    holds = {
+        WHOLE: (f"{name} varies over axis 'ipu'", "must be the same on all its IPUs", "in_specs that don't name 'ipu'"),
+        SPLIT: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "must be split", "in_specs that name 'ipu'"),
+        PART: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "no part of a sum", "lax.pcast(x, 'ipu', to="),
+    }
+    with refused(*holds[kind]):
         _trace(op, name, others=others)
 
 
@@ -176,6 +179,5 @@ def test_where_types_say_nothing_nothing_is_refused(op):
 
 @pytest.mark.parametrize("op", [softmax, argmax, functools.partial(tied_projection, jnp.ones((2, V)))])
 def test_on_one_ipu_the_whole_is_the_shard(op):
-    mesh = jax.make_mesh((1,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    sharded = jax.shard_map(functools.partial(op, size=N), mesh=mesh, in_specs=P(), out_specs=P("ipu"))
+    sharded = on_ipus(functools.partial(op, size=N), 1, P(), P("ipu"))
     jax.eval_shape(sharded, jnp.ones((N, V)) if isinstance(op, functools.partial) else jnp.ones((2, N)))
