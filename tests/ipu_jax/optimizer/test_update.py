@@ -18,7 +18,7 @@ from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.optimizer.blocks import blocks_of_layout
 from ipu_jax.optimizer.update import ShardedUpdate
 from support.refusals import refused
-from support.trained import IPUS, MODELS, quick_compiles
+from support.trained import IPUS, MODELS, compiled_quickly
 from support.updates import STEPS, check, check_model, spread
 
 MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
@@ -70,10 +70,7 @@ OF_WHOLE_LEAVES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 @pytest.mark.slow
