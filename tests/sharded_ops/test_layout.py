@@ -71,6 +71,12 @@ def test_padding_and_dropping_it_are_each_others_transpose():
     np.testing.assert_array_equal(pulled_back, split.pad(small, 1))
 
 
+def test_a_split_of_no_rows_and_a_size_of_none():
+    split = Split(0, 4)
+    assert (split.local, split.padded, split.padding, split.count(3)) == (0, 0, 0, 0)
+    assert split.pad(np.ones((2, 0)), 1).shape == split.unpad(np.ones((2, 0)), 1).shape == (2, 0)
+
+
 def test_a_spec_names_the_axis_at_the_dim_alone():
     split = Split(4, 2)
     assert split.spec(0, 1, "ipu") == P("ipu")
