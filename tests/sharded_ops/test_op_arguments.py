@@ -1,4 +1,4 @@
-"""Test every op with bad values for each of its arguments, and with NumPy's numbers for those that are numbers."""
+"""Test every op with bad values and wrong types for each of its arguments, and with NumPy's numbers."""
 
 # Wrong arguments are intended here.
 # pyright: reportArgumentType=false
@@ -51,6 +51,12 @@ LOSS = {"size": 8, "label_smoothing": 0.25, "z_loss": 0.5, "soft_cap": 4.0, "tem
 # For each op: the op, its arrays by name with their specs on 2 IPUs, its other arguments, and its result's spec.
 OPS = {
     "embedding": (embedding, {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)}, {"size": 8}, ALL),
+    "embedding-scatter": (
+        functools.partial(embedding, reduction="scatter"),
+        {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)},
+        {"size": 8},
+        OF_ROWS,
+    ),
     "embedding-features": (
         functools.partial(embedding, split="features"),
         {"table": (X, OF_COLUMNS), "ids": (IDS, ALL)},
@@ -63,6 +69,24 @@ OPS = {
         {"x": (HIDDEN, OF_ROWS), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
         {"size": 8, "tokens": 6},
         OF_COLUMNS,
+    ),
+    "matmul-columns": (
+        functools.partial(matmul, split="columns", reduction="sum"),
+        {"x": (HIDDEN, ALL), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
+        {},
+        OF_COLUMNS,
+    ),
+    "matmul-rows": (
+        functools.partial(matmul, split="rows", tokens=None),
+        {"x": (X, OF_COLUMNS), "w": (TABLE, OF_ROWS), "bias": (np.ones(4), ALL)},
+        {"size": 8},
+        ALL,
+    ),
+    "matmul-scatter": (
+        functools.partial(matmul, split="rows", reduction="scatter", tokens=None),
+        {"x": (X, OF_COLUMNS), "w": (TABLE, OF_ROWS), "bias": (np.ones(4), ALL)},
+        {"size": 8},
+        OF_ROWS,
     ),
     "tied_projection": (
         tied_projection,
@@ -219,6 +243,7 @@ RULES = {
 MAY_BE_NONE = {
     ("matmul", "bias"),
     ("matmul", "size"),
+    *((f"matmul-{way}", name) for way in ("columns", "rows", "scatter") for name in ("bias", "size", "tokens")),
     ("layer_norm", "bias_shard"),
     ("log_softmax_cross_entropy", "weights"),
     ("linear_cross_entropy", "weights"),
@@ -265,6 +290,76 @@ def test_what_is_no_array_is_told(op):
             else:
                 with refused(f"{name}={_shown(value)} {NO_ARRAY}", MAKE_ONE):
                     _traced(op, {name: value})
+
+
+# Under check_vma=True, types express what is split over an axis. The ops must look at their own axis only: on a mesh of
+# two axes, operands may or may not vary over the other one. If wrong operands were accepted, results would be wrong: a
+# hidden that is split would be multiplied by the shards of other features, and whole logits be counted n times.
+WHOLE, SPLIT, PART = "whole", "split", "part of a sum"
+PARTS = ("reduce_to", "reduce_to_all", "reduce_scatter_tokens")
+OF_ANY_TYPE = ("to_all", "debug_sharding")  # an operand of these may be split, or the same everywhere
+# Options that may be arrays.
+ARRAYS_TOO = {
+    "to_all": {"owner": np.int32(0)},
+    "reduce_to": {"owner": np.int32(0)},
+    "sample": {"temperature": np.ones(6, np.float32), "top_p": np.ones(6, np.float32), "key": KEY},
+}
+
+
+def _kinds(op):
+    """Return each operand on an IPU, and whether it must be split over the op's axis, whole, or part of a sum."""
+    kinds = {}
+    for name, (whole, spec) in OPS[op][1].items():
+        shape = [size // 2 if "ipu" in spec[dim : dim + 1] else size for dim, size in enumerate(whole.shape)]
+        kind = WHOLE if spec == ALL else PART if op in PARTS else SPLIT
+        if op not in OF_ANY_TYPE:
+            kinds[name] = (np.zeros(shape, np.float32 if whole.dtype == np.float64 else np.int32), kind)
+    return kinds | {name: (value, WHOLE) for name, value in ARRAYS_TOO.get(op, {}).items()}
+
+
+def _typed(op, swapped=None, *, typed=True, others=()):
+    """Trace the op with operands of the right types, except for one."""
+    fn, arrays, options, _ = OPS[op]
+    fn = sample if op == "sample" else fn
+    kinds = _kinds(op)
+    fixed = {name: whole for name, (whole, _) in arrays.items() if name not in kinds}
+
+    def each_ipu(values):
+        given = {}
+        for name, (_, kind) in kinds.items():
+            over = (("ipu",) if (kind is WHOLE) == (name == swapped) else ()) + tuple(others)
+            given[name] = jax.lax.pcast(values[name], over, to="varying") if over and typed else values[name]
+        fn(**options | fixed | given)
+        return jnp.zeros(())
+
+    values = {name: value for name, (value, _) in kinds.items()}
+    jax.eval_shape(on_ipus(each_ipu, 2, ALL, ALL, typed, replicas=2), values)
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in _kinds(op)])
+@pytest.mark.parametrize("others", [(), ("data",)], ids=["", "tokens-over-data"])
+def test_each_operand_that_is_whole_where_it_must_be_split_or_the_reverse_is_told(op, name, others):
+    value, kind = _kinds(op)[name]
+    holds = {
+        WHOLE: (f"{name} varies over axis 'ipu'", "must be the same on all its IPUs", "in_specs that don't name 'ipu'"),
+        SPLIT: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "must be split", "in_specs that name 'ipu'"),
+        PART: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "no part of a sum", "lax.pcast(x, 'ipu', to="),
+    }
+    with refused(*holds[kind]):
+        _typed(op, name, others=others)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_right_types_are_taken_whatever_varies_over_the_other_axis(op):
+    _typed(op)
+    _typed(op, others=("data",))
+    _typed(op, typed=False)  # where types say nothing, nothing is refused
+
+
+@pytest.mark.parametrize("op", [softmax, argmax, functools.partial(tied_projection, jnp.ones((2, 8)))])
+def test_on_one_ipu_the_whole_is_the_shard(op):
+    sharded = on_ipus(functools.partial(op, size=6), 1, ALL, OF_ROWS)
+    jax.eval_shape(sharded, jnp.ones((6, 8)) if isinstance(op, functools.partial) else jnp.ones((2, 6)))
 
 
 @pytest.mark.parametrize("op", OPS)
