@@ -1,7 +1,6 @@
 """Test lookups in a split dim against indexing of the whole array, also with indices that are in no shard."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, take_along_last_dim
+from support.dense_ops import dense_embedding, dense_take_along_last_dim
 from support.harness import (
     a_few_cases,
     assert_close,
@@ -30,27 +30,11 @@ from support.harness import (
 TOKENS = 6
 FAR = (-(2**31), 2**31 - 1)
 
-# Takes arguments that its type does not allow, for tests of the errors.
-_any_embedding: Any = embedding
-
 
 def _indices(size: int) -> st.SearchStrategy[list[int]]:
     """Return indices: mostly valid ones, with repetitions; negative ones, ones beyond the end, and int32's extremes."""
     each = st.one_of(st.integers(0, size - 1), st.integers(-size - 1, 2 * size), st.sampled_from(FAR))
     return st.lists(each, min_size=TOKENS, max_size=TOKENS)
-
-
-def _dense_embedding(table, ids):
-    size = table.shape[0]
-    inside = (ids >= 0) & (ids < size)
-    return jnp.where(inside[..., None], table[jnp.clip(ids, 0, size - 1)], 0)
-
-
-def _dense_take_along_last_dim(x, indices):
-    size = x.shape[-1]
-    inside = (indices >= 0) & (indices < size)
-    picked = jnp.take_along_axis(x, jnp.clip(indices, 0, size - 1)[..., None], axis=-1)[..., 0]
-    return jnp.where(inside, picked, 0)
 
 
 @every_case
@@ -66,11 +50,11 @@ def test_embedding(mode, n, size, dtype, seed, data):
         embedding, mode, n, [padded(split, table, 0)], [ids], in_specs=(spec,), ct=ct, size=size
     )
 
-    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    want, (want_dtable,) = dense_vjp(dense_embedding, [table], [ids], ct=ct)
     np.testing.assert_array_equal(out, want)
     # A row's gradient is the sum of up to 6 cotangents in the table's dtype, in another order on each side; untyped,
     # each cotangent is divided by n first.
-    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    bound = dense_vjp(dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
     assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS + n + 1)
 
 
@@ -95,9 +79,9 @@ def test_embedding_scattered_over_tokens(mode, n, size, dtype, seed, data):
         reduction="scatter",
     )
 
-    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    want, (want_dtable,) = dense_vjp(dense_embedding, [table], [ids], ct=ct)
     np.testing.assert_array_equal(unpadded(split_tokens, out, 0), want)
-    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    bound = dense_vjp(dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
     assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS)
 
 
@@ -122,9 +106,9 @@ def test_embedding_split_by_features(mode, n, size, dtype, seed, data):
         split="features",
     )
 
-    want, (want_dtable,) = dense_vjp(_dense_embedding, [table], [ids], ct=ct)
+    want, (want_dtable,) = dense_vjp(dense_embedding, [table], [ids], ct=ct)
     np.testing.assert_array_equal(unpadded(split, out, 2), want)
-    bound = dense_vjp(_dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
+    bound = dense_vjp(dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
     assert_close(unpadded(split, dtable, 1), want_dtable, bound, roundings=2 * TOKENS)
 
 
@@ -141,7 +125,7 @@ def test_take_along_last_dim(mode, n, size, dtype, seed, data):
         take_along_last_dim, mode, n, [padded(split, x, 2)], [indices], in_specs=(spec,), ct=ct, size=size
     )
 
-    want, (want_dx,) = dense_vjp(_dense_take_along_last_dim, [x], [indices], ct=ct)
+    want, (want_dx,) = dense_vjp(dense_take_along_last_dim, [x], [indices], ct=ct)
     np.testing.assert_array_equal(out, want)
     # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
     assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
@@ -152,7 +136,7 @@ def test_ids_of_any_shape(shape):
     table = normal(0, (4, 3))
     ids = np.arange(int(np.prod(shape))).reshape(shape).astype(np.int32) - 1
     out = on_ipus(functools.partial(embedding, size=4), 2, (P("ipu"), P()), P())(table, ids)
-    np.testing.assert_array_equal(out, _dense_embedding(table, ids))
+    np.testing.assert_array_equal(out, dense_embedding(table, ids))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
@@ -162,7 +146,7 @@ def test_ids_of_any_integer_dtype(dtype):
     ids = np.array([0, 1, 126, 127, np.iinfo(dtype).min, np.iinfo(dtype).max]).astype(dtype)
     out = on_ipus(functools.partial(embedding, size=size), 4, (P("ipu"), P()), P())(table, ids)
     np.testing.assert_array_equal(
-        out, _dense_embedding(table, jnp.array(ids.astype(np.int64).clip(-1, size), jnp.int32))
+        out, dense_embedding(table, jnp.array(ids.astype(np.int64).clip(-1, size), jnp.int32))
     )
 
 

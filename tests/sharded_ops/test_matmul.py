@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, from_all, matmul, scatter_tokens, tied_projection
+from support.dense_ops import dense_matmul, dense_tied_projection
 from support.harness import (
     FEW_CASES,
     a_few_cases,
@@ -21,7 +21,6 @@ from support.harness import (
     collectives,
     dense_vjp,
     every_case,
-    exactly,
     examples,
     normal,
     on_ipus,
@@ -30,14 +29,6 @@ from support.harness import (
     sharded_vjp,
     unpadded,
 )
-
-
-def _dense_with_bias(x, w, bias):
-    return x @ w + bias
-
-
-def _dense_tied(hidden, table):
-    return hidden @ table.T
 
 
 def _assert_like_dense(got, x, w, ct, n, *, bias=None, dense=jnp.matmul):
@@ -135,7 +126,7 @@ def test_columns_with_bias(mode, n, size, dtype, scattered, seed):
 
     dx = unpadded(split_tokens, dx, 0) if scattered else dx
     got = (unpadded(split, out, 2), dx, unpadded(split, dw, 1), unpadded(split, dbias, 0))
-    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=_dense_with_bias)
+    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=dense_matmul)
 
 
 @pytest.mark.slow
@@ -166,7 +157,7 @@ def test_rows_with_bias(mode, n, size, dtype, reduction, seed):
 
     out = out if reduction == "sum" else unpadded(split_tokens, out, 0)
     got = (out, unpadded(split, dx, 2), unpadded(split, dw, 0), dbias)
-    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=_dense_with_bias)
+    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=dense_matmul)
 
 
 def _with_bias(x, w, bias, **kwargs):
@@ -193,7 +184,7 @@ def test_tied_projection(mode, n, size, dtype, seed):
     )
 
     got = (unpadded(split, out, 2), dhidden, unpadded(split, dtable, 0))
-    _assert_like_dense(got, hidden, table, ct, n, dense=_dense_tied)
+    _assert_like_dense(got, hidden, table, ct, n, dense=dense_tied_projection)
 
 
 @pytest.mark.slow
@@ -282,7 +273,6 @@ def test_a_sequence_parallel_block_is_itself_under_vmap_scan_and_remat(typed):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weights_that_replicas_share_get_the_gradients_of_all(dtype):
     """Test two replicas of two IPUs, 3 tokens each: sums over the second axis must be neither lost nor made twice."""
-    mesh = jax.make_mesh((2, 2), ("replica", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     split = Split(5, 2)
     x_ND, w_DV, w_VD, b_D, table_VD = (
         normal(seed, shape, dtype) for seed, shape in enumerate([(6, 4), (4, 6), (6, 4), (4,), (5, 4)])
@@ -293,8 +283,8 @@ def test_weights_that_replicas_share_get_the_gradients_of_all(dtype):
         y_ND = from_all(matmul(y_NV, w_VD, bias=b_D, split="rows", reduction="scatter"), 0, size=3)
         return tied_projection(y_ND, table_VD, size=5)
 
-    specs = (P("replica"), P(None, "ipu"), P("ipu"), P(), P("ipu"))
-    sharded = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P("replica", "ipu")))
+    specs = (P("data"), P(None, "ipu"), P("ipu"), P(), P("ipu"))
+    sharded = on_ipus(program, 2, specs, P("data", "ipu"), replicas=2)
     ct = normal(5, (6, 5), dtype)
     got_out, got_vjp = jax.vjp(
         lambda *args: split.unpad(sharded(*args[:4], split.pad(args[4], 0)), 1), x_ND, w_DV, w_VD, b_D, table_VD
@@ -464,47 +454,4 @@ def test_on_one_ipu_arrays_need_not_be_sharded(split):
         x, w, bias = normal(0, (3, 4), dtype), normal(1, (4, 6), dtype), normal(2, (6,), dtype)
         out, vjp = jax.vjp(on_ipus(op, 1, P(), P("ipu")), x, w, bias)
         grads = vjp(jnp.ones_like(out))
-        _assert_like_dense((out, *grads), x, w, np.ones((3, 6), dtype), 1, bias=bias, dense=_dense_with_bias)
-
-
-def test_a_bias_of_rows_that_differs_between_ipus_is_refused():
-    op = functools.partial(_with_bias, split="rows")
-    sharded = on_ipus(op, 2, (P(None, "ipu"), P("ipu"), P("ipu")), P())
-    message = (
-        "bias varies over axis 'ipu', but must be the same on all its IPUs: bring it in with in_specs that don't name "
-        "'ipu', or use to_all or from_all on it first"
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
-        sharded(jnp.ones((3, 4)), jnp.ones((4, 6)), jnp.ones(12))
-
-
-@pytest.mark.parametrize(
-    ("hidden", "table", "size", "message"),
-    [
-        (
-            jnp.ones((3, 4)),
-            jnp.ones((6, 5)),
-            6,
-            "hidden of shape (3, 4) and table of shape (3, 5) on each IPU: they must be (.., D) and (V/n, D), with the "
-            "same D: shard dim 0 of the table, and nothing else",
-        ),
-        (
-            jnp.ones((3, 4), jnp.int32),
-            jnp.ones((6, 4)),
-            6,
-            "hidden has dtype int32, but matmul takes floating operands: convert it first",
-        ),
-        (
-            jnp.ones((3, 4)),
-            jnp.ones((6, 4)),
-            7,
-            "table has shape (3, 4) on each IPU, with 3 rows in dim 0, but size=7 over the 2 IPUs of axis 'ipu' takes "
-            "4: pad the whole array with Split(size=7, parts=2).pad(array, 0) and shard it with "
-            "in_specs=Split(size=7, parts=2).spec(0, 2, 'ipu')",
-        ),
-    ],
-)
-def test_a_wrong_tied_projection_is_refused_when_traced(hidden, table, size, message):
-    op = functools.partial(tied_projection, size=size)
-    with pytest.raises(ValueError, match=exactly(message)):
-        on_ipus(op, 2, (P(), P("ipu")), P(None, "ipu"))(hidden, table)
+        _assert_like_dense((out, *grads), x, w, np.ones((3, 6), dtype), 1, bias=bias, dense=dense_matmul)

@@ -11,12 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, layer_norm, rms_norm
+from support.dense_ops import dense_layer_norm, dense_rms_norm
 from support.harness import (
     a_few_cases,
     assert_close,
     collectives,
     dense_vjp,
-    exactly,
     examples,
     normal,
     on_ipus,
@@ -30,18 +30,7 @@ from support.harness import (
 EPSILON = 0.1
 
 
-def _dense_rms(x, scale):
-    x_wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
-    return (x_wide * lax.rsqrt(mean_square + EPSILON) * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def _dense_layer(x, scale, bias):
-    x_wide = x.astype(jnp.float32)
-    centred = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
-    variance = jnp.mean(centred**2, axis=-1, keepdims=True)
-    y = centred * lax.rsqrt(variance + EPSILON) * scale.astype(jnp.float32) + bias.astype(jnp.float32)
-    return y.astype(x.dtype)
+_dense_rms, _dense_layer = (functools.partial(op, epsilon=EPSILON) for op in (dense_rms_norm, dense_layer_norm))
 
 
 @pytest.mark.slow
@@ -121,20 +110,6 @@ def test_no_scale_and_a_scale_to_which_one_is_added(mode, n, size, dtype):
             wide = np.asarray(want, np.float32)
             bound = np.maximum(np.abs(wide), 1e-3) if dtype == jnp.bfloat16 else np.maximum(np.abs(wide).max(), 10)
             assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
-
-
-@pytest.mark.parametrize("op", [rms_norm, layer_norm])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale_offset": 1.0}, "scale_offset=1.0 is added to a scale, but scale_shard is None: leave it out"),
-        ({"scale_offset": True}, "scale_offset=True is not a plain number: give a finite number"),
-    ],
-)
-def test_a_wrong_offset_is_refused(op, options, message):
-    sharded = on_ipus(lambda x: op(x, None, size=4, **options), 2, P("ipu"), P("ipu"))
-    with pytest.raises(ValueError, match=exactly(message)):
-        sharded(jnp.ones(4))
 
 
 @pytest.mark.parametrize("op", [rms_norm, layer_norm])

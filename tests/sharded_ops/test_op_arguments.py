@@ -1,15 +1,15 @@
-"""Test every op with bad values for each of its arguments, and with NumPy's numbers for those that are numbers.
-
-Nothing here is compiled: errors are raised while the op is traced.
-"""
+"""Test every op with bad values and wrong types for each of its arguments, and with NumPy's numbers."""
 
 # Wrong arguments are intended here.
 # pyright: reportArgumentType=false
 
 import functools
+import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -22,7 +22,9 @@ from sharded_ops import (
     embedding,
     from_all,
     layer_norm,
+    linear_cross_entropy,
     log_softmax,
+    log_softmax_cross_entropy,
     matmul,
     reduce_scatter_tokens,
     reduce_to,
@@ -37,22 +39,54 @@ from sharded_ops import (
     top_k,
 )
 from sharded_ops._arguments import array, array_like, one_axis, one_of, real_number, whole_number
-from support.harness import exactly, mesh_of
+from support.harness import mesh_of, normal, on_ipus
+from support.refusals import refusals, refused
 
 KEY = jax.random.key(0)
 TABLE, X, IDS, W, SCALE = np.ones((8, 4)), np.ones((6, 8)), np.zeros(6, np.int32), np.ones((4, 8)), np.ones(8)
 HIDDEN = np.ones((6, 4))
 OF_ROWS, OF_COLUMNS, ALL = P("ipu"), P(None, "ipu"), P()
+LOSS = {"size": 8, "label_smoothing": 0.25, "z_loss": 0.5, "soft_cap": 4.0, "temperature": 2.0, "ignore_index": 1}
 
 # For each op: the op, its arrays by name with their specs on 2 IPUs, its other arguments, and its result's spec.
 OPS = {
     "embedding": (embedding, {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)}, {"size": 8}, ALL),
+    "embedding-scatter": (
+        functools.partial(embedding, reduction="scatter"),
+        {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)},
+        {"size": 8},
+        OF_ROWS,
+    ),
+    "embedding-features": (
+        functools.partial(embedding, split="features"),
+        {"table": (X, OF_COLUMNS), "ids": (IDS, ALL)},
+        {"size": 8},
+        OF_COLUMNS,
+    ),
     "take_along_last_dim": (take_along_last_dim, {"x_shard": (X, OF_COLUMNS), "indices": (IDS, ALL)}, {"size": 8}, ALL),
     "matmul": (
         matmul,
         {"x": (HIDDEN, OF_ROWS), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
         {"size": 8, "tokens": 6},
         OF_COLUMNS,
+    ),
+    "matmul-columns": (
+        functools.partial(matmul, split="columns", reduction="sum"),
+        {"x": (HIDDEN, ALL), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
+        {},
+        OF_COLUMNS,
+    ),
+    "matmul-rows": (
+        functools.partial(matmul, split="rows", tokens=None),
+        {"x": (X, OF_COLUMNS), "w": (TABLE, OF_ROWS), "bias": (np.ones(4), ALL)},
+        {"size": 8},
+        ALL,
+    ),
+    "matmul-scatter": (
+        functools.partial(matmul, split="rows", reduction="scatter", tokens=None),
+        {"x": (X, OF_COLUMNS), "w": (TABLE, OF_ROWS), "bias": (np.ones(4), ALL)},
+        {"size": 8},
+        OF_ROWS,
     ),
     "tied_projection": (
         tied_projection,
@@ -89,6 +123,24 @@ OPS = {
     "scatter_tokens": (scatter_tokens, {"x": (X, ALL)}, {"dim": 0}, OF_ROWS),
     "reduce_scatter_tokens": (reduce_scatter_tokens, {"x": (X, OF_ROWS)}, {"dim": 0}, OF_ROWS),
     "debug_sharding": (debug_sharding, {"x": (X, OF_ROWS)}, {"name": "x"}, OF_ROWS),
+    "log_softmax_cross_entropy": (
+        log_softmax_cross_entropy,
+        {"logits_shard": (X, OF_COLUMNS), "labels": (IDS, ALL), "weights": (np.ones(6), ALL)},
+        LOSS,
+        ALL,
+    ),
+    "linear_cross_entropy": (
+        linear_cross_entropy,
+        {
+            "hidden": (HIDDEN, OF_ROWS),
+            "table": (TABLE, OF_ROWS),
+            "labels": (IDS, ALL),
+            "bias": (SCALE, OF_ROWS),
+            "weights": (np.ones(6), ALL),
+        },
+        LOSS | {"tokens": 6, "token_chunk": 2, "column_chunk": 3},
+        ALL,
+    ),
 }
 
 
@@ -107,219 +159,207 @@ def _traced(op, given=None):
     return jax.eval_shape(sharded, {name: array for name, (array, _) in passed.items()})
 
 
-def _least(least):
-    return f"give an int of at least {least}"
+NAN, INF = float("nan"), float("inf")
+OUT, INT, PLAIN, UNKNOWN = "is out of range", "is not an int", "is not a plain number", "is unknown"
+NO_ARRAY, MAKE_ONE = "is not an array", "give a jax or NumPy array, such as jnp.asarray makes"
+ONE, ZERO, ABOVE = "an int of at least 1", "a finite number of at least 0", "a finite number above 0"
+TO_8, SHARE, CHUNK = "an int from 1 to 8", "a number from 0 to 1", "or leave it out to have it chosen"
+CAP, LABEL, TOKENS = "or None for no cap", "or None if all labels count", "or None if all IPUs hold"
 
 
-SIZE = [
-    ("size", 0, f"size=0 is out of range: {_least(1)}"),
-    ("size", np.int64(-8), f"size=-8 is out of range: {_least(1)}"),
-    ("size", True, f"size=True is not an int: {_least(1)}"),
-    ("size", np.True_, f"size=np.True_ is not an int: {_least(1)}"),
-    ("size", 8.0, f"size=8.0 is not an int: {_least(1)}"),
-    ("size", np.float32(8), f"size=8.0 is not an int: {_least(1)}"),
-    ("size", "8", f"size='8' is not an int: {_least(1)}"),
-    ("size", [8], f"size=[8] is not an int: {_least(1)}"),
-    ("size", np.array([8]), f"size=<int64[1] array> is not an int: {_least(1)}"),
-]
-NO_SIZE = [("size", None, f"size=None is not an int: {_least(1)}")]
-AXIS = [
-    ("axis", ("ipu",), "axis=('ipu',) is not the name of one mesh axis: give a single name, such as 'ipu'"),
-    (
-        "axis",
-        ("data", "ipu"),
-        "axis=('data', 'ipu') is not the name of one mesh axis: give a single name, such as 'ipu'",
-    ),
-    ("axis", ["ipu"], "axis=['ipu'] is not the name of one mesh axis: give a single name, such as 'ipu'"),
-    ("axis", None, "axis=None is not the name of one mesh axis: give a single name, such as 'ipu'"),
-    ("axis", 0, "axis=0 is not the name of one mesh axis: give a single name, such as 'ipu'"),
-    (
-        "axis",
-        "model",
-        "axis='model' is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has this "
-        "axis, or give the axis that its mesh has",
-    ),
-]
-EPSILON = [
-    ("epsilon", value, f"epsilon={shown} {wrong}: give a finite number of at least 0")
-    for value, shown, wrong in (
-        (None, "None", "is not a plain number"),
-        ("0", "'0'", "is not a plain number"),
-        ([0.5], "[0.5]", "is not a plain number"),
-        (True, "True", "is not a plain number"),
-        (np.ones(2), "<float64[2] array>", "is not a plain number"),
-        (-1, "-1.0", "is out of range"),
-        (np.float32(-1), "-1.0", "is out of range"),
-        (np.float16(np.nan), "nan", "is out of range"),
-        (float("inf"), "inf", "is out of range"),
-    )
-]
-OWNER = [
-    ("owner", value, f"owner={value} names no IPU of axis 'ipu', which has 2: give 0 to 1")
-    for value in (2, -1, np.int64(7), np.int8(-1), np.array(7))
-] + [
-    ("owner", None, "owner=None is not an int: give an int"),
-    ("owner", True, "owner=True is not an int: give an int"),
-    ("owner", 1.0, "owner=1.0 is not an int: give an int"),
-    ("owner", [1], "owner=[1] is not an int: give an int"),
-    ("owner", np.array([1]), "owner=<int64[1] array> is not one index of an IPU: give an int, or an integer scalar"),
-    ("owner", np.array(1.0), "owner=<float64[] array> is not one index of an IPU: give an int, or an integer scalar"),
-]
-DIM = [
-    ("dim", None, "dim=None is not an int: give an int"),
-    ("dim", False, "dim=False is not an int: give an int"),
-    ("dim", 0.0, "dim=0.0 is not an int: give an int"),
-    ("dim", (0,), "dim=(0,) is not an int: give an int"),
-]
-K = [
-    ("k", value, f"k={value} {wrong}: give an int from 1 to 8")
-    for value, wrong in (
-        (0, "is out of range"),
-        (np.int32(9), "is out of range"),
-        (None, "is not an int"),
-        (True, "is not an int"),
-        (2.5, "is not an int"),
-    )
-]
-TOP_K = [
-    ("top_k", value, f"top_k={value} {wrong}: give an int from 1 to 8, or None for all columns")
-    for value, wrong in (
-        (0, "is out of range"),
-        (np.int64(-3), "is out of range"),
-        (False, "is not an int"),
-        (2.0, "is not an int"),
-        ([2], "is not an int"),
-    )
-]
-TEMPERATURE = [
-    ("temperature", None, "temperature=None is not an array: give a jax or NumPy array, such as jnp.asarray makes"),
-    (
-        "temperature",
-        [0.5, 2.0],
-        "temperature=[0.5, 2.0] is not an array: give a jax or NumPy array, such as jnp.asarray makes",
-    ),
-    ("temperature", "hot", "temperature='hot' is not an array: give a jax or NumPy array, such as jnp.asarray makes"),
-    ("temperature", True, "temperature has dtype bool, but must be a real number: convert it first"),
-    ("temperature", 1j, "temperature has dtype complex128, but must be a real number: convert it first"),
-    ("temperature", np.float32(-1), "temperature=-1.0 is out of range: give a finite number, at least 0"),
-    ("temperature", np.nan, "temperature=nan is out of range: give a finite number, at least 0"),
-    ("temperature", np.inf, "temperature=inf is out of range: give a finite number, at least 0"),
-    (
-        "temperature",
-        np.ones(5),
-        "temperature has shape (5,), but logits of (6,) tokens take one for all or one for each: give shape () or (6,)",
-    ),
-    ("top_p", [0.5], "top_p=[0.5] is not an array: give a jax or NumPy array, such as jnp.asarray makes"),
-    ("top_p", np.float32(0), "top_p=0.0 is out of range: give more than 0, at most 1"),
-    ("top_p", 1.5, "top_p=1.5 is out of range: give more than 0, at most 1"),
-    ("top_p", np.nan, "top_p=nan is out of range: give more than 0, at most 1"),
-    ("min_p", [0.5], "min_p=[0.5] is not an array: give a jax or NumPy array, such as jnp.asarray makes"),
-    ("min_p", np.float32(-1), "min_p=-1.0 is out of range: give a number from 0 to 1"),
-    ("min_p", 1.5, "min_p=1.5 is out of range: give a number from 0 to 1"),
-    ("min_p", np.nan, "min_p=nan is out of range: give a number from 0 to 1"),
-]
-OFFSET = [
-    ("scale_offset", None, "scale_offset=None is not a plain number: give a finite number"),
-    ("scale_offset", True, "scale_offset=True is not a plain number: give a finite number"),
-    ("scale_offset", "1", "scale_offset='1' is not a plain number: give a finite number"),
-    ("scale_offset", np.nan, "scale_offset=nan is out of range: give a finite number"),
-]
-TOKENS = [
-    ("tokens", -1, "tokens=-1 is out of range: give an int of at least 0, or None if all IPUs hold x"),
-    ("tokens", True, "tokens=True is not an int: give an int of at least 0, or None if all IPUs hold x"),
-    ("tokens", 6.0, "tokens=6.0 is not an int: give an int of at least 0, or None if all IPUs hold x"),
-    ("tokens", 2**31, "tokens=2147483648 does not fit the int32 indices of the ops: use at most 2**31 - 2"),
-    (
-        "tokens",
-        np.int64(9),
-        "x has shape (3, 4) on each IPU, with 3 rows in dim 0, but tokens=9 over the 2 IPUs of axis 'ipu' takes 5: pad "
-        "the whole array with Split(size=9, parts=2).pad(array, 0) and shard it with in_specs=Split(size=9, "
-        "parts=2).spec(0, 2, 'ipu')",
-    ),
-]
+def _rule(rule: str, mend: str, *values: Any) -> tuple[str, str, tuple[Any, ...]]:
+    return rule, mend, values
 
 
-def _words(name, what, first, second):
-    for value in ("other", None, 3, (first,), [first], True):
-        yield name, value, f"{name}={value!r} {what}: use {first!r} or {second!r}"
+def _words(rule: str, first: str, second: str) -> list[tuple[str, str, tuple[Any, ...]]]:
+    return [_rule(rule, f"use {first!r} or {second!r}", "other", None, 3, (first,), [first], True)]
 
 
-SPLIT_OF_TABLE = [*_words("split", "is no way to split a table", "rows", "features")]
-SPLIT_OF_WEIGHT = [*_words("split", "is no way to split a weight", "columns", "rows")]
-REDUCTION = [*_words("reduction", "is no way to leave the result", "sum", "scatter")]
-NAME = [
-    ("name", None, "name=None is not a text: give one to stand at the head of each line"),
-    ("name", ["x"], "name=['x'] is not a text: give one to stand at the head of each line"),
-]
-# The bad values of each op's arguments, except for `axis` and arrays, which are common to all ops.
-BAD = {
-    "embedding": SIZE + NO_SIZE + SPLIT_OF_TABLE + REDUCTION,
-    "take_along_last_dim": SIZE + NO_SIZE,
-    "matmul": SIZE + TOKENS + SPLIT_OF_WEIGHT + REDUCTION,
-    "tied_projection": SIZE + NO_SIZE,
-    "rms_norm": SIZE + NO_SIZE + EPSILON + OFFSET,
-    "layer_norm": SIZE + NO_SIZE + EPSILON + OFFSET,
-    "softmax": SIZE + NO_SIZE,
-    "log_softmax": SIZE + NO_SIZE,
-    "argmax": SIZE + NO_SIZE,
-    "top_k": SIZE + NO_SIZE + K,
-    "sample": SIZE + NO_SIZE + TOP_K + TEMPERATURE,
-    "to_all": OWNER,
-    "from_all": SIZE + NO_SIZE + DIM,
-    "reduce_to_all": [],
-    "reduce_to": OWNER,
-    "scatter_tokens": DIM,
-    "reduce_scatter_tokens": DIM,
-    "debug_sharding": NAME,
+_REDUCTION_OF_A_LOSS = [_rule(UNKNOWN, "use 'none', 'mean' or 'sum'", None, "max", ["sum"])]
+_CHUNK = [_rule(OUT, CHUNK, 0, np.int64(-1)), _rule(INT, CHUNK, [2], 1.5, True)]
+# The rule and the mend of each option, or of that of one op, with values that break it.
+RULES = {
+    "size": [
+        _rule(OUT, ONE, 0, np.int64(-8)),
+        _rule(INT, ONE, True, np.True_, 8.0, np.float32(8), "8", [8], np.array([8]), None),
+        _rule("rows in dim", "Split(size=19, parts=2).pad(array", 19),
+    ],
+    "axis": [
+        _rule("is not the name of one mesh axis", "such as 'ipu'", ("ipu",), ("data", "ipu"), ["ipu"], None, 0),
+        _rule("is no axis of an enclosing shard_map", "give the axis that its mesh has", "model"),
+    ],
+    "epsilon": [
+        _rule(PLAIN, ZERO, None, "0", [0.5], True, np.ones(2)),
+        _rule(OUT, ZERO, -1, np.float32(-1), np.float16(NAN), INF),
+    ],
+    "scale_offset": [_rule(PLAIN, "a finite number", None, True, "1"), _rule(OUT, "a finite number", NAN)],
+    "owner": [
+        _rule("names no IPU of axis 'ipu', which has 2", "0 to 1", 2, -1, np.int64(7), np.int8(-1), np.array(7)),
+        _rule(INT, "an int", None, True, 1.0, [1]),
+        _rule("is not one index of an IPU", "an integer scalar", np.array([1]), np.array(1.0)),
+    ],
+    "dim": [_rule(INT, "an int", None, False, 0.0, (0,))],
+    "k": [_rule(OUT, TO_8, 0, np.int32(9)), _rule(INT, TO_8, None, True, 2.5)],
+    "top_k": [
+        _rule(OUT, f"{TO_8}, or None for all columns", 0, np.int64(-3), 9),
+        _rule(INT, f"{TO_8}, or None for all columns", False, 2.0, [2]),
+    ],
+    "tokens": [
+        _rule(OUT, TOKENS, -1),
+        _rule(INT, TOKENS, True, 6.0),
+        _rule("does not fit the int32 indices", "at most 2**31 - 2", 2**31),
+        _rule("rows in dim 0", "Split(size=9, parts=2).pad(array, 0)", np.int64(9)),
+    ],
+    "embedding split": _words("is no way to split a table", "rows", "features"),
+    "matmul split": _words("is no way to split a weight", "columns", "rows"),
+    "reduction": _words("is no way to leave the result", "sum", "scatter"),
+    "log_softmax_cross_entropy reduction": _REDUCTION_OF_A_LOSS,
+    "linear_cross_entropy reduction": _REDUCTION_OF_A_LOSS,
+    "name": [_rule("is not a text", "at the head of each line", None, ["x"])],
+    "label_smoothing": [
+        _rule(PLAIN, SHARE, None, True, [0.1], np.array(0.1), "0.1"),
+        _rule(OUT, SHARE, 1.5, np.float32(-0.5), NAN),
+    ],
+    "z_loss": [_rule(PLAIN, ZERO, None, [1e-4], 1j), _rule(OUT, ZERO, -1, INF, NAN)],
+    "soft_cap": [_rule(PLAIN, CAP, [3.0], False), _rule(OUT, CAP, 0, -2.0, INF, NAN)],
+    "temperature": [_rule(PLAIN, ABOVE, None, (1.0,)), _rule(OUT, ABOVE, 0, -1.0, INF, NAN)],
+    "sample temperature": [
+        _rule(NO_ARRAY, MAKE_ONE, None, [0.5, 2.0], "hot"),
+        _rule(OUT, "a finite number, at least 0", np.float32(-1), -1, NAN, INF),
+    ],
+    "top_p": [
+        _rule(NO_ARRAY, MAKE_ONE, [0.5]),
+        _rule(OUT, "more than 0, at most 1", np.float32(0), 1.5, NAN),
+    ],
+    "min_p": [_rule(NO_ARRAY, MAKE_ONE, [0.5]), _rule(OUT, SHARE, np.float32(-1), 1.5, NAN)],
+    "ignore_index": [_rule(INT, LABEL, 0.5, True, [1], "pad")],
+    "out_of_range": [_rule(UNKNOWN, "use 'ignore', 'nan' or 'clip'", None, "drop", ["clip"])],
+    "return_log_sum_exp": [_rule("is not a bool", "True or False", None, "yes", 1)],
+    "gradients": [_rule(UNKNOWN, "use 'backward' or 'forward'", "both", [], False)],
+    "token_chunk": _CHUNK,
+    "column_chunk": _CHUNK,
 }
 # For these arguments None is valid.
-MAY_BE_NONE = {("matmul", "bias"), ("layer_norm", "bias_shard")}
+MAY_BE_NONE = {
+    ("matmul", "bias"),
+    ("matmul", "size"),
+    *((f"matmul-{way}", name) for way in ("columns", "rows", "scatter") for name in ("bias", "size", "tokens")),
+    ("layer_norm", "bias_shard"),
+    ("log_softmax_cross_entropy", "weights"),
+    ("linear_cross_entropy", "weights"),
+    ("linear_cross_entropy", "bias"),
+}
 # For these it is valid too, unless something is added to what is left out.
 MAY_BE_NONE_WITHOUT_OFFSET = {("rms_norm", "scale_shard"), ("layer_norm", "scale_shard")}
-NOT_ARRAYS = (
-    (None, "None"),
-    ([[1.0, 2.0], [3.0, 4.0]], "[[1.0, 2.0], [3.0, 4.0]]"),
-    ("x", "'x'"),
-    (np.array(["x"]), "<<U1[1] array>"),
-    ({"x": 1}, "{'x': 1}"),
-)
+NOT_ARRAYS = (None, [[1.0, 2.0], [3.0, 4.0]], "x", np.array(["x"]), {"x": 1})
 
 
-def test_the_table_has_every_op_and_every_argument():
-    assert set(BAD) == set(OPS)
-    for op, (fn, arrays, options, _) in OPS.items():
-        _traced(op)
-        known = {name for name, _, _ in BAD[op] + AXIS} | set(arrays)
-        arguments = set((fn.func if isinstance(fn, functools.partial) else fn).__code__.co_varnames[: _count(fn)])
-        assert arguments - {"key"} == known, op
-        assert set(options) <= known
-
-
-def _count(fn):
-    code = (fn.func if isinstance(fn, functools.partial) else fn).__code__
-    return code.co_argcount + code.co_kwonlyargcount
+def _shown(value):
+    """Return how a message shows the value, or the beginning of that: -1 may be shown as -1.0."""
+    if isinstance(value, np.ndarray) and (value.ndim or value.dtype.kind != "i"):
+        return f"<{'<U1' if value.dtype.kind == 'U' else value.dtype}[{','.join(map(str, value.shape))}] array>"
+    is_number = isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "b"
+    return repr(value.item() if is_number else value)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_bad_value_of_any_option_is_told(op):
-    for name, value, message in BAD[op] + AXIS:
-        with pytest.raises(ValueError, match=exactly(message)):
-            _traced(op, {name: value})
+    fn, arrays, given, _ = OPS[op]
+    _traced(op)
+    options = set(inspect.signature(fn).parameters) - set(arrays) - {"key"}
+    options -= set(fn.keywords) if isinstance(fn, functools.partial) else set()
+    assert set(given) <= options
+    for option in options:
+        for rule, mend, values in RULES.get(f"{op.split('-')[0]} {option}") or RULES[option]:
+            for value in values:
+                if value is None and (op, option) in MAY_BE_NONE:
+                    _traced(op, {option: None})
+                    continue
+                with refused(f"{option}={_shown(value)}", rule, mend):
+                    _traced(op, {option: value})
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_no_array_is_told(op):
     for name in OPS[op][1]:
-        for value, shown in NOT_ARRAYS:
+        for value in NOT_ARRAYS:
             if value is None and (op, name) in MAY_BE_NONE:
                 _traced(op, {name: None})
-                continue
-            if value is None and (op, name) in MAY_BE_NONE_WITHOUT_OFFSET:
+            elif value is None and (op, name) in MAY_BE_NONE_WITHOUT_OFFSET:
                 _traced(op, {name: None, "scale_offset": 0})
-                continue
-            message = f"{name}={shown} is not an array: give a jax or NumPy array, such as jnp.asarray makes"
-            with pytest.raises(ValueError, match=exactly(message)):
-                _traced(op, {name: value})
+            else:
+                with refused(f"{name}={_shown(value)} {NO_ARRAY}", MAKE_ONE):
+                    _traced(op, {name: value})
+
+
+# Under check_vma=True, types express what is split over an axis. The ops must look at their own axis only: on a mesh of
+# two axes, operands may or may not vary over the other one. If wrong operands were accepted, results would be wrong: a
+# hidden that is split would be multiplied by the shards of other features, and whole logits be counted n times.
+WHOLE, SPLIT, PART = "whole", "split", "part of a sum"
+PARTS = ("reduce_to", "reduce_to_all", "reduce_scatter_tokens")
+OF_ANY_TYPE = ("to_all", "debug_sharding")  # an operand of these may be split, or the same everywhere
+# Options that may be arrays.
+ARRAYS_TOO = {
+    "to_all": {"owner": np.int32(0)},
+    "reduce_to": {"owner": np.int32(0)},
+    "sample": {"temperature": np.ones(6, np.float32), "top_p": np.ones(6, np.float32), "key": KEY},
+}
+
+
+def _kinds(op):
+    """Return each operand on an IPU, and whether it must be split over the op's axis, whole, or part of a sum."""
+    kinds = {}
+    for name, (whole, spec) in OPS[op][1].items():
+        shape = [size // 2 if "ipu" in spec[dim : dim + 1] else size for dim, size in enumerate(whole.shape)]
+        kind = WHOLE if spec == ALL else PART if op in PARTS else SPLIT
+        if op not in OF_ANY_TYPE:
+            kinds[name] = (np.zeros(shape, np.float32 if whole.dtype == np.float64 else np.int32), kind)
+    return kinds | {name: (value, WHOLE) for name, value in ARRAYS_TOO.get(op, {}).items()}
+
+
+def _typed(op, swapped=None, *, typed=True, others=()):
+    """Trace the op with operands of the right types, except for one."""
+    fn, arrays, options, _ = OPS[op]
+    fn = sample if op == "sample" else fn
+    kinds = _kinds(op)
+    fixed = {name: whole for name, (whole, _) in arrays.items() if name not in kinds}
+
+    def each_ipu(values):
+        given = {}
+        for name, (_, kind) in kinds.items():
+            over = (("ipu",) if (kind is WHOLE) == (name == swapped) else ()) + tuple(others)
+            given[name] = jax.lax.pcast(values[name], over, to="varying") if over and typed else values[name]
+        fn(**options | fixed | given)
+        return jnp.zeros(())
+
+    values = {name: value for name, (value, _) in kinds.items()}
+    jax.eval_shape(on_ipus(each_ipu, 2, ALL, ALL, typed, replicas=2), values)
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in _kinds(op)])
+@pytest.mark.parametrize("others", [(), ("data",)], ids=["", "tokens-over-data"])
+def test_each_operand_that_is_whole_where_it_must_be_split_or_the_reverse_is_told(op, name, others):
+    value, kind = _kinds(op)[name]
+    holds = {
+        WHOLE: (f"{name} varies over axis 'ipu'", "must be the same on all its IPUs", "in_specs that don't name 'ipu'"),
+        SPLIT: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "must be split", "in_specs that name 'ipu'"),
+        PART: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "no part of a sum", "lax.pcast(x, 'ipu', to="),
+    }
+    with refused(*holds[kind]):
+        _typed(op, name, others=others)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_right_types_are_taken_whatever_varies_over_the_other_axis(op):
+    _typed(op)
+    _typed(op, others=("data",))
+    _typed(op, typed=False)  # where types say nothing, nothing is refused
+
+
+@pytest.mark.parametrize("op", [softmax, argmax, functools.partial(tied_projection, jnp.ones((2, 8)))])
+def test_on_one_ipu_the_whole_is_the_shard(op):
+    sharded = on_ipus(functools.partial(op, size=6), 1, ALL, OF_ROWS)
+    jax.eval_shape(sharded, jnp.ones((6, 8)) if isinstance(op, functools.partial) else jnp.ones((2, 6)))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -331,7 +371,39 @@ def test_numpys_numbers_are_as_good_as_pythons(op, dtype):
     assert str(_traced(op, numbers)) == str(_traced(op))
 
 
-def test_the_host_takes_numpys_ints_and_refuses_the_rest():
+def _of_logits(logits, _, **options):
+    return log_softmax_cross_entropy(logits, jnp.arange(3), **options)
+
+
+def _linear(logits, table, **options):
+    return linear_cross_entropy(jnp.ones((3, 3)), table, jnp.arange(3), **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "chunks"),
+    [(_of_logits, {}), (_linear, {"token_chunk": np.uint16(2), "column_chunk": np.int32(1), "gradients": "backward"})],
+)
+def test_losses_of_numpys_numbers_are_those_of_pythons(op, chunks):
+    of_numpy = {
+        "label_smoothing": ml_dtypes.bfloat16(0.25),
+        "z_loss": np.float16(0.5),
+        "soft_cap": np.float64(4),
+        "temperature": np.uint8(2),
+        "ignore_index": np.int16(1),
+        "size": np.int64(4),
+        "weights": np.array([True, True, True]),
+    }
+    plain = LOSS | {"size": 4} | {k: v if isinstance(v, str) else int(v) for k, v in chunks.items()}
+    logits, table = normal(0, (3, 4)), normal(1, (4, 3))
+    got, want = (
+        on_ipus(functools.partial(op, **options), 2, (OF_COLUMNS, OF_ROWS), ALL)(logits, table)
+        for options in (of_numpy | chunks, plain)
+    )
+    assert got.dtype == want.dtype == jnp.float32
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_host_takes_numpys_ints():
     split = Split(np.int64(10), np.uint8(4))
     assert split == Split(10, 4)
     assert repr(split) == "Split(size=10, parts=4)"
@@ -342,63 +414,23 @@ def test_the_host_takes_numpys_ints_and_refuses_the_rest():
     layout = Layout.of(params, {"table": np.int64(-2)})
     assert Layout.from_json(layout.to_json()) == layout == Layout.of(params, {"table": 0})
     assert layout.pad(params, np.int64(4))["table"].shape == (12, 3)
-    several = "axis=('data', 'ipu') is not the name of one mesh axis: give a single name, such as 'ipu'"
-    for wrong, message in (
-        (lambda: split.offset(np.int64(4)), "index=4 names no IPU of 4: give 0 to 3"),
-        (lambda: split.offset(True), "index=True is not an int: give an int"),
-        (lambda: split.pad(np.ones(10), None), "dim=None is not an int: give an int"),
-        (lambda: split.unpad(np.ones(12), 0.0), "dim=0.0 is not an int: give an int"),
-        (
-            lambda: split.pad([1.0] * 3, 0),
-            "array=[1.0, 1.0, 1.0] is not an array: give a jax or NumPy array, such as jnp.asarray makes",
-        ),
-        (lambda: split.spec(0, 2, ("data", "ipu")), several),
-        (lambda: layout.specs(params, ("data", "ipu")), several),
-        (lambda: layout.shardings(params, mesh_of(2), ("data", "ipu")), several),
-        (lambda: layout.place(params, mesh_of(2), ("data", "ipu")), several),
-        (lambda: layout.pad(params, None), "parts=None is not an int: give an int of at least 1"),
-        (
-            lambda: Layout.of({"n": 1.0}, None).pad({"n": 1.0}, 0),
-            "leaf 'n' is 1.0, which is no array: make it one, with a dtype of its own",
-        ),
-        (
-            lambda: Layout.of({"n": np.ones(1)}, None).pad({"n": np.ones(1)}, 0),
-            "parts=0 is out of range: give an int of at least 1",
-        ),
-        (
-            lambda: Layout.of(params, {"table": True}),
-            "leaf 'table': dim=True is not an int: give an int, or None for a leaf that is not split",
-        ),
-        (
-            lambda: Layout.of(params, {"table": 0.0}),
-            "leaf 'table': dim=0.0 is not an int: give an int, or None for a leaf that is not split",
-        ),
-    ):
-        with pytest.raises(ValueError, match=exactly(message)):
-            wrong()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda: whole_number("n", 5, at_most=4), "n=5 is out of range: give an int of at most 4"),
-        (lambda: whole_number("n", 1, at_least=2, at_most=4), "n=1 is out of range: give an int from 2 to 4"),
-        (lambda: real_number("p", 0, above=0), "p=0.0 is out of range: give a finite number above 0"),
-        (
-            lambda: real_number("p", 2, above=0, at_most=1),
-            "p=2.0 is out of range: give a finite number above 0, at most 1",
-        ),
-        (lambda: real_number("p", -1, at_least=0, at_most=1), "p=-1.0 is out of range: give a number from 0 to 1"),
-        (lambda: real_number("p", 2, at_most=1), "p=2.0 is out of range: give a finite number of at most 1"),
-        (lambda: real_number("p", 10**400, instead="None"), "p=inf is out of range: give a finite number, or None"),
-        (lambda: one_axis(b"ipu"), "axis=b'ipu' is not the name of one mesh axis: give a single name, such as 'ipu'"),
-        (lambda: one_of("way", "z", ("x", "y")), "way='z' is unknown: use 'x' or 'y'"),
-        (lambda: array("x", ()), "x=() is not an array: give a jax or NumPy array, such as jnp.asarray makes"),
-    ],
+@refusals(
+    (lambda: whole_number("n", 5, at_most=4), "n=5 ", OUT, "an int of at most 4"),
+    (lambda: whole_number("n", 1, at_least=2, at_most=4), "n=1 ", OUT, "an int from 2 to 4"),
+    (lambda: real_number("p", 0, above=0), "p=0.0 ", OUT, ABOVE),
+    (lambda: real_number("p", 2, above=0, at_most=1), "p=2.0 ", OUT, f"{ABOVE}, at most 1"),
+    (lambda: real_number("p", -1, at_least=0, at_most=1), "p=-1.0 ", OUT, SHARE),
+    (lambda: real_number("p", 2, at_most=1), "p=2.0 ", OUT, "a finite number of at most 1"),
+    (lambda: real_number("p", 10**400, instead="None"), "p=inf ", OUT, "a finite number, or None"),
+    (lambda: one_axis(b"ipu"), "axis=b'ipu' ", "the name of one mesh axis", "such as 'ipu'"),
+    (lambda: one_of("way", "z", ("x", "y")), "way='z' ", UNKNOWN, "use 'x' or 'y'"),
+    (lambda: array("x", ()), "x=() ", NO_ARRAY, MAKE_ONE),
 )
-def test_the_checks_themselves(wrong, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        wrong()
+def test_the_checks_themselves(call, holds):
+    with refused(*holds):
+        call()
 
 
 def test_what_passes_the_checks_is_plain():

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, log_softmax, softmax
+from support.dense_ops import dense_log_softmax, dense_softmax
 from support.harness import (
     MODES,
     assert_close,
@@ -31,10 +32,6 @@ TOKENS = 6
 
 # exp and log are good to a few ulps each, and a denominator is a sum of at most 10 terms.
 ROUNDINGS = 20
-
-
-def _dense_log_softmax(logits):
-    return jax.nn.log_softmax(logits.astype(jnp.float32)).astype(logits.dtype)
 
 
 @every_case
@@ -57,7 +54,7 @@ def test_log_softmax(mode, n, size, dtype, seed, scale, offset):
         size=size,
     )
 
-    want, (want_dlogits,) = dense_vjp(_dense_log_softmax, [logits], ct=ct)
+    want, (want_dlogits,) = dense_vjp(dense_log_softmax, [logits], ct=ct)
     assert_close(unpadded(split, out, 1, padding=-np.inf), want, 1 + np.abs(np.asarray(want, np.float32)), ROUNDINGS)
     # dlogits = ct - softmax * sum(ct)
     ct_size = np.abs(ct.astype(np.float32))
@@ -105,10 +102,6 @@ def test_what_is_not_a_number_is_not_hidden(op):
     assert np.isnan(on_ipus(functools.partial(op, size=6), 3, P(None, "ipu"), P(None, "ipu"))(logits)).all()
 
 
-def _dense_softmax(logits):
-    return jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "n", "size", "dtype"),
@@ -129,7 +122,7 @@ def test_softmax(mode, n, size, dtype, seed, scale, offset):
     out, (dlogits,) = sharded_vjp(
         softmax, mode, n, shards, in_specs=(spec,), out_spec=spec, ct=padded(split, ct, 2, 0), size=size
     )
-    want, (want_dlogits,) = dense_vjp(_dense_softmax, [logits], ct=ct)
+    want, (want_dlogits,) = dense_vjp(dense_softmax, [logits], ct=ct)
     assert_close(unpadded(split, out, 2), want, 1, ROUNDINGS)
     assert_close(unpadded(split, dlogits, 2), want_dlogits, np.abs(ct.astype(np.float32)).max(), ROUNDINGS)
 

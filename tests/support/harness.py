@@ -5,6 +5,8 @@ differentiating. There are four ways, `MODES`, and `sharded_vjp` runs an op in a
 
     typed / untyped      the shard_map has check_vma=True, or False
     outside / inside     jax.vjp is called on the shard_map, or within it, on each IPU's own program
+
+A mesh of `replicas` has a second axis, "data", over which specs may split the tokens.
 """
 
 import functools
@@ -36,22 +38,43 @@ SPLITS = ((1, 5), (2, 6), (3, 7), (2, 1), (8, 5), (4, 10))
 
 
 @functools.cache
-def mesh_of(n: int) -> Mesh:
-    return jax.make_mesh((n,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+def mesh_of(n: int, replicas: int | None = None) -> Mesh:
+    """Return a mesh of one axis, "ipu", or, with `replicas`, of two: "data" and "ipu"."""
+    sizes, names = ((n,), ("ipu",)) if replicas is None else ((replicas, n), ("data", "ipu"))
+    devices = jax.devices()[: n * (replicas or 1)]
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
-def on_ipus(op: Callable, n: int, in_specs: Any, out_specs: Any, typed: bool = True) -> Callable:
-    """Return `op` as a program that runs on each of n IPUs."""
-    return jax.jit(jax.shard_map(op, mesh=mesh_of(n), in_specs=in_specs, out_specs=out_specs, check_vma=typed))
+def on_ipus(
+    op: Callable, n: int, in_specs: Any, out_specs: Any, typed: bool = True, replicas: int | None = None
+) -> Callable:
+    """Return `op` as a program that runs on each of n IPUs, of each of the replicas."""
+    mesh = mesh_of(n, replicas)
+    return jax.jit(jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed))
 
 
 @functools.cache
-def _program(op: Callable, mode: str, n: int, in_specs: tuple[P, ...], out_spec: P, kwargs: tuple) -> Callable:
+def _program(
+    op: Callable,
+    mode: str,
+    n: int,
+    in_specs: tuple[P, ...],
+    int_spec: P,
+    out_spec: P,
+    replicas: int | None,
+    kwargs: tuple,
+) -> Callable:
     typed, inside = mode.startswith("typed"), mode.endswith("inside")
     op = functools.partial(op, **dict(kwargs))
+    axes = mesh_of(n, replicas).shape
+
+    def alike_over(spec):
+        """Return the axes over which a value of this spec is the same."""
+        named = {name for names in spec for name in (names if isinstance(names, tuple) else (names,))}
+        return tuple(axis for axis in axes if axis not in named)
 
     if not inside:
-        sharded = on_ipus(lambda floats, ints: op(*floats, *ints), n, (in_specs, P()), out_spec, typed)
+        sharded = on_ipus(lambda floats, ints: op(*floats, *ints), n, (in_specs, int_spec), out_spec, typed, replicas)
 
         def program(floats, ints, ct):
             out, vjp = jax.vjp(lambda *floats: sharded(floats, ints), *floats)
@@ -64,12 +87,12 @@ def _program(op: Callable, mode: str, n: int, in_specs: tuple[P, ...], out_spec:
         if typed:
             return out, vjp(ct)
         # Untyped, the IPUs' results are summed: n equal parts of a replicated result are the whole ...
-        grads = vjp(ct / n if out_spec == P() else ct)
+        grads = vjp(ct / np.prod([axes[axis] for axis in alike_over(out_spec)], dtype=ct.dtype))
         # ... and each IPU's result for a replicated input is its part of the gradient.
         parts = zip(grads, in_specs, strict=True)
-        return out, tuple(lax.psum(grad, "ipu") if spec == P() else grad for grad, spec in parts)
+        return out, tuple(lax.psum(grad, alike_over(spec)) if alike_over(spec) else grad for grad, spec in parts)
 
-    return on_ipus(each_ipu, n, (in_specs, P(), out_spec), (out_spec, in_specs), typed)
+    return on_ipus(each_ipu, n, (in_specs, int_spec, out_spec), (out_spec, in_specs), typed, replicas)
 
 
 def sharded_vjp(
@@ -81,14 +104,16 @@ def sharded_vjp(
     *,
     in_specs: tuple[P, ...],
     out_spec: P = ON_ALL,
+    int_spec: P = ON_ALL,
     ct: Any,
+    replicas: int | None = None,
     **kwargs: Any,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Return `op(*floats, *ints, **kwargs)` on n IPUs, and its gradients by `floats` for the result's cotangent `ct`.
 
-    All arrays are global: `floats` are padded and sharded by `in_specs`, and `ints` are on all IPUs.
+    All arrays are global: `floats` are padded and sharded by `in_specs`, and `ints` by `int_spec`.
     """
-    program = _program(op, mode, n, in_specs, out_spec, tuple(sorted(kwargs.items())))
+    program = _program(op, mode, n, in_specs, int_spec, out_spec, replicas, tuple(sorted(kwargs.items())))
     return jax.device_get(program(tuple(floats), tuple(ints), ct))
 
 

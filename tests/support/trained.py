@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from support.dense import Model, chain, largest_relative_error
 
@@ -45,6 +46,16 @@ def quick_compiles() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
+
+
+def compiled_quickly() -> Any:
+    """Return a fixture that compiles each test of a module quickly; assign it to a name there."""
+
+    def quickly() -> Iterator[None]:
+        with quick_compiles():
+            yield
+
+    return pytest.fixture(autouse=True)(quickly)
 
 
 def state_error(found: Any, expected: Any) -> float:

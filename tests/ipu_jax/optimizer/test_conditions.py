@@ -11,7 +11,7 @@ import pytest
 from ipu_jax import Pipeline, make_mesh
 from ipu_jax.optimizer.blocks import blocks_of_layout
 from ipu_jax.optimizer.update import ShardedUpdate
-from support.trained import IPUS, MODELS, quick_compiles
+from support.trained import IPUS, MODELS, compiled_quickly
 from support.updates import check_model, gradients_for
 
 EVERY_OTHER: Any = lambda step: step % 2 == 0  # noqa: E731
@@ -41,10 +41,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 def one_is_nan(params):

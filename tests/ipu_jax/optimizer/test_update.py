@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.optimizer.blocks import blocks_of_layout
 from ipu_jax.optimizer.update import ShardedUpdate
-from support.refusals import refused
-from support.trained import IPUS, MODELS, quick_compiles
+from support.refusals import refusals, refused
+from support.trained import IPUS, MODELS, compiled_quickly
 from support.updates import STEPS, check, check_model, spread
 
 MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
@@ -70,10 +70,7 @@ OF_WHOLE_LEAVES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 @pytest.mark.slow
@@ -208,76 +205,72 @@ def test_leaves_that_are_treated_alike_share_a_program(optimizer, switches):
         assert text.count("all_gather[") == 0
 
 
-def _trace_once(optimizer, **how):
-    """Have optax compile what it computes itself when an optimizer is first traced: a refusal compiles nothing more."""
-    with contextlib.suppress(ValueError):
-        update_of(optimizer, **how)
+LOCAL = "unlike local stages"
+ELEMENTWISE = "use an optimizer that is elementwise"
+WHOLE = "or leave the leaf whole (PartitionSpec())"
+UNSHARDED = "or shard_optimizer=False"
+REPLICAS = "shard_optimizer=True cuts it over 2 replicas"
 
 
-def test_what_cannot_be_cut_is_refused():
-    _trace_once(FACTORED["adafactor"], replicas=2)
-    with refused(
-        "optimizer: its reduce_sum over dims (0,) needs params['stage0']['w'] of shape (7, 5) in one piece, but "
-        "shard_optimizer=True cuts it over 2 replicas: use an optimizer that is elementwise or takes norms of whole "
-        "leaves (sgd, adam, lamb, clipping), or shard_optimizer=False"
-    ):
-        update_of(FACTORED["adafactor"], replicas=2)
-
-
-def test_what_cannot_be_split_is_refused():
-    _trace_once(OF_WHOLE_LEAVES["muon"])
-    with refused(
-        "optimizer: its reshape needs params['stage2']['w'] of shape (9, 10) in one piece, but dim 1 is split over 4 "
-        "IPUs: use an optimizer that is elementwise or reduces over dims, for this leaf alone by optax.partition, "
-        "or leave the leaf whole (PartitionSpec())"
-    ):
-        update_of(OF_WHOLE_LEAVES["muon"])
-    with refused(
-        "optimizer: its reshape needs params['stage0']['w'] of shape (7, 5) in one piece, but shard_optimizer=True "
-        "cuts it over 2 replicas: use an optimizer that is elementwise or takes norms of whole leaves (sgd, adam, "
-        "lamb, clipping), or shard_optimizer=False"
-    ):
-        update_of(OF_WHOLE_LEAVES["muon"], "unlike local stages", replicas=2)
+def _of_head(optimizer):
+    """Analyse the optimizer on a leaf of one row, whose columns are split."""
     stages = [Stage(lambda p, x, mb: mb, params="head", ipu=ALL_IPUS)]
     head = Pipeline(stages, mesh=make_mesh(1, 2), specs={"head": P(None, "ipu")})
     layout = head.shard({"head": np.ones((1, 6), np.float32)}).layout
-    rows = optax.stateless(lambda g, _: jax.tree.map(lambda leaf: leaf - leaf.max(0), g))
-    with refused(
-        "optimizer: its reduce_max over dims (0,) keeps all elements of params['head'] of shape (1, 6), but dim 1 is "
-        "split over 2 IPUs: use an optimizer that is elementwise or takes norms of whole leaves, or leave the leaf "
-        "whole (PartitionSpec())"
-    ):
-        ShardedUpdate(rows, blocks_of_layout(layout, replicas=1))
+    return ShardedUpdate(optimizer, blocks_of_layout(layout, replicas=1))
 
 
-def test_leaves_that_meet_are_refused_unless_in_numbers():
-    def sorted_together(tree, _):
-        flat, unravel = ravel_pytree(tree)
-        return unravel(jnp.sort(flat))
-
-    with refused(
-        "optimizer: its concatenate reads all of params['stage0']['b'] together with other leaves, but they lie apart, "
-        "on 3 IPUs: use transforms that work leaf by leaf, or that meet in sums and norms"
-    ):
-        update_of(optax.stateless(sorted_together), "unlike local stages")
-
-    def phases(tree, _):
-        total = sum(jnp.sum(leaf.astype(jnp.complex64)) for leaf in jax.tree.leaves(tree))
-        return jax.tree.map(lambda leaf: leaf * total.real, tree)
-
-    with refused(
-        "optimizer: its add makes complex64 of params['stage0']['b']: only floats, integers and bools of a leaf can be "
-        "told to all IPUs"
-    ):
-        update_of(optax.stateless(phases), "unlike local stages")
+def _of_leaves(fn):
+    return optax.stateless(lambda tree, _: fn(tree))
 
 
-def test_an_optimizer_that_changes_the_tree_is_refused():
-    with refused(
-        "optimizer: its update gives a tree of another structure than it was given: "
-        "an optax.GradientTransformation must keep both"
-    ):
-        update_of(optax.stateless(lambda g, _: jax.tree.leaves(g)))
+def _sorted_together(tree):
+    flat, unravel = ravel_pytree(tree)
+    return unravel(jnp.sort(flat))
+
+
+def _phases(tree):
+    total = sum(jnp.sum(leaf.astype(jnp.complex64)) for leaf in jax.tree.leaves(tree))
+    return jax.tree.map(lambda leaf: leaf * total.real, tree)
+
+
+def _less_the_largest(tree):
+    return jax.tree.map(lambda leaf: leaf - leaf.max(0), tree)
+
+
+@refusals(
+    (
+        lambda: update_of(FACTORED["adafactor"], replicas=2),
+        *("reduce_sum over dims (0,)", "params['stage0']['w'] of shape (7, 5)", REPLICAS, ELEMENTWISE, UNSHARDED),
+    ),
+    (
+        lambda: update_of(OF_WHOLE_LEAVES["muon"]),
+        *("its reshape", "params['stage2']['w'] of shape (9, 10)", "dim 1 is split over 4 IPUs", ELEMENTWISE, WHOLE),
+    ),
+    (
+        lambda: update_of(OF_WHOLE_LEAVES["muon"], LOCAL, replicas=2),
+        *("its reshape", "params['stage0']['w'] of shape (7, 5)", REPLICAS, ELEMENTWISE, UNSHARDED),
+    ),
+    (
+        lambda: _of_head(_of_leaves(_less_the_largest)),
+        *("reduce_max over dims (0,)", "params['head'] of shape (1, 6)", "dim 1 is split over 2", ELEMENTWISE, WHOLE),
+    ),
+    (
+        lambda: update_of(_of_leaves(_sorted_together), LOCAL),
+        *("its concatenate", "params['stage0']['b']", "lie apart, on 3 IPUs", "that work leaf by leaf"),
+    ),
+    (
+        lambda: update_of(_of_leaves(_phases), LOCAL),
+        *("complex64 of params['stage0']['b']", "only floats, integers and bools", "told to all IPUs"),
+    ),
+    (lambda: update_of(_of_leaves(jax.tree.leaves)), "a tree of another structure", "must keep both"),
+)
+def test_an_optimizer_that_cannot_be_split_is_refused(call, holds):
+    # optax compiles what it computes itself when an optimizer is first traced: a refusal compiles nothing more
+    with contextlib.suppress(ValueError):
+        call()
+    with refused(*holds):
+        call()
 
 
 def test_frozen_leaves_are_masked_and_stay():

@@ -33,7 +33,6 @@ from ipu_jax.schedules import (
 from ipu_jax.schedules._auto import schedule_of
 from ipu_jax.schedules._costs import Work, lower_bound
 from ipu_jax.schedules._list_scheduler import FIRSTS, Joint, Policy, earliest_ticks, list_schedule
-from support.harness import exactly
 
 Order = tuple[tuple[str, int], ...]
 
@@ -422,72 +421,6 @@ def test_no_costs_at_all_print_as_well():
     zeros = StageCosts([0], [0], [0])
     first_line = str(find_schedule(zeros, placement=(0,), micro_batches=1)).splitlines()[0]
     assert first_line == "sequential: makespan 0 (free running), no work"
-
-
-# errors
-
-NUMBERS = "are no numbers: give one per stage"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"forward": 1}, f"forward=1 {NUMBERS}"),
-        ({"forward": "12"}, f"forward='12' {NUMBERS}"),
-        ({"stash": {0: 1, 1: 2}}, f"stash={{0: 1, 1: 2}} {NUMBERS}"),
-        ({"weight": None}, f"weight=None {NUMBERS}"),
-        ({"forward": []}, "forward=[] has no stages: give at least one cost"),
-        ({"backward": [1]}, "backward has 1 numbers, but forward has 2: give one per stage"),
-        ({"whole_backward": [1] * 3}, "whole_backward has 3 numbers, but forward has 2: give one per stage"),
-        ({"weight": [1, -1]}, "weight[1]=-1 is not a cost: give a finite number of at least 0"),
-        ({"forward": [1, math.nan]}, "forward[1]=nan is not a cost: give a finite number of at least 0"),
-        ({"stash": [True, 1]}, "stash[0]=True is not a size: give a finite number of at least 0"),
-        ({"weight_residuals": [1, "1"]}, "weight_residuals[1]='1' is not a size: give a finite number of at least 0"),
-    ],
-)
-def test_costs_that_are_none_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        StageCosts(**({"forward": [1, 1], "backward": [1, 1], "weight": [1, 1]} | arguments))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"costs": 3}, "costs=3 are no costs: give StageCosts(forward=, backward=, weight=)"),
-        ({"placement": (0,)}, "costs are of 2 stages, and placement has 1: give costs per stage"),
-        ({"placement": "01"}, "placement='01' is no placement: give per stage its IPU, or None, as in (0, 1, None)"),
-        ({"placement": (0, 2), "ipus": 2}, "stage 1 is on IPU 2, outside the replica: it has IPUs 0 to 1"),
-        ({"micro_batches": 0}, "micro_batches=0 is not a count: give an int of at least 1"),
-        ({"ipus": 1.5}, "ipus=1.5 is not a count: give an int of at least 1"),
-        ({"transfer": -1}, "transfer=-1 is not a cost: give a finite number of at least 0"),
-        ({"lockstep": 1}, "lockstep=1 is no bool: give True or False"),
-        ({"seed": None}, "seed=None is not a seed: give an int"),
-        ({"stash_limit": -1}, "stash_limit=-1 is not a size: give a finite number of at least 0"),
-        ({"stash_limit": "9"}, "stash_limit='9' is not a size: give a finite number of at least 0"),
-        ({"stash_limit": [9, None]}, "stash_limit[1]=None is not a size: give a finite number of at least 0"),
-        ({"stash_limit": [9]}, "stash_limit has 1 sizes for 2 IPUs: give a number, or one for each IPU"),
-        (
-            {"stash_limit": 4},
-            "stash_limit=4 is too low for any schedule: 'sequential', which holds the least, holds 3, 5 bytes on IPUs "
-            "0 to 1: give at least that, or place fewer stages on the fullest IPU",
-        ),
-    ],
-)
-def test_what_a_search_refuses(arguments, message):
-    costs = StageCosts([1, 1], [1, 1], [1, 1], stash=[3, 5])
-    given_ = {"costs": costs, "placement": (0, 1), "micro_batches": 2} | arguments
-    with pytest.raises(ValueError, match=exactly(message)):
-        find_schedule(given_.pop("costs"), **given_)
-
-
-def test_families_take_no_costs():
-    costs = StageCosts([1], [1], [1])
-    message = f"costs={costs!r} is for schedule 'auto', and '1f1b' knows no costs: leave it out"
-    with pytest.raises(ValueError, match=exactly(message)):
-        make_schedule("1F1B", ipus=1, micro_batches=1, costs=costs)
-    message = "stash_limit=3 is for schedule 'auto', and 'zbv' knows no costs: leave it out"
-    with pytest.raises(ValueError, match=exactly(message)):
-        make_schedule("zbv", ipus=1, micro_batches=1, stash_limit=3)
 
 
 def test_results_are_frozen():

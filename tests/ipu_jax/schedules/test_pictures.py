@@ -6,11 +6,13 @@ import resource
 import sys
 import xml.etree.ElementTree as ET
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
 from ipu_jax.schedules import SCHEDULES, Schedule, Task, make_schedule
 from support import documents
+from support.refusals import refusals, refused
 
 pytest.importorskip("matplotlib")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -95,8 +97,18 @@ EXTREMES = [
     make_schedule("sequential", ipus=4, micro_batches=100),  # in several bands
     Schedule("<&$x^$_" + "-longer-than-fits" * 9, (0,), 1, ((0,),), ((1,),), None, "one-phase"),
 ]
+EVERY = [*FAMILIES, *EXTREMES]
 name_of = lambda schedule: f"{schedule.name[:20]} {schedule.placement}"  # noqa: E731
-GROUPED = make_schedule("grouped", ipus=2, micro_batches=3)
+
+
+def in_turn(schedules, first):
+    """Return every schedule, of which each third, from the first on, is not slow: three tests share them."""
+    return [
+        pytest.param(schedule, marks=() if k % 3 == first else pytest.mark.slow) for k, schedule in enumerate(schedules)
+    ]
+
+
+GROUPED: Any = make_schedule("grouped", ipus=2, micro_batches=3)
 
 
 def test_the_picture_is_the_one_drawn_by_hand():
@@ -112,7 +124,7 @@ def test_the_picture_is_the_one_drawn_by_hand():
     assert {title, "ramp-up", "main", "ramp-down", "update", "IPU 0", "IPU 1", "tick"} <= set(page.words)
 
 
-@pytest.mark.parametrize("schedule", FAMILIES, ids=name_of)
+@pytest.mark.parametrize("schedule", in_turn(FAMILIES, 0), ids=name_of)
 def test_every_task_is_drawn_once_on_its_ipu_and_in_its_tick_or_time(schedule):
     page = Page(schedule.to_svg())
     drawn = drawn_tasks(schedule, page)
@@ -148,13 +160,10 @@ def test_where_numbers_do_not_fit_a_few_micro_batches_are_dark():
     assert any(word.startswith("Dark: micro-batches 0, 8, 16, 24, 32, 40, 48, 56.") for word in page.words)
 
 
-@pytest.mark.parametrize("schedule", [*FAMILIES[::3], *FAMILIES[-5:], *EXTREMES], ids=name_of)
-@pytest.mark.parametrize("is_time", [False, True])
-def test_no_text_runs_into_another_or_out_of_the_page(schedule, is_time):
+def check_texts(figure):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    figure = schedule.plot(simulation=schedule.simulate(transfer=0.1) if is_time else None)
     (canvas := FigureCanvasAgg(figure)).draw()
     texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
     boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
@@ -164,6 +173,16 @@ def test_no_text_runs_into_another_or_out_of_the_page(schedule, is_time):
     for (text, box), (other, another) in combinations(boxes, 2):
         apart = max(box.x0, another.x0) - min(box.x1, another.x1), max(box.y0, another.y0) - min(box.y1, another.y1)
         assert max(apart) > -1, (text, other)
+
+
+@pytest.mark.parametrize("schedule", in_turn(EVERY, 1), ids=name_of)
+def test_no_text_of_a_table_runs_into_another_or_out_of_the_page(schedule):
+    check_texts(schedule.plot())
+
+
+@pytest.mark.parametrize("schedule", in_turn(EVERY, 2), ids=name_of)
+def test_no_text_of_a_run_in_time_runs_into_another_or_out_of_the_page(schedule):
+    check_texts(schedule.plot(simulation=schedule.simulate(transfer=0.1)))
 
 
 @pytest.mark.parametrize("name", ["a.svg", "a.SVG", "a.png", "a.pdf"])
@@ -208,25 +227,24 @@ def test_the_guide_draws_the_pictures_that_it_shows(tmp_path, monkeypatch):
 _OTHER = make_schedule("grouped", ipus=2, micro_batches=2)
 
 
-@pytest.mark.parametrize(
-    ("path", "simulation", "message"),
-    [
-        ("x.gif", None, "path='x.gif' ends in none of .svg, .png and .pdf: give such a name"),
-        (3, None, "path=3 is no path: give the name of an SVG, PNG or PDF file"),
-        (None, 0.5, "simulation=0.5 is no simulation: give what schedule.simulate(...) returns"),
-        (None, _OTHER.simulate(), "simulation has other tasks (8) than schedule 'grouped' (12): simulate the schedule"),
-        (None, GROUPED.simulate(0, 0), "simulation takes no time, so there is nothing to draw: simulate with costs"),
-    ],
+@refusals(
+    (lambda: GROUPED.plot("x.gif"), "path='x.gif'", ".svg, .png and .pdf", "give such a name"),
+    (lambda: GROUPED.plot(3), "path=3 ", "no path", "SVG, PNG or PDF"),
+    (lambda: GROUPED.plot(simulation=0.5), "simulation=0.5 ", "is no simulation", "schedule.simulate(...)"),
+    (lambda: GROUPED.plot(simulation=_OTHER.simulate()), "other tasks (8)", "'grouped' (12)", "simulate the schedule"),
+    (lambda: GROUPED.plot(simulation=GROUPED.simulate(0, 0)), "takes no time", "nothing to draw", "with costs"),
+    (
+        lambda: make_schedule("1f1b", ipus=256, micro_batches=512).to_svg(),
+        "262,144 tasks",
+        "can show",
+        "200,000 at most",
+    ),
 )
-def test_what_cannot_be_drawn_is_refused(path, simulation, message, tmp_path, monkeypatch):
+def test_what_cannot_be_drawn_is_refused(call, holds, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        GROUPED.plot(path, simulation=simulation)
+    with refused(*holds):
+        call()
     assert not list(tmp_path.iterdir())
-    with pytest.raises(
-        ValueError, match="has 262,144 tasks, more than a picture can show: draw one of 200,000 at most"
-    ):
-        make_schedule("1f1b", ipus=256, micro_batches=512).to_svg()
 
 
 def test_a_picture_that_cannot_be_written_leaves_the_one_before(tmp_path):

@@ -378,24 +378,6 @@ def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
     assert all(run.start_times[task] <= tick for tick in range(schedule.ticks) for task in schedule.tasks(tick))
 
 
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        ({"forward": [1]}, "forward has 1 costs for 2 stages: give a number, or one for each stage"),
-        ({"backward": [1, -1]}, "backward[1]=-1 is not a cost: give a finite number of at least 0"),
-        ({"transfer": -1}, "transfer=-1 is not a cost: give a finite number of at least 0"),
-        (
-            {"weight": 3},
-            "weight=3 costs stage 0 more than backward=2.0, of which it is a part: backward is the whole backward pass",
-        ),
-    ],
-)
-def test_the_simulator_refuses(costs, message):
-    with pytest.raises(ValueError, match=r".") as caught:
-        make_schedule("zb-h1", ipus=2, micro_batches=2).simulate(**costs)
-    assert str(caught.value) == message
-
-
 # make
 
 
@@ -421,43 +403,3 @@ def test_placements_that_waves_serve(placement):
 @pytest.mark.parametrize("placement", [(0, 1, None, 0, 1), (1, 0, 1, 0, 1, 0), (0, 0), (0, 1, 2)])
 def test_placements_that_looped_serves(placement):
     assert make_schedule("looped", placement=placement, micro_batches=5).micro_batches == 5
-
-
-@pytest.mark.parametrize(
-    ("given_", "message"),
-    [
-        (
-            {"name": "zbv", "placement": (0, 1, 0, 1)},
-            "schedule 'zbv' cannot serve the local stages on [0, 1, 0, 1]: it needs them folded, there and back over "
-            "the same IPUs, as in [0, 1, 1, 0]; 'zb-h1' serves any placement",
-        ),
-        (
-            {"name": "looped", "placement": (0, 1, 1, 0)},
-            "schedule 'looped' cannot serve the local stages on [0, 1, 0]: it needs them on the same IPUs in the same "
-            "order round after round, as in [0, 1, 0, 1]; '1f1b' serves any placement",
-        ),
-        (
-            {"name": "dualpipev", "placement": (0, 1, 2)},
-            "schedule 'dualpipev' cannot serve the local stages on [0, 1, 2]: it needs them folded, there and back "
-            "over the same IPUs, as in [0, 1, 1, 0]; 'zb-h1' serves any placement",
-        ),
-        (
-            {"name": "zb-wave", "placement": (0, 1, 2, 0, 1, 2), "ipus": 3},
-            "schedule 'zb-wave' cannot serve the local stages on [0, 1, 2, 0, 1, 2]: it needs them in sweeps, there "
-            "and back over the same IPUs, as in [0, 1, 1, 0, 0, 1]; 'zb-h1' serves any placement",
-        ),
-        (
-            {"name": "zb-h2"},
-            "schedule='zb-h2' is unknown: did you mean 'zb-h1'? Choose one of 'sequential', 'grouped', 'interleaved', "
-            "'gpipe', '1f1b', 'looped', 'looped-bfs', 'looped-zb', 'zb-h1', 'zbv', 'zb-wave', 'dualpipev', 'auto'",
-        ),
-        ({"name": "looped", "rounds": 0}, "rounds=0 is not a count: give an int of at least 1"),
-        ({"name": "zbv", "ipus": None}, "give ipus=, placement=, or both"),
-        ({"name": "gpipe", "micro_batches": 0}, "micro_batches=0 is not a count: give an int of at least 1"),
-        ({"name": "1f1b", "placement": (0, 2)}, "stage 1 is on IPU 2, outside the replica: it has IPUs 0 to 1"),
-    ],
-)
-def test_make_refuses(given_, message):
-    with pytest.raises(ValueError, match=r".") as caught:
-        make_schedule(**{"ipus": 2, "micro_batches": 1} | given_)
-    assert str(caught.value) == message

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, replicate
-from support.trained import quick_compiles
+from support.trained import compiled_quickly
 
 D, COLUMNS, ROWS, M, RATE = 4, 5, 3, 2, 0.5  # 5 columns: 3 and 2 on two IPUs
 STEPS = 2
@@ -198,10 +198,7 @@ def alike_on_all_devices(tree):
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 @pytest.mark.slow

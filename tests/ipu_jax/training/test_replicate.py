@@ -1,15 +1,13 @@
-"""Test replicas: R of them with batch B equal one with R x B, pmap equals the mesh, and bad arguments are refused."""
+"""Test replicas: R of them with batch B equal one with R x B, and pmap equals the mesh."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from ipu_jax import Outputs, Pipeline, Stage, make_mesh, replicate
 from ipu_jax.training.replicas import replicas_of
 from support.dense import chain, largest_relative_error
-from support.refusals import refused
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 
@@ -151,67 +149,3 @@ def test_a_loop_that_never_waits_is_bounded():
 def test_both_ways_of_asking(asked, replicas):
     assert replicas_of(**asked) == replicas
     assert type(replicas_of(**asked)) is int
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({}, "replication_factor and num_ipus: neither given; give one of the two"),
-        (
-            {"replication_factor": 2, "num_ipus": 4},
-            "replication_factor and num_ipus: both given; give one of the two",
-        ),
-        (
-            {"num_ipus": 6, "ipus_per_replica": 4},
-            "num_ipus=6 makes no whole number of replicas of ipus_per_replica=4: give a multiple of it, such as 4 or 8",
-        ),
-        (
-            {"num_ipus": 3, "ipus_per_replica": 4},
-            "num_ipus=3 makes no whole number of replicas of ipus_per_replica=4: give a multiple of it, such as 4",
-        ),
-        ({"replication_factor": 0}, "replication_factor=0 is not a count: give an int of at least 1"),
-        ({"num_ipus": 2.0}, "num_ipus=2.0 is not a count: give an int of at least 1"),
-    ],
-)
-def test_what_makes_no_replicas(asked, message):
-    with refused(message):
-        replicas_of(**asked)
-
-
-def test_what_replicate_refuses():
-    pipeline = Pipeline([Stage(lambda p, x, mb: jnp.sum(p), params="p")])
-    with refused("reduction='sum' was given, but a pipeline has its own: make the Pipeline with it"):
-        replicate(pipeline, replication_factor=2, reduction="sum")  # pyright: ignore[reportCallIssue, reportArgumentType]
-    with refused("model=3 is neither a Pipeline nor callable: give a loss function"):
-        replicate(3, replication_factor=2)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    with refused(
-        "replicas=16 x ipus_per_replica=1 needs 16 IPUs, but jax already started its CPU backend with 8: "
-        "call configure(16) before any other use of jax, or set JAX_NUM_CPU_DEVICES=16."
-    ):
-        replicate(loss_fn, replication_factor=16)
-
-
-def test_what_a_call_refuses():
-    params, batch = problem(2, 1)
-    model = replicate(loss_fn, replication_factor=2)
-    held = model.shard(params)
-    with refused("a key was given, but loss_fn takes none: replicate(..., random=True)"):
-        model.value_and_grad(held, batch, lax.stop_gradient(0))
-    _, of_three = problem(3, 1)
-    with refused(
-        "batch['x'] has shape (3, 1, 3, 5): its leading dims must be "
-        "(replicas, gradient_accumulation, ...) = (2, 1, ...)"
-    ):
-        model.value_and_grad(held, of_three)
-    with refused("params['w'] is int32: weights must be floating arrays; carry other data in the batch"):
-        model.value_and_grad({"w": np.zeros(3, np.int32)}, batch)
-    with refused(
-        "params['w'] is float8_e5m2: weights must have at least 16 bits; hold it in bfloat16 and cast it in loss_fn"
-    ):
-        model.value_and_grad({"w": np.zeros(3, jnp.float8_e5m2)}, batch)
-    random = replicate(loss_fn, replication_factor=2, random=True)
-    with refused("key=None is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)"):
-        random.value_and_grad(held, batch)
-    vector = replicate(lambda p, mb: mb["y"], replication_factor=2)
-    with refused("loss_fn returned float32[3] as its loss: return a float scalar, or (loss, aux)"):
-        vector.value_and_grad(held, batch)

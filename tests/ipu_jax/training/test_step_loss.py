@@ -7,17 +7,13 @@ import optax
 import pytest
 
 from ipu_jax import Outputs, Pipeline, Reduction, Replicas, Stage, TrainOptions, make_mesh, make_train_step, replicate
-from support.refusals import refused
-from support.trained import quick_compiles
+from support.trained import compiled_quickly
 
 M, REPLICAS, UPDATES = 3, 2, 2
 PARAMS = {"w": np.random.default_rng(3).normal(size=(5, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 def tokens(*lead):
@@ -134,19 +130,7 @@ def test_a_random_function_is_given_its_key():
         step.loss(state, rows)
 
 
-def test_what_is_refused():
-    step, state = step_of("function", mean, 1, device_iterations=UPDATES)
-    with refused(
-        "batch['x'] has shape (3, 6, 5): its first dim must be device_iterations=2; "
-        "give a batch of a Feed itself, not its data"
-    ):
-        step.loss(state, {"x": tokens(M)["x"]})
-    with refused("batch['x'] has shape (2, 6, 5): its leading dims must be (gradient_accumulation, ...) = (3, ...)"):
-        step.loss(state, {"x": tokens(UPDATES, 2)["x"]})
-    with refused("state is not of this step: make it with step.init(params)"):
-        step.loss(state.params, tokens(UPDATES, M))
-    with refused("ema=True, but no average is kept: make the step with TrainOptions(ema_decay=0.999)"):
-        step.loss(state, tokens(UPDATES, M), ema=True)
+def test_a_model_without_a_count_is_refused():
     weighted, state = step_of("function", mean, 1, weighted=True)
     with pytest.raises(ValueError, match=r"^weighted=True, but the model gives no count: return "):
         weighted.loss(state, tokens(M))

@@ -18,15 +18,12 @@ from ipu_jax import (
     make_train_step,
 )
 from support.dense import chain, largest_relative_error
-from support.trained import batches_of, quick_compiles, train_dense
+from support.trained import batches_of, compiled_quickly, train_dense
 
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 def loss_fn(w, rows):

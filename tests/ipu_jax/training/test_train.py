@@ -20,16 +20,12 @@ from ipu_jax import (
     replicate,
 )
 from support.dense import chain, largest_relative_error
-from support.refusals import refused
-from support.trained import batches_of, quick_compiles, state_error, train_dense
+from support.trained import batches_of, compiled_quickly, state_error, train_dense
 
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 def loss_fn(params, microbatch):
@@ -392,55 +388,6 @@ def test_buffers_are_donated_and_a_loop_that_never_waits_is_bounded():
     assert float(losses[-1]) < float(losses[0])
 
 
-# bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device_iterations": 0}, "device_iterations=0 is not a count: give an int of at least 1"),
-        ({"replication_factor": -1}, "replication_factor=-1 is not a count: give an int of at least 1"),
-        ({"reduction": "max"}, "reduction='max' is unknown: Choose one of 'mean', 'sum'"),
-        ({"outputs": "al"}, "outputs='al' is unknown: did you mean 'all'? Choose one of 'final', 'all', 'sum'"),
-        (
-            {"outputs": 4, "device_iterations": 6},
-            "outputs=4 does not divide device_iterations=6: the last outputs would be lost; "
-            "give a divisor of it, or 'final', 'all' or 'sum'",
-        ),
-        ({"max_gradient_norm": 0}, "max_gradient_norm=0 is not a positive number: give a finite one above 0"),
-        ({"loss_scale": float("inf")}, "loss_scale=inf is not a positive number: give a finite one above 0"),
-        ({"precision": "8.8"}, "precision='8.8' is unknown: Choose one of '32.32', '16.32', '16.16'"),
-        ({"weighted": 1}, "weighted=1 is no bool: give True or False"),
-        (
-            {"stochastic_rounding": True, "precision": "16.32"},
-            "stochastic_rounding=True with precision='16.32': weights are held in float32, and nothing is rounded; "
-            "use precision='16.16'",
-        ),
-    ],
-)
-def test_options_that_cannot_be(options, message):
-    with refused(message):
-        TrainOptions(**options)
-
-
-def test_options_that_do_not_fit_the_model():
-    pipeline = Pipeline([Stage(lambda p, x, mb: jnp.sum(p), params="p")], gradient_accumulation=4)
-    with refused(
-        "TrainOptions(gradient_accumulation=2), but the Pipeline was made with gradient_accumulation=4: "
-        "give it in one of the two places, or the same in both"
-    ):
-        make_train_step(pipeline, optax.sgd(0.1), TrainOptions(gradient_accumulation=2))
-    with refused(
-        "TrainOptions(replication_factor=4), but the Replicas are 2: give it in one of the two places, "
-        "or the same in both"
-    ):
-        make_train_step(Replicas(loss_fn, replication_factor=2), optax.sgd(0.1), TrainOptions(replication_factor=4))
-    with refused("optimizer=0.1 is no optax.GradientTransformation: give optax.sgd(...) or such"):
-        make_train_step(pipeline, 0.1)  # pyright: ignore[reportArgumentType]
-    with refused("model=3 is neither a Pipeline, nor Replicas, nor callable: give a loss function"):
-        make_train_step(3, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
-
-
 def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():
     params, batches = problem(2, 1)
     step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=2))
@@ -454,43 +401,3 @@ def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():
         state = step.restore(step.whole(state) | {"key": jax.random.key(1)})
     found, _ = step(state, batches)
     jax.tree.map(np.testing.assert_array_equal, step.whole(found), step.whole(without))
-
-
-def test_what_init_and_a_call_refuse():
-    params, batches = problem(2, 1)
-    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=2))
-    keys = jax.random.split(jax.random.key(0))
-    with refused("state is not of this step: make it with step.init(params)"):
-        step(None, batches)  # pyright: ignore[reportArgumentType]
-    with refused("key=3 is not one typed key: make it with jax.random.key(seed)"):
-        make_train_step(Replicas(loss_fn, random=True), optax.sgd(0.1)).init(params, key=3)
-    random = make_train_step(Replicas(loss_fn, random=True), optax.sgd(0.1))
-    with refused("key is missing, and the model is random: pass init(..., key=jax.random.key(seed))"):
-        random.init(params)
-    with pytest.raises(ValueError, match=r"is not one typed key: make it with jax\.random\.key\(seed\)$"):
-        random.init(params, key=keys)
-    rounding = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(precision="16.16", stochastic_rounding=True))
-    with refused(
-        "key is missing, and stochastic_rounding=True draws numbers: pass init(..., key=jax.random.key(seed))"
-    ):
-        rounding.init(jax.tree.map(np.asarray, params))
-    with refused("params['w'] is int32: weights must be floating arrays; carry other data in the batch"):
-        step.init({"w": np.zeros(3, np.int32)})
-    state = step.init(params)
-    short = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], batches)
-    with refused(
-        "batch['x'] has shape (1, 1, 3, 5): its first dim must be device_iterations=2; "
-        "give a batch of a Feed itself, not its data"
-    ):
-        step(state, short)
-    wrong = jax.tree.map(lambda leaf: np.repeat(leaf, 3, axis=1), batches)
-    with refused("batch['x'] has shape (3, 3, 5): its leading dims must be (gradient_accumulation, ...) = (1, ...)"):
-        step(state, wrong)
-    weighted = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(weighted=True))
-    first = weighted.init(params)
-    one = jax.tree.map(lambda leaf: np.asarray(leaf)[0], batches)
-    with refused(
-        "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
-        "the count a number"
-    ):
-        weighted(first, one)

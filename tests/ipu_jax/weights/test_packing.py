@@ -1,8 +1,8 @@
 """Test packing: what is put on the IPUs comes back unchanged, and each IPU holds its own bytes and no others."""
 
 import math
-import re
 from collections import Counter
+from typing import Any
 
 import flax.linen
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import make_mesh
 from ipu_jax.weights.packed_layout import local_shape, plan_layout
 from ipu_jax.weights.packing import Sharded, read, shard_tree, specs_of, unshard_tree
+from support.refusals import refusals, refused
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
@@ -295,100 +296,57 @@ def test_the_shape_of_a_shard(shape, spec, ipus, expected):
 
 # bad input
 
-OWNERS = {"mlp": 0, "head": None}
-GOOD = {"mlp": {"w": np.ones((2, 2), F32)}, "head": {"w": np.ones((2, 4), F32), "b": np.ones(4, F32)}}
-NEEDS = "give a PartitionSpec of at most {} dims, with 'ipu' at most once and None elsewhere"
-
-BAD_PARAMS = {
-    "a missing group": ({"mlp": GOOD["mlp"]}, "params: missing 'head'. The stages name the groups 'head', 'mlp'"),
-    "an unknown group": (
-        GOOD | {"tail": 1, "body": 2},
-        "params: unknown 'body', 'tail'. The stages name the groups 'head', 'mlp'",
-    ),
-    "a misspelt group": (
-        {"mpl": GOOD["mlp"], "head": GOOD["head"]},
-        "params: missing 'mlp'; unknown 'mpl'. The stages name the groups 'head', 'mlp'",
-    ),
-    "integer weights": (
-        GOOD | {"mlp": {"w": np.ones((2, 2), np.int32)}},
-        "params['mlp']['w'] is int32: weights must be floating; freeze it, or carry other data in the batch",
-    ),
-    "integer weights of a concurrent group": (
-        GOOD | {"head": {"w": np.ones((2, 4), np.int8), "b": np.ones(4, F32)}},
-        "params['head']['w'] is int8: weights must be floating; freeze it, or carry other data in the batch",
-    ),
-    "bool weights": (
-        GOOD | {"mlp": [np.ones(2, bool)]},
-        "params['mlp'][0] is bool: weights must be floating; freeze it, or carry other data in the batch",
-    ),
-    "complex weights": (
-        GOOD | {"mlp": [np.ones(2, np.complex64)]},
-        "params['mlp'][0] is complex64: weights must be floating; freeze it, or carry other data in the batch",
-    ),
-    "weights of 8 bits": (
-        GOOD | {"mlp": [jnp.ones(2, jnp.float8_e4m3fn)]},
-        "params['mlp'][0] is float8_e4m3fn: weights that are trained must have at least 16 bits; hold it in bfloat16 "
-        "and cast it in the stage, or freeze it",
-    ),
-    "weights of 4 bits in a concurrent group": (
-        GOOD | {"head": {"w": jnp.ones((2, 4), jnp.float4_e2m1fn), "b": np.ones(4, F32)}},
-        "params['head']['w'] is float4_e2m1fn: weights that are trained must have at least 16 bits; hold it in "
-        "bfloat16 and cast it in the stage, or freeze it",
-    ),
-    "a Python number": (GOOD | {"mlp": {"w": 2.5}}, "params['mlp']['w'] is 2.5: a weight must be an array"),
-    "a string": (GOOD | {"mlp": "w.npy"}, "params['mlp'] is 'w.npy': a weight must be an array"),
-}
+F8, F4 = jnp.ones(2, jnp.float8_e4m3fn), jnp.ones((2, 4), jnp.float4_e2m1fn)
+MLP, HEAD = {"w": np.ones((2, 2), F32)}, {"w": np.ones((2, 4), F32), "b": np.ones(4, F32)}
+COLUMNS = P(None, "ipu")
 
 
-@pytest.mark.parametrize(("params", "message"), BAD_PARAMS.values(), ids=BAD_PARAMS)
-def test_bad_params_are_refused_naming_the_leaf(params, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        plan_layout(params, OWNERS, {"head": P(None, "ipu")}, 2)
+def plan(mlp: Any = MLP, head: Any = HEAD, spec: Any = COLUMNS, **others):
+    return plan_layout({"mlp": mlp, "head": head} | others, {"mlp": 0, "head": None}, {"head": spec}, 2)
 
 
-BAD_SPECS = {
-    "none": (
-        {},
-        "group 'head' is concurrent and has no PartitionSpecs: give specs={'head': PartitionSpec(...)}, "
-        "with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole",
-    ),
-    "longer than the leaf": (
-        {"head": {"w": P(None, "ipu"), "b": P(None, "ipu")}},
-        f"params['head']['b'] of shape (4,) has spec {P(None, 'ipu')}: {NEEDS.format(1)}",
-    ),
-    "another axis": (
-        {"head": {"w": P("replica"), "b": P()}},
-        f"params['head']['w'] of shape (2, 4) has spec {P('replica')}: {NEEDS.format(2)}",
-    ),
-    "ipu twice": (
-        {"head": {"w": P("ipu", "ipu"), "b": P()}},
-        f"params['head']['w'] of shape (2, 4) has spec {P('ipu', 'ipu')}: {NEEDS.format(2)}",
-    ),
-    "two axes on a dim": (
-        {"head": {"w": P(("replica", "ipu")), "b": P()}},
-        f"params['head']['w'] of shape (2, 4) has spec {P(('replica', 'ipu'))}: {NEEDS.format(2)}",
-    ),
-    "a plain string": (
-        {"head": {"w": "ipu", "b": P()}},
-        f"params['head']['w'] of shape (2, 4) has spec ipu: {NEEDS.format(2)}",
-    ),
-}
+def planned(params):
+    return plan_layout(params, {"mlp": 0, "head": None}, {"head": COLUMNS}, 2)
 
 
-@pytest.mark.parametrize(("specs", "message"), BAD_SPECS.values(), ids=BAD_SPECS)
-def test_bad_specs_are_refused_naming_the_leaf(specs, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        plan_layout(GOOD, OWNERS, specs, 2)
+NAMED = "The stages name the groups 'head', 'mlp'"
+FLOATING, NARROW = "weights must be floating", "weights that are trained must have at least 16 bits"
+ELSE, FREEZE = "or carry other data in the batch", "or freeze it"
+NEEDS = "give a PartitionSpec of at most {} dims", "with 'ipu' at most once and None elsewhere"
 
 
-@pytest.mark.parametrize(
-    "spec", [{"w": P()}, {"w": P(), "b": P(), "c": P()}, [P(), P()], None, {"w": (None, "ipu"), "b": P()}]
+@refusals(
+    # groups
+    (lambda: planned({"mlp": MLP}), "missing 'head'", NAMED),
+    (lambda: plan(tail=1, body=2), "unknown 'body', 'tail'", NAMED),
+    (lambda: planned({"mpl": MLP, "head": HEAD}), "missing 'mlp'; unknown 'mpl'", NAMED),
+    # weights
+    (lambda: plan({"w": np.ones((2, 2), np.int32)}), "params['mlp']['w'] is int32", FLOATING, ELSE),
+    (lambda: plan(head=HEAD | {"w": np.ones((2, 4), np.int8)}), "params['head']['w'] is int8", FLOATING, ELSE),
+    (lambda: plan([np.ones(2, bool)]), "params['mlp'][0] is bool", FLOATING, ELSE),
+    (lambda: plan([np.ones(2, np.complex64)]), "params['mlp'][0] is complex64", FLOATING, ELSE),
+    (lambda: plan([F8]), "params['mlp'][0] is float8_e4m3fn", NARROW, "bfloat16", FREEZE),
+    (lambda: plan(head=HEAD | {"w": F4}), "params['head']['w'] is float4_e2m1fn", NARROW, "bfloat16", FREEZE),
+    (lambda: plan({"w": 2.5}), "params['mlp']['w'] is 2.5", "a weight must be an array"),
+    (lambda: plan("w.npy"), "params['mlp'] is 'w.npy'", "a weight must be an array"),
+    # specs
+    (
+        lambda: plan_layout({"mlp": MLP, "head": HEAD}, {"mlp": 0, "head": None}, {}, 2),
+        *("group 'head' is concurrent", "no PartitionSpecs", "specs={'head': PartitionSpec(...)}", "'ipu' for the dim"),
+    ),
+    (lambda: plan(spec={"w": COLUMNS, "b": COLUMNS}), f"(4,) has spec {COLUMNS}", NEEDS[0].format(1), NEEDS[1]),
+    *(
+        (
+            lambda spec=spec: plan(spec={"w": spec, "b": P()}),
+            *(f"params['head']['w'] of shape (2, 4) has spec {spec}", NEEDS[0].format(2), NEEDS[1]),
+        )
+        for spec in (P("replica"), P("ipu", "ipu"), P(("replica", "ipu")), "ipu", 1)
+    ),
+    *(
+        (lambda spec=spec: plan(spec=spec), "specs['head']", "does not fit the group's tree")
+        for spec in ({"w": P()}, {"w": P(), "b": P(), "c": P()}, [P(), P()], None, {"w": (None, "ipu"), "b": P()})
+    ),
 )
-def test_specs_of_another_tree_are_refused(spec):
-    with pytest.raises(ValueError, match=r"^specs\['head'\] does not fit the group's tree: "):
-        plan_layout(GOOD, OWNERS, {"head": spec}, 2)
-
-
-def test_a_spec_that_is_a_number_is_refused():
-    with pytest.raises(ValueError, match=r"^params\['head'\]\['w'\] of shape \(2, 4\) has spec 1: "):
-        plan_layout(GOOD, OWNERS, {"head": {"w": 1, "b": P()}}, 2)
+def test_bad_params_and_specs_are_refused_naming_the_leaf(call, holds):
+    with refused(*holds):
+        call()

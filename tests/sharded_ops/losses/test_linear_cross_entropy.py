@@ -343,6 +343,3 @@ def test_it_is_the_loss_of_the_logits_it_does_not_make():
     hidden, table = normal(0, (5, FEATURES)), padded(Split(13, 3), normal(1, (13, FEATURES)), 0)
     apart, fused = on_ipus(functools.partial(both, labels=labels), 3, (P(), ROWS), P())(hidden, table)
     np.testing.assert_allclose(fused, apart, rtol=2e-6)
-
-
-# Errors

@@ -192,11 +192,3 @@ def test_rows_that_do_not_count_may_be_nan_unless_their_log_sum_exp_is_wanted():
         assert np.isnan(value) == wants_lse
         assert np.isnan(grads[2]).any() == wants_lse
         assert not np.isnan(np.asarray(grads[0])[[0, 2]]).any()
-
-
-def test_scattered_hidden_of_another_number_of_tokens_is_refused():
-    def op(hidden, table):
-        return linear_cross_entropy(hidden, table, np.zeros(9, np.int32), size=4, tokens=9)
-
-    with pytest.raises(ValueError, match=r"^hidden has shape \(3, 4\) on each IPU, .* but tokens=9 over the 2 IPUs"):
-        on_ipus(op, 2, (ROWS, ROWS), P())(jnp.ones((6, 4)), jnp.ones((4, 4)))
