@@ -89,7 +89,7 @@ of_shape = lambda *shape, dims=3: struct.pack(f">4B{len(shape)}I", 0, 0, 8, dims
 LARGE = np.random.default_rng(0).bytes(1 << 20)
 CLAIMS = of_shape(900_000, 28, 28)
 MANY_LABELS = gzip.compress(idx(np.zeros(900_000, np.uint8)))
-ZIPPED = {name: gzip.compress(idx(ARRAYS[name.removesuffix(".gz")])) for name in (IMAGES, LABELS, TEST_IMAGES)}
+ZIPPED = {f"{name}.gz": gzip.compress(idx(array)) for name, array in ARRAYS.items()}
 DAMAGED = bytearray(ZIPPED[TEST_IMAGES])
 DAMAGED[len(DAMAGED) // 2] ^= 0xFF
 BROKEN = "is broken or truncated, it cannot be unzipped"
