@@ -98,6 +98,8 @@ def read(folder: Path) -> int:
 
 def main() -> int:
     figures = Figures("checkpoints: steps while one is saved over steps without, bytes, memory, time to restore")
+    figures.shrink(__name__, STEPS=2, ROUNDS=1, ROWS=2, MICRO_BATCHES=2)
+    figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     configure(2)
     training = Training()
     held = held_bytes(training.state)

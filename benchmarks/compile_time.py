@@ -57,6 +57,7 @@ class Program:
 
 def main() -> int:
     figures = Figures("compile time of a pipeline as its micro-batches and its stages grow")
+    figures.shrink(__name__, WIDTH=4, ROWS=2, LAYERS_A_STAGE=1, MOST_STAGES=4, ROUNDS=1)
     configure(MOST_STAGES)
     few_batches, many_batches, many_stages = Program(2, 4), Program(2, 64), Program(MOST_STAGES, 4)
     for _ in range(ROUNDS):

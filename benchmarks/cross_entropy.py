@@ -52,7 +52,7 @@ def split(hidden_ND: Any, table_VD: Any, labels_N: Any, *, size: int) -> Any:
 
 
 def programs(
-    tokens: int = TOKENS, vocabulary: int = VOCABULARY, names: tuple[str, ...] = NAMES
+    tokens: int, vocabulary: int, names: tuple[str, ...] = NAMES
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return the compiled programs and their arguments, both by the program's name."""
     random = np.random.default_rng(0)
@@ -86,8 +86,10 @@ def programs(
 
 def main(argv: list[str] | None = None) -> int:
     figures = Figures("the split cross-entropy beside its rivals", argv)
+    smallest = {"TOKENS": 8, "FEATURES": 4, "VOCABULARY": 34, "LARGE": (16, 66)}
+    figures.shrink(__name__, **smallest, ROUNDS=1, LARGE_ROUNDS=1)
     configure(IPUS)
-    compiled, arguments = programs()
+    compiled, arguments = programs(TOKENS, VOCABULARY)
     steps = {name: partial(program, *arguments[name]) for name, program in compiled.items()}
     expected = steps[UNSHARDED]()
     for name in (SPLIT, BACKWARD, FORWARD):

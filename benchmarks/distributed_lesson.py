@@ -88,7 +88,9 @@ def main() -> int:
         parser.add_argument("--rounds", type=int, default=ROUNDS, help="(default: %(default)s)")
 
     figures = Figures("distributed_lesson: examples per second of each step of the lesson", flags=flags)
-    ratios = measured(figures.args.rounds)
+    smallest = {"1 replica": [*PYTHON, "--replicas", "1", "--examples", "512", "--epochs", "2"]}
+    figures.shrink(__name__, STEPS=smallest, KINDS={"decoding": []})
+    ratios = measured(1 if figures.args.smallest else figures.args.rounds)
     for kind, steps in ratios.items():
         for step, ratio in steps.items():
             figures.add(f"examples/s / one replica's, {kind}, {step}", ratio, at_least=BOUNDS.get((kind, step)))

@@ -57,6 +57,8 @@ def crossing(flags: str) -> int:
 
 def main() -> int:
     figures = Figures("the feed: step time with real data over the step's with data on the IPUs, and bytes that cross")
+    figures.shrink(__name__, SIZES=((2, 3),))
+    figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     configure(2)
     data = load_mnist(mirrors=())
     params = init_params(0)

@@ -2,7 +2,9 @@
 
 A figure is a count, or a ratio of measurements from one process, because absolute times mean nothing on a shared
 machine. Each figure is printed as a line `name  value  bound`. With `--check` the script exits 1 if figures are outside
-their bounds, and names them. With `--record FILE` each figure is also written to that file, for `run_all.py`.
+their bounds, and names them. With `--record FILE` each figure is also written to that file, for `run_all.py`. With
+`--smallest` a script measures its smallest sizes in one round: the times mean nothing then, but the results of the
+programs must still agree, and tests check that they do.
 """
 
 import argparse
@@ -22,6 +24,8 @@ from results import Figure
 
 STEADY: Final = 1.10
 """The bound for median / least step time: above it, other load on the machine blurs the ratios."""
+
+MOST_ROUNDS = sys.maxsize  # of `side_by_side`, and at most one less to warm up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +121,17 @@ class Figures:
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--check", action="store_true", help="exit 1 where a figure is outside its bound")
         parser.add_argument("--record", type=Path, metavar="FILE", help="write each figure to a file, as JSON")
+        parser.add_argument("--smallest", action="store_true", help="run it at its smallest size, for its results only")
         flags(parser)
         self.args = parser.parse_args(argv)
         self._check, self._record = self.args.check, self.args.record
         self._short: list[str] = []
+        self.shrink(__name__, MOST_ROUNDS=1)
+
+    def shrink(self, script: str, **smallest: Any) -> None:
+        """Give constants of a script their smallest values, if `--smallest` was given."""
+        if self.args.smallest:
+            vars(sys.modules[script]).update(smallest)
 
     def add(self, name: str, value: float, at_most: float | None = None, *, at_least: float | None = None) -> None:
         """Print one figure and its bounds, if it has any."""
@@ -213,6 +224,7 @@ def side_by_side(*calls: Callable[[], Any], rounds: int = 8, warm_up: int = 2) -
 
     They run in turn, so that other load on the machine affects all of them.
     """
+    rounds, warm_up = min(rounds, MOST_ROUNDS), min(warm_up, MOST_ROUNDS - 1)
     found = [[cost_of(call) for call in calls] for _ in range(warm_up + rounds)]
     return [Costs(list(costs)) for costs in zip(*found[warm_up:], strict=True)]
 

@@ -272,6 +272,7 @@ BASIC = "6 layers x 192"
 ROUNDS = {"8 layers x 512": 3}  # a step takes six to nine seconds
 IPUS, MICRO_BATCHES, SEQUENCES = 2, 8, 4
 BOUNDS = {"grouped": Bounds(cpu=1.03, bytes=0.80), "zb-h1": Bounds(cpu=1.05)}
+FORMS = (blocks, blocks_unrolled)  # of the layers of a stage
 IDIOMS: dict[str, dict[str, Any]] = {
     "usual idiom with jax.checkpoint": {"checkpoint": True},
     "usual idiom with jax.checkpoint, no idle work": {"checkpoint": True, "skip_idle": True},
@@ -316,9 +317,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("GPT: pipelined blocks between vocabulary-split tables, and its unsharded program", flags=flags)
+    smallest = {"smallest": Sizes(vocabulary=11, length=6, features=8, heads=2, layers=2)}
+    few = {"BOUNDS": {"grouped": Bounds()}, "FORMS": (blocks,)}
+    figures.shrink(__name__, SIZES=smallest, MICRO_BATCHES=2, SEQUENCES=1, **few)
     configure(IPUS)
     for size in SIZES if figures.args.only is None else [figures.args.only]:
-        for layers in (blocks, blocks_unrolled):
+        for layers in FORMS:
             for mode in ("concurrent", "basic") if size == BASIC else ("concurrent",):
                 measure(figures, size, mode, layers)
     return figures.status()

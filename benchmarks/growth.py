@@ -38,6 +38,7 @@ TITLES = {
 }
 SINGULAR = {"IPUs": "IPU"}
 SETTLED = (8, 32)  # the M from which memory must not grow, and the last M
+STAGES, COLUMNS = (2, 4, 8), (1024, 4096, 16384)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +136,11 @@ def builds(kind: str) -> Iterator[tuple[int, str, Build]]:
     if kind == "micro-batches":
         yield from ((m, "grouped", of_layers(2, 2, m)) for m in (2, 4, 8, 16, 32))
     elif kind == "stages":
-        yield from ((s, "looped", of_layers(s, 2, 8, "looped")) for s in (2, 4, 8))
+        yield from ((s, "looped", of_layers(s, 2, 8, "looped")) for s in STAGES)
     elif kind == "IPUs":
         yield from ((n, "grouped", of_layers(n, n, 8)) for n in (1, 2, 4, 8))
     else:
-        for size in (1024, 4096, 16384):
+        for size in COLUMNS:
             yield size, "head on both IPUs", of_vocabulary(size, None)
             yield size, "head on IPU 1", of_vocabulary(size, 1)
 
@@ -232,6 +233,7 @@ def drawable(path: str) -> str:
 
 def main() -> int:
     figures = Figures("how a step grows with micro-batches, stages, IPUs and vocabulary", flags=flags)
+    figures.shrink(__name__, WIDTH=4, ROWS=2, KINDS=("stages", "columns"), STAGES=(4,), COLUMNS=(7,))
     configure(8)
     kinds = (figures.args.only,) if figures.args.only else KINDS
     curves: dict[str, list[Point]] = {}
@@ -253,8 +255,8 @@ def main() -> int:
         figures.add("temporary bytes an IPU, 8 IPUs / 1 IPU", of_ipus[8] / of_ipus[1])
     if "columns" in curves:
         of_head = {(point.x, point.line): point.bytes for point in curves["columns"]}
-        both, one = (of_head[16384, line] for line in ("head on both IPUs", "head on IPU 1"))
-        figures.add("temporary bytes an IPU, 16384 columns, head on both IPUs / on IPU 1", both / one, 0.75)
+        both, one = (of_head[COLUMNS[-1], line] for line in ("head on both IPUs", "head on IPU 1"))
+        figures.add(f"temporary bytes an IPU, {COLUMNS[-1]} columns, head on both IPUs / on IPU 1", both / one, 0.75)
     if figures.args.plot:
         plot(curves, figures.args.plot)
     return figures.status()

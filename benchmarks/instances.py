@@ -203,11 +203,14 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("instances: two replicas on two host processes over both on one, beside torch's", flags=flags)
+    figures.shrink(__name__, SIZES=((8, None, None),), STEPS=1, STARTS=1)
+    figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
+    rounds = 1 if figures.args.smallest else figures.args.rounds
     jax.config.update("jax_platforms", "cpu")  # this process only makes the weights
     if figures.args.only != "start":
-        step_figures(figures, figures.args.rounds)
+        step_figures(figures, rounds)
     if figures.args.only != "steps":
-        start_figures(figures, min(figures.args.rounds, STARTS))
+        start_figures(figures, min(rounds, STARTS))
     return figures.status()
 
 

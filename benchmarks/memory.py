@@ -80,6 +80,7 @@ def settled(schedule: str, ipus: int) -> tuple[int, ...]:
 
 def main() -> int:
     figures = Figures("temporary bytes of a step: as compiled, as predicted, and in the micro-batches")
+    figures.shrink(__name__, SCHEDULES=("grouped",), MICRO_BATCHES=(4,))
     configure(4)
     print("| IPUs | schedule | stash, MB | predicted, MB | compiled, MB | compiled / predicted |")
     print("|---|---|---|---|---|---|")

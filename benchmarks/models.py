@@ -55,6 +55,7 @@ from ipu_jax import Outputs, Pipeline, Stage, configure, conv_general_dilated
 from mnist_example import resnet
 
 IPUS, MOST_IPUS, MICRO_BATCHES, ROUNDS = 2, 4, 8, 7
+COUNTS = (4, 32)  # M of the recommender
 BOUNDS = {"grouped": Bounds(cpu=1.05), "zb-h1": Bounds()}
 BOUNDS_OF_RECOMMENDER = {"grouped": Bounds(cpu=1.2), "zb-h1": Bounds(cpu=1.2)}
 BOUND_OF_ROWS, ROUNDS_OF_ROWS, SMALL = Bounds(cpu=1.25), 25, 4  # a small hidden layer
@@ -296,7 +297,7 @@ def pipelined(model: Model, schedule: str) -> Program:
     return Program(compiled, arguments, lambda found: (found[0], *map(pipeline.unshard, found[1:])))
 
 
-def measure(figures: Figures, name: str, model: Model, bounds: dict[str, Bounds] = BOUNDS) -> None:
+def measure(figures: Figures, name: str, model: Model, bounds: dict[str, Bounds]) -> None:
     arguments = (model.params, model.batch, model.state)
     dense = Program(jax.jit(unsharded(model)).lower(*arguments).compile(), arguments)
     programs = {schedule: pipelined(model, schedule) for schedule in bounds}
@@ -305,12 +306,12 @@ def measure(figures: Figures, name: str, model: Model, bounds: dict[str, Bounds]
 
 def measure_recommender(figures: Figures) -> None:
     for packed in (False, True):
-        for micro_batches in (4, 32):
+        for micro_batches in COUNTS:
             name = f"recommender, M = {micro_batches}, " + (
                 "layers on IPU 1" if packed else "table and layers on IPU 0"
             )
             measure(figures, name, recommender(packed=packed, micro_batches=micro_batches), BOUNDS_OF_RECOMMENDER)
-    for micro_batches in (4, 32):
+    for micro_batches in COUNTS:
         measure_rows(figures, micro_batches)
 
 
@@ -341,10 +342,11 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("a ResNet, a transformer with skips and a recommender as pipelines, and unsharded", flags=flags)
+    figures.shrink(__name__, COUNTS=(2,), ROWS=50, BOUNDS_OF_RECOMMENDER={"grouped": Bounds()})
     configure(MOST_IPUS)
     for key, (name, make) in MODELS.items():
         if figures.args.only in (None, key):
-            measure(figures, name, make())
+            measure(figures, name, make(), BOUNDS)
     if figures.args.only in (None, "recommender"):
         measure_recommender(figures)
     return figures.status()

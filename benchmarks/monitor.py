@@ -64,6 +64,7 @@ def main() -> int:
     if figures.args.measure is not None:
         measure(figures.args.measure)
         return 0
+    figures.shrink(__name__, STEPS=10, ROUNDS=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "records"
         found: dict[str, list[float]] = {"off": [], str(folder): []}

@@ -60,6 +60,7 @@ def unsharded(params: Any, batch: Any) -> Any:
 
 def main() -> int:
     figures = Figures("like stages: step time, CPU work and memory against the unsharded scan")
+    figures.shrink(__name__, WIDTH=4, ROWS=2)
     configure(STAGES)
     whole = model()
     stages = [Stage(layers, params="first", ipu=0), Stage(layers_and_loss, params="second", ipu=1)]

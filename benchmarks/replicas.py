@@ -181,6 +181,8 @@ def _median(costs: list[Cost]) -> float:
 
 def main() -> int:
     figures = Figures("replicas: step time, collectives and optimizer bytes of two replicas over one program's")
+    figures.shrink(__name__, SIZES=((8, None, None),), ROUNDS=1, STEPS=1)
+    figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     configure(REPLICAS)
     params = init_params(0)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

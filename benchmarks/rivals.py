@@ -38,6 +38,7 @@ ROUNDS, STEPS = 6, 2
 PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # M, and the number of rounds: few, since many micro-batches take long
 PICTURE = "docs/pictures/rivals-memory.png"
 COUNTS = (4, 8, 16, 32, 64)  # M for the memory figures
+TIMED = 16  # of these, the M of the figures of time
 
 OURS, IDIOM, SKIPS = "ipu_jax", "usual idiom", "usual idiom that skips bubbles"
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -64,7 +65,7 @@ def torch_figures(figures: Figures) -> None:
     with TorchPipeline(weights, batches) as rival:
         for rows, count in MNIST_SIZES:
             name = f"{rows}x{count}"
-            pipeline = make_pipeline("basic", gradient_accumulation=count)
+            pipeline = make_pipeline("basic", gradient_accumulation=count, reduction="sum")
             step = _step(pipeline, params, batches[name])
             (loss, _), gradients = step()
             ours = {"loss": loss, **_torch_layers(pipeline.unshard(gradients))}
@@ -161,23 +162,23 @@ def idiom_figures(figures: Figures) -> None:
     most_time = {"plain layers": 0.95, "layers in a scan": 0.75}
     for kind, (run_layers, weights) in models().items():
         compiled = {m: programs(run_layers, weights, m) for m in COUNTS}
-        results = {name: program.result() for name, program in compiled[16].items()}
-        costs = dict(zip(compiled[16], side_by_side(*compiled[16].values(), rounds=12), strict=True))
+        results = {name: program.result() for name, program in compiled[TIMED].items()}
+        costs = dict(zip(compiled[TIMED], side_by_side(*compiled[TIMED].values(), rounds=12), strict=True))
         for name in (OURS, *VARIATIONS):
             for m in COUNTS:
                 figures.add(f"temporary MB an IPU, {name}, {kind}, M={m}", compiled[m][name].bytes / 1e6)
         for name, cost in costs.items():
-            figures.add_spread(f"{name}, {kind}, M=16", cost)
+            figures.add_spread(f"{name}, {kind}, M={TIMED}", cost)
         ours = costs.pop(OURS)
         for name, cost in costs.items():
             bounded = name == IDIOM  # the variations have no bounds; they are printed to show why IDIOM was chosen
             difference = largest_relative_difference(results[OURS], results[name])
             figures.add(f"loss and gradients / {name}, {kind}, relative difference", difference, 1e-5)
             ratio = ours / cost
-            figures.add(f"step time / {name}, {kind}, M=16", ratio.wall, most_time[kind] if bounded else None)
-            figures.add(f"CPU work / {name}, {kind}, M=16", ratio.cpu)
-            fewer = compiled[64][OURS].bytes / compiled[64][name].bytes
-            figures.add(f"temporary bytes / {name}, {kind}, M=64", fewer, 1 / 6 if bounded else None)
+            figures.add(f"step time / {name}, {kind}, M={TIMED}", ratio.wall, most_time[kind] if bounded else None)
+            figures.add(f"CPU work / {name}, {kind}, M={TIMED}", ratio.cpu)
+            fewer = compiled[COUNTS[-1]][OURS].bytes / compiled[COUNTS[-1]][name].bytes
+            figures.add(f"temporary bytes / {name}, {kind}, M={COUNTS[-1]}", fewer, 1 / 6 if bounded else None)
 
 
 def plot(path: str) -> None:
@@ -235,6 +236,9 @@ def _drawable(path: str) -> str:
 
 def main() -> int:
     figures = Figures("step time and memory against torch's pipelines and the usual ones in JAX", flags=flags)
+    figures.shrink(__name__, MNIST_SIZES=((2, 3),), COUNTS=(3,), TIMED=3, ROUNDS=1, STEPS=1)
+    figures.shrink("pipeline", WIDTH=4, ROWS=2, LAYERS=4)
+    figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     only = figures.args.only
     if only != "idiom" and not torch_is_installed():
         figures.leave_out("torch.distributed.pipelining", NEEDS_TORCH)

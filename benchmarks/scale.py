@@ -151,6 +151,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("scale: bubble, messages and stash of each schedule for up to 1,024 IPUs", flags=_flags)
+    figures.shrink(__name__, CHECKED=((8, 16),))
     if figures.args.table:
         print("\n".join(table()))
     else:

@@ -61,6 +61,7 @@ BUBBLES = {
 }
 WAVES = {4: 0.030, 8: 0.015}
 ONE_CORE = {"xla_cpu_multi_thread_eigen": False}  # operations of a program run on one thread each
+VOCABULARIES = (8192, 16384)
 MEASURED = ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "zb-h1", "zbv")
 
 
@@ -221,9 +222,10 @@ def schedule_figures(figures: Figures) -> None:
 
 def main() -> int:
     figures = Figures("schedules: a concurrent head's worth, the bubbles, and every schedule measured")
+    figures.shrink(__name__, D=4, MICRO_BATCHES=2, VOCABULARIES=(7,), MEASURED=("grouped", "zbv"))
     configure(IPUS, cores="one per IPU")  # otherwise a working IPU also uses the core of a waiting IPU
     bubble_figures(figures)
-    for vocabulary in (8192, 16384):
+    for vocabulary in VOCABULARIES:
         head_figures(figures, vocabulary)
     schedule_figures(figures)
     return figures.status()

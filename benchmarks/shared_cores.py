@@ -28,6 +28,8 @@ MOST_WORK = 1.04
 
 def main() -> int:
     figures = Figures("shared cores: what each schedule costs on a CPU beside the unsharded program")
+    figures.shrink(__name__, MEASURED=("sequential",))
+    figures.shrink("schedules", D=4, MICRO_BATCHES=2)
     configure(IPUS)
     dense, steps = equal_stages(MEASURED, rows=64, options={})
     whole, *costs = side_by_side(dense, *(step for _, step in steps.values()), rounds=20)

@@ -23,6 +23,7 @@ from schedules import layers, squared_error, step_of, unsharded
 IPUS = (2, 4, 8, 16)
 SCHEDULES = ("grouped", "1f1b")
 LAYERS, D, ROWS, MICRO_BATCHES, ROUNDS = 16, 512, 64, 16, 12
+FLAGS_OF_CHILDREN = ()
 
 
 def pools(ipus: int, cores: int) -> dict[str, int]:
@@ -57,7 +58,7 @@ def measure(ipus: int) -> dict[str, float]:
 
 def measured_with(threads: int, ipus: int) -> dict[str, float]:
     """Return the result of `measure` in a process whose pool has `threads` threads."""
-    command = [sys.executable, __file__, "--child", str(ipus)]
+    command = [sys.executable, __file__, "--child", str(ipus), *FLAGS_OF_CHILDREN]
     done = subprocess.run(
         command, env=os.environ | {"PJRT_NPROC": str(threads)}, stdout=subprocess.PIPE, timeout=600, check=True
     )
@@ -70,6 +71,16 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("the size of XLA's thread pool: which one makes a pipeline fastest on a CPU", flags=flags)
+    one_pool = lambda ipus, cores: {"cores + IPUs": cores + ipus}  # noqa: E731
+    figures.shrink(
+        __name__,
+        IPUS=(2,),
+        SCHEDULES=("grouped",),
+        D=4,
+        MICRO_BATCHES=2,
+        pools=one_pool,
+        FLAGS_OF_CHILDREN=("--smallest",),
+    )
     if figures.args.child is not None:
         print(json.dumps(measure(figures.args.child)))
         return 0

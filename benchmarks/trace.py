@@ -72,6 +72,8 @@ def compiled_lines(training: Training, *, named: bool) -> list[str]:
 
 def main() -> int:
     figures = Figures("trace: steps that are recorded over steps that are not")
+    figures.shrink(__name__, STEPS=1, ROUNDS=1, ROWS=2, MICRO_BATCHES=2)
+    figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     configure(2)
     training = Training()
     with mock.patch.object(jax, "named_scope", return_value=contextlib.nullcontext()):

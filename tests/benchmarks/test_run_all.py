@@ -13,7 +13,6 @@ import pytest
 
 import results
 import run_all
-from figures import Figures
 from results import Figure, Run
 
 PROGRAM = '\nif __name__ == "__main__":\n'
@@ -41,14 +40,11 @@ def run_of(*figures: Figure, **more) -> Run:
     return Run("2026-11-22 12:00", "Some CPU, 2 cores", "Python 3.11", 7.4, 0.5, 1.25, figures, **more)
 
 
-def test_the_benchmarks_are_the_programs_of_their_folder():
+def test_the_pictures_that_benchmarks_draw_are_there():
     found = run_all.scripts(results.FOLDER)
-    assert {"pipeline", "rivals", "monitor"} <= found.keys()
-    assert not {"run_all", "results", "figures"} & found.keys()
     pictures = [run_all.constant_of(path, "PICTURE") for path in found.values()]
     assert "docs/pictures/growth.svg" in pictures
     assert all((results.FOLDER.parent / picture).exists() for picture in pictures if picture)
-    assert run_all.constant_of(found["scale"], "FLAGS") == ("--full",)
 
 
 def test_what_falls_short_fails_or_lacks_something_is_told_and_hides_nothing(tmp_path, capfd):
@@ -58,12 +54,7 @@ def test_what_falls_short_fails_or_lacks_something_is_told_and_hides_nothing(tmp
     write_script(tmp_path, "torchless", figure("ours", 1.0), {"left_out": "torch: not run, needs torch"})
     (tmp_path / "shared.py").write_text("raise SystemExit('no program')")
     assert run_all.main(["--no-pictures"], tmp_path) == 1
-    out, err = capfd.readouterr()
-    assert err.splitlines() == ["falls short: crash: exit status 3", "falls short: short: speed-up"]
-    progress = [line for line in out.splitlines() if " of " in line and "load" in line]
-    assert [line.split(",")[0] for line in progress] == [
-        f"== {k} of 4: {name}" for k, name in enumerate(("crash", "good", "short", "torchless"), 1)
-    ]
+    assert capfd.readouterr().err.splitlines() == ["falls short: crash: exit status 3", "falls short: short: speed-up"]
     table = (tmp_path / "RESULTS.md").read_text()
     for row in (
         "| good | cost | 1.02 | <= 1.03 | yes |",
@@ -96,10 +87,6 @@ def test_scripts_that_do_not_run_keep_their_figures_and_those_that_are_gone_do_n
     (tmp_path / "four.py").write_text(PROGRAM + "    pass\n")
     assert run_all.main(["--only", "two", "three"], tmp_path) == 1
     assert "| four |  |  |  |  |  | not run yet |" in (tmp_path / "RESULTS.md").read_text()
-    with pytest.raises(SystemExit) as refused:
-        run_all.main(["--only", "fiv"], tmp_path)
-    assert refused.value.code == 2
-    assert "fiv" in capfd.readouterr().err
 
 
 def test_a_run_that_fails_keeps_the_older_figures_until_one_succeeds(tmp_path, capfd):
@@ -188,15 +175,3 @@ def test_the_table_is_made_of_the_results_that_lie_beside_it(tmp_path):
     for script, run in runs.items():
         names = [figure.name for figure in run.figures]
         assert len(names) == len(set(names)), script
-
-
-def test_a_script_records_its_figures_and_what_it_leaves_out(tmp_path, capsys):
-    record = tmp_path / "figures"
-    figures = Figures("", ["--record", str(record)])
-    figures.add("cost", 1 / 3, 0.5)
-    figures.leave_out("torch's step", "torch: pip install it")
-    assert [json.loads(line) for line in record.read_text().splitlines()] == [
-        {"name": "cost", "value": 1 / 3, "at_most": 0.5, "at_least": None},
-        {"left_out": "torch's step: not run, needs torch: pip install it"},
-    ]
-    assert capsys.readouterr().out.splitlines()[1] == "torch's step: not run, needs torch: pip install it"

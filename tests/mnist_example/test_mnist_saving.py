@@ -1,7 +1,7 @@
-"""Test the checkpoints of the command: a training that is stopped and resumed ends as one that is not."""
+"""Test what the command saves and records: a training that is stopped and resumed ends as one that is not."""
 
+import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from ipu_jax import Checkpoints, DynamicScale, TrainStep
+from ipu_jax import Checkpoints, TrainStep
 from mnist_example import data, model, training
 from mnist_example.data import synthetic_mnist
 from mnist_example.flags import parsed
@@ -21,7 +21,6 @@ from mnist_example.run_sharded_mnist import main
 TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5", "--epochs", "2"]
 TINY += ["--repeat-count", "2", "--learning-rate", "0.003", "--executable-cache", ""]
 BASIC, CONCURRENT = ["--pipeline-mode", "basic"], ["--pipeline-mode", "concurrent"]
-MEAN = ["--reduction", "mean"]
 KEPT = ["--checkpoint-every", "2", "--keep", "20"]
 
 
@@ -84,7 +83,7 @@ def bits(leaves):
     return {jax.tree_util.keystr(path): (np.asarray(leaf).dtype, np.asarray(leaf).tobytes()) for path, leaf in leaves}
 
 
-def test_stopped_at_any_call_and_resumed_it_ends_with_the_same_bits_and_lines(tmp_path, stop_after, capsys):
+def test_stopped_at_any_call_and_resumed_it_is_one_training_one_log_and_one_page(tmp_path, stop_after, capsys):
     # twenty updates per epoch, each a call of its own: a line is of two
     flags = [*CONCURRENT, *TINY, "--batch-size", "1", "--repeat-count", "1", "--optimizer", "momentum", *KEPT]
     assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
@@ -94,42 +93,55 @@ def test_stopped_at_any_call_and_resumed_it_ends_with_the_same_bits_and_lines(tm
     assert updates == 40
     capsys.readouterr()
 
-    folder, lines = str(tmp_path / "stopped"), []
-    for done in (3, 20, 21):  # in the middle of a line, at the end of an epoch, right after that
+    folder, log, page, lines = str(tmp_path / "stopped"), tmp_path / "run.jsonl", tmp_path / "run.html", []
+    recorded = ["--log-file", str(log), "--report", str(page), "--tensorboard", str(tmp_path / "board")]
+    stops = (3, 20, 21)  # in the middle of a line, at the end of an epoch, right after that
+    for done in stops:
         stop_after(done)
-        assert main([*flags, "--checkpoint-dir", folder]) == 0
+        assert main([*flags, *recorded, "--checkpoint-dir", folder]) == 0
         out = capsys.readouterr().out
         assert f"SIGTERM: stopped after {done} updates, which are saved in {folder}: the same call goes on" in out
         lines += losses_in(out)
     stop_after(0)
-    assert main([*flags, "--checkpoint-dir", folder]) == 0
+    assert main([*flags, *recorded, "--checkpoint-dir", folder]) == 0
     out = capsys.readouterr().out
     assert f"Resumed from {folder}/step-21, after 21 updates\n" in out
     assert re.search(r"^40 updates, 19 of them in .* s, .* samples/s$", out, re.MULTILINE)
+    assert f"Report: {page}\n" in out
     assert lines + losses_in(out) == expected
     leaves, updates = saved_in(folder, flags)
     assert updates == 40
     assert bits(leaves) == bits(whole)
+
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    of = lambda name: [event for event in events if event["event"] == name]  # noqa: E731
+    counts = {name: len(of(name)) for name in ("start", "resumed", "compiled", "stopped", "end")}
+    assert counts == {"start": 4, "resumed": 3, "compiled": 4, "stopped": 3, "end": 1}
+    assert sum(len(event["losses"]) for event in of("losses")) == 40
+    assert all(event["samples_per_second"] > 0 for event in of("losses"))
+    for start in of("start"):
+        assert (start["ipus"], start["replicas"], start["samples_per_update"], start["total_updates"]) == (2, 1, 5, 40)
+        assert start["flags"]["repeat-count"] == 1
+        assert start["versions"]["jax"]
+    text = page.read_text()
+    assert "grouped, as planned" in text
+    assert all(f"SIGTERM: stopped after {done} updates" in text for done in stops)
+    assert len(list((tmp_path / "board").iterdir())) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "other"),
     [
-        (BASIC, CONCURRENT),
-        (CONCURRENT, [*CONCURRENT, "--ipus", "4", "--pipeline-schedule", "1f1b"]),
+        (BASIC, [*CONCURRENT, "--ipus", "4", "--pipeline-schedule", "1f1b"]),
         (
-            [*BASIC, *MEAN, "--pipeline-schedule", "sequential"],
-            [*CONCURRENT, *MEAN, "--batch-size", "2", "--replicas", "2"],
-        ),
-        (
-            [*CONCURRENT, *MEAN, "--batch-size", "2", "--replicas", "2", "--shard-optimizer", "--optimizer", "adam"],
-            [*CONCURRENT, *MEAN, "--optimizer", "adam", "--repeat-count", "5"],
+            [*CONCURRENT, "--reduction", "mean", "--batch-size", "2", "--replicas", "2", "--shard-optimizer"],
+            [*BASIC, "--reduction", "mean", "--pipeline-schedule", "sequential", "--repeat-count", "5"],
         ),
     ],
 )
-def test_onto_other_ipus_the_state_has_the_same_bits_and_the_losses_go_on(tmp_path, stop_after, capsys, flags, other):
-    flags, other = [[*TINY, *each, *KEPT] for each in (flags, other)]
+def test_the_other_mode_goes_on_with_the_same_bits(tmp_path, stop_after, capsys, flags, other):
+    flags, other = [[*TINY, *each, "--optimizer", "adam", *KEPT] for each in (flags, other)]
     assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
     whole, _ = saved_in(tmp_path / "whole", flags)
     folder = tmp_path / "stopped"
@@ -147,37 +159,6 @@ def test_onto_other_ipus_the_state_has_the_same_bits_and_the_losses_go_on(tmp_pa
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=2e-6, err_msg=jax.tree_util.keystr(path))
 
 
-def test_a_longer_training_goes_on_where_a_shorter_one_ended(tmp_path, capsys):
-    flags = [*CONCURRENT, *TINY]
-    assert main([*flags, "--repeat-count", "1"]) == 0
-    expected = losses_in(capsys.readouterr().out)
-    folder = ["--checkpoint-dir", str(tmp_path)]
-    assert main([*flags, *folder, "--epochs", "0.6", "--repeat-count", "3"]) == 0
-    capsys.readouterr()
-    assert main([*flags, *folder, "--repeat-count", "1"]) == 0
-    assert losses_in(capsys.readouterr().out) == expected[3:]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-3", "step-5"]  # an epoch's end, too
-    assert main([*flags, *folder]) == 0
-    assert "10 updates were made before\n" in capsys.readouterr().out
-
-
-def test_what_was_skipped_before_is_counted_after(tmp_path, stop_after, capsys, monkeypatch):
-    monkeypatch.setattr(training, "DynamicScale", lambda: DynamicScale(initial=2.0**24))
-    flags = [*CONCURRENT, *TINY, "--precision", "16.32", "--half", "float16"]
-    assert main(flags) == 0
-    told = capsys.readouterr().out
-    stop_after(5)
-    folder = ["--checkpoint-dir", str(tmp_path)]
-    assert main([*flags, *folder]) == 0
-    lines = losses_in(capsys.readouterr().out)
-    stop_after(0)
-    assert main([*flags, *folder]) == 0
-    out = capsys.readouterr().out
-    assert lines + losses_in(out) == losses_in(told)
-    skipped = lambda text: re.findall(r"; \d+ updates were skipped$", text, re.MULTILINE)  # noqa: E731
-    assert skipped(out) == skipped(told) != []
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return a folder with the checkpoint of one update."""
@@ -187,33 +168,35 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "holds"),
     [
-        (["--optimizer", "momentum"], r".* is of optimizer 'sgd', but this training's optimizer is 'momentum': resume"),
-        (["--seed", "1"], r".* is of data '103 images, CRC-32 .*', but this training's data is '103 images, CRC-32 "),
-        (["--no-shuffle"], r".* is of shuffle True, but this training's shuffle is False: resume with the same"),
-        (["--batch-size", "2"], r".* is of images per update 20, but this training's images per update is 10: resume"),
+        (["--optimizer", "momentum"], ("optimizer 'sgd'", "'momentum'", "resume with the same")),
+        (["--seed", "1"], ("data '103 images, CRC-32 ", "resume with the same")),
+        (["--no-shuffle"], ("shuffle True", "shuffle is False", "resume with the same")),
+        (["--batch-size", "2"], ("images per update 20", "is 10", "resume with the same")),
         (
             ["--batch-size", "2", "--replicas", "2"],
-            r".* is of micro-batches per update 5, but this training's micro-batches per update is 10: resume",
+            ("micro-batches per update 5", "is 10", "resume with the same"),
         ),
-        (["--precision", "16.16"], r".* is of precision '32.32', but this training's precision is '16.16': resume"),
-        (["--model", "resnet18", "--learning-rate", "0.02"], r".* is of model 'mlp', but this training's model is"),
-        (["--resume", "never"], r"resume='never', but .* holds step-1: give another folder, or resume='auto'"),
+        (["--precision", "16.16"], ("precision '32.32'", "'16.16'", "resume with the same")),
+        (["--model", "resnet18", "--learning-rate", "0.02"], ("model 'mlp'", "model is 'resnet18'", "resume with")),
+        (["--resume", "never"], ("resume='never'", "holds step-1", "give another folder")),
     ],
 )
-def test_another_training_is_refused_by_name(saved, flags, message, capsys, monkeypatch):
+def test_another_training_is_refused_by_name(saved, flags, holds, capsys, monkeypatch):
     monkeypatch.setattr(TrainStep, "__call__", None)
     assert main([*CONCURRENT, *TINY, *flags, "--checkpoint-dir", str(saved)]) == 2
-    assert re.match(f"run-sharded-mnist: --checkpoint-dir: {message}", capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert err.startswith("run-sharded-mnist: --checkpoint-dir: ")
+    assert [text for text in holds if text not in err] == []
 
 
-def test_a_path_is_resumed_from_at_another_learning_rate(saved, tmp_path, capsys):
+def test_a_path_is_resumed_from_at_another_learning_rate_and_each_epoch_is_saved(saved, tmp_path, capsys):
     flags = ["--checkpoint-dir", str(tmp_path), "--resume", str(saved / "step-1"), "--learning-rate", "0.002"]
-    assert main([*CONCURRENT, *TINY, *flags, "--epochs", "0.6"]) == 0
+    assert main([*CONCURRENT, *TINY, *flags, "--epochs", "1.4"]) == 0
     out = capsys.readouterr().out
     assert f"Resumed from {saved / 'step-1'}, after 1 updates\n" in out
-    assert (tmp_path / "step-3").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5", "step-7"]
 
 
 def test_a_damaged_checkpoint_is_named_and_one_that_was_asked_for_is_refused(saved, tmp_path, capsys):
@@ -224,16 +207,13 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_asked_for_is_refused(sav
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
     flags = [*CONCURRENT, *TINY, "--checkpoint-dir", str(tmp_path), "--run-single-step"]
-    assert main([*flags, "--resume", str(damaged)]) == 2
     name = largest.relative_to(damaged)
-    assert capsys.readouterr().err == (
-        f"run-sharded-mnist: --checkpoint-dir: {damaged} cannot be restored: {name} was changed\n"
-    )
-    assert main(flags) == 2
-    assert capsys.readouterr().err == (
-        f"run-sharded-mnist: --checkpoint-dir: {tmp_path} holds no checkpoint that is whole: step-1, {name} was "
-        "changed. Nothing was removed: resume from the path of another one, or save to another folder to begin at 0\n"
-    )
+    for more, told in (
+        (["--resume", str(damaged)], f"{damaged} cannot be restored: {name} was changed\n"),
+        ([], f"{tmp_path} holds no checkpoint that is whole: step-1, {name} was changed. Nothing was removed: "),
+    ):
+        assert main([*flags, *more]) == 2
+        assert capsys.readouterr().err.startswith(f"run-sharded-mnist: --checkpoint-dir: {told}")
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     shutil.copytree(saved / "step-1", tmp_path / "step-0")
     assert main(flags) == 0
@@ -242,27 +222,7 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_asked_for_is_refused(sav
     )
 
 
-def test_checkpoints_that_cannot_be_read_are_not_written_over(saved, tmp_path, capsys, monkeypatch):
-    folder, usual = tmp_path / "runs", pathlib.Path.open
-    shutil.copytree(saved, folder)
-
-    def opened(self, *args, **options):
-        if self.name == "ipu_jax.json":
-            raise PermissionError(13, "Permission denied", str(self))
-        return usual(self, *args, **options)
-
-    monkeypatch.setattr(TrainStep, "__call__", None)
-    monkeypatch.setattr(pathlib.Path, "open", opened)
-    assert main([*CONCURRENT, *TINY, "--checkpoint-dir", str(folder)]) == 2
-    assert capsys.readouterr().err == (
-        f"run-sharded-mnist: --checkpoint-dir: {folder}/step-1 may be the last checkpoint, and ipu_jax.json cannot be "
-        "read (Permission denied): see that this user can read it; or resume from the path of another one. Nothing was "
-        "removed\n"
-    )
-    assert [path.name for path in folder.iterdir()] == ["step-1"]
-
-
-def test_a_second_training_in_a_folder_is_refused_before_it_compiles(saved, tmp_path, capsys, monkeypatch):
+def test_a_second_training_in_a_folder_is_refused_before_it_compiles(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(TrainStep, "__call__", None)
     flags = [*CONCURRENT, *TINY, "--checkpoint-dir", str(tmp_path)]
     other = made(flags).checkpoints()
@@ -270,11 +230,7 @@ def test_a_second_training_in_a_folder_is_refused_before_it_compiles(saved, tmp_
     with other:
         other.lock()
         assert main(flags) == 2
-        assert re.match(
-            rf"run-sharded-mnist: --checkpoint-dir: {tmp_path} is in use: this process saves there since .* by other "
-            r"Checkpoints, which close\(\) would end\. .* or save to another folder\n$",
-            capsys.readouterr().err,
-        )
+    assert f"run-sharded-mnist: --checkpoint-dir: {tmp_path} is in use: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "status"), [([], 74), (["--on-save-error", "continue"], 0)])
@@ -293,11 +249,8 @@ def test_a_folder_that_vanishes_ends_the_training_or_is_told(tmp_path, flags, st
     assert main(command) == status
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert re.fullmatch(
-        rf"run-sharded-mnist: saving {folder}/step-4 failed, \[Errno 2\] No such file or directory, of [\d,]+ bytes: "
-        r".*; the last good one is of step 2",
-        lines[0],
-    )
+    for told in (f"run-sharded-mnist: saving {folder}/step-4 failed, [Errno 2] ", "the last good one is of step 2"):
+        assert told in lines[0]
     assert len(lines) == (1 if status else 3)  # the save at the end fails, too, and so does verifying the last one
     assert ("Test accuracy" in out) == (not status)
     assert (tmp_path / "gone" / "step-2").is_dir()

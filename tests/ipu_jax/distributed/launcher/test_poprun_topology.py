@@ -1,5 +1,8 @@
 """Test how replicas, instances, hosts, cores and words of a command line are divided."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from ipu_jax.distributed.launcher.box import WIDEST, box
 from ipu_jax.distributed.launcher.launch import Launch, nodes_of_cores, shares_of_cores
 from ipu_jax.distributed.launcher.options import PoprunParser
 from ipu_jax.distributed.launcher.topology import Topology, host_names, hosts_in_file, ranges
+from support.refusals import refusals, refused
 
 ORIGINAL = """\
  ===========================================
@@ -64,49 +68,48 @@ def test_instances_share_replicas_and_hosts_equally(topology):
         assert {topology.host_of(place.instance) for place in of_host} == {name}
 
 
-@pytest.mark.parametrize(
-    ("counts", "mend"),
-    [
-        ((1, 2, 1), "give 1 instance, or 2 replicas"),
-        ((8, 3, 2), "give 2 or 4 instances, or 9 replicas"),
-        ((4, 99, 1), "give 4 instances, or 99 replicas"),
-        ((4, 5, 2), "give 4 or 8 instances, or 5 replicas"),
-    ],
+NO_HOSTS = ("", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "-oX", "a;b")
+NO_CONFIGURATIONS = ("[]", "3", '{"program": "x"}', '{"program": [1]}')
+
+
+def import_file(text):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        path.write_text(text)
+        config.imported(path)
+
+
+@refusals(
+    (lambda: Topology(("a",), 2, 1, 1), "num_replicas=1", "num_instances=2", "give 1 instance, or 2 replicas"),
+    (lambda: Topology(("a",), 3, 8, 2), "num_replicas=8", "num_instances=3", "give 2 or 4 instances, or 9 replicas"),
+    (lambda: Topology(("a",), 99, 4, 1), "num_replicas=4", "num_instances=99", "give 4 instances, or 99 replicas"),
+    (lambda: Topology(("a",), 5, 4, 2), "num_replicas=4", "num_instances=5", "give 4 or 8 instances, or 5 replicas"),
+    (lambda: Topology(("a", "b", "c"), 4, 4, 1), "num_instances=4", "shared by 3 hosts", "give 3 or 6 instances"),
+    (lambda: hosts_in_file(Path("/dev/null")), "/dev/null", "names no host"),
+    (lambda: hosts_in_file(Path("/nowhere")), "/nowhere", "No such file"),
+    *((lambda text=text: host_names(text), f"{text!r} is no list of hosts: ", " such as ") for text in NO_HOSTS),
+    (lambda: host_names("a,a"), "'a' is named twice", "name it once"),
+    (lambda: host_names("pod[0-1],pod1"), "'pod1' is named twice", "name it once"),
+    *((lambda text=text: import_file(text), "run.json is no", "--export-config") for text in NO_CONFIGURATIONS),
+    *((lambda text=text: import_file(text), "run.json is not JSON", "--export-config") for text in ("", "{")),
+    (lambda: import_file('{"dry-run": true}'), "run.json: 'dry-run'", "on the command line", "remove it"),
 )
-def test_what_does_not_divide_is_refused_with_what_would(counts, mend):
-    replicas, instances, ipus_per_replica = counts
-    with pytest.raises(
-        ValueError, match=f"num_replicas={replicas} cannot be shared by num_instances={instances}: {mend}"
-    ):
-        Topology(("a",), instances, replicas, ipus_per_replica)
-    near = [int(word) for word in mend.split(" instance")[0].split() if word.isdigit()]
-    for n in near:
-        Topology(("a",), n, replicas, ipus_per_replica)
-    Topology(("a",), instances, int(mend.split()[-2]), ipus_per_replica)
+def test_what_cannot_be_divided_or_read_is_refused(call, holds):
+    with refused(*holds):
+        call()
 
 
-def test_instances_that_hosts_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="num_instances=4 cannot be shared by 3 hosts: give 3 or 6 instances"):
-        Topology(("a", "b", "c"), 4, 4, 1)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "a,a", "pod[0-1],pod1", "-oX", "a;b"]
-)
-def test_a_wrong_list_of_hosts_is_refused(text):
-    with pytest.raises(ValueError, match="host"):
-        host_names(text)
+def test_what_a_refusal_of_counts_proposes_works():
+    for replicas, instances, ipus in ((1, 1, 1), (2, 2, 1), (8, 2, 2), (8, 4, 2), (9, 3, 2), (4, 4, 2), (4, 8, 2)):
+        Topology(("a",), instances, replicas, ipus)
+    for instances in (3, 6):
+        Topology(("a", "b", "c"), instances, instances, 1)
 
 
 def test_hosts_of_a_file(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# ours\npod[0-1] slots=4\n\nlogin # the head\n")
     assert hosts_in_file(path) == ("pod0", "pod1", "login")
-    path.write_text("# none\n")
-    with pytest.raises(ValueError, match="names no host"):
-        hosts_in_file(path)
-    with pytest.raises(ValueError, match="No such file"):
-        hosts_in_file(tmp_path / "none")
 
 
 @given(st.sets(st.integers(0, 30)))
@@ -184,11 +187,3 @@ def test_a_configuration_comes_back_as_it_was(tmp_path):
     assert program == ["python", "a b.py"]
     parsed = vars(PoprunParser().parse(words))
     assert {name: parsed[name] for name in values} == values
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"program": "x"}', '{"program": [1]}', '{"dry-run": true}'])
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, text):
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=str(path)):
-        config.imported(path)

@@ -1,0 +1,99 @@
+"""Run every benchmark at its smallest size: what the programs that it measures compute must agree."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memory
+import replicas
+import results
+import run_all
+from figures import Cost
+from mnist_example import model
+from rivals_of.workers import torch_is_installed
+
+# what a figure's name says if it does not come from a clock, from XLA's memory or from the size of a program
+EXACT = ("difference", "bubble of", "names change", "that cross", "collectives in", "s in a step", "gain over")
+# starting a training is a figure of time alone; test_models.py compares the other models with independent ones
+PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
+# scripts whose programs compute nothing that could be compared
+UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}
+UNCOMPARED |= {"shared_cores", "thread_pool"}
+
+
+class DenseTwin:
+    """Stands in for the processes of a torch rival where torch is not installed: the network in plain jax."""
+
+    def __init__(self, weights, batches, program=None):
+        self.weights = jax.tree.map(jnp.asarray, weights)
+        self.batches = batches
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def result(self, batch, schedule):
+        """Return what torch does: the mean loss, and the sum of the gradients; or for DDP the weights after a step."""
+        parts = self.batches[batch]["images"], self.batches[batch]["labels"]
+        losses, gradients = jax.vmap(jax.value_and_grad(self._loss), (None, 0, 0))(self.weights, *parts)
+        sums = {name: np.asarray(gradient.sum(0)) for name, gradient in gradients.items()}
+        if schedule == "DDP":
+            sums = {name: np.asarray(w - replicas.RATE / len(losses) * sums[name]) for name, w in self.weights.items()}
+        return np.asarray(losses.mean()), sums
+
+    @staticmethod
+    def _loss(weights, images, labels):
+        x = images.reshape(len(images), -1) / 255.0
+        for name in ("hidden", "features"):
+            x = jnp.maximum(x @ weights[f"{name}.w"] + weights[f"{name}.b"], 0)
+        logits = x @ weights["classifier.w"] + weights["classifier.b"]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+    def costs(self, *, steps, **order):
+        return [Cost(1.0, 1.0)] * steps
+
+    def step_costs(self, batch, schedule, **order):
+        return self.costs(**order)
+
+
+@pytest.fixture(autouse=True)
+def constants_come_back():
+    """A script changes constants under --smallest. Other tests use them at their usual size."""
+    for name in run_all.scripts(results.FOLDER):
+        importlib.import_module(name)
+    of_modules: list[tuple[ModuleType, dict[str, object]]] = [
+        (module, dict(vars(module)))
+        for module in list(sys.modules.values())
+        if module is model or Path(getattr(module, "__file__", None) or "/").parent == results.FOLDER
+    ]
+    yield
+    for module, constants in of_modules:
+        vars(module).update(constants)
+    memory.report_of.cache_clear()
+
+
+@pytest.mark.parametrize("name", run_all.scripts(results.FOLDER))
+def test_a_benchmark_runs_and_its_programs_agree(name, tmp_path, monkeypatch):
+    record = tmp_path / "figures"
+    monkeypatch.setattr(sys, "argv", [name, "--smallest", "--record", str(record), *PARTS.get(name, [])])
+    monkeypatch.setenv("PYTHONPATH", str(results.FOLDER.parent))
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")  # processes that a script starts have as many IPUs as it says
+    script = importlib.import_module(name)
+    if name in ("rivals", "replicas") and not torch_is_installed():
+        monkeypatch.setattr(script, "TorchPipeline", DenseTwin)
+        monkeypatch.setattr(script, "torch_is_installed", lambda: True)
+    assert script.main() == 0
+    figures = [results.Figure(**line) for line in map(json.loads, record.read_text().splitlines()) if "name" in line]
+    exact = [figure for figure in figures if any(part in figure.name for part in EXACT)]
+    assert figures
+    assert bool(exact) == (name not in UNCOMPARED)
+    assert [figure.name for figure in exact if figure.holds is False] == []
