@@ -55,7 +55,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests and the processes that they start find no programs but those of `support.kept_programs`.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
-_SAMPLE = "11/20"  # of the slow tests, what always runs: any part would do, and in this one no test takes a minute
+_SAMPLE = "11/40"  # of the slow tests, what always runs: any part would do, and in this one no test takes a minute
 _TOO_LATE = "later than --slow-deadline"
 
 # Every run is the same run: `make random` is the place for new cases. On a busy machine an example may take long.
