@@ -202,7 +202,7 @@ def test_scattering_has_second_derivatives(typed):
 )
 @pytest.mark.parametrize("is_typed", [True, False])
 def test_each_sends_what_it_says(op, specs, forward, typed, untyped, is_typed):
-    sharded = on_ipus(op, 2, *specs, is_typed)
+    sharded = on_ipus(op, 2, specs[0], specs[1], is_typed)
     x = jnp.ones((3, 3) if specs[0] == WHOLE else (6, 3))
     out, backward = sharded(x), typed if is_typed else untyped
     assert collectives(sharded, x) == [forward] * (forward is not None)
