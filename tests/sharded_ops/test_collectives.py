@@ -33,6 +33,8 @@ from support.harness import (
     unpadded,
 )
 
+SPLIT, WHOLE = P("ipu"), P()
+
 
 @every_case
 @examples
@@ -187,44 +189,24 @@ def test_scattering_has_second_derivatives(typed):
 
 
 @pytest.mark.parametrize(
-    ("op", "typed", "forward", "backward"),
+    ("op", "specs", "forward", "typed", "untyped"),
     [
         # x is (3, 3) float32 on each of 2 IPUs, 36 bytes, and a slice of it (2, 3), 24 bytes
-        (functools.partial(reduce_to, owner=1), True, [("all-reduce", 36)], [("all-reduce", 36)]),
-        (functools.partial(reduce_to, owner=1), False, [("all-reduce", 36)], [("all-reduce", 36)]),
-        (reduce_scatter_tokens, True, [("reduce-scatter", 24)], [("all-gather", 48)]),
-        (reduce_scatter_tokens, False, [("reduce-scatter", 24)], [("all-gather", 48)]),
-        (scatter_tokens, True, [], [("all-gather", 48)]),
-        (scatter_tokens, False, [], [("all-reduce", 36)]),
+        (functools.partial(reduce_to, owner=1), (SPLIT, SPLIT), ("all-reduce", 36), *[("all-reduce", 36)] * 2),
+        (reduce_scatter_tokens, (SPLIT, SPLIT), ("reduce-scatter", 24), *[("all-gather", 48)] * 2),
+        (scatter_tokens, (WHOLE, SPLIT), None, ("all-gather", 48), ("all-reduce", 36)),
+        (functools.partial(to_all, owner=1), (SPLIT, WHOLE), ("all-reduce", 36), None, ("all-reduce", 36)),
+        (functools.partial(from_all, dim=0, size=6), (SPLIT, WHOLE), ("all-gather", 72), None, ("reduce-scatter", 36)),
+        (reduce_to_all, (SPLIT, WHOLE), ("all-reduce", 36), None, ("all-reduce", 36)),
     ],
 )
-def test_each_that_leaves_its_result_apart_sends_what_it_says(op, typed, forward, backward):
-    on_all = op is scatter_tokens
-    sharded = on_ipus(op, 2, P() if on_all else P("ipu"), P("ipu"), typed)
-    x = jnp.ones((3, 3) if on_all else (6, 3))
-    out = sharded(x)
-    assert collectives(sharded, x) == forward
-    assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == backward
-
-
-@pytest.mark.parametrize(
-    ("op", "typed", "forward", "backward"),
-    [
-        # x is (2, 3) float32 on each of 2 IPUs: 24 bytes
-        (functools.partial(to_all, owner=1), True, [("all-reduce", 24)], []),
-        (functools.partial(to_all, owner=1), False, [("all-reduce", 24)], [("all-reduce", 24)]),
-        (functools.partial(from_all, dim=0, size=4), True, [("all-gather", 48)], []),
-        (functools.partial(from_all, dim=0, size=4), False, [("all-gather", 48)], [("reduce-scatter", 24)]),
-        (reduce_to_all, True, [("all-reduce", 24)], []),
-        (reduce_to_all, False, [("all-reduce", 24)], [("all-reduce", 24)]),
-    ],
-)
-def test_each_sends_what_it_says(op, typed, forward, backward):
-    sharded = on_ipus(op, 2, P("ipu"), P(), typed)
-    x = jnp.ones((4, 3))
-    out = sharded(x)
-    assert collectives(sharded, x) == forward
-    assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == backward
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_each_sends_what_it_says(op, specs, forward, typed, untyped, is_typed):
+    sharded = on_ipus(op, 2, specs[0], specs[1], is_typed)
+    x = jnp.ones((3, 3) if specs[0] == WHOLE else (6, 3))
+    out, backward = sharded(x), typed if is_typed else untyped
+    assert collectives(sharded, x) == [forward] * (forward is not None)
+    assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == [backward] * (backward is not None)
 
 
 def test_outside_any_shard_map_the_axis_is_missed():

@@ -1,6 +1,7 @@
 """Test lookups in a split dim against indexing of the whole array, also with indices that are in no shard."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,58 +59,36 @@ def test_embedding(mode, n, size, dtype, seed, data):
     assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS + n + 1)
 
 
+@pytest.mark.parametrize("form", ["scatter", "features"])
 @a_few_cases
 @examples
 @given(seed=seeds, data=st.data())
-def test_embedding_scattered_over_tokens(mode, n, size, dtype, seed, data):
-    split, split_tokens = Split(size, n), Split(TOKENS, n)
-    table, ct = normal(seed, (size, 3), dtype), normal(seed + 1, (TOKENS, 3), dtype)
-    ids = np.array(data.draw(_indices(size)), np.int32)
+def test_embedding_scattered_over_tokens_and_split_by_features(mode, n, size, dtype, form, seed, data):
+    """The table is split by rows and the result by tokens, or both by features."""
+    dim, columns = (0, 3) if form == "scatter" else (1, size)
+    rows = size if form == "scatter" else 7
+    options: dict[str, Any] = {"reduction": "scatter"} if form == "scatter" else {"split": "features"}
+    split, of_result = Split(size, n), Split(TOKENS if form == "scatter" else size, n)
+    table, ct = normal(seed, (rows, columns), dtype), normal(seed + 1, (TOKENS, columns), dtype)
+    ids = np.array(data.draw(_indices(rows)), np.int32)
 
     out, (dtable,) = sharded_vjp(
         embedding,
         mode,
         n,
-        [padded(split, table, 0)],
+        [padded(split, table, dim)],
         [ids],
-        in_specs=(split.spec(0, 2, "ipu"),),
-        out_spec=split_tokens.spec(0, 2, "ipu"),
-        ct=padded(split_tokens, ct, 0),
+        in_specs=(split.spec(dim, 2, "ipu"),),
+        out_spec=split.spec(dim, 2, "ipu"),
+        ct=padded(of_result, ct, dim),
         size=size,
-        reduction="scatter",
+        **options,
     )
 
     want, (want_dtable,) = dense_vjp(dense_embedding, [table], [ids], ct=ct)
-    np.testing.assert_array_equal(unpadded(split_tokens, out, 0), want)
+    np.testing.assert_array_equal(unpadded(of_result, out, dim), want)
     bound = dense_vjp(dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
-    assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS)
-
-
-@a_few_cases
-@examples
-@given(seed=seeds, data=st.data())
-def test_embedding_split_by_features(mode, n, size, dtype, seed, data):
-    split, rows = Split(size, n), 7
-    table, ct = normal(seed, (rows, size), dtype), normal(seed + 1, (2, 3, size), dtype)
-    ids = np.array(data.draw(_indices(rows)), np.int32).reshape(2, 3)
-
-    out, (dtable,) = sharded_vjp(
-        embedding,
-        mode,
-        n,
-        [padded(split, table, 1)],
-        [ids],
-        in_specs=(split.spec(1, 2, "ipu"),),
-        out_spec=split.spec(2, 3, "ipu"),
-        ct=padded(split, ct, 2),
-        size=size,
-        split="features",
-    )
-
-    want, (want_dtable,) = dense_vjp(dense_embedding, [table], [ids], ct=ct)
-    np.testing.assert_array_equal(unpadded(split, out, 2), want)
-    bound = dense_vjp(dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
-    assert_close(unpadded(split, dtable, 1), want_dtable, bound, roundings=2 * TOKENS)
+    assert_close(unpadded(split, dtable, dim), want_dtable, bound, roundings=2 * TOKENS)
 
 
 @every_case

@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from sharded_ops import Split, embedding, from_all, matmul, scatter_tokens, tied_projection
 from support.dense_ops import dense_matmul, dense_tied_projection
 from support.harness import (
+    CASES,
     FEW_CASES,
     a_few_cases,
     assert_close,
     collectives,
     dense_vjp,
-    every_case,
     examples,
     normal,
     on_ipus,
@@ -45,119 +45,54 @@ def _assert_like_dense(got, x, w, ct, n, *, bias=None, dense=jnp.matmul):
         assert_close(one_got, want, bound, roundings)
 
 
-@every_case
-@examples
-@given(seed=seeds)
-def test_columns(mode, n, size, dtype, seed):
-    split = Split(size, n)
-    x, w, ct = normal(seed, (2, 3, 8), dtype), normal(seed + 1, (8, size), dtype), normal(seed + 2, (2, 3, size), dtype)
-
-    out, (dx, dw) = sharded_vjp(
-        matmul,
-        mode,
-        n,
-        [x, padded(split, w, 1)],
-        in_specs=(P(), split.spec(1, 2, "ipu")),
-        out_spec=split.spec(2, 3, "ipu"),
-        ct=padded(split, ct, 2, fill=1e9),
-        split="columns",
-        size=size,
-    )
-
-    _assert_like_dense((unpadded(split, out, 2), dx, unpadded(split, dw, 1)), x, w, ct, n)
-
-
-@every_case
-@examples
-@given(seed=seeds)
-def test_rows(mode, n, size, dtype, seed):
-    split = Split(size, n)
-    x, w, ct = normal(seed, (6, size), dtype), normal(seed + 1, (size, 4), dtype), normal(seed + 2, (6, 4), dtype)
-
-    out, (dx, dw) = sharded_vjp(
-        matmul,
-        mode,
-        n,
-        [padded(split, x, 1), padded(split, w, 0)],
-        in_specs=(split.spec(1, 2, "ipu"), split.spec(0, 2, "ipu")),
-        ct=ct,
-        split="rows",
-        size=size,
-    )
-
-    _assert_like_dense((out, unpadded(split, dx, 1), unpadded(split, dw, 0)), x, w, ct, n)
-
-
 TOKENS = 6
 
 
-def _each_form(name, plain, scattered):
-    """Test the scattered form in each of the few cases, and the plain one, with at most a bias, in half of them."""
-    cases = [(scattered, case) for case in FEW_CASES] + [(plain, case) for case in FEW_CASES[1::2]]
-    params = [pytest.param(*case.values, form, id=f"{case.id}-{name}={form}") for form, case in cases]
-    return pytest.mark.parametrize(("mode", "n", "size", "dtype", name), params)
+def _cases():
+    """Yield every case without a bias; few with a bias and tokens scattered, and half of those with a bias alone."""
+    for split in ("columns", "rows"):
+        for bias, scattered, cases in ((False, False, CASES), (True, True, FEW_CASES), (True, False, FEW_CASES[1::2])):
+            for case in cases:
+                name = f"{case.id}-{split}{'-bias' * bias}{'-scattered' * scattered}"
+                marks = pytest.mark.slow if bias else case.marks
+                yield pytest.param(*case.values, split, bias, scattered, id=name, marks=marks)
 
 
-@pytest.mark.slow
-@_each_form("scattered", False, True)
+@pytest.mark.parametrize(("mode", "n", "size", "dtype", "split", "bias", "scattered"), list(_cases()))
 @examples
 @given(seed=seeds)
-def test_columns_with_bias(mode, n, size, dtype, scattered, seed):
-    split, split_tokens = Split(size, n), Split(TOKENS, n)
-    x, w, bias = (
-        normal(seed, (TOKENS, 2, 4), dtype),
-        normal(seed + 1, (4, size), dtype),
-        normal(seed + 2, (size,), dtype),
-    )
-    ct = normal(seed + 3, (TOKENS, 2, size), dtype)
+def test_columns_and_rows(mode, n, size, dtype, split, bias, scattered, seed):
+    """Scattered, tokens are gathered before a weight that is split by columns, and scattered behind one by rows."""
+    of_size, of_tokens, of_columns = Split(size, n), Split(TOKENS, n), split == "columns"
+    inner, outer = (4, size) if of_columns else (size, 4)
+    x, w = normal(seed, (TOKENS, 2, inner), dtype), normal(seed + 1, (inner, outer), dtype)
+    b, ct = normal(seed + 2, (outer,), dtype), normal(seed + 3, (TOKENS, 2, outer), dtype)
+    last, tokens = P(None, None, "ipu"), P("ipu") if scattered else P()
+    options = {"split": split, "size": size}
+    if scattered:
+        options |= {"tokens": TOKENS} if of_columns else {"reduction": "scatter"}
 
-    out, (dx, dw, dbias) = sharded_vjp(
-        _with_bias,
-        mode,
-        n,
-        [padded(split_tokens, x, 0) if scattered else x, padded(split, w, 1), padded(split, bias, 0)],
-        in_specs=(P("ipu") if scattered else P(), split.spec(1, 2, "ipu"), P("ipu")),
-        out_spec=split.spec(2, 3, "ipu"),
-        ct=padded(split, ct, 2, fill=1e9),
-        split="columns",
-        size=size,
-        tokens=TOKENS if scattered else None,
-    )
+    def on_tokens(change, array):
+        return change(of_tokens, array, 0) if scattered else array
 
-    dx = unpadded(split_tokens, dx, 0) if scattered else dx
-    got = (unpadded(split, out, 2), dx, unpadded(split, dw, 1), unpadded(split, dbias, 0))
-    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=dense_matmul)
-
-
-@pytest.mark.slow
-@_each_form("reduction", "sum", "scatter")
-@examples
-@given(seed=seeds)
-def test_rows_with_bias(mode, n, size, dtype, reduction, seed):
-    split, split_tokens = Split(size, n), Split(TOKENS, n)
-    x, w, bias = (
-        normal(seed, (TOKENS, 2, size), dtype),
-        normal(seed + 1, (size, 4), dtype),
-        normal(seed + 2, (4,), dtype),
-    )
-    ct = normal(seed + 3, (TOKENS, 2, 4), dtype)
-
-    out, (dx, dw, dbias) = sharded_vjp(
-        _with_bias,
-        mode,
-        n,
-        [padded(split, x, 2), padded(split, w, 0), bias],
-        in_specs=(split.spec(2, 3, "ipu"), split.spec(0, 2, "ipu"), P()),
-        out_spec=P() if reduction == "sum" else P("ipu"),
-        ct=ct if reduction == "sum" else padded(split_tokens, ct, 0),
-        split="rows",
-        size=size,
-        reduction=reduction,
+    if of_columns:
+        floats = [on_tokens(padded, x), padded(of_size, w, 1), padded(of_size, b, 0)]
+        specs, out_spec, ct_shard = (tokens, P(None, "ipu"), P("ipu")), last, padded(of_size, ct, 2, fill=1e9)
+    else:
+        floats = [padded(of_size, x, 2), padded(of_size, w, 0), b]
+        specs, out_spec, ct_shard = (last, P("ipu"), P()), tokens, on_tokens(padded, ct)
+    op, count = (_with_bias, 3) if bias else (matmul, 2)
+    out, grads = sharded_vjp(
+        op, mode, n, floats[:count], in_specs=specs[:count], out_spec=out_spec, ct=ct_shard, **options
     )
 
-    out = out if reduction == "sum" else unpadded(split_tokens, out, 0)
-    got = (out, unpadded(split, dx, 2), unpadded(split, dw, 0), dbias)
-    _assert_like_dense(got, x, w, ct, n, bias=bias, dense=dense_matmul)
+    if of_columns:
+        got = [unpadded(of_size, out, 2), on_tokens(unpadded, grads[0]), unpadded(of_size, grads[1], 1)]
+        got += [unpadded(of_size, grad, 0) for grad in grads[2:]]
+    else:
+        got = [on_tokens(unpadded, out), unpadded(of_size, grads[0], 2), unpadded(of_size, grads[1], 0), *grads[2:]]
+    dense = {"bias": b, "dense": dense_matmul} if bias else {}
+    _assert_like_dense(got, x, w, ct, n, **dense)
 
 
 def _with_bias(x, w, bias, **kwargs):
@@ -267,32 +202,6 @@ def test_a_sequence_parallel_block_is_itself_under_vmap_scan_and_remat(typed):
     for one_got, one_want in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # Two layers of sums of at most 10 terms, each of up to about 30.
         assert_close(one_got, one_want, 30.0, roundings=30)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_weights_that_replicas_share_get_the_gradients_of_all(dtype):
-    """Test two replicas of two IPUs, 3 tokens each: sums over the second axis must be neither lost nor made twice."""
-    split = Split(5, 2)
-    x_ND, w_DV, w_VD, b_D, table_VD = (
-        normal(seed, shape, dtype) for seed, shape in enumerate([(6, 4), (4, 6), (6, 4), (4,), (5, 4)])
-    )
-
-    def program(x_ND, w_DV, w_VD, b_D, table_VD):
-        y_NV = matmul(scatter_tokens(x_ND), w_DV, tokens=3)
-        y_ND = from_all(matmul(y_NV, w_VD, bias=b_D, split="rows", reduction="scatter"), 0, size=3)
-        return tied_projection(y_ND, table_VD, size=5)
-
-    specs = (P("data"), P(None, "ipu"), P("ipu"), P(), P("ipu"))
-    sharded = on_ipus(program, 2, specs, P("data", "ipu"), replicas=2)
-    ct = normal(5, (6, 5), dtype)
-    got_out, got_vjp = jax.vjp(
-        lambda *args: split.unpad(sharded(*args[:4], split.pad(args[4], 0)), 1), x_ND, w_DV, w_VD, b_D, table_VD
-    )
-    want_out, want_vjp = jax.vjp(lambda x, w, v, b, table: (x @ w @ v + b) @ table.T, x_ND, w_DV, w_VD, b_D, table_VD)
-    for got, want in zip((got_out, *got_vjp(ct)), (want_out, *want_vjp(ct)), strict=True):
-        # Sums of sums of sums of about 5 terms each; each rounding to half counts at the size of the largest number.
-        assert_close(got, want, np.abs(np.asarray(want, np.float32)).max(), roundings=20 if dtype == jnp.float32 else 4)
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from sharded_ops import Split, log_softmax, softmax
 from support.dense_ops import dense_log_softmax, dense_softmax
 from support.harness import (
+    CASES,
     MODES,
     assert_close,
     collectives,
     dense_vjp,
-    every_case,
     examples,
     normal,
     on_ipus,
@@ -28,37 +28,42 @@ from support.harness import (
     unpadded,
 )
 
-TOKENS = 6
-
 # exp and log are good to a few ulps each, and a denominator is a sum of at most 10 terms.
 ROUNDINGS = 20
 
 
-@every_case
+LATER = [
+    ("typed-outside", 3, 7, jnp.float32),
+    ("typed-inside", 2, 1, jnp.float32),
+    ("untyped-outside", 4, 10, jnp.bfloat16),
+    ("untyped-inside", 8, 5, jnp.float32),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "mode", "n", "size", "dtype"),
+    [
+        *(pytest.param(log_softmax, *case.values, id=f"log_softmax-{case.id}", marks=case.marks) for case in CASES),
+        *(pytest.param(softmax, *case, marks=pytest.mark.slow) for case in LATER),
+    ],
+)
 @examples
 @given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)))
-def test_log_softmax(mode, n, size, dtype, seed, scale, offset):
-    split = Split(size, n)
-    logits = (normal(seed, (TOKENS, size)) * scale + offset).astype(dtype)
-    ct = normal(seed + 1, (TOKENS, size), dtype)
+def test_values_and_gradients_of_logits(op, mode, n, size, dtype, seed, scale, offset):
+    split, is_log = Split(size, n), op is log_softmax
+    logits = (normal(seed, (2, 3, size)) * scale + offset).astype(dtype)
+    ct, spec = normal(seed + 1, (2, 3, size), dtype), split.spec(2, 3, "ipu")
+    shards, ct_shard = [padded(split, logits, 2)], padded(split, ct, 2, np.nan if is_log else 0)
+    out, (dlogits,) = sharded_vjp(op, mode, n, shards, in_specs=(spec,), out_spec=spec, ct=ct_shard, size=size)
 
-    spec = split.spec(1, 2, "ipu")
-    out, (dlogits,) = sharded_vjp(
-        log_softmax,
-        mode,
-        n,
-        [padded(split, logits, 1)],
-        in_specs=(spec,),
-        out_spec=spec,
-        ct=padded(split, ct, 1),
-        size=size,
-    )
-
-    want, (want_dlogits,) = dense_vjp(dense_log_softmax, [logits], ct=ct)
-    assert_close(unpadded(split, out, 1, padding=-np.inf), want, 1 + np.abs(np.asarray(want, np.float32)), ROUNDINGS)
-    # dlogits = ct - softmax * sum(ct)
+    want, (want_dlogits,) = dense_vjp(dense_log_softmax if is_log else dense_softmax, [logits], ct=ct)
     ct_size = np.abs(ct.astype(np.float32))
-    assert_close(unpadded(split, dlogits, 1), want_dlogits, ct_size + ct_size.sum(-1, keepdims=True), ROUNDINGS)
+    if is_log:  # dlogits = ct - softmax * sum(ct)
+        bound, slope = 1 + np.abs(np.asarray(want, np.float32)), ct_size + ct_size.sum(-1, keepdims=True)
+    else:
+        bound, slope = 1, ct_size.max()
+    assert_close(unpadded(split, out, 2, padding=-np.inf if is_log else 0), want, bound, ROUNDINGS)
+    assert_close(unpadded(split, dlogits, 2), want_dlogits, slope, ROUNDINGS)
 
 
 # Rows of 7 logits on 3 IPUs, which hold columns 0-2, 3-5 and 6.
@@ -100,31 +105,6 @@ def test_what_is_not_a_number_is_not_hidden(op):
     logits = np.zeros((1, 6), np.float32)
     logits[0, 4] = np.nan
     assert np.isnan(on_ipus(functools.partial(op, size=6), 3, P(None, "ipu"), P(None, "ipu"))(logits)).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "n", "size", "dtype"),
-    [
-        ("typed-outside", 3, 7, jnp.float32),
-        ("typed-inside", 2, 1, jnp.float32),
-        ("untyped-outside", 4, 10, jnp.bfloat16),
-        ("untyped-inside", 8, 5, jnp.float32),
-    ],
-)
-@examples
-@given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)))
-def test_softmax(mode, n, size, dtype, seed, scale, offset):
-    split = Split(size, n)
-    logits = (normal(seed, (2, 3, size)) * scale + offset).astype(dtype)
-    ct, spec = normal(seed + 1, (2, 3, size), dtype), split.spec(2, 3, "ipu")
-    shards = [padded(split, logits, 2)]
-    out, (dlogits,) = sharded_vjp(
-        softmax, mode, n, shards, in_specs=(spec,), out_spec=spec, ct=padded(split, ct, 2, 0), size=size
-    )
-    want, (want_dlogits,) = dense_vjp(dense_softmax, [logits], ct=ct)
-    assert_close(unpadded(split, out, 2), want, 1, ROUNDINGS)
-    assert_close(unpadded(split, dlogits, 2), want_dlogits, np.abs(ct.astype(np.float32)).max(), ROUNDINGS)
 
 
 def test_probabilities_of_half_logits_are_rounded_once():

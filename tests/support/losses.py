@@ -1,5 +1,6 @@
 """Run the split cross-entropy and its dense twins, which are written independently."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +61,33 @@ def dense_loss(
         return loss
     count = jnp.where(counts, factor, 0).sum()
     return loss.sum() if reduction == "sum" else loss.sum() / jnp.where(count == 0, 1, count)
+
+
+def of_each(
+    options: Sequence[dict[str, Any]], loss: Callable[..., Any], labels: Any, weights: Any, soft: Any = None
+) -> Any:
+    """Return (options, tokens): the loss of each entry, which says what it uses by `soft` and `weighted`.
+
+    A sum or a mean stands at each of its tokens. `loss` takes a target, weights or None, and the entry's other options.
+    """
+    rows = []
+    for entry in options:
+        others = {k: v for k, v in entry.items() if k not in ("soft", "weighted")}
+        target = soft if entry.get("soft") else labels
+        found = loss(target, weights=weights if entry.get("weighted") else None, **others)
+        rows += found if isinstance(found, tuple) else [found]
+    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+
+
+def dense_of_each(options: Sequence[dict[str, Any]], logits: Any, labels: Any, weights: Any, soft: Any = None) -> Any:
+    """Return the same as `of_each` of `dense_loss`, which has no chunks and one way to make gradients."""
+
+    def loss(target: Any, **entry: Any) -> Any:
+        others = {k: v for k, v in entry.items() if k not in ("gradients", "token_chunk", "column_chunk")}
+        is_soft = jnp.issubdtype(target.dtype, jnp.floating)
+        return dense_loss(logits, target, soft=is_soft, weighted=entry["weights"] is not None, **others)
+
+    return of_each(options, loss, labels, weights, soft)
 
 
 def dense_cross_entropy(logits, labels):

@@ -8,19 +8,9 @@ import pytest
 from ipu_jax import Outputs, Pipeline, Stage, make_mesh, replicate
 from ipu_jax.training.replicas import replicas_of
 from support.dense import chain, largest_relative_error
+from support.small_problems import tanh_loss, tanh_problem
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
-
-
-def loss_fn(params, microbatch):
-    hidden = jnp.tanh(microbatch["x"] @ params["w"] + params["b"])
-    return jnp.mean((hidden.sum(axis=1) - microbatch["y"]).astype(jnp.float32) ** 2)
-
-
-def problem(*lead: int, dtype: str = "float32"):
-    rng = np.random.default_rng(3)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    return {"w": normal(5, 7), "b": normal(7)}, {"x": normal(*lead, 3, 5), "y": normal(*lead, 3)}
 
 
 def twin(params, batch, reduction: str):
@@ -28,7 +18,7 @@ def twin(params, batch, reduction: str):
     lead = batch["y"].ndim - 1
     count = int(np.prod(batch["y"].shape[:lead]))
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[lead + 1 :]), batch)
-    loss, gradients = jax.value_and_grad(loss_fn)(params, rows)
+    loss, gradients = jax.value_and_grad(tanh_loss)(params, rows)
     return loss, jax.tree.map(lambda g: g * (count if reduction == "sum" else 1), gradients)
 
 
@@ -46,8 +36,8 @@ def twin(params, batch, reduction: str):
 )
 def test_replicas_of_one_ipu_equal_the_whole_batch(replicas, m, reduction, dtype):
     lead = (m,) if replicas == 1 else (replicas, m)
-    params, batch = problem(*lead, dtype=dtype)
-    model = replicate(loss_fn, replication_factor=replicas, gradient_accumulation=m, reduction=reduction)
+    params, batch = tanh_problem(*lead, dtype=dtype)
+    model = replicate(tanh_loss, replication_factor=replicas, gradient_accumulation=m, reduction=reduction)
     loss, gradients = model.value_and_grad(model.shard(params), batch)
     expected_loss, expected = twin(params, batch, reduction)
     assert abs(float(loss) - float(expected_loss)) <= TOLERANCE[dtype] * abs(float(expected_loss))
@@ -58,9 +48,9 @@ def test_replicas_of_one_ipu_equal_the_whole_batch(replicas, m, reduction, dtype
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_pmap_equals_the_mesh(reduction):
-    params, batch = problem(4, 2)
-    by_pmap = replicate(loss_fn, num_ipus=4, gradient_accumulation=2, reduction=reduction)
-    one = Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")], gradient_accumulation=2, reduction=reduction)
+    params, batch = tanh_problem(4, 2)
+    by_pmap = replicate(tanh_loss, num_ipus=4, gradient_accumulation=2, reduction=reduction)
+    one = Pipeline([Stage(lambda p, x, mb: tanh_loss(p, mb), params="p")], gradient_accumulation=2, reduction=reduction)
     by_mesh = replicate(one, num_ipus=4)
     assert dict(by_mesh.mesh.shape) == {"replica": 4, "ipu": 1}
     loss, gradients = by_pmap.value_and_grad(by_pmap.shard(params), batch)
@@ -94,8 +84,8 @@ def test_losses_and_gradients_in_half_are_added_up_in_float32(m):
 
 
 def test_it_is_pmap_that_runs_and_that_sums_once():
-    params, batch = problem(2, 3)
-    model = replicate(loss_fn, replication_factor=2, gradient_accumulation=3)
+    params, batch = tanh_problem(2, 3)
+    model = replicate(tanh_loss, replication_factor=2, gradient_accumulation=3)
     hlo = model._value_and_grad.lower((model.shard(params), None), batch).compile().as_text()
     # the loss, and the gradients together; none in the loop over micro-batches
     assert hlo.count(" all-reduce(") <= 2
@@ -105,9 +95,9 @@ def test_it_is_pmap_that_runs_and_that_sums_once():
 def test_aux_keys_and_evaluation():
     def noisy(params, microbatch, *, key):
         noise = jax.random.normal(key)
-        return Outputs(loss_fn(params, microbatch) + noise, aux={"noise": noise})
+        return Outputs(tanh_loss(params, microbatch) + noise, aux={"noise": noise})
 
-    params, batch = problem(2, 3)
+    params, batch = tanh_problem(2, 3)
     model = replicate(noisy, replication_factor=2, gradient_accumulation=3, random=True)
     key = jax.random.key(0)
     (loss, aux), gradients = model.value_and_grad(model.shard(params), batch, key)
@@ -121,13 +111,13 @@ def test_aux_keys_and_evaluation():
     evaluated, again = model.loss(model.shard(params), batch, key)
     assert abs(float(evaluated) - float(loss)) < 1e-6
     np.testing.assert_array_equal(again["noise"], aux["noise"])
-    one = replicate(lambda p, mb: (loss_fn(p, mb), mb["y"].sum()), replication_factor=1, gradient_accumulation=2)
+    one = replicate(lambda p, mb: (tanh_loss(p, mb), mb["y"].sum()), replication_factor=1, gradient_accumulation=2)
     assert one.loss(one.shard(params), jax.tree.map(lambda leaf: leaf[0, :2], batch))[1].shape == (2,)
 
 
 def test_a_loop_that_never_waits_is_bounded():
-    params, batch = problem(8, 1)
-    model = replicate(loss_fn, replication_factor=8)
+    params, batch = tanh_problem(8, 1)
+    model = replicate(tanh_loss, replication_factor=8)
     held = model.shard(params)
     losses = [model.value_and_grad(held, batch)[0] for _ in range(100)]
     assert np.isfinite(float(losses[-1]))

@@ -12,25 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, DynamicScale, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from support.dense import chain, largest_relative_error
+from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import batches_of, compiled_quickly
 
 DECAY, STEPS = 0.75, 3
 
 
 _compiled_quickly = compiled_quickly()
-
-
-def loss_fn(w, rows):
-    return jnp.mean((rows @ w["u"] @ w["v"]) ** 2)
-
-
-def weights(dtype=np.float32):
-    rng = np.random.default_rng(0)
-    return {"u": rng.normal(size=(5, 3)).astype(dtype), "v": rng.normal(size=3).astype(dtype)}
-
-
-def rows(*lead):
-    return np.random.default_rng(1).normal(size=(*lead, 4, 5)).astype(np.float32)
 
 
 def averaged(history):
@@ -45,16 +33,16 @@ def averaged(history):
 @pytest.mark.parametrize(("replicas", "shard_optimizer"), [(1, False), (2, True)])
 def test_a_function_on_replicas(replicas, shard_optimizer):
     options = TrainOptions(replication_factor=replicas, shard_optimizer=shard_optimizer, ema_decay=DECAY)
-    step = make_train_step(loss_fn, optax.adam(0.1), options)
-    batches = rows(STEPS, *(replicas,) * (replicas > 1), 1)
-    state, history = step.init(weights()), [weights()]
+    step = make_train_step(product_loss, optax.adam(0.1), options)
+    batches = product_rows(STEPS, *(replicas,) * (replicas > 1), 1)
+    state, history = step.init(product_weights()), [product_weights()]
     for batch in batches:
         state, _ = step(state, batch)
         history.append(step.whole(state)["params"])
     found, expected = step.whole(state)["ema"], averaged(history)
     assert largest_relative_error(found, expected) <= 1e-6
-    unseen = rows(*batches.shape[1:3])[..., ::-1].copy() if replicas > 1 else rows(1)[..., ::-1].copy()
-    loss = loss_fn(jax.tree.map(jnp.float32, expected), unseen.reshape(-1, 5))
+    unseen = product_rows(*batches.shape[1:3])[..., ::-1].copy() if replicas > 1 else product_rows(1)[..., ::-1].copy()
+    loss = product_loss(jax.tree.map(jnp.float32, expected), unseen.reshape(-1, 5))
     np.testing.assert_allclose(step.loss(state, unseen, ema=True), loss, rtol=1e-5)
     assert abs(float(loss) - float(step.loss(state, unseen))) > 1e-3 * float(loss)
 
@@ -84,24 +72,24 @@ def test_a_pipeline_with_unlike_slots_and_an_uneven_split():
 
 def test_in_half_the_average_is_of_rounded_weights_in_float32():
     options = TrainOptions(precision="16.16", stochastic_rounding=True, ema_decay=DECAY)
-    step = make_train_step(loss_fn, optax.sgd(0.1), options)
-    state, history = step.init(weights(), key=jax.random.key(0)), []
+    step = make_train_step(product_loss, optax.sgd(0.1), options)
+    state, history = step.init(product_weights(), key=jax.random.key(0)), []
     history.append(step.whole(state)["params"])
-    for batch in rows(STEPS, 1):
+    for batch in product_rows(STEPS, 1):
         state, _ = step(state, batch)
         history.append(step.whole(state)["params"])
     found = step.whole(state)["ema"]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"float32"}
     assert largest_relative_error(found, averaged(history)) <= 1e-6
     of_average = step.init(found, key=jax.random.key(0))  # in half
-    assert float(step.loss(state, rows(1), ema=True)) == float(step.loss(of_average, rows(1)))
+    assert float(step.loss(state, product_rows(1), ema=True)) == float(step.loss(of_average, product_rows(1)))
 
 
 def test_an_update_that_is_skipped_does_not_move_it():
-    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(loss_scale=DynamicScale(), ema_decay=DECAY))
-    state, _ = step(step.init(weights()), rows(1))
+    step = make_train_step(product_loss, optax.sgd(0.1), TrainOptions(loss_scale=DynamicScale(), ema_decay=DECAY))
+    state, _ = step(step.init(product_weights()), product_rows(1))
     before = step.whole(state)["ema"]
-    state, outputs = step(state, np.full_like(rows(1), np.inf))
+    state, outputs = step(state, np.full_like(product_rows(1), np.inf))
     assert int(outputs.updated) == 0
     np.testing.assert_array_equal(step.whole(state)["ema"]["u"], before["u"])
 
@@ -134,25 +122,25 @@ def test_training_continues_on_other_ipus_from_what_was_saved():
     options = TrainOptions(ema_decay=DECAY)
     on = {ipus: make_train_step(split_pipeline(ipus), optax.sgd(1e-3), options) for ipus in (2, 4)}
     state = on[2].init(split_weights())
-    for batch in rows(2, 1):
+    for batch in product_rows(2, 1):
         state, _ = on[2](state, batch)
     saved = on[2].whole(state)
     np.testing.assert_array_equal(saved["ema"]["first"]["fixed"], split_weights()["first"]["fixed"])
     moved = on[4].restore(saved)
     for found, expected in zip(*map(jax.tree.leaves, (on[4].whole(moved)["ema"], saved["ema"])), strict=True):
         np.testing.assert_array_equal(found, expected)
-    losses = [on[2].loss(state, rows(1), ema=True), on[4].loss(moved, rows(1), ema=True)]
+    losses = [on[2].loss(state, product_rows(1), ema=True), on[4].loss(moved, product_rows(1), ema=True)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     dense = saved["ema"]
-    hidden = rows(1)[0] @ dense["first"]["u"] * dense["first"]["fixed"] + dense["middle"]["b"]
+    hidden = product_rows(1)[0] @ dense["first"]["u"] * dense["first"]["fixed"] + dense["middle"]["b"]
     expected = float(jnp.sum(hidden @ dense["last"]["v"]) ** 2 + dense["last"]["gain"] ** 2)
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
 
 
 def test_an_average_begins_anew_from_a_state_without_one():
-    plain, averaging = (make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(ema_decay=d)) for d in (None, DECAY))
-    saved = plain.whole(plain.init(weights()))
+    plain, averaging = (make_train_step(product_loss, optax.sgd(0.1), TrainOptions(ema_decay=d)) for d in (None, DECAY))
+    saved = plain.whole(plain.init(product_weights()))
     del saved["ema"]  # as an older version saved it
     assert plain.whole(plain.restore(saved))["ema"] is None
     begun = averaging.restore({**saved, "ema": saved["params"]})
-    np.testing.assert_array_equal(averaging.whole(begun)["ema"]["u"], weights()["u"])
+    np.testing.assert_array_equal(averaging.whole(begun)["ema"]["u"], product_weights()["u"])

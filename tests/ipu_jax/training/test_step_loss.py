@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from ipu_jax import Outputs, Pipeline, Reduction, Replicas, Stage, TrainOptions, make_mesh, make_train_step, replicate
+from support.small_problems import masked_sum, tokens
 from support.trained import compiled_quickly
 
 M, REPLICAS, UPDATES = 3, 2, 2
@@ -14,21 +15,6 @@ PARAMS = {"w": np.random.default_rng(3).normal(size=(5, 7)).astype(np.float32), 
 
 
 _compiled_quickly = compiled_quickly()
-
-
-def tokens(*lead):
-    """Return rows of which each micro-batch counts another number."""
-    rng = np.random.default_rng(0)
-    return {
-        "x": rng.normal(size=(*lead, 6, 5)).astype(np.float32),
-        "y": rng.normal(size=(*lead, 6)).astype(np.float32),
-        "mask": (rng.random((*lead, 6)) < 0.4).astype(np.float32),
-    }
-
-
-def masked_sum(params, microbatch):
-    errors = (jnp.tanh(microbatch["x"] @ params["w"] + params["b"]).sum(-1) - microbatch["y"]) ** 2
-    return jnp.sum(errors * microbatch["mask"]), microbatch["mask"].sum()
 
 
 def mean(params, microbatch):

@@ -18,25 +18,13 @@ from ipu_jax import (
     make_train_step,
 )
 from support.dense import chain, largest_relative_error
+from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import batches_of, compiled_quickly, train_dense
 
 STEPS = 3
 
 
 _compiled_quickly = compiled_quickly()
-
-
-def loss_fn(w, rows):
-    return jnp.mean((rows @ w["u"] @ w["v"]) ** 2)
-
-
-def weights():
-    rng = np.random.default_rng(0)
-    return {"u": rng.normal(size=(5, 3)).astype(np.float32), "v": rng.normal(size=3).astype(np.float32)}
-
-
-def rows(*lead):
-    return np.random.default_rng(1).normal(size=(*lead, 4, 5)).astype(np.float32)
 
 
 # norms
@@ -112,15 +100,15 @@ def test_norms_in_half_are_of_sums_in_float32_and_of_weights_that_are_kept():
     ids=["schedule", "constant", "kept nowhere", "in two places"],
 )
 def test_the_learning_rate_is_the_one_that_the_optimizer_keeps(optimizer, expected):
-    step = make_train_step(loss_fn, optimizer, TrainOptions(device_iterations=STEPS, outputs="all"))
-    state = step.init(weights())
-    _, outputs = jax.eval_shape(step, state, rows(STEPS, 1))
+    step = make_train_step(product_loss, optimizer, TrainOptions(device_iterations=STEPS, outputs="all"))
+    state = step.init(product_weights())
+    _, outputs = jax.eval_shape(step, state, product_rows(STEPS, 1))
     assert outputs.gradient_norm is None
     assert outputs.parameter_norm is None
     if expected is None:
         assert outputs.learning_rate is None
     else:
-        np.testing.assert_allclose(step(state, rows(STEPS, 1))[1].learning_rate, expected, rtol=1e-6)
+        np.testing.assert_allclose(step(state, product_rows(STEPS, 1))[1].learning_rate, expected, rtol=1e-6)
 
 
 # optimizers that skip updates, and those of whole weights
@@ -146,16 +134,16 @@ def test_muon_on_whole_weights_and_adam_on_a_split_head():
 def test_multi_steps_is_taken_as_it_is():
     steps = optax.MultiSteps(optax.adam(1e-2), 2)
     options = TrainOptions(replication_factor=2, device_iterations=STEPS + 1, shard_optimizer=True)
-    step = make_train_step(loss_fn, steps, options)
-    batches = rows(STEPS + 1, 2, 1)
-    state, _ = step(step.init(weights()), batches)
+    step = make_train_step(product_loss, steps, options)
+    batches = product_rows(STEPS + 1, 2, 1)
+    state, _ = step(step.init(product_weights()), batches)
 
     def updated(carry, batch):
-        updates, state = steps.update(jax.grad(loss_fn)(carry[0], batch.reshape(-1, 5)), carry[1], carry[0])
+        updates, state = steps.update(jax.grad(product_loss)(carry[0], batch.reshape(-1, 5)), carry[1], carry[0])
         return (optax.apply_updates(carry[0], updates), state), None
 
     run = jax.jit(lambda w: jax.lax.scan(updated, (w, steps.init(w)), batches)[0])
-    expected, expected_state = run(weights())
+    expected, expected_state = run(product_weights())
     whole = step.whole(state)
     assert largest_relative_error(whole["params"], expected) <= 1e-6
     assert int(whole["optimizer"].gradient_step) == int(expected_state.gradient_step) == 2
@@ -171,7 +159,7 @@ def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
     fn = lambda w, mb: (jnp.sum((mb["x"] @ w["u"] @ w["v"]) ** 2 * mb["real"]), mb["real"].sum())  # noqa: E731
     optimizer = optax.adamw(0.1, weight_decay=0.5)  # it would move weights without any gradient
     step = make_train_step(fn, optimizer, TrainOptions(weighted=True, device_iterations=4, outputs="all"))
-    state, found, losses = step.init(weights()), [], []
+    state, found, losses = step.init(product_weights()), [], []
     with Feed(
         source, mesh=make_mesh(1, 1), micro_batch=2, device_iterations=4, shuffle=False, remainder="pad", epochs=1
     ) as feed:
@@ -186,7 +174,7 @@ def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
         updates, opt = optimizer.update(g, opt, w)
         return optax.apply_updates(w, updates), opt, loss
 
-    whole = weights()
+    whole = product_weights()
     opt = optimizer.init(whole)
     padded = {"x": np.pad(source["x"], ((0, 1), (0, 0))), "real": np.pad(source["real"], (0, 1))}
     for start in range(0, 12, 2):
@@ -204,13 +192,13 @@ def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
 
 def test_every_nth_outputs_of_a_batch_that_is_cut_short_end_with_its_last():
     """3 updates of 4, outputs of every second: the second's, and the last one's."""
-    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=4, outputs=2))
-    every = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=4, outputs="all"))
+    step = make_train_step(product_loss, optax.sgd(0.1), TrainOptions(device_iterations=4, outputs=2))
+    every = make_train_step(product_loss, optax.sgd(0.1), TrainOptions(device_iterations=4, outputs="all"))
     source = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     found = {}
     for each in (step, every):
         with Feed(source, mesh=make_mesh(1, 1), micro_batch=2, device_iterations=4, remainder="pad") as feed:
-            _, outputs = each(each.init(weights()), next(feed))
+            _, outputs = each(each.init(product_weights()), next(feed))
             found[each] = outputs.loss
     assert found[every].shape == (3,)
     np.testing.assert_array_equal(found[step], found[every][1:])
@@ -221,13 +209,13 @@ def test_every_nth_outputs_of_a_batch_that_is_cut_short_end_with_its_last():
 
 def test_what_prints():
     options = TrainOptions(ema_decay=0.5, loss_scale=DynamicScale(initial=4.0), norms=True)
-    step = make_train_step(loss_fn, optax.adam(0.1), options)
+    step = make_train_step(product_loss, optax.adam(0.1), options)
     assert repr(step) == (
         "TrainStep(loss function on 1 IPU, 1 micro-batch per update, "
         f"loss_scale={DynamicScale(initial=4.0)!r}, norms=True, ema_decay=0.5)"
     )
-    first = step.init(weights())
-    state, outputs = step(first, rows(1))
+    first = step.init(product_weights())
+    state, outputs = step(first, product_rows(1))
     assert repr(first) == "TrainState(used up: a call reused its buffers; go on with the state that it returned)"
     assert repr(state) == (
         "TrainState(step=1, 18 weights in 72 B, optimizer state in 148 B, average of weights in 72 B, loss scale 4)"
@@ -246,4 +234,4 @@ def test_what_prints():
     assert repr(make_train_step(pipeline, optax.sgd(0.1))) == (
         "TrainStep(Pipeline of 3 stages on 2 IPUs x 2 replicas, 2 micro-batches per update)"
     )
-    assert repr(step.model) == "Replicas(loss_fn, replication_factor=1, gradient_accumulation=1, reduction='mean')"
+    assert repr(step.model) == "Replicas(product_loss, replication_factor=1, gradient_accumulation=1, reduction='mean')"

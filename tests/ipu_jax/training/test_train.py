@@ -20,23 +20,13 @@ from ipu_jax import (
     replicate,
 )
 from support.dense import chain, largest_relative_error
+from support.small_problems import masked_sum, tanh_loss, tanh_problem, tokens
 from support.trained import batches_of, compiled_quickly, state_error, train_dense
 
 STEPS = 3
 
 
 _compiled_quickly = compiled_quickly()
-
-
-def loss_fn(params, microbatch):
-    hidden = jnp.tanh(microbatch["x"] @ params["w"] + params["b"])
-    return jnp.mean((hidden.sum(axis=1) - microbatch["y"]).astype(jnp.float32) ** 2)
-
-
-def problem(*lead: int, dtype: str = "float32"):
-    rng = np.random.default_rng(3)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    return {"w": normal(5, 7), "b": normal(7)}, {"x": normal(*lead, 3, 5), "y": normal(*lead, 3)}
 
 
 def plain(optimizer, params, batches, reduction="mean"):
@@ -47,7 +37,7 @@ def plain(optimizer, params, batches, reduction="mean"):
 
     def update(carry, rows):
         params, state = carry
-        loss, gradients = jax.value_and_grad(loss_fn)(params, rows)
+        loss, gradients = jax.value_and_grad(tanh_loss)(params, rows)
         updates, state = optimizer.update(jax.tree.map(lambda g: g * count, gradients), state, params)
         return (optax.apply_updates(params, updates), state), loss
 
@@ -70,7 +60,7 @@ def plain(optimizer, params, batches, reduction="mean"):
     ],
 )
 def test_a_function_on_replicas_equals_one_program(replicas, m, reduction, shard_optimizer):
-    params, batches = problem(STEPS, *(replicas,) * (replicas > 1), m)
+    params, batches = tanh_problem(STEPS, *(replicas,) * (replicas > 1), m)
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
     options = TrainOptions(
         replication_factor=replicas,
@@ -81,7 +71,7 @@ def test_a_function_on_replicas_equals_one_program(replicas, m, reduction, shard
         max_gradient_norm=0.5,
         shard_optimizer=shard_optimizer,
     )
-    step = make_train_step(loss_fn, optimizer, options)
+    step = make_train_step(tanh_loss, optimizer, options)
     state, outputs = step(step.init(params), batches)
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
     expected, expected_state, losses = plain(clipped, params, batches, reduction)
@@ -97,9 +87,9 @@ def test_a_function_on_replicas_equals_one_program(replicas, m, reduction, shard
     ("shard_optimizer", "collectives"), [(False, {"all-reduce": 2}), (True, {"reduce-scatter": 1, "all-gather": 1})]
 )
 def test_few_large_collectives(shard_optimizer, collectives):
-    params, batch = problem(2, 3)
+    params, batch = tanh_problem(2, 3)
     options = TrainOptions(replication_factor=2, gradient_accumulation=3, shard_optimizer=shard_optimizer)
-    step = make_train_step(loss_fn, optax.adam(1e-2), options)
+    step = make_train_step(tanh_loss, optax.adam(1e-2), options)
     hlo = step.lower(step.init(params), batch).compile().as_text()
     for kind, most in collectives.items():
         found = [line for line in hlo.splitlines() if f" {kind}(" in line or f" {kind}-start(" in line]
@@ -185,12 +175,12 @@ def test_a_pipeline_equals_one_program(places, replicas, ipus, shard_optimizer, 
 
 
 def test_a_pipeline_of_one_ipu_equals_the_function():
-    params, batches = problem(2, 4, 2)
+    params, batches = tanh_problem(2, 4, 2)
     options = TrainOptions(device_iterations=2, outputs="all", replication_factor=4, shard_optimizer=True)
-    stage = Stage(lambda p, x, mb: loss_fn(p, mb), params="p")
+    stage = Stage(lambda p, x, mb: tanh_loss(p, mb), params="p")
     by_mesh = make_train_step(Pipeline([stage], gradient_accumulation=2), optax.lamb(1e-2), options)
     by_pmap = make_train_step(
-        Replicas(loss_fn, replication_factor=4, gradient_accumulation=2), optax.lamb(1e-2), options
+        Replicas(tanh_loss, replication_factor=4, gradient_accumulation=2), optax.lamb(1e-2), options
     )
     (mesh_state, mesh_outputs), (state, outputs) = (
         by_mesh(by_mesh.init({"p": params}), batches),
@@ -299,20 +289,6 @@ def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
 # counts
 
 
-def tokens(*lead):
-    rng = np.random.default_rng(0)
-    return {
-        "x": rng.normal(size=(*lead, 6, 5)).astype(np.float32),
-        "y": rng.normal(size=(*lead, 6)).astype(np.float32),
-        "mask": (rng.random((*lead, 6)) < 0.3).astype(np.float32),
-    }
-
-
-def masked_sum(params, microbatch):
-    errors = (jnp.tanh(microbatch["x"] @ params["w"] + params["b"]).sum(-1) - microbatch["y"]) ** 2
-    return jnp.sum(errors * microbatch["mask"]), microbatch["mask"].sum()
-
-
 def masked_mean(params, rows):
     total, count = masked_sum(params, rows)
     return total / count
@@ -321,7 +297,7 @@ def masked_mean(params, rows):
 @pytest.mark.parametrize(("reduction", "scale"), [("mean", 1.0), ("mean", DynamicScale(initial=64.0)), ("sum", 64.0)])
 @pytest.mark.parametrize("kind", ["function", "pipeline"])
 def test_a_mean_is_over_all_tokens_of_all_micro_batches_and_replicas(kind, reduction, scale):
-    params, _ = problem()
+    params, _ = tanh_problem()
     batch = tokens(2, 3)
     options = TrainOptions(weighted=True, shard_optimizer=True, loss_scale=scale)
     if kind == "function":
@@ -352,8 +328,8 @@ def test_a_mean_is_over_all_tokens_of_all_micro_batches_and_replicas(kind, reduc
 
 
 def test_outputs_of_device_iterations():
-    params, batches = problem(6, 2)
-    fn = lambda p, mb: (loss_fn(p, mb), mb["y"].sum())  # noqa: E731
+    params, batches = tanh_problem(6, 2)
+    fn = lambda p, mb: (tanh_loss(p, mb), mb["y"].sum())  # noqa: E731
 
     def run(outputs):
         options = TrainOptions(gradient_accumulation=2, device_iterations=6, outputs=outputs)
@@ -374,9 +350,9 @@ def test_outputs_of_device_iterations():
 
 
 def test_buffers_are_donated_and_a_loop_that_never_waits_is_bounded():
-    params, batch = problem(8, 1)
+    params, batch = tanh_problem(8, 1)
     options = TrainOptions(replication_factor=8, shard_optimizer=True)
-    step = make_train_step(loss_fn, optax.adam(1e-3), options)
+    step = make_train_step(tanh_loss, optax.adam(1e-3), options)
     state = first = step.init(params)
     losses = []
     for _ in range(100):
@@ -389,8 +365,8 @@ def test_buffers_are_donated_and_a_loop_that_never_waits_is_bounded():
 
 
 def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():
-    params, batches = problem(2, 1)
-    step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(device_iterations=2))
+    params, batches = tanh_problem(2, 1)
+    step = make_train_step(tanh_loss, optax.sgd(0.1), TrainOptions(device_iterations=2))
     rule = r"^key is not used, for neither the model nor the rounding is random: leave it out, or .* random=True"
     with pytest.warns(UserWarning, match=rule) as caught:
         state = step.init(params, key=jax.random.key(0))

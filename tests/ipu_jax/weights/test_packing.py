@@ -61,6 +61,9 @@ TREES = {
     "like": ({"a": {"w": (4, 5)}, "b": {"w": (4, 5)}}, {"a": 0, "b": 1}),
     "unlike": ({"a": {"w0": (7, 5), "b0": (5,), "w1": (5, 3)}, "b": [(3, 2), (2,)]}, {"a": 0, "b": 1}),
     "a scalar beside an array": ({"a": (), "b": (3,)}, {"a": 0, "b": 1}),
+    "scalars alone": ({"a": (), "b": ()}, {"a": 0, "b": 1}),
+    "a scalar among arrays": ({"a": {"gain": (), "w": (2,)}, "b": {"w": (2,)}}, {"a": 0, "b": 1}),
+    "one scalar": ({"a": ()}, {"a": 0}),
     "empty groups": ({"a": {}, "b": {"w": (3,)}, "c": []}, {"a": 0, "b": 1, "c": 1}),
     "empty arrays": ({"a": {"e": (0, 3), "w": (2,)}, "b": (2, 3)}, {"a": 0, "b": 1}),
     "several groups an IPU": ({"a": (3, 2), "b": (2, 3), "c": (5,), "d": (3, 2)}, {"a": 0, "b": 0, "c": 0, "d": 1}),
@@ -78,13 +81,6 @@ TREES = {
 def test_what_is_placed_comes_back(shapes, owners, replicas):
     params = arrays(shapes)
     assert_same(unshard_tree(put(params, owners, ipus=4, replicas=replicas)), params)
-
-
-@pytest.mark.parametrize("shapes", [{"a": (), "b": ()}, {"a": {"gain": (), "w": (2,)}, "b": {"w": (2,)}}, {"a": ()}])
-def test_scalars_come_back(shapes):
-    params = arrays(shapes)
-    owners = {name: ipu for ipu, name in enumerate(params)}
-    assert_same(unshard_tree(put(params, owners)), params)
 
 
 @pytest.mark.parametrize(("rows", "ipus"), [(10, 4), (3, 8), (8, 4), (1, 8), (5, 1), (0, 2)])

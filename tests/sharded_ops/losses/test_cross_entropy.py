@@ -25,7 +25,7 @@ from support.harness import (
     sharded_vjp,
     unpadded,
 )
-from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, dense_loss, sharded_cross_entropy
+from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, dense_loss, of_each, sharded_cross_entropy
 
 WEIGHTED = {"ignore_index": 2, "weighted": True, "reduction": "mean"}
 # The options of each result of one compiled program. `soft` and `weighted` say which operands an entry uses.
@@ -39,15 +39,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def _options_of_one_program(logits, soft, weights, labels, *, size):
-    """Return (options, N..): the loss of each entry, and for two of them the log-sum-exp as well."""
-    rows = []
-    for options in OPTIONS:
-        options = dict(options)
-        target = soft if options.pop("soft", False) else labels
-        options["weights"] = weights if options.pop("weighted", False) else None
-        loss, lse = log_softmax_cross_entropy(logits, target, size=size, return_log_sum_exp=True, **options)
-        rows += [loss, lse]
-    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+    """Return (options, N..): the loss and the log-sum-exp of each entry."""
+    op = functools.partial(log_softmax_cross_entropy, logits, size=size, return_log_sum_exp=True)
+    return of_each(OPTIONS, op, labels, weights, soft)
 
 
 def _dense_options(logits, soft, weights, labels):

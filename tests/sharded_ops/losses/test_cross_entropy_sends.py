@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, log_softmax, log_softmax_cross_entropy, matmul, take_along_last_dim
@@ -99,15 +98,14 @@ def _language_model(table, w, ids, labels, *, size):
 @pytest.mark.parametrize("typed", [True, False])
 def test_with_replicas_on_another_axis_gradients_are_those_of_the_whole_batch(typed):
     split = Split(5, 2)
-    mesh = jax.make_mesh((2, 2), ("replica", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     table, w = normal(0, (5, 3)), normal(1, (3, 5))
     ids, labels = np.array([0, 1, 2, 3, 4, 4], np.int32), np.array([4, 3, 2, 1, 0, 7], np.int32)
 
     def each_ipu(table, w, ids, labels):
-        return lax.pmean(_language_model(table, w, ids, labels, size=5), "replica")
+        return lax.pmean(_language_model(table, w, ids, labels, size=5), "data")
 
-    in_specs = (split.spec(0, 2, "ipu"), split.spec(1, 2, "ipu"), P("replica"), P("replica"))
-    sharded = jax.shard_map(each_ipu, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=typed)
+    in_specs = (split.spec(0, 2, "ipu"), split.spec(1, 2, "ipu"), P("data"), P("data"))
+    sharded = on_ipus(each_ipu, 2, in_specs, P(), typed, replicas=2)
     got = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(
         padded(split, table, 0), padded(split, w, 1), ids, labels
     )

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
 from ipu_jax.analysis.cost import flops_of
-from sharded_ops import Split, linear_cross_entropy, log_softmax_cross_entropy
+from sharded_ops import Split, linear_cross_entropy
 from support.harness import (
     assert_close,
     collectives,
@@ -27,7 +27,7 @@ from support.harness import (
     sharded_vjp,
     unpadded,
 )
-from support.losses import dense_loss
+from support.losses import dense_loss, dense_of_each, of_each
 
 TOKENS, FEATURES = 7, 4
 ROWS = P("ipu")
@@ -44,21 +44,12 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def _options_of_one_program(hidden, table, weights, labels, *, size):
-    rows = []
-    for options in OPTIONS:
-        options = dict(options)
-        options["weights"] = weights if options.pop("weighted", False) else None
-        rows.append(linear_cross_entropy(hidden, table, labels, size=size, **options))
-    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+    return of_each(OPTIONS, functools.partial(linear_cross_entropy, hidden, table, size=size), labels, weights)
 
 
 def _dense_options(hidden, table, weights, labels):
-    rows = []
     logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
-    for options in OPTIONS:
-        others = {k: v for k, v in options.items() if k not in ("gradients", "token_chunk", "column_chunk")}
-        rows.append(dense_loss(logits, labels, weights, **others))
-    return jnp.stack([jnp.broadcast_to(row, labels.shape) for row in rows])
+    return dense_of_each(OPTIONS, logits, labels, weights)
 
 
 @pytest.mark.slow
@@ -328,18 +319,3 @@ def test_it_may_stand_in_other_transforms():
     assert_close(loss, want, 1 + want, 20)
     assert_close(dhidden, want_dhidden, 4, 20)
     assert_close(unpadded(split, dtable, 0), want_dtable, 4, 20)
-
-
-def test_it_is_the_loss_of_the_logits_it_does_not_make():
-    def both(hidden, table, *, labels):
-        logits = jnp.matmul(hidden, table.T)
-        apart = log_softmax_cross_entropy(logits, labels, size=13, label_smoothing=0.1, z_loss=0.1)
-        fused = linear_cross_entropy(
-            hidden, table, labels, size=13, label_smoothing=0.1, z_loss=0.1, token_chunk=2, column_chunk=2
-        )
-        return apart, fused
-
-    labels = np.array([0, 5, 12, 13, -1], np.int32)
-    hidden, table = normal(0, (5, FEATURES)), padded(Split(13, 3), normal(1, (13, FEATURES)), 0)
-    apart, fused = on_ipus(functools.partial(both, labels=labels), 3, (P(), ROWS), P())(hidden, table)
-    np.testing.assert_allclose(fused, apart, rtol=2e-6)

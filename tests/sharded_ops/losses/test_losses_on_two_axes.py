@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, linear_cross_entropy, log_softmax_cross_entropy
 from support.harness import dense_vjp, normal, on_ipus, padded, sharded_vjp, unpadded
-from support.losses import dense_loss
+from support.losses import dense_loss, dense_of_each, of_each
 
 TOKENS, FEATURES, GROUPS, SIZE = 10, 4, 2, 11  # on 2 and on 4 IPUs the last shard of 11 columns has padding
 SMOOTHED = {"label_smoothing": 0.2, "z_loss": 0.05}
@@ -32,49 +32,29 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _stacked(losses):
-    """Return (options, tokens): a sum or a mean stands at each of its tokens."""
-    return jnp.stack([jnp.broadcast_to(loss, losses[0].shape) for loss in losses])
+OF_LINEAR = OPTIONS[:-2]
 
 
 def _of_logits(logits, soft, weights, labels):
-    losses = []
-    for options in OPTIONS:
-        options = {k: v for k, v in options.items() if k != "gradients"}
-        target = soft if options.pop("soft", False) else labels
-        options["weights"] = weights if options.pop("weighted", False) else None
-        losses.append(log_softmax_cross_entropy(logits, target, size=SIZE, **options))
-    return _stacked(losses)
+    def loss(target, gradients=None, **options):
+        return log_softmax_cross_entropy(logits, target, size=SIZE, **options)
+
+    return of_each(OPTIONS, loss, labels, weights, soft)
 
 
 def _linear(hidden, table, weights, labels):
-    losses = []
-    for options in OPTIONS[:-2]:
-        options = dict(options)
-        options["weights"] = weights if options.pop("weighted", False) else None
-        op = functools.partial(linear_cross_entropy, hidden, table, labels, token_chunk=3, column_chunk=2)
-        losses.append(op(size=SIZE, **options))
-    return _stacked(losses)
+    op = functools.partial(linear_cross_entropy, hidden, table, size=SIZE, token_chunk=3, column_chunk=2)
+    return of_each(OF_LINEAR, op, labels, weights)
 
 
-def _of_groups(options, logits, soft, weights, labels):
-    def of_group(logits, soft, weights, labels):
-        losses = []
-        for entry in options:
-            entry = {k: v for k, v in entry.items() if k != "gradients"}
-            losses.append(dense_loss(logits, soft if entry.get("soft") else labels, weights, **entry))
-        return _stacked(losses)
-
-    groups = [x.reshape(GROUPS, -1, *x.shape[1:]) for x in (logits, soft, weights, labels)]
-    return jnp.concatenate(jax.vmap(of_group, out_axes=0)(*groups), axis=-1)
-
-
-_dense_of_logits = functools.partial(_of_groups, OPTIONS)
+def _dense_of_logits(logits, soft, weights, labels, options=OPTIONS):
+    groups = [x.reshape(GROUPS, -1, *x.shape[1:]) for x in (logits, labels, weights, soft)]
+    return jnp.concatenate(jax.vmap(functools.partial(dense_of_each, options))(*groups), axis=-1)
 
 
 def _dense_linear(hidden, table, weights, labels):
     logits = hidden @ table.T
-    return _of_groups(OPTIONS[:-2], logits, logits, weights, labels)
+    return _dense_of_logits(logits, logits, weights, labels, OF_LINEAR)
 
 
 def _cases():
@@ -106,7 +86,7 @@ def test_values_and_gradients_are_those_of_each_group(fused, mode, ipus, dtype):
         op, dense, dims = _of_logits, _dense_of_logits, (1, 1, None)
         soft = (normal(3, (TOKENS, SIZE)) * 0.3 + 0.2).astype(dtype)
         floats, specs = [normal(2, (TOKENS, SIZE), dtype), soft, weights], (P("data", "ipu"),) * 2 + (P("data"),)
-    ct = normal(4, (len(OPTIONS[:-2] if fused else OPTIONS), TOKENS))
+    ct = normal(4, (len(OF_LINEAR if fused else OPTIONS), TOKENS))
     shards = [x if dim is None else padded(split, x, dim) for x, dim in zip(floats, dims, strict=True)]
     of_mesh: dict[str, Any] = {"int_spec": P("data"), "out_spec": P(None, "data"), "replicas": GROUPS}
     found, gradients = sharded_vjp(op, mode, ipus, shards, [labels], in_specs=specs, ct=ct, **of_mesh)
