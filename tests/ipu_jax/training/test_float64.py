@@ -130,7 +130,7 @@ def cases():
                 yield pytest.param(kind, OPTIONS[options], reduction, id=f"{kind}-{options}-{reduction}", marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "options", "reduction"), cases())
+@pytest.mark.parametrize(("kind", "options", "reduction"), list(cases()))
 def test_training_is_as_exact_as_plain_float64(kind, options, reduction):
     optimizer: Any = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.03, 7), eps=0.1)
     step, state = step_of(kind, optimizer, options, reduction)
