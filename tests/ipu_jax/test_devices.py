@@ -71,10 +71,10 @@ def window(*outputs: Any, **options: Any) -> Any:
 
 
 @refusals(
-    (lambda: configure(True), "num_ipus=True", "is not a count"),
-    (lambda: make_mesh(0, 1), "replicas=0", "is not a count"),
-    (lambda: make_mesh(1, -1), "ipus_per_replica=-1", "is not a count"),
-    (window(limit="2"), "limit='2'", "is not a count"),
+    (lambda: configure(True), "num_ipus=True", "count", "an int of at least 1"),
+    (lambda: make_mesh(0, 1), "replicas=0", "count", "an int of at least 1"),
+    (lambda: make_mesh(1, -1), "ipus_per_replica=-1", "count", "an int of at least 1"),
+    (window(limit="2"), "limit='2'", "count", "an int of at least 1"),
     *((window(outputs), "outputs hold no live", "to wait for") for outputs in ((), None, {"loss": 1.0})),
     (lambda: configure(1, cores=cast(Any, "shard")), "cores='shard'", "did you mean 'shared'?"),
     (lambda: configure(9), "num_ipus=9", "CPU backend with 8", "call configure(9) before", "JAX_NUM_CPU_DEVICES=9"),

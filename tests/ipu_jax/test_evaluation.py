@@ -1,5 +1,6 @@
 """Test that `Pipeline.loss`, and nothing else, runs each stage's `evaluate`; the expected numbers are NumPy's."""
 
+import functools
 from typing import Any
 
 import jax
@@ -74,13 +75,9 @@ def test_evaluation_by_hand(schedule, replicas):
 def test_neither_training_nor_the_unsharded_program_evaluates():
     pipeline = pipeline_of("grouped", 1)
     batch, key = normal(M, ROWS, D, seed=5), jax.random.key(3)
-    draws = []
-    for m in range(M):
-        draws.append(
-            float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), m), 2)))
-        )
+    keys = [functools.reduce(jax.random.fold_in, (0, m, 2), key) for m in range(M)]
     rows = (batch @ PARAMS["a"] @ PARAMS["b"] + batch) @ PARAMS["c"]
-    expected = np.mean(rows.mean((-2, -1)) * np.array(draws))
+    expected = np.mean(rows.mean((-2, -1)) * np.array([jax.random.uniform(of_stage) for of_stage in keys]))
     params, state = pipeline.shard(PARAMS), pipeline.shard_state(STATE)
     results: Any = [
         pipeline.value_and_grad(params, batch, state, key),

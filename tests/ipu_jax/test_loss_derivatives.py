@@ -181,10 +181,15 @@ BY_PARAMS = "only by params", "a weight of the first stage"
     (derivative("batch", jit=True), "no derivative by batch", "jax.lax.stop_gradient(batch)", *BY_PARAMS),
     (by_state, "no derivative by state", "jax.lax.stop_gradient(state)", *BY_PARAMS),
     (lambda: through_aux(lambda aux: aux), "no gradient flows through aux", "the function that is differentiated"),
-    (derivative(wrap=twice_in_reverse), "pipeline.loss", "no second derivatives"),
-    (derivative(wrap=twice_forward), "pipeline.loss", "no second derivatives"),
-    (derivative(method="value_and_grad"), "pipeline.value_and_grad", "cannot be differentiated again"),
-    (derivative(method="predict"), "pipeline.predict", "cannot be differentiated"),
+    (derivative(wrap=twice_in_reverse), "pipeline.loss has no second derivatives", "outside of a Pipeline"),
+    (derivative(wrap=twice_forward), "pipeline.loss has no second derivatives", "outside of a Pipeline"),
+    (
+        derivative(method="value_and_grad"),
+        "pipeline.value_and_grad",
+        "cannot be differentiated again",
+        "jax.value_and_grad(pipeline.loss)",
+    ),
+    (derivative(method="predict"), "pipeline.predict", "cannot be differentiated:", "use pipeline.loss"),
 )
 def test_what_has_no_derivative_is_refused(call, holds):
     with refused(*holds):

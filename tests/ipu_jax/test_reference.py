@@ -157,61 +157,60 @@ def with_several_faults(w, x, mb):
 
 
 A, INSTEAD = r"the gradient of params\['a'\]\['w'\] differs from .*", rf"{NUMBER} instead of {NUMBER} at \[\d, \d\]"
+
+
+def overflowing() -> Pipeline:
+    return Pipeline([Stage(lambda w, x, mb: jnp.sum(jnp.sqrt(mb**2 @ w)), params="w")], gradient_accumulation=3)
+
+
+def largest_part(w, x, mb):
+    """Return a loss that is the same on all IPUs, so that the trace does not show the fault."""
+    return lax.pmax(jnp.sum(lax.stop_gradient(x @ w) ** 2), "ipu") / 10
+
+
+def with_padding(w, x, mb):
+    return jnp.log(lax.psum(jnp.sum(jnp.exp(x @ w)), "ipu"))  # exp of a padded column is 1, not 0
+
+
 FAULTS = {
     "a reference with another loss, told with the report": (
-        {"last_reference": lambda w, x, mb: 1.01 * loss(w, x, mb)},
+        lambda: pipeline_of(last_reference=lambda w, x, mb: 1.01 * loss(w, x, mb)),
         r"the loss differs from the unsharded program's by more than rtol=1e-05: "
         r"loss [\d.]+, unsharded [\d.]+, relative error 9\.9e-03; "
         r"2 gradients, largest relative error 9\.9e-03 at params\['(a'\]\['w|b)'\]$",
     ),
     "a wrong gradient": (
-        {"last_reference": with_gradient_times(1, loss), "reference": with_gradient_times(2, body)},
+        lambda: pipeline_of(last_reference=with_gradient_times(1, loss), reference=with_gradient_times(2, body)),
         rf"{A} by 0\.5 relative, more than rtol=1e-05: {INSTEAD} \(1 of 2 gradients differ\): loss ",
     ),
     "of several wrong gradients the worst": (
-        {"last_reference": with_several_faults},
+        lambda: pipeline_of(last_reference=with_several_faults),
         rf"the gradient of params\['b'\] differs from .* by 0\.75 relative, .*: {INSTEAD} \(2 of 2 gradients differ\)",
     ),
     "a gradient that is nan, even beside a large error": (
-        {"first": with_nan_gradient, "reference": body, "last_reference": with_gradient_times(1e6, loss)},
+        lambda: pipeline_of(with_nan_gradient, reference=body, last_reference=with_gradient_times(1e6, loss)),
         rf"{A} by nan relative",
     ),
-    "gradients that are nan in both programs": ({"first": with_nan_gradient}, rf"{A} by nan relative"),
+    "gradients that are nan in both programs": (lambda: pipeline_of(with_nan_gradient), rf"{A} by nan relative"),
     "a loss that is nan": (
-        {"last": lambda w, x, mb: loss(w, x, mb) * jnp.nan},
+        lambda: pipeline_of(last=lambda w, x, mb: loss(w, x, mb) * jnp.nan),
         r"the loss differs from .*: loss nan, unsharded nan, relative error nan",
     ),
+    "gradients that overflow in both programs": (overflowing, r"the gradient of params\['w'\] differs from .* by nan"),
+    "a concurrent stage that takes the largest part for the whole": (
+        lambda: head_stage(largest_part),
+        "the loss differs",
+    ),
+    "a concurrent stage that counts its padding": (lambda: head_stage(with_padding), "the loss differs"),
 }
+WEIGHTS_OF = {overflowing: {"w": np.zeros((4, 4), np.float32)}}
 
 
 @pytest.mark.parametrize(("wrong", "message"), FAULTS.values(), ids=FAULTS)
 def test_what_differs_is_named(wrong, message):
     with pytest.raises(VerificationError, match=f"^{message}") as caught:
-        verified(pipeline_of(**wrong))
+        verified(wrong(), WEIGHTS_OF.get(wrong, WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}))
     assert isinstance(caught.value, AssertionError)
-
-
-def test_gradients_that_overflow_in_both_programs_are_no_agreement():
-    pipeline = Pipeline([Stage(lambda w, x, mb: jnp.sum(jnp.sqrt(mb**2 @ w)), params="w")], gradient_accumulation=3)
-    with pytest.raises(VerificationError, match=r"^the gradient of params\['w'\] differs from .* by nan relative"):
-        verified(pipeline, {"w": np.zeros((4, 4), np.float32)})
-
-
-def test_a_concurrent_stage_that_takes_the_largest_part_for_the_whole_is_found():
-    """Its loss is the same on all IPUs, so the trace does not show the fault."""
-    forgetful = lambda w, x, mb: lax.pmax(jnp.sum(lax.stop_gradient(x @ w) ** 2), "ipu") / 10  # noqa: E731
-    with pytest.raises(VerificationError, match=r"^the loss differs"):
-        verified(head_stage(forgetful))
-
-
-def test_a_concurrent_stage_that_counts_its_padding_is_found():
-    weights = WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}
-
-    def head(w, x, mb):
-        return jnp.log(lax.psum(jnp.sum(jnp.exp(x @ w)), "ipu"))  # exp of a padded column is 1, not 0
-
-    with pytest.raises(VerificationError, match=r"^the loss differs"):
-        verified(head_stage(head), weights)
 
 
 # tolerances

@@ -132,7 +132,7 @@ A_SCALAR = "return Outputs(y, loss=...) with a float scalar"
 @refusals(
     (lambda: adding_a_loss(lambda p: jnp.ones(3) * p), "stage 'a' adds a loss of float32[3]", A_SCALAR),
     (lambda: adding_a_loss(lambda p: jnp.int32(1)), "stage 'a' adds a loss of int32[]", A_SCALAR),
-    (with_counts, "weighted=True divides the loss by counts", "a stage adds a loss that has"),
+    (with_counts, "weighted=True divides the loss by counts", "a stage adds a loss that has none", "as a skip"),
     (from_a_loss_function, "loss_fn returned Outputs(loss=...)", "add it"),
 )
 def test_an_added_loss_that_there_cannot_be_is_refused(call, holds):

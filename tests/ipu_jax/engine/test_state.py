@@ -240,7 +240,7 @@ RENEWED = "stage 'one' got state float32[3] and returns ", "with the same tree, 
     *((called(HOLDING, method), "state is missing", "pipeline.shard_state({...})", "'s'") for method in METHODS),
     (called(HOLDING, state=ZEROS), "state is a dict", "what pipeline.shard_state(...) returns"),
     (called(RANDOM, key=0), "key=0 is not one typed key", "jax.random.key(seed)"),
-    (lambda: Pipeline([HOLDING, HOLDING]), "state 's'", "named by two stages"),
+    (lambda: Pipeline([HOLDING, HOLDING]), "state 's'", "named by two stages", "give each stage its own"),
 )
 def test_state_and_keys_that_do_not_fit_are_refused(call, holds):
     with refused(*holds):
