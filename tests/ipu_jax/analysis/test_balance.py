@@ -101,17 +101,21 @@ def test_rounds_go_round_the_ipus():
     (lambda: balance_layers("ab", [1, math.nan], 2), "layer 'b': costs[1]=nan is not a cost", "a finite number"),
     (lambda: balance_layers("ab", [math.inf, 1], 2), "layer 'a': costs[0]=inf is not a cost", "a finite number"),
     (lambda: balance_layers("ab", [0, 0], 2), "costs of all 2 layers are 0", "nothing to balance"),
-    (lambda: balance_layers("ab", [1, 1], 0), "ipus=0", "not a count"),
+    (lambda: balance_layers("ab", [1, 1], 0), "ipus=0", "an int of at least 1"),
     (lambda: balance_layers("ab", [1, 1], 2, memory=[1, 2]), "memory=[1, 2] and limit=None", "give the layers' bytes"),
     (lambda: balance_layers("ab", [1, 1], 2, memory=[1], limit=3), "memory has 1 numbers for 2 layers", "give"),
     (lambda: balance_layers("ab", [1, 1], 2, memory=[1, -1], limit=3), "memory[1]=-1 is not a size", "at least 0"),
     (lambda: balance_layers("ab", [1, 1], 2, memory=[1, 9], limit=8), "'b' takes 9 bytes", "limit=8: cut the layer"),
     (
         lambda: balance_layers("abc", [1] * 3, 2, memory=[2] * 3, limit=3),
-        "no split of 3 layers over 2 IPUs",
-        "each below",
+        "no split of 3 layers",
+        "take more IPUs",
     ),
-    (lambda: balance_layers("abcd", [1] * 4, 2, rounds=2, memory=[1] * 4, limit=3), "limit=3", "rounds=2"),
+    (
+        lambda: balance_layers("abcd", [1] * 4, 2, rounds=2, memory=[1] * 4, limit=3),
+        "limit=3 with rounds=2",
+        "leave one",
+    ),
 )
 def test_what_cannot_be_balanced_is_refused(call, holds):
     with refused(*holds):

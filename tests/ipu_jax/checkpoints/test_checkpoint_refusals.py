@@ -16,6 +16,7 @@ from support.killed_saves import step_of
 from support.refusals import refusals, refused
 
 NO_FUNCTION: Any = 3
+PLAIN = "give numbers, strings, None, lists and dicts of these"
 WEIGHTS = {"a": np.ones((3, 2), np.float32), "b": np.ones(2, np.float32)}
 
 
@@ -56,7 +57,7 @@ def restore(at: Path, resume: Any) -> None:
     (lambda at: made(at, minutes=0), "minutes=0", "not a positive number", "such as 10"),
     (lambda at: made(at, timeout=float("inf")), "timeout=inf", "not a positive number", "such as 300"),
     (lambda at: made(at, on_save_error="ignore"), "on_save_error='ignore'", "'stop', 'continue'"),
-    (lambda at: made(at, describes={"f": len}), "describes={'f': <built-in function len>}", "is not plain data"),
+    (lambda at: made(at, describes={"f": len}), "describes={'f': <built-in function len>}", PLAIN),
     (lambda at: Checkpoints(at, NO_FUNCTION), "not a training step", "make_train_step(...)"),
     *(
         (lambda _, folder=folder: made(folder), f"folder={folder!r}", "not a path", "such as 'runs/mnist'")
@@ -71,7 +72,7 @@ def restore(at: Path, resume: Any) -> None:
         for resume in ("", None, True)
     ),
     (lambda at: save(at, extra={"sizes": (1, 2)}), "extra={'sizes': (1, 2)}", "as {'sizes': [1, 2]}", "give lists"),
-    (lambda at: save(at, {"source": object()}), "{'source': <object", "is not plain data"),
+    (lambda at: save(at, {"source": object()}), "{'source': <object", PLAIN),
 )
 def test_what_checkpoints_are_given_is_refused(call, holds, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -88,7 +89,7 @@ def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
 
 def test_a_folder_that_no_user_can_read_is_refused(tmp_path):
     state()
-    with refused("file/runs cannot be read", "[Errno 20] Not a directory", error=CheckpointError):
+    with refused("file/runs cannot be read", "[Errno 20] Not a directory", "this user can read", error=CheckpointError):
         restore(a_file(tmp_path) / "runs", "auto")
 
 

@@ -242,7 +242,12 @@ ONCE = "a fresh iterator, such as lambda epoch: read(files)"
         "whose state was saved",
     ),
     (lambda: from_stream([{"number": [0]}] * 3, items="batches", state=from_stream()), "ended at", "was saved"),
-    (lambda: from_stream(state=from_stream() | {"source": {"next": 4}}), "own state", "no load_state_dict", "saved"),
+    (
+        lambda: from_stream(state=from_stream() | {"source": {"next": 4}}),
+        "own state",
+        "no load_state_dict",
+        "give a source",
+    ),
 )
 def test_a_stream_is_refused(call, holds):
     with refused(*holds):

@@ -35,14 +35,14 @@ def _compiled_quickly():
         ({"updates": 0}, ["updates=0", "at least 1"]),
         ({"updates": 2, "epochs": 1}, ["epochs=1 and updates=2", "give one"]),
         ({"evaluate": 3}, ["evaluate=3 cannot be called", "give a function"]),
-        ({"say": None}, ["say=None cannot be called", "give a function of a line"]),
+        ({"say": None}, ["say=None cannot be called", "such as print"]),
         ({"log": RunLog(), "tensorboard": "x"}, ["tensorboard= is given", "a RunLog: give"]),
         ({"checkpoints": True}, ["checkpoints=True", TYPE, "a folder or Checkpoints"]),
         ({"log": 3}, ["log=3", TYPE, "a file or a RunLog"]),
         ({"trace": 3}, ["trace=3", TYPE, "a folder or a Recording"]),
         ({"tensorboard": 3}, ["tensorboard=3", TYPE, "a folder"]),
         ({"resume": None}, ["resume=None", TYPE, "'auto', 'must', 'never' or the path"]),
-        ({"notes": "mine"}, ["notes='mine'", TYPE, "plain data by name"]),
+        ({"notes": "mine"}, ["notes='mine'", TYPE, "such as {'seed': 3}"]),
         ({"notes": {"step": 3}}, ["notes have the name 'step'", TAKEN]),
         ({"notes": {"command": 3}}, ["notes have the name 'command'", TAKEN]),
         # the feed has two epochs of two updates
@@ -95,7 +95,7 @@ def test_an_iterator_is_refused_for_a_second_epoch_before_the_first():
     step, rows = make_step(), normal(0, 2 * SIZE, D)
     with Feed(iter(rows), items="examples", step=step, micro_batch=B) as feed:
         state = step.init(weights())
-        with refused("cannot be repeated", "epoch 1", "give a function"):
+        with refused("cannot be repeated", "epoch 1", "a fresh iterator"):
             fit(step, state, feed, epochs=2)
         result = fit(step, state, feed, say=Lines())
     assert (result.updates, result.stopped) == (2, None)

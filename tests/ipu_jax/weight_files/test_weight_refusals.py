@@ -28,8 +28,9 @@ WRONG: Any = "3"
 
 SUFFIXES = ".safetensors, .npz"
 NO_NUMBERS = "make it an array of numbers"
-NO_TYPE = "which safetensors does not have"
+NO_TYPE = "which safetensors does not have: export an npz"
 NO_VALUES = "which has no values"
+NO_NAME = "a zip archive cannot hold: rename it"
 
 
 def gone() -> jax.Array:
@@ -51,18 +52,22 @@ def shapes() -> Any:
         (lambda at, name=name: export_weights(at / name, {"w": ONE}), f"/{name}' has the suffix", SUFFIXES)
         for name in ("w", "w.pt", "w.npy", ".npz", "w.safetensors.gz")
     ),
-    (lambda at: export_weights(at / "w.npz", {"w": 3.0}), "leaf 'w' is 3.0", "no array"),
-    (lambda at: export_weights(at / "w.npz", {"w": "text"}), "leaf 'w' is 'text'", "no array"),
+    (lambda at: export_weights(at / "w.npz", {"w": 3.0}), "leaf 'w' is 3.0", "no array: make it one"),
+    (lambda at: export_weights(at / "w.npz", {"w": "text"}), "leaf 'w' is 'text'", "no array: make it one"),
     (lambda at: export_weights(at / "w.npz", {"w": np.array(["text"])}), "leaf 'w' is <U4", NO_NUMBERS),
     (lambda at: export_weights(at / "w.npz", {"w": np.array([None])}), "leaf 'w' is object", NO_NUMBERS),
-    (lambda at: export_weights(at / "w.npz", {"w\0": ONE}), "'w\\x00'", "a name that a zip archive cannot hold"),
-    (lambda at: export_weights(at / "w.npz", {"w" * 70_000: ONE}), "www", "a name that a zip archive cannot hold"),
+    (lambda at: export_weights(at / "w.npz", {"w\0": ONE}), "'w\\x00'", NO_NAME),
+    (lambda at: export_weights(at / "w.npz", {"w" * 70_000: ONE}), "www", NO_NAME),
     (lambda at: export_weights(at / "w.safetensors", {"w": np.array(["text"])}), "leaf 'w' is <U4", NO_TYPE),
     (lambda at: export_weights(at / "w.safetensors", {"w": np.ones(1, complex)}), "leaf 'w' is complex128", NO_TYPE),
-    (lambda at: export_weights(at / "w.safetensors", {"__metadata__": ONE}), "'__metadata__'", "safetensors keeps"),
-    (lambda at: export_weights(at / "w.npz", {"k": key()}), "leaf 'k' is key<fry>", "no file holds"),
-    (lambda at: export_weights(at / "w.npz", {"w": ONE}, average=True), "average=True", "average of a training"),
-    (lambda at: export_weights(at / "w.npz", {"w": gone()}), "weights", "an earlier call reused the buffers"),
+    (
+        lambda at: export_weights(at / "w.safetensors", {"__metadata__": ONE}),
+        "'__metadata__'",
+        "for itself: rename it",
+    ),
+    (lambda at: export_weights(at / "w.npz", {"k": key()}), "leaf 'k' is key<fry>", "export jax.random.key_data"),
+    (lambda at: export_weights(at / "w.npz", {"w": ONE}, average=True), "average=True", "average of a training: give"),
+    (lambda at: export_weights(at / "w.npz", {"w": gone()}), "an earlier call reused", "what that call returned"),
     (lambda at: jax.jit(lambda w: export_weights(at / "w.npz", w))(ONE), NO_VALUES, "export outside of jax.jit"),
     (lambda at: export_weights(at / "w.npz", shapes()), "weights has ShapeDtypeStruct", NO_VALUES, "give arrays"),
     (
@@ -88,7 +93,7 @@ def read(path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"text, not weights", b"\xff" * 64, os.urandom(300)])
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
 def test_a_file_of_something_else_is_refused(tmp_path, content, suffix):
-    with refused(str(tmp_path), "is no safetensors or npz file"):
+    with refused(str(tmp_path), "is no safetensors or npz file", "Get it again"):
         read(tmp_path / f"w.{suffix}", content)
 
 
@@ -112,34 +117,35 @@ def metadata(at: Path, value: Any) -> None:
 W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 HEADER, ENTRY, METADATA = "its header is damaged", "entry of 'w' is damaged", "its metadata is damaged"
 GAPS = "its arrays overlap or leave gaps"
+AGAIN = "Export or download it again"
 
 
 @refusals(
     (lambda at: header(at, b"[]"), HEADER, "list, not an object"),
-    (lambda at: header(at, b"{nonsense"), HEADER, "w.safetensors"),
-    (lambda at: header(at, b"[" * 100_000), HEADER, "w.safetensors"),
+    (lambda at: header(at, b"{nonsense"), HEADER, AGAIN),
+    (lambda at: header(at, b"[" * 100_000), HEADER, AGAIN),
     (lambda at: header(at, b'{"w":1,"w":2}'), HEADER, "a name stands in it twice"),
-    (lambda at: header(at, b'{"\xff":1}'), HEADER, "w.safetensors"),
-    (lambda at: header(at, {"w": 3}), ENTRY, "w.safetensors"),
+    (lambda at: header(at, b'{"\xff":1}'), HEADER, AGAIN),
+    (lambda at: header(at, {"w": 3}), ENTRY, AGAIN),
     (lambda at: entry(at, shape=[3]), ENTRY, "8 bytes are no float32[3]"),
     (lambda at: entry(at, shape=[-2]), ENTRY, "-2 is no size"),
     (lambda at: entry(at, shape=[True, 2]), ENTRY, "True is no size"),
-    (lambda at: entry(at, shape=[1 << 62, 4]), ENTRY, "w.safetensors"),
+    (lambda at: entry(at, shape=[1 << 62, 4]), ENTRY, AGAIN),
     (lambda at: entry(at, shape=[1 << 40] * 60_000), ENTRY, "60,000 dims are more than 64"),
     (lambda at: entry(at, shape=[0, 1 << 40, 1 << 40]), ENTRY, "its shape is too large"),
     (lambda at: entry(at, shape="11"), ENTRY, "'1' is no size"),
-    (lambda at: entry(at, data_offsets=[0]), ENTRY, "w.safetensors"),
-    (lambda at: entry(at, data_offsets=[8, 16]), GAPS, "w.safetensors"),
-    (lambda at: header(at, {"w": W, "v": W}), GAPS, "w.safetensors"),
+    (lambda at: entry(at, data_offsets=[0]), ENTRY, AGAIN),
+    (lambda at: entry(at, data_offsets=[8, 16]), GAPS, AGAIN),
+    (lambda at: header(at, {"w": W, "v": W}), GAPS, AGAIN),
     (lambda at: entry(at, shape=[4], data_offsets=[0, 16]), "cut short", "8 bytes of arrays", "says 16"),
-    (lambda at: entry(at, shape=[1], data_offsets=[0, 4]), "has bytes behind its arrays", "w.safetensors"),
-    (lambda at: metadata(at, 3), METADATA, "w.safetensors"),
-    (lambda at: metadata(at, {"ipu_jax.crc32": "nonsense"}), METADATA, "w.safetensors"),
-    (lambda at: metadata(at, {"ipu_jax.crc32": '{"w": "zz"}'}), METADATA, "w.safetensors"),
-    (lambda at: metadata(at, {"ipu_jax.crc32": "[" * 100_000}), METADATA, "w.safetensors"),
+    (lambda at: entry(at, shape=[1], data_offsets=[0, 4]), "has bytes behind its arrays", "Get it again"),
+    (lambda at: metadata(at, 3), METADATA, AGAIN),
+    (lambda at: metadata(at, {"ipu_jax.crc32": "nonsense"}), METADATA, AGAIN),
+    (lambda at: metadata(at, {"ipu_jax.crc32": '{"w": "zz"}'}), METADATA, AGAIN),
+    (lambda at: metadata(at, {"ipu_jax.crc32": "[" * 100_000}), METADATA, AGAIN),
 )
 def test_a_header_that_contradicts_itself_is_refused(call, holds, tmp_path):
-    with refused(str(tmp_path), *holds):
+    with refused(str(tmp_path), "again", *holds):
         call(tmp_path)
 
 
@@ -205,11 +211,11 @@ NPY = b"\x93NUMPY\x01\x00"
 @refusals(
     (lambda at: archive(at, {"archive/data.pkl": b"", "archive/data/0": b""}), "'archive/data.pkl'", "save torch's"),
     (lambda at: archive(at, {"readme.txt": b"words"}), "'readme.txt' is no array", "numpy.savez"),
-    (lambda at: archive(at, {"w.npy": b"words"}), "is damaged", "w.npz"),
-    (lambda at: archive(at, {"w.npy": NPY}), "is damaged", "w.npz"),
-    (lambda at: archive(at, {"w.npy": NPY + b"\x61\x23" + MANY_BRACKETS}), "is damaged: ", "w.npz"),
-    (lambda at: archive(at, {"w.npy": npy(TWO) + b"more"}), "w.npz is damaged: 'w'", "bytes behind its array"),
-    (lambda at: archive(at, {"w.npy": npy(np.array([{}], object))}), "w.npz is damaged: 'w.npy'", "Python objects"),
+    (lambda at: archive(at, {"w.npy": b"words"}), "is damaged", AGAIN),
+    (lambda at: archive(at, {"w.npy": NPY}), "is damaged", AGAIN),
+    (lambda at: archive(at, {"w.npy": NPY + b"\x61\x23" + MANY_BRACKETS}), "is damaged: ", AGAIN),
+    (lambda at: archive(at, {"w.npy": npy(TWO) + b"more"}), "'w' has bytes behind its array", "Get it again"),
+    (lambda at: archive(at, {"w.npy": npy(np.array([{}], object))}), "'w.npy' has Python objects", AGAIN),
 )
 def test_an_archive_of_something_else_is_refused(call, holds, tmp_path):
     with refused(str(tmp_path), *holds):
@@ -219,7 +225,7 @@ def test_an_archive_of_something_else_is_refused(call, holds, tmp_path):
 def test_a_huge_header_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(_safetensors, "_LARGEST_HEADER", 100)
     save_file({f"w{k}": ONE for k in range(9)}, tmp_path / "w.safetensors")
-    with refused(str(tmp_path), "is no safetensors or npz file, or is cut short"):
+    with refused(str(tmp_path), "is no safetensors or npz file, or is cut short", "Get it again"):
         import_weights(tmp_path / "w.safetensors", {"w": ONE})
 
 
@@ -239,9 +245,9 @@ def twice(at: Path) -> None:
 
 
 @refusals(
-    (lambda at: index(at, "{"), "is damaged", "Expecting property name"),
-    (lambda at: index(at, []), "it has no", '"weight_map"'),
-    (lambda at: index(at, {"half": "../half.safetensors"}), "'../half.safetensors'", "not a file beside"),
+    (lambda at: index(at, "{"), "is damaged", "Expecting property name", AGAIN),
+    (lambda at: index(at, []), "it has no", '"weight_map"', AGAIN),
+    (lambda at: index(at, {"half": "../half.safetensors"}), "'../half.safetensors'", "not a file beside", AGAIN),
     (lambda at: index(at, {"ids": "1.safetensors"}), "'ids' is in 1.safetensors", "which does not"),
     (twice, "'a' is in ", "1.safetensors: give one of them"),
 )
@@ -282,18 +288,23 @@ def test_a_step_that_cannot_be_done_is_named(call, holds):
 
 
 @refusals(
-    (lambda: Saved(), "Saved()", "does not name arrays"),
-    (lambda: Saved("a", NUMBER), "Saved('a', 3)", "does not name arrays"),
-    (lambda: Saved("a").transpose(WRONG, 0), "transpose('3', 0)", "no int"),
-    (lambda: Saved("a").part(0, of=WRONG), "part('3',)", "no int"),
-    (lambda: Saved("a").astype("float17"), "dtype='float17'", "names no dtype"),
+    (lambda: Saved(), "Saved()", "does not name arrays: give their names"),
+    (lambda: Saved("a", NUMBER), "Saved('a', 3)", "does not name arrays: give their names"),
+    (lambda: Saved("a").transpose(WRONG, 0), "transpose('3', 0)", "no int: give ints"),
+    (lambda: Saved("a").part(0, of=WRONG), "part('3',)", "no int: give ints"),
+    (lambda: Saved("a").astype("float17"), "dtype='float17'", "names no dtype: give one such as"),
     # a function's result is known when it has run
     (lambda: made(Saved("a").apply(lambda a: a[0])), "'w' is float32[6, 4]", "the array float32[4], by Saved('a')"),
-    (lambda: made(Saved("a").apply(lambda a: a.astype("float64"))), "dtype: leaf 'w'", "float64[6, 4]"),
+    (
+        lambda: made(Saved("a").apply(lambda a: a.astype("float64"))),
+        "dtype: leaf 'w'",
+        "float64[6, 4]",
+        "cast=True rounds",
+    ),
     # sources and likes
-    (lambda: import_weights({"w": 3}, {"w": A}), "the source's leaf 'w' is 3", "no array"),
-    (lambda: import_weights({"w": A}, {"w": 3}), "like has the leaf 'w', 3", "no array"),
-    (lambda: import_weights({"k": A}, {"k": key()}), "like has the leaf 'k'", "key"),
+    (lambda: import_weights({"w": 3}, {"w": A}), "the source's leaf 'w' is 3", "no array: give arrays, or a path"),
+    (lambda: import_weights({"w": A}, {"w": 3}), "like has the leaf 'w', 3", "no array: give arrays or their shapes"),
+    (lambda: import_weights({"k": A}, {"k": key()}), "like has the leaf 'k'", "give arrays or their shapes"),
 )
 def test_a_mapping_or_a_tree_is_refused(call, holds):
     with refused(*holds):
