@@ -118,7 +118,7 @@ def time_figures(figures: Figures) -> None:
 
 def main() -> int:
     figures = Figures("auto: what a schedule made for measured costs gains over the best family, by the simulator")
-    figures.shrink(__name__, SETS=1, LOCKSTEP=(True,), DRAWN=((2,), (3,)), LARGE=(2, 3))
+    figures.shrink(__name__, SETS=1, LOCKSTEP=(False,), DRAWN=((2,), (3,)), LARGE=(2, 3))
     gain_figures(figures)
     time_figures(figures)
     return figures.status()

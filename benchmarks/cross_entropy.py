@@ -52,7 +52,7 @@ def split(hidden_ND: Any, table_VD: Any, labels_N: Any, *, size: int) -> Any:
 
 
 def programs(
-    tokens: int, vocabulary: int, names: tuple[str, ...] = NAMES
+    tokens: int = TOKENS, vocabulary: int = VOCABULARY, names: tuple[str, ...] = NAMES
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return the compiled programs and their arguments, both by the program's name."""
     random = np.random.default_rng(0)

@@ -203,7 +203,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("instances: two replicas on two host processes over both on one, beside torch's", flags=flags)
-    figures.shrink(__name__, SIZES=((8, None, None),), STEPS=1, STARTS=1)
+    figures.shrink(__name__, SIZES=((8, None, None),), KINDS=("sharded",), STEPS=1, STARTS=1)
     figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     rounds = 1 if figures.args.smallest else figures.args.rounds
     jax.config.update("jax_platforms", "cpu")  # this process only makes the weights

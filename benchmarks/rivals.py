@@ -236,7 +236,7 @@ def _drawable(path: str) -> str:
 
 def main() -> int:
     figures = Figures("step time and memory against torch's pipelines and the usual ones in JAX", flags=flags)
-    figures.shrink(__name__, MNIST_SIZES=((2, 3),), COUNTS=(3,), TIMED=3, ROUNDS=1, STEPS=1)
+    figures.shrink(__name__, MNIST_SIZES=((2, 3),), COUNTS=(3,), TIMED=3, ROUNDS=1, STEPS=1, VARIATIONS={IDIOM: {}})
     figures.shrink("pipeline", WIDTH=4, ROWS=2, LAYERS=4)
     figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     only = figures.args.only

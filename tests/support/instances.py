@@ -3,9 +3,12 @@
     run_instances(training.losses, [4, 4], precision="16.32")     two processes with four CPU devices each
 
 The function returns `{name: array or text}`. A process that raises ends at once, and its stderr is shown. All processes
-are killed when one has failed or time is up, because the others would wait in a collective for ever.
+are killed when one has failed or time is up, because the others would wait in a collective for ever. This file is also
+the program of the processes: instances.py module:function coordinator processes process folder seconds arguments
 """
 
+import faulthandler
+import importlib
 import json
 import os
 import socket
@@ -13,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("instance_worker.py")
 
 Results = dict[str, np.ndarray]
 
@@ -54,7 +58,7 @@ def run_instances(
                 with errors[number].open("wb") as stderr:
                     processes.append(
                         subprocess.Popen(
-                            [sys.executable, str(WORKER), *settings],
+                            [sys.executable, __file__, *settings],
                             cwd=ROOT,
                             env=_environment(count, sum(devices)),
                             stdout=subprocess.DEVNULL,  # gloo writes to it
@@ -100,3 +104,46 @@ def _environment(devices: int, of_all: int) -> dict[str, str]:
 def _loaded(path: Path) -> Results:
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
+
+
+def assert_same_everywhere(found: list[Results]) -> Results:
+    """Check that every instance returned the same, bit by bit, and return it."""
+    for number, results in enumerate(found):
+        assert results.keys() == found[0].keys()
+        for name, value in results.items():
+            np.testing.assert_array_equal(value, found[0][name], err_msg=f"{name} of instance {number}")
+    return found[0]
+
+
+def _run_here(
+    function: str, coordinator: str, processes: str, process: str, folder: str, seconds: str, arguments: str
+) -> None:
+    # print where this process waits, before it is killed
+    faulthandler.dump_traceback_later(max(float(seconds) - 3, 1))
+    if int(processes) > 1:
+        jax.distributed.initialize(
+            coordinator,
+            int(processes),
+            int(process),
+            coordinator_bind_address=coordinator,
+            initialization_timeout=60,
+            heartbeat_timeout_seconds=60,
+            shutdown_timeout_seconds=30,
+        )
+    module, name = function.split(":")
+    results = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    np.savez(Path(folder, f"{process}.npz"), **results)
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    try:
+        _run_here(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # otherwise jax waits for the other processes at exit
+    sys.stderr.flush()
+    if jax.process_count() > 1:
+        jax.distributed.shutdown()
+    os._exit(0)

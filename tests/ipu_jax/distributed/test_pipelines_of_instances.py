@@ -6,18 +6,9 @@ import pytest
 
 from support import across
 from support.dense import largest_relative_error
-from support.instances import InstanceError, Results, run_instances
+from support.instances import InstanceError, Results, assert_same_everywhere, run_instances
 
 MEASURED = ("seconds",)  # no two runs take the same time
-
-
-def assert_same_everywhere(found: list[Results]) -> Results:
-    """Check that every instance returned the same, bit by bit, and return it."""
-    for number, results in enumerate(found):
-        assert results.keys() == found[0].keys()
-        for name, value in results.items():
-            np.testing.assert_array_equal(value, found[0][name], err_msg=f"{name} of instance {number}")
-    return found[0]
 
 
 def assert_close(found: Results, expected: Results, *, rtol: float, but: tuple[str, ...] = ()) -> None:

@@ -10,7 +10,7 @@ import pytest
 from random_programs.closeness import of_all_processes
 from support import across, across_feeds
 from support.dense import largest_relative_error
-from support.instances import Results, run_instances
+from support.instances import Results, assert_same_everywhere, run_instances
 from support.trained import train_dense
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,12 +29,6 @@ def bitwise(found: Results, expected: Results) -> list[str]:
     return [name for name, value in found.items() if not np.array_equal(value, expected[name])]
 
 
-def same_everywhere(found: list[Results]) -> Results:
-    for results in found:
-        assert not bitwise(results, found[0])
-    return found[0]
-
-
 def check_by_optax(found: Results, replicas: int, ipus: int) -> None:
     """Check weights, optimizer state and losses of the options "plain" by optax on one device."""
     model = across.model_of(replicas, ipus)
@@ -48,7 +42,7 @@ def check_by_optax(found: Results, replicas: int, ipus: int) -> None:
 def test_a_replica_on_two_instances_trains_as_on_one():
     """The cheap sample of this file, which always runs. No sum has more than two terms, so that all bits are equal."""
     options = {"replicas": 1, "ipus": 2, "each": [OPTIONS["plain"]]}
-    found = same_everywhere(run_instances(across.trained, [1, 1], **options))
+    found = assert_same_everywhere(run_instances(across.trained, [1, 1], **options))
     check_by_optax(found, 1, 2)
     assert not bitwise(found, across.trained(**options))
 
@@ -59,7 +53,8 @@ def test_any_number_of_instances_trains_alike(name):
     """2 to 4 processes give equal bits; one process adds four numbers in another order."""
     options = {"replicas": 2, "ipus": 2, "each": [OPTIONS[name]]}
     two, uneven, four = (
-        same_everywhere(run_instances(across.trained, devices, **options)) for devices in ([2, 2], [3, 1], [1, 1, 1, 1])
+        assert_same_everywhere(run_instances(across.trained, devices, **options))
+        for devices in ([2, 2], [3, 1], [1, 1, 1, 1])
     )
     assert not bitwise(two, uneven)
     assert not bitwise(two, four)
@@ -74,7 +69,7 @@ def test_any_number_of_instances_trains_alike(name):
 def test_eight_devices_in_one_two_and_four_processes():
     options = {"replicas": 2, "ipus": 4, "each": [OPTIONS["plain"], OPTIONS["all in parts"]]}
     two, four = (
-        same_everywhere(run_instances(across.trained, devices, **options)) for devices in ([4, 4], [2, 2, 2, 2])
+        assert_same_everywhere(run_instances(across.trained, devices, **options)) for devices in ([4, 4], [2, 2, 2, 2])
     )
     assert not bitwise(two, four)
     check_by_optax(two, 2, 4)
@@ -90,9 +85,9 @@ def test_eight_devices_in_one_two_and_four_processes():
 def test_replicas_of_a_function_are_those_of_one_process(name):
     """One process runs them under pmap, several under shard_map."""
     options = {"replicas": 2, "options": OPTIONS[name]}
-    found = same_everywhere(run_instances(across.function_trained, [1, 1], **options))
+    found = assert_same_everywhere(run_instances(across.function_trained, [1, 1], **options))
     assert not bitwise(found, across.function_trained(**options))
-    of_four = same_everywhere(run_instances(across.function_trained, [1, 3], replicas=4, options=OPTIONS[name]))
+    of_four = assert_same_everywhere(run_instances(across.function_trained, [1, 3], replicas=4, options=OPTIONS[name]))
     expected = across.function_trained(4, OPTIONS[name])
     assert largest_relative_error(of_four, expected) <= 1e-5
 
@@ -102,7 +97,7 @@ def test_replicas_of_a_function_are_those_of_one_process(name):
 def test_an_epoch_of_a_feed_trains_as_on_one_instance(devices):
     """Two updates per call; the last call of the epoch has one."""
     options = {"replicas": sum(devices) // 2, "ipus": 2}
-    found = same_everywhere(run_instances(across_feeds.feed_trains, devices, **options))
+    found = assert_same_everywhere(run_instances(across_feeds.feed_trains, devices, **options))
     assert not bitwise(found, across_feeds.feed_trains(**options))
 
 
