@@ -50,7 +50,7 @@ def _compiled_quickly():
         ({"epochs": 2.5}, ["epochs=2.5 ends at example 6 of epoch 2", "make it without epochs="]),
         ({"updates": 5}, ["updates=5 ends at example 6 of epoch 2", "make it without epochs="]),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_fit_is_given_is_refused_with_nothing_used_up(change, holds):
     step = make_step()
