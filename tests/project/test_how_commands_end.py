@@ -43,13 +43,18 @@ def run(script, module, flags, *, stdout=subprocess.PIPE, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("place", ["jax._src.core", "ipu_jax.devices"])
-@pytest.mark.parametrize("module", COMMANDS)
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [*((module, "jax._src.core") for module in COMMANDS), ("mnist_example.run_sharded_mnist", "ipu_jax.devices")],
+)
 def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(AT_AN_IMPORT)
     status, out, err = run('"$@"', module, COMMANDS[module], PYTHONPATH=str(tmp_path), PRESS_AT=place)
     assert (status, err) == (130, "")
     assert out.count("\n") == (module == "ipu_jax")  # it prints the versions first
+
+
+POPRUN = ("ipu_jax.distributed.poprun", "--num-instances 2 --num-replicas 2 --print-topology --dry-run true")
 
 
 @pytest.mark.parametrize(
@@ -58,17 +63,28 @@ def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_p
         *((module, "--version") for module in (*COMMANDS, "ipu_jax.distributed.poprun")),
         ("ipu_jax.observe.monitor.command", "--once"),
         ("ipu_jax", "--help"),
-        ("ipu_jax.distributed.poprun", "--help"),
-        ("ipu_jax.distributed.poprun", "--num-instances 2 --num-replicas 2 --print-topology --dry-run true"),
+        POPRUN,
     ],
 )
-def test_an_output_that_nobody_reads_or_that_cannot_be_written_gives_no_traceback(module, flag):
+def test_an_output_that_nobody_reads_gives_no_traceback(module, flag):
     reader, writer = os.pipe()
     os.close(reader)
     try:
         assert run('"$@"; exit $?', module, flag, stdout=writer) == (141, None, "")
     finally:
         os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("module", "flag"),
+    [
+        ("ipu_jax.observe.info", "--version"),
+        ("ipu_jax.observe.monitor.command", "--once"),
+        ("ipu_jax", "--help"),
+        POPRUN,
+    ],
+)
+def test_an_output_that_cannot_be_written_gives_one_line(module, flag):
     status, out, err = run('"$@" > /dev/full', module, flag)
     assert (status, out) == (74, "")
     assert err.endswith(": the output cannot be written (No space left on device): write it elsewhere\n")

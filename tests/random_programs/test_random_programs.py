@@ -20,8 +20,8 @@ from random_programs.tables import random_table
 SEED = 5
 
 # for each kind, how many cases always run, and how many more are slow
-ALWAYS = {"pipelines": 3, "schedules": 2, "training": 2, "ops": 6, "modules": 1}
-MORE = {"pipelines": 41, "schedules": 21, "training": 21, "ops": 66, "modules": 21}
+ALWAYS = {"pipelines": 2, "schedules": 1, "training": 2, "ops": 4, "modules": 1}
+MORE = {"pipelines": 42, "schedules": 22, "training": 21, "ops": 68, "modules": 21}
 
 
 @pytest.fixture(scope="module")
