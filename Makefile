@@ -63,7 +63,7 @@ endif
 test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/basedpyright --pythonpath $(BIN)/python --threads
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
 
 test-all: PYTEST_FLAGS += --slow=all
