@@ -33,7 +33,6 @@ from support.fitted import (
 )
 from support.trained import compiled_quickly
 
-
 _compiled_quickly = compiled_quickly()
 
 
