@@ -143,19 +143,23 @@ def plain_loss(params, mb, state, weighted):
     return loss * mb["n"] if weighted else loss, (lax.stop_gradient(new), aux)
 
 
+@functools.cache
+def plain_value_and_grad(weighted):
+    return jax.jit(jax.value_and_grad(functools.partial(plain_loss, weighted=weighted), has_aux=True))
+
+
 def plain(params, batch, state, reduction, *, weighted=False, evaluates=False):
     """Return loss, gradients, new state and aux, leaves (replicas, M, ...), of one update.
 
     In evaluation the state stays, so that each micro-batch reads the same one.
     """
-    run = jax.jit(jax.value_and_grad(functools.partial(plain_loss, weighted=weighted), has_aux=True))
     replicas = len(batch["n"])
     losses, gradients, states, auxes = [], [], [], []
     for replica in range(replicas):
         own = state
         for m in range(M):
             mb = jax.tree.map(lambda leaf, r=replica, m=m: leaf[r, m], batch)
-            (loss, (new, aux)), gradient = run(params, mb, own)
+            (loss, (new, aux)), gradient = plain_value_and_grad(weighted)(params, mb, own)
             own = state if evaluates else new
             losses.append(np.float64(loss))
             gradients.append(gradient)
