@@ -1,6 +1,7 @@
 """A pipeline of two stages to train with `fit`, and plain SGD on the same rows, one device and no code of ours."""
 
 import contextlib
+import functools
 import signal
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ def weights():
 
 
 def make_step(k=1, ipus=2, m=M, optimizer=None, **options):
+    """Return a step of its own, for a test that changes it, or whose state remembers updates that were not finite."""
     pipeline = Pipeline(
         [
             Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="body", ipu=0),
@@ -35,12 +37,22 @@ def make_step(k=1, ipus=2, m=M, optimizer=None, **options):
     return make_train_step(pipeline, optax.sgd(RATE) if optimizer is None else optimizer, TrainOptions(**options))
 
 
+@functools.cache
+def shared_step(k=1, m=M, **options):
+    """Return the step that all tests share, and so the programs that it has compiled."""
+    return make_step(k, m=m, **options)
+
+
+@jax.jit
+def _value_and_grad(w, x):
+    return jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w["body"]) @ w["head"] - 1) ** 2))(w)
+
+
 def trained_on(batches):
     """Return losses and weights of plain SGD, an update for each of these arrays of rows."""
     w, losses = {name: jnp.asarray(value) for name, value in weights().items()}, []
-    value_and_grad = jax.value_and_grad(lambda w, x: jnp.mean((jnp.tanh(x @ w["body"]) @ w["head"] - 1) ** 2))
     for rows in batches:
-        loss, gradients = value_and_grad(w, rows)
+        loss, gradients = _value_and_grad(w, rows)
         w = jax.tree.map(lambda a, g: a - RATE * g, w, gradients)
         losses.append(float(loss))
     return losses, w

@@ -61,11 +61,17 @@ def compiled_quickly() -> Any:
 def state_error(found: Any, expected: Any) -> float:
     """Return `largest_relative_error` of two optimizer states of the same structure, including counts and keys."""
 
-    def as_array(leaf: Any) -> np.ndarray:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    return largest_relative_error(jax.tree.map(_as_array, found), jax.tree.map(_as_array, expected))
 
-    return largest_relative_error(jax.tree.map(as_array, found), jax.tree.map(as_array, expected))
+
+def bits(tree: Any) -> list[tuple[Any, bytes]]:
+    """Return the dtype and the bytes of each leaf, also of keys."""
+    return [(leaf.dtype, leaf.tobytes()) for leaf in map(_as_array, jax.tree.leaves(tree))]
+
+
+def _as_array(leaf: Any) -> np.ndarray:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 MODELS = {

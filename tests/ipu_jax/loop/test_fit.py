@@ -18,23 +18,30 @@ from ipu_jax import (
     fit,
     trace,
 )
-from support.fitted import B, D, Lines, M, assert_same_weights, hearing_ctrl_c, make_step, normal, twin, weights
-from support.trained import quick_compiles
+from support.fitted import (
+    B,
+    D,
+    Lines,
+    M,
+    assert_same_weights,
+    hearing_ctrl_c,
+    make_step,
+    normal,
+    shared_step,
+    twin,
+    weights,
+)
+from support.trained import compiled_quickly
+
+_compiled_quickly = compiled_quickly()
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
-
-
-@pytest.mark.parametrize("ipus", [1, 2])
-@pytest.mark.parametrize(("k", "epochs"), [(1, 1), (3, 2), (4, 1.6)])
-def test_a_training_is_the_one_of_a_plain_loop(ipus, k, epochs):
+@pytest.mark.parametrize(("k", "ipus", "epochs"), [(1, 1, 1), (3, 2, 2), (4, 2, 1.6)])
+def test_a_training_is_the_one_of_a_plain_loop(k, ipus, epochs):
     """7 updates per epoch: neither 3 nor 4 divides them, and 1.6 epochs end inside a call."""
     rows, updates = normal(2, 7 * M * B + 2, D), round(7 * epochs)
     expected, end = twin(rows[: 7 * M * B], updates)
-    step = make_step(k, ipus)
+    step = shared_step(k, ipus=ipus)
     with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
         assert (len(feed), feed.updates_per_epoch) == (-(-7 // k), 7)
         result = fit(step, step.init(weights()), feed, epochs=epochs, say=Lines())
@@ -79,7 +86,7 @@ def test_lines_evaluations_and_the_log(tmp_path):
 def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name):
     rows = normal(4, 10 * M * B, D)
     expected, end = twin(rows, 20)
-    step, said = make_step(2), Lines()
+    step, said = shared_step(2), Lines()
 
     def signalled(line):
         said(line)
@@ -139,7 +146,7 @@ def test_an_error_leaves_the_last_state(tmp_path):
 
 def test_a_stream_is_trained_on_epoch_by_epoch():
     rows = normal(7, 5 * M * B, D)
-    step, lines = make_step(2), Lines()
+    step, lines = shared_step(2), Lines()
     batches = [rows[i : i + 4] for i in range(0, len(rows), 4)]
     with Feed(batches, items="batches", step=step, micro_batch=B) as feed:
         result = fit(step, step.init(weights()), feed, epochs=2, evaluate=lambda state: {"x": 1}, say=lines)
@@ -154,7 +161,7 @@ def test_a_stream_is_trained_on_epoch_by_epoch():
 
 def test_a_trace_is_of_three_updates_whatever_a_call_makes(tmp_path):
     rows = normal(8, 12 * M * B, D)
-    step, lines = make_step(6), Lines()
+    step, lines = shared_step(6), Lines()
     recording = trace(tmp_path)
     with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
         result = fit(step, step.init(weights()), feed, trace=recording, say=lines)
@@ -165,7 +172,7 @@ def test_a_trace_is_of_three_updates_whatever_a_call_makes(tmp_path):
 
 def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path):
     rows, results = normal(9, 4 * M * B, D), []
-    step = make_step()
+    step = shared_step()
     with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, Checkpoints(tmp_path, step, every=1) as mine:
         train = lambda: results.append(fit(step, step.init(weights()), feed, checkpoints=mine, say=Lines()))  # noqa: E731
         thread = threading.Thread(target=train)

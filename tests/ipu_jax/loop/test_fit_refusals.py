@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ipu_jax import Feed, FitResult, RunLog, fit, make_mesh
-from support.fitted import B, D, Lines, M, make_step, normal, weights
+from support.fitted import B, D, Lines, M, normal, shared_step, weights
 from support.refusals import refused
-from support.trained import quick_compiles
+from support.trained import compiled_quickly
 
 SIZE = M * B
 NO_NUMBER = "is not a positive number: give"
@@ -16,10 +16,7 @@ TYPE = "is of the wrong type: give"
 TAKEN = "has another meaning in the log: choose another"
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly():
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +50,7 @@ def _compiled_quickly():
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_fit_is_given_is_refused_with_nothing_used_up(change, holds):
-    step = make_step()
+    step = shared_step()
     with Feed(normal(0, 2 * SIZE, D), step=step, micro_batch=B, epochs=2) as feed:
         state = step.init(weights())
         given = {"step": step, "state": state, "feed": feed, **change}
@@ -80,7 +77,7 @@ def test_what_fit_is_given_is_refused_with_nothing_used_up(change, holds):
     ],
 )
 def test_wrong_figures_are_refused_with_the_state_kept(found, holds):
-    step = make_step()
+    step = shared_step()
     with (
         Feed(normal(0, SIZE, D), step=step, micro_batch=B) as feed,
         pytest.raises(ValueError, match=holds[0]) as raised,
@@ -92,7 +89,7 @@ def test_wrong_figures_are_refused_with_the_state_kept(found, holds):
 
 
 def test_an_iterator_is_refused_for_a_second_epoch_before_the_first():
-    step, rows = make_step(), normal(0, 2 * SIZE, D)
+    step, rows = shared_step(), normal(0, 2 * SIZE, D)
     with Feed(iter(rows), items="examples", step=step, micro_batch=B) as feed:
         state = step.init(weights())
         with refused("cannot be repeated", "epoch 1", "a fresh iterator"):
@@ -102,7 +99,7 @@ def test_an_iterator_is_refused_for_a_second_epoch_before_the_first():
 
 
 def test_a_used_state_and_a_feed_of_another_step_or_mesh_are_refused():
-    step, rows = make_step(), normal(0, 2 * SIZE, D)
+    step, rows = shared_step(), normal(0, 2 * SIZE, D)
     first = step.init(weights())
     sizes: dict[str, Any] = {"micro_batch": B, "gradient_accumulation": M}
     with Feed(rows, step=step, micro_batch=B) as feed:

@@ -101,10 +101,10 @@ UNEVEN, LIKE = ((7, 5), (5, 9), (9, 10), (2, 3, 4), (3, 3)), ((4, 6),) * 4
 @pytest.mark.parametrize(
     ("shapes", "ipus", "dtype", "optimizers"),
     [
-        (UNEVEN, 1, "float32", ("muon",)),
-        (UNEVEN, 2, "bfloat16", ("muon",)),
+        (UNEVEN[:2], 1, "float32", ("muon",)),
+        (UNEVEN[1:3], 2, "bfloat16", ("muon",)),
         (UNEVEN[:3], 2, "float32", ("low rank", "sorted")),
-        (UNEVEN, 4, "float32", ("muon", "muon, clipped")),
+        (UNEVEN[1:], 4, "float32", ("muon, clipped",)),
         pytest.param(LIKE, 4, "float32", tuple(OF_WHOLE_LEAVES), marks=pytest.mark.slow),
         pytest.param(LIKE, 4, "bfloat16", ("muon", "muon, clipped"), marks=pytest.mark.slow),
     ],

@@ -81,7 +81,5 @@ def test_settings_that_find_mistakes_find_none(kind):
     with quick_compiles():
         key = jax.random.key(3)
         expected = trained(kind, key)
-        with jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
-            jax.tree.map(np.testing.assert_array_equal, trained(kind, key), expected)
-        with jax.transfer_guard("disallow"):
+        with jax.numpy_rank_promotion("raise"), jax.debug_nans(True), jax.transfer_guard("disallow"):
             jax.tree.map(np.testing.assert_array_equal, trained(kind, key), expected)

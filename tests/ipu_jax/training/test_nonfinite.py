@@ -30,7 +30,7 @@ from ipu_jax import (
 from ipu_jax.training.nonfinite import Flags, first_nonfinite, no_flags
 from support.harness import exactly
 from support.instances import run_instances
-from support.trained import quick_compiles
+from support.trained import bits, quick_compiles
 
 M = 3
 
@@ -89,15 +89,6 @@ def spoiled(name, value, *at, replicas=2, seed=0):
     batch = batch_of(seed, replicas)
     batch[name][at] = value
     return batch
-
-
-def bits(tree):
-    as_array = lambda leaf: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)  # noqa: E731
-    return [as_array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def _is_key(leaf):
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -437,8 +428,7 @@ def counted(step, state, batch):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ipus", "shard_optimizer", "more"),
-    [(1, 1, False, 0), (2, 1, False, 0), (2, 2, False, 1), (2, 2, True, 1)],
+    ("replicas", "ipus", "shard_optimizer", "more"), [(1, 1, False, 0), (2, 1, False, 0), (2, 2, True, 1)]
 )
 def test_it_costs_one_number_sent_among_the_ipus_of_a_replica_and_nothing_if_it_is_off(
     replicas, ipus, shard_optimizer, more

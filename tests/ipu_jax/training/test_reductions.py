@@ -143,19 +143,23 @@ def plain_loss(params, mb, state, weighted):
     return loss * mb["n"] if weighted else loss, (lax.stop_gradient(new), aux)
 
 
+@functools.cache
+def plain_value_and_grad(weighted):
+    return jax.jit(jax.value_and_grad(functools.partial(plain_loss, weighted=weighted), has_aux=True))
+
+
 def plain(params, batch, state, reduction, *, weighted=False, evaluates=False):
     """Return loss, gradients, new state and aux, leaves (replicas, M, ...), of one update.
 
     In evaluation the state stays, so that each micro-batch reads the same one.
     """
-    run = jax.jit(jax.value_and_grad(functools.partial(plain_loss, weighted=weighted), has_aux=True))
     replicas = len(batch["n"])
     losses, gradients, states, auxes = [], [], [], []
     for replica in range(replicas):
         own = state
         for m in range(M):
             mb = jax.tree.map(lambda leaf, r=replica, m=m: leaf[r, m], batch)
-            (loss, (new, aux)), gradient = run(params, mb, own)
+            (loss, (new, aux)), gradient = plain_value_and_grad(weighted)(params, mb, own)
             own = state if evaluates else new
             losses.append(np.float64(loss))
             gradients.append(gradient)
@@ -230,7 +234,7 @@ def test_a_pipeline_reduces_loss_gradients_aux_and_state(replicas, ipus, reducti
 
 
 CASES = [(r, n, weighted, shards) for r, n in MESHES for weighted in (False, True) for shards in (False, True)]
-ALWAYS = {(2, 2, True, True), (2, 2, False, False), (2, 1, True, False), (1, 2, True, False)}
+ALWAYS = {(2, 2, True, True), (1, 1, False, False)}
 
 
 @pytest.mark.parametrize(
@@ -269,7 +273,7 @@ def test_a_step_reduces_losses_norms_aux_and_state_over_updates(replicas, ipus, 
     same(loss, np.average(parts, weights=counts), "loss of a batch")
 
 
-@pytest.mark.parametrize(("replicas", "reduction"), [(1, "sum"), (2, "mean"), (2, "sum")])
+@pytest.mark.parametrize(("replicas", "reduction"), [(1, "sum"), (2, "mean")])
 def test_replicas_of_a_function_reduce_loss_gradients_and_aux(replicas, reduction):
     def loss_fn(params, mb):
         loss, (_, aux) = plain_loss(params, mb, STATE, False)

@@ -6,9 +6,21 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import Outputs, Pipeline, Reduction, Replicas, Stage, TrainOptions, make_mesh, make_train_step, replicate
+from ipu_jax import (
+    DynamicScale,
+    Outputs,
+    Pipeline,
+    Reduction,
+    Replicas,
+    Stage,
+    TrainOptions,
+    make_mesh,
+    make_train_step,
+    replicate,
+)
+from support.dense import largest_relative_error
 from support.small_problems import masked_sum, tokens
-from support.trained import compiled_quickly
+from support.trained import bits, compiled_quickly
 
 M, REPLICAS, UPDATES = 3, 2, 2
 PARAMS = {"w": np.random.default_rng(3).normal(size=(5, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
@@ -39,15 +51,26 @@ def step_of(kind, fn, replicas, reduction: Reduction = "mean", **options):
     return step, step.init(PARAMS)
 
 
+def whole_of(step, state):
+    params = step.whole(state)["params"]
+    return params if "w" in params else params["first"] | params["last"]
+
+
 def rows_of(batch, dims):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), batch)
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
-def test_counts_weigh_as_in_training(kind, reduction, updates):
-    step, state = step_of(kind, masked_sum, REPLICAS, reduction, weighted=True, device_iterations=updates)
+@pytest.mark.parametrize(
+    ("kind", "reduction", "updates", "options"),
+    [
+        ("function", "mean", 1, {"loss_scale": DynamicScale(initial=64.0)}),
+        ("function", "sum", 3, {}),
+        ("pipeline", "sum", 1, {"loss_scale": 64.0, "shard_optimizer": True}),
+        ("pipeline", "mean", 3, {}),
+    ],
+)
+def test_counts_weigh_as_in_training(kind, reduction, updates, options):
+    step, state = step_of(kind, masked_sum, REPLICAS, reduction, weighted=True, device_iterations=updates, **options)
     batch = tokens(*(updates,) * (updates > 1), REPLICAS, M)
     if updates > 1:
         batch["mask"][1] = 0  # an update without anything that counts
@@ -56,11 +79,25 @@ def test_counts_weigh_as_in_training(kind, reduction, updates):
     # the sum of one update, averaged over the updates
     np.testing.assert_allclose(loss, total / count if reduction == "mean" else total / updates, rtol=1e-6)
     np.testing.assert_array_equal(counts, batch["mask"].sum(-1))
-    without = step.loss(state, batch | {"mask": np.zeros_like(batch["mask"])})[0]
-    assert float(without) == 0
-    if updates == 1:
-        _, outputs = step(state, batch)
-        np.testing.assert_allclose(outputs.loss, loss, rtol=1e-6)
+    without = batch | {"mask": np.zeros_like(batch["mask"])}
+    assert float(step.loss(state, without)[0]) == 0
+    if updates > 1:
+        return
+    state, outputs = step(state, batch)
+    np.testing.assert_allclose(outputs.loss, loss, rtol=1e-6)
+
+    def of_all(params, rows):
+        total, count = masked_sum(params, rows)
+        return total / count if reduction == "mean" else total
+
+    gradients = jax.grad(of_all)(PARAMS, rows_of(batch, 3))
+    moved = jax.tree.map(lambda w, g: w - 0.1 * g, PARAMS, gradients)
+    found = whole_of(step, state)
+    assert largest_relative_error(found, moved) <= 1e-6
+    # without any token nothing is learned, and nothing is NaN
+    state, outputs = step(state, without)
+    assert float(outputs.loss) == 0
+    assert bits(whole_of(step, state)) == bits(found)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +151,3 @@ def test_a_random_function_is_given_its_key():
     np.testing.assert_allclose(step.loss(state, rows, key=key), jax.random.uniform(own), rtol=1e-6)
     with pytest.raises(ValueError, match=r"^key=None is not one typed key, which loss_fn takes: pass key="):
         step.loss(state, rows)
-
-
-def test_a_model_without_a_count_is_refused():
-    weighted, state = step_of("function", mean, 1, weighted=True)
-    with pytest.raises(ValueError, match=r"^weighted=True, but the model gives no count: return "):
-        weighted.loss(state, tokens(M))

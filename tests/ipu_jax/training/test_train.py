@@ -1,5 +1,7 @@
 """Test that a training step equals plain optax on one device, for all replicas, accumulation and placements."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import (
     ALL_IPUS,
-    DynamicScale,
     Outputs,
     Pipeline,
-    Replicas,
     Stage,
     TrainOptions,
     make_mesh,
@@ -20,7 +20,8 @@ from ipu_jax import (
     replicate,
 )
 from support.dense import chain, largest_relative_error
-from support.small_problems import masked_sum, tanh_loss, tanh_problem, tokens
+from support.one_stage import KINDS, model_of
+from support.small_problems import tanh_loss, tanh_problem
 from support.trained import batches_of, compiled_quickly, state_error, train_dense
 
 STEPS = 3
@@ -37,7 +38,7 @@ def plain(optimizer, params, batches, reduction="mean"):
 
     def update(carry, rows):
         params, state = carry
-        loss, gradients = jax.value_and_grad(tanh_loss)(params, rows)
+        loss, gradients = jax.value_and_grad(lambda p: tanh_loss(p["p"], rows))(params)
         updates, state = optimizer.update(jax.tree.map(lambda g: g * count, gradients), state, params)
         return (optax.apply_updates(params, updates), state), loss
 
@@ -46,32 +47,32 @@ def plain(optimizer, params, batches, reduction="mean"):
     return params, state, losses
 
 
-# functions
+# replicas of one IPU
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "m", "reduction", "shard_optimizer"),
     [
-        (1, 3, "mean", False),
-        (2, 1, "sum", True),
         (4, 3, "mean", True),
-        (8, 2, "sum", False),
+        pytest.param(1, 3, "mean", False, marks=pytest.mark.slow),
+        pytest.param(2, 1, "sum", True, marks=pytest.mark.slow),
+        pytest.param(8, 2, "sum", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_function_on_replicas_equals_one_program(replicas, m, reduction, shard_optimizer):
+@KINDS
+def test_replicas_of_one_ipu_train_as_one_program(kind, replicas, m, reduction, shard_optimizer):
     params, batches = tanh_problem(STEPS, *(replicas,) * (replicas > 1), m)
-    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    params, optimizer = {"p": params}, optax.adamw(1e-2, weight_decay=0.1)
+    of_both: Any = {"gradient_accumulation": m, "reduction": reduction}
     options = TrainOptions(
         replication_factor=replicas,
-        gradient_accumulation=m,
-        reduction=reduction,
         device_iterations=STEPS,
         outputs="all",
         max_gradient_norm=0.5,
         shard_optimizer=shard_optimizer,
+        **of_both,
     )
-    step = make_train_step(tanh_loss, optimizer, options)
+    step = make_train_step(model_of(kind, tanh_loss, **of_both), optimizer, options)
     state, outputs = step(step.init(params), batches)
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
     expected, expected_state, losses = plain(clipped, params, batches, reduction)
@@ -118,7 +119,7 @@ def test_the_optimizer_state_falls_by_the_replicas():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@KINDS
 @pytest.mark.parametrize("shapes", [((0,), (3, 2), (), (2, 0)), ((0, 4), (0,), (0,), (0,))])
 def test_leaves_without_elements_are_updated_like_any(kind, shapes):
     """The first leaf of all, one in between, or all of them; each in the bucket of its dtype, split or whole."""
@@ -172,23 +173,6 @@ def test_a_pipeline_equals_one_program(places, replicas, ipus, shard_optimizer, 
     assert largest_relative_error(whole["params"], expected) <= 1e-6
     assert state_error(whole["optimizer"], expected_state) <= 1e-5
     np.testing.assert_allclose(outputs.loss, losses, rtol=1e-6)
-
-
-def test_a_pipeline_of_one_ipu_equals_the_function():
-    params, batches = tanh_problem(2, 4, 2)
-    options = TrainOptions(device_iterations=2, outputs="all", replication_factor=4, shard_optimizer=True)
-    stage = Stage(lambda p, x, mb: tanh_loss(p, mb), params="p")
-    by_mesh = make_train_step(Pipeline([stage], gradient_accumulation=2), optax.lamb(1e-2), options)
-    by_pmap = make_train_step(
-        Replicas(tanh_loss, replication_factor=4, gradient_accumulation=2), optax.lamb(1e-2), options
-    )
-    (mesh_state, mesh_outputs), (state, outputs) = (
-        by_mesh(by_mesh.init({"p": params}), batches),
-        by_pmap(by_pmap.init(params), batches),
-    )
-    np.testing.assert_allclose(mesh_outputs.loss, outputs.loss, rtol=1e-6)
-    found = by_mesh.whole(mesh_state)["params"]["p"]
-    assert largest_relative_error(found, by_pmap.whole(state)["params"]) <= 1e-6
 
 
 def test_state_of_stages_keys_and_aux_go_through():
@@ -286,45 +270,7 @@ def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
         step.model.report(state.params, np.ones((2, 2, 50, 3), np.float32), state.stages, compile=False)
 
 
-# counts
-
-
-def masked_mean(params, rows):
-    total, count = masked_sum(params, rows)
-    return total / count
-
-
-@pytest.mark.parametrize(("reduction", "scale"), [("mean", 1.0), ("mean", DynamicScale(initial=64.0)), ("sum", 64.0)])
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
-def test_a_mean_is_over_all_tokens_of_all_micro_batches_and_replicas(kind, reduction, scale):
-    params, _ = tanh_problem()
-    batch = tokens(2, 3)
-    options = TrainOptions(weighted=True, shard_optimizer=True, loss_scale=scale)
-    if kind == "function":
-        model = replicate(masked_sum, replication_factor=2, gradient_accumulation=3, reduction=reduction)
-        step = make_train_step(model, optax.sgd(0.1), options)
-        state = step.init(params)
-    else:
-        stage = Stage(lambda p, x, mb: masked_sum(p, mb), params="p")
-        one = Pipeline([stage], gradient_accumulation=3, reduction=reduction)
-        step = make_train_step(replicate(one, replication_factor=2), optax.sgd(0.1), options)
-        state = step.init({"p": params})
-    fn = masked_mean if reduction == "mean" else lambda p, rows: masked_sum(p, rows)[0]
-    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)
-    loss, gradients = jax.value_and_grad(fn)(params, rows)
-    expected = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
-    state, outputs = step(state, batch)
-    np.testing.assert_allclose(outputs.loss, loss, rtol=1e-6)
-    found = step.whole(state)["params"]
-    assert largest_relative_error(found["p"] if kind == "pipeline" else found, expected) <= 1e-6
-    # without any token nothing is learned, and nothing is NaN
-    before = jax.tree.map(np.asarray, state.params)
-    state, outputs = step(state, batch | {"mask": np.zeros_like(batch["mask"])})
-    assert float(outputs.loss) == 0
-    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, state.params)), strict=True))
-
-
-# outputs, buffers, many calls
+# outputs and keys
 
 
 def test_outputs_of_device_iterations():
@@ -347,21 +293,6 @@ def test_outputs_of_device_iterations():
     np.testing.assert_allclose(total.aux, every.aux.sum(0), rtol=1e-5)
     np.testing.assert_allclose(third.loss, every.loss[2::3], rtol=1e-6)
     np.testing.assert_allclose(third.aux, every.aux[2::3], rtol=1e-6)
-
-
-def test_buffers_are_donated_and_a_loop_that_never_waits_is_bounded():
-    params, batch = tanh_problem(8, 1)
-    options = TrainOptions(replication_factor=8, shard_optimizer=True)
-    step = make_train_step(tanh_loss, optax.adam(1e-3), options)
-    state = first = step.init(params)
-    losses = []
-    for _ in range(100):
-        state, outputs = step(state, batch)
-        losses.append(outputs.loss)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
-    assert step._window.outstanding <= 4
-    assert float(losses[-1]) < float(losses[0])
 
 
 def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():

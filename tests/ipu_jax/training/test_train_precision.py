@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from ipu_jax import (
 from ipu_jax.training._loss_scale import Scale, next_scale
 from ipu_jax.training._precision import stochastic_round
 from support.dense import chain, largest_relative_error
+from support.one_stage import KINDS, model_of
 from support.trained import compiled_quickly
 
 HALVES = ("bfloat16", "float16")
@@ -41,17 +44,14 @@ def seen_dtypes(found):
     return loss_fn
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize(("precision", "half"), [("32.32", "float16"), *itertools.product(["16.32", "16.16"], HALVES)])
+@KINDS
 def test_what_is_computed_and_held_in_which_dtype(kind, precision, half):
     found = {}
-    loss_fn = seen_dtypes(found)
-    model = loss_fn if kind == "function" else Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")])
-    params = {"w": jnp.ones((4, 2))}
     batch = {"x": jnp.ones((1, 3, 4)), "n": jnp.ones((1, 3), jnp.int32)}
-    step = make_train_step(model, optax.adam(0.1), TrainOptions(precision=precision, half=half))
-    state = step.init(params if kind == "function" else {"p": params})
+    options = TrainOptions(precision=precision, half=half)
+    step = make_train_step(model_of(kind, seen_dtypes(found)), optax.adam(0.1), options)
+    state = step.init({"p": {"w": jnp.ones((4, 2))}})
     # it need not be compiled, since the trace shows it
     shapes, _ = jax.eval_shape(step, state, batch)
     computed, held = (("float32" if part == "32" else half) for part in precision.split("."))
@@ -127,16 +127,12 @@ def test_what_is_exact_infinite_or_no_number_stays(half):
 def test_small_updates_are_not_lost(kind, shard_optimizer):
     """200 updates of a sixteenth of the gap between two bfloat16: rounding to the nearest loses them all."""
     n, steps, update = 512, 200, 2.0**-12
-    loss_fn = lambda w, mb: jnp.sum(w * mb[0, 0])  # noqa: E731
-    model = loss_fn
-    if kind == "pipeline":
+    if kind in ("function", "pipeline"):
+        model = model_of(kind, lambda w, mb: jnp.sum(w * mb[0, 0]), reduction="sum")
+    else:  # a concurrent weight, held whole by all IPUs, or a part by each
+        parts = 2 if kind == "whole" else 1
         model = Pipeline(
-            [Stage(lambda p, x, mb: loss_fn(p, mb), params="p", ipu=1)], mesh=make_mesh(2, 2), reduction="sum"
-        )
-    elif kind != "function":  # a concurrent weight, held whole by all IPUs, or a part by each
-        of_ipu = lambda p, x, mb: lax.psum(loss_fn(p, mb), "ipu") / (2 if kind == "whole" else 1)  # noqa: E731
-        model = Pipeline(
-            [Stage(of_ipu, params="p", ipu=ALL_IPUS)],
+            [Stage(lambda p, x, mb: lax.psum(jnp.sum(p * mb[0, 0]), "ipu") / parts, params="p", ipu=ALL_IPUS)],
             mesh=make_mesh(2, 2),
             reduction="sum",
             specs={"p": P() if kind == "whole" else P("ipu")},
@@ -152,8 +148,7 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
             device_iterations=steps,
         )
         step = make_train_step(model, optax.sgd(1.0), options)
-        whole = jnp.ones(n)
-        state = step.init(whole if kind == "function" else {"p": whole}, key=jax.random.key(0) if stochastic else None)
+        state = step.init({"p": jnp.ones(n)}, key=jax.random.key(0) if stochastic else None)
         state, _ = step(state, np.full((steps, 2, 1, 1, 1), -update / 2, np.float32))
         # copies on several IPUs must stay equal, although each IPU rounds at random
         for leaf in jax.tree.leaves(state.params):
@@ -162,8 +157,7 @@ def test_small_updates_are_not_lost(kind, shard_optimizer):
             ]
             assert len(blocks) == (4 if kind == "whole" else 2)
             assert all(np.array_equal(block, blocks[0]) for block in blocks)
-        params = step.whole(state)["params"]
-        found[stochastic] = np.asarray((params if kind == "function" else params["p"]).astype(jnp.float32))
+        found[stochastic] = np.asarray(step.whole(state)["params"]["p"].astype(jnp.float32))
     assert np.all(found[False] == 1)
     # a walk of 200 steps with a deviation of a quarter of a gap each, over 512 weights: 5 sigma are 0.006
     assert abs(found[True].mean() - (1 + steps * update)) <= 0.006
@@ -224,31 +218,34 @@ def test_gradients_in_half_are_clipped_by_their_norm_in_float64(kind, half, grad
         )
 
 
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
-@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "shard_optimizer"),
+    [
+        ("function", True),
+        ("pipeline", False),
+        pytest.param("function", False, marks=pytest.mark.slow),
+        pytest.param("pipeline", True, marks=pytest.mark.slow),
+    ],
+)
 def test_sums_over_replicas_are_of_float32(kind, shard_optimizer):
     """A replica's 1 + 2^-8 is not a bfloat16: if it were rounded before it is sent, its sum with -1 would be 0."""
-    loss_fn = lambda w, mb: jnp.sum(w * mb)  # noqa: E731
-    model = loss_fn
-    if kind == "pipeline":
-        model = Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")], gradient_accumulation=2, reduction="sum")
-    options = TrainOptions(
-        replication_factor=2,
-        gradient_accumulation=2,
-        reduction="sum",
-        precision="16.16",
-        shard_optimizer=shard_optimizer,
-    )
-    step = make_train_step(model, optax.sgd(1.0), options)
-    whole = jnp.zeros(3)
+    of_both: Any = {"gradient_accumulation": 2, "reduction": "sum"}
+    options = TrainOptions(replication_factor=2, precision="16.16", shard_optimizer=shard_optimizer, **of_both)
+    step = make_train_step(model_of(kind, lambda w, mb: jnp.sum(w * mb), **of_both), optax.sgd(1.0), options)
     batch = np.asarray([[[1.0], [2.0**-8]], [[-1.0], [0.0]]], np.float32)
-    state, _ = step(step.init(whole if kind == "function" else {"p": whole}), batch)
-    params = step.whole(state)["params"]
-    assert (params if kind == "function" else params["p"]).tolist() == [-(2.0**-8)] * 3
+    state, _ = step(step.init({"p": jnp.zeros(3)}), batch)
+    assert step.whole(state)["params"]["p"].tolist() == [-(2.0**-8)] * 3
 
 
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
-@pytest.mark.parametrize("precision", ["16.32", "16.16"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("function", "16.32"),
+        ("pipeline", "16.16"),
+        pytest.param("function", "16.16", marks=pytest.mark.slow),
+        pytest.param("pipeline", "16.32", marks=pytest.mark.slow),
+    ],
+)
 def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, precision):
     """The computation here is in float32, so a twin that rounds by hand differs by float32 rounding only."""
     rng, seen = np.random.default_rng(0), []
@@ -286,32 +283,26 @@ def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, pr
 # loss scaling
 
 
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@KINDS
 def test_a_static_scale_saves_gradients_that_float16_would_lose(kind):
     tiny = 2.0**-20  # a gradient whose square root is no trouble, but which the mean over rows pushes below float16
     loss_fn = lambda w, mb: jnp.mean((mb * w) * jnp.asarray(tiny, mb.dtype)) * jnp.asarray(2.0**-8, mb.dtype)  # noqa: E731
-    model = loss_fn if kind == "function" else Pipeline([Stage(lambda p, x, mb: loss_fn(p, mb), params="p")])
     found = {}
     for scale in (1.0, 2.0**14):
         options = TrainOptions(precision="16.32", half="float16", loss_scale=scale)
-        step = make_train_step(model, optax.sgd(2.0**28), options)
-        whole = jnp.zeros(1)
-        state, _ = step(step.init(whole if kind == "function" else {"p": whole}), jnp.ones((1, 4, 1)))
-        params = step.whole(state)["params"]
-        found[scale] = float((params if kind == "function" else params["p"])[0])
-    assert found[1.0] == 0
-    assert found[2.0**14] == -1
+        step = make_train_step(model_of(kind, loss_fn), optax.sgd(2.0**28), options)
+        state, _ = step(step.init({"p": jnp.zeros(1)}), jnp.ones((1, 4, 1)))
+        found[scale] = float(step.whole(state)["params"]["p"][0])
+    assert found == {1.0: 0, 2.0**14: -1}
 
 
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@KINDS
 def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
-    def loss_fn(w, mb):
-        return jnp.mean((mb @ w) ** 2)
-
-    model = loss_fn
+    params, model = {"p": jnp.ones(3)}, model_of("function", lambda w, mb: jnp.mean((mb @ w) ** 2))
     if kind == "pipeline":
         first = Stage(lambda w, x, mb: mb * w, params="a", ipu=0)
-        model = Pipeline([first, Stage(lambda p, x, mb: loss_fn(p, x), params="p", ipu=1)], mesh=make_mesh(2, 2))
+        last = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="p", ipu=1)
+        params, model = params | {"a": jnp.ones(3)}, Pipeline([first, last], mesh=make_mesh(2, 2))
     options = TrainOptions(
         replication_factor=2,
         loss_scale=DynamicScale(initial=8.0, growth_interval=2),
@@ -320,10 +311,9 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
         shard_optimizer=kind == "function",
     )
     step = make_train_step(model, optax.adam(0.1), options)
-    whole = jnp.ones(3)
     batch = np.random.default_rng(0).normal(size=(6, 2, 1, 4, 3)).astype(np.float32)
     batch[3, 1, 0, 2, 1] = np.inf  # update 3, on one replica
-    state, outputs = step(step.init(whole if kind == "function" else {"a": jnp.ones(3), "p": whole}), batch)
+    state, outputs = step(step.init(params), batch)
     assert outputs.updated.tolist() == [1, 1, 1, 0, 1, 1]
     # 8, 8, then 16; after the bad one 8, and two good ones later 16
     assert state.scale is not None
@@ -336,9 +326,7 @@ def test_a_bad_update_is_skipped_and_the_scale_follows(kind):
     # as without the bad batch and without scaling
     without = TrainOptions(replication_factor=2, device_iterations=5)
     plain = make_train_step(model, optax.adam(0.1), without)
-    expected, _ = plain(
-        plain.init(whole if kind == "function" else {"a": jnp.ones(3), "p": whole}), np.delete(batch, 3, axis=0)
-    )
+    expected, _ = plain(plain.init(params), np.delete(batch, 3, axis=0))
     assert largest_relative_error(whole_state["params"], plain.whole(expected)["params"]) <= 1e-6
 
 

@@ -1,5 +1,7 @@
 """Test calls that make only some updates of their batch, against plain optax on one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,21 +18,25 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
+@jax.jit
+@jax.value_and_grad
+def value_and_grad(w, rows):
+    return jnp.mean((jnp.tanh(rows @ w["a"]) @ w["b"]) ** 2)
+
+
 def dense_losses(weights, batch):
     """Return the loss of each update of plain SGD, and the weights after the last; batch is (updates, M, B, D)."""
 
-    def loss_fn(w, rows):
-        return jnp.mean((jnp.tanh(rows @ w["a"]) @ w["b"]) ** 2)
-
     losses = []
     for rows in batch.reshape(len(batch), -1, D):
-        loss, gradients = jax.value_and_grad(loss_fn)(weights, rows)
+        loss, gradients = value_and_grad(weights, rows)
         losses.append(float(loss))
         weights = jax.tree.map(lambda w, g: w - RATE * g, weights, gradients)
     return losses, weights
 
 
-def make_step(ipus, **options):
+@functools.cache
+def step_of(ipus, **options):
     pipeline = Pipeline(
         [
             Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="a", ipu=0),
@@ -51,7 +57,7 @@ def weights():
 def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program(ipus, pieces):
     batch = normal(2, K, M, B, D)
     expected, end = dense_losses(weights(), batch)
-    step = make_step(ipus, outputs="all")
+    step = step_of(ipus, outputs="all")
     state, losses, first = step.init(weights()), [], 0
     for count in pieces:
         state, outputs = step(state, batch, updates=range(first, first + count))
@@ -76,7 +82,7 @@ def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program(ipus, 
 )
 def test_outputs_are_those_of_the_updates_that_were_made(options, expected):
     batch = normal(3, K, M, B, D)
-    step = make_step(2, **options)
+    step = step_of(2, **options)
     _, outputs = step(step.init(weights()), batch, updates=3)
     np.testing.assert_allclose(outputs.loss, expected(dense_losses(weights(), batch[:3])[0]), rtol=2e-5)
 
@@ -98,7 +104,7 @@ def test_a_group_of_updates_that_is_cut_short_has_the_outputs_of_its_last_one():
 def test_an_update_that_is_not_finite_is_found_in_its_piece_of_the_batch():
     batch = normal(5, K, M, B, D)
     batch[3, 1, 2, 0] = np.nan
-    step = make_step(2, on_nonfinite="stop", donate=False)
+    step = step_of(2, on_nonfinite="stop", donate=False)
     state = step.init(weights())
     for made in (range(2), range(2, K)):
         state, _ = step(state, batch, updates=made)
