@@ -80,19 +80,6 @@ def test_processes_of_a_run_are_found_and_those_that_stay_are_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["instance 0 lost", "torn checkpoint", "port taken"])
-def test_a_case(tmp_path, name):
-    """Run each at one moment. Only what does not depend on time is asserted."""
-    (tmp_path / "undisturbed").mkdir()
-    twin, cache = faults.undisturbed(tmp_path / "undisturbed", warm=0)
-    result = faults.one_run(name, 1, twin, cache, tmp_path, seed=1)
-    assert result.problems == [], result.moment
-    if name == "instance 0 lost":
-        assert result.lost is not None
-        assert result.lost <= result.bounds["lost"]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)  # thirteen runs, each with processes of its own
 def test_all_cases(tmp_path):
     assert faults.main(["--times", "1", "--check", "--keep", str(tmp_path)]) == 0

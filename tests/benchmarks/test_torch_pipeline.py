@@ -49,24 +49,19 @@ def test_a_result_is_what_both_ranks_wrote(tmp_path: Path):
     }
 
 
-def test_a_process_that_dies_ends_the_one_that_waits_for_it(tmp_path: Path):
-    program = """
-        if rank == 1:
-            sys.exit("no such kernel")
-        time.sleep(600)
-    """
-    with (
-        pipeline_of(tmp_path, program) as rival,
-        pytest.raises(RuntimeError, match=r"stage 1 exited with 1 at \{.*\nstage 1: no such kernel"),
-    ):
-        rival.step_costs("4x2", "GPipe", threads=1, steps=1)
-    assert all(process.returncode is not None for process in rival.processes)
-
-
-def test_a_process_that_is_stuck_is_given_up(tmp_path: Path):
-    with (
-        pipeline_of(tmp_path, "time.sleep(600)", limit=1.0) as rival,
-        pytest.raises(RuntimeError, match=r"no answer from stage 0 within 1 s to \{"),
-    ):
+@pytest.mark.parametrize(
+    ("program", "limit", "told"),
+    [
+        (
+            "sys.exit('no such kernel') if rank == 1 else time.sleep(600)",
+            20.0,
+            r"stage 1 exited with 1 at \{.*\nstage 1: no such kernel",
+        ),
+        ("time.sleep(600)", 1.0, r"no answer from stage 0 within 1 s to \{"),
+    ],
+    ids=["dies", "is stuck"],
+)
+def test_a_process_that_dies_or_is_stuck_ends_the_other_one(tmp_path: Path, program: str, limit: float, told: str):
+    with pipeline_of(tmp_path, program, limit) as rival, pytest.raises(RuntimeError, match=told):
         rival.step_costs("4x2", "GPipe", threads=1, steps=1)
     assert all(process.returncode is not None for process in rival.processes)

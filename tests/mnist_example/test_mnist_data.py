@@ -56,22 +56,16 @@ def assert_is_the_folder(digits: mnist_example.data.MNIST):
 # -- a folder ------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_zipped_files_loads(folder):
+def test_a_folder_loads_zipped_or_not(folder):
     digits = load_mnist(folder)
     assert_is_the_folder(digits)
     assert digits.source == f"MNIST from --data-dir {folder}"
-
-
-def test_a_folder_of_unzipped_files_loads(folder):
+    (folder / f"{NAMES[0]}.gz").write_bytes(idx(ARRAYS[NAMES[0]]))  # a browser unzipped it without renaming it
+    assert_is_the_folder(load_mnist(folder))
     for name in NAMES:
         (folder / f"{name}.gz").unlink()
         (folder / name).write_bytes(idx(ARRAYS[name]))
     assert_is_the_folder(load_mnist(str(folder)))
-
-
-def test_a_file_that_a_browser_unzipped_without_renaming_it_loads(folder):
-    (folder / f"{NAMES[0]}.gz").write_bytes(idx(ARRAYS[NAMES[0]]))
-    assert_is_the_folder(load_mnist(folder))
 
 
 def test_the_environment_names_a_folder_and_the_argument_wins(folder, tmp_path, monkeypatch):
@@ -266,7 +260,8 @@ def assert_gives_digits_in_time(mirrors: list[str], cache: Path, seconds: float 
     assert digits.source == "scikit-learn's digits, 8x8 scaled"
 
 
-def test_hosts_that_never_answer_are_given_up_within_five_seconds(silent, closed, tmp_path, caplog):
+def test_hosts_that_refuse_or_never_answer_are_given_up_in_time(silent, closed, tmp_path, caplog):
+    assert_gives_digits_in_time([closed, closed], tmp_path, seconds=2.0)
     with caplog.at_level(logging.WARNING):
         assert_gives_digits_in_time([silent, silent, closed], tmp_path)
     assert f"MNIST could not be downloaded: {silent} failed" in caplog.text
@@ -289,10 +284,6 @@ def test_a_name_that_does_not_resolve_is_given_up_within_five_seconds(tmp_path, 
     given_up.set()
 
 
-def test_refused_connections_are_given_up_at_once(closed, tmp_path):
-    assert_gives_digits_in_time([closed, closed], tmp_path, seconds=2.0)
-
-
 def test_offline_digits_are_real_split_for_good_and_said_loudly(tmp_path, caplog):
     digits = load_mnist(mirrors=[], cache_dir=tmp_path)
     assert "Training on scikit-learn's digits instead" in caplog.text
@@ -306,10 +297,7 @@ def test_offline_digits_are_real_split_for_good_and_said_loudly(tmp_path, caplog
         assert np.bincount(labels).min() >= 30
     again = load_mnist(mirrors=[], cache_dir=tmp_path)
     np.testing.assert_array_equal(again.test_images, digits.test_images)
-
-
-def test_offline_digits_are_all_of_scikit_learns_and_none_twice(tmp_path):
-    digits = load_mnist(mirrors=[], cache_dir=tmp_path)
+    # all of scikit-learn's, and none twice
     small = np.concatenate([digits.train_images, digits.test_images])[:, 3:27:3, 3:27:3].reshape(-1, 64)
     import sklearn.datasets  # not at the top: a second and a half that other tests need not wait
 

@@ -202,17 +202,6 @@ def test_instances_share_an_executable_cache(tmp_path):
     # each has programs of its own, and the second start compiles on none
     names = [sorted(path.name for path in (cache / f"instance-{i}").iterdir()) for i in range(2)]
     assert all(any(name.startswith("jit__run-") for name in of_instance) for of_instance in names)
-    # a third start mends what was damaged
-    (step,) = (cache / "instance-0").glob("jit__run-*-cache")
-    content = step.read_bytes()
-    step.write_bytes(content[:1000])
-    third = poprun(tmp_path / "third", 2, 2, 2, TRAIN, *flags, images=20)
-    assert third.status == 0, third.err
-    assert re.findall(TAG.pattern, third.err, re.MULTILINE) == ["0"], third.err
-    assert "an entry of jit__run" in third.err
-    assert_equal(third, first, "basic", 2)
-    assert not list(cache.rglob("*.aside"))
-    assert len(step.read_bytes()) > len(content) / 2
 
 
 def test_reading_counts_the_samples_and_bytes_of_all_instances(tmp_path):
@@ -233,30 +222,26 @@ def test_reading_counts_the_samples_and_bytes_of_all_instances(tmp_path):
         assert abs(megabytes - per_second * of_sample) <= 0.005 + 0.5 * of_sample
 
 
-WRONG = {
-    "a folder": ([*BASIC, "--data-dir", "/nowhere"], "--data-dir /nowhere is not a folder: put the four MNIST files"),
-    "a choice": ([*BASIC, "--optimizer", "rmsprop"], "argument --optimizer: optimizer='rmsprop' is unknown"),
-    "replicas": ([*BASIC, "--replicas", "4"], "--replicas 4, but poprun runs --num-replicas 2: leave --replicas out"),
-    "ipus": ([*BASIC, "--ipus", "3"], "--ipus 3, but poprun runs --ipus-per-replica 2: leave --ipus out"),
-    "a batch": (
-        [*BASIC, "--synthetic-data", "--batch-size", "99"],
-        "--batch-size 99 x --gradient-accumulation-count 4 x --replicas 2 takes 792 images for an update, but there "
-        "are 170: lower one of the three (under poprun, --ipus is its --ipus-per-replica",
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_command_line_is_refused_once(case, tmp_path):
-    flags, text = WRONG[case]
-    ran = poprun(tmp_path, 2, 2, 2, TRAIN, *flags)
+@pytest.mark.parametrize(
+    ("flags", "holds"),
+    [
+        (["--optimizer", "rmsprop"], ("argument --optimizer: optimizer='rmsprop' is unknown",)),
+        (
+            ["--synthetic-data", "--batch-size", "99"],
+            ("--batch-size 99 x", "--replicas 2 takes 792", "are 170: lower one of the three (under poprun, --ipus"),
+        ),
+    ],
+    ids=["a choice", "a batch"],
+)
+def test_a_wrong_command_line_is_refused_once(flags, holds, tmp_path):
+    ran = poprun(tmp_path, 2, 2, 2, TRAIN, *BASIC, *flags)
     assert ran.status == 2
     assert ran.out == []
     error, report = ran.err.splitlines()
-    assert error.startswith(f"[1,0]<stderr>:run-sharded-mnist: {text}"), error
+    assert error.startswith("[1,0]<stderr>:run-sharded-mnist: ")
+    assert [text for text in holds if text not in error] == [], error
     assert report.startswith("poprun: instance 0 ")
-    assert ("under poprun" in error) == (case == "a batch")
 
 
 @pytest.mark.slow
@@ -306,6 +291,8 @@ def test_counts_are_those_of_poprun(place):
     assert counts_of(None, None) == counts_of(2, 4) == {"ipus": 2, "replicas": 4}
     with pytest.raises(ValueError, match=r"^--replicas 2, but poprun runs --num-replicas 4: leave --replicas out$"):
         counts_of(None, 2)
+    with pytest.raises(ValueError, match=r"^--ipus 3, but poprun runs --ipus-per-replica 2: leave --ipus out$"):
+        counts_of(3, None)
 
 
 @pytest.mark.parametrize("instance", [0, 1])

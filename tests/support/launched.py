@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -118,10 +119,14 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def gone_within(mark: str, seconds: float) -> float:
-    """Return how long it took until no process with a mark was left."""
-    begun = time.monotonic()
-    while left := marked(mark):
-        assert time.monotonic() - begun < seconds, f"processes {left} are left"
+def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Wait until a condition holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it took too long"
         time.sleep(0.02)
-    return time.monotonic() - begun
+
+
+def gone_within(mark: str, seconds: float) -> None:
+    """Wait until no process with a mark is left."""
+    wait_for(lambda: not marked(mark), seconds)

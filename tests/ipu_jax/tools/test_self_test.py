@@ -1,4 +1,4 @@
-"""Test `python -m ipu_jax`: what it prints, and that it notices an op that is wrong."""
+"""Test `python -m ipu_jax`: what it prints, and that it notices an op that is wrong; and the tools as programs."""
 
 import os
 import re
@@ -49,3 +49,18 @@ def test_without_two_ipus_it_says_so_and_exits_with_2(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert re.fullmatch(rf"{VERSIONS}\n", out)
     assert err == "python -m ipu_jax: num_ipus=2, but this machine's GPU platform has 1: use fewer IPUs\n"
+
+
+@pytest.mark.parametrize(
+    ("tool", "sizes"),
+    [
+        ("sharded_matmul_tool", "--rows 6 --cols 8 --outsize 10"),
+        ("sharded_embedding_tool", "--vocab-size 10 --feature-size 8 --sequence-length 6"),
+    ],
+)
+def test_a_tool_runs_as_a_program_and_makes_its_own_ipus(tool, sizes):
+    command = [sys.executable, str(ROOT / "tests" / f"{tool}.py"), *sizes.split(), "--ipus", "9"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "Results match."

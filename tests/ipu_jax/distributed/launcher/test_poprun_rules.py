@@ -50,14 +50,19 @@ def stepped(judge, instances, steps, duration):
     return steps * duration
 
 
+def stuck_at(judge, now):
+    found = judge.verdict(now)
+    assert found is not None
+    return found
+
+
 @given(st.floats(0.01, 30), st.integers(2, 20))
 def test_the_limit_is_five_median_steps_and_at_least_five_seconds(duration, steps):
     judge = judge_of(2)
     end = stepped(judge, 2, steps, duration)
     limit = max(5, 5 * duration)
     assert judge.verdict(end + 0.99 * limit) is None
-    stuck = judge.verdict(end + 1.01 * limit)
-    assert stuck is not None
+    stuck = stuck_at(judge, end + 1.01 * limit)
     assert stuck.limit == pytest.approx(limit)
     assert stuck.seconds == pytest.approx(1.01 * limit)
 
@@ -66,8 +71,7 @@ def test_steps_that_were_seen_at_once_have_a_duration_from_the_second_on():
     judge = judge_of(1)
     beat(judge, 0, 20.5, begun=31, finished=31, first_at=20.0, finished_at=20.3, phase_at=20.0)
     assert judge.median_step() == pytest.approx(0.01)
-    stuck = judge.verdict(25.4)
-    assert stuck is not None
+    stuck = stuck_at(judge, 25.4)
     assert stuck.limit == 5
 
 
@@ -77,14 +81,12 @@ def test_who_waits_in_a_barrier_is_not_stuck_and_excuses_nobody():
     for now in (1.0, 4.0, 6.1):
         beat(judge, 0, now, begun=10, finished=10, finished_at=1.0, phase=Phase.WAITING, phase_at=1.0, limit=310.0)
         beat(judge, 1, now, begun=10, finished=10, finished_at=1.0, phase_at=0.1)
-    stuck = judge.verdict(6.1)
-    assert stuck is not None
+    stuck = stuck_at(judge, 6.1)
     assert (stuck.instance, stuck.limit) == (1, 5)
     beat(judge, 1, 300, begun=11, finished=11, finished_at=300.0, phase_at=0.1)
     assert judge.verdict(300.0) is None
     beat(judge, 1, 312, begun=12, finished=12, finished_at=312.0, phase_at=0.1)
-    late = judge.verdict(312.0)  # its own error should have ended it
-    assert late is not None
+    late = stuck_at(judge, 312.0)  # its own error should have ended it
     assert (late.instance, late.doing) == (0, "waited")
 
 
@@ -94,8 +96,7 @@ def test_who_is_waited_for_before_the_first_step_is_named():
         beat(judge, 0, now, begun=0, finished=0, finished_at=0.0, phase=Phase.WAITING, phase_at=1.0, limit=110.0)
         beat(judge, 1, now, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=0.5)
         assert judge.verdict(now) is None
-    stuck = judge.verdict(112)
-    assert stuck is not None
+    stuck = stuck_at(judge, 112)
     assert (stuck.instance, stuck.limit) == (1, 110)
     assert stuck.doing.startswith("has not come to its first step; another one waited")
 
@@ -129,8 +130,7 @@ def test_steps_that_each_read_a_batch_first_are_measured():
         at: Any = {"finished_at": 30 + 0.5 * n, "phase_at": 30.01 + 0.5 * n, "aside": 30 + 0.01 * n}
         beat(judge, 0, 30.02 + 0.5 * n, begun=n, finished=n, **at)
     assert judge.median_step() == pytest.approx(0.5)
-    stuck = judge.verdict(30 + 0.5 * 39 + 5.2)
-    assert stuck is not None
+    stuck = stuck_at(judge, 30 + 0.5 * 39 + 5.2)
     assert "the median step" in stuck.rule
 
 
@@ -138,8 +138,7 @@ def test_the_first_step_compiles_and_bounds_the_second():
     judge = judge_of(1)
     beat(judge, 0, 40, begun=1, finished=1, finished_at=40, phase_at=40)
     assert judge.verdict(40 + 199) is None
-    stuck = judge.verdict(40 + 201)
-    assert stuck is not None
+    stuck = stuck_at(judge, 40 + 201)
     assert "the first step" in stuck.rule
 
 
@@ -154,8 +153,7 @@ def test_others_may_wait_for_one_that_does_something_else(phase):
     # from its end on, the steps have their usual time
     beat(judge, 0, end + 99.5, begun=5, finished=5, finished_at=end, phase_at=end + 99.5)
     assert judge.verdict(end + 103) is None
-    stuck = judge.verdict(end + 105)
-    assert stuck is not None
+    stuck = stuck_at(judge, end + 105)
     assert stuck.instance == 0
 
 
@@ -189,8 +187,7 @@ def test_of_two_that_have_begun_as_much_the_longer_silent_one_is_it():
     end = stepped(judge, 2, 10, 0.1)
     beat(judge, 0, end + 1, begun=11, finished=11, finished_at=end + 0.3, phase_at=0.1)
     beat(judge, 1, end + 1, begun=11, finished=10, finished_at=end, phase_at=0.1)
-    stuck = judge.verdict(end + 6)
-    assert stuck is not None
+    stuck = stuck_at(judge, end + 6)
     assert stuck.instance == 1
 
 
@@ -199,8 +196,7 @@ def test_steps_of_others_do_not_wait_for_one_without_a_beacon():
     end = stepped(judge, 2, 10, 0.1)
     judge.beat(Beat(2, 102, "S", None), end)
     beat(judge, 0, end + 1, begun=11, finished=10, finished_at=end, phase_at=0.1)
-    stuck = judge.verdict(end + 6)
-    assert stuck is not None
+    stuck = stuck_at(judge, end + 6)
     assert stuck.instance == 1
 
 
@@ -235,8 +231,7 @@ def test_who_does_not_come_to_where_the_others_meet_first_is_named_in_its_time(l
             judge.beat(Beat(1, 101, letter, None), now)
         if now < 65:
             assert judge.verdict(now) is None
-    stuck = judge.verdict(66)
-    assert stuck is not None
+    stuck = stuck_at(judge, 66)
     assert (stuck.instance, stuck.seconds, stuck.limit, stuck.rule) == (1, 61, 60, "--start-timeout")
     assert judge_of(3).verdict(1e6) is None  # as long as none has come, its program may never do so
 
@@ -305,8 +300,7 @@ def test_stopped_is_stuck_in_any_phase_after_five_seconds():
     for now in (10.0, 12.0, 14.9):
         judge.beat(Beat(0, 100, "T", None), now)
         assert judge.verdict(now) is None
-    stuck = judge.verdict(15.1)
-    assert stuck is not None
+    stuck = stuck_at(judge, 15.1)
     assert stuck.doing == "was stopped"
     judge.beat(Beat(0, 100, "S", None), 15.2)
     assert judge.verdict(30) is None
@@ -324,8 +318,7 @@ def test_compiling_has_its_limit_and_names_the_one_that_has_not_come():
     beat(judge, 0, 50, begun=1, finished=0, finished_at=0, phase=Phase.COMPILING, phase_at=1)
     judge.beat(Beat(1, 101, "S", None), 50)  # it has not even used jax
     assert judge.verdict(100) is None
-    stuck = judge.verdict(102)
-    assert stuck is not None
+    stuck = stuck_at(judge, 102)
     assert (stuck.instance, stuck.rule) == (1, "--compile-timeout")
 
 

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from support.launched import HEED_SIGNALS, PLAIN_POPRUN, POPRUN, environment, gone_within, marked, program, start
+from support.launched import (
+    HEED_SIGNALS,
+    PLAIN_POPRUN,
+    POPRUN,
+    environment,
+    gone_within,
+    marked,
+    program,
+    start,
+    wait_for,
+)
 
 TWO = ("--num-instances", "2", "--num-replicas", "2")
 READY = """
@@ -109,7 +119,7 @@ def test_nothing_outlives_a_poprun_that_is_killed(started, mark, body):
     assert folder.is_dir()
     process.kill()
     gone_within(mark, 3)
-    is_removed_within(folder, 3)
+    wait_for(lambda: not folder.exists(), 3)
 
 
 @pytest.mark.parametrize("name", ["{}/victim\nnl", "{}/victim\nfolder {}/other", "{}/\udcff"])
@@ -124,7 +134,7 @@ def test_whatever_the_name_of_its_folder_a_poprun_that_is_killed_leaves_no_other
     assert folder.parent == scratch
     process.kill()
     gone_within(mark, 3)
-    is_removed_within(folder, 3)
+    wait_for(lambda: not folder.exists(), 3)
     assert scratch.is_dir()
     assert all(folder.is_dir() for folder in others)
 
@@ -136,13 +146,6 @@ def run_folders(mark):
         for value in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if value.startswith(b"IPU_JAX_RUN_DIR=")
     }
-
-
-def is_removed_within(folder, seconds):
-    until = time.monotonic() + seconds
-    while folder.exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -178,43 +181,34 @@ def test_ctrl_z_stops_the_instances_and_goes_on_with_them(started, mark):
     process = started(SLEEP)
     instances = marked(mark)
     process.send_signal(signal.SIGTSTP)
-    until = time.monotonic() + 20
-    while letters([*instances, process.pid]) != {"T"}:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: letters([*instances, process.pid]) == {"T"})
     process.send_signal(signal.SIGCONT)
-    until = time.monotonic() + 20
-    while "T" in letters([*instances, process.pid]):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: "T" not in letters([*instances, process.pid]))
 
 
-def test_a_reader_that_has_gone_ends_everything(tmp_path, mark):
+@pytest.mark.parametrize(
+    ("script", "status", "out", "err"),
+    [
+        ('"$@" | head -n 2; exit ${PIPESTATUS[0]}', 141, 2, ""),
+        (
+            '"$@" > /dev/full',
+            74,
+            0,
+            "poprun: the output cannot be written (No space left on device): write it elsewhere\n",
+        ),
+    ],
+    ids=["its reader has gone", "the disk is full"],
+)
+def test_an_output_that_cannot_be_written_ends_everything(tmp_path, mark, script, status, out, err):
     body = "while True: print('line', flush=True); time.sleep(0.01)"
-    command = [*POPRUN, *TWO, *program(tmp_path, body)]
     done = subprocess.run(
-        ["bash", "-c", '"$@" | head -n 2; exit ${PIPESTATUS[0]}', "bash", *command],
+        ["bash", "-c", script, "bash", *POPRUN, *TWO, *program(tmp_path, body)],
         env=environment(POPRUN_TEST=mark),
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert (done.returncode, done.stderr) == (141, "")
-    assert done.stdout.count("\n") == 2
-    assert marked(mark) == set()
-
-
-def test_an_output_that_cannot_be_written_is_said(tmp_path, mark):
-    command = [*POPRUN, *TWO, *program(tmp_path, "print('line', flush=True); time.sleep(70)")]
-    done = subprocess.run(
-        ["bash", "-c", '"$@" > /dev/full', "bash", *command],
-        env=environment(POPRUN_TEST=mark),
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 74
-    assert done.stderr == "poprun: the output cannot be written (No space left on device): write it elsewhere\n"
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (status, out, err)
     assert marked(mark) == set()
 
 
@@ -272,9 +266,7 @@ def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
         print("x" * 100_000)
     """
     process = start(*TWO, "-v", *program(tmp_path, body), POPRUN_TEST=mark)
-    until = time.monotonic() + 10
-    while not marked(mark):
-        assert time.monotonic() < until
+    wait_for(lambda: marked(mark))
     time.sleep(2)
     gone_within(mark, 6)  # although not one line was read
     process.communicate(timeout=30)
