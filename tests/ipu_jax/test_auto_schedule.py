@@ -32,6 +32,16 @@ FLOAT = 4  # bytes
 NOT_CHOSEN = "schedule='auto'", "from the shapes of the first step", "pipeline.choose_schedule(params, batch) first"
 
 
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch):
+    """Let each search try a tenth of what it would: the tests of `find_schedule` have the whole ones."""
+    monkeypatch.setattr(_auto, "_LEAST", 40)
+    monkeypatch.setattr(_auto, "_TRIES", 20)
+    _auto._searched.cache_clear()
+    yield
+    _auto._searched.cache_clear()
+
+
 def unlike_stages(**options):
     """Return a pipeline of unlike stages, its weights and batch: two stages of one segment, a reshape, a head."""
     stages = [

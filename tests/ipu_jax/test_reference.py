@@ -22,7 +22,6 @@ from ipu_jax import (
     reference_value_and_grad,
     verify,
 )
-from support.dense import chain, largest_relative_error
 
 NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
 rng = np.random.default_rng(0)
@@ -93,22 +92,6 @@ def test_a_pipeline_without_weights_is_verified_by_its_loss():
     report = verified(Pipeline([Stage(lambda p, x, mb: jnp.mean(mb**2))], gradient_accumulation=3), {})
     assert report.worst == ("(no weights)", 0.0)
     assert str(report).endswith("0 gradients, largest relative error 0.0e+00 at (no weights)")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("places", "options", "reduction"),
-    [((None, 0, 1, None), {"tied": True, "replicas": 2}, "sum"), ((0, None), {}, "mean")],
-)
-def test_the_unsharded_program_is_the_dense_twin_and_runs_on_one_device(places, options, reduction):
-    model = chain(places, 3, **options)
-    pipeline = model.pipeline(4, reduction=reduction)
-    found = reference_value_and_grad(pipeline, model.params, model.batch)
-    assert largest_relative_error(found, model.twin(reduction)) < 1e-5
-    for leaf in jax.tree.leaves(found):
-        assert leaf.devices() == {pipeline.mesh.devices.flat[0]}
-    report = verify(pipeline, pipeline.shard(model.params), model.batch)
-    assert report.worst[1] < 1e-5
 
 
 def test_the_unsharded_program_takes_the_reference_and_not_the_function():

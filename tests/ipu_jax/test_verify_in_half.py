@@ -1,7 +1,8 @@
 """Test `verify` on random models in mixed precision: it accepts the right ones, and finds a gradient that is 1% wrong.
 
-Weights are float32, and stages cast them. The faulty pipeline differs from the right one in one rule, whose gradient is
-multiplied by a factor; `reference` has no fault. So the expected verdict does not depend on the library.
+Weights are float32, and stages cast them. One rule of the pipeline multiplies its gradient by a factor of the batch, so
+that the right pipeline and the faulty one are one program; `reference` has no fault. So the expected verdict does not
+depend on the library.
 """
 
 import re
@@ -14,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, VerificationError, make_mesh, verify
+from ipu_jax import ALL_IPUS, Pipeline, Stage, VerificationError, VerificationReport, make_mesh, verify
 
 ACTIVATIONS = [jnp.tanh, jax.nn.gelu, jax.nn.relu, jax.nn.silu]
 
@@ -63,8 +64,8 @@ def quantised(rng, dtype):
     return layer, lambda d: {"w": rng.normal(size=(d, d)) / np.sqrt(d)}
 
 
-def model(kind: Any, dtype: Any, seed: int, factor: float, *, concurrent: bool = False) -> Any:
-    """Return a pipeline of 2 to 4 layers over two IPUs, its weights and a batch; a layer's gradient has the factor."""
+def model(kind: Any, dtype: Any, seed: int, *, concurrent: bool = False) -> Any:
+    """Return a verification of a pipeline of 2 to 4 layers over two IPUs by the factor, and the leaf that has it."""
     rng = np.random.default_rng(seed)
     depth, d, rows, m = (int(rng.integers(*bounds)) for bounds in ((2, 5), (8, 40), (4, 20), (1, 4)))
     wrong = int(rng.integers(depth))
@@ -76,7 +77,7 @@ def model(kind: Any, dtype: Any, seed: int, factor: float, *, concurrent: bool =
             return layer(w, (mb["x"] if x is None else x).astype(dtype))
 
         def with_fault(w, x, mb, run=run):
-            return run({**w, "w": faulty(w["w"], jnp.float32(factor))}, x, mb)
+            return run({**w, "w": faulty(w["w"], mb["factor"])}, x, mb)
 
         stages.append(Stage(with_fault if i == wrong else run, params=f"{i}", ipu=i % 2, reference=run))
         weights[f"{i}"] = draw(d)
@@ -96,7 +97,17 @@ def model(kind: Any, dtype: Any, seed: int, factor: float, *, concurrent: bool =
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m, specs=specs)
     batch = {"x": rng.normal(size=(m, rows, d)), "y": rng.normal(size=(m, rows, 3))}
     as_float32 = lambda tree: jax.tree.map(np.float32, tree)  # noqa: E731
-    return pipeline, pipeline.shard(as_float32(weights)), as_float32(batch), f"params['{wrong}']['w']"
+    params = pipeline.shard(as_float32(weights))
+
+    def verified(factor: float, **options: Any) -> VerificationReport:
+        return verify(pipeline, params, as_float32(batch | {"factor": np.full(m, factor)}), **options)
+
+    return verified, f"params['{wrong}']['w']"
+
+
+def assert_found(verified: Any, leaf: str, factor: float) -> None:
+    with pytest.raises(VerificationError, match=f"^{re.escape(f'the gradient of {leaf} differs')}"):
+        verified(factor)
 
 
 def case(kind, dtype, seed, *, slow=True):
@@ -113,32 +124,30 @@ MODELS = [
 
 @pytest.mark.parametrize(("kind", "dtype", "seed"), MODELS)
 def test_a_right_model_passes_and_a_gradient_that_is_wrong_by_one_percent_is_found(kind, dtype, seed):
-    assert verify(*model(kind, dtype, seed, 1.0)[:3]).worst[1] <= 4e-3
-    *wrong, leaf = model(kind, dtype, seed, 1.01)
-    with pytest.raises(VerificationError, match=f"^{re.escape(f'the gradient of {leaf} differs')}"):
-        verify(*wrong)
+    verified, leaf = model(kind, dtype, seed)
+    assert verified(1.0).worst[1] <= 4e-3
+    assert_found(verified, leaf, 1.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "factor"), [(jnp.bfloat16, 1.2), (jnp.float16, 1.03)])
 def test_a_sum_of_half_numbers_over_ipus_is_compared_to_the_tolerance_of_the_half_dtype(dtype, factor):
-    right = model(perceptron, dtype, 1, 1.0, concurrent=True)
-    assert 1e-5 < verify(*right[:3]).worst[1] <= 8 * jnp.finfo(dtype).eps
-    *wrong, leaf = model(perceptron, dtype, 1, factor, concurrent=True)
-    with pytest.raises(VerificationError, match=f"^{re.escape(f'the gradient of {leaf} differs')}"):
-        verify(*wrong)
+    verified, leaf = model(perceptron, dtype, 1, concurrent=True)
+    assert 1e-5 < verified(1.0).worst[1] <= 8 * jnp.finfo(dtype).eps
+    assert_found(verified, leaf, factor)
 
 
 @pytest.mark.slow
 def test_a_right_model_in_float8_passes():
-    verify(*model(quantised, jnp.float8_e4m3fn, 0, 1.0)[:3])
+    verified, _ = model(quantised, jnp.float8_e4m3fn, 0)
+    verified(1.0)
 
 
 def test_a_tolerance_that_is_given_holds_in_both_comparisons():
-    pipeline, params, batch, leaf = model(perceptron, jnp.bfloat16, 0, 1.05)
-    assert verify(pipeline, params, batch, rtol=0.1).gradient_errors[leaf] == pytest.approx(0.05, abs=0.03)
+    verified, leaf = model(perceptron, jnp.bfloat16, 0)
+    assert verified(1.05, rtol=0.1).gradient_errors[leaf] == pytest.approx(0.05, abs=0.03)
     with pytest.raises(VerificationError, match=r"more than rtol=0\.001: "):
-        verify(pipeline, params, batch, rtol=0.001)
+        verified(1.05, rtol=0.001)
 
 
 @pytest.mark.slow

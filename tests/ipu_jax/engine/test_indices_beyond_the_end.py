@@ -19,6 +19,7 @@ from sharded_ops import embedding, log_softmax_cross_entropy, matmul
 from support.against_plain import assert_equals_plain
 from support.trained import quick_compiles
 
+slow = pytest.mark.slow
 V, D, TOKENS, M = 7, 4, 6, 3
 # of the first token to the last: inside, the last row, one beyond, far beyond, the last row from behind, one before all
 IDS = np.array([0, V - 1, V, 2**31 - 1, -1, -V - 1], np.int32)
@@ -55,11 +56,10 @@ READS = {
 }
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("read", "ipus", "schedule"),
     [
-        pytest.param("indexed", 2, "1f1b", marks=()),
         *[(read, 1 + i % 2, "1f1b" if i % 3 else "zb-h1") for i, read in enumerate(READS)],
         *[(read, 2, "grouped") for read in READS],
     ],
@@ -100,7 +100,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("slot", ["flat", "of its own shape", "a row of a scanned leaf"])
+@pytest.mark.parametrize("slot", ["flat", pytest.param("of its own shape", marks=slow), "a row of a scanned leaf"])
 def test_every_mode_of_a_gather_on_one_ipu(slot):
     """Each table is in a slot with a leaf of the other IPU: the slot is flat if that has another shape."""
     layers = (2,) if slot == "a row of a scanned leaf" else ()
@@ -185,9 +185,19 @@ def plain_loss(params, mb, out_of_range):
     return -jnp.sum(picked * counts) / counts.sum()
 
 
-@pytest.mark.parametrize("ipus", [1, pytest.param(2, marks=()), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("out_of_range", "dtype"), [("ignore", "int32"), ("clip", "int32"), ("clip", "uint32")])
-def test_ids_and_labels_beyond_a_split_vocabulary(ipus, out_of_range, dtype):
+@pytest.mark.parametrize(
+    ("out_of_range", "dtype", "ipus"),
+    [
+        ("ignore", "int32", 2),
+        ("clip", "uint32", 1),
+        *(pytest.param("clip", dtype, ipus, marks=slow) for dtype in ("int32", "uint32") for ipus in (2, 4)),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (("ignore", "int32", 1), ("ignore", "int32", 4), ("clip", "int32", 1))
+        ),
+    ],
+)
+def test_ids_and_labels_beyond_a_split_vocabulary(out_of_range, dtype, ipus):
     pipeline, batch = split_model(ipus, out_of_range), batch_of(M)
     batch["labels"] = batch["labels"].astype(dtype)  # what is negative is far beyond the end of an unsigned type
     plain = lambda p: jnp.mean(jnp.stack([plain_loss(p, mb, out_of_range) for mb in microbatches(batch)]))  # noqa: E731
@@ -208,7 +218,7 @@ def test_labels_beyond_may_be_nan_and_then_the_loss_is():
 # batches that are not whole
 
 
-@pytest.mark.parametrize("ipus", [1, 2])
+@pytest.mark.parametrize("ipus", [pytest.param(1, marks=slow), 2])
 def test_predictions_of_numbers_of_micro_batches_that_training_never_saw(ipus):
     step = make_train_step(split_model(ipus), optax.sgd(0.5))
     state, _ = step(step.init(SPLIT), batch_of(M))
@@ -228,8 +238,8 @@ def test_predictions_of_numbers_of_micro_batches_that_training_never_saw(ipus):
         (2, 1, 4, 1),
         (3, 2, 2, 1),
         (11, 2, 2, 2),
-        (5, 1, 2, 3),
-        pytest.param(1, 4, 2, 3, marks=pytest.mark.slow),
+        pytest.param(5, 1, 2, 3, marks=slow),
+        pytest.param(1, 4, 2, 3, marks=slow),
     ],
 )
 def test_rows_that_fill_a_batch_up_do_not_count(examples, replicas, m, iterations):

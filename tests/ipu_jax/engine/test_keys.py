@@ -99,16 +99,16 @@ def noisy_loss(p, x, mb, *, key):
 @pytest.mark.parametrize(
     ("places", "schedule", "replicas"),
     [
-        ((0, 0, 1, 1), "1f1b", 1),
-        ((0, 0, 0, 0), "sequential", 2),
-        ((0, 1, None, None), "grouped", 1),
+        ((0, 0, 1), "1f1b", 2),
+        ((0, None, None), "grouped", 1),
+        pytest.param((0, 0, 0, 0), "sequential", 2, marks=pytest.mark.slow),
         pytest.param((None, None, 0, 0, 1, 1, 1), "zb-h1", 2, marks=pytest.mark.slow),
         pytest.param((0, 0, 1, 1, 0, 0, 1, 1), "1f1b", 1, marks=pytest.mark.slow),
         pytest.param((0, 0, 1, 0, 0, 1, 1), "gpipe", 2, marks=pytest.mark.slow),
     ],
 )
 def test_each_merged_stage_draws_its_own_numbers_in_f_and_again_in_b(places, schedule, replicas):
-    m, names = 3, [f"s{i}" for i in range(len(places))]
+    m, names = 2, [f"s{i}" for i in range(len(places))]
     fns = [scaled_noise] * (len(places) - 1) + [noisy_loss]
     stages, specs = stages_at(places, fns, names, random=True, recompute="all")
     mesh = make_mesh(replicas, 1 + max(place or 0 for place in places))
@@ -134,7 +134,7 @@ def test_each_merged_stage_draws_its_own_numbers_in_f_and_again_in_b(places, sch
 
 
 def test_like_stages_of_one_team_draw_different_numbers():
-    pipeline = dropout_pipeline(2, "grouped", "none", ipus=5)
+    pipeline = dropout_pipeline(2, "grouped", "none", ipus=3)
     no_aux = [
         Stage(lambda p, x, mb, *, key: dropout(p, x, mb, key=key).y, params=s.params, ipu=s.ipu, random=True)
         for s in pipeline.stages[:-1]

@@ -25,6 +25,7 @@ from memory import (
     settled,
 )
 
+slow = pytest.mark.slow
 MESSAGE = 4 * ROWS * WIDTH  # bytes of one activation
 
 
@@ -32,8 +33,8 @@ def compiled_step(pipeline, params, batch):
     return jax.jit(pipeline.value_and_grad).lower(params, batch).compile()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ipus", [2, pytest.param(4, marks=pytest.mark.slow)])
+@slow
+@pytest.mark.parametrize("ipus", [2, 4])
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("gpipe", "looped-bfs")])
 def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
     flat = [compiled_bytes(report_of(schedule, ipus, m)) for m in settled(schedule, ipus)]
@@ -41,7 +42,7 @@ def test_temporary_bytes_are_flat_in_the_micro_batches(schedule, ipus):
     assert max(flat) <= 1.05 * min(flat)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("ipus", [2, 4])
 def test_gpipe_keeps_every_micro_batch(ipus):
     small, large = (report_of("gpipe", ipus, m) for m in (8, 16))
@@ -49,7 +50,7 @@ def test_gpipe_keeps_every_micro_batch(ipus):
     assert compiled_bytes(large) - compiled_bytes(small) == pytest.approx(small.stash, rel=0.01)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("ipus", "micro_batches"), [*((2, m) for m in MICRO_BATCHES), (4, 8), (4, 16)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_temporary_bytes_are_what_the_report_predicts(schedule, ipus, micro_batches):
@@ -69,7 +70,7 @@ def test_the_stash_is_depth_times_residuals(schedule, depths):
     assert last == depths[1] * (LAYERS + 1) * MESSAGE
 
 
-@pytest.mark.slow
+@slow
 @DEPTHS
 def test_without_recompute_the_stash_holds_what_jax_keeps(schedule, depths):
     """By hand: each of 3 layers keeps tanh and 1 - tanh; the last stage also its input and the difference from y."""
@@ -92,14 +93,14 @@ def test_recompute_takes_the_stash_away():
 WIDE = 512  # weights of 1 MB, activations of 2 rows
 
 
-@pytest.fixture(scope="module", params=["grouped", "1f1b", "zb-h1"])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=slow) for name in ("grouped", "1f1b")] + ["zb-h1"])
 def heavy_weights(request):
     pipeline = pipeline_of(request.param, 2, 8)
     params, batch = arguments(pipeline, width=WIDE, rows=2)
     return pipeline, params, batch, compiled_step(pipeline, params, batch)
 
 
-@pytest.mark.slow
+@slow
 def test_no_weights_are_stashed(heavy_weights):
     pipeline, params, batch, step = heavy_weights
     leaf, message = 4 * WIDE * WIDE, 4 * 2 * WIDE

@@ -129,28 +129,22 @@ def assert_state_loss_and_gradients_equal_the_twins(model: NormModel, pipeline: 
     assert float(pipeline.loss(params, model.batch, state)) == float(evaluated)  # it changes nothing
 
 
-SLOW = [
-    *(((0, 1, 1), 2, 3, {}, name) for name in ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "zb-h1")),
-    ((0, 1, 0, 1), 2, 4, {}, "looped"),
-    ((0, 1, 1, 0), 2, 4, {}, "zbv"),
-    ((0, 0), 1, 2, {"recompute": "none"}, "grouped"),
-    ((0, 1, 2, 3), 4, 2, {"recompute": "none"}, "grouped"),
-    ((0, 1, 2, 3), 4, 5, {"recompute": "all"}, "grouped"),
-    ((0, 1, 1), 2, 3, {"recompute": "none", "replicas": 2}, "grouped"),
-    ((None, 0, 1), 2, 3, {"recompute": "none"}, "grouped"),
-    ((0, None, 1), 2, 3, {"recompute": "all"}, "grouped"),
-    ((0, 1, None), 2, 3, {"recompute": "none"}, "grouped"),
-    ((0, 1, None, 1, None), 2, 2, {"recompute": "none", "replicas": 2}, "grouped"),
-    ((1, 0, 1, 0), 2, 4, {"recompute": "none"}, "grouped"),
-]
-
-
 @pytest.mark.parametrize(
     ("places", "ipus", "micro_batches", "of_model", "schedule"),
     [
-        pytest.param((0, 1, 2, 3, 4, 5, 6, 7), 8, 3, {}, "1f1b", id="like stages in one team"),
+        pytest.param((0, 1, 2, 3), 4, 2, {}, "1f1b", id="like stages in one team"),
         pytest.param((0, 1), 2, 2, {"replicas": 2}, "grouped", id="integers of replica 0"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(((0, 1, 1), 2, 3, {}, name) for name in ("sequential", "interleaved", "gpipe", "zb-h1")),
+                ((0, 1, 0, 1), 2, 4, {}, "looped"),
+                ((0, 1, 1, 0), 2, 4, {}, "zbv"),
+                ((0, 0), 1, 2, {"recompute": "none"}, "grouped"),
+                ((1, 0, 1, 0), 4, 5, {"recompute": "all"}, "grouped"),
+                ((None, 0, None, 1, None), 2, 2, {"recompute": "none", "replicas": 2}, "grouped"),
+            )
+        ),
     ],
 )
 def test_running_statistics_are_updated_once_a_micro_batch_in_order(places, ipus, micro_batches, of_model, schedule):

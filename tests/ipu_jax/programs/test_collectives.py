@@ -187,8 +187,9 @@ def test_a_collective_with_groups_over_replicas_is_right_in_a_local_stage(op, ne
         return h + 0.5 * op(h)
 
     pipeline, params, batch = pipeline_of(body, mesh=mesh)
-    verify(pipeline, pipeline.shard(params), batch)
     assert_equals_plain(pipeline, params, batch, lambda params: twin(batch, neighbours, params))
+    if op is shifted:
+        verify(pipeline, pipeline.shard(params), batch)
 
 
 def product_by_ring(x, w):

@@ -1,6 +1,7 @@
 """Test that B and W together are the whole backward pass: equal gradients, weight products in W, and none twice."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -88,9 +89,17 @@ def cut(
     return trace_segment(segment, {"g": params}, message, given, {}, last=False, split=True), params
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "auto", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
+WAYS = list(itertools.product(("none", "auto", "all"), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "recompute", "first"),
+    [
+        pytest.param(fn, *WAYS[at], marks=() if (k + at) % len(WAYS) == 0 else pytest.mark.slow, id=f"{name}-{at}")
+        for k, (name, fn) in enumerate(FUNCTIONS.items())
+        for at in range(len(WAYS))
+    ],
+)
 def test_b_and_w_give_what_the_vjp_gives(fn, recompute, first):
     fn = embedded(fn) if first else fn
     halves, params = cut(fn, recompute, first=first)

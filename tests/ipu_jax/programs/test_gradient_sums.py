@@ -170,20 +170,23 @@ def assert_added(fn, flat=(), *, rtol=1e-5):
         assert largest_relative_error(one, other) < rtol
 
 
-CHECKPOINT = pytest.param(jax.checkpoint, marks=pytest.mark.slow, id="checkpoint")
+def whole_or_flat(functions):
+    """Return the parameters of a test: each function with accumulators whole and flat, of which one is slow."""
+    flats = {"whole": (), "flat": tuple(SHAPES.values())}
+    return [
+        pytest.param(fn, flat, marks=pytest.mark.slow if (k + at) % 2 else (), id=f"{name}-{of_flat}")
+        for k, (name, fn) in enumerate(functions.items())
+        for at, (of_flat, flat) in enumerate(flats.items())
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flat",
-    [
-        pytest.param((), id="whole"),
-        pytest.param(((LAYERS, D, D),), id="matrices flat"),
-        pytest.param(tuple(SHAPES.values()), id="flat", marks=pytest.mark.slow),
-        pytest.param(((LAYERS, D), (D, D)), id="others flat", marks=pytest.mark.slow),
-    ],
+    [(), ((LAYERS, D, D),), tuple(SHAPES.values()), ((LAYERS, D), (D, D))],
+    ids=["whole", "matrices flat", "flat", "others flat"],
 )
-@pytest.mark.parametrize("wrap", [pytest.param(lambda fn: fn, id="plain"), CHECKPOINT])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_each_leaf_gets_its_own_gradient(fn, wrap, flat):
     # a gradient that is rounded to bfloat16 is summed before the rounding here, and after it there
@@ -310,8 +313,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(tuple(SHAPES.values()), id="flat")])
-@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize(("parts", "flat"), whole_or_flat(PARTS))
 def test_each_part_of_a_weight_is_added_where_it_was_read(parts, flat):
     """Two leaves: the first of each part alone, and the second of all parts together."""
 
@@ -331,8 +333,7 @@ READS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(tuple(SHAPES.values()), id="flat")])
-@pytest.mark.parametrize("fn", READS.values(), ids=READS)
+@pytest.mark.parametrize(("fn", "flat"), whole_or_flat(READS))
 def test_rows_are_added_where_their_indices_point(fn, flat, monkeypatch):
     monkeypatch.setattr(_blocks, "_ELEMENTS_PER_PIECE", 0)  # these tables are so small that zeros would cost less
     assert_added(fn, flat)

@@ -80,8 +80,17 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["grouped", "zb-h1", "sequential"])
-@pytest.mark.parametrize("name", EMPTY)
+SCHEDULES = ("grouped", "zb-h1", "sequential")
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param(name, schedule, marks=() if (k + at) % len(SCHEDULES) == 0 else pytest.mark.slow)
+        for k, name in enumerate(EMPTY)
+        for at, schedule in enumerate(SCHEDULES)
+    ],
+)
 def test_gradients_of_micro_batches_without_rows(name, schedule):
     """Sums over rows are 0, so the loss is the sum of w**2 of two weights, and the gradient of each is 2 * w."""
     fn = EMPTY[name]
