@@ -26,6 +26,7 @@ from ipu_jax.schedules import (
     FoundSchedule,
     Schedule,
     StageCosts,
+    _auto,
     canonical_name,
     find_schedule,
     make_schedule,
@@ -107,7 +108,7 @@ def problems(draw):
     return costs, arguments, limit
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(problems())
 def test_no_family_that_fits_is_better(problem):
     costs, arguments, limit = problem
@@ -226,7 +227,7 @@ def depth_of(order: Order) -> int:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("micro_batches", "in_order"), [(2, False), (3, True)])
 def test_free_running_is_as_good_as_any_order(seed, limit, micro_batches, in_order):
     rng = random.Random(seed)
@@ -359,13 +360,14 @@ def test_every_process_finds_the_same_table():
     assert run(2) == first
 
 
-def test_the_last_searches_are_remembered_if_they_are_not_large():
+def test_the_last_searches_are_remembered_if_they_are_not_large(monkeypatch):
     costs = StageCosts([1, 2.5], [1, 2], [1, 2])
     ask = lambda **other: find_schedule(costs, **{"placement": (0, 1), "micro_batches": 3, **other})  # noqa: E731
     assert ask().schedule is ask(stash_limit=None).schedule
     for other in ({"seed": 1}, {"transfer": 0.5}, {"lockstep": True}, {"ipus": 3}, {"stash_limit": 100.0}):
         assert ask(**other).schedule is not ask().schedule, other
-    assert ask(micro_batches=1025).schedule is not ask(micro_batches=1025).schedule
+    monkeypatch.setattr(_auto, "_MEDIUM", 5)
+    assert ask().schedule is not ask().schedule
 
 
 # make_schedule("auto")

@@ -111,7 +111,7 @@ def schedules(draw, names=SCHEDULES, most_ipus: int = 6, most_micro_batches: int
     return make_schedule(name, ipus=ipus, placement=tuple(placement), micro_batches=m_count)
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(schedule=schedules())
 def test_every_family_replays_on_every_placement(schedule):
     replay(schedule)
@@ -151,7 +151,7 @@ def test_zbv_with_more_stages_on_one_ipu_than_on_another_replays(placement):
             assert held <= len(ipus) * len(mine), "no more than S micro-batches of its share"
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(schedule=schedules())
 def test_every_schedule_prints_and_parses_back(schedule):
     assert Schedule.from_text(str(schedule)) == schedule
@@ -166,7 +166,7 @@ def attempt(schedule: Schedule, **tables) -> tuple[Schedule | None, str]:
         return None, str(error)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(schedule=schedules(most_ipus=3, most_micro_batches=4), data=st.data())
 def test_what_the_validator_lets_through_replays(schedule, data):
     """Move cells of a table with room between its ticks: it must be refused, or be still right."""
@@ -209,7 +209,7 @@ def _with_idle_ticks(schedule: Schedule, data) -> dict:
     }
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(
     placement=st.lists(st.none() | st.integers(0, 1), min_size=1, max_size=4).map(tuple),
     m_count=st.integers(1, 4),
@@ -244,13 +244,13 @@ def test_a_stretched_schedule_replays_and_is_accepted_where_micro_batches_dont_m
     assert stretched(2, alone.ticks + shift) is not None
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(schedule=schedules(), data=st.data())
 def test_a_schedule_with_idle_ticks_put_in_is_right_too(schedule, data):
     replay(dataclasses.replace(schedule, **_with_idle_ticks(schedule, data)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(schedule=schedules(tuple(n for n in SCHEDULES if n not in ("sequential", "grouped"))), data=st.data())
 def test_micro_batches_may_run_in_another_order_where_the_slots_allow_it(schedule, data):
     shuffled = data.draw(st.permutations(range(schedule.micro_batches)))

@@ -65,7 +65,7 @@ def one_at_a_time(name: str, places: list[int], count: int) -> dict[tuple[int, s
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_all_ipus_at_once_choose_what_each_one_would(name, data):
     ipus, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))

@@ -68,7 +68,7 @@ def test_the_zero_bubble_grid_with_concurrent_ends():
 # closed forms
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(sizes=SIZES, costs=COSTS)
 def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, costs):
     s_count, m_count = sizes
@@ -77,7 +77,7 @@ def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, co
         assert run.bubble == pytest.approx((s_count - 1) / (m_count + s_count - 1)), name
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(sizes, rounds):
     s_count, m_count = sizes
@@ -89,31 +89,12 @@ def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(size
         assert run.bubble == pytest.approx((s_count - 1) / (rounds * m_count + s_count - 1))
 
 
-@settings(max_examples=60)
-@given(sizes=SIZES)
-def test_zb_h1_leaves_a_third_of_the_bubble(sizes):
-    s_count, m_count = sizes
-    run = make_schedule("zb-h1", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
-    assert run.makespan == pytest.approx(3 * m_count + s_count - 1 + max(0, s_count - m_count))
-
-
-@settings(max_examples=60)
-@given(sizes=SIZES)
-def test_zbv_leaves_little_more_than_the_way_to_the_fold(sizes):
-    s_count, m_count = sizes
-    run = make_schedule("zbv", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
-    least = 3 * m_count + (s_count - 1) / 2
-    assert run.makespan >= least - 1e-9
-    if m_count >= s_count:
-        assert run.makespan <= least + 1
-
-
 def bound(s_count: int, m_count: int, rounds: int) -> float:
     """Return the shortest makespan that any order can have if F = B = W = 1 for an IPU's share of the model."""
     return 3 * m_count + (s_count - 1) / rounds
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(sizes=SIZES, rounds=st.integers(1, 6))
 def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):
     s_count, m_count = sizes
@@ -145,15 +126,7 @@ def test_waves_are_below_zbv(rounds, bubble):
     assert run.peak_stash == (4 * rounds,) * 4
 
 
-@settings(max_examples=60)
-@given(sizes=SIZES)
-def test_a_wave_of_two_sweeps_is_never_longer_than_zbv(sizes):
-    wave, zbv = (make_schedule(name, ipus=sizes[0], micro_batches=sizes[1]) for name in ("zb-wave", "zbv"))
-    assert wave.placement == zbv.placement
-    assert wave.simulate().makespan <= zbv.simulate().makespan + 1e-9
-
-
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds):
     s_count, m_count = sizes
@@ -166,7 +139,7 @@ def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds
         assert runs["looped-zb"].makespan == pytest.approx(bound(s_count, m_count, rounds))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
     s_count, m_count = sizes
@@ -182,29 +155,29 @@ def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
         assert forward == sorted(forward) or s_count == 1
 
 
-@settings(max_examples=60)
-@given(sizes=SIZES)
-def test_dualpipev_is_near_the_bound_and_keeps_a_micro_batch_more_than_1f1b(sizes):
-    s_count, m_count = sizes
-    run = make_schedule("dualpipev", ipus=s_count, micro_batches=m_count).simulate(forward=1, backward=2)
-    assert run.makespan >= bound(s_count, m_count, 2) - 1e-9
-    assert max(run.peak_stash) <= 2 * min(m_count, s_count + 1)
-    if m_count >= 2 * s_count:
-        assert run.makespan <= bound(s_count, m_count, 2) + 0.5
-
-
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(sizes=SIZES)
 def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
     s_count, m_count = sizes
-    order = ("zbv", "zb-h1", "1f1b", "sequential")
-    bubbles = [make_schedule(name, ipus=s_count, micro_batches=m_count).simulate().bubble for name in order]
+    names = ("zb-wave", "zbv", "zb-h1", "1f1b", "sequential", "looped", "dualpipev")
+    schedules = {name: make_schedule(name, ipus=s_count, micro_batches=m_count) for name in names}
+    runs = {name: schedule.simulate(forward=1, backward=2) for name, schedule in schedules.items()}
+    assert runs["zb-h1"].makespan == pytest.approx(3 * m_count + s_count - 1 + max(0, s_count - m_count))
+    least = bound(s_count, m_count, 2)
+    assert min(runs["zbv"].makespan, runs["dualpipev"].makespan) >= least - 1e-9
+    assert runs["zbv"].makespan <= least + 1 or m_count < s_count
+    assert runs["dualpipev"].makespan <= least + 0.5 or m_count < 2 * s_count
+    assert max(runs["dualpipev"].peak_stash) <= 2 * min(m_count, s_count + 1)
+    # Qi et al. 2024: no more than 1F1B's fullest IPU; here of both its stages together
+    assert max(runs["zbv"].peak_stash) <= 2 * min(m_count, s_count)
+    assert schedules["zb-wave"].placement == schedules["zbv"].placement
+    assert runs["zb-wave"].makespan <= runs["zbv"].makespan + 1e-9
+    bubbles = [runs[name].bubble for name in ("zbv", "zb-h1", "1f1b", "sequential")]
     assert bubbles == sorted(bubbles)
-    looped = make_schedule("looped", ipus=s_count, micro_batches=m_count).simulate().bubble
-    assert looped <= bubbles[2] + 1e-9
+    assert runs["looped"].bubble <= runs["1f1b"].bubble + 1e-9
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(sizes=SIZES)
 def test_interleaved_is_the_closed_table(sizes):
     s_count, m_count = sizes
@@ -217,7 +190,7 @@ def test_interleaved_is_the_closed_table(sizes):
 # what is kept
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(sizes=SIZES)
 def test_what_each_family_stashes(sizes):
     s_count, m_count = sizes
@@ -230,9 +203,6 @@ def test_what_each_family_stashes(sizes):
     assert depths("1f1b") == depths("interleaved") == [min(m_count, s_count - s) for s in every]
     assert depths("gpipe") == [m_count] * s_count
     assert max(depths("zb-h1")) <= min(m_count, s_count)
-    # Qi et al. 2024: no more than 1F1B's fullest IPU; here of both its stages together
-    peak = make_schedule("zbv", ipus=s_count, micro_batches=m_count).simulate().peak_stash
-    assert max(peak) <= 2 * min(m_count, s_count)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "1f1b", "looped", "looped-zb", "zb-h1", "zbv", "zb-wave", "dualpipev"])
@@ -250,7 +220,7 @@ def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
     assert kept(12) == kept(48)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(sizes=SIZES, name=st.sampled_from(["interleaved", "gpipe", "grouped", "sequential"]))
 def test_no_message_waits_where_a_register_must_do(sizes, name):
     schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
@@ -358,7 +328,7 @@ def test_w_takes_its_part_of_the_backward():
     assert make_schedule("1f1b", ipus=4, micro_batches=8).simulate(weight=0.3).makespan == 33
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(sizes=SIZES, name=st.sampled_from(SCHEDULES))
 def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
     schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])

@@ -146,47 +146,6 @@ def test_no_padding_leaks_whatever_it_holds(options):
         np.testing.assert_array_equal(dlogits, zero_dlogits)
 
 
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}])
-def test_a_row_that_does_not_count_is_not_read(options):
-    labels = np.array([3, -1, 9, 0, -100], np.int32)
-    ignored = np.array([False, True, True, False, True])
-    logits, ct = normal(0, (5, 7)), np.ones(5, np.float32)
-    want_loss, want_dlogits = sharded_cross_entropy("typed-outside", 3, 7, logits, labels, ct, **options)
-    assert np.all(want_loss[~ignored] > 0.1)
-    for fill in (np.nan, np.inf, -np.inf):
-        logits[ignored] = fill
-        loss, dlogits = sharded_cross_entropy("typed-outside", 3, 7, logits, labels, ct, **options)
-        np.testing.assert_array_equal(loss, np.where(ignored, 0, want_loss))
-        np.testing.assert_array_equal(dlogits, np.where(ignored[:, None], 0, want_dlogits))
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_mean_of_no_token_is_zero_and_so_is_its_gradient(weighted):
-    weights = np.zeros(3, np.float32) if weighted else None
-    op = functools.partial(log_softmax_cross_entropy, size=5, reduction="mean", weights=weights)
-    labels = np.array([1, 2, 3] if weighted else [-1, 5, -100], np.int32)
-    logits = padded(Split(5, 2), normal(0, (3, 5)), 1)
-    loss, (dlogits,) = sharded_vjp(op, "typed-outside", 2, [logits], [labels], in_specs=(COLUMNS,), ct=np.float32(1))
-    np.testing.assert_array_equal(loss, 0)
-    np.testing.assert_array_equal(dlogits, 0)
-
-
-@pytest.mark.parametrize(("reduction", "want"), [("none", np.zeros(0)), ("sum", 0), ("mean", 0)])
-def test_no_tokens_at_all(reduction, want):
-    op = functools.partial(log_softmax_cross_entropy, size=5, reduction=reduction, label_smoothing=0.1)
-    loss, (dlogits,) = sharded_vjp(
-        op,
-        "untyped-outside",
-        2,
-        [np.zeros((0, 6), np.float32)],
-        [np.zeros(0, np.int32)],
-        in_specs=(COLUMNS,),
-        ct=np.zeros_like(want, np.float32),
-    )
-    np.testing.assert_array_equal(loss, want)
-    assert dlogits.shape == (0, 6)
-
-
 # Labels
 
 
@@ -215,15 +174,3 @@ def test_labels_of_every_dtype_and_what_stands_outside():
     for loss, (_, _, columns) in zip(got, cases, strict=True):
         want = [0 if y is None else np.nan if y is np.nan else -log_p[i, y] for i, y in enumerate(columns)]
         np.testing.assert_allclose(loss, np.array(want, np.float32), rtol=1e-5)
-
-
-def test_a_label_that_must_not_be_is_nan_in_the_loss_and_in_its_own_row_only():
-    labels = np.array([3, 7, -2, -1], np.int32)
-    logits, ct = normal(0, (4, 7)), np.ones(4, np.float32)
-    options = {"ignore_index": -1, "out_of_range": "nan", "soft_cap": 3.0}
-    loss, dlogits = sharded_cross_entropy("typed-outside", 3, 7, logits, labels, ct, **options)
-    np.testing.assert_array_equal(np.isnan(loss), [False, True, True, False])
-    np.testing.assert_array_equal(np.isnan(dlogits[:, :7]).all(-1), [False, True, True, False])
-    np.testing.assert_array_equal(np.isnan(dlogits[:, :7]).any(-1), [False, True, True, False])
-    np.testing.assert_array_equal(dlogits[:, 7:], 0)
-    np.testing.assert_array_equal(dlogits[3], 0)

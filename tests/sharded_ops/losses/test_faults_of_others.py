@@ -143,17 +143,6 @@ def test_the_gradient_of_the_hidden_states_is_whole_on_every_ipu(mode, gradients
     _assert_same((dhidden, unpadded(Split(7, 3), dtable, 0)), want)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}])
-def test_the_mean_where_all_tokens_are_ignored_is_zero(options):
-    """PyTorch #70348, #75181, #116349: cross_entropy gives NaN where every label is ignore_index, since 1.11 by intent;
-    a micro-batch of a prompt alone then ends the training. cosmos-rl (PR 155) and FederatedScope (PR 625) met it."""
-    labels, ct = np.full(3, -100, np.int32), np.float32(1)
-    mean = {"ignore_index": -100, "reduction": "mean", **options}
-    loss, dlogits = _loss_and_gradient(2, 5, normal(0, (3, 5)), labels, ct, **mean)
-    np.testing.assert_array_equal(loss, 0)
-    np.testing.assert_array_equal(dlogits, 0)
-
-
 def test_smoothing_leaves_ignored_tokens_out():
     """PyTorch #73205: with label_smoothing the uniform part of the loss was of the ignored tokens as well."""
     logits, labels = normal(0, (4, 6)), np.array([2, -100, 5, -100], np.int32)

@@ -100,40 +100,6 @@ def test_every_option_both_ways(mode, n, size, dtype, shape, seed, data):
     assert_close(dtable, want_dtable, slope * np.abs(hidden.astype(np.float32)).max(), roundings)
 
 
-@pytest.mark.parametrize(("gradients", "reduction"), [("backward", "mean"), ("forward", "mean"), ("forward", "sum")])
-def test_no_tokens_and_none_that_count(gradients, reduction):
-    def both(hidden, table):
-        op = functools.partial(linear_cross_entropy, size=5, gradients=gradients, reduction=reduction)
-        empty = op(hidden[:0], table, np.zeros(0, np.int32), label_smoothing=0.1)
-        return empty + op(hidden, table, np.array([-1, 5], np.int32), soft_cap=3.0, z_loss=0.1)
-
-    operands = [normal(0, (2, FEATURES)), padded(Split(5, 2), normal(1, (5, FEATURES)), 0)]
-    loss, grads = sharded_vjp(both, "typed-outside", 2, operands, in_specs=OF_OPERANDS[:2], ct=np.float32(1))
-    np.testing.assert_array_equal(loss, 0)
-    for gradient in grads:
-        np.testing.assert_array_equal(gradient, 0)
-
-
-def test_a_label_that_must_not_be_is_nan():
-    def both(hidden, table, *, labels):
-        op = functools.partial(linear_cross_entropy, size=5, ignore_index=-1, out_of_range="nan")
-        return jnp.stack(
-            [op(hidden, table, labels).sum(), op(hidden, table, labels, reduction="mean", gradients="forward")]
-        )
-
-    operands = [normal(0, (3, FEATURES)), padded(Split(5, 2), normal(1, (5, FEATURES)), 0)]
-    for labels, is_nan in (((0, -1, 4), False), ((0, -1, 5), True)):
-        op = functools.partial(both, labels=np.array(labels, np.int32))
-        for row in ([1, 0], [0, 1]):
-            loss, (dhidden, _) = sharded_vjp(
-                op, "typed-outside", 2, operands, in_specs=OF_OPERANDS[:2], ct=np.array(row, np.float32)
-            )
-            assert np.isnan(loss).all() == is_nan
-            assert np.isnan(dhidden[2]).all() == is_nan
-            if not is_nan:
-                np.testing.assert_array_equal(dhidden[1], 0)
-
-
 # Rounding
 
 
