@@ -55,10 +55,10 @@ def head(p, x, mb):
     return lax.psum(squares, "ipu")
 
 
-def model_of(replicas, ipus, *, random=True, schedule: Any = "grouped"):
+def model_of(replicas, ipus, *, places=(0, 1), random=True, schedule: Any = "grouped"):
     stages = [
-        Stage(body, params="body", state="body", random=random, ipu=0),
-        Stage(middle, params="middle", ipu=min(1, ipus - 1)),
+        Stage(body, params="body", state="body", random=random, ipu=min(places[0], ipus - 1)),
+        Stage(middle, params="middle", ipu=min(places[1], ipus - 1)),
         Stage(head, params="head", ipu=ALL_IPUS),
     ]
     specs = {"head": {"w": P(None, "ipu")}}
@@ -263,20 +263,34 @@ def test_a_loop_is_told_a_few_calls_later_and_its_state_stays_usable(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+SKIP, SCALE = {"on_nonfinite": "skip"}, {"loss_scale": DynamicScale(initial=16.0)}
+
+
 @pytest.mark.parametrize(
-    ("replicas", "ipus", "options"),
+    ("replicas", "ipus", "places", "options"),
     [
-        (2, 2, {}),
-        pytest.param(1, 1, {}, marks=pytest.mark.slow),
-        pytest.param(1, 4, {"precision": "16.32"}, marks=pytest.mark.slow),
-        pytest.param(2, 4, {"shard_optimizer": True, "ema_decay": 0.9}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {"precision": "16.16", "norms": True}, marks=pytest.mark.slow),
+        (2, 2, (0, 1), SKIP),
+        (2, 2, (1, 0), SCALE),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (1, 1, (0, 0), SKIP),
+                (1, 4, (0, 1), SKIP | {"precision": "16.32"}),
+                (2, 4, (0, 1), SKIP | {"shard_optimizer": True, "ema_decay": 0.9}),
+                (2, 2, (0, 1), SKIP | {"precision": "16.16", "norms": True}),
+                (2, 2, (0, 1), SCALE | {"shard_optimizer": True}),
+                (2, 2, (1, 0), SKIP | SCALE),
+            ]
+        ),
     ],
 )
-def test_after_a_skip_the_bits_are_those_of_a_run_without_the_batch(replicas, ipus, options):
-    """The number of the update counts on, so a schedule of the step's number, or a random key, would differ."""
-    model = model_of(replicas, ipus, random=False)
-    step = make_train_step(model, optax.adam(0.01), TrainOptions(on_nonfinite="skip", **options))
+def test_after_a_skip_the_bits_are_those_of_a_run_without_the_batch(replicas, ipus, places, options):
+    """Test also a gradient that is infinite beside a finite loss, on one IPU of one replica.
+
+    The number of the update counts on, so a schedule of the step's number, or a random key, would differ.
+    """
+    model = model_of(replicas, ipus, places=places, random=False)
+    step = make_train_step(model, optax.adam(0.01), TrainOptions(**options))
     lead = (0,) if replicas == 1 else (1, 0)
     bad = {
         2: spoiled("x", np.nan, *lead, 3, 0, replicas=replicas, seed=2),
@@ -287,20 +301,27 @@ def test_after_a_skip_the_bits_are_those_of_a_run_without_the_batch(replicas, ip
         warnings.simplefilter("always")
         for i in range(8):
             state, outputs = step(state, bad.get(i, batch_of(i, replicas)))
-            assert int(outputs.nonfinite) == (i + 1 if i in bad else 0)
+            assert (int(outputs.updated), bool(np.isfinite(outputs.loss))) == (i not in bad, i != 2)
+            if "on_nonfinite" in options:
+                assert int(outputs.nonfinite) == (i + 1 if i in bad and (i == 2 or "loss_scale" not in options) else 0)
         step.check(state)
     for i in range(8):
         if i not in bad:
             without, _ = step(without, batch_of(i, replicas))
     with_bad, good = step.whole(state), step.whole(without)
     assert (with_bad.pop("step"), good.pop("step")) == (8, 6)
-    assert bits(with_bad) == bits(good)
-    assert [warning.category for warning in told] == [NonFiniteLossWarning] * 2
+    assert bits(with_bad | {"scale": None}) == bits(good | {"scale": None})
     where = f"update %d, replica {replicas - 1}, micro-batch 0, stage %d, %r: %s is not finite"
-    assert str(told[0].message).startswith(where % (3, 0, "body", "batch['x']"))
-    assert str(told[1].message).startswith(where % (4, 1, "middle", "the gradient of params['middle']['b']"))
-    assert re.search(r" \(with the state after update \d\); the update was skipped$", str(told[0].message))
-    assert told[0].filename == __file__
+    named = []
+    if "on_nonfinite" in options:
+        named.append(where % (3, 0, "body", "batch['x']"))
+    if "on_nonfinite" in options and "loss_scale" not in options:
+        named.append(where % (4, 1, "middle", "the gradient of params['middle']['b']"))
+    assert [warning.category for warning in told] == [NonFiniteLossWarning] * len(named)
+    for warning, begin in zip(told, named, strict=True):
+        assert str(warning.message).startswith(begin)
+        assert re.search(r" \(with the state after update \d\); the update was skipped$", str(warning.message))
+        assert warning.filename == __file__
 
 
 @pytest.mark.parametrize(("outputs", "named"), [("final", [1, 5]), ("all", [1, 2, 4, 5])])

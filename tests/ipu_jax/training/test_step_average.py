@@ -29,23 +29,6 @@ def averaged(history):
     return average
 
 
-def test_a_function_on_replicas():
-    step = make_train_step(
-        product_loss, optax.adam(0.1), TrainOptions(replication_factor=2, shard_optimizer=True, ema_decay=DECAY)
-    )
-    batches = product_rows(STEPS, 2, 1)
-    state, history = step.init(product_weights()), [product_weights()]
-    for batch in batches:
-        state, _ = step(state, batch)
-        history.append(step.whole(state)["params"])
-    found, expected = step.whole(state)["ema"], averaged(history)
-    assert largest_relative_error(found, expected) <= 1e-6
-    unseen = product_rows(2, 1)[..., ::-1].copy()
-    loss = product_loss(jax.tree.map(jnp.float32, expected), unseen.reshape(-1, 5))
-    np.testing.assert_allclose(step.loss(state, unseen, ema=True), loss, rtol=1e-5)
-    assert abs(float(loss) - float(step.loss(state, unseen))) > 1e-3 * float(loss)
-
-
 def test_a_pipeline_with_unlike_slots_and_an_uneven_split():
     model = chain((0, 1, None), 2, replicas=2, like=False)
     options = TrainOptions(device_iterations=STEPS, shard_optimizer=True, ema_decay=DECAY)

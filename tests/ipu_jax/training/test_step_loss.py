@@ -114,16 +114,6 @@ def test_a_mean_is_over_all_updates_and_nothing_changes(kind, replicas, reductio
     np.testing.assert_array_equal(step.loss(state, batch), loss)
 
 
-def test_the_precision_is_the_steps():
-    step, state = step_of("function", mean, 1, precision="16.32")
-    batch = tokens(M)
-    half = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree)  # noqa: E731
-    one = lambda i: mean(half(PARAMS), half(jax.tree.map(lambda leaf: leaf[i], batch))).astype(jnp.float32)  # noqa: E731
-    expected = np.mean([one(i) for i in range(M)])
-    np.testing.assert_allclose(step.loss(state, batch), expected, rtol=1e-6)
-    assert abs(float(expected) - np.mean(mean(PARAMS, rows_of(batch, 2)))) > 1e-4
-
-
 def test_stages_evaluate_with_the_state_that_training_left():
     def scaled(w, x, mb, *, state, key):
         noise = jax.random.normal(key)

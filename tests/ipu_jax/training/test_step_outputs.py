@@ -32,24 +32,6 @@ _compiled_quickly = compiled_quickly()
 # norms
 
 
-def test_norms_are_over_all_weights_of_all_ipus():
-    """Some are in slots, some split unevenly, and the replicas have a part of each."""
-    model = chain((0, 1, None), 2, replicas=2, like=False)
-    options = TrainOptions(
-        norms=True, max_gradient_norm=0.1, loss_scale=64.0, shard_optimizer=True, device_iterations=2,
-        outputs="all",
-    )  # fmt: skip
-    step = make_train_step(model.pipeline(2), optax.sgd(0.1), options)
-    _, outputs = step(step.init(model.params), batches_of(model, 2))
-    _, gradients = model.twin()
-    assert outputs.gradient_norm.shape == (2,)
-    np.testing.assert_allclose(outputs.gradient_norm[0], optax.tree.norm(gradients), rtol=1e-5)
-    np.testing.assert_allclose(outputs.parameter_norm[0], optax.tree.norm(model.params), rtol=1e-6)
-    clipped = 0.1 / optax.tree.norm(gradients)
-    after = jax.tree.map(lambda w, g: w - 0.1 * clipped * g, model.params, gradients)
-    np.testing.assert_allclose(outputs.parameter_norm[1], optax.tree.norm(after), rtol=1e-6)
-
-
 def test_frozen_weights_count_in_no_norm_and_whole_ones_once():
     """`fixed` shares a slot with a weight of the other IPU; every IPU has `gain`."""
     stages = [

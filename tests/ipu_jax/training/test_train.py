@@ -17,7 +17,6 @@ from ipu_jax import (
     TrainOptions,
     make_mesh,
     make_train_step,
-    replicate,
 )
 from support.dense import chain, largest_relative_error
 from support.one_stage import KINDS, model_of
@@ -173,39 +172,6 @@ def test_a_pipeline_equals_one_program(places, replicas, ipus, shard_optimizer, 
     assert largest_relative_error(whole["params"], expected) <= 1e-6
     assert state_error(whole["optimizer"], expected_state) <= 1e-5
     np.testing.assert_allclose(outputs.loss, losses, rtol=1e-6)
-
-
-def test_state_of_stages_keys_and_aux_go_through():
-    def counting(w, x, mb, *, state, key):
-        noise = jax.random.normal(key)
-        seen = {"sum": state["sum"] + noise, "count": state["count"] + 1}
-        return Outputs(jnp.mean(mb * w), state=seen, aux={"noise": noise})
-
-    stage = Stage(counting, params="w", state="s", random=True, ipu=0)
-    pipeline = replicate(Pipeline([stage], gradient_accumulation=2), replication_factor=2)
-    step = make_train_step(pipeline, optax.sgd(0.1), TrainOptions(device_iterations=2, outputs="all"))
-    key = jax.random.key(5)
-    first = {"s": {"sum": jnp.zeros(()), "count": jnp.int32(0)}}
-    state = step.init({"w": jnp.ones(3)}, stages=first, key=key)
-    state, outputs = step(state, jnp.ones((2, 2, 2, 4, 3)))
-    assert outputs.aux["noise"].shape == (2, 2, 2)  # update, replica, micro-batch
-    assert len(np.unique(outputs.aux["noise"])) == 8
-    found = step.whole(state)["stages"]["s"]
-    assert int(found["count"]) == 4
-    np.testing.assert_allclose(found["sum"], np.asarray(outputs.aux["noise"]).sum((0, 2)).mean(), rtol=1e-5)
-    own = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 1), 0), 1), 0)
-    np.testing.assert_allclose(outputs.aux["noise"][1, 0, 1], jax.random.normal(own), rtol=1e-6)
-
-
-def test_integer_state_is_replica_0s_on_every_replica():
-    """Test also what no result shows: the numbers with which the other replicas continue."""
-    stage = Stage(lambda w, x, mb, *, state: Outputs(w * jnp.sum(mb), state=state + mb[0]), params="w", state="s")
-    step = make_train_step(replicate(Pipeline([stage]), replication_factor=2), optax.sgd(0.1))
-    state = step.init({"w": jnp.ones(())}, stages={"s": jnp.int32(1)})
-    for _ in range(2):
-        state, _ = step(state, jnp.asarray([[[3]], [[5]]]))
-    (seen,) = jax.tree.leaves(state.stages)
-    assert [np.asarray(shard.data).item() for shard in seen.addressable_shards] == [7, 7]
 
 
 def test_frozen_weights_stay_and_are_not_decayed():

@@ -13,49 +13,41 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, DynamicScale, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from support.dense import largest_relative_error
+from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import quick_compiles
 
-FEATURES, ROWS, UPDATES = 5, 8, 2
-
-
-def loss_fn(params, rows):
-    return jnp.mean((jnp.tanh(rows @ params["w"]) @ params["v"] + params["b"]) ** 2)
-
-
-def weights():
-    rng = np.random.default_rng(0)
-    return {"w": rng.normal(size=(FEATURES, 3)), "v": rng.normal(size=3), "b": rng.normal(size=())}
-
-
-def step_of(replicas, optimizer, **options):
-    options = TrainOptions(replication_factor=replicas, device_iterations=UPDATES, **options)
-    return make_train_step(loss_fn, optimizer, options)
-
-
-def batch_for(replicas, seed):
-    """Return (updates, [replicas,] 1 micro-batch, rows of a replica, features): the same rows for any replicas."""
-    rows = np.random.default_rng(seed).normal(size=(UPDATES, replicas, 1, ROWS // replicas, FEATURES))
-    return jnp.asarray(rows if replicas > 1 else rows[:, 0], jnp.float32)
+FEATURES, UPDATES = 5, 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((2, True), (1, False)), ((1, False), (4, True))])
 def test_training_goes_on_where_it_stopped(before, after):
-    params = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights())
-    optimizer = optax.adam(0.05)
-    first = step_of(before[0], optimizer, shard_optimizer=before[1], loss_scale=DynamicScale())
-    second = step_of(after[0], optimizer, shard_optimizer=after[1], loss_scale=DynamicScale())
+    optimizer, rows = optax.adam(0.05), product_rows(2, UPDATES)
+    alone, first, second = (
+        make_train_step(
+            product_loss,
+            optimizer,
+            TrainOptions(
+                replication_factor=replicas,
+                shard_optimizer=shards,
+                device_iterations=UPDATES,
+                loss_scale=DynamicScale(),
+            ),
+        )
+        for replicas, shards in (after, before, after)
+    )
 
-    state, _ = first(first.init(params), batch_for(before[0], 1))
+    def batch(call, replicas):  # the same rows for any replicas
+        lead = (UPDATES, replicas, 1) if replicas > 1 else (UPDATES, 1)
+        return rows[call].reshape(*lead, -1, FEATURES)
+
+    state, _ = first(first.init(product_weights()), batch(0, before[0]))
     saved = jax.tree.map(np.asarray, first.whole(state))
-    restored, _ = second(second.restore(saved), batch_for(after[0], 2))
+    restored, _ = second(second.restore(saved), batch(1, after[0]))
     found = second.whole(restored)
-
-    alone = step_of(after[0], optimizer, shard_optimizer=after[1], loss_scale=DynamicScale())
-    state, _ = alone(alone.init(params), batch_for(after[0], 1))
-    state, _ = alone(state, batch_for(after[0], 2))
-    expected = alone.whole(state)
-    assert largest_relative_error(found, expected) <= 1e-6
+    state, _ = alone(alone.init(product_weights()), batch(0, after[0]))
+    state, _ = alone(state, batch(1, after[0]))
+    assert largest_relative_error(found, alone.whole(state)) <= 1e-6
     assert found["step"] == 2 * UPDATES
     assert largest_relative_error(found["params"], saved["params"]) > 1e-3  # it did go on
 

@@ -76,15 +76,17 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("shapes", "owners", "replicas"), [(*tree, 1 + i % 2) for i, tree in enumerate(TREES.values())], ids=TREES
+)
 def test_what_is_placed_comes_back(shapes, owners, replicas):
     params = arrays(shapes)
     assert_same(unshard_tree(put(params, owners, ipus=4, replicas=replicas)), params)
 
 
-@pytest.mark.parametrize(("rows", "ipus"), [(10, 4), (3, 8), (8, 4), (1, 8), (5, 1), (0, 2)])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("rows", "ipus", "dim"), [(10, 4, 0), (10, 4, 1), (3, 8, 0), (8, 4, 1), (1, 8, 1), (5, 1, 0), (0, 2, 1)]
+)
 def test_a_ragged_concurrent_dim_comes_back(rows, ipus, dim):
     shape = (rows, 6) if dim == 0 else (6, rows)
     params = {"head": {"w": jnp.arange(1, 6 * rows + 1, dtype=F32).reshape(shape), "gain": jnp.float32(2)}}
@@ -160,27 +162,24 @@ def test_placing_leaves_the_given_arrays_alone():
 # slots
 
 
-def test_like_stages_are_stacked_at_their_own_shape():
-    shapes = {f"s{k}": {"w": (4, 5), "b": (5,)} for k in range(3)}
-    sharded = put(arrays(shapes), {f"s{k}": k for k in range(3)}, ipus=3)
-    assert [slot.shape for slot in sharded.slots] == [(3, 4, 5), (3, 5)]
-
-
-def test_unlike_leaves_share_a_flat_slot_as_long_as_the_largest():
-    sharded = put(arrays({"a": (7, 5), "b": (6, 6)}), {"a": 0, "b": 1})
-    assert [slot.shape for slot in sharded.slots] == [(2, 36)]
-
-
-def test_what_is_alike_among_the_unlike_is_stacked_and_the_rest_is_matched_by_size():
-    shapes = {"mlp": {"w0": (7, 5), "w1": (5, 4), "b": (4,)}, "classifier": {"w": (4, 3), "b": (4,)}}
-    sharded = put(arrays(shapes), {"mlp": 0, "classifier": 1})
-    # b with b at their own shape; the larger w0 with w, flat; w1 alone, at its own shape
-    assert sorted(slot.shape for slot in sharded.slots) == [(2, 4), (2, 5, 4), (2, 35)]
-
-
-def test_dtypes_never_share_a_slot():
-    sharded = put(arrays({"a": {"x": (F32, (4,)), "y": (BF16, (4,))}, "b": (BF16, (4,))}), {"a": 0, "b": 1})
-    assert sorted(slot.dtype.name for slot in sharded.slots) == [BF16, F32]
+@pytest.mark.parametrize(
+    ("shapes", "slots"),
+    [
+        # like stages are stacked at their own shape; unlike leaves share a flat slot as long as the largest
+        ({f"s{k}": {"w": (4, 5), "b": (5,)} for k in range(3)}, {(F32, (3, 4, 5)), (F32, (3, 5))}),
+        ({"a": (7, 5), "b": (6, 6)}, {(F32, (2, 36))}),
+        (  # what is alike is stacked, b with b; the larger w0 is matched with w, flat; w1 is alone, at its own shape
+            {"mlp": {"w0": (7, 5), "w1": (5, 4), "b": (4,)}, "classifier": {"w": (4, 3), "b": (4,)}},
+            {(F32, (2, 4)), (F32, (2, 5, 4)), (F32, (2, 35))},
+        ),
+        # dtypes never share a slot
+        ({"a": {"x": (F32, (4,)), "y": (BF16, (4,))}, "b": (BF16, (4,))}, {(F32, (2, 4)), (BF16, (2, 4))}),
+    ],
+)
+def test_leaves_share_slots_by_shape_and_then_by_size(shapes, slots):
+    sharded = put(arrays(shapes), {name: ipu for ipu, name in enumerate(shapes)}, ipus=len(shapes))
+    found = [(slot.dtype.name, slot.shape) for slot in sharded.slots]
+    assert (len(found), set(found)) == (len(slots), slots)
 
 
 @pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
@@ -240,20 +239,20 @@ def test_an_ipus_bytes_are_the_sum_over_the_slots_of_the_largest_leaf(shapes, ow
     assert sum(largest.values()) <= nbytes(params)
 
 
-def test_balanced_stages_hold_exactly_their_own_weights():
-    shapes = {f"s{k}": {"w": (6, 6), "b": (6,)} for k in range(4)}
+@pytest.mark.parametrize(
+    ("shapes", "of_all"),
+    [
+        # balanced stages, and balanced but unlike ones, hold exactly their own weights
+        ({f"s{k}": {"w": (6, 6), "b": (6,)} for k in range(4)}, 1 / 4),
+        ({"a": {"w": (6, 4), "b": (8,)}, "b": {"w": (3, 8), "b": (2, 4)}}, 1 / 2),
+        # a small stage beside a large one costs the large one, and not the sum
+        ({"mlp": {"w0": (16, 32), "b0": (32,)}, "classifier": {"w": (8, 10), "b": (10,)}}, 544 / 634),
+    ],
+)
+def test_an_ipu_holds_as_much_as_the_largest_stage(shapes, of_all):
     params = arrays(shapes)
-    assert bytes_per_device(put(params, {f"s{k}": k for k in range(4)}, ipus=4)) == [nbytes(params) // 4] * 4
-
-
-def test_balanced_but_unlike_stages_hold_exactly_their_own_weights():
-    params = arrays({"a": {"w": (6, 4), "b": (8,)}, "b": {"w": (3, 8), "b": (2, 4)}})
-    assert bytes_per_device(put(params, {"a": 0, "b": 1})) == [nbytes(params) // 2] * 2
-
-
-def test_a_small_stage_beside_a_large_one_costs_the_large_one_and_not_the_sum():
-    params = arrays({"mlp": {"w0": (16, 32), "b0": (32,)}, "classifier": {"w": (8, 10), "b": (10,)}})
-    assert bytes_per_device(put(params, {"mlp": 0, "classifier": 1})) == [nbytes(params["mlp"])] * 2
+    held = bytes_per_device(put(params, {name: ipu for ipu, name in enumerate(shapes)}, ipus=len(shapes)))
+    assert held == [round(nbytes(params) * of_all)] * len(shapes)
 
 
 @pytest.mark.parametrize(("vocabulary", "ipus"), [(8, 4), (10, 4), (3, 8), (7, 2)])
