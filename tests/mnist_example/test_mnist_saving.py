@@ -85,7 +85,8 @@ def bits(leaves):
 
 def test_stopped_at_any_call_and_resumed_it_is_one_training_one_log_and_one_page(tmp_path, stop_after, capsys):
     # twenty updates per epoch, each a call of its own: a line is of two
-    flags = [*CONCURRENT, *TINY, "--batch-size", "1", "--repeat-count", "1", "--optimizer", "momentum", *KEPT]
+    flags = [*CONCURRENT, *TINY, "--batch-size", "1", "--repeat-count", "1", "--optimizer", "momentum"]
+    flags += ["--checkpoint-every", "16", "--keep", "20"]
     assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
     expected = losses_in(capsys.readouterr().out)
     assert len(expected) == 20
