@@ -49,6 +49,21 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(training.Training, "run", None)
 
 
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def on_terminal(monkeypatch, flags):
+    """Return what the command prints on a terminal."""
+    terminal = _Terminal()
+    with monkeypatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setattr(sys, "stdout", terminal)
+        assert main(flags) == 0
+    return terminal.getvalue()
+
+
 def final(images, updates, skipped=""):
     """Return the patterns of the last two lines."""
     return (
@@ -67,10 +82,10 @@ def assert_lines(text, *patterns):
 # what it prints
 
 
-def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digits, capsys):
-    assert main([*CONCURRENT, *TINY, "--epochs", "1.6", "--repeat-count", "2"]) == 0
+def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digits, monkeypatch):
+    flags = ["--epochs", "1.6", "--repeat-count", "2", "--no-progress"]
     assert_lines(
-        capsys.readouterr().out,
+        on_terminal(monkeypatch, [*CONCURRENT, *TINY, *flags]),
         r"concurrent pipeline on 2 IPUs, grouped; synthetic data, seed 0: 5 updates per epoch, each of 5 micro-batches "
         "of 4",
         COMPILED,
@@ -227,24 +242,12 @@ def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys, monkeypatch)
     )
 
 
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_there_is_a_bar_on_a_terminal_only_and_lines_stay_whole(few_digits, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    with_bar, without = _Terminal(), _Terminal()
-    monkeypatch.setattr(sys, "stdout", with_bar)
-    assert main([*CONCURRENT, *TINY]) == 0
-    shown = with_bar.getvalue()
+def test_there_is_a_bar_on_a_terminal_and_lines_stay_whole(few_digits, monkeypatch):
+    shown = on_terminal(monkeypatch, [*CONCURRENT, *TINY])
     assert "Compiling" in shown
     assert "5/5" in shown
     # printed in place of the progress bar, which moves down
     assert re.search(r"\x1b\[2KEpoch 1\.0, Mean loss: \d\.\d{3}\n", shown)
-    monkeypatch.setattr(sys, "stdout", without)
-    assert main([*CONCURRENT, *TINY, "--no-progress"]) == 0
-    assert "\x1b" not in without.getvalue()
 
 
 def test_help_says_every_default(capsys):
