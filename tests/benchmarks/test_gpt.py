@@ -134,6 +134,7 @@ def test_every_schedule_of_a_tied_gpt(ipus, micro_batches, schedule, recompute):
     assert_equals_the_dense_gpt(ipus, micro_batches, schedule=schedule, recompute=recompute)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     """The loss is as near to the float32 program's as that of the dense program in bfloat16, within a few roundings."""
     found, exact = pipelined(2, 3, "bfloat16"), expected(3, "float32")

@@ -23,8 +23,8 @@ from rivals_of.workers import torch_is_installed
 EXACT = ("difference", "bubble of", "names change", "that cross", "collectives in", "s in a step", "gain over")
 # starting a training is a figure of time alone; test_models.py compares the other models with independent ones
 PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
-# scripts that compare nothing and start several processes: their programs have tests of their own
-STARTS = {"distributed_lesson", "monitor"}
+# scripts that compare nothing, or start several processes: a part of the slow tests runs them
+SLOW = {"checkpoints", "distributed_lesson", "floods", "instances", "monitor", "thread_pool"}
 # scripts whose programs compute nothing that could be compared
 UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}
 UNCOMPARED |= {"shared_cores", "thread_pool"}
@@ -85,7 +85,7 @@ def constants_come_back():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in STARTS else ()) for name in run_all.scripts(results.FOLDER)],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in run_all.scripts(results.FOLDER)],
 )
 def test_a_benchmark_runs_and_its_programs_agree(name, tmp_path, monkeypatch):
     record = tmp_path / "figures"

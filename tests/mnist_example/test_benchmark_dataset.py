@@ -93,19 +93,15 @@ def test_a_trainings_own_command_line_can_be_given(capsys):
     assert re.fullmatch(rf"Epoch 1: 20 samples {SPEED}", line)
 
 
-def test_there_is_a_bar_on_a_terminal_only(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
+@pytest.mark.parametrize("flags", [[], ["--no-progress"]])
+def test_there_is_a_bar_on_a_terminal_unless_it_is_not_wanted(flags, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    with_bar, without = Terminal(), Terminal()
-    monkeypatch.setattr(sys, "stdout", with_bar)
-    assert main([*TINY, "--epochs", "1"]) == 0
-    assert "5/5" in with_bar.getvalue()
-    monkeypatch.setattr(sys, "stdout", without)
-    assert main([*TINY, "--epochs", "1", "--no-progress"]) == 0
-    assert "\x1b" not in without.getvalue()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main([*TINY, "--epochs", "1", *flags]) == 0
+    assert ("5/5" in terminal.getvalue()) == (flags == [])
+    assert ("\x1b" in terminal.getvalue()) == (flags == [])
 
 
 def test_more_than_the_data_or_the_devices_is_refused_in_one_line(capsys):

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from ipu_jax.distributed.commands import InstanceParser, counts_of
+from mnist_example import data, model, training
+from support import mnist_instance
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).parents[1] / "support" / "mnist_instance.py"
 IMAGES = 170
 FLAGS = ["--synthetic-data", "--batch-size", "2", "--gradient-accumulation-count", "2", "--epochs", "2"]
 FLAGS += ["--no-progress", "--repeat-count", "2", "--learning-rate", "0.002"]
@@ -30,14 +31,9 @@ GLOO = re.compile(r"Gloo|peer ranks|^\s*\d*\s*$")
 class Ran:
     """How a run ended: its status, the lines of each instance on stdout and stderr, and what each one wrote."""
 
-    def __init__(self, folder, command, **variables):
-        # pytest's own jax has 8 devices in one process
-        own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PJRT_", "POPRUN_", "MNIST_DIR"))}
-        environment = {**own, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **variables}
-        environment["PYTHONWARNINGS"] = "error"
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
-        self.folder, self.status, self.err = folder, done.returncode, done.stderr
-        self.out = [line for line in done.stdout.splitlines() if not GLOO.search(TAG.sub("", line))]
+    def __init__(self, folder, status, out, err):
+        self.folder, self.status, self.err = folder, status, err
+        self.out = [line for line in out.splitlines() if not GLOO.search(TAG.sub("", line))]
 
     def said_by(self, instance):
         """Return the lines of an instance on stdout, without their tags."""
@@ -53,16 +49,43 @@ class Ran:
         return found
 
 
-def alone(folder, command, *flags, images=IMAGES):
-    folder.mkdir()
-    return Ran(folder, [sys.executable, str(PROGRAM), str(folder), str(images), command, *flags])
+@pytest.fixture
+def alone(tmp_path, monkeypatch, capsys):
+    """Return a function that trains in this process."""
+
+    def train(*flags, images=IMAGES):
+        for owner, name in (
+            (data, "synthetic_mnist"),
+            (model, "HIDDEN"),
+            (model, "FEATURES"),
+            (training.Training, "run"),
+        ):
+            monkeypatch.setattr(owner, name, getattr(owner, name))  # they come back at the end
+        folder = tmp_path / "alone"
+        folder.mkdir()
+        status = mnist_instance.main(str(folder), str(images), TRAIN, *flags)
+        return Ran(folder, status, *capsys.readouterr())
+
+    return train
 
 
 def poprun(folder, replicas, instances, ipus, command, *flags, images=IMAGES, **variables):
     folder.mkdir(exist_ok=True)
+    # pytest's own jax has 8 devices in one process
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PJRT_", "POPRUN_", "MNIST_DIR"))}
+    environment = {**own, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **variables}
+    environment["PYTHONWARNINGS"] = "error"
     counts = ["--num-replicas", str(replicas), "--num-instances", str(instances), "--ipus-per-replica", str(ipus)]
-    program = [sys.executable, str(PROGRAM), str(folder), str(images), command, *flags]
-    return Ran(folder, [sys.executable, "-m", "ipu_jax.distributed.poprun", *counts, *program], **variables)
+    words = ["-m", "ipu_jax.distributed.poprun", *counts, sys.executable, mnist_instance.__file__, str(folder)]
+    done = subprocess.run(
+        [sys.executable, *words, str(images), command, *flags],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return Ran(folder, done.returncode, done.stdout, done.stderr)
 
 
 def without_times(lines):
@@ -109,8 +132,8 @@ def assert_ended_well(ran, instances):
     assert all(ran.said_by(k) == [] for k in range(1, instances))
 
 
-def test_two_instances_train_as_one_process_does(tmp_path):
-    one = alone(tmp_path / "one", TRAIN, *BASIC, *FLAGS, "--replicas", "2", images=20)
+def test_two_instances_train_as_one_process_does(tmp_path, alone):
+    one = alone(*BASIC, *FLAGS, "--replicas", "2", images=20)
     two = poprun(tmp_path / "two", 2, 2, 2, TRAIN, *BASIC, *FLAGS, images=20)
     assert_ended_well(two, 2)
     assert_equal(two, one, "basic", 2)  # a sum of two replicas has one order only
@@ -119,8 +142,8 @@ def test_two_instances_train_as_one_process_does(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [BASIC, CONCURRENT], ids=["basic", "concurrent"])
-def test_eight_replicas_on_one_two_and_four_instances_have_equal_bits(mode, tmp_path):
-    plain = alone(tmp_path / "plain", TRAIN, *mode, *FLAGS, "--replicas", "8")
+def test_eight_replicas_on_one_two_and_four_instances_have_equal_bits(mode, tmp_path, alone):
+    plain = alone(*mode, *FLAGS, "--replicas", "8")
     runs = [poprun(tmp_path / str(count), 8, count, 2, TRAIN, *mode, *FLAGS) for count in (1, 2, 4)]
     for run, instances in zip(runs, (1, 2, 4), strict=True):
         assert_ended_well(run, instances)
@@ -135,10 +158,10 @@ def test_eight_replicas_on_one_two_and_four_instances_have_equal_bits(mode, tmp_
     [(BASIC, 1, 2, 2), (CONCURRENT, 1, 2, 2), (CONCURRENT, 2, 4, 4)],
     ids=["basic 1x2x2", "concurrent 1x2x2", "concurrent 2x4x4"],
 )
-def test_a_replica_may_span_instances(mode, replicas, instances, ipus, tmp_path):
+def test_a_replica_may_span_instances(mode, replicas, instances, ipus, tmp_path, alone):
     flags = [*mode, *FLAGS]
     own = ["--replicas", str(replicas), "--ipus", str(ipus)]
-    one = alone(tmp_path / "one", TRAIN, *flags, *own, images=50)
+    one = alone(*flags, *own, images=50)
     spanning = poprun(tmp_path / "spanning", replicas, instances, ipus, TRAIN, *flags, images=50)
     assert_ended_well(spanning, instances)
     assert_equal(spanning, one, mode[-1], replicas, exactly=replicas == 1)
@@ -168,9 +191,9 @@ HALF = ["--precision", "16.32", "--half", "float16"]
     ],
     ids=" ".join,
 )
-def test_every_flag_gives_what_it_gives_in_one_process(flags, tmp_path):
+def test_every_flag_gives_what_it_gives_in_one_process(flags, tmp_path, alone):
     own = [] if "--replicas" in flags else ["--replicas", "2"]
-    one = alone(tmp_path / "one", TRAIN, *FLAGS, *flags, *own, images=50)
+    one = alone(*FLAGS, *flags, *own, images=50)
     two = poprun(tmp_path / "two", 2, 2, 2, TRAIN, *FLAGS, *flags, images=50)
     assert_ended_well(two, 2)
     assert_equal(two, one, flags[1], 2, exactly="--precision" not in flags and "resnet18" not in flags)
@@ -204,6 +227,7 @@ def test_instances_share_an_executable_cache(tmp_path):
     assert all(any(name.startswith("jit__run-") for name in of_instance) for of_instance in names)
 
 
+@pytest.mark.slow
 def test_reading_counts_the_samples_and_bytes_of_all_instances(tmp_path):
     flags = [*FLAGS, "--epochs", "1.5", "--async-dataloader", "--num-workers", "2"]
     ran = poprun(tmp_path, 2, 2, 2, READ, *flags, images=50)

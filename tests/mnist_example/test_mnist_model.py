@@ -27,11 +27,15 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def params():
+def drawn():
+    return init_params(0)
+
+
+@pytest.fixture(scope="module")
+def params(drawn):
     """Return weights with biases that aren't zero, so that a bias left out or padded wrongly is noticed."""
-    whole = init_params(0)
     keys = iter(jax.random.split(jax.random.key(1), 3))
-    return jax.tree.map(lambda p: p if p.ndim > 1 else 0.1 * jax.random.normal(next(keys), p.shape), whole)
+    return jax.tree.map(lambda p: p if p.ndim > 1 else 0.1 * jax.random.normal(next(keys), p.shape), drawn)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,8 @@ def dense_loss(params, batch):
 # weights
 
 
-def test_weights_have_the_networks_shapes_and_scales():
-    params = init_params(7)
-    shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+def test_weights_have_the_networks_shapes_and_scales(drawn):
+    shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(drawn)}
     assert shapes == {
         "['classifier']['b']": (10,),
         "['classifier']['w']": (1280, 10),
@@ -74,10 +77,10 @@ def test_weights_have_the_networks_shapes_and_scales():
         "['hidden']['b']": (2560,),
         "['hidden']['w']": (784, 2560),
     }
-    assert float(params["hidden"]["w"].std()) == pytest.approx((2 / 784) ** 0.5, rel=0.01)
-    assert float(params["features"]["w"].std()) == pytest.approx((2 / 2560) ** 0.5, rel=0.01)
-    assert float(params["classifier"]["w"].std()) == pytest.approx((1 / 1280) ** 0.5, rel=0.05)
-    assert not any(leaf.any() for leaf in jax.tree.leaves(params) if leaf.ndim == 1)
+    assert float(drawn["hidden"]["w"].std()) == pytest.approx((2 / 784) ** 0.5, rel=0.01)
+    assert float(drawn["features"]["w"].std()) == pytest.approx((2 / 2560) ** 0.5, rel=0.01)
+    assert float(drawn["classifier"]["w"].std()) == pytest.approx((1 / 1280) ** 0.5, rel=0.05)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(drawn) if leaf.ndim == 1)
 
 
 def test_the_seed_makes_the_weights(monkeypatch):

@@ -156,13 +156,12 @@ def test_the_networks_have_the_published_number_of_weights(depth, count):
 
 
 def test_weights_start_as_he_and_lecun_say():
-    whole = init_params("resnet18", 3)
-    assert float(whole["block8"]["conv1"]["conv"]["kernel"].std()) == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
-    assert float(whole["classifier"]["w"].std()) == pytest.approx((1 / 512) ** 0.5, rel=0.05)
+    whole, other = (init_params("resnet18", seed, width=16) for seed in (3, 4))
+    assert float(whole["block8"]["conv1"]["conv"]["kernel"].std()) == pytest.approx((2 / (9 * 128)) ** 0.5, rel=0.01)
+    assert float(whole["classifier"]["w"].std()) == pytest.approx((1 / 128) ** 0.5, rel=0.05)
     for path, leaf in jax.tree.leaves_with_path(whole):
         if leaf.ndim == 1:
             assert (leaf == (1 if path[-1].key == "scale" else 0)).all()
-    other = init_params("resnet18", 4)
     assert not np.array_equal(whole["stem"]["first"]["conv"]["kernel"], other["stem"]["first"]["conv"]["kernel"])
 
 

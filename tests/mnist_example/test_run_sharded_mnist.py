@@ -49,6 +49,21 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(training.Training, "run", None)
 
 
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def on_terminal(monkeypatch, flags):
+    """Return what the command prints on a terminal."""
+    terminal = _Terminal()
+    with monkeypatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setattr(sys, "stdout", terminal)
+        assert main(flags) == 0
+    return terminal.getvalue()
+
+
 def final(images, updates, skipped=""):
     """Return the patterns of the last two lines."""
     return (
@@ -67,10 +82,10 @@ def assert_lines(text, *patterns):
 # what it prints
 
 
-def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digits, capsys):
-    assert main([*CONCURRENT, *TINY, "--epochs", "1.6", "--repeat-count", "2"]) == 0
+def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digits, monkeypatch):
+    flags = ["--epochs", "1.6", "--repeat-count", "2", "--no-progress"]
     assert_lines(
-        capsys.readouterr().out,
+        on_terminal(monkeypatch, [*CONCURRENT, *TINY, *flags]),
         r"concurrent pipeline on 2 IPUs, grouped; synthetic data, seed 0: 5 updates per epoch, each of 5 micro-batches "
         "of 4",
         COMPILED,
@@ -227,24 +242,12 @@ def test_replicas_share_the_updates_of_an_epoch(few_digits, capsys, monkeypatch)
     )
 
 
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_there_is_a_bar_on_a_terminal_only_and_lines_stay_whole(few_digits, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    with_bar, without = _Terminal(), _Terminal()
-    monkeypatch.setattr(sys, "stdout", with_bar)
-    assert main([*CONCURRENT, *TINY]) == 0
-    shown = with_bar.getvalue()
+def test_there_is_a_bar_on_a_terminal_and_lines_stay_whole(few_digits, monkeypatch):
+    shown = on_terminal(monkeypatch, [*CONCURRENT, *TINY])
     assert "Compiling" in shown
     assert "5/5" in shown
     # printed in place of the progress bar, which moves down
     assert re.search(r"\x1b\[2KEpoch 1\.0, Mean loss: \d\.\d{3}\n", shown)
-    monkeypatch.setattr(sys, "stdout", without)
-    assert main([*CONCURRENT, *TINY, "--no-progress"]) == 0
-    assert "\x1b" not in without.getvalue()
 
 
 def test_help_says_every_default(capsys):
@@ -399,15 +402,17 @@ def test_what_data_devices_and_folders_refuse_is_one_line_before_anything_is_com
     notes = tmp_path / "notes.jsonl"
     notes.write_text("hello\n")
     (tmp_path / "empty").mkdir()
-    write_broken_digits(tmp_path / "broken")
+    write_digits(tmp_path / "broken")
+    broken = tmp_path / "broken/t10k-images-idx3-ubyte.gz"
+    broken.write_bytes(broken.read_bytes()[:-100])
     flags = TINY if "--data-dir" not in argv else TINY[1:]
     line = refused([*CONCURRENT, *flags, *argv], capsys)
     assert [text for text in holds if text not in line] == [], line
     assert notes.read_text() == "hello\n"
 
 
-def write_broken_digits(folder):
-    """Write the four MNIST files; one is cut off."""
+def write_digits(folder):
+    """Write the four MNIST files."""
     folder.mkdir()
     digits = synthetic_mnist(0, 7, 3)
     for name, array in {
@@ -418,8 +423,6 @@ def write_broken_digits(folder):
     }.items():
         header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
         (folder / f"{name}.gz").write_bytes(gzip.compress(header + array.tobytes()))
-    broken = folder / "t10k-images-idx3-ubyte.gz"
-    broken.write_bytes(broken.read_bytes()[:-100])
 
 
 @pytest.mark.parametrize(
@@ -465,7 +468,7 @@ LISTENING = (
 
 def start(*flags):
     """Start the script as a new user does, from the root of the repository."""
-    script = [sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, "--synthetic-data", *flags]
+    script = [sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, *flags]
     command = [sys.executable, "-c", LISTENING, *script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("JAX_NUM_CPU_DEVICES")
@@ -474,24 +477,26 @@ def start(*flags):
     )
 
 
-def test_it_runs_as_a_script_and_makes_its_own_ipus():
-    with start("--run-single-step", "--ipus", "3", "--gradient-accumulation-count", "2") as process:
+def test_it_runs_as_a_script_and_makes_its_own_ipus(tmp_path):
+    write_digits(tmp_path / "digits")
+    flags = ("--data-dir", str(tmp_path / "digits"), "--batch-size", "3", "--gradient-accumulation-count", "2")
+    with start("--run-single-step", "--ipus", "3", *flags) as process:
         out, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
     assert_lines(
         out,
-        "concurrent pipeline on 3 IPUs, grouped; synthetic data, seed 0: 1875 updates per epoch, each of .*",
+        rf"concurrent pipeline on 3 IPUs, grouped; MNIST from --data-dir {tmp_path}/digits: 1 updates per epoch, .*",
         COMPILED,
-        r"Epoch 0\.0, Mean loss: 2\.\d{3}",
-        rf"Epoch 0\.0, Test accuracy: {ACCURACY}",
-        *final(32, 1),
+        r"Epoch 1\.0, Mean loss: 2\.\d{3}",
+        rf"Epoch 1\.0, Test accuracy: {ACCURACY}",
+        *final(6, 1),
     )
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_call_and_a_second_one_does_not_wait_for_it():
     for presses in (1, 2):
-        with start("--repeat-count", "200") as process:
+        with start("--synthetic-data", "--repeat-count", "200") as process:
             assert process.stdout is not None
             while not process.stdout.readline().startswith("Compiled"):
                 pass

@@ -4,7 +4,6 @@
 devices. Functions return plain arrays, so that the results of any number of processes can be compared.
 """
 
-import dataclasses
 import importlib
 import time
 from typing import Any
@@ -73,7 +72,7 @@ def refusal(call: Any) -> np.ndarray:
 
 
 def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32") -> Results:
-    """Return the results of each method of a pipeline, and whether `verify` passes and fails as it must."""
+    """Return the results of each method of a pipeline, and what `verify` finds."""
     model = model_of(replicas, ipus, dtype)
     pipeline = model.pipeline(ipus)
     params, batch = pipeline.shard(model.params), jax.device_get(model.batch)
@@ -94,17 +93,7 @@ def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32") -> Results:
     return found | {
         "seconds": np.array([measured.forward, measured.whole_backward]),
         "report": np.array([[ipu.weights, ipu.stash] for ipu in counted.ipus]),
-        "refused": refusal(lambda: verify(_wrong(pipeline), params, batch)),
     }
-
-
-def _wrong(pipeline: Pipeline) -> Pipeline:
-    """Return a pipeline in which only the last IPU computes another gradient than the unsharded program."""
-    stages = list(pipeline.stages)
-    at = max(k for k, stage in enumerate(stages) if stage.ipu == pipeline.ipus - 1)
-    fn = stages[at].fn
-    stages[at] = dataclasses.replace(stages[at], fn=lambda p, x, mb: fn(p, 1.01 * x, mb), reference=fn)
-    return pipeline.replace(stages=stages)
 
 
 def predictions(replicas: int, ipus: int) -> Results:

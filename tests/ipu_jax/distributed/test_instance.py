@@ -204,7 +204,10 @@ JOINS = """
 """
 
 
-@pytest.mark.parametrize("cluster", ["SLURM", "Open MPI", "Kubernetes"])
+@pytest.mark.parametrize(
+    "cluster",
+    ["SLURM", pytest.param("Open MPI", marks=pytest.mark.slow), pytest.param("Kubernetes", marks=pytest.mark.slow)],
+)
 def test_under_other_launchers_the_same_program_needs_none_of_ours(tmp_path, cluster):
     environments = {
         "SLURM": SLURM,

@@ -41,20 +41,18 @@ def test_a_replica_on_two_instances():
     """The cheap sample of this folder, which always runs: one replica, whose two IPUs are on two instances."""
     found = assert_same_everywhere(run_instances(across.whole_pipeline, [1, 1], replicas=1, ipus=2))
     check_by_dense(found, 1, 2, "float32", 1e-5)
-    assert str(found["refused"]).startswith("VerificationError: the loss differs from the unsharded program's")
-    assert_close(found, across.whole_pipeline(1, 2), rtol=1e-6, but=MEASURED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("devices", "replicas", "ipus"),
+    ("devices", "replicas", "ipus", "dtype"),
     [
-        ((1, 1, 1, 1), 2, 2),
-        ((1, 1, 1), 1, 3),
-        ((3, 3), 2, 3),
-        ((4, 2), 1, 6),
-        ((1, 2, 1), 2, 2),
+        ((1, 1), 1, 2, "float32"),
+        ((1, 1, 1, 1), 2, 2, "float32"),
+        ((1, 1, 1), 1, 3, "bfloat16"),
+        ((3, 3), 2, 3, "float32"),
+        ((2, 1), 1, 3, "float32"),
+        ((1, 2, 1), 2, 2, "bfloat16"),
     ],
 )
 def test_pipelines_over_instances(devices, replicas, ipus, dtype):
@@ -62,9 +60,7 @@ def test_pipelines_over_instances(devices, replicas, ipus, dtype):
     found = assert_same_everywhere(run_instances(across.whole_pipeline, devices, **options))
     check_by_dense(found, replicas, ipus, dtype, 1e-5 if dtype == "float32" else 0.05)
     tolerance = 1e-5 if dtype == "float32" else 0.05
-    assert_close(
-        found, across.whole_pipeline(**options), rtol=tolerance, but=(*MEASURED, "verified", "repr", "refused")
-    )
+    assert_close(found, across.whole_pipeline(**options), rtol=tolerance, but=(*MEASURED, "verified", "repr"))
 
 
 @pytest.mark.slow

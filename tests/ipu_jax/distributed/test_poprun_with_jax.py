@@ -54,6 +54,7 @@ def trained(tmp_path, kind, culprit, *options):
     return poprun(*words, sys.executable, str(path), kind, str(culprit), POPRUN_TEST=str(tmp_path), timeout=120)
 
 
+@pytest.mark.slow
 def test_a_training_over_two_instances_ends_well_and_leaves_nothing(tmp_path):
     ran = trained(tmp_path, "none", 0)
     assert ran.status == 0, ran.err

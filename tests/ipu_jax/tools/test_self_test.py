@@ -55,7 +55,9 @@ def test_without_two_ipus_it_says_so_and_exits_with_2(monkeypatch, capsys):
     ("tool", "sizes"),
     [
         ("sharded_matmul_tool", "--rows 6 --cols 8 --outsize 10"),
-        ("sharded_embedding_tool", "--vocab-size 10 --feature-size 8 --sequence-length 6"),
+        pytest.param(
+            "sharded_embedding_tool", "--vocab-size 10 --feature-size 8 --sequence-length 6", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_tool_runs_as_a_program_and_makes_its_own_ipus(tool, sizes):
