@@ -121,11 +121,6 @@ def test_a_pipeline_that_there_cannot_be_is_refused(call, holds):
         call()
 
 
-def test_a_schedule_that_fits_is_taken_as_it_is():
-    schedule = make_schedule("sequential", ipus=2, micro_batches=4)
-    assert two_stages(schedule=schedule, gradient_accumulation=4).schedule is schedule
-
-
 def concurrent(spec=None, ipus=2, replicas=1) -> Pipeline:
     stage = Stage(lambda w, x, mb: jnp.mean(mb["x"] @ w), params="w", ipu=ALL_IPUS)
     return Pipeline([stage], mesh=make_mesh(replicas, ipus), specs=None if spec is None else {"w": spec})
@@ -291,26 +286,20 @@ def test_aux_comes_per_micro_batch_in_its_own_dtypes(place, replicas):
             np.testing.assert_allclose(f.astype(np.float32), e.astype(np.float32), rtol=2**-8)
 
 
-def test_gradients_lie_where_the_params_lie():
+def test_gradients_lie_where_the_params_lie_and_padding_gets_none():
     model = chain((None, 0, 1, None), 2, like=False, replicas=2)
-    pipeline = model.pipeline(2)
+    pipeline = model.pipeline(4)
     params = pipeline.shard(model.params)
     _, gradients = pipeline.value_and_grad(params, model.batch)
     assert gradients.layout == params.layout
     for gradient, weight in zip(jax.tree.leaves(gradients), jax.tree.leaves(params), strict=True):
         assert gradient.sharding.is_equivalent_to(weight.sharding, weight.ndim)
         assert (gradient.shape, gradient.dtype) == (weight.shape, weight.dtype)
-
-
-def test_padding_gets_no_gradient():
-    model = chain((None, 0, 1, None), 2, like=False)
-    pipeline = model.pipeline(4)
-    _, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
     whole = pipeline.shard(pipeline.unshard(gradients))  # zeros wherever there is padding, or an IPU without stages
     jax.tree.map(np.testing.assert_array_equal, gradients, whole)
 
 
-def test_one_program_iscompilations_and_serves_every_call():
+def test_one_program_is_compiled_and_serves_every_call():
     pipeline = two_stages(gradient_accumulation=3)
     params, data = pipeline.shard(weights("a", "b")), batch(3)
     on_device = jax.tree.map(jnp.asarray, data)

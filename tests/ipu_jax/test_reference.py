@@ -189,7 +189,13 @@ FAULTS = {
 WEIGHTS_OF = {overflowing: {"w": np.zeros((4, 4), np.float32)}}
 
 
-@pytest.mark.parametrize(("wrong", "message"), FAULTS.values(), ids=FAULTS)
+SLOW = ("gradients that are nan in both programs", "a concurrent stage that takes the largest part for the whole")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [pytest.param(*fault, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, fault in FAULTS.items()],
+)
 def test_what_differs_is_named(wrong, message):
     with pytest.raises(VerificationError, match=f"^{message}") as caught:
         verified(wrong(), WEIGHTS_OF.get(wrong, WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}))

@@ -6,6 +6,7 @@ with the other here. The expected results come from a Python loop over replicas 
 
 import contextlib
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -168,11 +169,6 @@ def test_a_report_of_everything(right, monkeypatch):
 # faults
 
 
-def _of_group_b(gradients: Any) -> Any:
-    concurrent = {"b": [leaf.at[0, 0].mul(1.1) for leaf in gradients.concurrent["b"]]}
-    return dataclasses.replace(gradients, concurrent=concurrent)
-
-
 def _changed(stage: str, leaf: str, change: Any) -> Any:
     return lambda aux: aux | {stage: aux[stage] | {leaf: change(aux[stage][leaf])}}
 
@@ -204,8 +200,6 @@ def _large_for_infinite(masked: Any) -> Any:
 
 ALL_AUX, ONE_AUX, NEAR = "(4 of 4 leaves of aux differ): loss ", "(1 of 4 leaves of aux differ): loss ", "rtol=1e-05: "
 FAULTS = [
-    ("loss", lambda loss: loss * 1.001, "the loss differs from", "more than rtol=1e-05: loss "),
-    ("gradients", _of_group_b, "gradient of params['b'] differs", NEAR, "at [0, ", "(1 of 4 gradients differ): loss "),
     (
         "gradients",
         _of_frozen,
@@ -255,40 +249,37 @@ def test_a_pipeline_with_a_fault_fails(monkeypatch, right, what, change, holds):
         verify(model.pipeline, *sharded)
 
 
-ENGINE_FAULTS = {
-    "gradients of the first micro-batches are lost": (
-        lambda result, args: dataclasses.replace(result, gradients=_floats_times(0.5)(result.gradients)),
-        r"the gradient of params\['a'\] differs from .* by 0\.5 relative",
-    ),
-    "the state is dropped": (
-        lambda result, args: dataclasses.replace(result, state=args[1].state),
-        r"the new state\['s'\] differs from .* by 1 relative, .* 0 instead of 3 \(1 of 1 leaves of state differ\)",
-    ),
-}
+def half_of_the_gradients(run, plan, args, **options):
+    result = run(plan, args, **options)
+    return dataclasses.replace(result, gradients=_floats_times(0.5)(result.gradients))
 
 
-@pytest.mark.parametrize(("change", "message"), ENGINE_FAULTS.values(), ids=ENGINE_FAULTS)
-def test_an_engine_with_a_fault_fails(monkeypatch, change, message):
-    run = engine.run
-    monkeypatch.setattr(engine, "run", lambda *args, **options: change(run(*args, **options), args))
-    stage = Stage(lambda w, x, mb, *, state: Outputs(jnp.mean((mb["x"] @ w) ** 2), state + 1), params="a", state="s")
-    pipeline = Pipeline([stage], gradient_accumulation=M)
+def without_a_new_state(run, plan, args, **options):
+    return dataclasses.replace(run(plan, args, **options), state=args.state)
+
+
+def with_other_keys(run, plan, args, **options):
+    return run(plan, dataclasses.replace(args, key=jax.random.fold_in(args.key, 1)), **options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "holds"),
+    [
+        (half_of_the_gradients, ("the gradient of params['a'] differs from ", "by 0.5 relative")),
+        (without_a_new_state, ("the new state['s'] differs from ", "by 1 relative", "0 instead of 3 (1 of 1 leaves")),
+        (with_other_keys, ("the loss differs from ",)),
+    ],
+)
+def test_an_engine_with_a_fault_fails(monkeypatch, fault, holds):
+    monkeypatch.setattr(engine, "run", functools.partial(fault, engine.run))
+
+    def fn(w, x, mb, *, state, key):
+        return Outputs(jnp.mean((mb["x"] @ w) ** 2) * jax.random.uniform(key), state + 1)
+
+    pipeline = Pipeline([Stage(fn, params="a", state="s", random=True)], gradient_accumulation=M)
     params, state = pipeline.shard({"a": normal(D, D)}), pipeline.shard_state({"s": np.float32(0)})
-    with pytest.raises(VerificationError, match="^" + message):
-        verify(pipeline, params, batch_of(1), state)
-
-
-def test_other_keys_are_other_numbers(monkeypatch):
-    run = engine.run
-
-    def wrong(plan, args, **options):
-        return run(plan, dataclasses.replace(args, key=jax.random.fold_in(args.key, 1)), **options)
-
-    monkeypatch.setattr(engine, "run", wrong)
-    stage = Stage(lambda w, x, mb, *, key: jnp.mean(mb["x"]) * jax.random.uniform(key), random=True)
-    pipeline = Pipeline([stage], gradient_accumulation=M)
-    with pytest.raises(VerificationError, match=r"^the loss differs"):
-        verify(pipeline, pipeline.shard({}), batch_of(1), key=jax.random.key(0))
+    with told(*holds):
+        verify(pipeline, params, batch_of(1), state, jax.random.key(0))
 
 
 # aux
@@ -353,9 +344,7 @@ clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -CLIP, CLIP),))
 RULES = {"sign": (sign_of_cotangent, np.sign), "clip": (clipped, lambda g: np.clip(g, -CLIP, CLIP))}
 
 
-@pytest.mark.parametrize(
-    ("rule", "reduction", "replicas"), [("sign", "mean", 1), ("clip", "mean", 2), ("clip", "sum", 1)]
-)
+@pytest.mark.parametrize(("rule", "reduction", "replicas"), [("sign", "sum", 1), ("clip", "mean", 2)])
 def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas):
     fn, by_hand = RULES[rule]
     stages = [

@@ -43,55 +43,22 @@ def batch_of(m, seed=0):
     return {"ids": rolled, "labels": np.roll(rolled, 2, axis=1), "y": normal(seed + 1, m, TOKENS, D)}
 
 
-READS = {
-    "indexed": lambda t, ids: t[ids],
-    "take": lambda t, ids: jnp.take(t, ids, axis=0),
-    "clip": lambda t, ids: t.at[ids].get(mode="clip"),
-    "fill": lambda t, ids: t.at[ids].get(mode="fill", fill_value=0.5),
-    "drop negative ones": lambda t, ids: t.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False),
-    "along an axis": lambda t, ids: jnp.take_along_axis(t, jnp.broadcast_to(ids[:, None], (TOKENS, D)), axis=0),
-    "slices": lambda t, ids: jnp.stack([lax.dynamic_slice_in_dim(t, i, 1)[0] for i in ids]),
-    "added rows": lambda t, ids: (0 * t).at[ids].add(t[:TOKENS])[:TOKENS],
-    "set rows": lambda t, ids: t.at[ids].set(2.0, mode="drop")[:TOKENS],
-}
-
-
-@slow
-@pytest.mark.parametrize(
-    ("read", "ipus", "schedule"),
-    [
-        *[(read, 1 + i % 2, "1f1b" if i % 3 else "zb-h1") for i, read in enumerate(READS)],
-        *[(read, 2, "grouped") for read in READS],
-    ],
-)
-def test_a_table_on_one_ipu_is_read_as_plain_jax_reads_it(read, ipus, schedule):
-    """The table stands in a slot beside larger weights of another stage: what is behind it is never read."""
-
-    def first(p, x, mb):
-        return READS[read](p["table"], mb["ids"]) * p["gain"]
-
-    def last(p, x, mb):
-        return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - mb["y"]) ** 2)
-
-    params = {
-        "first": {"table": normal(0, V, D), "gain": normal(1, D)},
-        "last": {"w": normal(2, D, 3 * V), "v": normal(3, 3 * V, D)},
-    }
-    batch = batch_of(M)
-
-    def plain(params):
-        losses = [last(params["last"], first(params["first"], None, mb), mb) for mb in microbatches(batch)]
-        return jnp.mean(jnp.stack(losses))
-
-    stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=ipus - 1)]
-    pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), gradient_accumulation=M, schedule=schedule)
-    assert_equals_plain(pipeline, params, batch, plain, rtol=2e-5)
+def seen(rows):
+    """Return rows in which NaN, as `take` reads beyond the end, is a number, so that the loss is one."""
+    return jnp.where(jnp.isnan(rows), 0.5, rows)
 
 
 LEGAL = np.clip(IDS, 0, V - 1)  # a promise that all are in bounds must be kept
-MODES = {
+READS = {
+    "indexed": lambda t, ids: t[ids],
+    "take": lambda t, ids: seen(jnp.take(t, ids, axis=0)),
     "clip": lambda t, ids: t.at[ids].get(mode="clip"),
     "fill": lambda t, ids: t.at[ids].get(mode="fill", fill_value=0.5),
+    "drop negative ones": lambda t, ids: t.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False),
+    "along an axis": lambda t, ids: seen(jnp.take_along_axis(t, jnp.broadcast_to(ids[:, None], (TOKENS, D)), axis=0)),
+    "slices": lambda t, ids: jnp.stack([lax.dynamic_slice_in_dim(t, i, 1)[0] for i in ids]),
+    "added rows": lambda t, ids: (0 * t).at[ids].add(t[:TOKENS])[:TOKENS],
+    "set rows": lambda t, ids: t.at[ids].set(2.0, mode="drop")[:TOKENS],
     "wrap": lambda t, ids: jnp.take(t, ids, axis=0, mode="wrap"),
     "clip by take": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
     "clip unsigned": lambda t, ids: t.at[ids.astype("uint32")].get(mode="clip"),
@@ -100,13 +67,22 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("slot", ["flat", pytest.param("of its own shape", marks=slow), "a row of a scanned leaf"])
-def test_every_mode_of_a_gather_on_one_ipu(slot):
-    """Each table is in a slot with a leaf of the other IPU: the slot is flat if that has another shape."""
+@pytest.mark.parametrize(
+    ("slot", "ipus", "schedule"),
+    [
+        ("flat", 2, "grouped"),
+        ("a row of a scanned leaf", 2, "1f1b"),
+        pytest.param("of its own shape", 2, "zb-h1", marks=slow),
+        pytest.param("a row of a scanned leaf", 2, "zb-h1", marks=slow),
+        pytest.param("flat", 1, "1f1b", marks=slow),
+    ],
+)
+def test_a_table_on_one_ipu_is_read_as_plain_jax_reads_it(slot, ipus, schedule):
+    """Each table is in a slot with a leaf of the other IPU: the slot is flat, and longer, if that has another shape."""
     layers = (2,) if slot == "a row of a scanned leaf" else ()
 
     def rows_of(tables, ids):
-        return sum(MODES[mode](table, ids) for mode, table in tables.items()) / len(MODES)
+        return sum(READS[read](table, ids) for read, table in tables.items()) / len(READS)
 
     def first(p, x, mb):
         if not layers:
@@ -119,17 +95,18 @@ def test_every_mode_of_a_gather_on_one_ipu(slot):
 
     shape = (V + 1, D) if slot == "flat" else (*layers, V, D)
     params = {
-        "first": {mode: normal(k, *layers, V, D) for k, mode in enumerate(MODES)},
-        "last": {mode: normal(10 + k, *shape) for k, mode in enumerate(MODES)},
+        "first": {read: normal(k, *layers, V, D) for k, read in enumerate(READS)},
+        "last": {read: normal(20 + k, *shape) / 4 for k, read in enumerate(READS)},
     }
     batch = batch_of(M)
-    stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)]
-    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M)
-    assert {array.shape[1:] for array in pipeline.shard(params).slots} == {((V + 1) * D,) if slot == "flat" else shape}
+    stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=ipus - 1)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), gradient_accumulation=M, schedule=schedule)
+    assert ipus == 1 or {array.shape[1:] for array in pipeline.shard(params).slots} == {
+        ((V + 1) * D,) if slot == "flat" else shape
+    }
 
     def plain(params):
-        losses = [last(params["last"], first(params["first"], None, mb), mb) for mb in microbatches(batch)]
-        return jnp.mean(jnp.stack(losses))
+        return jnp.mean(lax.map(lambda mb: last(params["last"], first(params["first"], None, mb), mb), batch))
 
     assert_equals_plain(pipeline, params, batch, plain, rtol=2e-5)
 

@@ -65,7 +65,8 @@ DEPTHS = pytest.mark.parametrize(("schedule", "depths"), [("grouped", (3, 1)), (
 @DEPTHS
 def test_the_stash_is_depth_times_residuals(schedule, depths):
     """By hand: each of 3 layers keeps tanh, from which B computes 1 - tanh**2; the last stage also keeps its input."""
-    first, last = (part.stash for part in report_of(schedule, 2, 8).ipus)
+    pipeline = pipeline_of(schedule, 2, 8)
+    first, last = (part.stash for part in pipeline.report(*arguments(pipeline), compile=False).ipus)
     assert first == depths[0] * LAYERS * MESSAGE
     assert last == depths[1] * (LAYERS + 1) * MESSAGE
 

@@ -69,7 +69,7 @@ def test_a_narrow_terminal_shows_what_is_wanted_most():
 @pytest.mark.parametrize("other", [row(command="訓練 " * 30), row(state="stuck", reason="x" * 300), row(step=10**12)])
 def test_no_line_is_wider_than_the_terminal_and_wider_ones_show_no_less(other):
     before: set[str] = set()
-    for width in range(20, 260, 3):
+    for width in range(20, 260, 7):
         lines = drawn(row(), other, width=width)
         assert len(lines) == 4 + (other.reason is not None)
         assert max(map(cell_len, lines)) <= width
