@@ -22,7 +22,6 @@ from sharded_ops import (
 from support.harness import (
     a_few_cases,
     assert_close,
-    collectives,
     every_case,
     examples,
     normal,
@@ -186,27 +185,6 @@ def test_scattering_has_second_derivatives(typed):
     x = jnp.array([1.0, 2.0, 3.0])
     second = jax.grad(lambda x: jax.grad(lambda x: sharded(x).sum())(x).sum())(x)
     np.testing.assert_array_equal(second, 12 * x**2)
-
-
-@pytest.mark.parametrize(
-    ("op", "specs", "forward", "typed", "untyped"),
-    [
-        # x is (3, 3) float32 on each of 2 IPUs, 36 bytes, and a slice of it (2, 3), 24 bytes
-        (functools.partial(reduce_to, owner=1), (SPLIT, SPLIT), ("all-reduce", 36), *[("all-reduce", 36)] * 2),
-        (reduce_scatter_tokens, (SPLIT, SPLIT), ("reduce-scatter", 24), *[("all-gather", 48)] * 2),
-        (scatter_tokens, (WHOLE, SPLIT), None, ("all-gather", 48), ("all-reduce", 36)),
-        (functools.partial(to_all, owner=1), (SPLIT, WHOLE), ("all-reduce", 36), None, ("all-reduce", 36)),
-        (functools.partial(from_all, dim=0, size=6), (SPLIT, WHOLE), ("all-gather", 72), None, ("reduce-scatter", 36)),
-        (reduce_to_all, (SPLIT, WHOLE), ("all-reduce", 36), None, ("all-reduce", 36)),
-    ],
-)
-@pytest.mark.parametrize("is_typed", [True, False])
-def test_each_sends_what_it_says(op, specs, forward, typed, untyped, is_typed):
-    sharded = on_ipus(op, 2, specs[0], specs[1], is_typed)
-    x = jnp.ones((3, 3) if specs[0] == WHOLE else (6, 3))
-    out, backward = sharded(x), typed if is_typed else untyped
-    assert collectives(sharded, x) == [forward] * (forward is not None)
-    assert collectives(lambda x, ct: jax.vjp(sharded, x)[1](ct), x, out) == [backward] * (backward is not None)
 
 
 def test_outside_any_shard_map_the_axis_is_missed():

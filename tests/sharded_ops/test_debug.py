@@ -27,8 +27,7 @@ def printed(capsys):
     return lines
 
 
-@pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("typed", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
 def test_forward_and_backward_of_shards(typed, dtype, printed):
     def loss(x):
         return reduce_to_all(jnp.sum(debug_x(x) ** 2))

@@ -16,7 +16,6 @@ from support.dense_ops import dense_embedding, dense_take_along_last_dim
 from support.harness import (
     a_few_cases,
     assert_close,
-    collectives,
     dense_vjp,
     every_case,
     examples,
@@ -127,43 +126,6 @@ def test_ids_of_any_integer_dtype(dtype):
     np.testing.assert_array_equal(
         out, dense_embedding(table, jnp.array(ids.astype(np.int64).clip(-1, size), jnp.int32))
     )
-
-
-@pytest.mark.parametrize("typed", [True, False])
-def test_each_sends_what_it_says(typed):
-    ids = np.zeros(5, np.int32)
-
-    def sent(op, x, in_spec):
-        sharded = on_ipus(functools.partial(op, size=4), 2, (in_spec, P()), P(), typed)
-
-        def backward(x, ct):
-            return jax.vjp(lambda x: sharded(x, ids), x)[1](ct)
-
-        return collectives(sharded, x, ids), collectives(backward, x, sharded(x, ids))
-
-    # The result of 5 lookups is (5, 3) float32, that of 5 picks (5,).
-    for op, x, in_spec, size in (
-        (embedding, jnp.ones((4, 3)), P("ipu"), 60),
-        (take_along_last_dim, jnp.ones((5, 4)), P(None, "ipu"), 20),
-    ):
-        assert sent(op, x, in_spec) == ([("all-reduce", size)], [] if typed else [("all-reduce", size)])
-
-
-@pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.parametrize(
-    ("kwargs", "in_spec", "out_spec", "forward", "backward"),
-    [
-        # The result of 5 lookups is (5, 4) float32; scattered, (3, 4) on each IPU.
-        ({"reduction": "scatter"}, P("ipu"), P("ipu"), [("reduce-scatter", 48)], [("all-gather", 96)]),
-        ({"split": "features"}, P(None, "ipu"), P(None, "ipu"), [], []),
-    ],
-)
-def test_each_further_form_sends_what_it_says(typed, kwargs, in_spec, out_spec, forward, backward):
-    ids, table = np.zeros(5, np.int32), jnp.ones((4, 4))
-    sharded = on_ipus(functools.partial(embedding, size=4, **kwargs), 2, (in_spec, P()), out_spec, typed)
-    assert collectives(sharded, table, ids) == forward
-    ct = sharded(table, ids)
-    assert collectives(lambda x, ct: jax.vjp(lambda x: sharded(x, ids), x)[1](ct), table, ct) == backward
 
 
 def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():

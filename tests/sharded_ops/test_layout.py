@@ -44,8 +44,7 @@ def test_counts(size, parts, counts):
     assert [Split(size, parts).count(index) for index in range(parts)] == counts
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize(("n", "size"), SPLITS)
+@pytest.mark.parametrize(("n", "size", "dim"), [(*split, k % 3 - 1) for k, split in enumerate(SPLITS)])
 def test_each_ipu_holds_its_rows_and_then_zeros(n, size, dim):
     split = Split(size, n)
     array = np.arange(1, 3 * size + 1).reshape((size, 3) if dim == 0 else (3, size))
@@ -145,8 +144,10 @@ def test_inside_a_shard_map_each_ipu_knows_its_rows(n, size, typed):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
-@pytest.mark.parametrize("size", [3, 1000, 70_000])  # more than fits into 8 bits, and into 16
-@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize(
+    ("size", "on_device"),  # sizes are more than fits into 8 bits, and into 16
+    [(3, False), (1000, False), (70_000, False), (70_000, True)],
+)
 def test_any_integer_dtype_is_taken_and_none_wraps(dtype, size, on_device):
     limits = np.iinfo(dtype)
     values = [

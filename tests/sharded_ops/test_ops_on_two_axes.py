@@ -358,10 +358,8 @@ def _drawn_on_one_device(x):
 
 @pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_nucleus_of_everything_is_no_nucleus(typed):
-    """top_p=1 draws the same columns as no top_p, each with its probability."""
-    logits = np.array([1.0, 0.0, -1.0, 2.0, -np.inf], np.float32)
-    tokens, temperature = 8000, 0.7
-    x = np.tile(logits, (tokens, 1))
+    """top_p=1 draws the same columns as no top_p; test_sampling looks at their probabilities."""
+    x = np.tile(np.array([1.0, 0.0, -1.0, 2.0, -np.inf], np.float32), (400, 1))
 
     def each_ipu(x):
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index("data"))
@@ -371,20 +369,14 @@ def test_a_nucleus_of_everything_is_no_nucleus(typed):
             {"top_k": 3},
             {"top_k": 3, "top_p": 1.0},
         )
-        return [sample(key, x, size=5, temperature=temperature, **o) for o in options]
+        return [sample(key, x, size=5, temperature=0.7, **o) for o in options]
 
     sharded = on_ipus(each_ipu, 2, BOTH.spec, P("data"), typed, REPLICAS)
     drawn = jax.device_get(sharded(BOTH.padded(x, 2)))
 
     np.testing.assert_array_equal(drawn[0], drawn[1])
     np.testing.assert_array_equal(drawn[2], drawn[3])
-    weights = np.exp(logits.astype(np.float64) / temperature)
-    for columns, allowed in ((drawn[1], [0, 1, 2, 3]), (drawn[3], [3, 0, 1])):
-        p = np.where(np.isin(np.arange(5), allowed), weights, 0)
-        p /= p.sum()
-        deviation = np.sqrt(p * (1 - p) / tokens)
-        frequency = np.bincount(columns, minlength=5) / tokens
-        assert np.all(np.abs(frequency - p) <= 4 * deviation), (frequency, p)
+    assert [set(columns.tolist()) for columns in (drawn[1], drawn[3])] == [{0, 1, 2, 3}, {0, 1, 3}]
 
 
 def test_a_nucleus_of_everything_keeps_what_float32_adds_nothing_to():

@@ -17,7 +17,6 @@ from support.harness import (
     CASES,
     MODES,
     assert_close,
-    collectives,
     dense_vjp,
     examples,
     normal,
@@ -27,6 +26,7 @@ from support.harness import (
     sharded_vjp,
     unpadded,
 )
+from support.losses import EXTREMES, in_float64
 
 # exp and log are good to a few ulps each, and a denominator is a sum of at most 10 terms.
 ROUNDINGS = 20
@@ -66,24 +66,10 @@ def test_values_and_gradients_of_logits(op, mode, n, size, dtype, seed, scale, o
     assert_close(unpadded(split, dlogits, 2), want_dlogits, slope, ROUNDINGS)
 
 
-# Rows of 7 logits on 3 IPUs, which hold columns 0-2, 3-5 and 6.
-EXTREMES = [
-    [1e4, -1e4, 0, 1, 2, 3, 4],
-    [1e4, -1e4, 0, 1, 2, 3, 1e4],
-    [-1e4] * 7,
-    [-np.inf] * 3 + [0, 1, 2, 3],  # all logits on IPU 0 are -inf
-    [0, 1, 2, 3, 4, 5, -np.inf],  # all logits on IPU 2 are -inf
-    [0, 1, 2, -np.inf, -np.inf, -np.inf, -np.inf],  # only IPU 0 has a finite logit
-    [1e38, -1e38, 0, 0, 0, 0, 0],
-    [1010, 1000, 1000, 1000, 1000, 1000, 1000],
-]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_extreme_logits(mode):
-    logits = np.array(EXTREMES, np.float32)
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    want_log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    logits = np.array([row for row, _ in EXTREMES], np.float32)
+    *_, want_log_p = in_float64(logits, np.zeros(len(logits)))
     split, spec, ct = Split(7, 3), P(None, "ipu"), normal(0, logits.shape)
     log_p, (dlogits,) = sharded_vjp(
         log_softmax,
@@ -139,12 +125,3 @@ def test_second_derivatives_of_softmax(typed):
         want = second(lambda x: -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1))
         for found, wanted in zip(got, want, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("typed", "backward"), [(True, ("all-reduce", 20)), (False, ("reduce-scatter", 40))])
-def test_log_softmax_sends_what_it_says(typed, backward):
-    sharded = on_ipus(functools.partial(log_softmax, size=6), 2, P(None, "ipu"), P(None, "ipu"), typed)
-    logits = jnp.ones((5, 6))
-    assert collectives(sharded, logits) == [("all-gather", 2 * 2 * 4 * 5)]
-    both = collectives(lambda logits, ct: jax.vjp(sharded, logits)[1](ct), logits, logits)
-    assert both == sorted([("all-gather", 2 * 2 * 4 * 5), backward])

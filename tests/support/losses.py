@@ -20,6 +20,21 @@ COLUMNS = P(None, "ipu")
 # exp and log are exact to a few ulps each, and a denominator is a sum of at most 10 terms.
 ROUNDINGS = 20
 
+# Rows of 7 logits on 3 IPUs, which hold columns 0-2, 3-5 and 6; each with a label.
+EXTREMES = [
+    ([1e4, -1e4, 0, 1, 2, 3, 4], 0),
+    ([1e4, -1e4, 0, 1, 2, 3, 1e4], 1),
+    ([-1e4] * 7, 6),
+    ([-np.inf] * 3 + [0, 1, 2, 3], 4),  # all logits on IPU 0 are -inf
+    ([0, 1, 2, 3, 4, 5, -np.inf], 5),  # all logits on IPU 2 are -inf
+    ([0, 1, 2, -np.inf, -np.inf, -np.inf, -np.inf], 0),  # only IPU 0 has a finite logit
+    ([0, 1, 2, -np.inf, 4, 5, 6], 3),  # the label's logit is -inf: the loss is inf, and there is a gradient
+    ([-5, -4, -3, -np.inf, -4, -5, -6], 3),  # and its shard's log-sum-exp is below 0
+    ([0, 1, 2, 3, 4, 5, -np.inf], 6),  # and its whole shard is -inf
+    ([1e38, -1e38, 0, 0, 0, 0, 0], 0),
+    ([1010, 1000, 1000, 1000, 1000, 1000, 1000], 0),  # a confident prediction, whose loss is 3e-4
+]
+
 
 def dense_loss(
     logits: Any,
@@ -112,6 +127,7 @@ def sharded_cross_entropy(mode, n, size, logits, labels, ct, fill=np.nan, **opti
 
 
 def in_float64(logits, labels):
+    """Return losses, gradients of logits and logarithms of probabilities."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     is_label = np.arange(logits.shape[-1]) == labels[:, None]

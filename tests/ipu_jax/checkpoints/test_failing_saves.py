@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -45,6 +46,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
         yield at
 
 
+@functools.cache
 def step_of() -> Any:
     return make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.sgd(0.1), TrainOptions(donate=False))
 

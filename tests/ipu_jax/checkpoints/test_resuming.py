@@ -87,9 +87,9 @@ def with_other_values(state: Any) -> Any:
     ("before", "after"),
     [
         ("basic", "basic"),
-        ("two replicas", "two replicas"),
         ("concurrent", "other schedule"),
-        ("basic", "two replicas"),
+        pytest.param("two replicas", "two replicas", marks=pytest.mark.slow),
+        pytest.param("basic", "two replicas", marks=pytest.mark.slow),
         ("two replicas", "concurrent, four IPUs"),
     ],
 )

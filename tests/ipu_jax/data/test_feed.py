@@ -28,12 +28,6 @@ N = 101
 LOADING = [(0, 1), (2, 1), (4, 3)]
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
-
-
 def examples(count=N):
     random = np.random.default_rng(0)
     return {

@@ -69,7 +69,7 @@ def test_a_batch_that_is_put_back_comes_again_without_its_first_updates(kind, re
 @pytest.mark.parametrize("kind", [kind for kind in SOURCES if not kind.startswith("iterator")])
 def test_another_feed_continues_after_any_update(kind):
     """Even with other batches, which cross the items and the epochs elsewhere."""
-    for read, made, again in itertools.product((1, 2, 3, 4, 5), (0, 1, 2, 3), (None, 1)):
+    for read, made, again in itertools.product((1, 3, 5), (0, 1, 3), (None, 1)):
         found = []
         with feed_of(kind) as feed:
             for number in range(read):

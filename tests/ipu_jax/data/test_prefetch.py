@@ -15,12 +15,6 @@ from ipu_jax.data.prefetch import FeedTimeoutError, Prefetcher
 SECONDS = 60.0
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert not workers()
-
-
 def workers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
 

@@ -18,12 +18,6 @@ SIZES = (1, 5, 0, 2, 9, 6)  # of a loader's batches: 23 examples in all
 LOADING = [0, 2]
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
-
-
 def example(number):
     return {"number": number, "vector": np.full(3, number, np.float64), "list": [number, -number]}
 

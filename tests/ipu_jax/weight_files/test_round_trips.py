@@ -100,8 +100,10 @@ def assert_same_placement(found, like):
         assert f.sharding.is_equivalent_to(e.sharding, f.ndim)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("ipus", "replicas"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("ipus", "replicas", "dtype"),
+    [(1, 1, "float32"), (2, 1, "bfloat16"), (4, 1, "float16"), (8, 1, "float32"), (2, 4, "bfloat16")],
+)
 def test_a_pipelines_weights_come_back_on_any_number_of_ipus(path, ipus, replicas, dtype):
     whole = weights(dtype)
     given = pipeline(ipus, replicas).shard(whole)
@@ -191,11 +193,11 @@ def test_large_arrays_in_pieces_come_back(path):
 @pytest.mark.parametrize(
     ("names", "options"),
     [
-        (("up", "down", "mid"), {}),
+        pytest.param(("up", "down", "mid"), {}, marks=pytest.mark.slow),
         (("down", "up", "mid"), {"shard_optimizer": True, "replication_factor": 2}),
-        (("layer 10", "layer 9", "a table"), {"precision": "16.32"}),
+        pytest.param(("layer 10", "layer 9", "a table"), {"precision": "16.32"}, marks=pytest.mark.slow),
         (("b/1", "a", "B"), {"device_iterations": 2}),
-        (("up", "down", "mid"), {"precision": "16.16"}),
+        (("layer 10", "layer 9", "a table"), {"precision": "16.16"}),
     ],
 )
 def test_each_group_has_its_own_weights_and_average_whatever_their_names(tmp_path, names, options):

@@ -146,7 +146,7 @@ def test_the_cross_entropy_may_stand_in_other_transforms(wrapped, mode):
         assert_close(got, wanted, 1 + np.abs(wanted).max(), ROUNDINGS)
 
 
-@pytest.mark.parametrize(("n", "size"), SPLITS)
+@pytest.mark.parametrize(("n", "size"), SPLITS[1::2])
 def test_columns_made_of_what_all_ipus_hold_have_right_gradients(n, size):
     """A value that is the same on all IPUs gets the sum of the gradients from the columns of each IPU."""
     bias, labels, ct = np.float32(3), np.zeros(2, np.int32), np.ones(2, np.float32)

@@ -9,17 +9,16 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, embedding, log_softmax, log_softmax_cross_entropy, matmul, take_along_last_dim
+from sharded_ops import Split, embedding, log_softmax_cross_entropy, matmul
 from support.harness import (
     assert_close,
     collectives,
     normal,
     on_ipus,
     padded,
-    sharded_vjp,
     unpadded,
 )
-from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, sharded_cross_entropy
+from support.losses import COLUMNS, ROUNDINGS, dense_cross_entropy
 
 
 @pytest.mark.slow
@@ -117,18 +116,3 @@ def test_with_replicas_on_another_axis_gradients_are_those_of_the_whole_batch(ty
     assert_close(got[0], want[0], want[0], ROUNDINGS)
     assert_close(unpadded(split, got[1][0], 0), want[1][0], 1, ROUNDINGS)
     assert_close(unpadded(split, got[1][1], 1), want[1][1], 1, ROUNDINGS)
-
-
-def test_log_softmax_and_take_along_last_dim_make_the_same_loss():
-    def apart(logits, labels):
-        return -take_along_last_dim(log_softmax(logits, size=7), labels, size=7)
-
-    split = Split(7, 3)
-    logits, labels = normal(0, (TOKENS, 7)), np.array([0, 2, 3, 6, 7, -1], np.int32)
-    ct = np.ones(TOKENS, np.float32)
-    out, (dlogits,) = sharded_vjp(
-        apart, "untyped-outside", 3, [padded(split, logits, 1)], [labels], in_specs=(COLUMNS,), ct=ct
-    )
-    want, want_dlogits = sharded_cross_entropy("untyped-outside", 3, 7, logits, labels, ct)
-    assert_close(out, want, 1 + want, ROUNDINGS)
-    assert_close(unpadded(split, dlogits, 1), unpadded(split, want_dlogits, 1), 1, ROUNDINGS)

@@ -51,7 +51,7 @@ def test_label_smoothing_is_over_the_whole_vocabulary_and_the_same_on_all_ipus()
         return log_softmax_cross_entropy(logits, labels, size=8, label_smoothing=0.1)[None]
 
     want, _ = _dense(logits, labels, np.ones(6, np.float32), label_smoothing=0.1)
-    for n in (1, 2, 4):
+    for n in (1, 4):
         losses = on_ipus(from_each, n, (COLUMNS, P()), ROWS, typed=False)(logits, labels)
         np.testing.assert_array_equal(losses, np.broadcast_to(losses[0], (n, 6)))
         np.testing.assert_allclose(losses[0], want, rtol=2e-6)
@@ -139,7 +139,7 @@ def test_the_gradient_of_the_hidden_states_is_whole_on_every_ipu(mode, gradients
     op = functools.partial(linear_cross_entropy, size=7, reduction="mean", gradients=gradients)
     shards = [hidden, padded(Split(7, 3), table, 0)]
     _, (dhidden, dtable) = sharded_vjp(op, mode, 3, shards, [labels], in_specs=(P(), ROWS), ct=np.float32(1))
-    want = jax.grad(lambda h, t: dense_loss(h @ t.T, labels, None, reduction="mean"), (0, 1))(hidden, table)
+    want = jax.jit(jax.grad(lambda h, t: dense_loss(h @ t.T, labels, None, reduction="mean"), (0, 1)))(hidden, table)
     _assert_same((dhidden, unpadded(Split(7, 3), dtable, 0)), want)
 
 
@@ -180,7 +180,7 @@ def test_losses_that_are_not_reduced_have_the_gradient_of_each_ones_cotangent():
     op = functools.partial(linear_cross_entropy, size=7, token_chunk=2, column_chunk=2)
     shards = [hidden, padded(Split(7, 2), table, 0)]
     _, (dhidden, dtable) = sharded_vjp(op, "untyped-outside", 2, shards, [labels], in_specs=(P(), ROWS), ct=ct)
-    want = jax.grad(lambda h, t: jnp.vdot(dense_loss(h @ t.T, labels, None), ct), (0, 1))(hidden, table)
+    want = jax.jit(jax.grad(lambda h, t: jnp.vdot(dense_loss(h @ t.T, labels, None), ct), (0, 1)))(hidden, table)
     _assert_same((dhidden, unpadded(Split(7, 2), dtable, 0)), want)
 
 
@@ -197,7 +197,7 @@ def test_gradients_in_half_precision_accumulate_in_float32(gradients):
         op, "typed-outside", 2, [hidden, table], [labels], in_specs=(P(), ROWS), ct=np.float32(1)
     )
     wide = hidden.astype(np.float32), table.astype(np.float32)
-    want = jax.grad(lambda t: dense_loss(wide[0] @ t.T, labels, None, reduction="sum"))(wide[1])
+    want = jax.jit(jax.grad(lambda t: dense_loss(wide[0] @ t.T, labels, None, reduction="sum")))(wide[1])
     # One rounding of the sum, and of each slope.
     allowed = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want)
     assert np.all(np.abs(dtable.astype(np.float32) - want) <= allowed)

@@ -211,8 +211,8 @@ def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries(tokens, size
     [
         (1024, 32000, 128),  # 2**21 logits of 16000 columns are of 131 tokens
         (2048, 65536, 128),  # of 32768 columns of 64, but a 16th of the tokens are 128
-        (4096, 65536, 256),
-        (8192, 65536, 256),
+        pytest.param(4096, 65536, 256, marks=pytest.mark.slow),
+        pytest.param(8192, 65536, 256, marks=pytest.mark.slow),
     ],
 )
 def test_a_chunk_has_as_many_tokens_as_it_says(tokens, size, chunk):

@@ -106,10 +106,10 @@ def _compare(got, want, hidden, table, bias, weights, ct, dtype):
 @pytest.mark.parametrize(
     ("mode", "n", "size", "dtype", "scattered"),
     [
-        _case("typed-outside", 4, 10, jnp.float32, True),
         _case("untyped-outside", 8, 5, jnp.float32, False),
-        _case("typed-inside", 2, 7, jnp.bfloat16, False),
-        _case("untyped-inside", 3, 7, jnp.float32, True),
+        _case("typed-inside", 2, 7, jnp.bfloat16, True),
+        _case("typed-outside", 4, 10, jnp.float32, True, slow=True),
+        _case("untyped-inside", 3, 7, jnp.float32, True, slow=True),
         _case("typed-outside", 1, 5, jnp.float32, False, slow=True),
         _case("untyped-outside", 2, 6, jnp.bfloat16, True, slow=True),
         _case("typed-inside", 8, 5, jnp.float32, True, slow=True),
@@ -158,8 +158,7 @@ def test_soft_targets_and_their_gradient(mode, n, size, dtype):
         assert_close(dtargets, want[1][4], largest * (1 + np.abs(ct).max()), 10 if dtype == jnp.float32 else 2)
 
 
-@pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.parametrize("gradients", ["backward", "forward"])
+@pytest.mark.parametrize(("gradients", "typed"), [("backward", True), ("forward", False)])
 def test_scattered_tokens_send_a_reduce_scatter_and_no_all_reduce(gradients, typed):
     n, tokens, features = 2, 8, 3
     hidden, table, labels = jnp.ones((tokens, features)), jnp.ones((6, features)), jnp.arange(tokens)
