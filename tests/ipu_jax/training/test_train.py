@@ -178,7 +178,7 @@ def test_frozen_weights_stay_and_are_not_decayed():
     last = lambda p, x, mb: jnp.mean((x * p["u"] + p["v"]) ** 2)  # noqa: E731
     frozen = {"first": {"fixed": True, "table": True, "w": False}}
     pipeline = Pipeline([Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)], frozen=frozen)
-    step = make_train_step(pipeline, optax.adamw(0.1, weight_decay=0.5), TrainOptions())
+    step = make_train_step(pipeline, optax.adamw(0.1, weight_decay=0.5), TrainOptions(ema_decay=0.5))
     params = {
         "first": {"w": jnp.ones(3), "fixed": jnp.arange(3.0), "table": jnp.arange(12).reshape(4, 3)},
         "last": {"u": jnp.ones(3), "v": jnp.ones(3)},
@@ -186,9 +186,10 @@ def test_frozen_weights_stay_and_are_not_decayed():
     state = step.init(params)
     assert {len(params), len(state.params.slots)} == {2, 3}  # w, fixed, u and v lie in two
     state, _ = step(state, jnp.zeros((1, 2), jnp.int32) + 1)
-    found = step.whole(state)["params"]
+    found, average = step.whole(state)["params"], step.whole(state)["ema"]
     for name in ("fixed", "table"):
-        np.testing.assert_array_equal(found["first"][name], params["first"][name])
+        for tree in (found, average):
+            np.testing.assert_array_equal(tree["first"][name], params["first"][name])
     for group, name in (("first", "w"), ("last", "u"), ("last", "v")):
         assert not np.any(np.asarray(found[group][name]) == params[group][name]), name
 
