@@ -206,20 +206,16 @@ def test_what_linen_modules_sow_in_vain_is_said_once(variables, whole):
     assert out.loss is None
 
 
-def test_what_nnx_modules_sow_in_vain_is_said_once():
-    part = nnx_stage(NnxExperts(0, normal=True), "x", inputs="x", losses={"z_losses": 0})
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("called_before", [False, True])
+def test_what_nnx_modules_sow_in_vain_is_said_once_and_does_not_grow(called_before):
+    module = NnxExperts(0, normal=True)
+    if called_before:
+        module(jnp.ones((ROWS, D)))
+    part = nnx_stage(module, "x", inputs="x", losses={"z_losses": 0})
     messages, out = called(part)
     assert messages == [DROPPED.format(*["BalanceLoss"] * 3)]
     assert (out.loss, jax.tree.structure(out.state)) == (None, jax.tree.structure(part.state["x"]))
-
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_what_an_earlier_call_sowed_does_not_grow():
-    module = NnxExperts(0, normal=True)
-    module(jnp.ones((ROWS, D)))
-    messages, out = called(part := nnx_stage(module, "x", inputs="x"))
-    assert len(messages) == 2
-    assert jax.tree.structure(out.state) == jax.tree.structure(part.state["x"])
 
 
 @pytest.mark.parametrize("losses", [{"losses": 0, "router": 0.0}, {"losses": 0.5, "router": 0}])

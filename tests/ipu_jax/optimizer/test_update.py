@@ -75,15 +75,18 @@ _compiled_quickly = compiled_quickly()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "replicas", "optimizers"),
+    ("model", "replicas", "names"),
     [
         ("unlike local stages", 1, ("adamw", "fillings")),
         ("a concurrent head, split unevenly", 1, ("lamb", "adafactor")),
         ("a tied table, split unevenly", 2, ("clipped", "fillings")),
+        ("a concurrent head, split unevenly", 2, tuple(OTHERS)),
+        ("like stages stacked", 1, (*OTHERS, "fillings", "adafactor")),
+        ("a tied table, split unevenly", 1, (*OTHERS, "fillings", "adafactor")),
     ],
 )
-def test_usual_optimizers_equal_plain_optax(model, replicas, optimizers):
-    check_model(model, replicas, {name: (USUAL | FACTORED | FILLINGS)[name] for name in optimizers})
+def test_optimizers_equal_plain_optax(model, replicas, names):
+    check_model(model, replicas, {name: (USUAL | OTHERS | FACTORED | FILLINGS)[name] for name in names})
 
 
 def with_weights_of(*shapes, ipus, dtype):
@@ -114,19 +117,6 @@ def test_leaves_that_one_ipu_has_whole_may_be_mixed(shapes, ipus, dtype, optimiz
     # in half, every product of muon's is rounded
     tolerance = 1e-2 if dtype == "bfloat16" else 1e-6
     check(pipeline, whole, {name: OF_WHOLE_LEAVES[name] for name in optimizers}, tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "replicas"),
-    [
-        ("a concurrent head, split unevenly", 2),
-        ("like stages stacked", 1),
-        ("a tied table, split unevenly", 1),
-    ],
-)
-def test_every_optimizer_equals_plain_optax(model, replicas):
-    check_model(model, replicas, OTHERS if replicas > 1 else OTHERS | FILLINGS | FACTORED)
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_rounding_tosses_a_coin_of_its_own_for_each_weight_of_each_update(replic
     assert_coins_are_its_own(pipeline(replicas), replicas, shard_optimizer=shard_optimizer)
 
 
-@pytest.mark.parametrize("shard_optimizer", [True, False])
+@pytest.mark.parametrize("shard_optimizer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_so_do_replicas_of_a_loss_function(shard_optimizer):
     model = replicate(lambda p, mb: total(p) + mb.sum(), replication_factor=2)
     assert_coins_are_its_own(model, 2, shard_optimizer=shard_optimizer)

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import TrainOptions, make_train_step
 from support.dense import chain, largest_relative_error
 from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import batches_of, compiled_quickly
@@ -65,49 +63,6 @@ def test_in_half_the_average_is_of_rounded_weights_in_float32():
     assert largest_relative_error(found, averaged(history)) <= 1e-6
     of_average = step.init(found, key=jax.random.key(0))  # in half
     assert float(step.loss(state, product_rows(1), ema=True)) == float(step.loss(of_average, product_rows(1)))
-
-
-def split_pipeline(ipus, **options):
-    """A local stage with a frozen leaf that shares a slot, and a head that is split over the IPUs."""
-    first = lambda p, x, mb: mb @ p["u"] * p["fixed"]  # noqa: E731
-    last = lambda p, x, mb: jnp.mean(lax.psum(jnp.sum(x @ p["v"]), "ipu") ** 2 + p["gain"] ** 2)  # noqa: E731
-    middle = lambda p, x, mb: x + p["b"]  # noqa: E731
-    stages = [
-        Stage(first, params="first", ipu=0),
-        Stage(middle, params="middle", ipu=ipus - 1),
-        Stage(last, params="last", ipu=ALL_IPUS),
-    ]
-    specs = {"last": {"v": P(None, "ipu"), "gain": P()}}
-    return Pipeline(stages, mesh=make_mesh(1, ipus), specs=specs, frozen={"first": {"fixed": True, "u": False}})
-
-
-def split_weights():
-    rng = np.random.default_rng(2)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    return {
-        "first": {"u": draw(5, 3), "fixed": draw(3)},
-        "middle": {"b": draw(3)},
-        "last": {"v": draw(3, 5), "gain": draw()},
-    }
-
-
-def test_training_continues_on_other_ipus_from_what_was_saved():
-    options = TrainOptions(ema_decay=DECAY)
-    on = {ipus: make_train_step(split_pipeline(ipus), optax.sgd(1e-3), options) for ipus in (2, 4)}
-    state = on[2].init(split_weights())
-    for batch in product_rows(2, 1):
-        state, _ = on[2](state, batch)
-    saved = on[2].whole(state)
-    np.testing.assert_array_equal(saved["ema"]["first"]["fixed"], split_weights()["first"]["fixed"])
-    moved = on[4].restore(saved)
-    for found, expected in zip(*map(jax.tree.leaves, (on[4].whole(moved)["ema"], saved["ema"])), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    losses = [on[2].loss(state, product_rows(1), ema=True), on[4].loss(moved, product_rows(1), ema=True)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    dense = saved["ema"]
-    hidden = product_rows(1)[0] @ dense["first"]["u"] * dense["first"]["fixed"] + dense["middle"]["b"]
-    expected = float(jnp.sum(hidden @ dense["last"]["v"]) ** 2 + dense["last"]["gain"] ** 2)
-    np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
 
 
 def test_an_average_begins_anew_from_a_state_without_one():

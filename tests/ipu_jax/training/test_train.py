@@ -99,22 +99,20 @@ def test_few_large_collectives(shard_optimizer, collectives):
 
 def test_the_optimizer_state_falls_by_the_replicas():
     params = {"w": np.ones((61, 7), np.float32), "b": np.ones(5, np.float32)}
-    held = {}
-    for shard_optimizer in (False, True):
-        options = TrainOptions(replication_factor=4, shard_optimizer=shard_optimizer)
-        step = make_train_step(lambda p, mb: p["w"].sum(), optax.adam(1e-2), options)
-        per_block = step.init(params).optimizer.per_block
-        held[shard_optimizer] = sum(
-            shard.data.nbytes
-            for array in jax.tree.leaves(per_block)
-            for shard in array.addressable_shards
-            if shard.device == jax.devices()[0]
+    cut, whole = (
+        make_train_step(
+            lambda p, mb: p["w"].sum(),
+            optax.adam(1e-2),
+            TrainOptions(replication_factor=4, shard_optimizer=shard_optimizer),
         )
-    assert held[True] == 2 * 4 * (-(-61 * 7 // 4) + -(-5 // 4))
+        .init(params)
+        .optimizer
+        for shard_optimizer in (True, False)
+    )
+    held = lambda tree: sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))  # noqa: E731
+    assert held(cut.per_block) == 2 * 4 * (-(-61 * 7 // 4) + -(-5 // 4))
     # without, every IPU holds two moments of every weight, among what is everywhere
-    step = make_train_step(lambda p, mb: p["w"].sum(), optax.adam(1e-2), TrainOptions(replication_factor=4))
-    whole = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(step.init(params).optimizer))
-    assert held[True] <= whole / 4 + 2 * 4 * 2
+    assert held(cut.per_block) <= held(whole) / 4 + 2 * 4 * 2
 
 
 @pytest.mark.slow
@@ -180,7 +178,7 @@ def test_frozen_weights_stay_and_are_not_decayed():
     last = lambda p, x, mb: jnp.mean((x * p["u"] + p["v"]) ** 2)  # noqa: E731
     frozen = {"first": {"fixed": True, "table": True, "w": False}}
     pipeline = Pipeline([Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)], frozen=frozen)
-    step = make_train_step(pipeline, optax.adamw(0.1, weight_decay=0.5), TrainOptions())
+    step = make_train_step(pipeline, optax.adamw(0.1, weight_decay=0.5), TrainOptions(ema_decay=0.5))
     params = {
         "first": {"w": jnp.ones(3), "fixed": jnp.arange(3.0), "table": jnp.arange(12).reshape(4, 3)},
         "last": {"u": jnp.ones(3), "v": jnp.ones(3)},
@@ -188,9 +186,10 @@ def test_frozen_weights_stay_and_are_not_decayed():
     state = step.init(params)
     assert {len(params), len(state.params.slots)} == {2, 3}  # w, fixed, u and v lie in two
     state, _ = step(state, jnp.zeros((1, 2), jnp.int32) + 1)
-    found = step.whole(state)["params"]
+    found, average = step.whole(state)["params"], step.whole(state)["ema"]
     for name in ("fixed", "table"):
-        np.testing.assert_array_equal(found["first"][name], params["first"][name])
+        for tree in (found, average):
+            np.testing.assert_array_equal(tree["first"][name], params["first"][name])
     for group, name in (("first", "w"), ("last", "u"), ("last", "v")):
         assert not np.any(np.asarray(found[group][name]) == params[group][name]), name
 
@@ -252,13 +251,11 @@ def test_outputs_of_device_iterations():
     assert every.loss.shape == (6,)
     assert every.aux.shape == (6, 2)
     np.testing.assert_allclose(every.aux, batches["y"].sum(-1), rtol=1e-5)
-    final, total, third = run("final"), run("sum"), run(3)
-    np.testing.assert_allclose(final.loss, every.loss[-1], rtol=1e-6)
-    np.testing.assert_allclose(final.aux, every.aux[-1], rtol=1e-6)
-    np.testing.assert_allclose(total.loss, every.loss.sum(), rtol=1e-6)
-    np.testing.assert_allclose(total.aux, every.aux.sum(0), rtol=1e-5)
-    np.testing.assert_allclose(third.loss, every.loss[2::3], rtol=1e-6)
-    np.testing.assert_allclose(third.aux, every.aux[2::3], rtol=1e-6)
+    of_all = {"final": lambda leaf: leaf[-1], "sum": lambda leaf: leaf.sum(0), 3: lambda leaf: leaf[2::3]}
+    for outputs, of in of_all.items():
+        found = run(outputs)
+        np.testing.assert_allclose(found.loss, of(every.loss), rtol=1e-6)
+        np.testing.assert_allclose(found.aux, of(every.aux), rtol=1e-5)
 
 
 def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():

@@ -128,10 +128,12 @@ def dense_update(at: Any, rows: np.ndarray, key: Any, number: int) -> tuple[Any,
     ],
 )
 def test_a_pipeline_goes_on_where_it_stopped(before, after):
-    """Test weights, moments, the stages' state, and the key of the next masks, on other IPUs and replicas."""
+    """Test weights, their average, moments, the stages' state, and the next masks, on other IPUs and replicas."""
     with quick_compiles():
         first, second = (
-            pipeline_step(r, n, shard_optimizer=s, loss_scale=DynamicScale(initial=4.0, growth_interval=1))
+            pipeline_step(
+                r, n, shard_optimizer=s, loss_scale=DynamicScale(initial=4.0, growth_interval=1), ema_decay=0.75
+            )
             for r, n, s in (before, after)
         )
         params, stages = pipeline_weights()
@@ -149,9 +151,11 @@ def test_a_pipeline_goes_on_where_it_stopped(before, after):
         state, _ = second(restored, of(rows[1], after[0]))
         found = second.whole(state)
 
-    at = (params, optax.adam(0.05).init(params), stages)
+    at, average = (params, optax.adam(0.05).init(params), stages), params
     for number, (r, *_) in enumerate((before, after)):
         at = dense_update(at, rows[number].reshape(r, MICRO // r, 3, FEATURES), key, number)
+        average = jax.tree.map(lambda e, w: 0.75 * e + 0.25 * w, average, at[0])
+    assert largest_relative_error(found["ema"], average) <= 1e-5
     assert largest_relative_error(found["params"], at[0]) <= 1e-5
     assert largest_relative_error(found["optimizer"], at[1]) <= 1e-5
     assert largest_relative_error(found["stages"], at[2]) <= 1e-5

@@ -85,7 +85,7 @@ def test_a_state_of_stages_that_was_deleted_is_refused():
         pipeline.loss(params, np.ones((1, 2, 3)), state)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["function", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_state_that_is_not_donated_may_be_used_again(kind):
     kept, donated = step_of(kind, donate=False), step_of(kind)
     first = kept.init(WEIGHTS)
