@@ -171,17 +171,6 @@ def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit):
 
 
 @pytest.mark.slow
-def test_an_instance_with_other_flags_is_refused_by_name(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(TRAINING)
-    words = f'exec "{sys.executable}" "{path}" none $IPU_JAX_INSTANCE'
-    ran = poprun("--num-instances", "2", "--ipus-per-replica", "2", "bash", "-c", words, POPRUN_TEST=str(tmp_path))
-    assert ran.status == 1
-    assert "InstancesDifferError: instance 1 has flags 'none 1', instance 0 has 'none 0'" in ran.err
-    assert ran.seconds < 10
-
-
-@pytest.mark.slow
 def test_a_training_that_is_killed_is_started_again(tmp_path):
     path = tmp_path / "train.py"
     once = TRAINING.replace("number == 30 and", "number == 5 and os.environ['IPU_JAX_ATTEMPT'] == '0' and")

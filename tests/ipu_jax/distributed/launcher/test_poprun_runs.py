@@ -121,7 +121,7 @@ def test_files_and_times(tmp_path):
     assert "has files of another run: give another folder" in again.err
 
 
-@pytest.mark.parametrize("kind", ["file", "removed", "file of an attempt"])
+@pytest.mark.parametrize("kind", ["file", "removed", pytest.param("file of an attempt", marks=pytest.mark.slow)])
 def test_files_that_cannot_be_opened_are_said_once_and_the_run_goes_on(tmp_path, kind):
     logs = tmp_path / "logs"
     body = f"""

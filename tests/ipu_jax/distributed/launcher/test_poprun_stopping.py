@@ -92,7 +92,7 @@ time.sleep(70)
     assert {path.name for path in tmp_path.glob("saved.*")} == {"saved.0", "saved.1"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=str)
 def test_a_second_signal_kills_at_once(started, mark, number):
     process = started(IGNORE)
     process.send_signal(number)
