@@ -58,7 +58,7 @@ def model(stages: int, dtype: str, replicas: int, m: int, read: str):
 
 def product_of_all(params: dict[str, Any], batch: dict[str, Any]) -> jax.Array:
     """Return the mean loss of all micro-batches in float32, by plain indexing."""
-    x = None
+    x: Any = None
     for k, p in enumerate(params.values()):
         wide = jax.tree.map(lambda leaf: leaf.astype("float32"), p)
         y = wide["t"][batch["ids"][..., k]] if "t" in p else 0.0
