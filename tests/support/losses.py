@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, log_softmax_cross_entropy
-from support.harness import (
-    padded,
-    sharded_vjp,
-)
+from sharded_ops import log_softmax_cross_entropy
+from support.harness import split_vjp
 
 TOKENS = 6
 COLUMNS = P(None, "ipu")
@@ -110,18 +107,10 @@ def dense_cross_entropy(logits, labels):
     return dense_loss(logits, labels, None)
 
 
-def sharded_cross_entropy(mode, n, size, logits, labels, ct, fill=np.nan, **options):
-    split = Split(size, n)
-    loss, (dlogits,) = sharded_vjp(
-        log_softmax_cross_entropy,
-        mode,
-        n,
-        [padded(split, logits, 1, fill)],
-        [labels],
-        in_specs=(split.spec(1, 2, "ipu"),),
-        ct=ct,
-        size=size,
-        **options,
+def sharded_cross_entropy(mode, n, size, logits, labels, ct, **options):
+    """Return the loss of whole logits, which are padded with `fill`, and their gradient."""
+    loss, (dlogits,) = split_vjp(
+        log_softmax_cross_entropy, mode, n, [logits], [labels], dims=[1], ct=ct, size=size, **options
     )
     return loss, dlogits
 
