@@ -1,6 +1,7 @@
 """Test the split softmax and its logarithm against jax's: forward, derivatives, and what they send."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +53,8 @@ LATER = [
 def test_values_and_gradients_of_logits(op, mode, n, size, dtype, seed, scale, offset):
     is_log = op is log_softmax
     logits = (normal(seed, (2, 3, size)) * scale + offset).astype(dtype)
-    ct, of_padding = normal(seed + 1, (2, 3, size), dtype), {"ct_fill": np.nan if is_log else 0.0}
-    of_padding["padding"] = -np.inf if is_log else 0.0
+    ct = normal(seed + 1, (2, 3, size), dtype)
+    of_padding: Any = {"ct_fill": np.nan, "padding": -np.inf} if is_log else {"ct_fill": 0}
     out, (dlogits,) = split_vjp(op, mode, n, [logits], dims=[2], out_dim=2, ct=ct, size=size, **of_padding)
 
     want, (want_dlogits,) = dense_vjp(dense_log_softmax if is_log else dense_softmax, [logits], ct=ct)
