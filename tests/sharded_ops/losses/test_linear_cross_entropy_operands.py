@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, linear_cross_entropy
 from support.harness import assert_close, collectives, dense_vjp, normal, on_ipus, padded, split_vjp
-from support.losses import dense_loss
+from support.losses import assert_like_dense_linear, dense_loss
 
 TOKENS, FEATURES = 7, 4
 ROWS = P("ipu")
@@ -77,23 +77,6 @@ def _cotangents(rows):
     return [*(ct * (np.arange(rows) == row)[:, None] for row in range(rows)), ct]
 
 
-def _compare(got, want, hidden, table, bias, weights, ct, dtype):
-    (rows, (dhidden, dtable, dbias, dweights)), (want_rows, of_want) = got, want
-    want_dhidden, want_dtable, want_dbias, want_dweights = of_want[:4]
-    wide_hidden, wide_table = np.abs(hidden.astype(np.float32)), np.abs(table.astype(np.float32))
-    logit = (wide_hidden @ wide_table.T + np.abs(bias.astype(np.float32))).max()
-    largest = 1 + max(np.abs(want_rows).max(), logit) * max(1.0, weights.max())
-    assert_close(rows, want_rows, largest, 10 * FEATURES)
-    assert_close(dweights, want_dweights, largest * (1 + np.abs(ct).sum()), 10 * FEATURES)
-    # Each token's dlogits, which add up to a few times its cotangent, are rounded to the dtype; then the sums are.
-    slope = 2 * (1 + np.abs(ct).sum()) * max(1.0, weights.max())
-    roundings = 10 if dtype == jnp.float32 else 2
-    assert_close(dhidden, want_dhidden, slope * wide_table.max(), roundings)
-    assert_close(dtable, want_dtable, slope * wide_hidden.max(), roundings)
-    assert_close(dbias, want_dbias, slope, roundings)
-    return largest
-
-
 @pytest.mark.parametrize(
     ("mode", "n", "size", "dtype", "scattered"),
     [
@@ -115,7 +98,7 @@ def test_bias_and_log_sum_exp_both_ways(mode, n, size, dtype, scattered):
     for ct in _cotangents(3):
         got = split_vjp(_of_labels, mode, n, operands, [labels], dims=dims, ct=ct, **options)
         want = dense_vjp(_dense_of_labels, operands, [labels], ct=ct)
-        _compare(got, want, *operands, ct, dtype)
+        assert_like_dense_linear(got, want, operands, ct)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +120,7 @@ def test_soft_targets_and_their_gradient(mode, n, size, dtype):
         want = dense_vjp(_dense_of_soft, operands, ct=ct)
         # a token's targets add up to `mass`, by which losses and slopes are larger than those of a label
         mass = 1 + targets.astype(np.float32).sum(-1).max()
-        largest = _compare((rows, grads), want, hidden, table, bias, weights * mass, ct, dtype)
+        largest = assert_like_dense_linear((rows, grads), want, [hidden, table, bias, weights * mass], ct)
         assert_close(dtargets, want[1][4], largest * (1 + np.abs(ct).max()), 10 if dtype == jnp.float32 else 2)
 
 
