@@ -22,8 +22,7 @@ from support.harness import (
     on_ipus,
     padded,
     seeds,
-    sharded_vjp,
-    unpadded,
+    split_vjp,
 )
 from support.transforms import COLUMNS, INF, NAN, in_transforms
 
@@ -139,18 +138,16 @@ def _dense_top_values(x, *, k):
 @examples
 @given(seed=seeds)
 def test_gradients_go_where_the_values_came_from(mode, n, size, dtype, seed):
-    split, k = Split(size, n), (size + 2) // 2
+    k = (size + 2) // 2
     x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3, k), dtype)
     x[0, 0] = 1  # a tie, whose gradients go to the lower columns
 
-    out, (dx,) = sharded_vjp(
-        _top_values, mode, n, [padded(split, x, 2)], in_specs=(P(None, None, "ipu"),), ct=ct, size=size, k=k
-    )
+    out, (dx,) = split_vjp(_top_values, mode, n, [x], dims=[2], ct=ct, size=size, k=k)
 
     want, (want_dx,) = dense_vjp(_dense_top_values, [x], ct=ct, k=k)
     np.testing.assert_array_equal(out, want)
     # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
-    assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
+    assert_close(dx, want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
 
 
 @pytest.mark.parametrize("typed", [True, False])

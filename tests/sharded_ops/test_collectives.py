@@ -10,27 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import (
-    Split,
-    from_all,
-    reduce_scatter_tokens,
-    reduce_to,
-    reduce_to_all,
-    scatter_tokens,
-    to_all,
-)
-from support.harness import (
-    a_few_cases,
-    assert_close,
-    every_case,
-    examples,
-    normal,
-    on_ipus,
-    padded,
-    seeds,
-    sharded_vjp,
-    unpadded,
-)
+from sharded_ops import from_all, reduce_scatter_tokens, reduce_to, reduce_to_all, scatter_tokens, to_all
+from support.harness import a_few_cases, assert_close, every_case, examples, normal, on_ipus, seeds, split_vjp
 
 SPLIT, WHOLE = P("ipu"), P()
 
@@ -44,7 +25,7 @@ def test_to_all_gives_the_owners_value_and_gathers_its_gradient(mode, n, size, d
     x[owner] = normal(seed, (size,), dtype)
     ct = normal(seed + 1, (1, size), dtype)
 
-    out, (dx,) = sharded_vjp(_to_all_traced, mode, n, [x], [np.int32(owner)], in_specs=(P("ipu"),), ct=ct)
+    out, (dx,) = split_vjp(_to_all_traced, mode, n, [x], [np.int32(owner)], dims=[0], ct=ct)
 
     np.testing.assert_array_equal(out, x[owner : owner + 1])
     # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
@@ -71,14 +52,12 @@ def test_to_all_keeps_the_dtype_and_takes_a_plain_int(owner, dtype):
 @examples
 @given(seed=seeds)
 def test_from_all_gathers_the_dim_and_cuts_its_gradient(mode, n, size, dtype, seed):
-    split = Split(size, n)
     x, ct = normal(seed, (2, size, 3), dtype), normal(seed + 1, (2, size, 3), dtype)
 
-    spec = split.spec(1, 3, "ipu")
-    out, (dx,) = sharded_vjp(from_all, mode, n, [padded(split, x, 1)], in_specs=(spec,), ct=ct, dim=-2, size=size)
+    out, (dx,) = split_vjp(from_all, mode, n, [x], dims=[1], ct=ct, dim=-2, size=size)
 
     np.testing.assert_array_equal(out, x)
-    assert_close(unpadded(split, dx, 1), ct, np.abs(ct), roundings=n + 1)
+    assert_close(dx, ct, np.abs(ct), roundings=n + 1)
 
 
 @every_case
@@ -87,7 +66,7 @@ def test_from_all_gathers_the_dim_and_cuts_its_gradient(mode, n, size, dtype, se
 def test_reduce_to_all_sums(mode, n, size, dtype, seed):
     x, ct = normal(seed, (n, size), dtype), normal(seed + 1, (1, size), dtype)
 
-    out, (dx,) = sharded_vjp(reduce_to_all, mode, n, [x], in_specs=(P("ipu"),), ct=ct)
+    out, (dx,) = split_vjp(reduce_to_all, mode, n, [x], dims=[0], ct=ct)
 
     assert_close(out, x.sum(0, keepdims=True), np.abs(x).sum(0), roundings=n)
     assert_close(dx, np.broadcast_to(ct, x.shape), np.abs(ct), roundings=n + 1)
@@ -102,9 +81,7 @@ def test_reduce_to_sums_on_the_owner_and_spreads_its_gradient(mode, n, size, dty
     ct = np.full((n, size), np.nan, dtype)
     ct[owner] = normal(seed + 1, (size,), dtype)
 
-    out, (dx,) = sharded_vjp(
-        _reduce_to_traced, mode, n, [x], [np.int32(owner)], in_specs=(P("ipu"),), out_spec=P("ipu"), ct=ct
-    )
+    out, (dx,) = split_vjp(_reduce_to_traced, mode, n, [x], [np.int32(owner)], dims=[0], out_dim=0, ct=ct)
 
     is_owner = np.arange(n)[:, None] == owner
     assert_close(out, np.where(is_owner, x.sum(0), np.zeros_like(x)), np.abs(x).sum(0) * is_owner, roundings=n)
@@ -119,21 +96,11 @@ def _reduce_to_traced(x, owner):
 @examples
 @given(seed=seeds)
 def test_scatter_tokens_cuts_the_dim_and_gathers_its_gradient(mode, n, size, dtype, seed):
-    split = Split(size, n)
     x, ct = normal(seed, (2, size, 3), dtype), normal(seed + 1, (2, size, 3), dtype)
 
-    out, (dx,) = sharded_vjp(
-        scatter_tokens,
-        mode,
-        n,
-        [x],
-        in_specs=(P(),),
-        out_spec=split.spec(1, 3, "ipu"),
-        ct=padded(split, ct, 1),
-        dim=-2,
-    )
+    out, (dx,) = split_vjp(scatter_tokens, mode, n, [x], dims=[None], out_dim=1, ct=ct, dim=-2)
 
-    np.testing.assert_array_equal(unpadded(split, out, 1), x)
+    np.testing.assert_array_equal(out, x)
     np.testing.assert_array_equal(dx, ct)
 
 
@@ -141,20 +108,11 @@ def test_scatter_tokens_cuts_the_dim_and_gathers_its_gradient(mode, n, size, dty
 @examples
 @given(seed=seeds)
 def test_reduce_scatter_tokens_sums_and_cuts(mode, n, size, dtype, seed):
-    split = Split(size, n)
     x, ct = normal(seed, (n, 2, size), dtype), normal(seed + 1, (2, size), dtype)
 
-    out, (dx,) = sharded_vjp(
-        _reduce_scatter_last,
-        mode,
-        n,
-        [x],
-        in_specs=(P("ipu"),),
-        out_spec=split.spec(1, 2, "ipu"),
-        ct=padded(split, ct, 1),
-    )
+    out, (dx,) = split_vjp(_reduce_scatter_last, mode, n, [x], dims=[0], out_dim=1, ct=ct)
 
-    assert_close(unpadded(split, out, 1), x.sum(0), np.abs(x).sum(0), roundings=n)
+    assert_close(out, x.sum(0), np.abs(x).sum(0), roundings=n)
     np.testing.assert_array_equal(dx, np.broadcast_to(ct, x.shape))
 
 

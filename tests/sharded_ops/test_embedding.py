@@ -23,8 +23,7 @@ from support.harness import (
     on_ipus,
     padded,
     seeds,
-    sharded_vjp,
-    unpadded,
+    split_vjp,
 )
 
 TOKENS = 6
@@ -41,21 +40,17 @@ def _indices(size: int) -> st.SearchStrategy[list[int]]:
 @examples
 @given(seed=seeds, data=st.data())
 def test_embedding(mode, n, size, dtype, seed, data):
-    split = Split(size, n)
     table, ct = normal(seed, (size, 3), dtype), normal(seed + 1, (2, 3, 3), dtype)
     ids = np.array(data.draw(_indices(size)), np.int32).reshape(2, 3)
 
-    spec = split.spec(0, 2, "ipu")
-    out, (dtable,) = sharded_vjp(
-        embedding, mode, n, [padded(split, table, 0)], [ids], in_specs=(spec,), ct=ct, size=size
-    )
+    out, (dtable,) = split_vjp(embedding, mode, n, [table], [ids], dims=[0], ct=ct, size=size)
 
     want, (want_dtable,) = dense_vjp(dense_embedding, [table], [ids], ct=ct)
     np.testing.assert_array_equal(out, want)
     # A row's gradient is the sum of up to 6 cotangents in the table's dtype, in another order on each side; untyped,
     # each cotangent is divided by n first.
     bound = dense_vjp(dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
-    assert_close(unpadded(split, dtable, 0), want_dtable, bound, roundings=2 * TOKENS + n + 1)
+    assert_close(dtable, want_dtable, bound, roundings=2 * TOKENS + n + 1)
 
 
 @pytest.mark.parametrize("form", ["scatter", "features"])
@@ -67,46 +62,30 @@ def test_embedding_scattered_over_tokens_and_split_by_features(mode, n, size, dt
     dim, columns = (0, 3) if form == "scatter" else (1, size)
     rows = size if form == "scatter" else 7
     options: dict[str, Any] = {"reduction": "scatter"} if form == "scatter" else {"split": "features"}
-    split, of_result = Split(size, n), Split(TOKENS if form == "scatter" else size, n)
     table, ct = normal(seed, (rows, columns), dtype), normal(seed + 1, (TOKENS, columns), dtype)
     ids = np.array(data.draw(_indices(rows)), np.int32)
 
-    out, (dtable,) = sharded_vjp(
-        embedding,
-        mode,
-        n,
-        [padded(split, table, dim)],
-        [ids],
-        in_specs=(split.spec(dim, 2, "ipu"),),
-        out_spec=split.spec(dim, 2, "ipu"),
-        ct=padded(of_result, ct, dim),
-        size=size,
-        **options,
-    )
+    out, (dtable,) = split_vjp(embedding, mode, n, [table], [ids], dims=[dim], out_dim=dim, ct=ct, size=size, **options)
 
     want, (want_dtable,) = dense_vjp(dense_embedding, [table], [ids], ct=ct)
-    np.testing.assert_array_equal(unpadded(of_result, out, dim), want)
+    np.testing.assert_array_equal(out, want)
     bound = dense_vjp(dense_embedding, [table], [ids], ct=np.abs(ct).astype(dtype))[1][0]
-    assert_close(unpadded(split, dtable, dim), want_dtable, bound, roundings=2 * TOKENS)
+    assert_close(dtable, want_dtable, bound, roundings=2 * TOKENS)
 
 
 @every_case
 @examples
 @given(seed=seeds, data=st.data())
 def test_take_along_last_dim(mode, n, size, dtype, seed, data):
-    split = Split(size, n)
     x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3), dtype)
     indices = np.array(data.draw(_indices(size)), np.int32).reshape(2, 3)
 
-    spec = split.spec(2, 3, "ipu")
-    out, (dx,) = sharded_vjp(
-        take_along_last_dim, mode, n, [padded(split, x, 2)], [indices], in_specs=(spec,), ct=ct, size=size
-    )
+    out, (dx,) = split_vjp(take_along_last_dim, mode, n, [x], [indices], dims=[2], ct=ct, size=size)
 
     want, (want_dx,) = dense_vjp(dense_take_along_last_dim, [x], [indices], ct=ct)
     np.testing.assert_array_equal(out, want)
     # Untyped, the cotangent is divided by n and summed again: n + 1 roundings.
-    assert_close(unpadded(split, dx, 2), want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
+    assert_close(dx, want_dx, np.abs(want_dx.astype(np.float32)), roundings=n + 1)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3), (0,)])

@@ -24,10 +24,8 @@ from support.harness import (
     examples,
     normal,
     on_ipus,
-    padded,
     seeds,
-    sharded_vjp,
-    unpadded,
+    split_vjp,
 )
 
 
@@ -63,34 +61,20 @@ def _cases():
 @given(seed=seeds)
 def test_columns_and_rows(mode, n, size, dtype, split, bias, scattered, seed):
     """Scattered, tokens are gathered before a weight that is split by columns, and scattered behind one by rows."""
-    of_size, of_tokens, of_columns = Split(size, n), Split(TOKENS, n), split == "columns"
-    inner, outer = (4, size) if of_columns else (size, 4)
+    inner, outer = (4, size) if split == "columns" else (size, 4)
     x, w = normal(seed, (TOKENS, 2, inner), dtype), normal(seed + 1, (inner, outer), dtype)
     b, ct = normal(seed + 2, (outer,), dtype), normal(seed + 3, (TOKENS, 2, outer), dtype)
-    last, tokens = P(None, None, "ipu"), P("ipu") if scattered else P()
     options = {"split": split, "size": size}
     if scattered:
-        options |= {"tokens": TOKENS} if of_columns else {"reduction": "scatter"}
-
-    def on_tokens(change, array):
-        return change(of_tokens, array, 0) if scattered else array
-
-    if of_columns:
-        floats = [on_tokens(padded, x), padded(of_size, w, 1), padded(of_size, b, 0)]
-        specs, out_spec, ct_shard = (tokens, P(None, "ipu"), P("ipu")), last, padded(of_size, ct, 2, fill=1e9)
+        options |= {"tokens": TOKENS} if split == "columns" else {"reduction": "scatter"}
+    tokens = 0 if scattered else None
+    if split == "columns":
+        dims, of_result = [tokens, 1, 0], {"out_dim": 2, "ct_fill": 1e9}
     else:
-        floats = [padded(of_size, x, 2), padded(of_size, w, 0), b]
-        specs, out_spec, ct_shard = (last, P("ipu"), P()), tokens, on_tokens(padded, ct)
+        dims, of_result = [2, 0, None], {"out_dim": tokens}
     op, count = (_with_bias, 3) if bias else (matmul, 2)
-    out, grads = sharded_vjp(
-        op, mode, n, floats[:count], in_specs=specs[:count], out_spec=out_spec, ct=ct_shard, **options
-    )
-
-    if of_columns:
-        got = [unpadded(of_size, out, 2), on_tokens(unpadded, grads[0]), unpadded(of_size, grads[1], 1)]
-        got += [unpadded(of_size, grad, 0) for grad in grads[2:]]
-    else:
-        got = [on_tokens(unpadded, out), unpadded(of_size, grads[0], 2), unpadded(of_size, grads[1], 0), *grads[2:]]
+    out, grads = split_vjp(op, mode, n, [x, w, b][:count], dims=dims[:count], ct=ct, **of_result, **options)
+    got = [out, *grads]
     dense = {"bias": b, "dense": dense_matmul} if bias else {}
     _assert_like_dense(got, x, w, ct, n, **dense)
 
@@ -103,23 +87,11 @@ def _with_bias(x, w, bias, **kwargs):
 @examples
 @given(seed=seeds)
 def test_tied_projection(mode, n, size, dtype, seed):
-    split = Split(size, n)
     hidden, table = normal(seed, (2, 3, 8), dtype), normal(seed + 1, (size, 8), dtype)
     ct = normal(seed + 2, (2, 3, size), dtype)
-
-    out, (dhidden, dtable) = sharded_vjp(
-        tied_projection,
-        mode,
-        n,
-        [hidden, padded(split, table, 0)],
-        in_specs=(P(), split.spec(0, 2, "ipu")),
-        out_spec=split.spec(2, 3, "ipu"),
-        ct=padded(split, ct, 2),
-        size=size,
-    )
-
-    got = (unpadded(split, out, 2), dhidden, unpadded(split, dtable, 0))
-    _assert_like_dense(got, hidden, table, ct, n, dense=dense_tied_projection)
+    operands, dims = [hidden, table], [None, 0]
+    out, grads = split_vjp(tied_projection, mode, n, operands, dims=dims, out_dim=2, ct=ct, size=size)
+    _assert_like_dense([out, *grads], hidden, table, ct, n, dense=dense_tied_projection)
 
 
 @pytest.mark.slow

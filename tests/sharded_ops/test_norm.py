@@ -22,7 +22,7 @@ from support.harness import (
     on_ipus,
     padded,
     seeds,
-    sharded_vjp,
+    split_vjp,
     unpadded,
 )
 
@@ -39,25 +39,14 @@ _dense_rms, _dense_layer = (functools.partial(op, epsilon=EPSILON) for op in (de
 @examples
 @given(seed=seeds)
 def test_forward_and_backward(mode, n, size, dtype, op, dense, seed):
-    split = Split(size, n)
     x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3, size), dtype)
     vectors = [normal(seed + 2 + i, (size,), dtype) for i in range(1 if op is rms_norm else 2)]
 
-    out, grads = sharded_vjp(
-        op,
-        mode,
-        n,
-        [padded(split, x, 2), *(padded(split, vector, 0) for vector in vectors)],
-        in_specs=(split.spec(2, 3, "ipu"), *(P("ipu") for _ in vectors)),
-        out_spec=split.spec(2, 3, "ipu"),
-        ct=padded(split, ct, 2),
-        size=size,
-        epsilon=EPSILON,
-    )
+    options = {"out_dim": 2, "size": size, "epsilon": EPSILON}
+    out, grads = split_vjp(op, mode, n, [x, *vectors], dims=[2, 0, 0][: 1 + len(vectors)], ct=ct, **options)
 
-    got = (unpadded(split, out, 2), *(unpadded(split, grad, -1) for grad in grads))
     want_out, want_grads = dense_vjp(dense, [x, *vectors], ct=ct)
-    for one_got, want in zip(got, (want_out, *want_grads), strict=True):
+    for one_got, want in zip((out, *grads), (want_out, *want_grads), strict=True):
         # Half types are computed in float32 on both sides, so at most one rounding differs. The terms are bounded by
         # the largest values of a factor 1 / sqrt(EPSILON), normal variates, and sums of 6 of them.
         wide = np.asarray(want, np.float32)
@@ -94,19 +83,14 @@ def _dense_other_scales(x, scale, bias):
 @pytest.mark.slow
 @a_few_cases
 def test_no_scale_and_a_scale_to_which_one_is_added(mode, n, size, dtype):
-    split = Split(size, n)
     x, scale, bias = normal(0, (3, size), dtype), normal(1, (size,), dtype), normal(2, (size,), dtype)
-    given = [padded(split, x, 1), padded(split, scale, 0), padded(split, bias, 0)]
-    specs, out_spec = (P(None, "ipu"), P("ipu"), P("ipu")), P(None, None, "ipu")
     for row in range(5):
         ct = np.zeros((5, 3, size), dtype)
         ct[row] = normal(3 + row, (3, size), dtype)
-        out, grads = sharded_vjp(
-            _other_scales, mode, n, given, in_specs=specs, out_spec=out_spec, ct=padded(split, ct, 2), size=size
-        )
-        got = (unpadded(split, out, 2), *(unpadded(split, grad, -1) for grad in grads))
+        given, dims = [x, scale, bias], [1, 0, 0]
+        out, grads = split_vjp(_other_scales, mode, n, given, dims=dims, out_dim=2, ct=ct, size=size)
         want_out, want_grads = dense_vjp(_dense_other_scales, [x, scale, bias], ct=ct)
-        for one_got, want in zip(got, (want_out, *want_grads), strict=True):
+        for one_got, want in zip((out, *grads), (want_out, *want_grads), strict=True):
             wide = np.asarray(want, np.float32)
             bound = np.maximum(np.abs(wide), 1e-3) if dtype == jnp.bfloat16 else np.maximum(np.abs(wide).max(), 10)
             assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)

@@ -1,4 +1,4 @@
-"""Test calls that the ops refuse when they are traced, on 2 IPUs, in one table for all ops."""
+"""Test calls that the ops refuse when they are traced, on 2 IPUs; for bad values of options see test_op_arguments."""
 
 import types
 from typing import Any
@@ -83,8 +83,6 @@ FLOATS = np.ones((3, 2), np.float32)
     # embedding
     (lambda o: embedding(o.rows, o.ids * 1.0, size=4), "ids has dtype float32", "use int32"),
     (lambda o: embedding(o.rows[..., None], o.ids, size=4), "(2, 4, 1) on each IPU, but must have 2", "reshape"),
-    (lambda o: _any(embedding)(o.rows, o.ids, size=4, split="columns"), "split='columns'", "use 'rows' or 'features'"),
-    (lambda o: _any(embedding)(o.rows, o.ids, size=4, reduction="mean"), "reduction='mean'", "use 'sum' or 'scatter'"),
     (
         lambda o: embedding(o.x, o.ids, size=4, split="features", reduction="scatter"),
         "split='features' sums nothing",
@@ -94,10 +92,8 @@ FLOATS = np.ones((3, 2), np.float32)
     (lambda o: take_along_last_dim(o.x, o.ids[:2], size=4), "(2,), but a shard of shape (3, 2)", "give shape (3,)"),
     (lambda o: take_along_last_dim(o.x, o.ids == 0, size=4), "indices has dtype bool", "use int32"),
     # matmul
-    (lambda o: _any(matmul)(o.whole, o.rows.T, split="cols"), "split='cols'", "use 'columns' or 'rows'"),
     (lambda o: matmul(o.whole[:, :3], o.rows.T), "(3, 3) and w of shape (4, 2) on each IPU", "(split='rows')"),
     (lambda o: matmul(o.whole[0, 0], o.rows.T), "x of shape ()", "reshape them to (.., D) and (D, V)"),
-    (lambda o: _any(matmul)(o.whole, o.rows.T, reduction="mean"), "reduction='mean'", "use 'sum' or 'scatter'"),
     (lambda o: matmul(o.whole, o.rows.T, reduction="scatter"), "split='columns' sums nothing", "use split='rows'"),
     (lambda o: matmul(o.whole, o.rows.T, split="rows", tokens=6), "tokens=6 gathers", "use split='columns'"),
     (
@@ -115,20 +111,15 @@ FLOATS = np.ones((3, 2), np.float32)
     ),
     (lambda o: rms_norm(o.x, o.scale[None], size=4), "scale_shard has shape (1, 2)", "one value for each column"),
     (lambda o: layer_norm(o.x, o.scale[:1], size=4), "scale_shard has shape (1,)", "Split(size=4, parts=2)"),
-    (lambda o: layer_norm(o.x, o.scale, size=4, epsilon=-1e-5), "epsilon=-1e-05", "a finite number of at least 0"),
     # choice and sampling
     (lambda o: argmax(o.x.astype(jnp.complex64), size=4), "complex64, which has no order", "give real numbers"),
-    (lambda o: sample(o.key, o.x, size=4, top_k=5), "top_k=5", "give an int from 1 to 4, or None for all"),
     (lambda o: sample(jax.random.key_data(o.key), o.x, size=4), "key has dtype uint32", "jax.random.key(seed)"),
     (lambda o: _any(sample)(0, o.x, size=4), "key=0 is not one typed key", "jax.random.key(seed)"),
     (lambda o: sample(jax.random.split(o.key, 3), o.x, size=4), "key<fry> and shape (3,)", "jax.random.key(seed)"),
-    *(
-        (
-            lambda o, t=t: sample(o.key, o.x, size=4, temperature=t),
-            f"temperature={shown}",
-            "a finite number, at least 0",
-        )
-        for t, shown in ((-1, "-1"), (np.array([1, 2, np.inf]), "inf"), (np.nan, "nan"))
+    (
+        lambda o: sample(o.key, o.x, size=4, temperature=np.array([1, 2, np.inf])),
+        "temperature=inf",
+        "a finite number, at least 0",
     ),
     (
         lambda o: sample(o.key, o.x, size=4, temperature=jnp.ones((3, 1)) * o.whole[0, 0]),
@@ -175,7 +166,6 @@ FLOATS = np.ones((3, 2), np.float32)
         "(4,), without a dim of tokens that is scattered",
         "give (N, .., D)",
     ),
-    (lambda o: cross_entropy(o, tokens=2.0), "tokens=2.0 is not an int", "or None if all IPUs hold hidden"),
     (lambda o: cross_entropy(o, weights=np.ones(3, np.complex64)), "complex64", "real numbers", "give floats"),
     (lambda o: cross_entropy(o, temperature=o.whole[0, 0]), "<float32[] array>", "is not a plain number", "above 0"),
     (lambda o: logits_loss(o, temperature=o.whole[0, 0]), "<float32[] array>", "is not a plain number", "above 0"),

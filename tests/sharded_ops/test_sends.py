@@ -91,11 +91,11 @@ SENT: list[tuple[Any, ...]] = [
 
 def _cases():
     """Yield both kinds of types where they send other things, and else one of the two in turn, with the other slow."""
-    for number, (*row, typed, untyped) in enumerate(SENT):
-        for is_typed in (True, False):
-            is_slow = typed == untyped and number % 2 == is_typed
-            backward = typed if is_typed else untyped
-            yield pytest.param(is_typed, *row, backward, marks=pytest.mark.slow if is_slow else ())
+    for number, (op, *row, typed, untyped) in enumerate(SENT):
+        for is_typed, backward in ((True, typed), (False, untyped)):
+            marks = pytest.mark.slow if typed == untyped and number % 2 == is_typed else ()
+            name = getattr(op, "func", op).__name__.strip("_")
+            yield pytest.param(is_typed, op, *row, backward, marks=marks, id=f"{name}-{number}-{is_typed}")
 
 
 @pytest.mark.parametrize(("typed", "op", "operands", "out_spec", "forward", "backward"), list(_cases()))

@@ -1,6 +1,7 @@
 """Test the split softmax and its logarithm against jax's: forward, derivatives, and what they send."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from support.harness import (
     on_ipus,
     padded,
     seeds,
-    sharded_vjp,
+    split_vjp,
     unpadded,
 )
 from support.losses import EXTREMES, in_float64
@@ -50,11 +51,11 @@ LATER = [
 @examples
 @given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)))
 def test_values_and_gradients_of_logits(op, mode, n, size, dtype, seed, scale, offset):
-    split, is_log = Split(size, n), op is log_softmax
+    is_log = op is log_softmax
     logits = (normal(seed, (2, 3, size)) * scale + offset).astype(dtype)
-    ct, spec = normal(seed + 1, (2, 3, size), dtype), split.spec(2, 3, "ipu")
-    shards, ct_shard = [padded(split, logits, 2)], padded(split, ct, 2, np.nan if is_log else 0)
-    out, (dlogits,) = sharded_vjp(op, mode, n, shards, in_specs=(spec,), out_spec=spec, ct=ct_shard, size=size)
+    ct = normal(seed + 1, (2, 3, size), dtype)
+    of_padding: Any = {"ct_fill": np.nan, "padding": -np.inf} if is_log else {"ct_fill": 0}
+    out, (dlogits,) = split_vjp(op, mode, n, [logits], dims=[2], out_dim=2, ct=ct, size=size, **of_padding)
 
     want, (want_dlogits,) = dense_vjp(dense_log_softmax if is_log else dense_softmax, [logits], ct=ct)
     ct_size = np.abs(ct.astype(np.float32))
@@ -62,28 +63,19 @@ def test_values_and_gradients_of_logits(op, mode, n, size, dtype, seed, scale, o
         bound, slope = 1 + np.abs(np.asarray(want, np.float32)), ct_size + ct_size.sum(-1, keepdims=True)
     else:
         bound, slope = 1, ct_size.max()
-    assert_close(unpadded(split, out, 2, padding=-np.inf if is_log else 0), want, bound, ROUNDINGS)
-    assert_close(unpadded(split, dlogits, 2), want_dlogits, slope, ROUNDINGS)
+    assert_close(out, want, bound, ROUNDINGS)
+    assert_close(dlogits, want_dlogits, slope, ROUNDINGS)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_extreme_logits(mode):
     logits = np.array([row for row, _ in EXTREMES], np.float32)
     *_, want_log_p = in_float64(logits, np.zeros(len(logits)))
-    split, spec, ct = Split(7, 3), P(None, "ipu"), normal(0, logits.shape)
-    log_p, (dlogits,) = sharded_vjp(
-        log_softmax,
-        mode,
-        3,
-        [padded(split, logits, 1)],
-        in_specs=(spec,),
-        out_spec=spec,
-        ct=padded(split, ct, 1),
-        size=7,
-    )
-    np.testing.assert_allclose(log_p[:, :7], want_log_p, rtol=2e-6, atol=1e-6)
+    ct, options = normal(0, logits.shape), {"out_dim": 1, "padding": -np.inf, "size": 7}
+    log_p, (dlogits,) = split_vjp(log_softmax, mode, 3, [logits], dims=[1], ct=ct, **options)
+    np.testing.assert_allclose(log_p, want_log_p, rtol=2e-6, atol=1e-6)
     want_dlogits = ct - np.exp(want_log_p) * ct.sum(-1, keepdims=True)
-    np.testing.assert_allclose(unpadded(split, dlogits, 1), want_dlogits, atol=4e-6)
+    np.testing.assert_allclose(dlogits, want_dlogits, atol=4e-6)
 
 
 @pytest.mark.parametrize("op", [log_softmax, softmax])

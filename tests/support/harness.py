@@ -117,6 +117,48 @@ def sharded_vjp(
     return jax.device_get(program(tuple(floats), tuple(ints), ct))
 
 
+def split_vjp(
+    op: Callable,
+    mode: str,
+    n: int,
+    floats: Sequence[np.ndarray],
+    ints: Sequence[Any] = (),
+    *,
+    dims: Sequence[int | None],
+    out_dim: int | None = None,
+    ct: np.ndarray,
+    fill: float = np.nan,
+    ct_fill: float = np.nan,
+    padding: float = 0,
+    **kwargs: Any,
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Return what `sharded_vjp` does, of whole arrays: dim `dims[k]` of each, and `out_dim` of the result, is split.
+
+    They are padded with `fill` and `ct_fill`; padding of the result must be `padding`, and that of gradients 0.
+    """
+
+    def pad(array: np.ndarray, dim: int | None, fill: float) -> np.ndarray:
+        return array if dim is None else padded(Split(array.shape[dim], n), array, dim, fill)
+
+    def unpad(array: np.ndarray, like: np.ndarray, dim: int | None, padding: float = 0) -> np.ndarray:
+        return array if dim is None else unpadded(Split(like.shape[dim], n), array, dim, padding)
+
+    in_specs = tuple(ON_ALL if dim is None else P(*(None,) * dim, "ipu") for dim in dims)
+    out, grads = sharded_vjp(
+        op,
+        mode,
+        n,
+        [pad(array, dim, fill) for array, dim in zip(floats, dims, strict=True)],
+        ints,
+        in_specs=in_specs,
+        out_spec=ON_ALL if out_dim is None else P(*(None,) * out_dim, "ipu"),
+        ct=pad(ct, out_dim, ct_fill),
+        **kwargs,
+    )
+    whole = [unpad(grad, array, dim) for grad, array, dim in zip(grads, floats, dims, strict=True)]
+    return unpad(out, ct, out_dim, padding), tuple(whole)
+
+
 def collectives(fn: Callable, *args: Any) -> list[tuple[str, int]]:
     """Return the collectives in the compiled HLO of `fn(*args)`: the kind of each, and the bytes of its result."""
     text = jax.jit(fn).lower(*args).compile().as_text()

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, log_softmax_cross_entropy
-from support.harness import (
-    padded,
-    sharded_vjp,
-)
+from sharded_ops import log_softmax_cross_entropy
+from support.harness import assert_close, split_vjp
 
 TOKENS = 6
 COLUMNS = P(None, "ipu")
@@ -110,20 +107,29 @@ def dense_cross_entropy(logits, labels):
     return dense_loss(logits, labels, None)
 
 
-def sharded_cross_entropy(mode, n, size, logits, labels, ct, fill=np.nan, **options):
-    split = Split(size, n)
-    loss, (dlogits,) = sharded_vjp(
-        log_softmax_cross_entropy,
-        mode,
-        n,
-        [padded(split, logits, 1, fill)],
-        [labels],
-        in_specs=(split.spec(1, 2, "ipu"),),
-        ct=ct,
-        size=size,
-        **options,
+def sharded_cross_entropy(mode, n, size, logits, labels, ct, **options):
+    """Return the loss of whole logits, which are padded with `fill`, and their gradient."""
+    loss, (dlogits,) = split_vjp(
+        log_softmax_cross_entropy, mode, n, [logits], [labels], dims=[1], ct=ct, size=size, **options
     )
     return loss, dlogits
+
+
+def assert_like_dense_linear(got: Any, want: Any, operands: Any, ct: Any) -> float:
+    """Compare losses and gradients of hidden, table, perhaps bias, and weights; return how large a loss may be."""
+    (rows, grads), (want_rows, of_want) = got, want
+    hidden, table, *bias, weights = (np.abs(operand.astype(np.float32)) for operand in operands)
+    logit = (hidden @ table.T + (bias[0] if bias else 0)).max()
+    largest = 1 + max(np.abs(want_rows).max(), logit) * max(1.0, weights.max())
+    features = hidden.shape[-1]
+    assert_close(rows, want_rows, largest, 10 * features)
+    assert_close(grads[-1], of_want[len(grads) - 1], largest * (1 + np.abs(ct).sum()), 10 * features)
+    # Each token's dlogits, which add up to a few times its cotangent, are rounded to the dtype; then the sums are.
+    slope = 2 * (1 + np.abs(ct).sum()) * max(1.0, weights.max())
+    roundings = 10 if operands[0].dtype == jnp.float32 else 2
+    for found, wanted, size in zip(grads, of_want, (table.max(), hidden.max(), 1)[: len(grads) - 1], strict=False):
+        assert_close(found, wanted, slope * size, roundings)
+    return largest
 
 
 def in_float64(logits, labels):

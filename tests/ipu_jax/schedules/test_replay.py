@@ -112,9 +112,12 @@ def schedules(draw, names=SCHEDULES, most_ipus: int = 6, most_micro_batches: int
 
 
 @settings(max_examples=70)
-@given(schedule=schedules())
-def test_every_family_replays_on_every_placement(schedule):
+@given(schedule=schedules(), data=st.data())
+def test_every_family_replays_on_every_placement_also_with_idle_ticks_put_in(schedule, data):
     replay(schedule)
+    replay(dataclasses.replace(schedule, **_with_idle_ticks(schedule, data)))
+    assert Schedule.from_text(str(schedule)) == schedule
+    assert str(Schedule.from_text(str(schedule))) == str(schedule)
     assert 0 <= schedule.bubble() < 1
     if schedule.clock == "two-phase":
         stages = range(len(schedule.placement))
@@ -149,13 +152,6 @@ def test_zbv_with_more_stages_on_one_ipu_than_on_another_replays(placement):
             spans = (span for s in mine for span in zip(schedule.forward[s], schedule.weight[s], strict=True))
             held = sum(first <= tick <= last for first, last in spans)
             assert held <= len(ipus) * len(mine), "no more than S micro-batches of its share"
-
-
-@settings(max_examples=40)
-@given(schedule=schedules())
-def test_every_schedule_prints_and_parses_back(schedule):
-    assert Schedule.from_text(str(schedule)) == schedule
-    assert str(Schedule.from_text(str(schedule))) == str(schedule)
 
 
 def attempt(schedule: Schedule, **tables) -> tuple[Schedule | None, str]:
@@ -242,12 +238,6 @@ def test_a_stretched_schedule_replays_and_is_accepted_where_micro_batches_dont_m
     if alone is None:
         reject()
     assert stretched(2, alone.ticks + shift) is not None
-
-
-@settings(max_examples=40)
-@given(schedule=schedules(), data=st.data())
-def test_a_schedule_with_idle_ticks_put_in_is_right_too(schedule, data):
-    replay(dataclasses.replace(schedule, **_with_idle_ticks(schedule, data)))
 
 
 @settings(max_examples=40)

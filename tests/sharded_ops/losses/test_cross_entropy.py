@@ -13,18 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, log_softmax_cross_entropy
-from support.harness import (
-    assert_close,
-    dense_vjp,
-    every_case,
-    examples,
-    normal,
-    on_ipus,
-    padded,
-    seeds,
-    sharded_vjp,
-    unpadded,
-)
+from support.harness import assert_close, dense_vjp, every_case, examples, normal, on_ipus, padded, seeds, split_vjp
 from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_cross_entropy, dense_loss, of_each, sharded_cross_entropy
 
 WEIGHTED = {"ignore_index": 2, "weighted": True, "reduction": "mean"}
@@ -74,34 +63,25 @@ def _labels(data, shape, size) -> np.ndarray:
 @examples
 @given(seed=seeds, scale=st.sampled_from((0.1, 3)), data=st.data())
 def test_every_option(mode, n, size, dtype, shape, seed, scale, data):
-    split, lead = Split(size, n), len(shape)
+    lead = len(shape)
     logits = (normal(seed, (*shape, size)) * scale).astype(dtype)
     # Soft targets need not add up to 1; some are negative, some 0.
     soft = np.round(normal(seed + 1, (*shape, size)) + 0.5, 1).astype(dtype)
     weights, labels = np.abs(normal(seed + 2, shape)).astype(np.float32), _labels(data, shape, size)
-    columns = P(*(None,) * lead, "ipu")
     row = data.draw(st.integers(0, 2 * len(OPTIONS) - 1))
     ct = np.zeros((2 * len(OPTIONS), *shape), np.float32)
     ct[row] = normal(seed + 3, shape)
 
-    loss, (dlogits, dsoft, dweights) = sharded_vjp(
-        _options_of_one_program,
-        mode,
-        n,
-        [padded(split, logits, lead), padded(split, soft, lead), weights],
-        [labels],
-        in_specs=(columns, columns, P()),
-        ct=ct,
-        size=size,
+    floats, dims = [logits, soft, weights], [lead, lead, None]
+    loss, (dlogits, dsoft, dweights) = split_vjp(
+        _options_of_one_program, mode, n, floats, [labels], dims=dims, ct=ct, size=size
     )
-    want, (want_dlogits, want_dsoft, want_dweights) = dense_vjp(
-        _dense_options, [logits, soft, weights], [labels], ct=ct
-    )
+    want, (want_dlogits, want_dsoft, want_dweights) = dense_vjp(_dense_options, floats, [labels], ct=ct)
 
     assert_close(loss, want, 1 + np.abs(want).max(), ROUNDINGS)
     for got, wanted in ((dlogits, want_dlogits), (dsoft, want_dsoft)):
         largest = 1 + np.abs(wanted.astype(np.float32)).max(initial=0)
-        assert_close(unpadded(split, got, lead), wanted, largest, ROUNDINGS if dtype == jnp.float32 else 1)
+        assert_close(got, wanted, largest, ROUNDINGS if dtype == jnp.float32 else 1)
     assert_close(dweights, want_dweights, 1 + np.abs(want_dweights).max(initial=0), ROUNDINGS)
 
 
@@ -110,7 +90,6 @@ def test_every_option(mode, n, size, dtype, shape, seed, scale, data):
 @examples
 @given(seed=seeds, scale=st.sampled_from((1e-3, 1, 30)), offset=st.sampled_from((0, 1e4, -1e4)), data=st.data())
 def test_cross_entropy(mode, n, size, dtype, seed, scale, offset, data):
-    split = Split(size, n)
     logits = (normal(seed, (TOKENS, size)) * scale + offset).astype(dtype)
     labels, ct = _labels(data, (TOKENS,), size), normal(seed + 1, (TOKENS,))
 
@@ -118,7 +97,7 @@ def test_cross_entropy(mode, n, size, dtype, seed, scale, offset, data):
 
     want, (want_dlogits,) = dense_vjp(dense_cross_entropy, [logits], [labels], ct=ct)
     assert_close(loss, want, 1 + want, ROUNDINGS)
-    assert_close(unpadded(split, dlogits, 1), want_dlogits, ((1 + want) * np.abs(ct))[:, None], ROUNDINGS)
+    assert_close(dlogits, want_dlogits, ((1 + want) * np.abs(ct))[:, None], ROUNDINGS)
     without_label = (labels < 0) | (labels >= size)
     np.testing.assert_array_equal(loss[without_label], 0)
     np.testing.assert_array_equal(dlogits[without_label].astype(np.float32), 0)
@@ -130,7 +109,7 @@ def test_the_cross_entropy_is_optaxs():
     loss, dlogits = sharded_cross_entropy("typed-outside", 4, 10, logits, labels, ct)
     want, (want_dlogits,) = dense_vjp(optax.softmax_cross_entropy_with_integer_labels, [logits], [labels], ct=ct)
     assert_close(loss, want, 1 + want, ROUNDINGS)
-    assert_close(unpadded(Split(10, 4), dlogits, 1), want_dlogits, 1, ROUNDINGS)
+    assert_close(dlogits, want_dlogits, 1, ROUNDINGS)
 
 
 # What must not leak
@@ -139,9 +118,9 @@ def test_the_cross_entropy_is_optaxs():
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}])
 def test_no_padding_leaks_whatever_it_holds(options):
     logits, labels, ct = normal(0, (TOKENS, 5)), np.arange(TOKENS, dtype=np.int32) - 1, np.ones(TOKENS, np.float32)
-    zero_loss, zero_dlogits = sharded_cross_entropy("typed-outside", 8, 5, logits, labels, ct, 0, **options)
+    zero_loss, zero_dlogits = sharded_cross_entropy("typed-outside", 8, 5, logits, labels, ct, fill=0, **options)
     for fill in (np.nan, 1e9, np.inf, -np.inf):
-        loss, dlogits = sharded_cross_entropy("typed-outside", 8, 5, logits, labels, ct, fill, **options)
+        loss, dlogits = sharded_cross_entropy("typed-outside", 8, 5, logits, labels, ct, fill=fill, **options)
         np.testing.assert_array_equal(loss, zero_loss)
         np.testing.assert_array_equal(dlogits, zero_dlogits)
 

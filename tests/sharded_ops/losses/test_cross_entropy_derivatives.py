@@ -11,14 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, log_softmax_cross_entropy
-from support.harness import (
-    SPLITS,
-    assert_close,
-    dense_vjp,
-    normal,
-    on_ipus,
-    sharded_vjp,
-)
+from support.harness import SPLITS, assert_close, dense_vjp, normal, on_ipus, split_vjp
 from support.losses import COLUMNS, ROUNDINGS, TOKENS, dense_loss
 
 DERIVED: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 1.5}
@@ -137,9 +130,8 @@ def test_the_cross_entropy_may_stand_in_other_transforms(wrapped, mode):
     shape = (2, TOKENS, 6)
     logits, soft = normal(0, shape), normal(1, shape)
     labels = np.arange(2 * TOKENS, dtype=np.int32).reshape(2, TOKENS) % 7 - 1
-    ct, columns = np.ones((2, TOKENS), np.float32), P(None, None, "ipu")
-    op = functools.partial(wrapped, of_six)
-    loss, grads = sharded_vjp(op, mode, 2, [logits, soft], [labels], in_specs=(columns, columns), ct=ct)
+    ct, op = np.ones((2, TOKENS), np.float32), functools.partial(wrapped, of_six)
+    loss, grads = split_vjp(op, mode, 2, [logits, soft], [labels], dims=[2, 2], ct=ct)
     want, want_grads = dense_vjp(dense, [logits, soft], [labels], ct=ct)
     assert_close(loss, want, 1 + np.abs(want).max(), ROUNDINGS)
     for got, wanted in zip(grads, want_grads, strict=True):
@@ -150,16 +142,9 @@ def test_the_cross_entropy_may_stand_in_other_transforms(wrapped, mode):
 def test_columns_made_of_what_all_ipus_hold_have_right_gradients(n, size):
     """A value that is the same on all IPUs gets the sum of the gradients from the columns of each IPU."""
     bias, labels, ct = np.float32(3), np.zeros(2, np.int32), np.ones(2, np.float32)
-    losses, (dbias,) = sharded_vjp(
-        _equal_logits,
-        "typed-outside",
-        n,
-        [bias],
-        [labels],
-        in_specs=(P(),),
-        ct=ct,
-        local=Split(size, n).local,
-        size=size,
+    options = {"local": Split(size, n).local, "size": size}
+    losses, (dbias,) = split_vjp(
+        _equal_logits, "typed-outside", n, [np.asarray(bias)], [labels], dims=[None], ct=ct, **options
     )
     np.testing.assert_allclose(losses, np.log(size), rtol=1e-6)
     # Adding the same to all logits changes nothing, so the parts of the gradient add up to zero over the IPUs.

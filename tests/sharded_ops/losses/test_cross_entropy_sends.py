@@ -10,14 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, log_softmax_cross_entropy, matmul
-from support.harness import (
-    assert_close,
-    collectives,
-    normal,
-    on_ipus,
-    padded,
-    unpadded,
-)
+from support.harness import assert_close, collectives, normal, on_ipus, padded, unpadded
 from support.losses import COLUMNS, ROUNDINGS, dense_cross_entropy
 
 

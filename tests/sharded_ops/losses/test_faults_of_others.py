@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, linear_cross_entropy, log_softmax, log_softmax_cross_entropy
-from support.harness import dense_vjp, normal, on_ipus, padded, sharded_vjp, unpadded
+from support.harness import dense_vjp, normal, on_ipus, split_vjp
 from support.losses import dense_loss
 from support.refusals import refused
 
@@ -21,11 +21,9 @@ COLUMNS, ROWS = P(None, "ipu"), P("ipu")
 
 def _loss_and_gradient(n, size, logits, labels, ct, *, fill=np.nan, mode="untyped-outside", **options):
     """Run `log_softmax_cross_entropy` on n IPUs; the padding of the gradient is checked and removed."""
-    split = Split(size, n)
     op = functools.partial(log_softmax_cross_entropy, size=size, **options)
-    shards = [padded(split, logits, 1, fill)]
-    loss, (dlogits,) = sharded_vjp(op, mode, n, shards, [labels], in_specs=(COLUMNS,), ct=ct)
-    return loss, unpadded(split, dlogits, 1)
+    loss, (dlogits,) = split_vjp(op, mode, n, [logits], [labels], dims=[1], ct=ct, fill=fill)
+    return loss, dlogits
 
 
 def _dense(logits, labels, ct, **options):
@@ -122,8 +120,7 @@ def test_a_label_out_of_range_takes_no_other_shards_logit():
 
     hidden, table = normal(1, (8, 3)), normal(2, (13, 3))
     op = functools.partial(linear_cross_entropy, size=13, token_chunk=3, column_chunk=3)
-    shards = [hidden, padded(Split(13, 4), table, 0)]
-    loss, (dhidden, _) = sharded_vjp(op, "typed-outside", 4, shards, [labels], in_specs=(P(), ROWS), ct=ct)
+    loss, (dhidden, _) = split_vjp(op, "typed-outside", 4, [hidden, table], [labels], dims=[None, 0], ct=ct)
     np.testing.assert_array_equal(loss[:-1], 0)
     np.testing.assert_array_equal(dhidden[:-1], 0)
     np.testing.assert_allclose(loss[-1:], _dense(hidden[-1:] @ table.T, labels[-1:], ct[-1:])[0], rtol=2e-6)
@@ -137,10 +134,9 @@ def test_the_gradient_of_the_hidden_states_is_whole_on_every_ipu(mode, gradients
     the sum of all was expected, so training with several ranks went otherwise than with one."""
     hidden, table, labels = normal(0, (4, 3)), normal(1, (7, 3)), np.array([0, 6, 3, 2], np.int32)
     op = functools.partial(linear_cross_entropy, size=7, reduction="mean", gradients=gradients)
-    shards = [hidden, padded(Split(7, 3), table, 0)]
-    _, (dhidden, dtable) = sharded_vjp(op, mode, 3, shards, [labels], in_specs=(P(), ROWS), ct=np.float32(1))
+    _, got = split_vjp(op, mode, 3, [hidden, table], [labels], dims=[None, 0], ct=np.ones((), np.float32))
     want = jax.jit(jax.grad(lambda h, t: dense_loss(h @ t.T, labels, None, reduction="mean"), (0, 1)))(hidden, table)
-    _assert_same((dhidden, unpadded(Split(7, 3), dtable, 0)), want)
+    _assert_same(got, want)
 
 
 def test_smoothing_leaves_ignored_tokens_out():
@@ -178,10 +174,9 @@ def test_losses_that_are_not_reduced_have_the_gradient_of_each_ones_cotangent():
     hidden, table = normal(0, (5, 3)), normal(1, (7, 3))
     labels, ct = np.array([0, 6, 3, 2, -1], np.int32), np.array([0, -2, 1, 3, 0], np.float32)
     op = functools.partial(linear_cross_entropy, size=7, token_chunk=2, column_chunk=2)
-    shards = [hidden, padded(Split(7, 2), table, 0)]
-    _, (dhidden, dtable) = sharded_vjp(op, "untyped-outside", 2, shards, [labels], in_specs=(P(), ROWS), ct=ct)
+    _, got = split_vjp(op, "untyped-outside", 2, [hidden, table], [labels], dims=[None, 0], ct=ct)
     want = jax.jit(jax.grad(lambda h, t: jnp.vdot(dense_loss(h @ t.T, labels, None), ct), (0, 1)))(hidden, table)
-    _assert_same((dhidden, unpadded(Split(7, 2), dtable, 0)), want)
+    _assert_same(got, want)
 
 
 @pytest.mark.slow
@@ -193,8 +188,8 @@ def test_gradients_in_half_precision_accumulate_in_float32(gradients):
     hidden = (1 + np.abs(normal(0, (tokens, features)))).astype(jnp.bfloat16)
     table, labels = normal(1, (size, features)).astype(jnp.bfloat16), np.zeros(tokens, np.int32)
     op = functools.partial(linear_cross_entropy, size=size, reduction="sum", token_chunk=1, gradients=gradients)
-    _, (_, dtable) = sharded_vjp(
-        op, "typed-outside", 2, [hidden, table], [labels], in_specs=(P(), ROWS), ct=np.float32(1)
+    _, (_, dtable) = split_vjp(
+        op, "typed-outside", 2, [hidden, table], [labels], dims=[None, 0], ct=np.ones((), np.float32)
     )
     wide = hidden.astype(np.float32), table.astype(np.float32)
     want = jax.jit(jax.grad(lambda t: dense_loss(wide[0] @ t.T, labels, None, reduction="sum")))(wide[1])
@@ -206,17 +201,16 @@ def test_gradients_in_half_precision_accumulate_in_float32(gradients):
 def test_log_softmax_has_its_own_gradient_whatever_uses_it():
     """PyTorch #190746: within loss_parallel() the gradient of every log_softmax is the identity, since the loss's own
     rule does the rest; what else uses it, here the entropy, has a wrong gradient without a word."""
-    split, logits = Split(7, 3), normal(0, (4, 7))
+    logits = normal(0, (4, 7))
 
     def negative_entropy(logits):
         log_p = log_softmax(logits, size=7)
         return jax.lax.psum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0).sum(-1), "ipu")
 
     ct = np.ones(4, np.float32)
-    shards = [padded(split, logits, 1, 0)]
-    loss, (dlogits,) = sharded_vjp(negative_entropy, "untyped-outside", 3, shards, in_specs=(COLUMNS,), ct=ct)
+    got = split_vjp(negative_entropy, "untyped-outside", 3, [logits], dims=[1], ct=ct, fill=0)
     want, (want_dlogits,) = dense_vjp(_dense_negative_entropy, [logits], ct=ct)
-    _assert_same((loss, unpadded(split, dlogits, 1)), (want, want_dlogits))
+    _assert_same((got[0], *got[1]), (want, want_dlogits))
 
 
 def _dense_negative_entropy(logits):

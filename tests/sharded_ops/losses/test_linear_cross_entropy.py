@@ -14,24 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
 from ipu_jax.analysis.cost import flops_of
-from sharded_ops import Split, linear_cross_entropy
-from support.harness import (
-    assert_close,
-    collectives,
-    dense_vjp,
-    examples,
-    normal,
-    on_ipus,
-    padded,
-    seeds,
-    sharded_vjp,
-    unpadded,
-)
-from support.losses import dense_loss, dense_of_each, of_each
+from sharded_ops import linear_cross_entropy
+from support.harness import assert_close, collectives, dense_vjp, examples, normal, on_ipus, seeds, split_vjp
+from support.losses import assert_like_dense_linear, dense_loss, dense_of_each, of_each
 
 TOKENS, FEATURES = 7, 4
 ROWS = P("ipu")
-OF_OPERANDS = (P(), ROWS, P())
 
 EVERYTHING = {"label_smoothing": 0.3, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 2.0, "ignore_index": 2}
 # The options and chunks of each result of one compiled program. Not all chunks divide 7 tokens and 1 to 5 rows.
@@ -65,7 +53,6 @@ def _dense_options(hidden, table, weights, labels):
 @examples
 @given(seed=seeds, data=st.data())
 def test_every_option_both_ways(mode, n, size, dtype, shape, seed, data):
-    split = Split(size, n)
     hidden, table = normal(seed, (*shape, FEATURES), dtype), normal(seed + 1, (size, FEATURES), dtype)
     weights, count = np.abs(normal(seed + 2, shape)).astype(np.float32), int(np.prod(shape))
     each = st.one_of(st.integers(0, size - 1), st.sampled_from((-1, size, 2**31 - 1)))
@@ -74,30 +61,10 @@ def test_every_option_both_ways(mode, n, size, dtype, shape, seed, data):
     ct = np.zeros((len(OPTIONS), *shape), np.float32)
     ct[row] = normal(seed + 3, shape)
 
-    loss, (dhidden, dtable, dweights) = sharded_vjp(
-        _options_of_one_program,
-        mode,
-        n,
-        [hidden, padded(split, table, 0), weights],
-        [labels],
-        in_specs=OF_OPERANDS,
-        ct=ct,
-        size=size,
-    )
-    want, (want_dhidden, want_dtable, want_dweights) = dense_vjp(
-        _dense_options, [hidden, table, weights], [labels], ct=ct
-    )
-
-    logit = np.abs(hidden.astype(np.float32)) @ np.abs(table.astype(np.float32)).T
-    largest = 1 + max(np.abs(want).max(), logit.max()) * max(1.0, weights.max())
-    assert_close(loss, want, largest, 10 * FEATURES)
-    assert_close(dweights, want_dweights, largest * (1 + np.abs(ct).sum()), 10 * FEATURES)
-    # Each token's dlogits, which add up to a few times its cotangent, are rounded to the dtype; then the sums are.
-    slope = 2 * (1 + np.abs(ct).sum()) * max(1.0, weights.max())
-    roundings = 10 if dtype == jnp.float32 else 2
-    assert_close(dhidden, want_dhidden, slope * np.abs(table.astype(np.float32)).max(), roundings)
-    dtable = unpadded(split, dtable, 0)
-    assert_close(dtable, want_dtable, slope * np.abs(hidden.astype(np.float32)).max(), roundings)
+    floats, dims = [hidden, table, weights], [None, 0, None]
+    got = split_vjp(_options_of_one_program, mode, n, floats, [labels], dims=dims, ct=ct, size=size)
+    want = dense_vjp(_dense_options, floats, [labels], ct=ct)
+    assert_like_dense_linear(got, want, floats, ct)
 
 
 # Rounding
@@ -123,18 +90,17 @@ def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
     errors = []
     for seed in range(4):
         hidden, table = normal(seed, (tokens, features)) * np.float32(scale), normal(seed + 9, (size, features))
-        shards = [hidden, padded(Split(size, 3), table, 0)]
         float32 = dense_vjp(_dense_sum, [hidden, table], [labels], ct=np.float32(1))
         with jax.enable_x64(True):
             wide = [hidden.astype(np.float64), table.astype(np.float64)]
             float64 = dense_vjp(_dense_sum, wide, [labels], ct=np.float64(1))
         for way in (0, 1):
             ct = np.eye(2, dtype=np.float32)[way]
-            loss, grads = sharded_vjp(
-                _both_ways, "untyped-outside", 3, shards, [labels], in_specs=OF_OPERANDS[:2], ct=ct, size=size
+            loss, grads = split_vjp(
+                _both_ways, "untyped-outside", 3, [hidden, table], [labels], dims=[None, 0], ct=ct, size=size
             )
             found, twin, want = (
-                (loss[way], grads[0], grads[1][:size]),
+                (loss[way], *grads),
                 (float32[0], *float32[1]),
                 (float64[0], *float64[1]),
             )
@@ -275,13 +241,10 @@ def test_it_may_stand_in_other_transforms():
         one = functools.partial(dense_loss, weights=None, reduction="mean")
         return 2 * jax.vmap(lambda h, y: one(h @ table.T, y))(hidden, labels)
 
-    split = Split(5, 2)
     hidden, table = normal(0, (2, 3, FEATURES)), normal(1, (5, FEATURES))
     labels, ct = np.array([[0, 4, -1], [3, 2, 1]], np.int32), normal(2, (2,))
-    loss, (dhidden, dtable) = sharded_vjp(
-        inside, "untyped-outside", 2, [hidden, padded(split, table, 0)], [labels], in_specs=OF_OPERANDS[:2], ct=ct
-    )
+    loss, (dhidden, dtable) = split_vjp(inside, "untyped-outside", 2, [hidden, table], [labels], dims=[None, 0], ct=ct)
     want, (want_dhidden, want_dtable) = dense_vjp(dense, [hidden, table], [labels], ct=ct)
     assert_close(loss, want, 1 + want, 20)
     assert_close(dhidden, want_dhidden, 4, 20)
-    assert_close(unpadded(split, dtable, 0), want_dtable, 4, 20)
+    assert_close(dtable, want_dtable, 4, 20)

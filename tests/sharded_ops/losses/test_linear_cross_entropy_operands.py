@@ -10,17 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, linear_cross_entropy
-from support.harness import (
-    assert_close,
-    collectives,
-    dense_vjp,
-    normal,
-    on_ipus,
-    padded,
-    sharded_vjp,
-    unpadded,
-)
-from support.losses import dense_loss
+from support.harness import assert_close, collectives, dense_vjp, normal, on_ipus, padded, split_vjp
+from support.losses import assert_like_dense_linear, dense_loss
 
 TOKENS, FEATURES = 7, 4
 ROWS = P("ipu")
@@ -86,23 +77,6 @@ def _cotangents(rows):
     return [*(ct * (np.arange(rows) == row)[:, None] for row in range(rows)), ct]
 
 
-def _compare(got, want, hidden, table, bias, weights, ct, dtype):
-    (rows, (dhidden, dtable, dbias, dweights)), (want_rows, of_want) = got, want
-    want_dhidden, want_dtable, want_dbias, want_dweights = of_want[:4]
-    wide_hidden, wide_table = np.abs(hidden.astype(np.float32)), np.abs(table.astype(np.float32))
-    logit = (wide_hidden @ wide_table.T + np.abs(bias.astype(np.float32))).max()
-    largest = 1 + max(np.abs(want_rows).max(), logit) * max(1.0, weights.max())
-    assert_close(rows, want_rows, largest, 10 * FEATURES)
-    assert_close(dweights, want_dweights, largest * (1 + np.abs(ct).sum()), 10 * FEATURES)
-    # Each token's dlogits, which add up to a few times its cotangent, are rounded to the dtype; then the sums are.
-    slope = 2 * (1 + np.abs(ct).sum()) * max(1.0, weights.max())
-    roundings = 10 if dtype == jnp.float32 else 2
-    assert_close(dhidden, want_dhidden, slope * wide_table.max(), roundings)
-    assert_close(dtable, want_dtable, slope * wide_hidden.max(), roundings)
-    assert_close(dbias, want_dbias, slope, roundings)
-    return largest
-
-
 @pytest.mark.parametrize(
     ("mode", "n", "size", "dtype", "scattered"),
     [
@@ -117,18 +91,14 @@ def _compare(got, want, hidden, table, bias, weights, ct, dtype):
     ],
 )
 def test_bias_and_log_sum_exp_both_ways(mode, n, size, dtype, scattered):
-    split, of_tokens = Split(size, n), Split(TOKENS, n)
-    hidden, table, bias, weights = _operands(size, dtype)
+    operands = _operands(size, dtype)
     labels = np.array([0, size - 1, -1, 0, size // 2, size, 0], np.int32)
-    given = [padded(of_tokens, hidden, 0) if scattered else hidden, padded(split, table, 0), padded(split, bias, 0)]
-    specs = (ROWS if scattered else P(), ROWS, ROWS, P())
+    dims = [0 if scattered else None, 0, 0, None]
     options = {"size": size, "tokens": TOKENS} if scattered else {"size": size}
     for ct in _cotangents(3):
-        rows, grads = sharded_vjp(_of_labels, mode, n, [*given, weights], [labels], in_specs=specs, ct=ct, **options)
-        dhidden = unpadded(of_tokens, grads[0], 0) if scattered else grads[0]
-        got = (rows, (dhidden, unpadded(split, grads[1], 0), unpadded(split, grads[2], 0), grads[3]))
-        want = dense_vjp(_dense_of_labels, [hidden, table, bias, weights], [labels], ct=ct)
-        _compare(got, want, hidden, table, bias, weights, ct, dtype)
+        got = split_vjp(_of_labels, mode, n, operands, [labels], dims=dims, ct=ct, **options)
+        want = dense_vjp(_dense_of_labels, operands, [labels], ct=ct)
+        assert_like_dense_linear(got, want, operands, ct)
 
 
 @pytest.mark.parametrize(
@@ -141,20 +111,16 @@ def test_bias_and_log_sum_exp_both_ways(mode, n, size, dtype, scattered):
     ],
 )
 def test_soft_targets_and_their_gradient(mode, n, size, dtype):
-    split = Split(size, n)
     hidden, table, bias, weights = _operands(size, dtype)
     targets = np.abs(normal(4, (TOKENS, size), dtype))  # they need not add up to 1
     targets[1] = 0
-    given = [hidden, padded(split, table, 0), padded(split, bias, 0), weights, padded(split, targets, 1)]
-    specs = (P(), ROWS, ROWS, P(), P(None, "ipu"))
+    operands, dims = [hidden, table, bias, weights, targets], [None, 0, 0, None, 1]
     for ct in _cotangents(2):
-        rows, grads = sharded_vjp(_of_soft, mode, n, given, in_specs=specs, ct=ct, size=size)
-        got = (rows, (grads[0], unpadded(split, grads[1], 0), unpadded(split, grads[2], 0), grads[3]))
-        want = dense_vjp(_dense_of_soft, [hidden, table, bias, weights, targets], ct=ct)
+        rows, (*grads, dtargets) = split_vjp(_of_soft, mode, n, operands, dims=dims, ct=ct, size=size)
+        want = dense_vjp(_dense_of_soft, operands, ct=ct)
         # a token's targets add up to `mass`, by which losses and slopes are larger than those of a label
         mass = 1 + targets.astype(np.float32).sum(-1).max()
-        largest = _compare(got, want, hidden, table, bias, weights * mass, ct, dtype)
-        dtargets = unpadded(split, grads[4], 1)
+        largest = assert_like_dense_linear((rows, grads), want, [hidden, table, bias, weights * mass], ct)
         assert_close(dtargets, want[1][4], largest * (1 + np.abs(ct).max()), 10 if dtype == jnp.float32 else 2)
 
 
