@@ -3,6 +3,7 @@
 `test_halves` compares the gradients of many more functions with `jax.vjp`, with this default.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -71,15 +72,25 @@ def traced(fn, params, recompute: Any = "auto", x=X, *, ipu: Any = 0, split=Fals
     return trace_segment(segment, {"g": params}, Message(x), GIVEN, {}, last=False, split=split)
 
 
+@functools.cache
+def of_layers(fn, recompute: Any):
+    """Return the program of a stage of all layers, traced once for all tests."""
+    return traced(fn, normal(STACK), recompute)
+
+
 def gradients(fn, params, recompute="auto", x=X):
     """Return y, dx and dparams of a stage for a random dy, and those of the plain function."""
     program = traced(fn, params, recompute, x)
-    y, _, _, stash = program.forward({"g": params}, Message(x), GIVEN, {})
-    dy = jax.random.normal(jax.random.key(7), y.y.shape, y.y.dtype)
-    flat = core.jaxpr_as_fun(program.jaxprs["B"])(*jax.tree.leaves((params, GIVEN)), *stash, dy)
-    dx, *dparams = flat
-    plain, vjp = jax.vjp(lambda p, x: fn(p, x, GIVEN.microbatch), params, x)
-    return (y.y, dx, *dparams), (plain, *(leaf for tree in vjp(dy)[::-1] for leaf in jax.tree.leaves(tree)))
+
+    @jax.jit
+    def run(params, x):
+        y, _, _, stash = program.forward({"g": params}, Message(x), GIVEN, {})
+        dy = jax.random.normal(jax.random.key(7), y.y.shape, y.y.dtype)
+        dx, *dparams = core.jaxpr_as_fun(program.jaxprs["B"])(*jax.tree.leaves((params, GIVEN)), *stash, dy)
+        plain, vjp = jax.vjp(lambda p, x: fn(p, x, GIVEN.microbatch), params, x)
+        return (y.y, dx, *dparams), (plain, *(leaf for tree in vjp(dy)[::-1] for leaf in jax.tree.leaves(tree)))
+
+    return run(params, x)
 
 
 def assert_gradients(fn, params, recompute: Any = "auto", *, atol=2e-6):
@@ -127,15 +138,15 @@ def test_a_block_keeps_its_products_with_weights_and_the_inputs_of_its_norms():
 @pytest.mark.parametrize("fn", [scanned, nested])
 def test_a_scan_keeps_per_layer_what_an_unrolled_stage_keeps(fn):
     floats = lambda program: sum(int(np.prod(s.shape)) for s in program.stash)  # noqa: E731
-    per_layer, all_layers = (floats(traced(f, normal(STACK))) for f in (fn, unrolled))
+    per_layer, all_layers = (floats(of_layers(f, "auto")) for f in (fn, unrolled))
     assert per_layer <= 1.1 * all_layers
-    assert floats(traced(fn, normal(STACK), "none")) > 2.5 * per_layer
+    assert floats(of_layers(fn, "none")) > 2.5 * per_layer
 
 
 @pytest.mark.parametrize("fn", [unrolled, scanned])
 def test_no_product_with_weights_is_computed_twice(fn):
     """Of the 6 products of a block, 2 are batched: scores and mixed values, which are computed again."""
-    auto, none = (traced(fn, normal(STACK), recompute) for recompute in ("auto", "none"))
+    auto, none = of_layers(fn, "auto"), of_layers(fn, "none")
     products = [primitives_of(p.jaxprs["B"].jaxpr)["dot_general"] for p in (auto, none)]
     assert products == [LAYERS * 14, LAYERS * 12]
     assert primitives_of(auto.jaxprs["F"].jaxpr)["dot_general"] == LAYERS * 6
@@ -221,10 +232,10 @@ def test_w_computes_again_what_is_cheap():
 
 
 def test_what_a_stage_asks_for_is_what_it_gets():
-    kept = {recompute: len(traced(unrolled, normal(STACK), recompute).stash) for recompute in ("none", "auto", "all")}
     policy = jax.checkpoint_policies.everything_saveable
-    assert kept["all"] < kept["auto"] < kept["none"]
-    assert len(traced(unrolled, normal(STACK), policy).stash) > kept["auto"]
+    least, none, auto, saved = (len(of_layers(unrolled, asked).stash) for asked in ("all", "none", "auto", policy))
+    assert least < auto < none
+    assert saved > auto
 
 
 def test_results_that_are_not_arrays_are_handed_on():
