@@ -24,6 +24,7 @@ from mnist_example import data, model, training
 from mnist_example.data import load_mnist, synthetic_mnist
 from mnist_example.flags import parsed
 from mnist_example.run_sharded_mnist import main
+from support.kept_programs import nothing_kept
 
 ROOT = Path(__file__).parents[2]
 CONCURRENT = ["--pipeline-mode", "concurrent"]
@@ -104,7 +105,8 @@ def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digit
 def test_a_trace_of_a_few_updates_changes_nothing_else(few_digits, tmp_path, capsys):
     folder = tmp_path / "trace"
     flags = [*CONCURRENT, *TINY, "--epochs", "1.6"]
-    assert main([*flags, "--trace", str(folder), "--trace-steps", "2"]) == 0
+    with nothing_kept():
+        assert main([*flags, "--trace", str(folder), "--trace-steps", "2"]) == 0
     with_trace = capsys.readouterr().out
     report = re.search(r"2 steps of (?s:.)*?Trace: .*\n", with_trace)
     assert report, with_trace

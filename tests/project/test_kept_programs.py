@@ -23,9 +23,10 @@ def folder(tmp_path):
     use(before and Path(before))
 
 
-def summed(factor=2.0, ipus=2, spec=SPLIT, collective=jax.lax.psum):
+def summed(factor=2.0, ipus=2, spec=SPLIT, collective=jax.lax.psum, name="first"):
     """Return a new program, which jax has not compiled in this process, under the same name each time."""
 
+    @jax.named_scope(name)
     def program(x):
         return collective(factor * x.sum(), "ipu")
 
@@ -39,6 +40,7 @@ CHANGES = {
     "a dtype": (lambda: summed()(X.astype(jnp.bfloat16)), 56.0),
     "a shape": (lambda: summed()(X[:6]), 30.0),
     "more IPUs": (lambda: summed(ipus=4)(X), 56.0),
+    "a name": (lambda: summed(name="second")(X), 56.0),
     "a spec": (lambda: summed(spec=P())(X), 112.0),
 }
 

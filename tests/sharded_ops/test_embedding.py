@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, take_along_last_dim
-from support.dense_ops import dense_embedding, dense_take_along_last_dim
+from support.dense_twins import dense_embedding, dense_take_along_last_dim
 from support.harness import (
     a_few_cases,
     assert_close,

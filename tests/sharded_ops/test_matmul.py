@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, embedding, from_all, matmul, scatter_tokens, tied_projection
-from support.dense_ops import dense_matmul, dense_tied_projection
+from support.dense_twins import dense_matmul, dense_tied_projection
 from support.harness import (
     CASES,
     FEW_CASES,

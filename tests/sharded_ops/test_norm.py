@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, layer_norm, rms_norm
-from support.dense_ops import dense_layer_norm, dense_rms_norm
+from support.dense_twins import dense_layer_norm, dense_rms_norm
 from support.harness import (
     a_few_cases,
     assert_close,

@@ -39,7 +39,7 @@ from sharded_ops import (
     top_k,
 )
 from sharded_ops._sampling import _nucleus
-from support.dense_ops import (
+from support.dense_twins import (
     dense_embedding,
     dense_layer_norm,
     dense_log_softmax,

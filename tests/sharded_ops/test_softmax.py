@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, log_softmax, softmax
-from support.dense_ops import dense_log_softmax, dense_softmax
+from support.dense_twins import dense_log_softmax, dense_softmax
 from support.harness import (
     CASES,
     MODES,

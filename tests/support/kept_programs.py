@@ -6,8 +6,9 @@
 jax writes an entry in place, so that another process may read half of it. That's why each process has a folder of its
 own while it runs, and gives its new entries to the others at its end. The processes that a test starts keep nothing.
 
-jax looks a program up by the whole program, the options it is compiled with, the devices and its own version. So a
-changed line of the product that changes a program compiles it again.
+jax looks a program up by the whole program with the names of its operations, the options it is compiled with, the
+devices and its own version. So a changed line of the product that changes a program compiles it again. Only files and
+line numbers do not count, and are left out of all programs.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import platform
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 LARGEST = 1 << 29  # bytes of all entries
@@ -86,7 +88,25 @@ def use(folder: Path | None) -> None:
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
         "jax_persistent_cache_enable_xla_caches": "none",
+        "jax_compilation_cache_include_metadata_in_key": True,
+        "jax_traceback_in_locations_limit": 0,
     }
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Compile all programs anew, and keep none.
+
+    A profile distinguishes programs by a number that programs of several processes have in common.
+    """
+    import jax
+
+    before: str | None = jax.config.values["jax_compilation_cache_dir"]
+    use(None)
+    try:
+        yield
+    finally:
+        use(Path(before) if before else None)

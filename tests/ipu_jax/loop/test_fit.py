@@ -31,6 +31,7 @@ from support.fitted import (
     twin,
     weights,
 )
+from support.kept_programs import nothing_kept
 from support.trained import compiled_quickly
 
 _compiled_quickly = compiled_quickly()
@@ -161,9 +162,9 @@ def test_a_stream_is_trained_on_epoch_by_epoch():
 
 def test_a_trace_is_of_three_updates_whatever_a_call_makes(tmp_path):
     rows = normal(8, 12 * M * B, D)
-    step, lines = shared_step(6), Lines()
+    step, lines = make_step(6), Lines()
     recording = trace(tmp_path)
-    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, nothing_kept():
         result = fit(step, step.init(weights()), feed, trace=recording, say=lines)
     np.testing.assert_allclose(result.losses, twin(rows, 12)[0], rtol=1e-4)
     assert {each.step for each in recording.timeline.steps} == {0, 1, 2}
