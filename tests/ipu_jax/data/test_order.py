@@ -87,6 +87,13 @@ def test_any_number_of_instances_goes_on_where_others_stopped(remainder, before,
     assert missing == (0 if remainder in ("pad", "wrap") else (333 - len(np.concatenate(seen))) % second[0].per_update)
 
 
+@pytest.mark.parametrize(("remainder", "per_epoch"), [("drop", 3), ("pad", 4)])
+def test_a_goal_among_examples_that_are_left_out_needs_no_further_update(remainder, per_epoch):
+    order = EpochOrder(10, 3, remainder=remainder)
+    for epochs in (1, 2, 3):
+        assert order.updates_between(Position(0, 0), Position(epochs - 1, 10)) == epochs * per_epoch
+
+
 def test_the_order_of_an_epoch_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         EpochOrder(10, 4).of_epoch(0)[0] = 1
