@@ -89,7 +89,7 @@ class Operand:
         return array if self.split is None else unpadded(Split(whole_shape[self.split], n), array, self.split, padding)
 
 
-# A result's shape is that of its dense twin.
+# A result has the shape of its dense twin's result.
 OF_REPLICA, BOTH, CUT = Operand((), tokens=True), Operand((), split=1, tokens=True), Operand((), cut=True)
 
 TABLE, TABLE_OF_FEATURES = Operand((COLUMNS, FEATURES), split=0), Operand((COLUMNS, FEATURES), split=1)

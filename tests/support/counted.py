@@ -7,7 +7,7 @@ from jax.extend import core
 
 
 def primitives_of(jaxpr: Any, times: int = 1) -> Counter[str]:
-    """Count the primitives that run, with those of a scan's body once per iteration."""
+    """Count the primitives that run; a scan's body counts once per iteration."""
     found: Counter[str] = Counter()
     for eqn in jaxpr.eqns:
         found[eqn.primitive.name] += times

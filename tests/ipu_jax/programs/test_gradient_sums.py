@@ -171,7 +171,7 @@ def assert_added(fn, flat=(), *, rtol=1e-5):
 
 
 def whole_or_flat(functions):
-    """Return the parameters of a test: each function with accumulators whole and flat, of which one is slow."""
+    """Return the parameters of a test: each function with whole and flat accumulators; one of the two is slow."""
     flats = {"whole": (), "flat": tuple(SHAPES.values())}
     return [
         pytest.param(fn, flat, marks=pytest.mark.slow if (k + at) % 2 else (), id=f"{name}-{of_flat}")
