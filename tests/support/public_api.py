@@ -3,8 +3,8 @@
 `tests/project/public_api.txt` is the valid list. `make api` writes it again; a test compares it with the code. Run as a
 program, this file does the same as `make api`.
 
-The list has the names in each `__all__`, and Graphcore's names in popdist. Signatures come from the source, because their
-text must not depend on the version of Python and jax. A class has its constructor's signature, or its fields.
+The list has the names in each `__all__`, and Graphcore's names in popdist. Signatures come from the source, because
+their text must not depend on the version of Python and jax. A class has its constructor's signature, or its fields.
 """
 
 import ast
