@@ -2,8 +2,8 @@
 
 Loss and gradients of one weight update are compared with the unsharded model's (a jitted scan over micro-batches, plain
 jnp and optax), in both modes of the MNIST example, with micro-batches of 64 and of 8 images. Then the costs are
-compared. The MLP is 400 times as large as the classifier, so two IPUs cannot be faster than one IPU that has both cores. The
-figures show how much time is lost, and the CPU work shows how much extra work is done.
+compared. The MLP is 400 times as large as the classifier, so two IPUs cannot be faster than one IPU that has both
+cores. The figures show how much time is lost, and the CPU work shows how much extra work is done.
 
     python benchmarks/mnist.py [--check]
 """
