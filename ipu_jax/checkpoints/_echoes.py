@@ -4,12 +4,14 @@ one array cannot be written    -> raised, and reported by our own error
 orbax logs it                  -> dropped: hundreds of lines, several times
 tasks of the other arrays      -> dropped: "Task exception was never retrieved", and so on
 their writes end a bit later   -> dropped: tensorstore calls back an event loop that orbax has already closed
+their writes have not begun    -> dropped: "coroutine 'async_serialize_from_host...' was never awaited"
 """
 
 import contextlib
 import importlib
 import logging
 import sys
+import warnings
 from typing import Any
 
 _is_installed = False
@@ -23,6 +25,7 @@ def drop_echoes() -> None:
     _is_installed = True
     logging.getLogger("absl").addFilter(_is_news)
     logging.getLogger("asyncio").addFilter(_is_no_task_of_orbax)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
     usual = sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None if _is_late_callback(unraisable) else usual(unraisable)
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(r"^(?:```|<!-- )(\w+)\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
-_RELATIVE = 0.02
+_RELATIVE = 0.02  # to the larger figure, so that a page may show those of either version
 _RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version
 _ROUNDING = 1e-5  # relative errors below this are rounding errors, of any size
 
@@ -76,4 +76,5 @@ def _is_near(shown: str, printed: str, behind: str) -> bool:
     wanted, value = float(shown), float(printed)
     if "e" in shown or "e" in printed:
         return max(wanted, value) <= _ROUNDING
-    return abs(value - wanted) <= (_RELATIVE_BYTES if behind.startswith(" MB") else _RELATIVE) * abs(wanted)
+    relative = _RELATIVE_BYTES if behind.startswith(" MB") else _RELATIVE
+    return abs(value - wanted) <= relative * max(abs(value), abs(wanted))

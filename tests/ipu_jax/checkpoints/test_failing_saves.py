@@ -248,6 +248,24 @@ for callback in (loop.call_soon_threadsafe, from_python):
     assert "in from_python" in done.stderr
 
 
+def test_only_a_write_of_orbax_that_has_not_begun_may_never_begin():
+    code = """
+from ipu_jax.checkpoints import _echoes
+_echoes.drop_echoes()
+def async_serialize_from_host():
+    async def write_fragment():
+        pass
+    return write_fragment()
+async def other():
+    pass
+async_serialize_from_host()
+other()
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("was never awaited") == 1
+    assert "coroutine 'other' was never awaited" in done.stderr
+
+
 class FullDisk:
     """Stands in for a `Store`, and for the `Meetings`, of an instance whose disk is full."""
 
