@@ -63,8 +63,13 @@ endif
 test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright --pythonpath $(BIN)/python --threads
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
+	@# Tests wait now and then, and leave a core to the type checker. Both are told, and either is a failure.
+	@echo '$(BIN)/basedpyright, and meanwhile: $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)'; \
+	$(BIN)/basedpyright --pythonpath $(BIN)/python --threads & types=$$!; \
+	trap 'kill $$types 2>/dev/null' EXIT; \
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS); tests=$$?; \
+	wait $$types || { echo 'basedpyright found errors: they are above, among the tests' >&2; exit 1; }; \
+	exit $$tests
 
 test-all: PYTEST_FLAGS += --slow=all
 test-all: test ## the same with every slow test, an hour or two

@@ -86,6 +86,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # jax makes many objects that live on. By default, looking for garbage among them takes a tenth of the time.
+    gc.set_threshold(100_000, 20, 20)
     if config.option.slow != "all" and _COMPILE_FAST not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {_COMPILE_FAST}"
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
@@ -131,9 +133,7 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 
 
 def pytest_collection_finish() -> None:
-    # jax makes many objects that live on. By default, looking for garbage among them takes a tenth of the time.
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)
