@@ -24,6 +24,7 @@ from mnist_example import data, model, training
 from mnist_example.data import load_mnist, synthetic_mnist
 from mnist_example.flags import parsed
 from mnist_example.run_sharded_mnist import main
+from support.launched import HEEDING
 
 ROOT = Path(__file__).parents[2]
 CONCURRENT = ["--pipeline-mode", "concurrent"]
@@ -435,16 +436,9 @@ def test_a_training_that_diverges_exits_with_1_and_leaves_its_page(few_digits, t
     assert "Mean loss" not in out
 
 
-# A process that was started in the background ignores Ctrl-C, and so do the processes that it starts.
-LISTENING = (
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
-)
-
-
 def start(*flags):
     """Start the script as a new user does, from the root of the repository."""
-    script = [sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, *flags]
-    command = [sys.executable, "-c", LISTENING, *script]
+    command = [*HEEDING, sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("JAX_NUM_CPU_DEVICES")
     return subprocess.Popen(

@@ -1,7 +1,9 @@
 """Run poprun as a user does, with small programs that write beacons and do not need jax."""
 
+import contextlib
 import dataclasses
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -15,7 +17,8 @@ PLAIN_POPRUN = [sys.executable, "-W", "error", "-m", "ipu_jax.distributed.poprun
 # Handle signals that the tests' own process may ignore, because it was started by nohup or in the background.
 # `preexec_fn` is not used: it would fork this process, in which jax may run.
 HEED_SIGNALS = "import os, signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]; "
-POPRUN = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])", *PLAIN_POPRUN]
+HEEDING = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])"]
+POPRUN = [*HEEDING, *PLAIN_POPRUN]
 # The beginning of the tests' programs. `meet(n)` waits until all instances have called it; `step(n)` meets, too.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -97,6 +100,29 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def on_a_terminal(*words: str, interrupted_after: bytes = b"nothing of that kind", **variables: str) -> tuple[int, str]:
+    """Run poprun on a terminal of its own, press Ctrl-C after a text, and return its status and what was shown."""
+    controller, terminal = pty.openpty()
+    own = f"{HEED_SIGNALS}import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{own}os.execv(sys.argv[1], sys.argv[1:])", *PLAIN_POPRUN, *words],
+        env=environment(TERM="xterm", **variables),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    shown, is_interrupted = b"", False
+    with contextlib.suppress(OSError):  # the terminal has no process left
+        while data := os.read(controller, 4096):
+            shown += data
+            if interrupted_after in shown and not is_interrupted:
+                is_interrupted = os.write(controller, b"\x03") == 1
+    os.close(controller)
+    return process.wait(timeout=10), shown.decode().replace("\r\n", "\n")
 
 
 def marked(mark: str) -> set[int]:

@@ -65,6 +65,7 @@ def test_an_instance_that_fails_ends_at_once_with_its_exit_code(tmp_path, how, c
     assert found.pid == record["pid"]
 
 
+@pytest.mark.slow
 def test_instances_that_end_well_end_together_with_0(tmp_path):
     ended = run_programs(tmp_path, ENDS, places(2, run_dir=tmp_path), arguments=[["well"]] * 2)
     assert [(one.code, one.lines) for one in ended] == [(0, ["done"])] * 2, ended[0].stderr + ended[1].stderr

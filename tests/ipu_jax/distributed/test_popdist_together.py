@@ -8,8 +8,8 @@ import pytest
 from support.programs import places, run_programs
 
 EXCHANGES = """
-    import json
-    from ipu_jax import popdist
+    import json, os, signal, time
+    from ipu_jax import StopRequest, popdist
 
     popdist.init()
     popdist.init()  # a second call does nothing
@@ -45,7 +45,18 @@ EXCHANGES = """
     except popdist.InstancesDifferError as error:
         found["differ"] = str(error)
     popdist.barrier("all are here")
+    calls = 0
+    with StopRequest() as stop:
+        while True:
+            calls += 1
+            if own == 1 and calls == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.15 if own == 0 else 0.02)  # one is far behind the others
+            if stop.due():
+                break
+    found["stopped"] = calls, stop.asked
     print(json.dumps(found))
+    popdist.barrier("all have stopped")
 """
 
 
@@ -115,6 +126,12 @@ def test_large_arrays_go_over_the_devices(found):
 def test_a_key_and_a_seed_are_those_of_the_root(found):
     assert found[0]["key"] == [0, 2]
     assert found[0]["seed"] == 10
+
+
+def test_all_stop_after_the_same_call_although_one_alone_gets_the_signal(found):
+    calls, asked = found[0]["stopped"]
+    assert calls > 4
+    assert asked
 
 
 def test_different_calls_are_named(found):

@@ -1,4 +1,4 @@
-"""Test SIGTERM as a request to stop: in one process, while XLA or C code runs, and on several instances."""
+"""Test SIGTERM as a request to stop: in one process, while XLA or C code runs; test_popdist_together has several."""
 
 import os
 import signal
@@ -138,34 +138,6 @@ def test_a_wrong_use_is_refused():
     thread.start()
     thread.join()
     assert errors == ["StopRequest belongs to the main thread, which alone can take signals: enter it there"]
-
-
-UNEVEN = """
-    import os, signal, time
-    from ipu_jax import StopRequest, popdist
-    popdist.init()
-    own = popdist.get_instance_index()
-    with StopRequest() as stop:
-        calls = 0
-        while True:
-            calls += 1
-            if own == 1 and calls == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.15 if own == 0 else 0.02)  # one is far behind the other
-            if stop.due():
-                break
-    print(calls, stop.asked)
-    popdist.barrier("all have stopped")
-"""
-
-
-def test_all_instances_stop_after_the_same_call_although_one_alone_gets_the_signal(tmp_path):
-    ended = run_programs(tmp_path, UNEVEN, places(2), seconds=60)
-    assert [each.code for each in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    assert ended[0].lines == ended[1].lines
-    calls, asked = ended[0].lines[0].split()
-    assert int(calls) > 4
-    assert asked == "True"
 
 
 MISSING = """
