@@ -204,12 +204,14 @@ def our_checksums(folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("our_checksums")
-def test_a_download_is_kept_and_then_served_without_a_mirror(folder, tmp_path, serve):
+def test_a_download_is_kept_and_then_served_without_a_mirror_unless_it_is_broken(folder, tmp_path, serve):
     cache = tmp_path / "cache"
     digits = load_mnist(mirrors=[serve(folder)], cache_dir=cache)
     assert_is_the_folder(digits)
     assert digits.source == f"MNIST from the download in {cache}"
     assert_is_the_folder(load_mnist(mirrors=[], cache_dir=cache))
+    (cache / f"{NAMES[0]}.gz").write_bytes(b"half a fi")
+    assert_is_the_folder(load_mnist(mirrors=[serve(folder)], cache_dir=cache))
 
 
 @pytest.mark.usefixtures("our_checksums")
@@ -223,14 +225,6 @@ def test_a_download_with_a_wrong_checksum_is_dropped_and_the_next_mirror_serves(
     assert digits.source == "scikit-learn's digits, 8x8 scaled"
     assert list(cache.rglob("*")) == []
     assert_is_the_folder(load_mnist(mirrors=[bad, serve(folder)], cache_dir=cache))
-
-
-@pytest.mark.usefixtures("our_checksums")
-def test_a_broken_file_in_the_cache_is_fetched_again(folder, tmp_path, serve):
-    cache = tmp_path / "cache"
-    load_mnist(mirrors=[serve(folder)], cache_dir=cache)
-    (cache / f"{NAMES[0]}.gz").write_bytes(b"half a fi")
-    assert_is_the_folder(load_mnist(mirrors=[serve(folder)], cache_dir=cache))
 
 
 # -- offline -------------------------------------------------------------------------------------------------------

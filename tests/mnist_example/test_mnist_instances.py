@@ -5,9 +5,7 @@ however many instances share them, so that the bits are equal; the plain run add
 """
 
 import functools
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 from ipu_jax.distributed.commands import InstanceParser, counts_of
 from mnist_example import data, model, training
-from support import mnist_instance
+from support import launched, mnist_instance
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--synthetic-data", "--batch-size", "2", "--gradient-accumulation-count", "2", "--epochs", "2"]
@@ -67,21 +65,11 @@ def alone(tmp_path, monkeypatch, capsys):
 
 def poprun(folder, replicas, instances, ipus, command, *flags, images=170, **variables):
     folder.mkdir(exist_ok=True)
-    # pytest's own jax has 8 devices in one process
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PJRT_", "POPRUN_", "MNIST_DIR"))}
-    environment = {**own, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **variables}
-    environment["PYTHONWARNINGS"] = "error"
     counts = ["--num-replicas", str(replicas), "--num-instances", str(instances), "--ipus-per-replica", str(ipus)]
-    words = ["-m", "ipu_jax.distributed.poprun", *counts, sys.executable, mnist_instance.__file__, str(folder)]
-    done = subprocess.run(
-        [sys.executable, *words, str(images), command, *flags],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return Ran(folder, done.returncode, done.stdout, done.stderr)
+    words = (*counts, sys.executable, mnist_instance.__file__, str(folder), str(images), command, *flags)
+    variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONWARNINGS": "error", "MNIST_DIR": ""}
+    ran = launched.poprun(*words, cwd=folder, timeout=240, **variables)
+    return Ran(folder, ran.status, ran.out, ran.err)
 
 
 def without_times(lines):
@@ -149,18 +137,6 @@ def test_instances_train_as_one_process_does(flags, replicas, instances, ipus, i
         assert_equal(run, runs[0], mode)
         assert_equal(run, one, mode, exactly=exactly)
         assert without_times(run.said_by(0)) == without_times(one.out)
-
-
-@pytest.mark.slow
-def test_both_modes_are_compared_and_drawn_once(tmp_path):
-    pytest.importorskip("matplotlib")
-    ran = poprun(tmp_path, 2, 2, 2, TRAIN, "--compare", "--plot", "losses.png", *FLAGS, images=50)
-    assert_ended_well(ran, 2)
-    assert ran.said_by(0)[-1] == "Picture: losses.png"
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-    basic, concurrent = ran.files("basic"), ran.files("concurrent")
-    for one, other in zip(basic, concurrent, strict=True):
-        np.testing.assert_allclose(one["losses"], other["losses"], rtol=1e-5)
 
 
 @pytest.mark.slow

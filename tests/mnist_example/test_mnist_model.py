@@ -3,11 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import ipu_jax
-from ipu_jax import TrainOptions, make_train_step
 from mnist_example import model
 from mnist_example.data import synthetic_mnist
 from mnist_example.flags import CLASSES
@@ -178,36 +176,9 @@ def test_images_may_be_bytes_or_floats(params, batch):
     assert float(pipeline.loss(sharded, floats)[0]) == pytest.approx(float(bytes_loss), rel=1e-6)
 
 
-# precisions
+# dtypes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
-def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
-    exact = dense_loss(params, batch)
-    expected = jnp.bfloat16 if precision == "16.16" else jnp.float32
-    found = []
-    for mode in ("basic", "concurrent"):
-        of_step = make_pipeline(mode, gradient_accumulation=M)
-        step = make_train_step(of_step, optax.sgd(1.0), TrainOptions(precision=precision))
-        pipeline, sharded = step.model, step.init(params).params
-        # weights start from the same point, and updates are made in the dtype in which they are stored
-        stored = jax.tree.map(lambda p: p.astype(expected), params)
-        jax.tree.map(np.testing.assert_array_equal, pipeline.unshard(sharded), stored)
-        (loss, _), gradients = pipeline.value_and_grad(sharded, batch)
-        assert loss.dtype == jnp.float32
-        assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(expected)}
-        # operations in bfloat16 give results near those in float32, but not the same
-        error = abs(float(loss) - exact) / exact
-        assert error < 1e-6 if precision == "32.32" else 1e-6 < error < 1e-2
-        found.append(pipeline.unshard(gradients))
-    for basic, concurrent in zip(*map(jax.tree.leaves, found), strict=True):
-        basic, concurrent = np.asarray(basic, np.float32), np.asarray(concurrent, np.float32)
-        apart = np.linalg.norm(basic - concurrent) / np.linalg.norm(basic)
-        assert apart < (1e-6 if precision == "32.32" else 0.02)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("images", ["uint8", "float32"])
 def test_stages_compute_in_the_dtype_of_their_weights(dtype, images, params, batch):

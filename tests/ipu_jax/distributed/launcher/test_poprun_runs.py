@@ -347,7 +347,11 @@ def test_the_coordinator_listens_on_the_address_that_the_other_hosts_reach(monke
             2,
             "argument --export-config: train.py is there: give another file, or --overwrite-config",
         ),
-        (["--output-dir", ".", "true"], 2, "argument --output-dir: . has files of another run: give another folder"),
+        (
+            ["--output-dir", ".", "true"],
+            2,
+            "argument --output-dir: {folder} has files of another run: give another folder",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_one_line(tmp_path, words, status, line, monkeypatch, capsys):
@@ -356,7 +360,7 @@ def test_a_wrong_command_line_is_one_line(tmp_path, words, status, line, monkeyp
     (tmp_path / "attempt-0").mkdir()
     with pytest.raises(SystemExit) as stopped:
         launcher.main(words)
-    assert (stopped.value.code, *capsys.readouterr()) == (status, "", f"poprun: {line}\n")
+    assert (stopped.value.code, *capsys.readouterr()) == (status, "", f"poprun: {line.format(folder=tmp_path)}\n")
 
 
 def test_other_hosts_run_their_instances(tmp_path, shell):
