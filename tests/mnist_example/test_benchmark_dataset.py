@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 
-import jax
 import pytest
 
 from mnist_example import data
@@ -78,15 +77,10 @@ def test_there_is_a_bar_on_a_terminal_unless_it_is_not_wanted(flags, monkeypatch
     assert ("\x1b" in terminal.getvalue()) == (flags == [])
 
 
-def test_more_than_the_data_or_the_devices_is_refused_in_one_line(capsys):
-    jax.devices()  # the backend runs with 8 IPUs: more cannot be made
-    for flag, value, rule in (
-        ("--batch-size", "104", "x --gradient-accumulation-count 5 takes 520 images for an update, but there are 103"),
-        ("--ipus", "9", "but jax already started its CPU backend with 8: call configure(9)"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main([*TINY, flag, value])
-        assert stopped.value.code == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert re.match(f"benchmark-dataset: {flag} {value},? {re.escape(rule)}", err)
+def test_more_than_the_data_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*TINY, "--batch-size", "104"])
+    rule = "--batch-size 104 x --gradient-accumulation-count 5 takes 520 images for an update, but there are 103"
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"benchmark-dataset: {rule}")

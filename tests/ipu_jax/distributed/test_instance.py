@@ -150,24 +150,17 @@ def test_steps_compilations_and_stacks_can_be_watched(tmp_path):
 
 
 SLURM = [
-    {
-        "SLURM_JOB_ID": "77",
-        "SLURM_STEP_NODELIST": "127.0.0.1",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": str(i),
-        "SLURM_LOCALID": str(i),
-        "SLURM_STEP_NUM_NODES": "1",
-    }
-    for i in range(2)
-]
+    {f"SLURM_{name}": value for name, value in {
+        "JOB_ID": "77", "STEP_NODELIST": "127.0.0.1", "NTASKS": "2", "PROCID": i, "LOCALID": i, "STEP_NUM_NODES": "1"
+    }.items()}
+    for i in "01"
+]  # fmt: skip
 OPEN_MPI = [
     {
         "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": str(i),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
+        **{f"OMPI_COMM_WORLD_{name}": value for name, value in {"SIZE": "2", "RANK": i, "LOCAL_RANK": i}.items()},
     }
-    for i in range(2)
+    for i in "01"
 ]
 # what jax asks Kubernetes' own package for, of a job with two pods
 KUBERNETES = """

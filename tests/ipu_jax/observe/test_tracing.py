@@ -178,6 +178,8 @@ def test_the_plan_has_the_same_tasks_as_the_simulation_says(recorded):
 
 
 def test_the_file_has_the_plan_above_each_ipu_and_its_slices_nest(recorded):
+    assert list(recorded.path.parent.iterdir()) == [recorded.path]
+    assert recorded.path.name == "trace.json.gz"
     contents = json.loads(gzip.decompress(recorded.path.read_bytes()))
     events = contents["traceEvents"]
     (instance,) = (e for e in events if e["name"] == "process_name")
@@ -225,10 +227,6 @@ def test_a_with_that_ends_before_its_steps_waits_for_those_in_flight(tmp_path):
         found = names_by_ipu(timeline, timeline.slices, number)
         assert found == {(0, ipu): [str(task) for task in timeline.schedule.order(ipu)] for ipu in range(2)}
     assert recording.report.steps == 2
-
-
-def test_nothing_but_the_trace_is_left_in_the_folder(recorded):
-    assert [path.name for path in recorded.path.parent.iterdir()] == ["trace.json.gz"]
 
 
 # other schedules and models

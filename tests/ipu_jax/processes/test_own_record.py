@@ -183,25 +183,23 @@ def test_it_can_be_turned_off(folder, monkeypatch, word):
     assert not (folder.parent / "ipu_jax").exists()
 
 
-def test_a_folder_that_others_could_write_to_gets_no_record(folder, tmp_path):
-    folder.mkdir(mode=0o755)
-    assert own_record.begin() is None
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["link", "file", "missing parent"])
-def test_what_is_no_folder_gets_no_record(folder, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["open to others", "link", "file", "missing parent"])
+def test_what_is_no_folder_of_ones_own_gets_no_record(folder, tmp_path, monkeypatch, kind):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
-    if kind == "link":
+    if kind == "open to others":
+        folder.mkdir(mode=0o755)
+    elif kind == "link":
         folder.symlink_to(elsewhere)
     elif kind == "file":
         folder.write_text("")
     else:
         monkeypatch.setenv("IPU_JAX_MONITOR", str(folder / "deeper"))
     InFlight(limit=1).admit(jnp.ones(()))
+    assert own_record.begin() is None
     assert beacons.current() is None
     assert list(elsewhere.iterdir()) == []
+    assert not folder.is_dir() or list(folder.iterdir()) == []
 
 
 def full(*_, **__):
