@@ -1,6 +1,5 @@
 """Test the command that only reads the data: its printed lines, and its errors."""
 
-import io
 import re
 import sys
 import threading
@@ -10,6 +9,7 @@ import pytest
 from mnist_example import data
 from mnist_example.benchmark_dataset import main
 from mnist_example.data import synthetic_mnist
+from support.mnist_instance import Terminal
 
 TINY = ["--synthetic-data", "--batch-size", "4", "--gradient-accumulation-count", "5"]
 SPEED = r"in \d+\.\d\d s, [\d,]+ samples/s, [\d,]+\.\d\d MB/s"
@@ -69,8 +69,7 @@ def test_a_part_of_an_epoch_counts_its_own_samples(epochs, repeat_count, samples
 @pytest.mark.parametrize("flags", [[], ["--no-progress"]])
 def test_there_is_a_bar_on_a_terminal_unless_it_is_not_wanted(flags, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     assert main([*TINY, "--epochs", "1", *flags]) == 0
     assert ("5/5" in terminal.getvalue()) == (flags == [])

@@ -18,26 +18,18 @@ import pytest
 
 import mnist_example.data
 from mnist_example.data import load_mnist, synthetic_mnist
+from support.mnist_instance import NAMES, arrays_of, idx, write_digits
 
-NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 REAL = os.environ.get("MNIST_DIR", "")
 MEND = "put the four MNIST files there again, or leave the data dir out to download them"
 FILES = synthetic_mnist(seed=0, n_train=7, n_test=3)
-ARRAYS = dict(zip(NAMES, (FILES.train_images, FILES.train_labels, FILES.test_images, FILES.test_labels), strict=True))
-
-
-def idx(array: np.ndarray) -> bytes:
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+ARRAYS = arrays_of(FILES)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Make a data dir with seven training digits and three test digits, zipped."""
-    data = tmp_path / "data"
-    data.mkdir()
-    for name, array in ARRAYS.items():
-        (data / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
-    return data
+    return write_digits(tmp_path / "data", FILES)
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +39,9 @@ def no_data_but_ours(monkeypatch: pytest.MonkeyPatch):
 
 
 def assert_is_the_folder(digits: mnist_example.data.MNIST):
-    loaded = (digits.train_images, digits.train_labels, digits.test_images, digits.test_labels)
-    for array, expected in zip(loaded, ARRAYS.values(), strict=True):
+    for name, array in arrays_of(digits).items():
         assert array.dtype == np.uint8
-        np.testing.assert_array_equal(array, expected)
+        np.testing.assert_array_equal(array, ARRAYS[name])
 
 
 # -- a folder ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from ipu_jax.distributed.commands import InstanceParser, counts_of
-from mnist_example import data, model, training
 from support import launched, mnist_instance
 
 ROOT = Path(__file__).parents[2]
@@ -48,16 +47,9 @@ def alone(tmp_path, monkeypatch, capsys):
     """Return a function that trains in this process."""
 
     def train(*flags, images):
-        for owner, name in (
-            (data, "synthetic_mnist"),
-            (model, "HIDDEN"),
-            (model, "FEATURES"),
-            (training.Training, "run"),
-        ):
-            monkeypatch.setattr(owner, name, getattr(owner, name))  # they come back at the end
         folder = tmp_path / "alone"
         folder.mkdir()
-        status = mnist_instance.main(str(folder), str(images), TRAIN, *flags)
+        status = mnist_instance.main(str(folder), str(images), TRAIN, *flags, patch=monkeypatch.setattr)
         return Ran(folder, status, *capsys.readouterr())
 
     return train

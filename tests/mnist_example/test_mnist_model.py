@@ -1,5 +1,7 @@
 """Test the digits network: its weights, both pipelines against the unsharded program, and what counts as an example."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from mnist_example.flags import CLASSES
 from mnist_example.model import init_params, make_pipeline
 
 M, B = 3, 4
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 LAYOUTS = [
     ("basic", 1, "grouped"),
     ("basic", 2, "grouped"),
@@ -103,7 +106,7 @@ def test_loss_and_gradients_are_the_dense_and_the_unsharded_programs(mode, ipus,
     assert len(ipu_jax.verify(pipeline, sharded, batch).gradient_errors) == 6
 
 
-@pytest.mark.parametrize(("reduction", "scale"), [("sum", 1.0), ("mean", 1 / M)])
+@pytest.mark.parametrize(("reduction", "scale"), [slow("sum", 1.0), ("mean", 1 / M)])
 def test_gradients_are_summed_or_averaged_over_the_accumulation(reduction, scale, params, batch):
     pipeline = make_pipeline("concurrent", gradient_accumulation=M, reduction=reduction)
     _, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
@@ -157,7 +160,7 @@ def test_what_has_no_label_counts_for_nothing(mode, ipus, params, batch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), gradients, others)
 
 
-@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4), ("concurrent", 8)])
+@pytest.mark.parametrize(("mode", "ipus"), [slow("basic", 2), ("concurrent", 4), slow("concurrent", 8)])
 def test_of_equal_logits_the_first_counts(mode, ipus, params, batch):
     undecided = {**params, "classifier": jax.tree.map(jnp.zeros_like, params["classifier"])}
     # 3 and 9 are on different IPUs, 3 and 4 are on the same of 2 IPUs

@@ -1,9 +1,7 @@
 """Test the command: what it prints, what it refuses before anything is compiled, and how it ends."""
 
 import functools
-import gzip
 import importlib.util
-import io
 import os
 import re
 import resource
@@ -25,6 +23,7 @@ from mnist_example.data import load_mnist, synthetic_mnist
 from mnist_example.flags import parsed
 from mnist_example.run_sharded_mnist import main
 from support.launched import HEEDING
+from support.mnist_instance import Terminal, write_digits
 
 ROOT = Path(__file__).parents[2]
 CONCURRENT = ["--pipeline-mode", "concurrent"]
@@ -50,14 +49,9 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(training.Training, "run", None)
 
 
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def on_terminal(monkeypatch, flags):
     """Return what the command prints on a terminal."""
-    terminal = _Terminal()
+    terminal = Terminal()
     with monkeypatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setattr(sys, "stdout", terminal)
@@ -109,7 +103,6 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("flags", "header", "images"),
     [
-        ("--pipeline-mode basic --pipeline-schedule Auto", "basic pipeline on 2 IPUs, auto", 20),
         (
             "--pipeline-mode concurrent --replicas 2 --optimizer adamw --shard-optimizer "
             "--half float16 --precision 16.32",
@@ -117,6 +110,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
             "5 micro-batches of 4 on each",
             40,
         ),
+        slow("--pipeline-mode basic --pipeline-schedule Auto", "basic pipeline on 2 IPUs, auto", 20),
         slow("--pipeline-mode basic", "basic pipeline on 2 IPUs, grouped", 20),
         slow("--pipeline-mode basic --pipeline-schedule Sequential", "basic pipeline on 2 IPUs, sequential", 20),
         slow("--pipeline-mode basic --pipeline-schedule Schedule1F1B", "basic pipeline on 2 IPUs, 1f1b", 20),
@@ -377,27 +371,13 @@ def test_what_data_devices_and_folders_refuse_is_one_line_before_anything_is_com
     notes = tmp_path / "notes.jsonl"
     notes.write_text("hello\n")
     (tmp_path / "empty").mkdir()
-    write_digits(tmp_path / "broken")
+    write_digits(tmp_path / "broken", synthetic_mnist(0, 7, 3))
     broken = tmp_path / "broken/t10k-images-idx3-ubyte.gz"
     broken.write_bytes(broken.read_bytes()[:-100])
     flags = TINY if "--data-dir" not in argv else TINY[1:]
     line = refused([*CONCURRENT, *flags, *argv], capsys)
     assert [text for text in holds if text not in line] == [], line
     assert notes.read_text() == "hello\n"
-
-
-def write_digits(folder):
-    """Write the four MNIST files."""
-    folder.mkdir()
-    digits = synthetic_mnist(0, 7, 3)
-    for name, array in {
-        "train-images-idx3-ubyte": digits.train_images,
-        "train-labels-idx1-ubyte": digits.train_labels,
-        "t10k-images-idx3-ubyte": digits.test_images,
-        "t10k-labels-idx1-ubyte": digits.test_labels,
-    }.items():
-        header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
-        (folder / f"{name}.gz").write_bytes(gzip.compress(header + array.tobytes()))
 
 
 @pytest.mark.parametrize(
@@ -447,7 +427,7 @@ def start(*flags):
 
 
 def test_it_runs_as_a_script_and_makes_its_own_ipus(tmp_path):
-    write_digits(tmp_path / "digits")
+    write_digits(tmp_path / "digits", synthetic_mnist(0, 7, 3))
     flags = ("--data-dir", str(tmp_path / "digits"), "--batch-size", "3", "--gradient-accumulation-count", "2")
     with start("--run-single-step", "--ipus", "3", *flags) as process:
         out, err = process.communicate(timeout=240)

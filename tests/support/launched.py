@@ -1,4 +1,4 @@
-"""Run poprun as a user does, with small programs that write beacons and do not need jax."""
+"""Run poprun as a user does, and processes that ipu-monitor sees, with small programs that do not need jax."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,20 @@ def write_error(error, **values):
     record = {"monotonic_ns": time.monotonic_ns(), "pid": os.getpid(), "type": type(error).__name__,
               "message": str(error), "traceback": "", "begun": 0, "finished": 0, **values}
     (run_dir / f"error.{me}.json").write_text(json.dumps(record))
+"""
+
+# After `ago(seconds)`, records are written as if that many seconds ago.
+RECORD = """
+import os, sys, time
+from ipu_jax.processes import beacons, own_record
+from ipu_jax.processes.beacons import Phase
+beacon = own_record.begin()
+now = time.monotonic_ns
+def ago(seconds):
+    beacons.time.monotonic_ns = lambda: now() - int(seconds * 1e9)
+def ready():
+    print("ready", flush=True)
+    time.sleep(60)
 """
 
 
@@ -156,3 +170,21 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
 def gone_within(mark: str, seconds: float) -> None:
     """Wait until no process with a mark is left."""
     wait_for(lambda: not marked(mark), seconds)
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, body: str = "", **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that begins a record and then runs `body`; yield the process when it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RECORD + textwrap.dedent(body) + "\nready()", "some", "words"],
+        env=environment(IPU_JAX_MONITOR=str(folder), **variables),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

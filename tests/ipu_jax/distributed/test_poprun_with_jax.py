@@ -15,7 +15,7 @@ from support.launched import gone_within, poprun
 
 # Instance sys.argv[2] has a fault sys.argv[1] at the moment sys.argv[3].
 TRAINING = """
-import contextlib, ctypes, os, signal, sys, time
+import contextlib, ctypes, os, re, signal, sys, time
 
 kind, culprit, when, folder = sys.argv[1:]
 def moment(name):
@@ -27,6 +27,8 @@ def moment(name):
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "lock":
             ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock
+        if kind == "spin":
+            re.match("(a+)+$", "a" * 64 + "b")  # holds it, too
         if kind == "raise":
             raise ValueError("a loss of 7")
         if kind.isdigit():
@@ -137,14 +139,24 @@ def test_a_training_whose_first_instance_has_a_last_file_to_write_is_left_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "culprit"), [("stop", 1), ("stop", 0), ("lock", 1), ("lock", 0)])
-def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit):
+@pytest.mark.parametrize(
+    ("kind", "culprit", "letter"),
+    [
+        ("stop", 1, "T (stopped)"),
+        ("stop", 0, "T (stopped)"),
+        ("lock", 1, "S (sleeping)"),
+        ("spin", 0, "R (running)"),
+    ],
+)
+def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit, letter):
     ran = trained(tmp_path, kind, culprit)
     assert ran.status == 124, ran.err
-    seen = ran.seen(f"instance {culprit} is stuck") - ran.stamp("fault")
-    assert 4 < seen < 7
-    if kind == "lock":
-        assert "train.py" in ran.err  # its Python stack
+    assert 4 < ran.seen(f"instance {culprit} is stuck") - ran.stamp("fault") < 7
+    assert f"instance {culprit} (host localhost, pid " in ran.err
+    assert f"the process is in state {letter}" in ran.err
+    assert ("in moment" in ran.err) == (kind != "stop")  # its Python stack
+    assert kind == "stop" or "the limit is 5 s (the larger of 5 s and 5 x the median step of 0." in ran.err
+    assert "    fault=" in ran.err  # its last line
     gone_within(str(tmp_path), 0.5)
 
 

@@ -79,7 +79,11 @@ def test_a_second_signal_ends_the_process_at_once_even_in_c_code():
     [
         (IN_C, (143, "", "SIGTERM: not ended within 0.5 s, so the process is stopped\n")),
         # after the block no grace period is left
-        ("[_ for _ in iter(stop.due, True)]\ntime.sleep(1), print('saved')", (0, "saved\n", "")),
+        pytest.param(
+            "[_ for _ in iter(stop.due, True)]\ntime.sleep(1), print('saved')",
+            (0, "saved\n", ""),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_who_is_not_ready_within_the_grace_period_is_ended(inside, ended):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, make_train_step, popdist
 from ipu_jax.processes import beacons, own_record
 from ipu_jax.processes.identity import own_identity
-from support.recorded import environment
+from support.launched import environment
 
 
 @pytest.fixture
@@ -125,9 +125,8 @@ def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch)
 
 
 def said_by(code, folder):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(folder / "records"), capture_output=True, text=True, timeout=60
-    )
+    own = environment(IPU_JAX_MONITOR=str(folder / "records"))
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     return done.stdout
 

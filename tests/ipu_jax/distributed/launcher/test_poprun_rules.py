@@ -377,6 +377,7 @@ LOST = record(9.9, "Gloo: Connection closed by peer", "XlaRuntimeError")
         ([(0, 1, 10.0, record(9.9)), (1, 1, 10.2, record(9.8))], 1),
         # a lost connection is a consequence even if it is seen first
         *(([(0, 1, 10.0, LOST), (1, status, 9.95, None)], 1) for status in (-9, -11, -6, 3)),
+        ([(0, 1, 10.0, LOST), (1, 3, 12.0, None)], 1),
         ([(i, 1, 10.0, record(9.9 - i, "connection reset")) for i in range(3)], 2),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_second_signal_kills_at_once(started, mark, number):
     ("body", "name"),
     [
         (SLEEP, "{}/victim\nnl"),
-        (SLEEP, "{}/victim\nfolder {}/other"),
+        pytest.param(SLEEP, "{}/victim\nfolder {}/other", marks=pytest.mark.slow),
         ("\nsubprocess.Popen(['sleep', '70'], start_new_session=True)" + IGNORE, "{}/\udcff"),
     ],
 )
