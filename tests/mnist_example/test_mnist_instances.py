@@ -1,12 +1,11 @@
-"""Test the commands under poprun: losses, weights and images are those of one process, and one instance speaks.
+"""Test the commands under poprun: losses and weights are those of one process, and one instance speaks.
 
 The unsharded run, without poprun, is the oracle. Under poprun all replicas are added in the order of their ranks,
 however many instances share them, so that the bits are equal; the plain run adds them in another order.
 """
 
-import os
+import functools
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,11 +13,9 @@ import numpy as np
 import pytest
 
 from ipu_jax.distributed.commands import InstanceParser, counts_of
-from mnist_example import data, model, training
-from support import mnist_instance
+from support import launched, mnist_instance
 
 ROOT = Path(__file__).parents[2]
-IMAGES = 170
 FLAGS = ["--synthetic-data", "--batch-size", "2", "--gradient-accumulation-count", "2", "--epochs", "2"]
 FLAGS += ["--no-progress", "--repeat-count", "2", "--learning-rate", "0.002"]
 BASIC, CONCURRENT = ["--pipeline-mode", "basic"], ["--pipeline-mode", "concurrent"]
@@ -29,7 +26,7 @@ GLOO = re.compile(r"Gloo|peer ranks|^\s*\d*\s*$")
 
 
 class Ran:
-    """How a run ended: its status, the lines of each instance on stdout and stderr, and what each one wrote."""
+    """How a run ended: its status, the lines of each instance on stdout and stderr, and what each one saved."""
 
     def __init__(self, folder, status, out, err):
         self.folder, self.status, self.err = folder, status, err
@@ -41,51 +38,30 @@ class Ran:
         return [line.removeprefix(tag) for line in self.out if line.startswith(tag)]
 
     def files(self, mode):
-        """Return what each instance wrote about a mode: losses, weights and images."""
-        found = []
-        for path in sorted(self.folder.glob(f"{mode}-*.npz")):
-            with np.load(path) as file:
-                found.append(dict(file))
-        return found
+        """Return the losses and weights that each instance saved of a mode."""
+        return [dict(np.load(path)) for path in sorted(self.folder.glob(f"{mode}-*.npz"))]
 
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch, capsys):
     """Return a function that trains in this process."""
 
-    def train(*flags, images=IMAGES):
-        for owner, name in (
-            (data, "synthetic_mnist"),
-            (model, "HIDDEN"),
-            (model, "FEATURES"),
-            (training.Training, "run"),
-        ):
-            monkeypatch.setattr(owner, name, getattr(owner, name))  # they come back at the end
+    def train(*flags, images):
         folder = tmp_path / "alone"
         folder.mkdir()
-        status = mnist_instance.main(str(folder), str(images), TRAIN, *flags)
+        status = mnist_instance.main(str(folder), str(images), TRAIN, *flags, patch=monkeypatch.setattr)
         return Ran(folder, status, *capsys.readouterr())
 
     return train
 
 
-def poprun(folder, replicas, instances, ipus, command, *flags, images=IMAGES, **variables):
+def poprun(folder, replicas, instances, ipus, command, *flags, images=170, **variables):
     folder.mkdir(exist_ok=True)
-    # pytest's own jax has 8 devices in one process
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PJRT_", "POPRUN_", "MNIST_DIR"))}
-    environment = {**own, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **variables}
-    environment["PYTHONWARNINGS"] = "error"
     counts = ["--num-replicas", str(replicas), "--num-instances", str(instances), "--ipus-per-replica", str(ipus)]
-    words = ["-m", "ipu_jax.distributed.poprun", *counts, sys.executable, mnist_instance.__file__, str(folder)]
-    done = subprocess.run(
-        [sys.executable, *words, str(images), command, *flags],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return Ran(folder, done.returncode, done.stdout, done.stderr)
+    words = (*counts, sys.executable, mnist_instance.__file__, str(folder), str(images), command, *flags)
+    variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONWARNINGS": "error", "MNIST_DIR": ""}
+    ran = launched.poprun(*words, cwd=folder, timeout=240, **variables)
+    return Ran(folder, ran.status, ran.out, ran.err)
 
 
 def without_times(lines):
@@ -93,37 +69,15 @@ def without_times(lines):
     return [re.sub(r" in [\d.]+ s, .*", "", line) for line in lines if not line.startswith("Compiled")]
 
 
-def is_value(name):
-    return name.startswith(("losses", "weights"))
-
-
-def assert_equal(ran, expected, mode, replicas, *, exactly=True):
-    """Compare the losses, weights and images on every instance of a run with those of another run."""
+def assert_equal(ran, expected, mode, *, exactly=True):
+    """Compare the losses and weights on every instance of a run with those of another run."""
     (first, *_), found = expected.files(mode), ran.files(mode)
     assert found
     for of_instance in found:
-        for name in filter(is_value, first):
-            if exactly:
-                np.testing.assert_array_equal(of_instance[name], first[name], err_msg=name)
-            else:
-                atol = 1e-5 * np.abs(first[name]).max()
-                np.testing.assert_allclose(of_instance[name], first[name], rtol=0, atol=atol, err_msg=name)
-    images, expected_images = images_of(found), images_of(expected.files(mode))
-    assert images.keys() == expected_images.keys()
-    for name, numbers in images.items():
-        np.testing.assert_array_equal(numbers, expected_images[name], err_msg=name)
-    for epoch in {name.split()[1] for name in images}:
-        of_epoch = np.concatenate([images[f"images {epoch} {replica}"] for replica in range(replicas)])
-        assert len(of_epoch) == len(np.unique(of_epoch)), "an image was seen twice in an epoch"
-
-
-def images_of(files):
-    """Return the numbers of the images by epoch and replica, which instances that share a replica read alike."""
-    images = {}
-    for of_instance in files:
-        for name in (name for name in of_instance if name.startswith("images")):
-            np.testing.assert_array_equal(images.setdefault(name, of_instance[name]), of_instance[name])
-    return images
+        assert of_instance.keys() == first.keys()
+        for name, value in first.items():
+            atol = 0 if exactly else 1e-5 * np.abs(value).max()
+            np.testing.assert_allclose(of_instance[name], value, rtol=0, atol=atol, err_msg=name)
 
 
 def assert_ended_well(ran, instances):
@@ -132,84 +86,49 @@ def assert_ended_well(ran, instances):
     assert all(ran.said_by(k) == [] for k in range(1, instances))
 
 
-def test_two_instances_train_as_one_process_does(tmp_path, alone):
-    one = alone(*BASIC, *FLAGS, "--replicas", "2", images=20)
-    two = poprun(tmp_path / "two", 2, 2, 2, TRAIN, *BASIC, *FLAGS, images=20)
-    assert_ended_well(two, 2)
-    assert_equal(two, one, "basic", 2)  # a sum of two replicas has one order only
-    assert without_times(two.said_by(0)) == without_times(one.out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [BASIC, CONCURRENT], ids=["basic", "concurrent"])
-def test_eight_replicas_on_one_two_and_four_instances_have_equal_bits(mode, tmp_path, alone):
-    plain = alone(*mode, *FLAGS, "--replicas", "8")
-    runs = [poprun(tmp_path / str(count), 8, count, 2, TRAIN, *mode, *FLAGS) for count in (1, 2, 4)]
-    for run, instances in zip(runs, (1, 2, 4), strict=True):
-        assert_ended_well(run, instances)
-        assert_equal(run, runs[0], mode[-1], 8)
-        assert_equal(run, plain, mode[-1], 8, exactly=False)
-        assert without_times(run.said_by(0)) == without_times(plain.out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "replicas", "instances", "ipus"),
-    [(BASIC, 1, 2, 2), (CONCURRENT, 1, 2, 2), (CONCURRENT, 2, 4, 4)],
-    ids=["basic 1x2x2", "concurrent 1x2x2", "concurrent 2x4x4"],
-)
-def test_a_replica_may_span_instances(mode, replicas, instances, ipus, tmp_path, alone):
-    flags = [*mode, *FLAGS]
-    own = ["--replicas", str(replicas), "--ipus", str(ipus)]
-    one = alone(*flags, *own, images=50)
-    spanning = poprun(tmp_path / "spanning", replicas, instances, ipus, TRAIN, *flags, images=50)
-    assert_ended_well(spanning, instances)
-    assert_equal(spanning, one, mode[-1], replicas, exactly=replicas == 1)
-    assert without_times(spanning.said_by(0)) == without_times(one.out)
-
-
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 HALF = ["--precision", "16.32", "--half", "float16"]
+EVERY_FLAG = [
+    [*BASIC, "--optimizer", "momentum"],
+    [*BASIC, "--optimizer", "adam", "--shard-optimizer"],
+    [*CONCURRENT, "--optimizer", "adamw", "--shard-optimizer"],
+    [*CONCURRENT, "--optimizer", "lamb", "--shard-optimizer"],
+    [*BASIC, "--precision", "16.16"],
+    [*CONCURRENT, *HALF],
+    [*CONCURRENT, *HALF, "--optimizer", "adam", "--shard-optimizer"],
+    [*BASIC, "--async-dataloader", "--num-workers", "3"],
+    [*BASIC, "--no-eight-bit-io", "--no-shuffle"],
+    [*BASIC, "--pipeline-schedule", "auto", "--run-single-step"],
+    [*BASIC, "--explain", "--run-single-step", "--reduction", "mean"],
+    [*BASIC, "--model", "resnet18", "--batch-size", "4", "--run-single-step"],
+    [*BASIC, "--replicas", "2", "--ipus", "2", "--seed", "7", "--pipeline-schedule", "1f1b"],
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "replicas", "instances", "ipus", "images", "exactly"),
     [
-        [*BASIC, "--optimizer", "momentum"],
-        [*BASIC, "--optimizer", "adam", "--shard-optimizer"],
-        [*CONCURRENT, "--optimizer", "adamw", "--shard-optimizer"],
-        [*CONCURRENT, "--optimizer", "lamb", "--shard-optimizer"],
-        [*BASIC, "--precision", "16.16"],
-        [*CONCURRENT, *HALF],
-        [*CONCURRENT, *HALF, "--optimizer", "adam", "--shard-optimizer"],
-        [*BASIC, "--async-dataloader", "--num-workers", "3"],
-        [*BASIC, "--no-eight-bit-io", "--no-shuffle"],
-        [*BASIC, "--pipeline-schedule", "auto", "--run-single-step"],
-        [*BASIC, "--explain", "--run-single-step", "--reduction", "mean"],
-        [*BASIC, "--model", "resnet18", "--batch-size", "4", "--run-single-step"],
-        [*BASIC, "--replicas", "2", "--ipus", "2", "--seed", "7", "--pipeline-schedule", "1f1b"],
+        (BASIC, 2, [2], 2, 20, True),  # a sum of two replicas has one order only
+        slow(BASIC, 8, [1, 2, 4], 2, 170, False),
+        slow(CONCURRENT, 8, [1, 2, 4], 2, 170, False),
+        # a replica spans instances
+        slow(BASIC, 1, [2], 2, 50, True),
+        slow(CONCURRENT, 1, [2], 2, 50, True),
+        slow(CONCURRENT, 2, [4], 4, 50, False),
+        *(slow(of, 2, [2], 2, 50, "--precision" not in of and "resnet18" not in of) for of in EVERY_FLAG),
     ],
-    ids=" ".join,
 )
-def test_every_flag_gives_what_it_gives_in_one_process(flags, tmp_path, alone):
-    own = [] if "--replicas" in flags else ["--replicas", "2"]
-    one = alone(*FLAGS, *flags, *own, images=50)
-    two = poprun(tmp_path / "two", 2, 2, 2, TRAIN, *FLAGS, *flags, images=50)
-    assert_ended_well(two, 2)
-    assert_equal(two, one, flags[1], 2, exactly="--precision" not in flags and "resnet18" not in flags)
-    assert without_times(two.said_by(0)) == without_times(one.out)
-
-
-@pytest.mark.slow
-def test_both_modes_are_compared_and_drawn_once(tmp_path):
-    pytest.importorskip("matplotlib")
-    ran = poprun(tmp_path, 2, 2, 2, TRAIN, "--compare", "--plot", "losses.png", *FLAGS, images=50)
-    assert_ended_well(ran, 2)
-    assert ran.said_by(0)[-1] == "Picture: losses.png"
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-    basic, concurrent = ran.files("basic"), ran.files("concurrent")
-    for one, other in zip(basic, concurrent, strict=True):
-        np.testing.assert_allclose(one["losses"], other["losses"], rtol=1e-5)
+def test_instances_train_as_one_process_does(flags, replicas, instances, ipus, images, exactly, tmp_path, alone):
+    flags = [*FLAGS, *flags]
+    own = [] if "--replicas" in flags else ["--replicas", str(replicas), "--ipus", str(ipus)]
+    one = alone(*flags, *own, images=images)
+    runs = [poprun(tmp_path / str(count), replicas, count, ipus, TRAIN, *flags, images=images) for count in instances]
+    for run, count in zip(runs, instances, strict=True):
+        assert_ended_well(run, count)
+        mode = flags[flags.index("--pipeline-mode") + 1]
+        assert_equal(run, runs[0], mode)
+        assert_equal(run, one, mode, exactly=exactly)
+        assert without_times(run.said_by(0)) == without_times(one.out)
 
 
 @pytest.mark.slow
@@ -221,7 +140,7 @@ def test_instances_share_an_executable_cache(tmp_path):
         assert_ended_well(run, 2)
     assert re.search(r"executable cache: 0 hits, \d+ misses", first.said_by(0)[-1])
     assert re.search(r"executable cache: \d+ hits, 0 misses", second.said_by(0)[-1])
-    assert_equal(second, first, "basic", 2)
+    assert_equal(second, first, "basic")
     # each has programs of its own, and the second start compiles on none
     names = [sorted(path.name for path in (cache / f"instance-{i}").iterdir()) for i in range(2)]
     assert all(any(name.startswith("jit__run-") for name in of_instance) for of_instance in names)

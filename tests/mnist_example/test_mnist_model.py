@@ -1,19 +1,20 @@
 """Test the digits network: its weights, both pipelines against the unsharded program, and what counts as an example."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import ipu_jax
-from ipu_jax import TrainOptions, make_train_step
 from mnist_example import model
 from mnist_example.data import synthetic_mnist
 from mnist_example.flags import CLASSES
 from mnist_example.model import init_params, make_pipeline
 
 M, B = 3, 4
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 LAYOUTS = [
     ("basic", 1, "grouped"),
     ("basic", 2, "grouped"),
@@ -27,13 +28,12 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def drawn():
-    return init_params(0)
-
-
-@pytest.fixture(scope="module")
-def params(drawn):
-    """Return weights with biases that aren't zero, so that a bias left out or padded wrongly is noticed."""
+def params():
+    """Return few weights with biases that aren't zero, so that a bias left out or padded wrongly is noticed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "HIDDEN", 160)
+        patch.setattr(model, "FEATURES", 80)
+        drawn = init_params(0)
     keys = iter(jax.random.split(jax.random.key(1), 3))
     return jax.tree.map(lambda p: p if p.ndim > 1 else 0.1 * jax.random.normal(next(keys), p.shape), drawn)
 
@@ -67,7 +67,8 @@ def dense_loss(params, batch):
 # weights
 
 
-def test_weights_have_the_networks_shapes_and_scales(drawn):
+def test_weights_have_the_networks_shapes_and_scales():
+    drawn = init_params(0)
     shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(drawn)}
     assert shapes == {
         "['classifier']['b']": (10,),
@@ -105,7 +106,7 @@ def test_loss_and_gradients_are_the_dense_and_the_unsharded_programs(mode, ipus,
     assert len(ipu_jax.verify(pipeline, sharded, batch).gradient_errors) == 6
 
 
-@pytest.mark.parametrize(("reduction", "scale"), [("sum", 1.0), ("mean", 1 / M)])
+@pytest.mark.parametrize(("reduction", "scale"), [slow("sum", 1.0), ("mean", 1 / M)])
 def test_gradients_are_summed_or_averaged_over_the_accumulation(reduction, scale, params, batch):
     pipeline = make_pipeline("concurrent", gradient_accumulation=M, reduction=reduction)
     _, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
@@ -120,7 +121,7 @@ def test_an_ipu_holds_its_own_classes_only(params):
     pipeline = make_pipeline("concurrent", ipus=4, gradient_accumulation=M)
     bias, weight = pipeline.shard(params).concurrent["classifier"]
     for ipu, (b, w) in enumerate(zip(bias.addressable_shards, weight.addressable_shards, strict=True)):
-        assert (b.data.shape, w.data.shape) == ((3,), (1280, 3))  # 10 classes are 3, 3, 3 and 1
+        assert (b.data.shape, w.data.shape) == ((3,), (80, 3))  # 10 classes are 3, 3, 3 and 1
         np.testing.assert_array_equal(b.data[: 10 - 3 * ipu], params["classifier"]["b"][3 * ipu : 3 * ipu + 3])
     assert not bias.addressable_shards[3].data[1:].any()
 
@@ -159,7 +160,7 @@ def test_what_has_no_label_counts_for_nothing(mode, ipus, params, batch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), gradients, others)
 
 
-@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4), ("concurrent", 8)])
+@pytest.mark.parametrize(("mode", "ipus"), [slow("basic", 2), ("concurrent", 4), slow("concurrent", 8)])
 def test_of_equal_logits_the_first_counts(mode, ipus, params, batch):
     undecided = {**params, "classifier": jax.tree.map(jnp.zeros_like, params["classifier"])}
     # 3 and 9 are on different IPUs, 3 and 4 are on the same of 2 IPUs
@@ -178,36 +179,9 @@ def test_images_may_be_bytes_or_floats(params, batch):
     assert float(pipeline.loss(sharded, floats)[0]) == pytest.approx(float(bytes_loss), rel=1e-6)
 
 
-# precisions
+# dtypes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
-def test_a_precision_is_what_it_says_in_both_modes(precision, params, batch):
-    exact = dense_loss(params, batch)
-    expected = jnp.bfloat16 if precision == "16.16" else jnp.float32
-    found = []
-    for mode in ("basic", "concurrent"):
-        of_step = make_pipeline(mode, gradient_accumulation=M)
-        step = make_train_step(of_step, optax.sgd(1.0), TrainOptions(precision=precision))
-        pipeline, sharded = step.model, step.init(params).params
-        # weights start from the same point, and updates are made in the dtype in which they are stored
-        stored = jax.tree.map(lambda p: p.astype(expected), params)
-        jax.tree.map(np.testing.assert_array_equal, pipeline.unshard(sharded), stored)
-        (loss, _), gradients = pipeline.value_and_grad(sharded, batch)
-        assert loss.dtype == jnp.float32
-        assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(expected)}
-        # operations in bfloat16 give results near those in float32, but not the same
-        error = abs(float(loss) - exact) / exact
-        assert error < 1e-6 if precision == "32.32" else 1e-6 < error < 1e-2
-        found.append(pipeline.unshard(gradients))
-    for basic, concurrent in zip(*map(jax.tree.leaves, found), strict=True):
-        basic, concurrent = np.asarray(basic, np.float32), np.asarray(concurrent, np.float32)
-        apart = np.linalg.norm(basic - concurrent) / np.linalg.norm(basic)
-        assert apart < (1e-6 if precision == "32.32" else 0.02)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("images", ["uint8", "float32"])
 def test_stages_compute_in_the_dtype_of_their_weights(dtype, images, params, batch):

@@ -4,6 +4,7 @@ The tests' networks are 4 channels wide. With micro-batches of so few images, ba
 some variances are near zero, which magnifies rounding. The images here are large enough to avoid that.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -243,28 +244,23 @@ def test_layers_are_placed_by_what_they_cost():
 
 
 @pytest.fixture
-def few_digits(monkeypatch):
+def trained(monkeypatch):
+    """Return a function that trains a ResNet-18 of 4 channels on few digits by flags, with its training and result."""
     monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
-
-
-def trained(flags):
-    """Return the training of a ResNet-18 that is 4 channels wide, after the flags' updates, and its result."""
-    _, found = parsed("run-sharded-mnist", "", [*flags, "--model", "resnet18", "--synthetic-data"])
-    each = training.Training(found, found.modes[0], data.prepared(found, found.ipus))
-    return each, each.run(None)
-
-
-@pytest.fixture
-def small(monkeypatch):
     monkeypatch.setattr(resnet, "WIDTH", WIDTH)
     for name in ("make_pipeline", "init_params", "init_state"):
-        function = getattr(resnet, name)
-        narrow = lambda *args, function=function, **how: function(*args, width=WIDTH, **how)  # noqa: E731
-        monkeypatch.setattr(resnet, name, narrow)
+        monkeypatch.setattr(resnet, name, functools.partial(getattr(resnet, name), width=WIDTH))
+
+    def train(flags):
+        _, found = parsed("run-sharded-mnist", "", [*flags, "--model", "resnet18", "--synthetic-data"])
+        each = training.Training(found, found.modes[0], data.prepared(found, found.ipus))
+        return each, each.run(None)
+
+    return train
 
 
 @pytest.mark.slow
-def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(few_digits, small, monkeypatch, capsys):
+def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(trained, monkeypatch, capsys):
     flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--batch-size", "4"]
     looked, with_looks = trained(flags)
     first, *_, last = capsys.readouterr().out.splitlines()

@@ -71,8 +71,8 @@ def refusal(call: Any) -> np.ndarray:
 # pipelines
 
 
-def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32") -> Results:
-    """Return the results of each method of a pipeline, and what `verify` finds."""
+def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32", *, costs: bool = True) -> Results:
+    """Return the results of each method of a pipeline, of `verify` and, with `costs`, of what measures and counts."""
     model = model_of(replicas, ipus, dtype)
     pipeline = model.pipeline(ipus)
     params, batch = pipeline.shard(model.params), jax.device_get(model.batch)
@@ -88,6 +88,8 @@ def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32") -> Results:
         **named("reference", reference_value_and_grad(pipeline, model.params, batch)),
         "repr": np.array(repr(report) + repr(params)[:9] + repr(pipeline)),
     }
+    if not costs:
+        return found
     measured = pipeline.stage_costs(params, batch, measured=True, repeats=2)
     counted = pipeline.report(params, batch)
     return found | {
@@ -154,6 +156,11 @@ def trained(replicas: int, ipus: int, each: list[dict[str, Any]], dtype: str = "
         if options.ema_decay is not None:
             found[f"{number} loss of the average"] = np.asarray(step.loss(state, batches[0], ema=True))
     return found
+
+
+def whole_and_trained(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
+    """Return the results of both in one call, since starting processes costs more than they do."""
+    return whole_pipeline(replicas, ipus, costs=False) | trained(replicas, ipus, each)
 
 
 def _batch(model: Model, step: int, iterations: int) -> Any:

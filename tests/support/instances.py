@@ -3,19 +3,15 @@
     run_instances(training.losses, [4, 4], precision="16.32")     two processes with four CPU devices each
 
 The function returns `{name: array or text}`. A process that raises ends at once, and its stderr is shown. All processes
-are killed when one has failed or time is up, because the others would wait in a collective for ever. This file is also
-the program of the processes: instances.py module:function coordinator processes process folder seconds arguments
+are killed when one has failed or time is up, because the others would wait in a collective for ever.
 """
 
 import faulthandler
 import importlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
+from support.programs import ROOT, free_port, run_programs
 
 Results = dict[str, np.ndarray]
 
@@ -45,59 +41,32 @@ def run_instances(
         arguments: the function's arguments, which JSON must be able to represent.
     """
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        listening.close()
-        errors = [Path(folder, f"{number}.txt") for number in range(len(devices))]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for number, count in enumerate(devices):
-                settings = [name, f"127.0.0.1:{port}", *map(str, (len(devices), number, folder, seconds))]
-                settings.append(json.dumps(arguments))
-                with errors[number].open("wb") as stderr:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, __file__, *settings],
-                            cwd=ROOT,
-                            env=_environment(count, sum(devices)),
-                            stdout=subprocess.DEVNULL,  # gloo writes to it
-                            stderr=stderr,
-                        )
-                    )
-            _wait(processes, errors, time.monotonic() + seconds)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return [_loaded(Path(folder, f"{number}.npz")) for number in range(len(devices))]
+    with tempfile.TemporaryDirectory() as folder:
+        coordinator, count = f"127.0.0.1:{free_port()}", len(devices)
+        ended = run_programs(
+            Path(folder),
+            "from support import instances\ninstances.run_here()",
+            [_environment(own) for own in devices],
+            seconds=seconds,
+            arguments=[
+                [name, coordinator, *map(str, (count, number, folder, seconds)), json.dumps(arguments)]
+                for number in range(count)
+            ],
+            until_one_fails=True,
+        )
+        for number, one in sorted(enumerate(ended), key=lambda pair: not pair[1].code):  # the failed ones first
+            if one.code != 0:
+                how = "did not end in time" if one.code is None else f"ended with {one.code}"
+                raise InstanceError(f"instance {number} {how}:\n{one.stderr[-4000:]}")
+        return [_loaded(Path(folder, f"{number}.npz")) for number in range(count)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], errors: list[Path], deadline: float) -> None:
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [number for number, code in enumerate(codes) if code]
-        if failed:
-            number = failed[0]
-            raise InstanceError(f"instance {number} ended with {codes[number]}:\n{errors[number].read_text()[-4000:]}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline:
-            number = codes.index(None)
-            raise InstanceError(f"instance {number} did not end in time:\n{errors[number].read_text()[-4000:]}")
-        time.sleep(0.05)
-
-
-def _environment(devices: int, of_all: int) -> dict[str, str]:
-    # pytest's settings are for 8 devices in one process; only its XLA flags (fast compiling, no endless waits) are kept
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "PJRT_"))}
-    paths = [str(ROOT), str(ROOT / "tests")]
-    return own | {
-        "JAX_PLATFORMS": "cpu",
+def _environment(devices: int) -> dict[str, str]:
+    return {
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PJRT_NPROC": str(devices + (os.cpu_count() or 1)),
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONWARNINGS": "error",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "IPU_JAX_MONITOR": "off",
     }
 
 
@@ -135,7 +104,8 @@ def _run_here(
     np.savez(Path(folder, f"{process}.npz"), **results)
 
 
-if __name__ == "__main__":
+def run_here() -> None:
+    """Run this process's part of `run_instances`, and end the process."""
     faulthandler.enable()
     try:
         _run_here(*sys.argv[1:])

@@ -1,13 +1,15 @@
-"""Run poprun as a user does, with small programs that write beacons and do not need jax."""
+"""Run poprun as a user does, and processes that ipu-monitor sees, with small programs that do not need jax."""
 
+import contextlib
 import dataclasses
 import os
+import pty
 import re
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +17,8 @@ PLAIN_POPRUN = [sys.executable, "-W", "error", "-m", "ipu_jax.distributed.poprun
 # Handle signals that the tests' own process may ignore, because it was started by nohup or in the background.
 # `preexec_fn` is not used: it would fork this process, in which jax may run.
 HEED_SIGNALS = "import os, signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]; "
-POPRUN = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])", *PLAIN_POPRUN]
+HEEDING = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])"]
+POPRUN = [*HEEDING, *PLAIN_POPRUN]
 # The beginning of the tests' programs. `meet(n)` waits until all instances have called it; `step(n)` meets, too.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -34,6 +37,20 @@ def write_error(error, **values):
     record = {"monotonic_ns": time.monotonic_ns(), "pid": os.getpid(), "type": type(error).__name__,
               "message": str(error), "traceback": "", "begun": 0, "finished": 0, **values}
     (run_dir / f"error.{me}.json").write_text(json.dumps(record))
+"""
+
+# After `ago(seconds)`, records are written as if that many seconds ago.
+RECORD = """
+import os, sys, time
+from ipu_jax.processes import beacons, own_record
+from ipu_jax.processes.beacons import Phase
+beacon = own_record.begin()
+now = time.monotonic_ns
+def ago(seconds):
+    beacons.time.monotonic_ns = lambda: now() - int(seconds * 1e9)
+def ready():
+    print("ready", flush=True)
+    time.sleep(60)
 """
 
 
@@ -99,6 +116,29 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
+def on_a_terminal(*words: str, interrupted_after: bytes = b"nothing of that kind", **variables: str) -> tuple[int, str]:
+    """Run poprun on a terminal of its own, press Ctrl-C after a text, and return its status and what was shown."""
+    controller, terminal = pty.openpty()
+    own = f"{HEED_SIGNALS}import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{own}os.execv(sys.argv[1], sys.argv[1:])", *PLAIN_POPRUN, *words],
+        env=environment(TERM="xterm", **variables),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    shown, is_interrupted = b"", False
+    with contextlib.suppress(OSError):  # the terminal has no process left
+        while data := os.read(controller, 4096):
+            shown += data
+            if interrupted_after in shown and not is_interrupted:
+                is_interrupted = os.write(controller, b"\x03") == 1
+    os.close(controller)
+    return process.wait(timeout=10), shown.decode().replace("\r\n", "\n")
+
+
 def marked(mark: str) -> set[int]:
     """Return the living processes whose environment has POPRUN_TEST=mark, except poprun's own processes."""
     wanted, found = f"POPRUN_TEST={mark}".encode(), set[int]()
@@ -130,3 +170,21 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
 def gone_within(mark: str, seconds: float) -> None:
     """Wait until no process with a mark is left."""
     wait_for(lambda: not marked(mark), seconds)
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, body: str = "", **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that begins a record and then runs `body`; yield the process when it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RECORD + textwrap.dedent(body) + "\nready()", "some", "words"],
+        env=environment(IPU_JAX_MONITOR=str(folder), **variables),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -40,6 +40,7 @@ def run_programs(
     *,
     seconds: float = 60.0,
     arguments: Sequence[Sequence[str]] | None = None,
+    until_one_fails: bool = False,
 ) -> list[Ended]:
     """Run a Python program once in each environment, all at the same time, and wait for them.
 
@@ -50,6 +51,7 @@ def run_programs(
             jax.
         seconds: the time limit, after which processes that still run are killed.
         arguments: the arguments of each process; none by default.
+        until_one_fails: whether to kill the others at once when one has failed.
     """
     script = folder / "program.py"
     script.write_text(textwrap.dedent(program))
@@ -73,6 +75,8 @@ def run_programs(
             for number in [n for n in running if processes[n].poll() is not None]:
                 running.discard(number)
                 ends[number] = time.monotonic() - start
+            if until_one_fails and any(process.poll() for process in processes):
+                break
             time.sleep(0.02)
     finally:
         codes = [process.poll() for process in processes]

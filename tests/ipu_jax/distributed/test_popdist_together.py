@@ -8,8 +8,8 @@ import pytest
 from support.programs import places, run_programs
 
 EXCHANGES = """
-    import json
-    from ipu_jax import popdist
+    import json, os, signal, time
+    from ipu_jax import StopRequest, popdist
 
     popdist.init()
     popdist.init()  # a second call does nothing
@@ -25,10 +25,12 @@ EXCHANGES = """
         "f32": draw((3, 2)).astype(np.float32), "bf16": jnp.asarray(draw(5), jnp.bfloat16),
         "i32": np.arange(3, dtype=np.int32) * own, "none": np.zeros((0, 4), np.float32), "c64": np.complex64(1j * own),
     }
-    for op in ("mean", "sum"):
-        reduced = popdist.all_reduce(tree, op)
+    def told(tree):
         kind = lambda value: str(getattr(value, "dtype", type(value).__name__))
-        found[op] = {name: [kind(value), str(np.asarray(value).tolist())] for name, value in reduced.items()}
+        return {name: [kind(x), list(np.shape(x)), str(np.asarray(x).tolist())] for name, x in tree.items()}
+    print(json.dumps(told(tree)))
+    for op in ("mean", "sum"):
+        found[op] = told(popdist.all_reduce(tree, op))
     large = draw(200_000).astype(np.float32)  # more than goes through the coordination service
     found["large"] = np.asarray(popdist.all_reduce(large, "sum")).tobytes().hex()[:4000]
     found["large of 1"] = popdist.broadcast(large, root=1).tobytes().hex()[:4000]
@@ -45,59 +47,52 @@ EXCHANGES = """
     except popdist.InstancesDifferError as error:
         found["differ"] = str(error)
     popdist.barrier("all are here")
+    calls = 0
+    with StopRequest() as stop:
+        while True:
+            calls += 1
+            if own == 1 and calls == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.15 if own == 0 else 0.02)  # one is far behind the others
+            if stop.due():
+                break
+    found["stopped"] = calls, stop.asked
     print(json.dumps(found))
+    popdist.barrier("all have stopped")
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def ended(tmp_path_factory):
     ended = run_programs(tmp_path_factory.mktemp("exchanges"), EXCHANGES, places(3, replicas=3, ipus_per_replica=2))
     for one in ended:
         assert one.code == 0, one.stderr
+    return ended
+
+
+@pytest.fixture(scope="module")
+def found(ended):
     return [json.loads(one.lines[-1]) for one in ended]
-
-
-def trees():
-    import jax.numpy as jnp
-
-    for own in range(3):
-        draw = np.random.default_rng(own).standard_normal
-        f32 = draw((3, 2)).astype(np.float32)
-        yield {
-            "loss": np.float64(0.1 * own),
-            "count": np.int64(own + 1),
-            "f32": f32,
-            "bf16": np.asarray(jnp.asarray(draw(5), jnp.bfloat16)),
-            "i32": np.arange(3, dtype=np.int32) * own,
-            "none": np.zeros((0, 4), np.float32),
-            "c64": np.complex64(1j * own),
-        }
 
 
 def test_all_instances_get_the_same_bits(found):
     assert found[0] == found[1] == found[2]
 
 
+KINDS = {"sum": {"bool": "int"}, "mean": {"bool": "float", "int": "float", "int32": "float64"}}
+
+
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_the_reduction_is_that_of_numpy(found, op):
-    parts = list(trees())
-    for name, like in parts[0].items():
-        total = sum(np.asarray(part[name], np.complex128) for part in parts)
+def test_the_reduction_is_that_of_numpy(ended, found, op):
+    parts = [json.loads(one.lines[0]) for one in ended]
+    for name, (kind, shape, text) in found[0][op].items():
+        kind_of_part, shape_of_part, _ = parts[0][name]
+        assert (kind, shape) == (KINDS[op].get(kind_of_part, kind_of_part), shape_of_part)
+        total = sum(np.array(eval(part[name][2]), np.complex128) for part in parts)
         expected = total / 3 if op == "mean" else total
-        dtype, text = found[0][op][name]
-        if name == "count":
-            assert dtype == ("float" if op == "mean" else "int")
-        elif name == "loss":
-            assert dtype == "float"
-        else:
-            assert dtype == ("float64" if op == "mean" and name == "i32" else str(like.dtype))
         tolerance = 2**-8 if name == "bf16" else 1e-6
-        np.testing.assert_allclose(np.array(eval(text), np.complex128).reshape(like.shape), expected, tolerance)
-
-
-def test_flags_are_counted(found):
-    assert found[0]["sum"]["flag"] == ["int", "1"]
-    assert found[0]["mean"]["flag"] == ["float", str(1 / 3)]
+        np.testing.assert_allclose(np.array(eval(text), np.complex128), expected, tolerance, err_msg=name)
+    assert found[0][op]["flag"][2] == str({"sum": 1, "mean": 1 / 3}[op])
 
 
 def test_large_arrays_go_over_the_devices(found):
@@ -115,6 +110,12 @@ def test_large_arrays_go_over_the_devices(found):
 def test_a_key_and_a_seed_are_those_of_the_root(found):
     assert found[0]["key"] == [0, 2]
     assert found[0]["seed"] == 10
+
+
+def test_all_stop_after_the_same_call_although_one_alone_gets_the_signal(found):
+    calls, asked = found[0]["stopped"]
+    assert calls > 4
+    assert asked
 
 
 def test_different_calls_are_named(found):

@@ -4,6 +4,8 @@ The others wait for the instance that fails in a collective of gloo, which no ti
 hour. Each program prints the moment of its fault, on the monotonic clock.
 """
 
+import gzip
+import json
 import re
 import sys
 
@@ -11,52 +13,73 @@ import pytest
 
 from support.launched import gone_within, poprun
 
+# Instance sys.argv[2] has a fault sys.argv[1] at the moment sys.argv[3].
 TRAINING = """
-import ctypes, os, signal, sys, time
-from ipu_jax import popdist
+import contextlib, ctypes, os, re, signal, sys, time
 
-kind, culprit = sys.argv[1], int(sys.argv[2])
-popdist.init()
-import jax, numpy as np, optax
-from ipu_jax import Pipeline, Stage, make_mesh, make_train_step
-
-mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica())
-body = Stage(lambda w, x, batch: jax.numpy.tanh(batch @ w), params="body", ipu=0)
-head = Stage(lambda w, x, batch: jax.numpy.mean((x @ w) ** 2), params="head", ipu=1)
-step = make_train_step(Pipeline([body, head], mesh=mesh, gradient_accumulation=2), optax.sgd(0.1))
-draw = np.random.default_rng(0).standard_normal
-state = step.init({"body": draw((4, 6)), "head": draw((6, 1))})
-batch = draw((2, 3, 4)).astype(np.float32)
-for number in range(10_000 if kind != "none" else 30):
-    if number == 30 and popdist.get_instance_index() == culprit:
+kind, culprit, when, folder = sys.argv[1:]
+def moment(name):
+    if name == when and os.environ["IPU_JAX_INSTANCE"] == culprit:
         print(f"fault={time.monotonic()}", flush=True)
-        if kind == "kill":
+        if kind == "kill" and os.environ["IPU_JAX_ATTEMPT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "lock":
             ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock
+        if kind == "spin":
+            re.match("(a+)+$", "a" * 64 + "b")  # holds it, too
         if kind == "raise":
             raise ValueError("a loss of 7")
-        if kind == "exit":
-            sys.exit(9)
-    state, outputs = step(state, batch)
-    if number % 10 == 0:
-        float(outputs.loss)
+        if kind.isdigit():
+            sys.exit(int(kind))
+        if kind == "last file":
+            time.sleep(7)  # more than the 5 s that a step may take
+moment("import")
+import jax, numpy as np, optax
+from ipu_jax import Checkpoints, Pipeline, Stage, make_mesh, make_train_step, popdist, trace
+
+popdist.init()
+def body(w, x, batch):
+    moment("compile")
+    return jax.numpy.tanh(batch @ w)
+head = Stage(lambda w, x, batch: jax.numpy.mean((x @ w) ** 2), params="head", ipu=1)
+mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica())
+step = make_train_step(Pipeline([Stage(body, params="body", ipu=0), head], mesh=mesh, gradient_accumulation=2),
+                       optax.sgd(0.1))
+draw = np.random.default_rng(0).standard_normal
+state = step.init({"body": draw((4, 6)), "head": draw((6, 1))})
+batch = draw((2, 3, 4) if mesh.shape["replica"] == 1 else (2, 2, 3, 4)).astype(np.float32)
+recording = trace(folder, steps=2) if kind == "trace" else contextlib.nullcontext()
+with recording, Checkpoints(folder, step) as checkpoints:
+    for number in range(1, 31):
+        if number == 6:
+            moment("step")
+        state, outputs = step(state, batch)
+        if number == 8 and kind != "trace":
+            checkpoints.save(state, now=True)
+            moment("save")
+        if number % 10 == 0:
+            float(outputs.loss)
+    moment("end of the block")
 print("trained", float(outputs.loss), flush=True)
+moment("end")
+if kind == "trace" and popdist.get_instance_index() == 1:
+    print(recording.report)
 """
 
 
-def trained(tmp_path, kind, culprit, *options):
+def trained(tmp_path, kind="", culprit=0, when="step", *options):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
-    words = ("-v", "--num-instances", "2", "--ipus-per-replica", "2", *options)
-    return poprun(*words, sys.executable, str(path), kind, str(culprit), POPRUN_TEST=str(tmp_path), timeout=120)
+    words = ("-v", "--num-instances", "2", "--ipus-per-replica", "2", *options, sys.executable, str(path))
+    own = (kind, str(culprit), when, str(tmp_path / "saved"))
+    return poprun(*words, *own, POPRUN_TEST=str(tmp_path), timeout=120)
 
 
 @pytest.mark.slow
 def test_a_training_over_two_instances_ends_well_and_leaves_nothing(tmp_path):
-    ran = trained(tmp_path, "none", 0)
+    ran = trained(tmp_path)
     assert ran.status == 0, ran.err
     lines = sorted(line for line in ran.out.splitlines() if "trained" in line)
     assert [line.split()[0] for line in lines] == ["[1,0]<stdout>:trained", "[1,1]<stdout>:trained"]
@@ -73,7 +96,7 @@ def test_a_training_over_two_instances_ends_well_and_leaves_nothing(tmp_path):
         pytest.param("raise", 0, 1, "ValueError: a loss of 7", marks=pytest.mark.slow),
         pytest.param("kill", 1, 137, "SIGKILL", marks=pytest.mark.slow),
         pytest.param("kill", 0, 137, "SIGKILL", marks=pytest.mark.slow),
-        pytest.param("exit", 1, 9, "9", marks=pytest.mark.slow),
+        pytest.param("9", 1, 9, "9", marks=pytest.mark.slow),
     ],
 )
 def test_an_instance_that_is_lost_is_named_and_all_are_gone_within_3_s(tmp_path, kind, culprit, status, said):
@@ -88,49 +111,6 @@ def test_an_instance_that_is_lost_is_named_and_all_are_gone_within_3_s(tmp_path,
     assert ran.ended - fault < 3.5
 
 
-# Instance 0 ends its program with status 0 at a moment, and instance 1 goes on.
-ENDS = """
-import os, sys, time
-when, folder = sys.argv[1:]
-def moment(name):
-    if name == when and os.environ["IPU_JAX_INSTANCE"] == "0":
-        print(f"fault={time.monotonic()}", flush=True)
-        sys.exit(0)
-moment("import")
-import jax, numpy as np, optax
-from ipu_jax import Checkpoints, Pipeline, Stage, make_mesh, make_train_step, popdist
-popdist.init()
-def body(w, x, batch):
-    moment("compile")
-    return jax.numpy.tanh(batch @ w)
-head = Stage(lambda w, x, batch: jax.numpy.mean((x @ w) ** 2), params="head", ipu=1)
-mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica())
-pipeline = Pipeline([Stage(body, params="body", ipu=0), head], mesh=mesh, gradient_accumulation=2)
-step = make_train_step(pipeline, optax.sgd(0.1))
-draw = np.random.default_rng(0).standard_normal
-state = step.init({"body": draw((4, 6)), "head": draw((6, 1))})
-batch = draw((2, 3, 4)).astype(np.float32)
-with Checkpoints(folder, step) as checkpoints:
-    for number in range(1, 13):
-        if number == 6:
-            moment("step")
-        state, outputs = step(state, batch)
-        if number == 8:
-            checkpoints.save(state, now=True)
-            moment("save")
-    moment("end of the block")
-if when == "last file" and os.environ["IPU_JAX_INSTANCE"] == "0":
-    time.sleep(7)  # more than the 5 s that a step may take
-"""
-
-
-def ended(tmp_path, when):
-    path = tmp_path / "train.py"
-    path.write_text(ENDS)
-    words = ("-v", "--num-instances", "2", "--ipus-per-replica", "2", sys.executable, str(path), when)
-    return poprun(*words, str(tmp_path / "saved"), POPRUN_TEST=str(tmp_path), timeout=120)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "said"),
@@ -139,11 +119,11 @@ def ended(tmp_path, when):
         ("compile", r"before its first step had finished, while instance 1 still (trains, in|compiles) step 1"),
         ("step", "after step 5, while instance 1 still trains, in step 6"),
         ("save", "after step 8, while instance 1 still "),
-        ("end of the block", "after step 12, while instance 1 still "),
+        ("end of the block", "after step 30, while instance 1 still "),
     ],
 )
 def test_an_instance_that_ends_with_0_too_early_is_named_within_2_s(tmp_path, when, said):
-    ran = ended(tmp_path, when)
+    ran = trained(tmp_path, "0", 0, when)
     assert ran.status == 1, ran.err
     assert re.search(rf"poprun: instance 0 \(host localhost, pid \d+\) ended its program {said}", ran.err), ran.err
     assert "poprun: instance 1 (host" not in ran.err
@@ -154,29 +134,56 @@ def test_an_instance_that_ends_with_0_too_early_is_named_within_2_s(tmp_path, wh
 
 @pytest.mark.slow
 def test_a_training_whose_first_instance_has_a_last_file_to_write_is_left_alone(tmp_path):
-    ran = ended(tmp_path, "last file")
+    ran = trained(tmp_path, "last file", 0, "end")
     assert ran.status == 0, ran.err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "culprit"), [("stop", 1), ("stop", 0), ("lock", 1), ("lock", 0)])
-def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit):
+@pytest.mark.parametrize(
+    ("kind", "culprit", "letter"),
+    [
+        ("stop", 1, "T (stopped)"),
+        ("stop", 0, "T (stopped)"),
+        ("lock", 1, "S (sleeping)"),
+        ("spin", 0, "R (running)"),
+    ],
+)
+def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit, letter):
     ran = trained(tmp_path, kind, culprit)
     assert ran.status == 124, ran.err
-    seen = ran.seen(f"instance {culprit} is stuck") - ran.stamp("fault")
-    assert 4 < seen < 7
-    if kind == "lock":
-        assert "train.py" in ran.err  # its Python stack
+    assert 4 < ran.seen(f"instance {culprit} is stuck") - ran.stamp("fault") < 7
+    assert f"instance {culprit} (host localhost, pid " in ran.err
+    assert f"the process is in state {letter}" in ran.err
+    assert ("in moment" in ran.err) == (kind != "stop")  # its Python stack
+    assert kind == "stop" or "the limit is 5 s (the larger of 5 s and 5 x the median step of 0." in ran.err
+    assert "    fault=" in ran.err  # its last line
     gone_within(str(tmp_path), 0.5)
 
 
 @pytest.mark.slow
 def test_a_training_that_is_killed_is_started_again(tmp_path):
-    path = tmp_path / "train.py"
-    once = TRAINING.replace("number == 30 and", "number == 5 and os.environ['IPU_JAX_ATTEMPT'] == '0' and")
-    path.write_text(once.replace('10_000 if kind != "none" else 30', "20"))
-    words = ("--num-instances", "2", "--ipus-per-replica", "2", "--max-restarts", "2", sys.executable, str(path))
-    ran = poprun(*words, "kill", "0", POPRUN_TEST=str(tmp_path), timeout=120)
+    ran = trained(tmp_path, "kill", 0, "step", "--max-restarts", "2")
     assert ran.status == 0, ran.err
     assert ran.out.count("trained") == 2
     assert "restart 1 of 2" in ran.err
+
+
+@pytest.mark.slow
+def test_the_traces_of_all_instances_are_one_timeline_on_one_clock(tmp_path):
+    ran = trained(tmp_path, "trace", 0, "", "--num-replicas", "2")
+    assert ran.status == 0, ran.err
+    assert "2 steps of" in ran.out
+    assert "2 instances on one clock" in ran.out
+    events = json.loads(gzip.decompress((tmp_path / "saved" / "trace.json.gz").read_bytes()))["traceEvents"]
+    threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert threads == {
+        (1 + replica, f"replica {replica}, IPU {ipu}, {track}")
+        for replica in range(2)
+        for ipu in range(2)
+        for track in ("plan", "measured")
+    }
+    # all replicas end their reduction of gradients together, so on one clock no update ends before another begins
+    for step in range(2):
+        mine = [e for e in events if e["ph"] == "X" and e["cat"] == "update" and e["args"]["step"] == step]
+        assert len(mine) == 4
+        assert max(e["ts"] for e in mine) < min(e["ts"] + e["dur"] for e in mine)

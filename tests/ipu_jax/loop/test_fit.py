@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,11 +84,15 @@ def test_lines_evaluations_and_the_log(tmp_path):
     np.testing.assert_allclose(logged, losses, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name):
-    rows = normal(4, 10 * M * B, D)
-    expected, end = twin(rows, 20)
-    step, said = shared_step(2), Lines()
+@pytest.mark.parametrize(
+    ("number", "name", "k", "per_epoch"),
+    # a line is of one call or, of 20 updates per epoch, of two, and the training is stopped between them
+    [(signal.SIGTERM, "SIGTERM", 1, 20), (signal.SIGINT, "Ctrl-C", 2, 10)],
+)
+def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, k, per_epoch):
+    rows = normal(4, per_epoch * M * B, D)
+    expected, end = twin(rows, 2 * per_epoch)
+    step, said, log = shared_step(k), Lines(), tmp_path / "log"
 
     def signalled(line):
         said(line)
@@ -95,37 +100,40 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name):
             os.kill(os.getpid(), number)
             time.sleep(0.5)  # until the thread that waits for signals has seen it
 
-    def run(say):
+    def run(say, **recorded: Any):
         with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
-            return fit(step, step.init(weights()), feed, epochs=2, checkpoints=tmp_path / "run", say=say)
+            return fit(step, step.init(weights()), feed, epochs=2, say=say, **recorded)
 
+    recorded = {"checkpoints": tmp_path / "run", "log": log}
     with hearing_ctrl_c():
         if name == "Ctrl-C":
             with pytest.raises(KeyboardInterrupt):
-                run(signalled)
+                run(signalled, **recorded)
             first = FitResult.last
         else:
-            first = run(signalled)
+            first = run(signalled, **recorded)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert first is not None
     assert first.stopped == name
-    assert 4 <= first.updates < 10
+    assert 4 <= first.updates < per_epoch
+    assert k == 2 or first.updates % 2 == 1
     assert_same_weights(step, first.state, twin(rows, first.updates)[1])
     assert said[-1].startswith(f"{name}: stopped after {first.updates} updates, which are saved in {tmp_path / 'run'}")
 
     second = Lines()
-    result = run(second)
+    result = run(second, **recorded)
     assert second[0].startswith(f"Resumed from {tmp_path / 'run'}")
     np.testing.assert_allclose([*first.losses, *result.losses], expected, rtol=1e-4)
     assert_same_weights(step, result.state, end)
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sum(len(event["losses"]) for event in events if event["event"] == "losses") == 2 * per_epoch
     whole = Lines()
-    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
-        fit(step, step.init(weights()), feed, epochs=2, say=whole)
+    run(whole)
     of_losses = lambda lines: [line for line in lines if "Mean loss" in line]  # noqa: E731
     assert of_losses(said) + of_losses(second) == of_losses(whole)
     third = Lines()
-    assert run(third).losses.size == 0
-    assert third[-1] == "20 updates were made before"
+    assert run(third, **recorded).losses.size == 0
+    assert third[-1] == f"{2 * per_epoch} updates were made before"
 
 
 def test_an_error_leaves_the_last_state(tmp_path):

@@ -1,5 +1,6 @@
 """Test `fit` with several updates per call, across changes of the batch, over streams, and at its end."""
 
+import functools
 import json
 import os
 import signal
@@ -43,7 +44,8 @@ def events_of(log, name):
 
 # skipped updates
 
-OUTPUTS = ["final", "all", "sum", 2]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+OUTPUTS = ["final", slow("all"), slow("sum"), 2]
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
@@ -105,10 +107,10 @@ def test_skipped_updates_of_before_are_remembered_at_a_resume(tmp_path):
     # of an epoch of 100 examples, 16 updates of 6 fit; then from example 24 of epoch 1 on, and all of epoch 2
     [
         (20, 2, 2, 1, [(24, 12, 6), (0, 12, 8)]),
-        (20, 1, 4, 3, [(24, 12, 6), (0, 12, 8)]),
-        pytest.param(20, 1, 1, 1, [(24, 3, 25), (0, 3, 33)], marks=pytest.mark.slow),
+        slow(20, 1, 4, 3, [(24, 12, 6), (0, 12, 8)]),
+        slow(20, 1, 1, 1, [(24, 3, 25), (0, 3, 33)]),
         (20, 1, 3, 4, [(24, 9, 8), (0, 9, 11)]),
-        (16, 1, 4, 1, [(0, 12, 8), (0, 12, 8)]),
+        slow(16, 1, 4, 1, [(0, 12, 8), (0, 12, 8)]),
         (16, 2, 1, 2, [(0, 6, 16), (0, 6, 16)]),
     ],
 )
@@ -183,7 +185,7 @@ def feed_of(kind, rows, step):
     return Feed(SOURCES[kind](batches), step=step, micro_batch=B, **more)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", [slow("function"), slow("list"), "iterator with a state", "iterator", "array"])
 def test_calls_of_a_few_updates_read_every_example_once(kind):
     """Epochs of 14 updates, calls of 5 updates, and trainings of 3, 1, 6 and 3 updates."""
     rows, step = normal(3, 14 * SIZE + 2, D), shared_step(5)
@@ -199,7 +201,7 @@ def test_calls_of_a_few_updates_read_every_example_once(kind):
     assert_same_weights(step, state, end)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "iterator"])
+@pytest.mark.parametrize("kind", [slow("function"), slow("list"), "iterator with a state", "array"])
 def test_a_training_that_stopped_inside_a_call_is_resumed_to_the_bit(kind, tmp_path):
     rows, step = normal(3, 10 * SIZE + 2, D), shared_step(5)
 
@@ -230,7 +232,7 @@ def test_a_feed_that_ends_before_the_training_is_no_end_of_the_training(tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["Epoch 2.0, Mean loss", "the evaluation", "12 updates in"])
+@pytest.mark.parametrize("moment", ["12 updates in", slow("Epoch 2.0, Mean loss"), slow("the evaluation")])
 def test_a_signal_after_the_last_update_is_not_lost(moment, number, tmp_path):
     rows, step = normal(5, 6 * SIZE, D), shared_step(2)
 

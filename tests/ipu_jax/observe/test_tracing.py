@@ -106,9 +106,10 @@ def recorded(tmp_path_factory):
 def test_each_ipu_ran_the_tasks_of_the_schedule_in_its_order(recorded):
     timeline = recorded.timeline
     assert {step.step for step in timeline.steps} == {0, 1, 2}
+    orders = {(0, ipu): [str(task) for task in timeline.schedule.order(ipu)] for ipu in range(3)}
     for step in range(3):
-        found = names_by_ipu(timeline, timeline.slices, step)
-        assert found == {(0, ipu): [str(task) for task in timeline.schedule.order(ipu)] for ipu in range(3)}
+        assert names_by_ipu(timeline, timeline.slices, step) == orders
+        assert names_by_ipu(timeline, timeline.plan, step) == orders
 
 
 def test_the_slow_stage_is_slow_on_its_ipu_and_the_others_wait(recorded):
@@ -162,15 +163,14 @@ def test_messages_come_before_the_tasks_that_use_them(recorded):
             assert at[f"1B{m}"].end <= at[f"0B{m}"].start
 
 
-def test_the_plan_has_the_same_tasks_as_the_simulation_says(recorded):
+def test_the_plan_begins_with_the_tasks_and_takes_as_long_as_the_simulation_says(recorded):
     timeline = recorded.timeline
     for step in range(3):
-        found = names_by_ipu(timeline, timeline.plan, step)
-        assert found == {(0, ipu): [str(task) for task in timeline.schedule.order(ipu)] for ipu in range(3)}
-        first = {}
-        for name, slices in (("plan", timeline.plan), ("measured", timeline.slices)):
-            first[name] = min(one.start for one in slices if one.step == step and one.kind in TASKS)
-        assert first["plan"] == pytest.approx(first["measured"])
+        plan, measured = (
+            min(one.start for one in slices if one.step == step and one.kind in TASKS)
+            for slices in (timeline.plan, timeline.slices)
+        )
+        assert plan == pytest.approx(measured)
     # with the median of each stage as its cost
     lengths = {one.name: one.seconds for one in timeline.plan if one.step == 0}
     seconds = [one.seconds for one in timeline.slices if one.stages == (1,) and one.kind == "F"]
@@ -178,6 +178,8 @@ def test_the_plan_has_the_same_tasks_as_the_simulation_says(recorded):
 
 
 def test_the_file_has_the_plan_above_each_ipu_and_its_slices_nest(recorded):
+    assert list(recorded.path.parent.iterdir()) == [recorded.path]
+    assert recorded.path.name == "trace.json.gz"
     contents = json.loads(gzip.decompress(recorded.path.read_bytes()))
     events = contents["traceEvents"]
     (instance,) = (e for e in events if e["name"] == "process_name")
@@ -225,10 +227,6 @@ def test_a_with_that_ends_before_its_steps_waits_for_those_in_flight(tmp_path):
         found = names_by_ipu(timeline, timeline.slices, number)
         assert found == {(0, ipu): [str(task) for task in timeline.schedule.order(ipu)] for ipu in range(2)}
     assert recording.report.steps == 2
-
-
-def test_nothing_but_the_trace_is_left_in_the_folder(recorded):
-    assert [path.name for path in recorded.path.parent.iterdir()] == ["trace.json.gz"]
 
 
 # other schedules and models

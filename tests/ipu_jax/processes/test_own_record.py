@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, make_train_step, popdist
 from ipu_jax.processes import beacons, own_record
 from ipu_jax.processes.identity import own_identity
-from support.recorded import environment
+from support.launched import environment
 
 
 @pytest.fixture
@@ -125,9 +125,8 @@ def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch)
 
 
 def said_by(code, folder):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(folder / "records"), capture_output=True, text=True, timeout=60
-    )
+    own = environment(IPU_JAX_MONITOR=str(folder / "records"))
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     return done.stdout
 
@@ -183,25 +182,23 @@ def test_it_can_be_turned_off(folder, monkeypatch, word):
     assert not (folder.parent / "ipu_jax").exists()
 
 
-def test_a_folder_that_others_could_write_to_gets_no_record(folder, tmp_path):
-    folder.mkdir(mode=0o755)
-    assert own_record.begin() is None
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["link", "file", "missing parent"])
-def test_what_is_no_folder_gets_no_record(folder, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["open to others", "link", "file", "missing parent"])
+def test_what_is_no_folder_of_ones_own_gets_no_record(folder, tmp_path, monkeypatch, kind):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
-    if kind == "link":
+    if kind == "open to others":
+        folder.mkdir(mode=0o755)
+    elif kind == "link":
         folder.symlink_to(elsewhere)
     elif kind == "file":
         folder.write_text("")
     else:
         monkeypatch.setenv("IPU_JAX_MONITOR", str(folder / "deeper"))
     InFlight(limit=1).admit(jnp.ones(()))
+    assert own_record.begin() is None
     assert beacons.current() is None
     assert list(elsewhere.iterdir()) == []
+    assert not folder.is_dir() or list(folder.iterdir()) == []
 
 
 def full(*_, **__):

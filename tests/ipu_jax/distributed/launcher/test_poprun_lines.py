@@ -74,20 +74,16 @@ def test_waiting_cuts_lines_but_loses_and_adds_nothing(data):
     assert b"".join(line for _, line in slow) == text.replace(b"\n", b"")
 
 
-def kinds(text):
-    return [(piece.kind, piece.text) for piece in pieces_of([text])]
-
-
-def test_a_bar_is_passing_until_its_newline():
-    assert kinds(b"\r  0%\r 50%\r100%\nnext\n") == [
-        ("state", b"  0%"),
-        ("state", b" 50%"),
-        ("line", b"100%"),
-        ("line", b"next"),
-    ]
-    # the other way to write one
-    assert kinds(b"  0%\r 50%\r100%\r") == [("state", b"  0%"), ("state", b" 50%"), ("state", b"100%")]
-    assert kinds(b" 50%\r\n") == [("line", b" 50%")]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"\r  0%\r 50%\r100%\nnext\n", "state:  0% state: 50% line:100% line:next"),
+        (b"  0%\r 50%\r100%\r", "state:  0% state: 50% state:100%"),  # the other way to write one
+        (b" 50%\r\n", "line: 50%"),
+    ],
+)
+def test_a_bar_is_passing_until_its_newline(text, expected):
+    assert " ".join(f"{piece.kind}:{piece.text.decode()}" for piece in pieces_of([text])) == expected
 
 
 def test_a_newline_after_a_state_leaves_it_standing():

@@ -367,22 +367,22 @@ def record(at, message="no", kind="ValueError"):
     return ErrorRecord(at, kind, message, 0)
 
 
-def test_the_first_failure_is_the_one_whose_exception_came_first():
-    late = failure_of(0, 1, seen_at=10.0, error=record(9.9))
-    early = failure_of(1, 1, seen_at=10.2, error=record(9.8))
-    assert first([late, early]).instance == 1
+LOST = record(9.9, "Gloo: Connection closed by peer", "XlaRuntimeError")
 
 
-@pytest.mark.parametrize("status", [-9, -11, -6, 3])
-def test_a_lost_connection_is_a_consequence_even_if_it_is_seen_first(status):
-    lost = failure_of(0, 1, seen_at=10.0, error=record(9.9, "Gloo: Connection closed by peer", "XlaRuntimeError"))
-    cause = failure_of(1, status, seen_at=9.95, error=None)
-    assert first([lost, cause]).instance == 1
-
-
-def test_if_all_have_lost_a_connection_the_first_is_told():
-    failures = [failure_of(i, 1, 10.0, record(9.9 - i, "connection reset")) for i in range(3)]
-    assert first(failures).instance == 2
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        # instance, exit status, when it was seen, its exception: the one whose exception came first
+        ([(0, 1, 10.0, record(9.9)), (1, 1, 10.2, record(9.8))], 1),
+        # a lost connection is a consequence even if it is seen first
+        *(([(0, 1, 10.0, LOST), (1, status, 9.95, None)], 1) for status in (-9, -11, -6, 3)),
+        ([(0, 1, 10.0, LOST), (1, 3, 12.0, None)], 1),
+        ([(i, 1, 10.0, record(9.9 - i, "connection reset")) for i in range(3)], 2),
+    ],
+)
+def test_the_first_failure_that_is_no_consequence_is_told(failures, expected):
+    assert first([failure_of(*failure) for failure in failures]).instance == expected
 
 
 def test_an_exception_is_not_believed_of_an_instance_that_a_signal_has_ended():
@@ -394,38 +394,29 @@ def outcome(**values):
     return Outcome(1, **{"again": True, "stepped": True, **values})
 
 
-def restarts_of(most, outcomes):
-    """Return how often a run is started again."""
+STEPLESS = outcome(stepped=False)
+
+
+@pytest.mark.parametrize(
+    ("most", "outcomes", "restarts", "last_words"),
+    [
+        *((most, [outcome()] * 10, most, [f"no restart is left: --max-restarts {most}"]) for most in range(1, 4)),
+        (0, [outcome()] * 10, 0, []),
+        # it gets nowhere
+        (100, [STEPLESS] * 10, FRUITLESS, ["3 restarts in a row have finished no step: there is no other"]),
+        (100, [outcome(), STEPLESS, STEPLESS, outcome(), *[STEPLESS] * 9], 3 + FRUITLESS, None),
+        # a program without beacons gets on if it runs for a while
+        (100, [outcome(stepped=None, seconds=LONG)] * 10, 10, []),
+        (100, [outcome(stepped=None, seconds=1)] * 10, FRUITLESS, None),
+        (5, [outcome(again=False)], 0, []),  # what cannot end otherwise
+    ],
+)
+def test_a_run_is_started_again_as_often_as_it_is_allowed_and_gets_on(most, outcomes, restarts, last_words):
     history, count = History(most), 0
-    for one in outcomes:
-        if history.restart(one) is None:
-            return count, history.last_words
+    while count < len(outcomes) and history.restart(outcomes[count]) is not None:
         count += 1
-    return count, history.last_words
-
-
-def test_a_run_is_started_again_as_often_as_it_is_allowed():
-    for most in range(4):
-        count, words = restarts_of(most, [outcome()] * 10)
-        assert count == most
-        assert len(words) == (most > 0)
-
-
-def test_restarts_end_when_they_get_nowhere():
-    count, words = restarts_of(100, [outcome(stepped=False)] * 10)
-    assert count == FRUITLESS
-    assert words == ["3 restarts in a row have finished no step: there is no other"]
-    pattern = [outcome(), *[outcome(stepped=False)] * 2, outcome(), *[outcome(stepped=False)] * 9]
-    assert restarts_of(100, pattern)[0] == 3 + FRUITLESS
-
-
-def test_a_program_without_beacons_gets_on_if_it_runs_for_a_while():
-    assert restarts_of(100, [outcome(stepped=None, seconds=LONG)] * 10)[0] == 10
-    assert restarts_of(100, [outcome(stepped=None, seconds=1)] * 10)[0] == FRUITLESS
-
-
-def test_what_cannot_end_otherwise_is_not_started_again():
-    assert restarts_of(5, [outcome(again=False)])[0] == 0
+    assert count == restarts
+    assert last_words is None or history.last_words == last_words
 
 
 def test_a_taken_port_is_no_restart():

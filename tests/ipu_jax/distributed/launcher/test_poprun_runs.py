@@ -1,8 +1,8 @@
 """Test what poprun starts and shows: environments, tags, bars, files, restarts, other hosts, wrong command lines."""
 
+import functools
 import json
 import os
-import pty
 import re
 import socket
 import subprocess
@@ -15,14 +15,16 @@ from ipu_jax.distributed import poprun as launcher
 from ipu_jax.distributed.environment import place_of
 from ipu_jax.distributed.launcher.options import PoprunParser, options_of
 from ipu_jax.distributed.launcher.topology import Topology
-from support.launched import POPRUN, environment, gone_within, marked, poprun, program, start, wait_for
+from support.launched import environment, gone_within, marked, on_a_terminal, poprun, program, start, wait_for
 
 TWO = ("--num-instances", "2", "--num-replicas", "2")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 ENVIRONMENTS = "import json, os; print(json.dumps(dict(os.environ)))"
 
 # Takes the place of ssh: runs the command here. Host "away" cannot be reached.
 SHELL = """#!/bin/bash
 host=$1; shift
+printf "%s\\n" "$*" >> "$0.log"
 if [ "$host" = away ]; then echo "ssh: Could not resolve hostname away" >&2; exit 255; fi
 echo "Welcome to $host"
 export POPRUN_TEST_HOST=$host
@@ -63,6 +65,8 @@ def test_each_instance_has_its_place_its_threads_its_cache_and_the_bootstrap(tmp
     cores = len(os.sched_getaffinity(0))
     assert [int(variables["PJRT_NPROC"]) for variables in found] == [4 + max(1, cores // 2)] * 2
     assert {variables["MINE"] for variables in found} == {"a b"}
+    (token,) = {variables["IPU_JAX_RUN_TOKEN"] for variables in found}
+    assert re.fullmatch("[0-9a-f]{32}", token)
     for i, variables in enumerate(found):
         assert variables["JAX_COMPILATION_CACHE_DIR"] == str(cache / f"instance-{i}")
         assert variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
@@ -116,12 +120,9 @@ def test_files_and_times(tmp_path):
         for i in (0, 1)
         for stream, text in (("stdout", b"a\rb\n"), ("stderr", b"c\n"))
     }
-    again = poprun(*words, "true")
-    assert again.status == 2
-    assert "has files of another run: give another folder" in again.err
 
 
-@pytest.mark.parametrize("kind", ["file", "removed", pytest.param("file of an attempt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["file", slow("removed"), slow("file of an attempt")])
 def test_files_that_cannot_be_opened_are_said_once_and_the_run_goes_on(tmp_path, kind):
     logs = tmp_path / "logs"
     body = f"""
@@ -146,13 +147,7 @@ def test_files_that_cannot_be_opened_are_said_once_and_the_run_goes_on(tmp_path,
     assert said == [(str(logs), attempt, reason) for attempt in attempts]
 
 
-def test_the_topology_is_drawn_before_anything_else():
-    ran = poprun("--print-topology", *TWO, "echo", "hi")
-    assert ran.out.startswith(" =")
-    assert "| instances |  0  |  1  |" in ran.out.split("[1,")[0]
-
-
-@pytest.mark.parametrize("flag", ["--dry-run", "--offline-mode"])
+@pytest.mark.parametrize("flag", ["--dry-run", slow("--offline-mode")])
 def test_the_printed_commands_can_be_run_and_are_no_others_whatever_the_names(tmp_path, flag):
     folder, argument = tmp_path / "a\necho other #", "x\necho other #'\udcff"
     folder.mkdir()
@@ -173,76 +168,72 @@ def test_numa_awareness_says_what_it_does():
         bound = [json.loads(line.partition(":")[2]) for line in sorted(ran.out.splitlines())]
         assert sorted(core for share in bound for core in share) == cores
     assert ran.err.startswith("poprun: --numa-aware: ")
-    many = str(len(cores) + 1)
-    ran = poprun("--numa-aware", "--num-instances", many, "--num-replicas", many, "true")
-    assert f"{many} instances have {len(cores)} cores: they share all of them, and none is bound" in ran.err
+    many = len(cores) + 1
+    said = launcher._about_nodes(Topology(("localhost",), many, many, 1))
+    assert f"{many} instances have {len(cores)} cores: they share all of them, and none is bound" in said
 
 
-def test_options_of_the_original_without_effect_are_said_once():
-    ran = poprun(
-        "--vipu-partition=p", "--update-partition=no", "--reset-partition", "--mpi-global-args", "--tag-output", "true"
-    )
+def test_the_topology_is_drawn_first_and_options_of_the_original_without_effect_are_said_once():
+    words = ("--vipu-partition=p", "--update-partition=no", "--reset-partition", "--mpi-global-args", "--tag-output")
+    ran = poprun("--print-topology", *words, *TWO, "echo", "hi")
     assert ran.status == 0
+    assert ran.out.startswith(" =")
+    assert "| instances |  0  |  1  |" in ran.out.split("[1,")[0]
     said = ran.err.splitlines()
     assert sorted(line.split()[1] for line in said) == ["--mpi-global-args", "--reset-partition", "--vipu-partition"]
     assert all(" has no effect: " in line for line in said)
 
 
 def test_a_configuration_is_written_and_read(tmp_path):
-    path = tmp_path / "run.json"
-    assert poprun("--export-config", str(path), *TWO, "echo", "hi").status == 0
-    assert poprun("--import-config", str(path)).out.count("hi\n") == 2
-    assert poprun("--import-config", str(path), "--num-instances", "1", "echo", "ho").out == "[1,0]<stdout>:ho\n"
-    assert poprun("--export-config", str(path), "true").status == 2
-    assert poprun("--export-config", str(path), "--overwrite-config", "true").status == 0
+    path = str(tmp_path / "run.json")
+    assert poprun("--export-config", path, *TWO, "echo", "hi").status == 0
+    assert poprun("--import-config", path).out.count("hi\n") == 2
+    ran = poprun("--import-config", path, "--export-config", path, "--overwrite-config", "--num-instances", "1", "echo")
+    assert (ran.status, ran.out) == (0, "[1,0]<stdout>:\n")
 
 
-def test_restarts_have_new_ports_and_end_when_it_works(tmp_path):
-    body = """
-    print(f"port={os.environ['JAX_COORDINATOR_ADDRESS']} attempt={attempt}", flush=True)
+FAILS_TWICE = """
+    print(f"port={os.environ['JAX_COORDINATOR_ADDRESS']}", flush=True)
     for n in range(3):
         step(n)
     sys.exit(5 if attempt < 2 and me == 0 else 0)
     """
-    ran = poprun("--max-restarts", "4", *TWO, *program(tmp_path, body))
-    assert ran.status == 0
-    assert "poprun: attempt 1: restart 1 of 4\n" in ran.err
-    assert "poprun: attempt 2: restart 2 of 4\n" in ran.err
-    assert len(set(re.findall(r"port=(\S+)", ran.out))) == 3
 
 
-def test_restarts_end_when_none_is_left_or_nothing_is_gained(tmp_path):
-    body = "step(0); sys.exit(6)"
-    ran = poprun("--max-restarts", "1", *TWO, *program(tmp_path, body))
-    assert ran.status == 6
-    assert ran.err.endswith("poprun: no restart is left: --max-restarts 1\n")
-    ran = poprun("--max-restarts", "9", *TWO, *program(tmp_path, "sys.exit(6)"))
-    assert ran.status == 6
-    assert ran.err.count(": restart ") == 3
-    assert ran.err.endswith("poprun: 3 restarts in a row have finished no step: there is no other\n")
+@pytest.mark.parametrize(
+    ("most", "body", "status", "restarts", "last"),
+    [
+        (4, FAILS_TWICE, 0, 2, "attempt 2: restart 2 of 4"),
+        (1, FAILS_TWICE, 5, 1, "no restart is left: --max-restarts 1"),
+        slow(9, "sys.exit(6)", 6, 3, "3 restarts in a row have finished no step: there is no other"),
+    ],
+)
+def test_restarts_have_new_ports_and_end_when_it_works_or_none_is_left(tmp_path, most, body, status, restarts, last):
+    ran = poprun("--max-restarts", str(most), *TWO, *program(tmp_path, body))
+    assert ran.status == status
+    numbers = re.findall(rf"poprun: attempt (\d): restart (\d) of {most}\n", ran.err)
+    assert numbers == [(str(n), str(n)) for n in range(1, restarts + 1)]
+    assert ran.err.endswith(f"poprun: {last}\n")
+    assert body != FAILS_TWICE or len(set(re.findall(r"port=(\S+)", ran.out))) == 1 + restarts
 
 
-@pytest.mark.parametrize("status", [2, 127])
+@pytest.mark.parametrize("status", [2, slow(127)])
 def test_a_wrong_command_line_of_the_program_is_not_tried_again(status):
     ran = poprun("--max-restarts", "9", *TWO, "bash", "-c", f"exit {status}")
     assert ran.status == status
     assert "restart" not in ran.err
 
 
-PORT_TAKEN = """
-if me == 0 and (attempt == 0 or {always}):
-    class PortTakenError(OSError): pass
-    write_error(PortTakenError("127.0.0.1:1 is taken"))
-    os._exit(1)
-"""
-
-
-def test_a_port_that_was_taken_meanwhile_is_no_failure(tmp_path):
-    ran = poprun(*TWO, *program(tmp_path, PORT_TAKEN.format(always=False)))
-    assert ran.status == 0
-    assert "attempt 1: another port, since the coordinator's was taken in the meantime" in ran.err
-    ran = poprun(*TWO, *program(tmp_path, PORT_TAKEN.format(always=True)))
+def test_a_port_that_was_taken_meanwhile_is_no_failure_once(tmp_path):
+    body = """
+    if me == 0:
+        class PortTakenError(OSError): pass
+        write_error(PortTakenError("127.0.0.1:1 is taken"))
+        os._exit(1)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
     assert (ran.status, ran.err.count("another port")) == (1, 1)
+    assert "attempt 1: another port, since the coordinator's was taken in the meantime" in ran.err
 
 
 def test_a_given_port_that_is_taken_is_refused_at_once():
@@ -297,29 +288,16 @@ def test_of_two_runs_with_one_port_the_second_is_refused_and_the_first_goes_on(t
     assert poprun("--coordinator-port", port, "true").status == 0  # it is free again
 
 
-def test_a_run_has_a_token_that_no_command_line_shows(tmp_path):
-    log, shell = tmp_path / "log", tmp_path / "shell"
-    shell.write_text(SHELL.replace("host=$1; shift", f'host=$1; shift; printf "%s\\n" "$*" >> {log}'))
-    shell.chmod(0o755)
-    tokens: list[set[str]] = []
-    for hosts in ("localhost", "near,far"):
-        words = ("--max-restarts", "1", "--remote-shell", str(shell), "--host", hosts, *TWO)
-        script = 'echo "$IPU_JAX_ATTEMPT $IPU_JAX_RUN_TOKEN"; sleep 1; exit 3'
-        ran = poprun("-v", *words, "bash", "-c", script)
-        found = [line.partition(":")[2].split() for line in ran.out.splitlines()]
-        assert len(found) == 4
-        tokens += [{token for number, token in found if number == attempt} for attempt in "01"]
-        shown = ran.err + poprun("--dry-run", *words, "bash", "-c", "exit").out
-        assert "IPU_JAX_RUN_TOKEN" not in shown
-        assert not any(token in shown for token in set().union(*tokens))
-    assert [len(of_attempt) for of_attempt in tokens] == [1] * 4
-    whole = set().union(*tokens)
-    assert len(whole) == 4
-    assert all(re.fullmatch("[0-9a-f]{32}", token) for token in whole)
-    assert not any(token in log.read_text() for token in whole)
-    refused = poprun("-x", "IPU_JAX_RUN_TOKEN=1", "true")
-    assert refused.status == 2
-    assert "argument -x: poprun sets IPU_JAX_RUN_TOKEN itself, by instance: leave it out" in refused.err
+def test_a_run_has_a_token_that_no_command_line_shows(shell):
+    words = ("--max-restarts", "1", "--remote-shell", shell, "--host", "near,far", *TWO)
+    ran = poprun("-v", *words, "bash", "-c", 'echo "$IPU_JAX_ATTEMPT $IPU_JAX_RUN_TOKEN"; sleep 1; exit 3')
+    found = [line.partition(":")[2].split() for line in ran.out.splitlines()]
+    assert len(found) == 4
+    first, second = ({token for number, token in found if number == attempt} for attempt in "01")
+    assert (len(first), len(second), len(first | second)) == (1, 1, 2)
+    shown = ran.err + poprun("--dry-run", *words, "bash", "-c", "exit").out + Path(f"{shell}.log").read_text()
+    assert "IPU_JAX_RUN_TOKEN=" not in shown
+    assert not any(token in shown for token in first | second)
 
 
 @pytest.mark.parametrize(
@@ -342,24 +320,46 @@ def test_the_coordinator_listens_on_the_address_that_the_other_hosts_reach(monke
     assert launcher._coordinator(options, topology, [True, False, False], ("here",)) == expected
 
 
+TO_START_IT = "is not executable: make it so with chmod +x, or start it with: python"
+
+
 @pytest.mark.parametrize(
     ("words", "status", "line"),
     [
         (["no-such-program"], 127, "there is no program 'no-such-program': give one in PATH, or its path"),
-        (
-            ["./train.py"],
-            126,
-            "./train.py is not executable: make it so with chmod +x, or start it with: python ./train.py",
-        ),
-        (["train.py"], 126, "train.py is not executable: make it so with chmod +x, or start it with: python train.py"),
+        (["./train.py"], 126, f"./train.py {TO_START_IT} ./train.py"),
+        (["train.py"], 126, f"train.py {TO_START_IT} train.py"),
         (["."], 127, "there is no program '.': give one in PATH, or its path"),
         ([], 2, "no program is given: name one after the options, such as: poprun --num-instances 2 python train.py"),
+        (
+            ["-x", "IPU_JAX_RUN_TOKEN=1", "true"],
+            2,
+            "argument -x: poprun sets IPU_JAX_RUN_TOKEN itself, by instance: leave it out",
+        ),
+        (
+            ["--num-replica", "2", "true"],
+            2,
+            "unrecognized arguments: --num-replica: did you mean --num-replicas? --help lists all flags",
+        ),
+        (
+            ["--export-config", "train.py", "true"],
+            2,
+            "argument --export-config: train.py is there: give another file, or --overwrite-config",
+        ),
+        (
+            ["--output-dir", ".", "true"],
+            2,
+            "argument --output-dir: {folder} has files of another run: give another folder",
+        ),
     ],
 )
-def test_a_program_that_is_not_there_is_one_line(tmp_path, words, status, line):
+def test_a_wrong_command_line_is_one_line(tmp_path, words, status, line, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print(1)")
-    ran = poprun(*words, cwd=tmp_path)
-    assert (ran.status, ran.out, ran.err) == (status, "", f"poprun: {line}\n")
+    (tmp_path / "attempt-0").mkdir()
+    with pytest.raises(SystemExit) as stopped:
+        launcher.main(words)
+    assert (stopped.value.code, *capsys.readouterr()) == (status, "", f"poprun: {line.format(folder=tmp_path)}\n")
 
 
 def test_other_hosts_run_their_instances(tmp_path, shell):
@@ -380,7 +380,7 @@ def test_other_hosts_run_their_instances(tmp_path, shell):
     ("how", "status", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", 124, "the process is in state T (stopped)"),
+        slow("os.kill(os.getpid(), signal.SIGSTOP)", 124, "the process is in state T (stopped)"),
         ("write_error(ValueError('far')); os._exit(4)", 4, "failed with ValueError: far (exit status 4)"),
     ],
 )
@@ -446,35 +446,10 @@ def test_a_bar_on_a_terminal_stays_on_its_row(tmp_path):
     if me == 0:
         sys.stderr.write("\\n")
     """
-    controller, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [*POPRUN, *TWO, *program(tmp_path, body)],
-        env=environment(TERM="xterm"),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-    )
-    os.close(terminal)
-    shown = b""
-    try:
-        while data := os.read(controller, 4096):
-            shown += data
-    except OSError:  # its other end is closed
-        pass
-    os.close(controller)
-    assert process.wait(timeout=10) == 0
-    text = shown.decode().replace("\r\n", "\n")
+    status, text = on_a_terminal(*TWO, *program(tmp_path, body))
     bar = "[1,0]<stderr>: "
+    assert status == 0
     assert text.startswith(f"\r{bar}0/3\r\x1b[K\r{bar}1/3\r\x1b[K")
     assert re.search(r"\r\x1b\[K\[1,1\]<stdout>:a line \d+\n\r\[1,0\]<stderr>: 1/3", text)
     assert text.endswith(f"\r\x1b[K{bar}3/3\n")
     assert text.count("\n") == 2
-
-
-def test_the_launcher_can_be_called_as_a_function(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        launcher.main(["--num-replica", "2", "true"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == (
-        "poprun: unrecognized arguments: --num-replica: did you mean --num-replicas? --help lists all flags\n"
-    )

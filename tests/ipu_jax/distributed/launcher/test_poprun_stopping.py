@@ -1,7 +1,6 @@
 """Test that poprun stops its instances when its user, its reader or its own death asks for it, and leaves none."""
 
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -14,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from support.launched import (
-    HEED_SIGNALS,
     PLAIN_POPRUN,
     POPRUN,
     environment,
     gone_within,
     marked,
+    on_a_terminal,
     program,
     start,
     wait_for,
@@ -65,14 +64,17 @@ SLEEP = "\nready()\ntime.sleep(70)\n"
 IGNORE = "\nfor number in (1, 2, 15):\n    signal.signal(number, signal.SIG_IGN)" + SLEEP
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
+    ("number", "body", "words"),
+    [
+        *(pytest.param(number, SLEEP, (), marks=pytest.mark.slow) for number in (2, 15, 1)),
+        (signal.SIGTERM, IGNORE, ("--grace", "0.5")),
+    ],
 )
-def test_a_signal_is_passed_on_and_ends_all(started, mark, number, status):
-    process = started(SLEEP)
+def test_a_signal_is_passed_on_and_ends_all_within_the_grace_period(started, mark, number, body, words):
+    process = started(body, *words)
     process.send_signal(number)
-    assert process.wait(timeout=15) == status
+    assert process.wait(timeout=15) == 128 + number
     assert marked(mark) == set()
 
 
@@ -105,31 +107,19 @@ def test_a_second_signal_kills_at_once(started, mark, number):
     assert f"{number.name} was passed on to all instances: they may take 30 s" in process.stderr.read()
 
 
-def test_grace_bounds_what_a_program_may_take(started, mark):
-    process = started(IGNORE, "--grace", "0.5")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=15) == 143
-    assert marked(mark) == set()
-
-
-@pytest.mark.parametrize("body", [SLEEP, "\nsubprocess.Popen(['sleep', '70'], start_new_session=True)" + IGNORE])
-def test_nothing_outlives_a_poprun_that_is_killed(started, mark, body):
-    process = started(body)
-    (folder,) = run_folders(mark)
-    assert folder.is_dir()
-    process.kill()
-    gone_within(mark, 3)
-    wait_for(lambda: not folder.exists(), 3)
-
-
-@pytest.mark.parametrize("name", ["{}/victim\nnl", "{}/victim\nfolder {}/other", "{}/\udcff"])
-def test_whatever_the_name_of_its_folder_a_poprun_that_is_killed_leaves_no_other_one_removed(
-    started, mark, tmp_path, name
-):
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (SLEEP, "{}/victim\nnl"),
+        pytest.param(SLEEP, "{}/victim\nfolder {}/other", marks=pytest.mark.slow),
+        ("\nsubprocess.Popen(['sleep', '70'], start_new_session=True)" + IGNORE, "{}/\udcff"),
+    ],
+)
+def test_nothing_outlives_a_poprun_that_is_killed_and_no_other_folder_is_removed(started, mark, tmp_path, body, name):
     scratch, others = Path(name.format(tmp_path, tmp_path)), (tmp_path / "victim", tmp_path / "other")
     for folder in (*others, scratch):
         folder.mkdir(parents=True)
-    process = started(SLEEP, TMPDIR=str(scratch))
+    process = started(body, TMPDIR=str(scratch))
     (folder,) = run_folders(mark)
     assert folder.parent == scratch
     process.kill()
@@ -231,7 +221,7 @@ def test_a_slow_reader_loses_nothing_and_is_nobodys_fault(tmp_path, mark):
     assert "stuck" not in err
 
 
-@pytest.mark.parametrize("size", [2049, 1 << 20])
+@pytest.mark.parametrize("size", [2049, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_a_poprun_that_reads_slowly_is_nobodys_fault(tmp_path, size):
     body = f"""
     for n in range(3):
@@ -275,33 +265,10 @@ def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
 
 def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
     body = READY + "\ntry:\n    ready(), time.sleep(70)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
-    controller, terminal = pty.openpty()
-
-    # its own terminal, on which Ctrl-C is a signal
-    own = f"{HEED_SIGNALS}import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    own += "os.execv(sys.argv[1], sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", own, *PLAIN_POPRUN, *TWO, *program(tmp_path, body)],
-        env=environment(POPRUN_TEST=mark, TERM="xterm"),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    shown = b""
-    try:
-        while b"ready" not in shown:
-            shown += os.read(controller, 4096)
-        os.write(controller, b"\x03")
-        while True:
-            shown += os.read(controller, 4096)
-    except OSError:  # the terminal has no process left
-        pass
-    assert process.wait(timeout=10) == 130
-    assert shown.count(b"interrupted\r\n") == 2
+    words = (*TWO, *program(tmp_path, body))
+    status, shown = on_a_terminal(*words, interrupted_after=b"ready", POPRUN_TEST=mark)
+    assert (status, shown.count("interrupted\n")) == (130, 2)
     assert marked(mark) == set()
-    os.close(controller)
 
 
 def test_nohup_is_respected(tmp_path, mark):

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from support.launched import PLAIN_POPRUN
-from support.recorded import environment
+from support.launched import PLAIN_POPRUN, environment
 
 PLACES = ["--num-replicas", "2", "--num-instances", "2", "--ipus-per-replica", "2"]
 TRAINING = ["--pipeline-mode", "concurrent", "--synthetic-data", "--epochs", "1000"]
@@ -18,7 +17,7 @@ TRAINING = ["--pipeline-mode", "concurrent", "--synthetic-data", "--epochs", "10
 
 @pytest.mark.slow
 def test_the_instances_of_a_training_are_shown_with_their_places(tmp_path):
-    settings = {name: value for name, value in environment(tmp_path / "records").items() if name != "PJRT_NPROC"}
+    settings = environment(IPU_JAX_MONITOR=str(tmp_path / "records"))
     program = [sys.executable, "-m", "mnist_example.run_sharded_mnist", *TRAINING]
 
     def look():

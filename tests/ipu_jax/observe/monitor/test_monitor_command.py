@@ -17,11 +17,10 @@ import time
 import pytest
 
 from ipu_jax.observe.monitor import command
-from support.launched import HEED_SIGNALS
-from support.recorded import environment, recorded
+from support.launched import HEEDING, environment, recorded
 
 MONITOR = [sys.executable, "-m", "ipu_jax.observe.monitor.command"]
-HEEDING = [sys.executable, "-S", "-c", f"{HEED_SIGNALS}os.execv(sys.argv[1], sys.argv[1:])", *MONITOR]
+HEEDING_MONITOR = [*HEEDING, *MONITOR]
 STEPS = "for k in range(3): ago(3 - k), beacon.finished()\nago(0)"
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 PICTURE = b"uses ipu_jax"
@@ -117,7 +116,11 @@ def test_a_look_takes_less_than_half_a_second_of_work_and_is_not_wrapped(folder)
     with recorded(folder, f"{STEPS}\nbeacon.enter(Phase.BUSY, 'saving', 600)"):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            MONITOR, env=environment(folder, COLUMNS="80"), capture_output=True, text=True, timeout=60
+            MONITOR,
+            env=environment(COLUMNS="80"),
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
@@ -129,8 +132,8 @@ def test_a_look_takes_less_than_half_a_second_of_work_and_is_not_wrapped(folder)
 
 
 def test_it_can_be_repeated_into_a_pipe(folder):
-    words = [*HEEDING, "--watch=0.1", "--json"]
-    with subprocess.Popen(words, env=environment(folder), stdout=subprocess.PIPE, text=True) as monitor:
+    words = [*HEEDING_MONITOR, "--watch=0.1", "--json"]
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as monitor:
         assert monitor.stdout is not None
         looks = [json.loads(monitor.stdout.readline()) for _ in range(3)]
         monitor.send_signal(signal.SIGINT)
@@ -147,9 +150,9 @@ class Terminal:
         self.resize(columns)
         self.before = termios.tcgetattr(self.handle)
         # A test worker's readline may have set these, which hold whatever size the terminal has.
-        own = {k: v for k, v in environment(folder, TERM="xterm").items() if k not in ("COLUMNS", "LINES")}
+        own = {k: v for k, v in environment(TERM="xterm").items() if k != "LINES"}
         self.process = subprocess.Popen(
-            [*HEEDING, "--watch", "60"],
+            [*HEEDING_MONITOR, "--watch", "60"],
             env=own,
             stdin=other,
             stdout=other,

@@ -12,7 +12,7 @@ import pytest
 from ipu_jax.observe.monitor import records
 from ipu_jax.processes import beacons
 from ipu_jax.processes.identity import Identity, is_living, own_identity
-from support.recorded import recorded
+from support.launched import recorded
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from ipu_jax.observe.monitor import records
 from ipu_jax.observe.monitor.rows import Watch
 from ipu_jax.processes.identity import own_identity
-from support.recorded import recorded
+from support.launched import recorded
 
 # Ten steps of 0.1 s, of which the last was 3 s ago; each has 2 updates of 4 examples.
 STEPS = """
