@@ -78,6 +78,14 @@ def test_a_signal_is_passed_on_and_ends_all_within_the_grace_period(started, mar
     assert marked(mark) == set()
 
 
+def test_after_a_failure_the_others_have_the_grace_period(started, mark):
+    process = started(IGNORE.replace("ready()", "ready()\nif me == 0:\n    sys.exit(3)"), "--grace", "3")
+    began = time.monotonic()
+    assert process.wait(timeout=15) == 3
+    assert time.monotonic() - began > 2.5, "it is 1.5 s if nothing is said"
+    assert marked(mark) == set()
+
+
 def test_a_program_may_save_and_end_well(started, tmp_path):
     body = f"""
 def save(*_):
