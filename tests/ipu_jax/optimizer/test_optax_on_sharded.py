@@ -113,24 +113,32 @@ def pipeline(ipus=2, replicas=1, **options):
     return Pipeline(stages, mesh=make_mesh(replicas, ipus), specs=SPECS, **options)
 
 
-def plain(optimizer, weights: Any, gradients) -> Any:
-    """Return the weights after an update with each of the gradients, by optax on a tree."""
-    state = optimizer.init(weights)
-    update = jax.jit(optimizer.update)
+def plain(optimizers, weights: Any, gradients) -> Any:
+    """Return the weights by each of the optimizers after an update with each of the gradients, by optax on a tree."""
+    trained = jax.jit(lambda w: {name: (w, optimizer.init(w)) for name, optimizer in optimizers.items()})(weights)
+
+    @jax.jit
+    def update(trained, of_update):
+        found = {}
+        for name, (w, state) in trained.items():
+            changes, state = optimizers[name].update(of_update, state, w)
+            found[name] = optax.apply_updates(w, changes), state
+        return found
+
     for of_update in gradients:
-        changes, state = update(of_update, state, weights)
-        weights = optax.apply_updates(weights, changes)
-    return weights
+        trained = update(trained, of_update)
+    return {name: w for name, (w, _) in trained.items()}
 
 
 @functools.cache
 def expected(name):
-    return plain(ALL[name], WEIGHTS, GRADIENTS)
+    return plain({name: ALL[name]}, WEIGHTS, GRADIENTS)[name]
 
 
-def on_sharded(optimizer):
+def on_sharded(optimizers):
     made = pipeline()
-    return made.unshard(plain(optimizer, made.shard(WEIGHTS), [made.shard(each) for each in GRADIENTS]))
+    found = plain(optimizers, made.shard(WEIGHTS), [made.shard(each) for each in GRADIENTS])
+    return {name: made.unshard(weights) for name, weights in found.items()}
 
 
 BATCHES = [jax.tree.map(lambda g: g[None], each) for each in GRADIENTS]
@@ -167,31 +175,27 @@ def difference(found, expected):
     return largest(found, expected) / largest(expected, WEIGHTS)
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_elementwise_optimizers_and_global_norms_are_right_on_packed_weights(name):
-    assert difference(on_sharded(RIGHT[name]), expected(name)) < 1e-5
+A_FEW = ("nesterov", "adamw", "clip_by_global_norm", "apply_if_finite", "lamb", "adafactor", "mask by path")
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_an_optimizer_that_looks_at_leaves_makes_other_weights_of_packed_ones(name):
-    """If this fails, optax on packed weights has become right: say so where the pages warn."""
-    assert difference(on_sharded(WRONG[name]), expected(name)) > 1e-3
+@pytest.mark.parametrize("names", [A_FEW, pytest.param((*RIGHT, *WRONG), marks=pytest.mark.slow)], ids=["a few", "all"])
+def test_optimizers_are_right_on_packed_weights_if_they_look_at_no_leaf_and_wrong_otherwise(names):
+    """If a wrong one is not, optax on packed weights has become right: say so where the pages warn."""
+    for name, found in on_sharded({name: ALL[name] for name in names}).items():
+        error = difference(found, expected(name))
+        assert error < 1e-5 if name in RIGHT else error > 1e-3, name
 
 
 def test_a_mask_by_the_names_of_groups_is_an_error_on_packed_weights():
     with pytest.raises((AttributeError, ValueError)):
-        on_sharded(REFUSED["mask by group"])
+        on_sharded(REFUSED)
 
 
-def test_a_decay_of_all_weights_changes_frozen_ones_on_packed_weights_and_not_in_a_step():
-    decayed = optax.adamw(1e-2, weight_decay=1.0)
-    made, batch = pipeline(frozen={"first": True}), BATCHES[0]
-    _, gradients = made.value_and_grad(made.shard(WEIGHTS), batch)
-    found = made.unshard(plain(decayed, made.shard(WEIGHTS), [gradients]))
+def test_a_decay_of_all_weights_changes_frozen_ones_on_packed_weights():
+    made = pipeline(frozen={"first": True})
+    params, gradients = made.shard(WEIGHTS), made.shard(jax.tree.map(jnp.zeros_like, WEIGHTS))
+    found = made.unshard(plain({"decayed": optax.adamw(1e-2, weight_decay=1.0)}, params, [gradients])["decayed"])
     assert not jnp.allclose(found["first"]["w"], WEIGHTS["first"]["w"], rtol=1e-3)
-    step = make_train_step(made, decayed)
-    state, _ = step(step.init(WEIGHTS), batch)
-    np.testing.assert_array_equal(step.whole(state)["params"]["first"]["w"], WEIGHTS["first"]["w"])
 
 
 @pytest.mark.parametrize(
@@ -209,16 +213,8 @@ def test_a_training_step_is_right_with_every_optimizer(name):
 @pytest.mark.parametrize(
     "names",
     [
-        [
-            "adafactor",
-            "novograd",
-            "mask by rank",
-            "mask by path",
-            "mask by group",
-            "inject_hyperparams",
-            "every second",
-        ],
-        pytest.param([*WRONG, "adam", "clip_by_global_norm"], marks=pytest.mark.slow),
+        ["adafactor", "novograd", "mask by path", "mask by group", "every second"],
+        pytest.param([*WRONG, "adam", "clip_by_global_norm", "inject_hyperparams"], marks=pytest.mark.slow),
     ],
     ids=["a few", "others"],
 )
@@ -253,14 +249,14 @@ def test_a_state_is_saved_whole_and_goes_on_elsewhere():
     assert jax.tree.structure(saved) == jax.tree.structure(transformation.init(WEIGHTS))
     other, params = two.optimizer(transformation), two.shard(whole)
     params, _ = other.apply(two.shard(GRADIENTS[2]), other.restore(saved, params), params)
-    assert difference(two.unshard(params), plain(transformation, WEIGHTS, GRADIENTS)) < 1e-5
+    assert difference(two.unshard(params), plain({"lamb": transformation}, WEIGHTS, GRADIENTS)["lamb"]) < 1e-5
 
 
 def test_replicas_make_the_same_update():
     transformation = optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
     parts = [jax.tree.map(lambda g: jnp.stack([0.25 * g, 0.75 * g]), batch) for batch in BATCHES]
     found = by_own_loop({"lamb": transformation}, pipeline(replicas=2, reduction="sum"), parts)
-    assert difference(found["lamb"], plain(transformation, WEIGHTS, GRADIENTS)) < 1e-5
+    assert difference(found["lamb"], plain({"lamb": transformation}, WEIGHTS, GRADIENTS)["lamb"]) < 1e-5
 
 
 def test_an_optimizer_of_the_pipeline_reads_the_loss():
@@ -362,7 +358,7 @@ def test_weights_that_another_pipeline_froze_are_updated_with_their_gradients():
     _, gradients = made.value_and_grad(params, BATCHES[0])
     for each in (gradients, made.shard(GRADIENTS[0])):
         new, _ = optimizer.apply(each, optimizer.init(params), params)
-        assert difference(made.unshard(new), plain(optax.adam(1e-2), WEIGHTS, GRADIENTS[:1])) < 1e-5
+        assert difference(made.unshard(new), plain({"adam": optax.adam(1e-2)}, WEIGHTS, GRADIENTS[:1])["adam"]) < 1e-5
 
 
 # reading by group and leaf

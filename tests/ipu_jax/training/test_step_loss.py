@@ -22,7 +22,7 @@ from support.dense import largest_relative_error
 from support.small_problems import masked_sum, tokens
 from support.trained import bits, compiled_quickly
 
-M, REPLICAS, UPDATES = 3, 2, 2
+M, REPLICAS = 3, 2
 PARAMS = {"w": np.random.default_rng(3).normal(size=(5, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
 
 
@@ -100,18 +100,18 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     assert bits(whole_of(step, state)) == bits(found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "replicas", "reduction"),
-    [("function", 1, "mean"), ("pipeline", 2, "mean"), ("function", 2, "sum"), ("pipeline", 1, "sum")],
-)
-def test_a_mean_is_over_all_updates_and_nothing_changes(kind, replicas, reduction):
-    """Without counts the reduction is only of the gradients."""
-    step, state = step_of(kind, mean, replicas, reduction, device_iterations=UPDATES, shard_optimizer=True)
-    batch = tokens(UPDATES, *(replicas,) * (replicas > 1), M)
-    loss = step.loss(state, batch)
-    np.testing.assert_allclose(loss, mean(PARAMS, rows_of(batch, batch["x"].ndim - 2)), rtol=1e-6)
-    assert loss.shape == ()
-    np.testing.assert_array_equal(step.loss(state, batch), loss)
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("function", marks=pytest.mark.slow)])
+def test_an_average_of_half_weights_is_in_float32_and_evaluated_in_half(kind):
+    step, state = step_of(kind, mean, REPLICAS, precision="16.16", shard_optimizer=True, ema_decay=0.75)
+    batch, wide = tokens(REPLICAS, M), lambda leaf: np.asarray(leaf, np.float32)
+    before = step.whole(state)["params"]
+    state, _ = step(state, batch)
+    whole = step.whole(state)
+    expected = jax.tree.map(lambda old, new: 0.75 * wide(old) + 0.25 * wide(new), before, whole["params"])
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(whole["ema"])} == {"float32"}
+    assert largest_relative_error(whole["ema"], expected) <= 1e-6
+    loss = float(step.loss(state, batch, ema=True))
+    assert loss == float(step.loss(step.init(whole["ema"]), batch)) != float(step.loss(state, batch))
 
 
 def test_stages_evaluate_with_the_state_that_training_left():

@@ -160,3 +160,12 @@ def test_a_pipeline_goes_on_where_it_stopped(before, after):
     assert largest_relative_error(found["optimizer"], at[1]) <= 1e-5
     assert largest_relative_error(found["stages"], at[2]) <= 1e-5
     assert (found["step"], float(found["scale"].scale)) == (2, 16.0)
+
+
+def test_an_average_begins_anew_from_a_state_without_one():
+    plain, averaging = (make_train_step(product_loss, optax.sgd(0.1), TrainOptions(ema_decay=d)) for d in (None, 0.75))
+    saved = plain.whole(plain.init(product_weights()))
+    del saved["ema"]  # as an older version saved it
+    assert plain.whole(plain.restore(saved))["ema"] is None
+    begun = averaging.restore({**saved, "ema": saved["params"]})
+    np.testing.assert_array_equal(averaging.whole(begun)["ema"]["u"], product_weights()["u"])
