@@ -129,6 +129,7 @@ def test_measured_costs_are_seconds_of_every_task_and_the_same_bytes():
     assert found == find_schedule(costs, placement=(0, 0, 1, None), micro_batches=M, ipus=2, lockstep=True)
 
 
+@pytest.mark.slow
 def test_measured_costs_grow_with_the_work():
     def layers(count):
         return lambda w, x, mb: lax.fori_loop(0, count, lambda _, y: jnp.tanh(y @ w), mb if x is None else x)

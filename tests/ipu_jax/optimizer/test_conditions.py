@@ -53,6 +53,7 @@ def one_is_nan(params):
 
 LOCAL, SPLIT, TIED = "unlike local stages", "a concurrent head, split unevenly", "a tied table, split unevenly"
 SLOW = [
+    (LOCAL, 1, ("steps without NaN",), one_is_nan),
     (TIED, 1, ("if finite", "if finite, twice"), one_is_nan),
     (SPLIT, 1, ("steps without NaN", "steps of a sum, small"), one_is_nan),
     (SPLIT, 2, ("if finite, clipped and noisy", "steps of a sum, small"), one_is_nan),
@@ -68,7 +69,6 @@ SLOW = [
 @pytest.mark.parametrize(
     ("model", "replicas", "names", "gradients"),
     [
-        (LOCAL, 1, ("steps without NaN",), one_is_nan),
         (SPLIT, 2, ("if finite",), one_is_nan),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],

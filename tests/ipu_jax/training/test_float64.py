@@ -197,7 +197,7 @@ def test_an_optimizer_sees_the_loss_in_float64():
     close(step.whole(state)["params"], jax.tree.map(lambda w, g: w - 0.1 * loss * g, PARAMS, gradients))
 
 
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("kind", ["function", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_loss_beyond_float32_is_finite(kind):
     options = {"on_nonfinite": "stop"}
     step, state = step_of(kind, optax.sgd(1e-40), options)

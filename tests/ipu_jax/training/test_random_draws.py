@@ -77,7 +77,7 @@ def assert_coins_are_its_own(model: Any, replicas: int, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "shard_optimizer"),
-    [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.slow)],
+    [(2, True), *(pytest.param(replicas, False, marks=pytest.mark.slow) for replicas in (1, 2))],
 )
 def test_rounding_tosses_a_coin_of_its_own_for_each_weight_of_each_update(replicas, shard_optimizer):
     """Leaves, IPUs, shards, the replicas' chunks and updates have coins of their own; copies of a weight have one."""

@@ -64,7 +64,7 @@ def rows_of(batch, dims):
     ("kind", "reduction", "updates", "options"),
     [
         ("function", "mean", 1, {"loss_scale": DynamicScale(initial=64.0)}),
-        ("function", "sum", 3, {}),
+        pytest.param("function", "sum", 3, {}, marks=pytest.mark.slow),
         ("pipeline", "sum", 1, {"loss_scale": 64.0, "shard_optimizer": True}),
         ("pipeline", "mean", 3, {}),
     ],
