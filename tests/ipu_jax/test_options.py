@@ -80,34 +80,15 @@ def test_options_keep_numpys_numbers_as_pythons_own():
     assert {type(value) for value in dataclasses.astuple(scale)} <= {int, float}
 
 
-NO_COUNTS = (
-    0,
-    -1,
-    True,
-    False,
-    2.5,
-    1.0,
-    float("nan"),
-    "1",
-    None,
-    [1],
-    np.int64(0),
-    np.True_,
-    np.float32(1),
-    np.ones(1),
-)
+NO_COUNTS = (0, -1, True, False, 2.5, 1.0, float("nan"), "1", None, [1])
+NO_COUNTS += (np.int64(0), np.True_, np.float32(1), np.ones(1))
 NOT_POSITIVE = (0, -0.5, float("inf"), np.float32("nan"), True, np.True_, None, "1", [1.0], 1j)
 WAYS = ("sequential", "grouped")
 ONE_OF_WAYS = "Choose one of 'sequential', 'grouped'"
 A_COUNT, POSITIVE = ("count", "an int of at least 1"), ("positive number", "a finite one above 0")
 
 
-def pipeline_options(**options: Any) -> Any:
-    return lambda: PipelineOptions(**options)
-
-
-def train_options(**options: Any) -> Any:
-    return lambda: TrainOptions(**options)
+WRONG: Any = "means"
 
 
 @refusals(
@@ -125,20 +106,10 @@ def train_options(**options: Any) -> Any:
         (lambda value=value: check_choice("way", value, WAYS), f"way={value!r} is unknown: {ONE_OF_WAYS}", "unknown")
         for value in ("1f1b", "", None, 3, ("grouped",))
     ),
-    (pipeline_options(gradient_accumulation=0), "gradient_accumulation=0", *A_COUNT),
-    (pipeline_options(reduction="means"), "reduction='means'", "did you mean 'mean'?", "one of 'mean', 'sum'"),
-    (pipeline_options(reduction="Sum"), "reduction='Sum'", "did you mean 'sum'?", "one of 'mean', 'sum'"),
-    (pipeline_options(reduction="max"), "reduction='max' is unknown: Choose", "one of 'mean', 'sum'"),
-    (train_options(device_iterations=None), "device_iterations=None", *A_COUNT),
-    (train_options(outputs=None), "outputs=None", *A_COUNT),
-    (train_options(outputs=0), "outputs=0", *A_COUNT),
-    (train_options(outputs=True), "outputs=True", *A_COUNT),
-    (train_options(replication_factor=2.0), "replication_factor=2.0", *A_COUNT),
-    (train_options(loss_scale=None), "loss_scale=None", *POSITIVE),
-    (train_options(max_gradient_norm=True), "max_gradient_norm=True", *POSITIVE),
-    (train_options(precision=None), "precision=None", "unknown", "'32.32', '16.32', '16.16'"),
-    (train_options(half=None), "half=None", "unknown", "'bfloat16', 'float16'"),
-    (train_options(donate=None), "donate=None", "bool", "True or False"),
+    (lambda: PipelineOptions(reduction=WRONG), "reduction='means'", "did you mean 'mean'?", "one of 'mean', 'sum'"),
+    (lambda: TrainOptions(outputs=True), "outputs=True", *A_COUNT),
+    (lambda: TrainOptions(half=WRONG), "half='means'", "unknown", "'bfloat16', 'float16'"),
+    (lambda: TrainOptions(donate=WRONG), "donate='means'", "bool", "True or False"),
 )
 def test_options_that_mean_nothing_are_refused(call, holds):
     with refused(*holds):

@@ -61,6 +61,20 @@ def _counts_fillings(leaf):
 
 FILLINGS = {"fillings": optax.stateless(lambda tree, _: jax.tree.map(_counts_fillings, tree))}
 FACTORED = {"adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)}
+
+
+def matrices_but_of_the_head(tree):
+    """Return muon's own dims for the matrices of local stages, and None where it is adam."""
+    dims = optax.contrib.MuonDimensionNumbers()
+    return {
+        name: jax.tree.map(lambda w, name=name: dims if w.ndim == 2 and name != "stage2" else None, tree[name])
+        for name in tree
+    }
+
+
+OF_LOCAL_LEAVES = {
+    "muon, but of the head": optax.contrib.muon(0.1, muon_weight_dimension_numbers=matrices_but_of_the_head)
+}
 SORTED = optax.stateless(lambda g, _: jax.tree.map(lambda leaf: jnp.sort(leaf, axis=None).reshape(leaf.shape), g))
 OF_WHOLE_LEAVES = {
     "muon": optax.contrib.muon(0.1, weight_decay=0.1),
@@ -78,7 +92,7 @@ _compiled_quickly = compiled_quickly()
     ("model", "replicas", "names"),
     [
         ("unlike local stages", 1, ("adamw", "fillings")),
-        ("a concurrent head, split unevenly", 1, ("lamb", "adafactor")),
+        ("a concurrent head, split unevenly", 1, ("lamb", "adafactor", "muon, but of the head")),
         ("a tied table, split unevenly", 2, ("clipped", "fillings")),
         ("a concurrent head, split unevenly", 2, tuple(OTHERS)),
         ("like stages stacked", 1, (*OTHERS, "fillings", "adafactor")),
@@ -86,7 +100,9 @@ _compiled_quickly = compiled_quickly()
     ],
 )
 def test_optimizers_equal_plain_optax(model, replicas, names):
-    check_model(model, replicas, {name: (USUAL | OTHERS | FACTORED | FILLINGS)[name] for name in names})
+    check_model(
+        model, replicas, {name: (USUAL | OTHERS | FACTORED | FILLINGS | OF_LOCAL_LEAVES)[name] for name in names}
+    )
 
 
 def with_weights_of(*shapes, ipus, dtype):

@@ -270,10 +270,10 @@ SKIP, SCALE = {"on_nonfinite": "skip"}, {"loss_scale": DynamicScale(initial=16.0
     ("replicas", "ipus", "places", "options"),
     [
         (2, 2, (0, 1), SKIP),
-        (2, 2, (1, 0), SCALE),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                (2, 2, (1, 0), SCALE),
                 (1, 1, (0, 0), SKIP),
                 (1, 4, (0, 1), SKIP | {"precision": "16.32"}),
                 (2, 4, (0, 1), SKIP | {"shard_optimizer": True, "ema_decay": 0.9}),

@@ -13,43 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, DynamicScale, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from support.dense import largest_relative_error
-from support.small_problems import product_loss, product_rows, product_weights
+from support.small_problems import product_loss, product_weights
 from support.trained import quick_compiles
 
-FEATURES, UPDATES = 5, 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [((2, True), (1, False)), ((1, False), (4, True))])
-def test_training_goes_on_where_it_stopped(before, after):
-    optimizer, rows = optax.adam(0.05), product_rows(2, UPDATES)
-    alone, first, second = (
-        make_train_step(
-            product_loss,
-            optimizer,
-            TrainOptions(
-                replication_factor=replicas,
-                shard_optimizer=shards,
-                device_iterations=UPDATES,
-                loss_scale=DynamicScale(),
-            ),
-        )
-        for replicas, shards in (after, before, after)
-    )
-
-    def batch(call, replicas):  # the same rows for any replicas
-        lead = (UPDATES, replicas, 1) if replicas > 1 else (UPDATES, 1)
-        return rows[call].reshape(*lead, -1, FEATURES)
-
-    state, _ = first(first.init(product_weights()), batch(0, before[0]))
-    saved = jax.tree.map(np.asarray, first.whole(state))
-    restored, _ = second(second.restore(saved), batch(1, after[0]))
-    found = second.whole(restored)
-    state, _ = alone(alone.init(product_weights()), batch(0, after[0]))
-    state, _ = alone(state, batch(1, after[0]))
-    assert largest_relative_error(found, alone.whole(state)) <= 1e-6
-    assert found["step"] == 2 * UPDATES
-    assert largest_relative_error(found["params"], saved["params"]) > 1e-3  # it did go on
+FEATURES = 5
 
 
 # a pipeline: unlike local stages, one with state and a key, and a head that is split over all IPUs
