@@ -68,10 +68,7 @@ def test_a_stage_that_there_cannot_be_is_refused(call, holds):
 
 def traced(fn, *, last=None, ipu: Any = 0):
     """Trace a pipeline of `fn` on one IPU and a loss on the other."""
-    stages = [
-        Stage(fn, params="body", ipu=ipu),
-        Stage(last or (lambda p, x, mb: jnp.mean(x)), ipu=1, name="the loss"),
-    ]
+    stages = [Stage(fn, params="body", ipu=ipu), Stage(last or (lambda p, x, mb: jnp.mean(x)), ipu=1, name="the loss")]
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs={"body": PartitionSpec()} if ipu is ALL_IPUS else None)
     params = pipeline.shard({"body": np.ones((D, E), np.float32)})
     return jax.eval_shape(pipeline.value_and_grad, params, np.ones((1, ROWS, D), np.float32))

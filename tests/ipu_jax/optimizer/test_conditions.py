@@ -68,10 +68,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     ("model", "replicas", "names", "gradients"),
-    [
-        (SPLIT, 2, ("if finite",), one_is_nan),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-    ],
+    [(SPLIT, 2, ("if finite",), one_is_nan), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_conditions_between_trees_equal_plain_optax(model, replicas, names, gradients):
     check_model(model, replicas, {name: OPTIMIZERS[name] for name in names}, gradients)

@@ -74,11 +74,7 @@ def normal(seed, shapes):
     return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), shapes, is_leaf=is_shape)
 
 
-SHAPES = {
-    "first": {"w": (8, 16), "b": (16,)},
-    "second": {"w": (16, 4), "v": (4, 1)},
-    "head": {"w": (4, 5), "b": (5,)},
-}
+SHAPES = {"first": {"w": (8, 16), "b": (16,)}, "second": {"w": (16, 4), "v": (4, 1)}, "head": {"w": (4, 5), "b": (5,)}}
 SPECS = {"head": {"w": P(None, "ipu"), "b": P("ipu")}}
 WEIGHTS = normal(0, SHAPES)
 GRADIENTS = [normal(1 + k, SHAPES) for k in range(UPDATES)]

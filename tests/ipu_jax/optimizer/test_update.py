@@ -146,10 +146,7 @@ def test_leaves_that_one_ipu_has_whole_may_be_mixed(shapes, ipus, dtype, optimiz
 def test_scalars_and_single_elements(replicas):
     unused = lambda p, x, mb: mb  # noqa: E731
     stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="b", ipu=1)]
-    whole = {
-        "a": {"gain": jnp.float32(2), "w": jnp.arange(3.0) + 1},
-        "b": {"one": jnp.ones(1), "w": jnp.ones((2, 2))},
-    }
+    whole = {"a": {"gain": jnp.float32(2), "w": jnp.arange(3.0) + 1}, "b": {"one": jnp.ones(1), "w": jnp.ones((2, 2))}}
     check(Pipeline(stages, mesh=make_mesh(replicas, 2)), whole, {"lamb": USUAL["lamb"]} | FILLINGS)
 
 

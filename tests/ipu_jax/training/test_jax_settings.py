@@ -53,10 +53,7 @@ def step_of(kind):
         def first(p, x, mb, *, state, key):
             return Outputs(hidden(p, mb), state=0.9 * state + 0.1 * mb["x"].mean(0))
 
-        stages = [
-            Stage(first, params="first", state="mean", random=True, ipu=0),
-            Stage(loss_fn, params="last", ipu=1),
-        ]
+        stages = [Stage(first, params="first", state="mean", random=True, ipu=0), Stage(loss_fn, params="last", ipu=1)]
         model = Pipeline(stages, mesh=make_mesh(REPLICAS, 2), gradient_accumulation=M)
     return make_train_step(model, optax.adamw(0.1), OPTIONS)
 

@@ -9,15 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Outputs,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-)
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from support.dense import chain, largest_relative_error
 from support.one_stage import KINDS, model_of
 from support.small_problems import tanh_loss, tanh_problem
@@ -160,11 +152,7 @@ def test_a_pipeline_equals_one_program(places, replicas, ipus, shard_optimizer, 
     model = chain(places, 2, replicas=replicas, **kind)
     optimizer = optax.adamw(1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda w: w.ndim > 1, tree))
     options = TrainOptions(
-        device_iterations=STEPS,
-        outputs="all",
-        max_gradient_norm=0.1,
-        shard_optimizer=shard_optimizer,
-        ema_decay=0.75,
+        device_iterations=STEPS, outputs="all", max_gradient_norm=0.1, shard_optimizer=shard_optimizer, ema_decay=0.75
     )
     step = make_train_step(model.pipeline(ipus), optimizer, options)
     state, outputs = step(step.init(model.params), batches_of(model, STEPS))

@@ -10,15 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import (
-    DynamicScale,
-    Pipeline,
-    Replicas,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-)
+from ipu_jax import DynamicScale, Pipeline, Replicas, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.training._loss_scale import Scale, next_scale
 from ipu_jax.training._precision import stochastic_round
 from support.dense import largest_relative_error
