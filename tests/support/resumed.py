@@ -1,7 +1,7 @@
 """Train a small model with everything that a checkpoint can hold, on any topology, in any number of processes.
 
 The model has three stages: a layer with dropout and a running mean, like batch norm's; a layer; and a head over 7
-columns, on one IPU or split unevenly over all IPUs. The data are shuffled.
+columns with a sum of each column, on one IPU or split unevenly over all IPUs. The data are shuffled.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def weights() -> tuple[dict[str, Any], dict[str, Any]]:
     rng = np.random.default_rng(1)
     draw = lambda *shape: rng.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
     params = {"first": {"w": draw(5, 6)}, "middle": {"w": draw(6, 4), "b": draw(4)}, "head": {"w": draw(4, COLUMNS)}}
-    return params, {"mean": np.zeros(6, np.float32)}
+    return params, {"mean": np.zeros(6, np.float32), "sums": np.zeros(COLUMNS, np.float32)}
 
 
 def _first(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
@@ -88,13 +88,15 @@ def _middle(p: Any, x: Any, mb: Any) -> Any:
     return jnp.tanh(x @ p["w"] + p["b"])
 
 
-def _head(p: Any, x: Any, mb: Any) -> Any:
-    return jnp.mean((x @ p["w"] - mb["y"]) ** 2)
+def _head(p: Any, x: Any, mb: Any, *, state: Any) -> Any:
+    outputs = x @ p["w"]
+    return Outputs(jnp.mean((outputs - mb["y"]) ** 2), state=state + lax.stop_gradient(jnp.abs(outputs).sum(0)))
 
 
-def _split_head(p: Any, x: Any, mb: Any) -> Any:
-    outputs = lax.all_gather(x @ p["w"], "ipu", axis=1, tiled=True)[:, :COLUMNS]
-    return jnp.mean((outputs - mb["y"]) ** 2)
+def _split_head(p: Any, x: Any, mb: Any, *, state: Any) -> Any:
+    own = x @ p["w"]
+    outputs = lax.all_gather(own, "ipu", axis=1, tiled=True)[:, :COLUMNS]
+    return Outputs(jnp.mean((outputs - mb["y"]) ** 2), state=state + lax.stop_gradient(jnp.abs(own).sum(0)))
 
 
 def step_for(topology: Topology, *, device_iterations: int = 2, dropout: bool = True, **options: Any) -> Any:
@@ -108,10 +110,11 @@ def step_for(topology: Topology, *, device_iterations: int = 2, dropout: bool = 
             if dropout
             else Stage(no_key, params="first", state="mean", ipu=at[0]),
             Stage(_middle, params="middle", ipu=at[1]),
-            Stage(_split_head if split else _head, params="head", ipu=at[2]),
+            Stage(_split_head if split else _head, params="head", state="sums", ipu=at[2]),
         ],
         mesh=make_mesh(topology.replicas, topology.ipus),
         specs={"head": {"w": PartitionSpec(None, "ipu")}} if split else None,
+        state_specs={"sums": PartitionSpec("ipu")} if split else None,
         gradient_accumulation=2,
         schedule=topology.schedule,
     )

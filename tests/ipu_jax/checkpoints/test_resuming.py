@@ -1,6 +1,7 @@
 """Test that a training that is stopped and resumed is the one that was not, also on other IPUs."""
 
 import dataclasses
+import pickle
 from typing import Any
 
 import jax
@@ -104,7 +105,9 @@ def test_no_leaf_of_a_state_is_lost(tmp_path, before, after):
         checkpoints.save(state, now=True)
     found = restored(tmp_path, other).state
     assert not bitwise(resumed.plain(other, found), resumed.plain(one, state))
-    assert not bitwise(resumed.plain(other, other.restore(one.whole(state))), resumed.plain(one, state))
+    whole = one.whole(state)
+    pickled = pickle.loads(pickle.dumps({name: value for name, value in whole.items() if name != "key"}))
+    assert not bitwise(resumed.plain(other, other.restore(pickled | {"key": whole["key"]})), resumed.plain(one, state))
     assert int(found.nonfinite) == 0  # the one leaf that is not saved
     if before == after:
         assert bitwise(named(found), named(state)) == [".nonfinite"]
