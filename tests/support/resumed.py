@@ -159,6 +159,16 @@ def plain(step: Any, state: Any) -> Results:
     return across.named("", step.whole(state))
 
 
+def differing(found: Results, expected: Results, begin: str = "") -> list[str]:
+    """Return the names of the leaves of a state that differ in any bit, where other results may stand beside both."""
+    leaves = lambda results, begin: {name for name in results if name.startswith((f"{begin}[", f"{begin}."))}  # noqa: E731
+    names = leaves(expected, "")
+    assert names
+    assert leaves(found, begin) == {f"{begin}{name}" for name in names}
+    same = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)  # noqa: E731
+    return sorted(name for name in names if not same(found[f"{begin}{name}"], expected[name]))
+
+
 def as_if_trained(step: Any, state: Any) -> Any:
     """Return a state after 4 updates with random numbers, without compiling anything."""
     rng = np.random.default_rng(4)

@@ -250,7 +250,5 @@ def test_one_that_does_so_for_some_weights_only_is_refused_when_they_are_placed(
 @pytest.mark.parametrize("make", [lambda: optax.flatten(optax.adam(0.01)), lambda: optax.lbfgs(0.1, linesearch=None)])
 def test_one_that_joins_all_weights_is_refused_on_several_ipus(make):
     step = make_train_step(pipeline(), make())
-    with pytest.raises(
-        ValueError, match=r"^optimizer: its \w+ reads all of params\['\w+'\]\['\w+'\] together with oth"
-    ):
+    with pytest.raises(ValueError, match=r"^optimizer: its \w+ reads all of params\['\w+'\]\['\w+'\] together with "):
         step.init(WEIGHTS)

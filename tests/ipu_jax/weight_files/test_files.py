@@ -14,6 +14,7 @@ import pytest
 from ipu_jax import export_weights, import_weights, replacing
 
 FORMATS = ("safetensors", "npz")
+NO_SPACE = "No space left on device: could not write it, the file that was there is unchanged"
 OLD, NEW = {"w": np.zeros(3, np.float32)}, {"w": np.arange(300_000, dtype=np.float32)}
 
 
@@ -103,9 +104,7 @@ def test_whatever_fails_the_old_file_stays(path, monkeypatch, call):
                 yield Failing(file)
 
         monkeypatch.setattr(replacing.Path, "open", failing)
-    with pytest.raises(
-        OSError, match=r"No space left on device: could not write it, the file that was there is unch"
-    ) as error:
+    with pytest.raises(OSError, match=NO_SPACE) as error:
         export_weights(path, NEW)
     monkeypatch.undo()
     assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(path))
@@ -133,9 +132,7 @@ def test_a_full_file_system_leaves_the_old_file(path):
     try:
         small = folder / path.name
         export_weights(small, OLD)
-        with pytest.raises(
-            OSError, match="No space left on device: could not write it, the file that was there is unchanged"
-        ):
+        with pytest.raises(OSError, match=NO_SPACE):
             export_weights(small, NEW)
         assert_is_old(small)
     finally:
