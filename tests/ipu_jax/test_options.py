@@ -11,21 +11,22 @@ from ipu_jax import DynamicScale, PipelineOptions, TrainOptions
 from ipu_jax._checks import check_bool, check_choice, check_count, check_positive
 from support.refusals import refusals, refused
 
-
-@pytest.mark.parametrize("value", [1, 84, 10**9])
-def test_a_count_is_given_back(value):
-    assert check_count("m", value) is value
+COUNTS = IntEnum("Counts", "one two three")
 
 
-@pytest.mark.parametrize("value", [np.int64(3), np.int8(3), np.uint16(3)])
-def test_numpys_integers_are_counts_as_pythons_own(value):
-    assert type(check_count("m", value)) is int
-    assert type(check_count("m", IntEnum("Counts", "one two three").three)) is int
-    assert check_count("m", value) == 3
-
-
-def test_a_choice_is_given_back():
-    assert check_choice("way", "there", ("here", "there")) == "there"
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        *((check_count("m", value), value) for value in (1, 84, 10**9)),
+        *((check_count("m", kind(3)), 3) for kind in (np.int64, np.int8, np.uint16, COUNTS)),
+        *((check_positive("p", kind(0.5)), 0.5) for kind in (np.float32, np.float64, np.float16, float)),
+        (check_positive("p", np.int32(2)), 2),
+        (check_bool("b", np.False_), False),
+        (check_choice("way", "there", ("here", "there")), "there"),
+    ],
+)
+def test_what_means_something_is_given_back_and_numpys_numbers_as_pythons_own(found, expected):
+    assert (type(found), found) == (type(expected), expected)
 
 
 def test_pipeline_options_are_frozen_data_with_defaults():
@@ -41,16 +42,6 @@ def test_pipeline_options_survive_a_replace_with_the_same_checks():
     assert dataclasses.replace(options, gradient_accumulation=8) == PipelineOptions(8, "sum")
     with pytest.raises(ValueError, match=r"^gradient_accumulation=0 "):
         dataclasses.replace(options, gradient_accumulation=0)
-
-
-@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.float16(0.5), 0.5])
-def test_numpys_numbers_are_positive_numbers_as_pythons_own(value):
-    assert (type(check_positive("p", value)), check_positive("p", value)) == (float, 0.5)
-    assert type(check_positive("p", np.int32(2))) is int
-
-
-def test_numpys_bools_are_bools():
-    assert check_bool("b", np.False_) is False
 
 
 def test_options_keep_numpys_numbers_as_pythons_own():

@@ -11,7 +11,6 @@ from ipu_jax import (
     Outputs,
     Pipeline,
     Reduction,
-    Replicas,
     Stage,
     TrainOptions,
     make_mesh,
@@ -130,14 +129,3 @@ def test_stages_evaluate_with_the_state_that_training_left():
     assert float(loss) == 2 * (10 + M)
     assert aux["evaluated"].tolist() == [10 + M] * M
     assert float(step.whole(state)["stages"]["s"]) == 10 + M
-
-
-def test_a_random_function_is_given_its_key():
-    fn = lambda w, mb, *, key: jnp.mean(mb * w) * 0 + jax.random.uniform(key)  # noqa: E731
-    step = make_train_step(Replicas(fn, gradient_accumulation=1, random=True), optax.sgd(0.1))
-    state, rows = step.init(jnp.ones(3), key=jax.random.key(0)), np.ones((1, 4, 3), np.float32)
-    key = jax.random.key(7)
-    own = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
-    np.testing.assert_allclose(step.loss(state, rows, key=key), jax.random.uniform(own), rtol=1e-6)
-    with pytest.raises(ValueError, match=r"^key=None is not one typed key, which loss_fn takes: pass key="):
-        step.loss(state, rows)
