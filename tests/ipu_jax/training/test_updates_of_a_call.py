@@ -94,6 +94,7 @@ def test_outputs_are_those_of_the_updates_that_were_made(outputs, of):
     state, found = step(state, batch, updates=range(5, 6))
     np.testing.assert_allclose(np.ravel(found.loss), [losses[5]], rtol=1e-5)
     np.testing.assert_allclose(state.params, w, rtol=1e-5)
+    np.testing.assert_allclose(step.loss(state, batch)[0], np.mean((batch * w) ** 2), rtol=1e-5)
 
 
 def test_an_update_that_is_not_finite_is_found_in_its_piece_of_the_batch():

@@ -1,5 +1,7 @@
 """Test how leaves are made of saved arrays, and that everything that does not fit is said at once."""
 
+import itertools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +126,14 @@ def test_many_names_that_fit_are_looked_up_in_linear_time():
     source: Any = SimpleNamespace(label="a file", tensors=Counting(infos))
     assert len(_fit.fit(infos, source, None, (), cast=False)) == 1000
     assert 0 < Counting.reads <= 10 * 1000
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3)))[1:])
+def test_the_transposition_of_three_dims_is_named(order):
+    shape = (2, 3, 4)
+    source, like = {"w": np.zeros(shape)}, {"w": np.zeros([shape[d] for d in order])}
+    with pytest.raises(ValueError, match=re.escape(f".transpose({', '.join(map(str, order))}) would fit")):
+        import_weights(source, like)
 
 
 @pytest.mark.parametrize("patterns", ["*", ["a*"], ("a", "a?")])
