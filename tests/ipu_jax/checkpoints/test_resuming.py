@@ -80,7 +80,7 @@ def with_other_values(state: Any) -> Any:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("basic", "basic"),
+        ("concurrent", "concurrent"),
         ("concurrent", "other schedule"),
         pytest.param("two replicas", "two replicas", marks=pytest.mark.slow),
         pytest.param("basic", "two replicas", marks=pytest.mark.slow),
