@@ -80,7 +80,7 @@ def _first(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
     return Outputs(kept - state, state=0.9 * state + 0.1 * lax.stop_gradient(hidden.mean(0)))
 
 
-def _first_without_dropout(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
+def _first_without_dropout(p: Any, x: Any, mb: Any, *, state: Any, key: Any = None) -> Any:
     return _first(p, x, mb, state=state, key=None)
 
 
@@ -103,12 +103,11 @@ def step_for(topology: Topology, *, device_iterations: int = 2, dropout: bool = 
     """Return a training step; without dropout the first stage takes no key."""
     at = [ALL_IPUS if place is None else place for place in topology.places]
     split = topology.places[2] is None
-    no_key = lambda p, x, mb, *, state: _first(p, x, mb, state=state, key=None)  # noqa: E731
     pipeline = Pipeline(
         [
             Stage(_first, params="first", state="mean", ipu=at[0], random=True, evaluate=_first_without_dropout)
             if dropout
-            else Stage(no_key, params="first", state="mean", ipu=at[0]),
+            else Stage(_first_without_dropout, params="first", state="mean", ipu=at[0]),
             Stage(_middle, params="middle", ipu=at[1]),
             Stage(_split_head if split else _head, params="head", state="sums", ipu=at[2]),
         ],

@@ -71,9 +71,9 @@ def state_error(found: Any, expected: Any) -> float:
     return largest_relative_error(jax.tree.map(_as_array, found), jax.tree.map(_as_array, expected))
 
 
-def bits(tree: Any) -> list[tuple[Any, bytes]]:
-    """Return the dtype and the bytes of each leaf, also of keys."""
-    return [(leaf.dtype, leaf.tobytes()) for leaf in map(_as_array, jax.tree.leaves(tree))]
+def bits(tree: Any) -> list[tuple[Any, tuple[int, ...], bytes]]:
+    """Return the dtype, the shape and the bytes of each leaf, also of keys."""
+    return [(leaf.dtype, leaf.shape, leaf.tobytes()) for leaf in map(_as_array, jax.tree.leaves(tree))]
 
 
 def _as_array(leaf: Any) -> np.ndarray:

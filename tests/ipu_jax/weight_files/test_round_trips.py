@@ -22,7 +22,7 @@ from ipu_jax import (
     replicate,
 )
 from support.exported import random_bits, unlike_pipeline, unlike_weights
-from support.trained import quick_compiles
+from support.trained import bits, quick_compiles
 
 FORMATS = ("safetensors", "npz")
 
@@ -51,10 +51,7 @@ NAMES = {
 
 def assert_same_bits(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        f, e = np.asarray(f), np.asarray(e)
-        assert (f.dtype, f.shape) == (e.dtype, e.shape)
-        assert f.tobytes() == e.tobytes()
+    assert bits(found) == bits(expected)
 
 
 def assert_same_placement(found, like):
