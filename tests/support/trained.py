@@ -81,15 +81,9 @@ def _as_array(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-MODELS = {
-    "unlike local stages": lambda replicas=1: chain((0, 1, 2), 2, replicas=replicas, like=False),
-    "like stages stacked": lambda replicas=1: chain((0, 1, 2, 3), 2, replicas=replicas),
-    "a concurrent head, split unevenly": lambda replicas=1: chain((0, 1, None), 2, replicas=replicas, like=False),
-    "a tied table, split unevenly": lambda replicas=1: chain((None, 0, 1, 2, 3, None), 2, replicas=replicas, tied=True),
-}
-IPUS = {
-    "unlike local stages": 3,
-    "like stages stacked": 4,
-    "a concurrent head, split unevenly": 4,
-    "a tied table, split unevenly": 4,
+MODELS = {  # and the number of IPUs of each
+    "unlike local stages": lambda: (chain((0, 1, 2), 2, like=False), 3),
+    "like stages stacked": lambda: (chain((0, 1, 2, 3), 2), 4),
+    "a concurrent head, split unevenly": lambda: (chain((0, 1, None), 2, like=False), 4),
+    "a tied table, split unevenly": lambda: (chain((None, 0, 1, 2, 3, None), 2, tied=True), 4),
 }

@@ -11,7 +11,7 @@ import pytest
 from ipu_jax import Pipeline, make_mesh
 from ipu_jax.optimizer.blocks import blocks_of_layout
 from ipu_jax.optimizer.update import ShardedUpdate
-from support.trained import IPUS, MODELS, compiled_quickly
+from support.trained import MODELS, compiled_quickly
 from support.updates import check_model, gradients_for
 
 EVERY_OTHER: Any = lambda step: step % 2 == 0  # noqa: E731
@@ -80,8 +80,8 @@ def test_a_condition_of_one_leaf_stays_one():
     def each_leaf(tree, _):
         return jax.tree.map(lambda g: jax.lax.cond(g.sum() > 0, jnp.sort, jnp.negative, g), tree)
 
-    dense = MODELS[LOCAL]()
-    layout = Pipeline(dense.stages, mesh=make_mesh(1, IPUS[LOCAL])).shard(dense.params).layout
+    dense, ipus = MODELS[LOCAL]()
+    layout = Pipeline(dense.stages, mesh=make_mesh(1, ipus)).shard(dense.params).layout
     blocks = blocks_of_layout(layout, replicas=1)
     conds_of = lambda optimizer: [  # noqa: E731
         eqn for eqn in ShardedUpdate(optimizer, blocks).analysis.jaxpr.eqns if eqn.primitive.name == "cond"

@@ -18,7 +18,7 @@ from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.optimizer.blocks import blocks_of_layout
 from ipu_jax.optimizer.update import ShardedUpdate
 from support.refusals import refusals, refused
-from support.trained import IPUS, MODELS, compiled_quickly
+from support.trained import MODELS, compiled_quickly
 from support.updates import STEPS, check, check_model, spread
 
 MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
@@ -176,7 +176,7 @@ def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
 
 
 def update_of(optimizer, model="a concurrent head, split unevenly", replicas=1):
-    dense, ipus = MODELS[model](), IPUS[model]
+    dense, ipus = MODELS[model]()
     params = dense.pipeline(ipus).shard(dense.params)
     return ShardedUpdate(optimizer, blocks_of_layout(params.layout, replicas=replicas))
 
