@@ -230,9 +230,6 @@ def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
         step.model.report(state.params, np.ones((2, 2, 50, 3), np.float32), state.stages, compile=False)
 
 
-# keys
-
-
 def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():
     params, batches = tanh_problem(2, 1)
     step = make_train_step(tanh_loss, optax.sgd(0.1), TrainOptions(device_iterations=2))

@@ -104,7 +104,6 @@ def test_whole_hands_out_copies():
     )
     state = step.init(WEIGHTS, key=jax.random.key(7))
     whole = step.whole(state)
-
     before = bits(whole)
     for _ in range(3):
         state, _ = step(state, ROWS)

@@ -26,7 +26,6 @@ def value_and_grad(w, rows):
 
 def dense_losses(weights, batch):
     """Return the loss of each update of plain SGD, and the weights after the last; batch is (updates, M, B, D)."""
-
     losses = []
     for rows in batch.reshape(len(batch), -1, D):
         loss, gradients = value_and_grad(weights, rows)
