@@ -326,7 +326,8 @@ def test_a_pipeline_prints_as_its_stages():
 
 @pytest.mark.slow
 def test_training_inside_the_users_jit_equals_the_unsharded_run():
-    model, optimizer = chain((None, 0, 1, None), 2, tied=True, replicas=2), optax.adam(0.05)
+    model = chain((None, 0, 1, None), 2, tied=True, replicas=2)
+    optimizer: Any = optax.adam(0.05)
     pipeline = model.pipeline(4)  # 10 classes on 4 IPUs: padded rows must have no effect
     params = pipeline.shard(model.params)
     state = optimizer.init(params)
