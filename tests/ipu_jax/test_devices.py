@@ -48,12 +48,16 @@ SIX_OF_A_FLAG = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}
     ("call", "environment", "found", "threads"),
     [
         ("configure(4) and configure(3)", {}, "3 4", CORES + 4),
-        ("configure(3, cores='one per IPU')", {}, "3 3", 3),
-        ("configure(2)", {"JAX_NUM_CPU_DEVICES": "5"}, "2 5", CORES + 5),
         ("configure(2, cores='one per IPU')", {"PJRT_NPROC": "7"} | SIX_OF_A_FLAG, "2 6", 7),
-        ("jax.devices() and configure(1)", {}, "1 1", CORES),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("configure(3, cores='one per IPU')", {}, "3 3", 3),
+                ("configure(2)", {"JAX_NUM_CPU_DEVICES": "5"}, "2 5", CORES + 5),
+                ("jax.devices() and configure(1)", {}, "1 1", CORES),
+            )
+        ),
     ],
-    ids=["twice with fewer", "one per IPU", "a larger count", "a larger count of a flag", "a backend that runs"],
 )
 def test_configure_makes_the_devices_that_are_asked_for_and_a_thread_pool_as_large_as_they_need(
     call, environment, found, threads
@@ -108,7 +112,7 @@ def test_the_mend_on_a_real_accelerator_is_another(monkeypatch):
         configure(2)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+@pytest.mark.parametrize("platform", ["nonsense", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_a_platform_that_the_machine_lacks_is_refused_with_the_mend(platform):
     code = """
 try:

@@ -37,11 +37,7 @@ def pipeline_of(schedule: str, replicas: int) -> Pipeline:
         Stage(unused, params="c", ipu=1, random=True, takes=("x",), evaluate=third_in_evaluation),
     ]
     return Pipeline(
-        stages,
-        mesh=make_mesh(replicas, 2),
-        schedule=schedule,
-        gradient_accumulation=M,
-        specs={"b": P(None, "ipu")},
+        stages, mesh=make_mesh(replicas, 2), schedule=schedule, gradient_accumulation=M, specs={"b": P(None, "ipu")}
     )
 
 

@@ -1,9 +1,6 @@
 """Test that `verify` accepts what is right, and otherwise says which leaf has the largest error."""
 
 import math
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +152,19 @@ def with_padding(w, x, mb):
     return jnp.log(lax.psum(jnp.sum(jnp.exp(x @ w)), "ipu"))  # exp of a padded column is 1, not 0
 
 
+def tiny(times: float):
+    return lambda w, x, mb: loss(w, x, mb) * times * 1e-6
+
+
 FAULTS = {
+    "an error relative to a tiny loss": (
+        lambda: pipeline_of(last=tiny(1), last_reference=tiny(2)),
+        r"the loss differs from .* relative error 5\.0e-01",
+    ),
+    "a gradient where the reference has none": (
+        lambda: pipeline_of(last_reference=lambda w, x, mb: lax.stop_gradient(loss(w, x, mb))),
+        r"the gradient of params\[.*\] differs from the unsharded program's by [\d.e-]+ relative",
+    ),
     "a reference with another loss, told with the report": (
         lambda: pipeline_of(last_reference=lambda w, x, mb: 1.01 * loss(w, x, mb)),
         r"the loss differs from the unsharded program's by more than rtol=1e-05: "
@@ -217,9 +226,7 @@ def test_what_differs_is_named(wrong, message):
 )
 def test_the_default_tolerance_is_of_the_coarsest_weights(dtype, other, rtol):
     weights = {"a": {"w": WEIGHTS["a"]["w"].astype(dtype)}, "b": WEIGHTS["b"].astype(other)}
-    with pytest.raises(
-        VerificationError, match=f"^the loss differs from the unsharded program's by more than rtol={rtol}:"
-    ):
+    with pytest.raises(VerificationError, match=f"^the loss differs from the unsharded .* by more than rtol={rtol}:"):
         verified(pipeline_of(last_reference=lambda w, x, mb: 2 * loss(w, x, mb)), weights)
 
 
@@ -230,51 +237,23 @@ def test_a_tolerance_may_be_given():
         verified(pipeline, rtol=0.005)
 
 
-def test_an_error_is_relative_to_the_leaf_and_absolute_where_the_reference_is_zero():
-    tiny = pipeline_of(
-        last=lambda w, x, mb: loss(w, x, mb) * 1e-6, last_reference=lambda w, x, mb: loss(w, x, mb) * 2e-6
-    )
-    with pytest.raises(VerificationError, match=r"relative error 5\.0e-01"):
-        verified(tiny)
-    zero = pipeline_of(last_reference=lambda w, x, mb: lax.stop_gradient(loss(w, x, mb)))
-    with pytest.raises(
-        VerificationError, match=r"^the gradient of params\[.*\] differs from the unsharded program's by"
-    ):
-        verified(zero)
-    assert all(math.isfinite(e) for e in verified(zero, rtol=1e9).gradient_errors.values())
-
-
 # float64
 
 
-IN_FLOAT64 = """
-import jax, jax.numpy as jnp, numpy as np
-from ipu_jax import Pipeline, Stage, make_mesh, reference_value_and_grad, verify
-a, b = np.random.default_rng(0).normal(size=(2, 4, 4))
-x = np.random.default_rng(1).normal(size=(2, 3, 5, 4))
-stages = [
-    Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a"),
-    Stage(lambda w, x, mb: (jnp.mean((x @ w) ** 2), x), params="b", ipu=1),
-]
-pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
-(loss, aux), gradients = reference_value_and_grad(pipeline, {"a": a, "b": b}, x)
-h = np.tanh(x @ a)
-assert {leaf.dtype for leaf in jax.tree.leaves((loss, aux, gradients))} == {jnp.dtype("float64")}
-np.testing.assert_allclose(loss, np.mean((h @ b) ** 2), rtol=1e-14)
-np.testing.assert_allclose(aux, h, rtol=1e-14)
-dy = 2 * (h @ b) / h.size
-np.testing.assert_allclose(gradients["b"], np.einsum("rmnd,rmne->de", h, dy), rtol=1e-12)
-np.testing.assert_allclose(gradients["a"], np.einsum("rmnd,rmne->de", x, dy @ b.T * (1 - h**2)), rtol=1e-12)
-report = verify(pipeline, pipeline.shard({"a": a, "b": b}), x, rtol=1e-12)
-mixed = {"a": a, "b": b.astype(np.float32)}
-verify(pipeline, pipeline.shard(mixed), x.astype(np.float32))
-print("ok", report.worst[1] < 1e-13)
-"""
-
-
 def test_float64_throughout_where_jax_has_it():
-    environment = os.environ | {"JAX_ENABLE_X64": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IN_FLOAT64], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (ran.stdout, ran.returncode) == ("ok True\n", 0), ran.stderr
+    with jax.enable_x64(True):
+        a, b = np.random.default_rng(0).normal(size=(2, 4, 4))
+        x = np.random.default_rng(1).normal(size=(2, 3, 5, 4))
+        last = lambda w, x, mb: (jnp.mean((x @ w) ** 2), x)  # noqa: E731
+        stages = [Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a"), Stage(last, params="b", ipu=1)]
+        pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
+        (loss, aux), gradients = reference_value_and_grad(pipeline, {"a": a, "b": b}, x)
+        h = np.tanh(x @ a)
+        assert {leaf.dtype for leaf in jax.tree.leaves((loss, aux, gradients))} == {jnp.dtype("float64")}
+        np.testing.assert_allclose(loss, np.mean((h @ b) ** 2), rtol=1e-14)
+        np.testing.assert_allclose(aux, h, rtol=1e-14)
+        dy = 2 * (h @ b) / h.size
+        np.testing.assert_allclose(gradients["b"], np.einsum("rmnd,rmne->de", h, dy), rtol=1e-12)
+        np.testing.assert_allclose(gradients["a"], np.einsum("rmnd,rmne->de", x, dy @ b.T * (1 - h**2)), rtol=1e-12)
+        assert verify(pipeline, pipeline.shard({"a": a, "b": b}), x, rtol=1e-12).worst[1] < 1e-13
+        verify(pipeline, pipeline.shard({"a": a, "b": b.astype(np.float32)}), x.astype(np.float32))

@@ -68,10 +68,7 @@ def test_a_stage_that_there_cannot_be_is_refused(call, holds):
 
 def traced(fn, *, last=None, ipu: Any = 0):
     """Trace a pipeline of `fn` on one IPU and a loss on the other."""
-    stages = [
-        Stage(fn, params="body", ipu=ipu),
-        Stage(last or (lambda p, x, mb: jnp.mean(x)), ipu=1, name="the loss"),
-    ]
+    stages = [Stage(fn, params="body", ipu=ipu), Stage(last or (lambda p, x, mb: jnp.mean(x)), ipu=1, name="the loss")]
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs={"body": PartitionSpec()} if ipu is ALL_IPUS else None)
     params = pipeline.shard({"body": np.ones((D, E), np.float32)})
     return jax.eval_shape(pipeline.value_and_grad, params, np.ones((1, ROWS, D), np.float32))
@@ -139,23 +136,19 @@ def test_a_stage_that_would_hang_or_has_no_loss_is_refused(call, holds):
 
 
 @pytest.mark.parametrize(
-    "fn",
+    ("fn", "ipu"),
     [
-        lambda p, x, mb: mb @ p * lax.axis_index("ipu"),
-        lambda p, x, mb: jax.jit(lambda y: y + lax.axis_index("ipu"))(mb @ p),
-        lambda p, x, mb: mb @ p / lax.axis_size("ipu"),
-        lambda p, x, mb: mb @ p / lax.psum(1, "ipu"),
-        lambda p, x, mb: (mb @ p).sum(axis=0),
-        lambda p, x, mb: lax.pmean(mb @ p, "replica"),
+        (lambda p, x, mb: mb @ p * lax.axis_index("ipu"), 0),
+        (lambda p, x, mb: jax.jit(lambda y: y + lax.axis_index("ipu"))(mb @ p), 0),
+        (lambda p, x, mb: mb @ p / lax.axis_size("ipu"), 0),
+        (lambda p, x, mb: mb @ p / lax.psum(1, "ipu"), 0),
+        (lambda p, x, mb: (mb @ p).sum(axis=0), 0),
+        (lambda p, x, mb: lax.pmean(mb @ p, "replica"), 0),
+        (lambda p, x, mb: lax.psum(mb @ p, "ipu"), ALL_IPUS),
     ],
-    ids=["axis_index", "axis_index in jit", "axis_size", "psum of a constant", "a sum over a dim", "over replicas"],
 )
-def test_what_waits_for_no_other_ipu_is_allowed(fn):
-    assert traced(fn)[0].shape == ()
-
-
-def test_a_concurrent_stage_may_communicate():
-    assert traced(lambda p, x, mb: lax.psum(mb @ p, "ipu"), ipu=ALL_IPUS)[0].shape == ()
+def test_what_waits_for_no_other_ipu_is_allowed_and_all_ipus_may_wait_for_each_other(fn, ipu):
+    assert traced(fn, ipu=ipu)[0].shape == ()
 
 
 def broken(x):

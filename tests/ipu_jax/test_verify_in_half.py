@@ -110,13 +110,16 @@ def assert_found(verified: Any, leaf: str, factor: float) -> None:
         verified(factor)
 
 
+SMALL = 11  # of the seeds below: two layers of width 12
+
+
 def case(kind, dtype, seed, *, slow=True):
     marks = pytest.mark.slow if slow else ()
     return pytest.param(kind, dtype, seed, id=f"{kind.__name__}-{jnp.dtype(dtype).name}-{seed}", marks=marks)
 
 
 MODELS = [
-    *(case(perceptron, jnp.bfloat16, seed, slow=seed > 0) for seed in range(12)),
+    *(case(perceptron, jnp.bfloat16, seed, slow=seed != SMALL) for seed in range(12)),
     *(case(perceptron, jnp.float16, seed) for seed in range(2)),
     *(case(transformer, dtype, seed) for dtype in (jnp.bfloat16, jnp.float16) for seed in range(2)),
 ]
@@ -144,7 +147,7 @@ def test_a_right_model_in_float8_passes():
 
 
 def test_a_tolerance_that_is_given_holds_in_both_comparisons():
-    verified, leaf = model(perceptron, jnp.bfloat16, 0)
+    verified, leaf = model(perceptron, jnp.bfloat16, SMALL)
     assert verified(1.05, rtol=0.1).gradient_errors[leaf] == pytest.approx(0.05, abs=0.03)
     with pytest.raises(VerificationError, match=r"more than rtol=0\.001: "):
         verified(1.05, rtol=0.001)

@@ -3,6 +3,7 @@
 `support.instances` makes the same calls in every process. The functions return plain arrays.
 """
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -11,70 +12,67 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    export_weights,
-    import_weights,
-    make_mesh,
-    make_train_step,
-    replicate,
-)
+from ipu_jax import ALL_IPUS, Pipeline, Stage, export_weights, import_weights, make_mesh, replicate
 from ipu_jax.weight_files import _npz
+from support import resumed
 from support.instances import Results
+from support.trained import bits
 
-SPECS = {"table": {"rows": PartitionSpec("ipu"), "columns": PartitionSpec(None, "ipu"), "whole": PartitionSpec()}}
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Node:
+    gain: object
+    rest: object
 
 
-def unlike_weights(ipus: int) -> dict[str, Any]:
-    """Return groups of different sizes for the IPUs, and a table for all; with -0.0 and NaNs of several payloads."""
-    rng = np.random.default_rng(0)
+def random_bits(seed: int, dtype: str, *shape: int) -> np.ndarray:
+    """Return an array of random bits, with -0.0, infinities and NaNs of any payload among them."""
+    rng = np.random.default_rng(seed)
+    kind = jnp.dtype(dtype)
+    return rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
 
-    def bits(dtype: str, *shape: int) -> np.ndarray:
-        kind = jnp.dtype(dtype)
-        return rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
 
-    local = {
-        f"ipu {k}": {
-            "w": bits("float32", 3 + k, 5),
-            "half": [bits("bfloat16", 4), bits("float16", k)],
-            "counts": np.arange(k, 9, dtype=np.int8),
-            "on": np.array([k % 2 == 0, True]),
-        }
-        for k in range(ipus)
+def unlike_weights(dtype: str) -> dict:
+    """Return groups with every kind of node, names to be escaped, scalars, empty arrays and unlike sizes."""
+    draw = lambda seed, *shape: random_bits(seed, dtype, *shape)  # noqa: E731
+    return {
+        "first/half": {"a/b~c": [draw(0, 3, 4), None, (draw(1, 5),)], "scalar": draw(2), "1": {"": draw(3, 7)}},
+        "second": Node(draw(4, 9, 2), {"empty": draw(5, 0, 3), "counts": np.arange(4), "on": np.array([True, False])}),
+        "table": {"rows": draw(6, 10, 3), "columns": draw(7, 2, 5), "whole": draw(8, 3), "none": draw(9, 0, 4)},
+        "alone": draw(10, 3, 3),
     }
-    table = {"rows": bits("bfloat16", 10, 3), "columns": bits("float32", 2, 7), "whole": bits("float32", 3)}
-    return local | {"table": table}
 
 
-def unlike_pipeline(ipus: int, replicas: int, *, reverse: bool = False) -> Pipeline:
-    def stage(p: Any, x: Any, mb: Any) -> Any:
-        return mb
+SPECS = {"table": {"rows": P("ipu"), "columns": P(None, "ipu"), "whole": P(), "none": P()}}
+FROZEN = {"second": Node(False, {"empty": False, "counts": True, "on": True})}
 
-    places = [ipus - 1 - k if reverse else k for k in range(ipus)]
-    stages = [Stage(stage, params=f"ipu {k}", ipu=places[k]) for k in range(ipus)]
-    frozen = {f"ipu {k}": {"w": False, "half": False, "counts": True, "on": True} for k in range(ipus)}
-    tied = Stage(stage, params="table", ipu=ALL_IPUS)
-    return Pipeline([tied, *stages, tied], mesh=make_mesh(replicas, ipus), specs=SPECS, frozen=frozen)
+
+def unlike_pipeline(ipus: int, replicas: int = 1, *, reverse: bool = False) -> Pipeline:
+    """Return a pipeline of these groups; the table is that of two stages."""
+    places = [0, min(1, ipus - 1), ipus - 1]
+    stages = [
+        Stage(lambda p, x, mb: mb, params=name, ipu=ipu)
+        for name, ipu in zip(("first/half", "second", "alone"), places[::-1] if reverse else places, strict=True)
+    ]
+    tied = Stage(lambda p, x, mb: x, params="table", ipu=ALL_IPUS)
+    return Pipeline([tied, *stages, tied], mesh=make_mesh(replicas, ipus), specs=SPECS, frozen=FROZEN)
 
 
 def written(folder: str, replicas: int, ipus: int) -> Results:
     """Write a pipeline's weights in both formats, read them back, and return their bytes on this instance's devices."""
-    weights = unlike_weights(ipus)
-    placed = unlike_pipeline(ipus, replicas).shard(weights)
+    whole = unlike_weights("bfloat16")
+    placed = unlike_pipeline(ipus, replicas).shard(whole)
     found: Results = {}
     for suffix in ("safetensors", "npz"):
         path = Path(folder, f"weights.{suffix}")
         export_weights(path, placed)
         found[f"{suffix} is there"] = np.array(path.exists())  # on every instance, as soon as the call returns
         for reverse in (False, True):
-            pipeline = unlike_pipeline(ipus, replicas, reverse=reverse)
-            expected, imported = pipeline.shard(weights), import_weights(path, pipeline.shard_shapes(weights))
+            made = unlike_pipeline(ipus, replicas, reverse=reverse)
+            expected, imported = made.shard(whole), import_weights(path, made.shard_shapes(whole))
             pairs = zip(jax.tree.leaves(imported), jax.tree.leaves(expected), strict=True)
             found[f"{suffix} {reverse} is the same"] = np.array([_same_shards(a, b) for a, b in pairs])
     return found
@@ -82,29 +80,24 @@ def written(folder: str, replicas: int, ipus: int) -> Results:
 
 def trained_and_written(folder: str, replicas: int, shard_optimizer: bool) -> Results:
     """Write the weights of a training on two IPUs and their average, and the weights of replicas of a function."""
-    stages = [Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="a", ipu=0)]
-    stages.append(Stage(lambda p, x, mb: jnp.mean((x @ p["w"] + p["b"]) ** 2), params="b", ipu=1))
-    options = TrainOptions(ema_decay=0.5, shard_optimizer=shard_optimizer)
-    pipeline = Pipeline(stages, mesh=make_mesh(replicas, 2), gradient_accumulation=2)
-    step = make_train_step(pipeline, optax.sgd(0.5), options)
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    state = step.init({"a": draw(5, 3), "b": {"w": draw(3, 4), "b": draw(4)}})
-    state, _ = step(state, draw(*([] if replicas == 1 else [replicas]), 2, 4, 5))
+    step = resumed.step_for(resumed.Topology(replicas=replicas, shard_optimizer=shard_optimizer))
+    state, _, _ = resumed.train(step, resumed.first_state(step), 1)
     whole = step.whole(state)
     found: Results = {}
     for name, average in (("params", False), ("ema", True)):
         export_weights(Path(folder, f"{name}.npz"), state, average=average)
-        found |= _same(f"{name} ", import_weights(Path(folder, f"{name}.npz"), _host(whole[name])), whole[name])
+        imported = import_weights(Path(folder, f"{name}.npz"), _host(whole[name]))
+        found[f"{name} is the same"] = np.array(bits(imported) == bits(whole[name]))
     made = replicate(lambda p, rows: jnp.mean(rows @ p["w"]), replication_factor=2 * replicas)
-    tree = {"w": draw(3, 2), "none": None}
+    tree = {"w": random_bits(0, "float32", 3, 2), "none": None}
     export_weights(Path(folder, "function.safetensors"), made.shard(tree))
-    return found | _same("function ", import_weights(Path(folder, "function.safetensors"), _host(tree)), tree)
+    imported = import_weights(Path(folder, "function.safetensors"), _host(tree))
+    return found | {"function is the same": np.array(bits(imported) == bits(tree))}
 
 
 def refused(folder: str, ipus: int) -> Results:
     """Return each instance's error when the first cannot write, and whether the instances can go on."""
-    placed = unlike_pipeline(ipus, 1).shard(unlike_weights(ipus))
+    placed = unlike_pipeline(ipus).shard(unlike_weights("float32"))
     no_folder = _error(Path(folder, "none", "weights.npz"), placed)
     write, written = _npz._write_array, []
 
@@ -140,12 +133,12 @@ def held(path: str, way: str, leaves: int, ipus: int = 4) -> Results:
         ipus: the number of IPUs; half of the leaves are local, and half are split over all IPUs.
     """
     shape = (1024, 1024)
-    weights = {f"ipu {k}": [jax.ShapeDtypeStruct(shape, "float32")] * (leaves // 2 // ipus) for k in range(ipus)}
-    weights["all"] = [jax.ShapeDtypeStruct(shape, "float32")] * (leaves // 2)
+    shapes = {f"ipu {k}": [jax.ShapeDtypeStruct(shape, "float32")] * (leaves // 2 // ipus) for k in range(ipus)}
+    shapes["all"] = [jax.ShapeDtypeStruct(shape, "float32")] * (leaves // 2)
     stages = [Stage(lambda p, x, mb: mb, params=f"ipu {k}", ipu=k) for k in range(ipus)]
     stages.append(Stage(lambda p, x, mb: mb, params="all", ipu=ALL_IPUS))
-    pipeline = Pipeline(stages, specs={"all": PartitionSpec(None, "ipu")})
-    like = pipeline.shard_shapes(weights)
+    made = Pipeline(stages, specs={"all": P(None, "ipu")})
+    like = made.shard_shapes(shapes)
     fill = jax.jit(lambda: jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), like), out_shardings=_shardings(like))
     placed: Any = jax.block_until_ready(fill())
     export_weights(path, placed)
@@ -158,7 +151,7 @@ def held(path: str, way: str, leaves: int, ipus: int = 4) -> Results:
     elif way == "import":
         placed = import_weights(path, like)
     else:
-        placed = (placed, pipeline.unshard(placed))
+        placed = (placed, made.unshard(placed))
     remains = before if way == "unshard" else max(before, _status("VmRSS"))
     total = sum(np.prod(shape) * 4 for _ in range(leaves))
     return {
@@ -184,17 +177,6 @@ def _status(field: str) -> int:
 
 def _host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
-
-
-def _same(name: str, found: Any, expected: Any) -> Results:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
-    return {
-        f"{name}{jax.tree_util.keystr(path)} is the same": np.array(
-            (f.dtype, f.shape, f.tobytes()) == (e.dtype, e.shape, np.asarray(e).tobytes())
-        )
-        for (path, f), e in pairs
-    }
 
 
 def _same_shards(found: jax.Array, expected: jax.Array) -> bool:

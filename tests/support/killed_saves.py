@@ -83,16 +83,16 @@ def step_of() -> Any:
     return make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.sgd(0.1), TrainOptions(donate=False))
 
 
-def state_of(step: Any, number: int, value: float) -> Any:
+def state_of(step: Any, number: int, value: float, columns: int = 3) -> Any:
     """Return a state after `number` updates; all its weights have this value."""
-    return step.restore({**step.whole(step.init(np.full((4, 3), value, np.float32))), "step": number})
+    return step.restore({**step.whole(step.init(np.full((4, columns), value, np.float32))), "step": number})
 
 
-def restored(folder: Path | str) -> tuple[int, float] | None:
+def restored(folder: Path | str, columns: int = 3) -> tuple[int, float] | None:
     """Return the step and the value of the restored checkpoint, or None."""
     step = step_of()
     with Checkpoints(folder, step) as checkpoints:
-        found = checkpoints.restore(state_of(step, 0, 0))
+        found = checkpoints.restore(state_of(step, 0, 0, columns))
     if found is None:
         return None
     (value,) = set(np.asarray(found.state.params).ravel().tolist())

@@ -1,7 +1,7 @@
 """Train a small model with everything that a checkpoint can hold, on any topology, in any number of processes.
 
 The model has three stages: a layer with dropout and a running mean, like batch norm's; a layer; and a head over 7
-columns, on one IPU or split unevenly over all IPUs. The data are shuffled.
+columns with a sum of each column, on one IPU or split unevenly over all IPUs. The data are shuffled.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def weights() -> tuple[dict[str, Any], dict[str, Any]]:
     rng = np.random.default_rng(1)
     draw = lambda *shape: rng.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
     params = {"first": {"w": draw(5, 6)}, "middle": {"w": draw(6, 4), "b": draw(4)}, "head": {"w": draw(4, COLUMNS)}}
-    return params, {"mean": np.zeros(6, np.float32)}
+    return params, {"mean": np.zeros(6, np.float32), "sums": np.zeros(COLUMNS, np.float32)}
 
 
 def _first(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
@@ -80,7 +80,7 @@ def _first(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
     return Outputs(kept - state, state=0.9 * state + 0.1 * lax.stop_gradient(hidden.mean(0)))
 
 
-def _first_without_dropout(p: Any, x: Any, mb: Any, *, state: Any, key: Any) -> Any:
+def _first_without_dropout(p: Any, x: Any, mb: Any, *, state: Any, key: Any = None) -> Any:
     return _first(p, x, mb, state=state, key=None)
 
 
@@ -88,30 +88,32 @@ def _middle(p: Any, x: Any, mb: Any) -> Any:
     return jnp.tanh(x @ p["w"] + p["b"])
 
 
-def _head(p: Any, x: Any, mb: Any) -> Any:
-    return jnp.mean((x @ p["w"] - mb["y"]) ** 2)
+def _head(p: Any, x: Any, mb: Any, *, state: Any) -> Any:
+    outputs = x @ p["w"]
+    return Outputs(jnp.mean((outputs - mb["y"]) ** 2), state=state + lax.stop_gradient(jnp.abs(outputs).sum(0)))
 
 
-def _split_head(p: Any, x: Any, mb: Any) -> Any:
-    outputs = lax.all_gather(x @ p["w"], "ipu", axis=1, tiled=True)[:, :COLUMNS]
-    return jnp.mean((outputs - mb["y"]) ** 2)
+def _split_head(p: Any, x: Any, mb: Any, *, state: Any) -> Any:
+    own = x @ p["w"]
+    outputs = lax.all_gather(own, "ipu", axis=1, tiled=True)[:, :COLUMNS]
+    return Outputs(jnp.mean((outputs - mb["y"]) ** 2), state=state + lax.stop_gradient(jnp.abs(own).sum(0)))
 
 
 def step_for(topology: Topology, *, device_iterations: int = 2, dropout: bool = True, **options: Any) -> Any:
     """Return a training step; without dropout the first stage takes no key."""
     at = [ALL_IPUS if place is None else place for place in topology.places]
     split = topology.places[2] is None
-    no_key = lambda p, x, mb, *, state: _first(p, x, mb, state=state, key=None)  # noqa: E731
     pipeline = Pipeline(
         [
             Stage(_first, params="first", state="mean", ipu=at[0], random=True, evaluate=_first_without_dropout)
             if dropout
-            else Stage(no_key, params="first", state="mean", ipu=at[0]),
+            else Stage(_first_without_dropout, params="first", state="mean", ipu=at[0]),
             Stage(_middle, params="middle", ipu=at[1]),
-            Stage(_split_head if split else _head, params="head", ipu=at[2]),
+            Stage(_split_head if split else _head, params="head", state="sums", ipu=at[2]),
         ],
         mesh=make_mesh(topology.replicas, topology.ipus),
         specs={"head": {"w": PartitionSpec(None, "ipu")}} if split else None,
+        state_specs={"sums": PartitionSpec("ipu")} if split else None,
         gradient_accumulation=2,
         schedule=topology.schedule,
     )
@@ -154,6 +156,16 @@ def train(step: Any, state: Any, calls: int, *, position: Any = None, checkpoint
 def plain(step: Any, state: Any) -> Results:
     """Return a whole state as arrays by name."""
     return across.named("", step.whole(state))
+
+
+def differing(found: Results, expected: Results, begin: str = "") -> list[str]:
+    """Return the names of the leaves of a state that differ in any bit, where other results may stand beside both."""
+    leaves = lambda results, begin: {name for name in results if name.startswith((f"{begin}[", f"{begin}."))}  # noqa: E731
+    names = leaves(expected, "")
+    assert names
+    assert leaves(found, begin) == {f"{begin}{name}" for name in names}
+    same = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)  # noqa: E731
+    return sorted(name for name in names if not same(found[f"{begin}{name}"], expected[name]))
 
 
 def as_if_trained(step: Any, state: Any) -> Any:

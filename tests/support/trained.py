@@ -21,8 +21,8 @@ def batches_of(model: Model, steps: int) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rolled)
 
 
-def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, list[float]]:
-    """Return whole weights, optax's state and the losses after `steps` updates."""
+def dense_history(model: Model, optimizer: Any, steps: int) -> tuple[list[Any], Any, list[float]]:
+    """Return whole weights before and after each of `steps` updates, optax's last state, and the losses."""
 
     @jax.jit
     def update(params: Any, state: Any, batch: Any) -> Any:
@@ -30,12 +30,19 @@ def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, lis
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params, state, losses = model.params, jax.jit(optimizer.init)(model.params), []
+    history, state, losses = [model.params], jax.jit(optimizer.init)(model.params), []
     batches = batches_of(model, steps)
     for i in range(steps):
-        params, state, loss = update(params, state, jax.tree.map(lambda leaf, i=i: leaf[i], batches))
+        params, state, loss = update(history[-1], state, jax.tree.map(lambda leaf, i=i: leaf[i], batches))
+        history.append(params)
         losses.append(float(loss))
-    return params, state, losses
+    return history, state, losses
+
+
+def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, list[float]]:
+    """Return whole weights, optax's state and the losses after `steps` updates."""
+    history, state, losses = dense_history(model, optimizer, steps)
+    return history[-1], state, losses
 
 
 @contextlib.contextmanager
@@ -64,9 +71,9 @@ def state_error(found: Any, expected: Any) -> float:
     return largest_relative_error(jax.tree.map(_as_array, found), jax.tree.map(_as_array, expected))
 
 
-def bits(tree: Any) -> list[tuple[Any, bytes]]:
-    """Return the dtype and the bytes of each leaf, also of keys."""
-    return [(leaf.dtype, leaf.tobytes()) for leaf in map(_as_array, jax.tree.leaves(tree))]
+def bits(tree: Any) -> list[tuple[Any, tuple[int, ...], bytes]]:
+    """Return the dtype, the shape and the bytes of each leaf, also of keys."""
+    return [(leaf.dtype, leaf.shape, leaf.tobytes()) for leaf in map(_as_array, jax.tree.leaves(tree))]
 
 
 def _as_array(leaf: Any) -> np.ndarray:
@@ -74,15 +81,9 @@ def _as_array(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-MODELS = {
-    "unlike local stages": lambda replicas=1: chain((0, 1, 2), 2, replicas=replicas, like=False),
-    "like stages stacked": lambda replicas=1: chain((0, 1, 2, 3), 2, replicas=replicas),
-    "a concurrent head, split unevenly": lambda replicas=1: chain((0, 1, None), 2, replicas=replicas, like=False),
-    "a tied table, split unevenly": lambda replicas=1: chain((None, 0, 1, 2, 3, None), 2, replicas=replicas, tied=True),
-}
-IPUS = {
-    "unlike local stages": 3,
-    "like stages stacked": 4,
-    "a concurrent head, split unevenly": 4,
-    "a tied table, split unevenly": 4,
+MODELS = {  # and the number of IPUs of each
+    "unlike local stages": lambda: (chain((0, 1, 2), 2, like=False), 3),
+    "like stages stacked": lambda: (chain((0, 1, 2, 3), 2), 4),
+    "a concurrent head, split unevenly": lambda: (chain((0, 1, None), 2, like=False), 4),
+    "a tied table, split unevenly": lambda: (chain((None, 0, 1, 2, 3, None), 2, tied=True), 4),
 }

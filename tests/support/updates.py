@@ -14,7 +14,7 @@ from ipu_jax.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
 from ipu_jax.optimizer.update import ShardedUpdate
 from ipu_jax.weights import packing
 from support.dense import largest_relative_error
-from support.trained import IPUS, MODELS, state_error
+from support.trained import MODELS, state_error
 
 STEPS = 3
 
@@ -109,7 +109,7 @@ def padding_is_zero(sharded):
 
 def check_model(model, replicas, optimizers, gradients=None):
     """Check the optimizers on one of `support.trained.MODELS`; a `gradients` function replaces `gradients_for`."""
-    dense, ipus = MODELS[model](), IPUS[model]
+    dense, ipus = MODELS[model]()
     pipeline = Pipeline(dense.stages, mesh=make_mesh(replicas, ipus), specs=dense.specs)
     check(pipeline, dense.params, optimizers, gradients=gradients and gradients(dense.params))
 

@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -14,10 +12,11 @@ from ipu_jax import CheckpointError, Checkpoints, DynamicScale, TrainOptions, ma
 from support import killed_saves, resumed
 from support.killed_saves import step_of
 from support.refusals import refusals, refused
+from support.small_problems import product_loss, product_weights
 
 NO_FUNCTION: Any = 3
 PLAIN = "give numbers, strings, None, lists and dicts of these"
-WEIGHTS = {"a": np.ones((3, 2), np.float32), "b": np.ones(2, np.float32)}
+WEIGHTS = product_weights()
 
 
 @functools.cache
@@ -97,8 +96,7 @@ def test_a_folder_that_no_user_can_read_is_refused(tmp_path):
 
 
 def trained(optimizer: Any = None, **options: Any) -> Any:
-    loss_fn = lambda params, rows: jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"]) ** 2)  # noqa: E731
-    return make_train_step(loss_fn, optimizer or optax.adam(0.1), TrainOptions(**options))
+    return make_train_step(product_loss, optimizer or optax.adam(0.1), TrainOptions(**options))
 
 
 AVERAGE = "no average of the weights: leave ema_decay out"
@@ -112,7 +110,7 @@ AVERAGE = "no average of the weights: leave ema_decay out"
         (
             lambda: trained(optax.sgd(0.1, momentum=0.9)),
             {"data": "rows"},
-            ["no optimizer[0].trace['a']", "has optimizer[0].count, which", "the optimizer that it was saved with"],
+            ["no optimizer[0].trace['u']", "has optimizer[0].count, which", "the optimizer that it was saved with"],
         ),
         (lambda: trained(ema_decay=0.9), {"data": "rows"}, [AVERAGE]),
         (
@@ -123,7 +121,7 @@ AVERAGE = "no average of the weights: leave ema_decay out"
         (
             lambda: trained(precision="16.16"),
             {"data": "rows"},
-            ["params['a'] is float32[3, 2] in it, and bfloat16[3, 2] in this", "the precision that it was saved with"],
+            ["params['u'] is float32[5, 3] in it, and bfloat16[5, 3] in this", "the precision that it was saved with"],
         ),
     ],
 )

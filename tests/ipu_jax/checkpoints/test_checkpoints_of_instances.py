@@ -2,18 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from support import failing_disks, resumed
 from support.instances import Results, run_instances
-
-
-def bitwise(found: Results, expected: Results, begin: str = "") -> list[str]:
-    """Return the names of the leaves of a state that differ in any bit."""
-    names = [name for name in expected if name.startswith("[")]
-    assert names
-    return [name for name in names if not np.array_equal(found[f"{begin}{name}"], expected[name])]
 
 
 def saved(folder: Path, devices: list[int], topology: str, calls: int) -> list[Results]:
@@ -33,7 +25,7 @@ def test_two_processes_save_and_one_restores(tmp_path):
     for topology in ("basic", "concurrent"):
         found = resumed.restored_by_processes(str(tmp_path), topology, calls=0)
         assert (int(found["step"]), str(found["topology"])) == (4, "same" if topology == "basic" else "other")
-        assert not bitwise(found, both[0], "restored")
+        assert not resumed.differing(found, both[0], "restored")
 
 
 @pytest.mark.slow
@@ -55,7 +47,7 @@ def test_any_number_of_processes_restores_what_two_saved(tmp_path, topology, dev
     for found in restored(tmp_path, devices, topology, calls=0):
         assert int(found["step"]) == 4
         assert str(found["topology"]) == ("same" if topology == "basic" else "other")
-        assert not bitwise(found, both[0], "restored")
+        assert not resumed.differing(found, both[0], "restored")
 
 
 @pytest.mark.slow
@@ -67,7 +59,7 @@ def test_a_training_of_two_processes_is_resumed_as_if_it_had_not_stopped(tmp_pat
     for each, before, after in zip(whole, first, then, strict=True):
         assert str(after["topology"]) == "same"
         assert [*before["losses"], *after["losses"]] == [*each["losses"]]
-        assert not bitwise(after, each)
+        assert not resumed.differing(after, each)
 
 
 @pytest.mark.slow

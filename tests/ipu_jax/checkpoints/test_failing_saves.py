@@ -1,9 +1,8 @@
 """Test what happens when the disk fails for real: it is full, read-only or gone. The last good checkpoint stays."""
 
 import contextlib
-import dataclasses
-import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, TrainOptions, make_train_step
+from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning
 from ipu_jax.checkpoints import _folder
 from ipu_jax.checkpoints._writer import Job, Writer
+from support.killed_saves import restored, state_of, step_of
 
-BYTES = 400_000 * 4 + 4
-"""Of the state: weights, and the number of the step."""
+COLUMNS = 100_000
+BYTES = 4 * COLUMNS * 4 + 4  # of the state: weights, and the number of the step
 
 
 @contextlib.contextmanager
@@ -46,25 +43,24 @@ def small_disk(tmp_path) -> Iterator[Path]:
         yield at
 
 
-@functools.cache
-def step_of() -> Any:
-    return make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.sgd(0.1), TrainOptions(donate=False))
+def save(checkpoints: Checkpoints, number: int, *, waits: bool = False) -> bool:
+    """Save the state after so many updates, whose weights are this number; return whether it is saved."""
+    begun = checkpoints.save(state_of(step_of(), number, number, COLUMNS), now=True)
+    if waits:
+        checkpoints.wait()
+    return begun
 
 
-def state_of(step: Any, value: int) -> Any:
-    whole = step.whole(step.init(np.full((4, 100_000), value, np.float32)))
-    return step.restore({**whole, "step": value})
+@contextlib.contextmanager
+def with_one(runs: Path, **options: Any) -> Iterator[Checkpoints]:
+    """Yield checkpoints that have saved the first one."""
+    with Checkpoints(runs, step_of(), **options) as checkpoints:
+        assert save(checkpoints, 1, waits=True)
+        yield checkpoints
 
 
-def last_in(folder: Path) -> int | None:
-    """Return the step of the checkpoint that is restored, and check that it is whole."""
-    step = step_of()
-    with Checkpoints(folder, step) as checkpoints:
-        found = checkpoints.restore(state_of(step, 0))
-    if found is None:
-        return None
-    assert np.all(np.asarray(found.state.params) == found.step)
-    return found.step
+def assert_last_is(runs: Path, number: int) -> None:
+    assert restored(runs, COLUMNS) == (number, number)
 
 
 def fill(folder: Path, left: int) -> Path:
@@ -74,160 +70,108 @@ def fill(folder: Path, left: int) -> Path:
     return path
 
 
-def test_a_disk_without_room_is_found_before_anything_is_written(small_disk):
-    step, runs = step_of(), small_disk / "runs"
-    with Checkpoints(runs, step) as checkpoints:
-        checkpoints.save(state_of(step, 1), now=True)
-        checkpoints.wait()
-        fill(small_disk, 1_000_000)
-        with pytest.raises(CheckpointError) as raised:
-            checkpoints.save(state_of(step, 2), now=True)
-        assert raised.value.errno == 28
-        text = str(raised.value)
-        begin = f"saving {runs}/step-2 failed, [Errno 28] No space left on device, of {BYTES:,} bytes: "
-        assert text.startswith(begin)
-        assert " bytes are free" in text
-        assert text.endswith("; the last good one is of step 1")
-    assert os.listdir(runs) == ["step-1"]
-    assert last_in(runs) == 1
-
-
 @pytest.mark.parametrize("metadata", [1 << 20, -(10**9)], ids=["found before", "found while it writes"])
 def test_a_full_disk_leaves_the_checkpoint_of_the_step_that_is_saved_again(tmp_path, monkeypatch, metadata):
     """With room for one, and keep=1: the one that is there is all that the training has."""
-    step = step_of()
-    with _mounted(tmp_path / "disk", "3M") as disk, Checkpoints(disk / "runs", step, keep=1) as checkpoints:
+    with _mounted(tmp_path / "disk", "3M") as disk, with_one(disk / "runs", keep=1) as checkpoints:
         runs = disk / "runs"
-        checkpoints.save(state_of(step, 1), now=True)
-        checkpoints.wait()
         monkeypatch.setattr(_folder, "_METADATA", metadata)
-        again = dataclasses.replace(state_of(step, 1))
-
-        def save() -> None:
-            checkpoints.save(again, now=True)
-            checkpoints.wait()
-
         with pytest.raises(CheckpointError, match=r"step-1 failed, \[Errno 28\] .*; the last good one is of step 1$"):
-            save()
+            save(checkpoints, 1, waits=True)
         assert sorted(os.listdir(runs)) == [".lock", "step-1"]
-        assert last_in(runs) == 1
+        assert_last_is(runs, 1)
 
 
-@pytest.mark.parametrize("left", [0, 700_000, 1_603_000], ids=["at once", "half way", "at the end"])
-def test_a_disk_that_gets_full_meanwhile_leaves_the_last_good_checkpoint(small_disk, monkeypatch, left):
-    """Others fill the disk after the room was looked at: the errors are the file system's own."""
-    step, runs = step_of(), small_disk / "runs"
-    monkeypatch.setattr(_folder, "_METADATA", -(10**9))
-    checkpoints = Checkpoints(runs, step)
-    checkpoints.save(state_of(step, 1), now=True)
-    checkpoints.wait()
-    others = fill(small_disk, left)
-    with pytest.raises(CheckpointError) as raised, checkpoints:
-        checkpoints.save(state_of(step, 2), now=True)
+@pytest.mark.parametrize(
+    ("metadata", "left"),
+    [(1 << 20, 1_000_000), (-(10**9), 0), (-(10**9), 700_000), (-(10**9), 1_603_000)],
+    ids=["before anything is written", "at once", "half way", "at the end"],
+)
+def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(small_disk, monkeypatch, metadata, left):
+    """All but the first fill the disk after the room was looked at: the errors are the file system's own."""
+    runs = small_disk / "runs"
+    monkeypatch.setattr(_folder, "_METADATA", metadata)
+    with with_one(runs) as checkpoints:
+        others = fill(small_disk, left)
+        with pytest.raises(CheckpointError) as raised:
+            save(checkpoints, 2, waits=True)
     assert raised.value.errno == 28
-    assert f"saving {runs}/step-2 failed, [Errno 28] No space left on device, of {BYTES:,} bytes" in str(raised.value)
-    assert str(raised.value).endswith("; the last good one is of step 1")
+    text = str(raised.value)
+    assert f"saving {runs}/step-2 failed, [Errno 28] No space left on device, of {BYTES:,} bytes" in text
+    assert (" bytes are free" in text) == (metadata > 0)
+    assert text.endswith("; the last good one is of step 1")
     assert os.listdir(runs) == ["step-1"], "what was written half keeps room from others"
     others.unlink()
-    assert last_in(runs) == 1
+    assert_last_is(runs, 1)
 
 
-def test_a_training_that_goes_on_saves_again_when_there_is_room(small_disk):
-    step, runs = step_of(), small_disk / "runs"
-    with Checkpoints(runs, step, keep=1, on_save_error="continue") as checkpoints:
-        assert checkpoints.save(state_of(step, 1), now=True)
-        checkpoints.wait()
-        others = fill(small_disk, 0)
+@pytest.mark.parametrize(("metadata", "left"), [(1 << 20, 0), (-(10**9), 700_000)], ids=["at once", "late"])
+def test_a_training_that_goes_on_is_warned_and_saves_again_when_there_is_room(small_disk, monkeypatch, metadata, left):
+    runs = small_disk / "runs"
+    monkeypatch.setattr(_folder, "_METADATA", metadata)
+    with with_one(runs, keep=1, on_save_error="continue") as checkpoints:
+        others = fill(small_disk, left)
         with pytest.warns(CheckpointWarning, match=r"step-2 failed, \[Errno 28\].* the last good one is of step 1$"):
-            assert not checkpoints.save(state_of(step, 2), now=True)
+            assert save(checkpoints, 2, waits=True) == (metadata < 0)
         others.unlink()
-        assert checkpoints.save(state_of(step, 3), now=True)
-    assert last_in(runs) == 3
-
-
-def test_a_late_error_is_a_warning_for_a_training_that_goes_on(small_disk, monkeypatch):
-    step, runs = step_of(), small_disk / "runs"
-    monkeypatch.setattr(_folder, "_METADATA", -(10**9))
-    with Checkpoints(runs, step, on_save_error="continue") as checkpoints:
-        checkpoints.save(state_of(step, 1), now=True)
-        checkpoints.wait()
-        others = fill(small_disk, 700_000)
-        checkpoints.save(state_of(step, 2), now=True)
-        with pytest.warns(CheckpointWarning, match=r"step-2 failed, \[Errno 28\]"):
-            checkpoints.wait()
-        others.unlink()
-        checkpoints.save(state_of(step, 3), now=True)
-    assert last_in(runs) == 3
+        assert save(checkpoints, 3)
+    assert_last_is(runs, 3)
 
 
 def test_a_disk_that_cannot_be_written_to_is_named(small_disk):
-    step, runs = step_of(), small_disk / "runs"
-    with Checkpoints(runs, step) as checkpoints:
-        checkpoints.save(state_of(step, 1), now=True)
-        checkpoints.wait()
+    runs = small_disk / "runs"
+    with with_one(runs) as checkpoints:
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         with pytest.raises(CheckpointError, match=r"step-2 failed, \[Errno 30\] Read-only file system, of 1,600,004"):
-            checkpoints.save(state_of(step, 2), now=True)
-        assert last_in(runs) == 1  # reading needs no room
+            save(checkpoints, 2)
+        assert_last_is(runs, 1)  # reading needs no room
     assert checkpoints.last == 1
 
 
-def test_a_folder_that_has_vanished_is_named(tmp_path):
-    step, runs = step_of(), tmp_path / "runs"
-    with Checkpoints(runs, step) as checkpoints:
-        checkpoints.save(state_of(step, 1), now=True)
-        checkpoints.wait()
-        runs.rename(tmp_path / "elsewhere")
-        with pytest.raises(CheckpointError, match=r"step-2 failed, \[Errno 2\] No such file or directory"):
-            checkpoints.save(state_of(step, 2), now=True)
-        (tmp_path / "elsewhere").rename(runs)
-        checkpoints.save(state_of(step, 3), now=True)
-    assert last_in(runs) == 3
+@pytest.mark.parametrize("on_save_error", ["stop", "continue"])
+def test_a_folder_that_has_vanished_is_named_once(tmp_path, on_save_error):
+    """A warning is given once, and not again at the end."""
+    runs, wrong = tmp_path / "runs", r"step-2 failed, \[Errno 2\] No such file or directory"
+    stops = on_save_error == "stop"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with with_one(runs, on_save_error=on_save_error) as checkpoints:
+            runs.rename(tmp_path / "elsewhere")
+            with pytest.raises(CheckpointError, match=wrong) if stops else contextlib.nullcontext():
+                save(checkpoints, 2)
+            (tmp_path / "elsewhere").rename(runs)
+            save(checkpoints, 3)
+    told = [str(each.message) for each in seen if each.category is CheckpointWarning]
+    assert [bool(re.search(wrong, text)) for text in told] == ([] if stops else [True])
+    assert_last_is(runs, 3)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "a file").write_text("")
-    step = step_of()
     wrong = r"failed, \[Errno 20\] Not a directory.*; there is none before it$"
-    with Checkpoints(tmp_path / "a file" / "runs", step) as checkpoints, pytest.raises(CheckpointError, match=wrong):
-        checkpoints.save(state_of(step, 1), now=True)
+    with pytest.raises(CheckpointError, match=wrong), with_one(tmp_path / "a file" / "runs"):
+        pass
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_once(tmp_path):
     """It is a link here; the training goes on, and what can be removed is."""
-    step, runs, link = step_of(), tmp_path / "runs", tmp_path / "runs" / "step-1"
+    runs, link = tmp_path / "runs", tmp_path / "runs" / "step-1"
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with Checkpoints(runs, step, keep=1) as checkpoints:
-            for number in range(1, 6):
-                assert checkpoints.save(state_of(step, number), now=True)
-                checkpoints.wait()
-                if number == 1:
-                    link.symlink_to(link.rename(tmp_path / "elsewhere"))
+        with with_one(runs, keep=1) as checkpoints:
+            link.symlink_to(link.rename(tmp_path / "elsewhere"))
+            for number in range(2, 6):
+                assert save(checkpoints, number, waits=True)
                 assert checkpoints.last == number
     assert [str(each.message) for each in seen if each.category is CheckpointWarning] == [
         f"{link} is no longer kept, but cannot be removed ([Errno 40] it is a symbolic link): remove it yourself"
     ]
     assert sorted(os.listdir(runs)) == ["step-1", "step-5"]
-    assert last_in(runs) == 5
+    assert_last_is(runs, 5)
 
 
-def test_a_save_after_one_that_failed_is_no_warning(tmp_path):
-    """A warning is given once, and not again at the end."""
-    step, runs = step_of(), tmp_path / "runs"
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with Checkpoints(runs, step, on_save_error="continue") as checkpoints:
-            checkpoints.save(state_of(step, 1), now=True)
-            checkpoints.wait()
-            runs.rename(tmp_path / "elsewhere")
-            checkpoints.save(state_of(step, 2), now=True)
-            (tmp_path / "elsewhere").rename(runs)
-            checkpoints.save(state_of(step, 3), now=True)
-    assert len([each for each in seen if each.category is CheckpointWarning]) == 1
-
-
-def test_a_callback_to_a_closed_loop_is_dropped_only_if_no_python_code_made_it():
+def test_of_echoes_only_those_of_orbax_are_dropped():
+    """A callback to a closed loop that no Python code made, and a write of orbax that has not begun."""
     code = """
 import asyncio, sys, weakref
 from ipu_jax.checkpoints import _echoes
@@ -242,16 +186,6 @@ for callback in (loop.call_soon_threadsafe, from_python):
     late = Late()
     kept = weakref.ref(late, callback)
     del late
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.count("RuntimeError: Event loop is closed") == 1
-    assert "in from_python" in done.stderr
-
-
-def test_only_a_write_of_orbax_that_has_not_begun_may_never_begin():
-    code = """
-from ipu_jax.checkpoints import _echoes
-_echoes.drop_echoes()
 def async_serialize_from_host():
     async def write_fragment():
         pass
@@ -262,6 +196,8 @@ async_serialize_from_host()
 other()
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("RuntimeError: Event loop is closed") == 1
+    assert "in from_python" in done.stderr
     assert done.stderr.count("was never awaited") == 1
     assert "coroutine 'other' was never awaited" in done.stderr
 

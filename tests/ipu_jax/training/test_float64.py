@@ -118,6 +118,20 @@ def close(found, expected):
     jax.tree.map(one, jax.device_get(found), jax.device_get(expected))
 
 
+def check_losses(kind, step, state, batch, options, reduction):
+    """Compare what `step.loss` and the model's own methods return before any update."""
+    weighted, several = options.get("weighted", False), "device_iterations" in options
+    of_updates = [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(2)] if several else [batch]
+    losses = [plain_update(PARAMS, each, np.zeros(5), options, reduction)[0] for each in of_updates]
+    counts = [each["counted"].sum() for each in of_updates] if weighted and reduction == "mean" else None
+    loss = step.loss(state, batch)
+    close(loss[0] if weighted else loss, np.average(losses, weights=counts))
+    if not weighted and not several:
+        stages = (state.stages,) if kind == "pipeline" else ()
+        close(step.model.loss(state.params, batch, *stages), losses[0])
+        close(step.model.value_and_grad(state.params, batch, *stages)[0], losses[0])
+
+
 # "all" has every option but a scale that is fixed
 ALWAYS = (("function", "static scale", "mean"), ("pipeline", "defaults", "sum"), ("pipeline", "all", "mean"))
 
@@ -135,8 +149,10 @@ def test_training_is_as_exact_as_plain_float64(kind, options, reduction):
     optimizer: Any = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.03, 7), eps=0.1)
     step, state = step_of(kind, optimizer, options, reduction)
     batches, k, told = batches_of(2), options.get("device_iterations", 1), []
+    batch_at = lambda i: jax.tree.map(lambda leaf: leaf[i : i + k] if k > 1 else leaf[i], batches)  # noqa: E731
+    check_losses(kind, step, state, batch_at(0), options, reduction)
     for first in range(0, UPDATES, k):
-        state, outputs = step(state, jax.tree.map(lambda leaf, i=first: leaf[i : i + k] if k > 1 else leaf[i], batches))
+        state, outputs = step(state, batch_at(first))
         told.append(jax.device_get(outputs))
 
     params, stages, average = PARAMS, np.zeros(5), PARAMS
@@ -168,23 +184,6 @@ def test_training_is_as_exact_as_plain_float64(kind, options, reduction):
         close(whole["ema"], average)
 
 
-@pytest.mark.parametrize(
-    ("kind", "weighted", "replicas"),
-    [("function", True, 1), ("function", False, 2), ("pipeline", False, 1), ("pipeline", True, 2)],
-)
-def test_losses_are_as_exact_as_plain_float64(kind, weighted, replicas):
-    step, state = step_of(kind, optax.sgd(0.1), {"weighted": weighted}, replicas=replicas)
-    batch = jax.tree.map(lambda leaf: leaf[0], batches_of(replicas))
-    given = batch if replicas > 1 else jax.tree.map(lambda leaf: leaf[0], batch)
-    expected = plain_update(PARAMS, batch, np.zeros(5), {"weighted": weighted}, "mean")[0]
-    loss = step.loss(state, given)
-    close(loss[0] if weighted else loss, expected)
-    if not weighted:
-        stages = (state.stages,) if kind == "pipeline" else ()
-        close(step.model.loss(state.params, given, *stages), expected)
-        close(step.model.value_and_grad(state.params, given, *stages)[0], expected)
-
-
 def test_an_optimizer_sees_the_loss_in_float64():
     def update(gradients, state, params=None, *, value, **extra):
         return jax.tree.map(lambda g: g * value, gradients), state
@@ -198,7 +197,7 @@ def test_an_optimizer_sees_the_loss_in_float64():
     close(step.whole(state)["params"], jax.tree.map(lambda w, g: w - 0.1 * loss * g, PARAMS, gradients))
 
 
-@pytest.mark.parametrize("kind", ["function", "pipeline"])
+@pytest.mark.parametrize("kind", ["function", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_loss_beyond_float32_is_finite(kind):
     options = {"on_nonfinite": "stop"}
     step, state = step_of(kind, optax.sgd(1e-40), options)

@@ -53,10 +53,7 @@ def step_of(kind):
         def first(p, x, mb, *, state, key):
             return Outputs(hidden(p, mb), state=0.9 * state + 0.1 * mb["x"].mean(0))
 
-        stages = [
-            Stage(first, params="first", state="mean", random=True, ipu=0),
-            Stage(loss_fn, params="last", ipu=1),
-        ]
+        stages = [Stage(first, params="first", state="mean", random=True, ipu=0), Stage(loss_fn, params="last", ipu=1)]
         model = Pipeline(stages, mesh=make_mesh(REPLICAS, 2), gradient_accumulation=M)
     return make_train_step(model, optax.adamw(0.1), OPTIONS)
 
@@ -76,7 +73,7 @@ def trained(kind, key):
     return jax.device_get({name: leaf for name, leaf in step.whole(state).items() if name != "key"}), losses, params
 
 
-@pytest.mark.parametrize("kind", [pytest.param("function", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.parametrize("kind", ["function", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_settings_that_find_mistakes_find_none(kind):
     with quick_compiles():
         key = jax.random.key(3)

@@ -57,10 +57,24 @@ def pipeline(replicas: int) -> Pipeline:
 WEIGHTS = {"a": ones("v", "w"), "b": ones("w"), "c": ones("v", "w"), "d": ones("whole", "split")}
 
 
-def assert_coins_are_its_own(model: Any, replicas: int, **options: Any) -> None:
-    """Assert that no two pieces of the weights had the same coins in two updates, but that copies of a weight had."""
-    options = {"precision": "16.16", "stochastic_rounding": True} | options
-    step = make_train_step(model, optax.sgd(UP / 2), TrainOptions(**options))
+def function(replicas: int) -> Any:
+    return replicate(lambda p, mb: total(p) + mb.sum(), replication_factor=replicas)
+
+
+@pytest.mark.parametrize(
+    ("model", "replicas", "shard_optimizer"),
+    [
+        (pipeline, 2, True),
+        (function, 2, True),
+        pytest.param(pipeline, 1, False, marks=pytest.mark.slow),
+        pytest.param(pipeline, 2, False, marks=pytest.mark.slow),
+        pytest.param(function, 2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_rounding_tosses_a_coin_of_its_own_for_each_weight_of_each_update(model, replicas, shard_optimizer):
+    """Leaves, IPUs, shards, the replicas' chunks and updates have coins of their own; copies of a weight have one."""
+    options = TrainOptions(precision="16.16", stochastic_rounding=True, shard_optimizer=shard_optimizer)
+    step = make_train_step(model(replicas), optax.sgd(UP / 2), options)
     start = step.whole(step.init(WEIGHTS, key=jax.random.key(3)))
     batch, coins = np.zeros((1, 1) if replicas == 1 else (replicas, 1, 1), np.float32), []
     for number in (0, 1):
@@ -73,21 +87,6 @@ def assert_coins_are_its_own(model: Any, replicas: int, **options: Any) -> None:
     pieces = np.concatenate(coins).reshape(-1, LENGTH)
     assert set(np.unique(pieces)) == {0, 1}
     assert len(np.unique(pieces, axis=0)) == len(pieces)
-
-
-@pytest.mark.parametrize(
-    ("replicas", "shard_optimizer"),
-    [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.slow)],
-)
-def test_rounding_tosses_a_coin_of_its_own_for_each_weight_of_each_update(replicas, shard_optimizer):
-    """Leaves, IPUs, shards, the replicas' chunks and updates have coins of their own; copies of a weight have one."""
-    assert_coins_are_its_own(pipeline(replicas), replicas, shard_optimizer=shard_optimizer)
-
-
-@pytest.mark.parametrize("shard_optimizer", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_so_do_replicas_of_a_loss_function(shard_optimizer):
-    model = replicate(lambda p, mb: total(p) + mb.sum(), replication_factor=2)
-    assert_coins_are_its_own(model, 2, shard_optimizer=shard_optimizer)
 
 
 def test_the_model_draws_other_numbers_in_each_update_replica_microbatch_and_merged_stage():

@@ -1,7 +1,5 @@
 """Test replicas: R of them with batch B equal one with R x B, and pmap equals the mesh."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,51 +8,7 @@ import pytest
 from ipu_jax import Outputs, Pipeline, make_mesh, replicate
 from ipu_jax.training.replicas import replicas_of
 from support.dense import chain, largest_relative_error
-from support.one_stage import KINDS, model_of
 from support.small_problems import tanh_loss, tanh_problem
-
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
-
-
-def twin(params, batch, reduction: str):
-    """Compute the whole batch at once, on one device."""
-    lead = batch["y"].ndim - 1
-    count = int(np.prod(batch["y"].shape[:lead]))
-    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[lead + 1 :]), batch)
-    loss, gradients = jax.value_and_grad(tanh_loss)(params, rows)
-    return loss, jax.tree.map(lambda g: g * (count if reduction == "sum" else 1), gradients)
-
-
-@pytest.mark.parametrize(
-    ("replicas", "m", "reduction", "dtype"),
-    [
-        (4, 2, "sum", "float32"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (1, 1, "mean", "float32"),
-                (1, 3, "sum", "float32"),
-                (2, 3, "mean", "bfloat16"),
-                (4, 3, "mean", "float32"),
-                (8, 2, "mean", "float32"),
-            ]
-        ),
-    ],
-)
-@KINDS
-def test_replicas_of_one_ipu_equal_the_whole_batch(kind, replicas, m, reduction, dtype):
-    """A function's are by pmap, and a pipeline's by the mesh."""
-    params, batch = tanh_problem(*(replicas,) * (replicas > 1), m, dtype=dtype)
-    options: Any = {"gradient_accumulation": m, "reduction": reduction}
-    model = model_of(kind, tanh_loss, **options)
-    model = replicate(model, num_ipus=replicas, **(options if kind == "function" else {}))
-    loss, gradients = model.value_and_grad(model.shard({"p": params}), batch)
-    expected_loss, expected = twin(params, batch, reduction)
-    assert abs(float(loss) - float(expected_loss)) <= TOLERANCE[dtype] * abs(float(expected_loss))
-    found = model.unshard(gradients)["p"]
-    assert largest_relative_error(found, expected) <= TOLERANCE[dtype]
-    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
-    assert len(jax.tree.leaves(gradients)[0].sharding.device_set) == replicas
 
 
 def test_replicas_of_several_ipus_equal_one_with_the_whole_batch():
@@ -103,7 +57,8 @@ def test_aux_keys_and_evaluation():
         [jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, r), i)) for i in range(3)] for r in (0, 1)
     ]
     np.testing.assert_allclose(aux["noise"], expected, rtol=1e-6)
-    dense_loss, dense = twin(params, batch, "mean")
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)
+    dense_loss, dense = jax.value_and_grad(tanh_loss)(params, rows)  # of the whole batch at once, on one device
     assert abs(float(loss) - float(dense_loss) - float(jnp.mean(jnp.asarray(expected)))) < 1e-5
     assert largest_relative_error(gradients, dense) <= 1e-6
     evaluated, again = model.loss(model.shard(params), batch, key)

@@ -11,7 +11,6 @@ from ipu_jax import (
     Outputs,
     Pipeline,
     Reduction,
-    Replicas,
     Stage,
     TrainOptions,
     make_mesh,
@@ -22,7 +21,7 @@ from support.dense import largest_relative_error
 from support.small_problems import masked_sum, tokens
 from support.trained import bits, compiled_quickly
 
-M, REPLICAS, UPDATES = 3, 2, 2
+M, REPLICAS = 3, 2
 PARAMS = {"w": np.random.default_rng(3).normal(size=(5, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
 
 
@@ -64,7 +63,7 @@ def rows_of(batch, dims):
     ("kind", "reduction", "updates", "options"),
     [
         ("function", "mean", 1, {"loss_scale": DynamicScale(initial=64.0)}),
-        ("function", "sum", 3, {}),
+        pytest.param("function", "sum", 3, {}, marks=pytest.mark.slow),
         ("pipeline", "sum", 1, {"loss_scale": 64.0, "shard_optimizer": True}),
         ("pipeline", "mean", 3, {}),
     ],
@@ -100,18 +99,18 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     assert bits(whole_of(step, state)) == bits(found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "replicas", "reduction"),
-    [("function", 1, "mean"), ("pipeline", 2, "mean"), ("function", 2, "sum"), ("pipeline", 1, "sum")],
-)
-def test_a_mean_is_over_all_updates_and_nothing_changes(kind, replicas, reduction):
-    """Without counts the reduction is only of the gradients."""
-    step, state = step_of(kind, mean, replicas, reduction, device_iterations=UPDATES, shard_optimizer=True)
-    batch = tokens(UPDATES, *(replicas,) * (replicas > 1), M)
-    loss = step.loss(state, batch)
-    np.testing.assert_allclose(loss, mean(PARAMS, rows_of(batch, batch["x"].ndim - 2)), rtol=1e-6)
-    assert loss.shape == ()
-    np.testing.assert_array_equal(step.loss(state, batch), loss)
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("function", marks=pytest.mark.slow)])
+def test_an_average_of_half_weights_is_in_float32_and_evaluated_in_half(kind):
+    step, state = step_of(kind, mean, REPLICAS, precision="16.16", shard_optimizer=True, ema_decay=0.75)
+    batch, wide = tokens(REPLICAS, M), lambda leaf: np.asarray(leaf, np.float32)
+    before = step.whole(state)["params"]
+    state, _ = step(state, batch)
+    whole = step.whole(state)
+    expected = jax.tree.map(lambda old, new: 0.75 * wide(old) + 0.25 * wide(new), before, whole["params"])
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(whole["ema"])} == {"float32"}
+    assert largest_relative_error(whole["ema"], expected) <= 1e-6
+    loss = float(step.loss(state, batch, ema=True))
+    assert loss == float(step.loss(step.init(whole["ema"]), batch)) != float(step.loss(state, batch))
 
 
 def test_stages_evaluate_with_the_state_that_training_left():
@@ -130,14 +129,3 @@ def test_stages_evaluate_with_the_state_that_training_left():
     assert float(loss) == 2 * (10 + M)
     assert aux["evaluated"].tolist() == [10 + M] * M
     assert float(step.whole(state)["stages"]["s"]) == 10 + M
-
-
-def test_a_random_function_is_given_its_key():
-    fn = lambda w, mb, *, key: jnp.mean(mb * w) * 0 + jax.random.uniform(key)  # noqa: E731
-    step = make_train_step(Replicas(fn, gradient_accumulation=1, random=True), optax.sgd(0.1))
-    state, rows = step.init(jnp.ones(3), key=jax.random.key(0)), np.ones((1, 4, 3), np.float32)
-    key = jax.random.key(7)
-    own = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
-    np.testing.assert_allclose(step.loss(state, rows, key=key), jax.random.uniform(own), rtol=1e-6)
-    with pytest.raises(ValueError, match=r"^key=None is not one typed key, which loss_fn takes: pass key="):
-        step.loss(state, rows)

@@ -9,19 +9,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    DynamicScale,
-    Feed,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-)
-from support.dense import chain, largest_relative_error
+from ipu_jax import ALL_IPUS, DynamicScale, Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from support.dense import largest_relative_error
 from support.small_problems import product_loss, product_rows, product_weights
-from support.trained import batches_of, compiled_quickly, train_dense
+from support.trained import compiled_quickly
 
 STEPS = 3
 
@@ -93,26 +84,6 @@ def test_the_learning_rate_is_the_one_that_the_optimizer_keeps(optimizer, expect
         assert outputs.learning_rate is None
     else:
         np.testing.assert_allclose(step(state, product_rows(STEPS, 1))[1].learning_rate, expected, rtol=1e-6)
-
-
-# optimizers that skip updates, and those of whole weights
-
-
-@pytest.mark.slow
-def test_muon_on_whole_weights_and_adam_on_a_split_head():
-    model = chain((0, 1, None), 2, like=False)
-    dims = lambda tree: {  # noqa: E731
-        name: jax.tree.map(
-            lambda w, name=name: optax.contrib.MuonDimensionNumbers() if w.ndim == 2 and name != "stage2" else None,
-            tree[name],
-        )
-        for name in tree
-    }
-    optimizer = optax.contrib.muon(0.1, muon_weight_dimension_numbers=dims)
-    step = make_train_step(model.pipeline(2), optimizer, TrainOptions(device_iterations=STEPS))
-    state, _ = step(step.init(model.params), batches_of(model, STEPS))
-    expected, _, _ = train_dense(model, optimizer, STEPS)
-    assert largest_relative_error(step.whole(state)["params"], expected) <= 1e-5
 
 
 # batches of a feed

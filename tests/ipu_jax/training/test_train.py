@@ -9,19 +9,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Outputs,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-)
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from support.dense import chain, largest_relative_error
 from support.one_stage import KINDS, model_of
 from support.small_problems import tanh_loss, tanh_problem
-from support.trained import batches_of, compiled_quickly, state_error, train_dense
+from support.trained import batches_of, compiled_quickly, dense_history, state_error
 
 STEPS = 3
 
@@ -160,14 +152,17 @@ def test_a_pipeline_equals_one_program(places, replicas, ipus, shard_optimizer, 
     model = chain(places, 2, replicas=replicas, **kind)
     optimizer = optax.adamw(1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda w: w.ndim > 1, tree))
     options = TrainOptions(
-        device_iterations=STEPS, outputs="all", max_gradient_norm=0.1, shard_optimizer=shard_optimizer
+        device_iterations=STEPS, outputs="all", max_gradient_norm=0.1, shard_optimizer=shard_optimizer, ema_decay=0.75
     )
     step = make_train_step(model.pipeline(ipus), optimizer, options)
     state, outputs = step(step.init(model.params), batches_of(model, STEPS))
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optimizer)
-    expected, expected_state, losses = train_dense(model, clipped, STEPS)
-    whole = step.whole(state)
-    assert largest_relative_error(whole["params"], expected) <= 1e-6
+    history, expected_state, losses = dense_history(model, clipped, STEPS)
+    whole, average = step.whole(state), history[0]
+    for params in history[1:]:
+        average = jax.tree.map(lambda e, w: 0.75 * e + 0.25 * w, average, params)
+    assert largest_relative_error(whole["params"], history[-1]) <= 1e-6
+    assert largest_relative_error(whole["ema"], average) <= 1e-6
     assert state_error(whole["optimizer"], expected_state) <= 1e-5
     np.testing.assert_allclose(outputs.loss, losses, rtol=1e-6)
 
@@ -233,29 +228,6 @@ def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
     assert (step.model.replicas, step.model.ipus) == (2, 2)
     with pytest.warns(UserWarning, match=r"more than ipu_memory=1\.0 kB"):
         step.model.report(state.params, np.ones((2, 2, 50, 3), np.float32), state.stages, compile=False)
-
-
-# outputs and keys
-
-
-def test_outputs_of_device_iterations():
-    params, batches = tanh_problem(6, 2)
-    fn = lambda p, mb: (tanh_loss(p, mb), mb["y"].sum())  # noqa: E731
-
-    def run(outputs):
-        options = TrainOptions(gradient_accumulation=2, device_iterations=6, outputs=outputs)
-        step = make_train_step(fn, optax.sgd(0.1), options)
-        return step(step.init(params), batches)[1]
-
-    every = run("all")
-    assert every.loss.shape == (6,)
-    assert every.aux.shape == (6, 2)
-    np.testing.assert_allclose(every.aux, batches["y"].sum(-1), rtol=1e-5)
-    of_all = {"final": lambda leaf: leaf[-1], "sum": lambda leaf: leaf.sum(0), 3: lambda leaf: leaf[2::3]}
-    for outputs, of in of_all.items():
-        found = run(outputs)
-        np.testing.assert_allclose(found.loss, of(every.loss), rtol=1e-6)
-        np.testing.assert_allclose(found.aux, of(every.aux), rtol=1e-5)
 
 
 def test_a_key_that_nothing_draws_from_is_not_used_and_a_warning_says_so():

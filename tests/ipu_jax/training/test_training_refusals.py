@@ -183,12 +183,7 @@ DIFFER, SCALING = "the state and this step differ in whether they", "scale the l
     (lambda m: m.plain(m.of.averaging, ROWS), DIFFER, "average the weights by ema_decay"),
     (lambda m: m.averaging(m.of.plain, ROWS), DIFFER, "average the weights by ema_decay"),
     (lambda m: m.stopping(m.of.plain, ROWS), DIFFER, "on_nonfinite", "step.restore(other.whole(state))"),
-    (
-        lambda m: m.half(m.of.plain, ROWS),
-        "['a'] is float32",
-        "precision='16.16' holds bfloat16",
-        "step.init(",
-    ),
+    (lambda m: m.half(m.of.plain, ROWS), "['a'] is float32", "precision='16.16' holds bfloat16", "step.init("),
     (lambda m: m.rounding(m.of.half, ROWS), MISSING, "stochastic_rounding=True", "jax.random.key(seed)"),
     # batches and updates of a call
     (lambda m: m.several(m.of.several, ROWS[None]), "(1, 2, 1, 4, 3)", "device_iterations=2", "of a Feed"),

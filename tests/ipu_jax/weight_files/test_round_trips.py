@@ -1,6 +1,5 @@
 """Test that weights come back from files with the same bits, wherever they were and wherever they go."""
 
-import dataclasses
 import json
 import zipfile
 
@@ -22,7 +21,8 @@ from ipu_jax import (
     make_train_step,
     replicate,
 )
-from support.trained import quick_compiles
+from support.exported import random_bits, unlike_pipeline, unlike_weights
+from support.trained import bits, quick_compiles
 
 FORMATS = ("safetensors", "npz")
 
@@ -30,31 +30,6 @@ FORMATS = ("safetensors", "npz")
 @pytest.fixture(params=FORMATS)
 def path(request, tmp_path):
     return tmp_path / f"weights.{request.param}"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Node:
-    gain: object
-    rest: object
-
-
-def bits(seed: int, dtype: str, *shape: int) -> np.ndarray:
-    """Return an array of random bits, with -0.0, infinities and NaNs of any payload among them."""
-    rng = np.random.default_rng(seed)
-    kind = jnp.dtype(dtype)
-    return rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
-
-
-def weights(dtype: str) -> dict:
-    """Return groups with every kind of node, names to be escaped, scalars, empty arrays and unlike sizes."""
-    draw = lambda seed, *shape: bits(seed, dtype, *shape)  # noqa: E731
-    return {
-        "first/half": {"a/b~c": [draw(0, 3, 4), None, (draw(1, 5),)], "scalar": draw(2), "1": {"": draw(3, 7)}},
-        "second": Node(draw(4, 9, 2), {"empty": draw(5, 0, 3), "counts": np.arange(4), "on": np.array([True, False])}),
-        "table": {"rows": draw(6, 10, 3), "columns": draw(7, 2, 5), "whole": draw(8, 3), "none": draw(9, 0, 4)},
-        "alone": draw(10, 3, 3),
-    }
 
 
 NAMES = {
@@ -72,27 +47,11 @@ NAMES = {
     "table/rows": (10, 3),
     "table/whole": (3,),
 }
-SPECS = {"table": {"rows": P("ipu"), "columns": P(None, "ipu"), "whole": P(), "none": P()}}
-FROZEN = {"second": Node(False, {"empty": False, "counts": True, "on": True})}
-
-
-def pipeline(ipus: int, replicas: int = 1, reverse: bool = False) -> Pipeline:
-    """Return a pipeline of these groups; the table is that of two stages."""
-    places = [0, min(1, ipus - 1), ipus - 1]
-    stages = [
-        Stage(lambda p, x, mb: mb, params=name, ipu=ipu)
-        for name, ipu in zip(("first/half", "second", "alone"), places[::-1] if reverse else places, strict=True)
-    ]
-    tied = Stage(lambda p, x, mb: x, params="table", ipu=ALL_IPUS)
-    return Pipeline([tied, *stages, tied], mesh=make_mesh(replicas, ipus), specs=SPECS, frozen=FROZEN)
 
 
 def assert_same_bits(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        f, e = np.asarray(f), np.asarray(e)
-        assert (f.dtype, f.shape) == (e.dtype, e.shape)
-        assert f.tobytes() == e.tobytes()
+    assert bits(found) == bits(expected)
 
 
 def assert_same_placement(found, like):
@@ -105,10 +64,10 @@ def assert_same_placement(found, like):
     [(1, 1, "float32"), (2, 1, "bfloat16"), (4, 1, "float16"), (8, 1, "float32"), (2, 4, "bfloat16")],
 )
 def test_a_pipelines_weights_come_back_on_any_number_of_ipus(path, ipus, replicas, dtype):
-    whole = weights(dtype)
-    given = pipeline(ipus, replicas).shard(whole)
+    whole = unlike_weights(dtype)
+    given = unlike_pipeline(ipus, replicas).shard(whole)
     export_weights(path, given)
-    for other in (pipeline(ipus, replicas), pipeline(3, 2, reverse=True)):
+    for other in (unlike_pipeline(ipus, replicas), unlike_pipeline(3, 2, reverse=True)):
         expected = other.shard(whole)
         for like in (expected, other.shard_shapes(whole)):
             found = import_weights(path, like)
@@ -120,15 +79,15 @@ def test_a_pipelines_weights_come_back_on_any_number_of_ipus(path, ipus, replica
 
 def test_shapes_are_those_of_shard():
     for ipus, replicas in ((1, 1), (4, 2), (8, 1)):
-        made = pipeline(ipus, replicas)
-        placed, shapes = made.shard(weights("bfloat16")), made.shard_shapes(weights("bfloat16"))
+        made = unlike_pipeline(ipus, replicas)
+        placed, shapes = made.shard(unlike_weights("bfloat16")), made.shard_shapes(unlike_weights("bfloat16"))
         assert jax.tree.structure(placed) == jax.tree.structure(shapes)
         for array, shape in zip(jax.tree.leaves(placed), jax.tree.leaves(shapes), strict=True):
             assert (array.shape, array.dtype, array.sharding) == (shape.shape, shape.dtype, shape.sharding)
 
 
 def test_names_and_shapes_are_those_of_the_whole_leaves_once(tmp_path):
-    given = pipeline(4).shard(weights("float32"))
+    given = unlike_pipeline(4).shard(unlike_weights("float32"))
     export_weights(tmp_path / "w.npz", given)
     with np.load(tmp_path / "w.npz") as file:
         assert sorted((name, file[name].shape) for name in file.files) == sorted(NAMES.items())
@@ -142,16 +101,18 @@ def test_names_and_shapes_are_those_of_the_whole_leaves_once(tmp_path):
 def test_equal_weights_make_equal_files(tmp_path):
     for suffix in FORMATS:
         files = [tmp_path / f"{number}.{suffix}" for number in range(3)]
-        for file, made in zip(files, [pipeline(2), pipeline(8), pipeline(2, 4)], strict=True):
-            export_weights(file, made.shard(weights("bfloat16")))
+        for file, made in zip(files, [unlike_pipeline(2), unlike_pipeline(8), unlike_pipeline(2, 4)], strict=True):
+            export_weights(file, made.shard(unlike_weights("bfloat16")))
         assert len({file.read_bytes() for file in files}) == 1
     with zipfile.ZipFile(tmp_path / "0.npz") as archive:
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
 
 
 def test_trained_weights_whose_arrays_a_program_made_come_back(path):
-    made = pipeline(4)
-    whole = jax.tree.map(lambda leaf: np.nan_to_num(leaf) if leaf.dtype.kind == "f" else leaf, weights("float32"))
+    made = unlike_pipeline(4)
+    whole = jax.tree.map(
+        lambda leaf: np.nan_to_num(leaf) if leaf.dtype.kind == "f" else leaf, unlike_weights("float32")
+    )
     given = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf[::1], tree))(made.shard(whole))
     export_weights(path, given)
     assert_same_bits(import_weights(path, given), made.shard(whole))
@@ -160,7 +121,7 @@ def test_trained_weights_whose_arrays_a_program_made_come_back(path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_weights_of_replicas_come_back(path, dtype):
     made = replicate(lambda p, rows: jnp.mean(rows), replication_factor=4)
-    for whole in ({"a": [bits(0, dtype, 3, 2), bits(1, dtype)], "b": None}, bits(2, dtype, 4)):
+    for whole in ({"a": [random_bits(0, dtype, 3, 2), random_bits(1, dtype)], "b": None}, random_bits(2, dtype, 4)):
         placed = made.shard(whole)
         export_weights(path, placed)
         for like in (placed, made.shard_shapes(whole)):
@@ -171,15 +132,20 @@ def test_the_weights_of_replicas_come_back(path, dtype):
 
 def test_plain_trees_come_back_with_wide_and_odd_dtypes(path):
     kinds = ["float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "complex64"]
-    whole = {kind: bits(number, kind, 2, 3) for number, kind in enumerate([*kinds, "float8_e4m3fn", "float8_e5m2"])}
-    whole |= {"big-endian": np.arange(3, dtype=">i4"), "columns first": np.asfortranarray(bits(20, "float32", 4, 3))}
-    whole["rows apart"] = bits(21, "float16", 6, 4)[::2, 1:3]
+    whole = {
+        kind: random_bits(number, kind, 2, 3) for number, kind in enumerate([*kinds, "float8_e4m3fn", "float8_e5m2"])
+    }
+    whole |= {
+        "big-endian": np.arange(3, dtype=">i4"),
+        "columns first": np.asfortranarray(random_bits(20, "float32", 4, 3)),
+    }
+    whole["rows apart"] = random_bits(21, "float16", 6, 4)[::2, 1:3]
     export_weights(path, whole)
     assert_same_bits(import_weights(path, whole), whole)
 
 
 def test_large_arrays_in_pieces_come_back(path):
-    large = bits(0, "bfloat16", 3, 700, 1500)  # 6.3 MB
+    large = random_bits(0, "bfloat16", 3, 700, 1500)  # 6.3 MB
     whole = {
         "c": large,
         "turned": large.transpose(2, 0, 1),
