@@ -1,6 +1,7 @@
 """Test which module may import which, by reading the imports; and that importing our packages touches no device."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -20,23 +21,8 @@ PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 # The wings of ipu_jax, and what each may import besides itself. A file at the top of ipu_jax is a wing of its own, or
 # belongs to the ground, which everything may import and which imports nothing above it. Add a new wing or file here.
 GROUND = (
-    "_checks",
-    "_cli",
-    "_collectives",
-    "_guard",
-    "_instances",
-    "_jaxprs",
-    "_keys",
-    "_observer",
-    "_on_demand",
-    "_terminal",
-    "_tracebacks",
-    "_version",
-    "devices",
-    "options",
-    "processes",
-    "replacing",
-    "stage",
+    *("_checks", "_cli", "_collectives", "_guard", "_instances", "_jaxprs", "_keys", "_observer", "_on_demand"),
+    *("_terminal", "_tracebacks", "_version", "devices", "options", "processes", "replacing", "stage"),
 )
 WINGS: dict[str, set[str]] = {
     "schedules": set(),
@@ -78,23 +64,15 @@ COMMANDS = (
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
 PLAIN = (
-    "schedules",
-    "data.order",
-    "data.prefetch",
-    "processes.beacons",
-    "processes.identity",
-    "processes.own_record",
-    "_terminal",
-    "observe.monitor",
-    "distributed.poprun",
-    "distributed.launcher",
-    "distributed.environment",
+    *("schedules", "data.order", "data.prefetch", "processes.beacons", "processes.identity", "processes.own_record"),
+    *("_terminal", "observe.monitor", "distributed.poprun", "distributed.launcher", "distributed.environment"),
     "checkpoints.errors",
 )
-# They import jax only in functions that need it.
-PLAIN_AT_FIRST = ("distributed.popdist",)
+PLAIN_AT_FIRST = "distributed.popdist"  # it imports jax only in functions that need it
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
+@functools.cache
 def imported_modules(path: Path, root: Path = ROOT) -> set[str]:
     """Return the dotted names that a file imports anywhere in it; `from a import b` gives both `a` and `a.b`."""
     package = path.relative_to(root).parent.parts
@@ -113,6 +91,7 @@ def packages_imported(path: Path, root: Path = ROOT) -> set[str]:
     return {name.split(".")[0] for name in imported_modules(path, root)}
 
 
+@functools.cache
 def files_of(package: str) -> list[Path]:
     files = sorted((ROOT / package).rglob("*.py"))
     assert files, f"{package} is empty"
@@ -124,24 +103,17 @@ def wing_of(name: str) -> str:
     return name.split(".")[1]
 
 
+@functools.cache
 def modules_of(package: str) -> dict[str, Path]:
     """Return the files of a package by their dotted names; a folder's `__init__` has the folder's name."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files_of(package)}
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
-def siblings_imported(path: Path) -> set[str]:
-    """Return the modules and folders of ipu_jax that a file imports."""
-    return imported_modules(path) & modules_of("ipu_jax").keys()
-
-
-@pytest.mark.parametrize(
-    ("package", "forbidden"),
-    [("sharded_ops", {"ipu_jax", "mnist_example"}), ("ipu_jax", {"mnist_example"})],
-)
-def test_libraries_know_nothing_of_what_is_built_on_them(package, forbidden):
-    for path in files_of(package):
-        assert not packages_imported(path) & forbidden, path
+def test_libraries_know_nothing_of_what_is_built_on_them():
+    for package, forbidden in (("sharded_ops", {"ipu_jax", "mnist_example"}), ("ipu_jax", {"mnist_example"})):
+        for path in files_of(package):
+            assert not packages_imported(path) & forbidden, path
 
 
 def test_imports_between_the_wings_of_ipu_jax_point_down():
@@ -249,30 +221,32 @@ def test_plain_modules_import_no_jax(module):
     while waiting:
         name = waiting.pop()
         seen.add(name)
-        assert not packages_imported(modules[name]) & {"jax", "jaxlib", "flax", "optax", "orbax"}, name
+        assert not packages_imported(modules[name]) & HEAVY, name
         # the package imports its public names on demand, which the next test holds
-        waiting |= siblings_imported(modules[name]) - seen - {"ipu_jax"}
+        waiting |= imported_modules(modules[name]) & modules.keys() - seen - {"ipu_jax"}
 
 
-@pytest.mark.parametrize("module", [*PLAIN, *PLAIN_AT_FIRST])
-def test_plain_modules_load_no_jax(module):
-    assert loaded_by(f"import ipu_jax.{module}") == "[]"
-
-
-def test_commands_load_no_jax():
-    assert loaded_by(f"import {', '.join(COMMANDS)}") == "[]"
+def test_plain_modules_and_commands_load_no_jax():
+    import_without(HEAVY, *(f"ipu_jax.{module}" for module in (*PLAIN, PLAIN_AT_FIRST)), *COMMANDS)
 
 
 def test_only_the_monitor_loads_what_it_shows_processes_with():
-    trains = "import ipu_jax.training.step, ipu_jax.data.feed, ipu_jax.distributed._instance, ipu_jax.observe.tracing"
-    trains += "; ipu_jax.InFlight()"
-    assert loaded_by(trains, {"psutil", "rich"}) == "[]"
+    trains = ("training.step", "data.feed", "distributed._instance", "observe.tracing")
+    import_without({"psutil", "rich"}, *(f"ipu_jax.{name}" for name in trains), then="ipu_jax.InFlight()")
 
 
-def loaded_by(code: str, packages: Set[str] = frozenset({"jax", "jaxlib", "flax", "optax", "orbax"})) -> str:
-    return run_python(f"""{code}
-import sys
-print(sorted({{name.split(".")[0] for name in sys.modules}} & {set(packages)}))
+def import_without(unwanted: Set[str], *modules: str, then: str = "") -> None:
+    """Import modules in one process, which fails at the first that has loaded an unwanted package."""
+    run_python(f"""
+import importlib, sys, ipu_jax
+def check(name):
+    loaded = {{each.split(".")[0] for each in sys.modules}} & {set(unwanted)}
+    assert not loaded, f"{{name}} loads {{loaded}}"
+for name in {modules!r}:
+    importlib.import_module(name)
+    check(name)
+{then}
+check("what follows")
 """)
 
 
@@ -304,21 +278,12 @@ print(len(jax.devices()))
     assert run_python(code) == "3"
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import a.b", {"a.b"}),
-        ("from a import b", {"a", "a.b"}),
-        ("from . import b", {"ipu_jax", "ipu_jax.b"}),
-        ("from .b import c", {"ipu_jax.b", "ipu_jax.b.c"}),
-        ("def f():\n    import hidden", {"hidden"}),
-    ],
-)
-def test_the_reader_of_imports_sees_every_kind(tmp_path, source, expected):
+def test_the_reader_of_imports_sees_every_kind(tmp_path):
     path = tmp_path / "ipu_jax" / "module.py"
     path.parent.mkdir()
-    path.write_text(source)
-    assert imported_modules(path, root=tmp_path) == expected
+    path.write_text("import a.b\nfrom c import d\nfrom . import e\nfrom .f import g\ndef f():\n    import hidden")
+    own = {"ipu_jax", "ipu_jax.e", "ipu_jax.f", "ipu_jax.f.g"}
+    assert imported_modules(path, root=tmp_path) == {"a.b", "c", "c.d", "hidden"} | own
 
 
 def run_python(code: str) -> str:
