@@ -27,7 +27,8 @@ EXACT = ("difference", "bubble of", "names change", "that cross", "collectives i
 PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
 # scripts that compare nothing, that start several processes, or whose programs other tests compare: a part of the slow
 # tests runs them
-SLOW = {"checkpoints", "distributed_lesson", "floods", "instances", "models", "monitor", "replicas", "thread_pool"}
+SLOW = {"checkpoints", "distributed_lesson", "floods", "gpt", "instances", "models", "monitor", "replicas"}
+SLOW |= {"compile_time", "memory", "shared_cores", "thread_pool"}
 # scripts whose programs compute nothing that could be compared
 UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}
 UNCOMPARED |= {"shared_cores", "thread_pool"}

@@ -20,8 +20,8 @@ from random_programs.tables import random_table
 SEED = 5
 
 # for each kind, how many cases always run, and how many more are slow
-ALWAYS = {"pipelines": 2, "schedules": 1, "training": 2, "ops": 4, "modules": 1}
-MORE = {"pipelines": 42, "schedules": 22, "training": 21, "ops": 68, "modules": 21}
+ALWAYS = {"pipelines": 1, "schedules": 1, "training": 1, "ops": 2, "modules": 1}
+MORE = {"pipelines": 43, "schedules": 22, "training": 22, "ops": 70, "modules": 21}
 
 
 @pytest.fixture(scope="module")

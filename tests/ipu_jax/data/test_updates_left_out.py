@@ -68,10 +68,7 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
         for _ in range(3):
             next(feed)
         state = feed.state()
-    with (
-        warnings.catch_warnings(),
-        Feed(stream, epochs=1, prefetch=prefetch, state=state, **options) as feed,
-    ):
+    with warnings.catch_warnings(), Feed(stream, epochs=1, prefetch=prefetch, state=state, **options) as feed:
         warnings.simplefilter("error")
         assert sum(batch.updates for batch in feed) == 2
 

@@ -24,8 +24,11 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("tool", "argv"),
     [
-        *(slow(tied_embedding, argv.split()) for argv in ("--ipus 1", "--ipus 2", "--ipus 3", "--ipus 8")),
-        *(slow(tied_embedding, argv.split()) for argv in ("--ipus 4 --fp16", "--bf16")),
+        (tied_embedding, ["--ipus", "3"]),
+        *(
+            slow(tied_embedding, argv.split())
+            for argv in ("--ipus 1", "--ipus 2", "--ipus 8", "--ipus 4 --fp16", "--bf16")
+        ),
         *((split_matmul, argv.split()) for argv in ("--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16")),
     ],
 )
@@ -57,6 +60,7 @@ def test_other_sizes_match_too(tool, sizes, capsys):
     assert capsys.readouterr().out.endswith("\nResults match.\n")
 
 
+@pytest.mark.slow
 def test_the_sizes_of_the_original_match(capsys):
     argv = ["--ipus", "4", "--vocab-size", "8000", "--feature-size", "768", "--sequence-length", "256"]
     assert MAIN[tied_embedding](argv) == 0
