@@ -20,8 +20,8 @@ from random_programs.tables import random_table
 SEED = 5
 
 # for each kind, how many cases always run, and how many more are slow
-ALWAYS = {"pipelines": 1, "schedules": 1, "training": 1, "ops": 2, "modules": 1}
-MORE = {"pipelines": 43, "schedules": 22, "training": 22, "ops": 70, "modules": 21}
+ALWAYS = {"pipelines": 1, "schedules": 1, "training": 1, "ops": 1, "modules": 1}
+MORE = {"pipelines": 43, "schedules": 22, "training": 22, "ops": 71, "modules": 21}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_random_programs_equal_dense_ones(worker, kind, case):
 def test_tables_are_judged_as_the_schedule_judges_them():
     """Judge many tables, valid and spoilt, without running them; the cases above run some."""
     accepted = refused = 0
-    for case in range(150):
+    for case in range(80):
         dice = Dice("tables", SEED, case)
         placement = tuple(dice.one_of((0, 0, 1, 1, 2, None)) for _ in range(dice.between(1, 5)))
         table = random_table(np.random.default_rng(dice.number()), placement, dice.between(1, 5))
@@ -71,7 +71,7 @@ def test_tables_are_judged_as_the_schedule_judges_them():
                 accepted += 1
                 schedule = make()
                 assert Schedule.from_text(str(schedule)) == schedule
-    assert min(accepted, refused) > 200
+    assert min(accepted, refused) > 100
 
 
 def test_a_leaf_that_is_another_ones_is_far_from_right():

@@ -217,7 +217,12 @@ ONCE = "a fresh iterator, such as lambda epoch: read(files)"
     (lambda: from_stream(7), "type int", AFTER, "give an iterable"),
     (lambda: from_stream({"x": np.zeros(3)}), "type dict", AFTER, "leave items out"),
     (lambda: from_stream(lambda epoch: iter([{}])), "example 0 of epoch 0", "no arrays", "a dict, a tuple or an array"),
-    (lambda: from_stream([{"x": 3}], items="batches"), "int64 at example['x']", "without a dim of examples", "items='examples'"),
+    (
+        lambda: from_stream([{"x": 3}], items="batches"),
+        "int64 at example['x']",
+        "without a dim of examples",
+        "items='examples'",
+    ),
     (lambda: from_stream(state=7), "state=7", "not one of a stream", RETURNED),
     (lambda: from_stream(state={"epoch": 0}), "state={'epoch': 0}", "not one of a stream", RETURNED),
     (lambda: from_stream(state=from_stream() | {"beyond": -1}), "'beyond': -1", "not one of a stream", RETURNED),

@@ -29,17 +29,6 @@ def test_the_grouped_grid_is_the_picture_that_opens_the_module():
     ]
 
 
-def test_the_sequential_grid_has_one_ipu_at_work_in_each_tick():
-    assert str(make_schedule("sequential", ipus=2, micro_batches=2)).splitlines() == [
-        "sequential: 2 stages on 2 IPUs, 2 micro-batches, 6 ticks, bubble 50.0%",
-        "stash: stage 0 holds 1, stage 1 holds 1",
-        "       ramp-up  main                        ramp-down",
-        "tick   0        1        2    3    4        5",
-        "IPU 0  0F0               0B0  0F1           0B1",
-        "IPU 1           1F0 1B0            1F1 1B1",
-    ]
-
-
 def test_the_grid_shows_concurrent_stages_on_every_ipu_in_the_order_of_the_clock():
     assert str(make_schedule("grouped", placement=(None, 0, None, 1, None), micro_batches=2)).splitlines() == [
         "grouped: 5 stages on 2 IPUs, 2 micro-batches, 4 ticks, bubble 16.7%",
