@@ -86,8 +86,9 @@ def test_there_are_300_of_them_over_all_commands():
 
 @pytest.fixture
 def no_jax(monkeypatch, tmp_path):
-    """Remove what each command first calls of jax, and work in an empty folder."""
+    """Remove what each command first calls of jax, and the training, and work in an empty folder."""
     monkeypatch.setattr(ipu_jax, "configure", None)
+    monkeypatch.setattr(training.Training, "run", None)
     digits = data.synthetic_mnist(0)  # takes a while, and is the same for each seed here
     monkeypatch.setattr(data, "synthetic_mnist", lambda seed: digits)
     monkeypatch.delenv("MNIST_DIR", raising=False)

@@ -248,11 +248,7 @@ def lockstep_optimum(costs: StageCosts, micro_batches: int, limit: int, *, split
             done = waiting.pop()
             f, b, w = done
             held = f - (w if split else b)
-            can = [
-                f < arrived[0] and held < limit,
-                b < (f if k == 1 else min(f, arrived[1])),
-                split and w < b,
-            ]
+            can = [f < arrived[0] and held < limit, b < (f if k == 1 else min(f, arrived[1])), split and w < b]
             for kind in range(3):
                 if can[kind]:
                     after = tuple(n + (j == kind) for j, n in enumerate(done))
@@ -326,10 +322,6 @@ def test_an_ipu_that_is_patient_waits_for_b_rather_than_do_w():
 
 
 PROGRAM = """
-import sys, types
-package = types.ModuleType("ipu_jax")
-package.__path__ = [sys.argv[1]]
-sys.modules["ipu_jax"] = package
 from ipu_jax.schedules import StageCosts, find_schedule
 costs = StageCosts([1, .7, .3, 1.1, .5], [1.3, .8, .3, 1.2, .4], [.9, .7, .1, 1, .3], stash=[3, 2, 1, 4, 1])
 for lockstep in (False, True):
@@ -341,8 +333,12 @@ for lockstep in (False, True):
 @pytest.mark.slow
 def test_every_process_finds_the_same_table():
     def run(hash_seed: int) -> str:
-        command = [sys.executable, "-c", PROGRAM, str(Path(ipu_jax.__file__).parent)]
-        environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": str(hash_seed),
+            "PYTHONPATH": str(Path(ipu_jax.__file__).parents[1]),
+        }
+        command = [sys.executable, "-c", PROGRAM]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
     first = run(1)
