@@ -50,16 +50,10 @@ PROGRAMS = ("tools", "__main__")
 OF_COMMANDS = ("ipu_jax._cli.", "ipu_jax.distributed.commands.", "ipu_jax.loop.progress.", "ipu_jax.replacing.")
 # Commands and what they import at the top: a wrong command line is refused without waiting for jax.
 COMMANDS = (
-    "ipu_jax.tools.sharded_embedding_tool",
-    "ipu_jax.tools.sharded_matmul_tool",
-    "ipu_jax.tools.self_test",
-    "mnist_example.run_sharded_mnist",
-    "mnist_example.benchmark_dataset",
-    "mnist_example.data",
-    "ipu_jax.distributed.poprun",
-    "ipu_jax.distributed.launcher.agent",
-    "ipu_jax.observe.info",
-    "ipu_jax.observe.monitor.command",
+    *("ipu_jax.tools.sharded_embedding_tool", "ipu_jax.tools.sharded_matmul_tool", "ipu_jax.tools.self_test"),
+    *("mnist_example.run_sharded_mnist", "mnist_example.benchmark_dataset", "mnist_example.data"),
+    *("ipu_jax.distributed.poprun", "ipu_jax.distributed.launcher.agent"),
+    *("ipu_jax.observe.info", "ipu_jax.observe.monitor.command"),
 )
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.

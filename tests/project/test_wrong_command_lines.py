@@ -23,28 +23,18 @@ from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
 from mnist_example import benchmark_dataset, data, run_sharded_mnist, training
 
 ROOT = Path(__file__).parents[2]
-MODULES = {
-    "run-sharded-mnist": run_sharded_mnist,
-    "benchmark-dataset": benchmark_dataset,
-    "sharded-embedding-tool": sharded_embedding_tool,
-    "sharded-matmul-tool": sharded_matmul_tool,
-    "python -m ipu_jax": self_test,
-    "poprun": poprun,
-    "ipu-monitor": command,
-    "ipu-info": info,
+COMMANDS = {
+    "m": ("run-sharded-mnist", run_sharded_mnist),
+    "b": ("benchmark-dataset", benchmark_dataset),
+    "e": ("sharded-embedding-tool", sharded_embedding_tool),
+    "x": ("sharded-matmul-tool", sharded_matmul_tool),
+    "p": ("python -m ipu_jax", self_test),
+    "r": ("poprun", poprun),
+    "w": ("ipu-monitor", command),
+    "i": ("ipu-info", info),
 }
-PROGRAMS = {
-    "m": ("run-sharded-mnist", ""),
-    "M": ("run-sharded-mnist", "--pipeline-mode concurrent --synthetic-data "),
-    "b": ("benchmark-dataset", ""),
-    "B": ("benchmark-dataset", "--synthetic-data "),
-    "e": ("sharded-embedding-tool", ""),
-    "x": ("sharded-matmul-tool", ""),
-    "p": ("python -m ipu_jax", ""),
-    "r": ("poprun", ""),
-    "w": ("ipu-monitor", ""),
-    "i": ("ipu-info", ""),
-}
+MODULES = dict(COMMANDS.values())
+ALWAYS = {"M": "--pipeline-mode concurrent --synthetic-data ", "B": "--synthetic-data "}
 
 
 class Line(NamedTuple):
@@ -60,8 +50,8 @@ def read_lines() -> list[Line]:
         if row and not row.startswith("#"):
             typed, names, mend = (part.strip() for part in row.split(" | "))
             letter, _, rest = typed.partition(" ")
-            program, always = PROGRAMS[letter]
-            lines.append(Line(program, shlex.split(always + rest), names, mend))
+            program, _ = COMMANDS[letter.lower()]
+            lines.append(Line(program, shlex.split(ALWAYS.get(letter, "") + rest), names, mend))
     return lines
 
 

@@ -164,8 +164,6 @@ def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
             pipeline.value_and_grad(params, batch)
         assert not ran
         pipeline.value_and_grad(params, batch)
-    with pytest.warns(UserWarning, match="IPU 0 needs"):
-        pipeline.value_and_grad(params, np.ones((MICRO_BATCHES, 2 * ROWS, WIDTHS[0]), np.float32))
 
 
 def test_a_pipeline_warns_once_for_each_of_what_it_is_given():

@@ -20,15 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipu_jax
-from ipu_jax.schedules import (
-    SCHEDULES,
-    Schedule,
-    StageCosts,
-    _auto,
-    canonical_name,
-    find_schedule,
-    make_schedule,
-)
+from ipu_jax.schedules import SCHEDULES, Schedule, StageCosts, _auto, canonical_name, find_schedule, make_schedule
 from ipu_jax.schedules._auto import schedule_of
 from ipu_jax.schedules._costs import Work, lower_bound
 from ipu_jax.schedules._list_scheduler import FIRSTS, Joint, Policy, earliest_ticks, list_schedule

@@ -91,10 +91,7 @@ def test_measure_costs_by_hand_of_state_keys_and_numpys_float64():
     def noisy(w, x, mb, *, key, state):
         return Outputs(mb @ w + jax.random.key_data(key)[0].astype(jnp.float32), state=state + 1)
 
-    stages = [
-        Stage(noisy, params="a", random=True, state="s"),
-        Stage(lambda w, x, mb: jnp.sum(x @ w), params="b"),
-    ]
+    stages = [Stage(noisy, params="a", random=True, state="s"), Stage(lambda w, x, mb: jnp.sum(x @ w), params="b")]
     weights = {"a": np.ones((4, 8)), "b": np.ones((8, 2))}
     found = measure_costs(stages, weights, np.ones((3, 4)), {"s": np.zeros(5, np.int32)})
     products = [2 * 3 * a * b for a, b in itertools.pairwise((4, 8, 2))]

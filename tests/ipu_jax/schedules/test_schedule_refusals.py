@@ -208,10 +208,7 @@ def _named(name: Any) -> tuple[Callable[[], Any], ...]:
     *(
         (call, f"{of}={bad!r} ", "is not a count", "an int of at least 1")
         for bad in BAD_COUNTS
-        for of, call in (
-            ("ipus", make(ipus=bad)),
-            ("ipus", make("1f1b", ipus=bad, placement=(0, 1))),
-        )
+        for of, call in (("ipus", make(ipus=bad)), ("ipus", make("1f1b", ipus=bad, placement=(0, 1))))
     ),
     *(
         (call, f"{of}={bad!r} ", "is not a count", "an int of at least 1")
