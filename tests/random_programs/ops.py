@@ -93,10 +93,10 @@ class Case:
         given = self.given
         specs = tuple(_without_data(spec) if not self.two_axes else spec for spec in given.specs)
         out_spec = given.out_spec if self.two_axes else _without_data(given.out_spec)
-        floats = self._floats
+        floats, options = self._floats, {"mesh": mesh, "check_vma": self.typed}
 
         if not self.inside:
-            mapped = jax.shard_map(given.local, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=self.typed)
+            mapped = jax.shard_map(given.local, in_specs=specs, out_specs=out_spec, **options)
 
             def outside(arrays: Any, ct: Any) -> Any:
                 out, vjp = jax.vjp(self._of_floats(mapped, arrays), *[arrays[i] for i in floats])
@@ -116,16 +116,8 @@ class Case:
                 gradients.append(lax.psum(gradient, summed) if summed else gradient)
             return out, tuple(gradients)
 
-        of_floats_specs = tuple(specs[i] for i in floats)
-        return jax.jit(
-            jax.shard_map(
-                on_ipu,
-                mesh=mesh,
-                in_specs=(list(specs), out_spec),
-                out_specs=(out_spec, of_floats_specs),
-                check_vma=self.typed,
-            )
-        )
+        out_specs = out_spec, tuple(specs[i] for i in floats)
+        return jax.jit(jax.shard_map(on_ipu, in_specs=(list(specs), out_spec), out_specs=out_specs, **options))
 
     @property
     def _floats(self) -> list[int]:

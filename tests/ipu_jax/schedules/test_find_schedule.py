@@ -84,13 +84,8 @@ def problems(draw):
     whole = [b + w * rng.uniform(0.5, 1) for b, w in zip(backward, weight, strict=True)]
     costs = StageCosts(forward, backward, weight, whole, stash, residuals)
     micro_batches = draw(st.integers(1, 6))
-    arguments = {
-        "placement": placement,
-        "ipus": ipus,
-        "micro_batches": micro_batches,
-        "transfer": draw(st.sampled_from([0.0, 0.25])),
-        "lockstep": draw(st.booleans()),
-    }
+    arguments = {"placement": placement, "ipus": ipus, "micro_batches": micro_batches}
+    arguments |= {"transfer": draw(st.sampled_from([0.0, 0.25])), "lockstep": draw(st.booleans())}
     named = families(placement, micro_batches, ipus)
     floor = bytes_of(named["sequential"], costs)
     limit = draw(st.sampled_from([None, *named]))

@@ -6,6 +6,7 @@ The judge of the random programs plays a table task by task, with the messages a
 import dataclasses
 import itertools
 import re
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, reject, settings
@@ -18,7 +19,8 @@ from random_programs.tables import segments_of
 
 def replay(schedule: Schedule) -> None:
     """Assert that a schedule can run, and that it needs the memory that it says."""
-    placement, table = schedule.placement, (schedule.forward, schedule.backward, schedule.weight, schedule.clock)
+    placement = schedule.placement
+    table: Any = schedule.forward, schedule.backward, schedule.weight, schedule.clock
     assert not fault_of(placement, schedule.ipus, table)
     segments = segments_of(placement)
     for (ring, segment, kind), depth in depths_of(placement, table).items():
