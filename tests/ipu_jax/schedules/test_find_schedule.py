@@ -120,7 +120,6 @@ def test_no_family_that_fits_is_better(problem):
 # tables worked out by hand
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize(
     ("costs", "placement", "micro_batches", "makespan"),
     [
@@ -131,10 +130,11 @@ def test_no_family_that_fits_is_better(problem):
         (StageCosts([1, 1, 2], [1, 1, 4], [1, 1, 0]), (0, 1, None), 1, 1 + 1 + 3 + 1 + 1 + 1),
     ],
 )
-def test_makespans_by_hand_reach_the_bound(costs, placement, micro_batches, makespan, lockstep):
+def test_makespans_by_hand_reach_the_bound(costs, placement, micro_batches, makespan):
     ipus = 1 if placement == (0, 0) else 2
-    found = find_schedule(costs, placement=placement, micro_batches=micro_batches, ipus=ipus, lockstep=lockstep)
-    assert (found.makespan, found.bound) == (makespan, makespan)
+    for lockstep in (False, True) if placement == (0, 1) else (False,):
+        found = find_schedule(costs, placement=placement, micro_batches=micro_batches, ipus=ipus, lockstep=lockstep)
+        assert (found.makespan, found.bound) == (makespan, makespan)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
